@@ -12,7 +12,7 @@ from stepgraph.graphs.layers.slot_mapping import place_tokens
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import DraftModel, ModelInput, TargetModel, check_shape
 from stepgraph.sampling import processors
-from stepgraph.sampling.acceptance import FinishCode
+from stepgraph.sampling.grammar.status import FinishCode
 
 
 class Batch(NamedTuple):

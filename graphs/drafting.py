@@ -14,10 +14,8 @@ from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import DraftModel
 from stepgraph.sampling import kernels, rng
-from stepgraph.sampling.acceptance import Emission
-from stepgraph.sampling.bitmask import WORD
-from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import GrammarMask
+from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
+from stepgraph.sampling.kernels import Emission, GrammarMask
 from stepgraph.sampling.kernels.operation import Contiguous, operation
 from stepgraph.sampling.native import CKernel
 
@@ -147,8 +145,8 @@ class SelectedDraft(NamedTuple):
 def legal(tokens: Tensor, masks: Tensor, constrained: Tensor, status: Tensor) -> Tensor:
     """[B] bool: whether each row's token is allowed, under masks [B, words] of status [B]. Unspecified for a token of -1."""
     known = tokens.clamp(min=0)
-    words = masks.gather(1, known[:, None] // WORD).squeeze(1)
-    return ((words >> (known % WORD)) & 1 != 0) & (status == MaskStatus.OK) | ~constrained
+    words = masks.gather(1, known[:, None] // BITS_PER_WORD).squeeze(1)
+    return ((words >> (known % BITS_PER_WORD)) & 1 != 0) & (status == MaskStatus.OK) | ~constrained
 
 
 def _select_in_c(

@@ -11,7 +11,7 @@ from stepgraph.graphs.drafting import continuing, grammar_mask_of, legal, rule_o
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import check_shape
 from stepgraph.graphs.proposer import History, Proposer
-from stepgraph.sampling.acceptance import Emission
+from stepgraph.sampling.kernels import Emission
 
 ANCHOR = 8  # prompt tokens copied before a given text, so that the start of the output is found after the end of the prompt
 

@@ -31,9 +31,9 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.proposer import Proposer
 from stepgraph.graphs.shapes import GraphKey
-from stepgraph.sampling.acceptance import Emission
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, advance, fill_new
 from stepgraph.sampling.grammar.status import HostColumn
+from stepgraph.sampling.kernels import Emission
 
 SIDE = "side"
 

@@ -18,10 +18,9 @@ from stepgraph.graphs.buffers import Column, ResultLayout, StaticBuffers
 from stepgraph.graphs.layers import slot_mapping
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import TargetModel, check_shape
-from stepgraph.sampling import acceptance, kernels, processors, rng, sampler
-from stepgraph.sampling.acceptance import Emission
+from stepgraph.sampling import kernels, processors, rejection, rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import GrammarMask
+from stepgraph.sampling.kernels import Emission, GrammarMask
 
 
 def target_verify(buffers: StaticBuffers, batch: Batch, model: TargetModel, limits: Limits) -> tuple[Tensor, Tensor]:
@@ -142,7 +141,7 @@ def _draft_bits(flags: Tensor, batch: Batch) -> Tensor:
 
 def _force_accepted(batch: Batch, finite: Tensor, status: Tensor, shares: Sequence[float]) -> Tensor:
     owner, length = batch.column(Column.OWNER), batch.column(Column.LENGTH)
-    return acceptance.force_accepted(shares, finite, batch.column(Column.DRAFT_COUNT), status, owner, length)
+    return rejection.force_accepted(shares, finite, batch.column(Column.DRAFT_COUNT), status, owner, length)
 
 
 def _after_accepted(batch: Batch, accepted: Tensor, tokens: Tensor) -> Tensor:

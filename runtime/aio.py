@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import os
 import weakref
-from types import TracebackType
 from typing import Any
 
 from stepgraph.runtime.aio_thread import StepThread, StreamBuffer
 from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.request import EngineClosedError, Job, QueueFullError, StepEvent
+from stepgraph.runtime.request import EngineClosedError, Job, StepEvent
+from stepgraph.runtime.request_queue import QueueFullError
 
 
 class JobStream:
@@ -130,10 +130,11 @@ class AsyncEngine:
         await self.open()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self._stop(drain=kind is None)
-        if kind is None and self.failure is not None:
-            raise self.failure
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            await self.close()
+        else:
+            await self._stop(drain=False)
 
     async def _stop(self, drain: bool) -> None:
         if self._stepper is None:

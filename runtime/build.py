@@ -200,9 +200,10 @@ def capture_notes(parts: EngineParts) -> tuple[str, ...]:
             notes.append(f"filters: {kernels.choose_filters(device, config.filters)}")
         except ValueError as error:
             raise ValueError(f"EngineConfig.{error}") from None
+    sharing = (f"prefixes: not shared, {parts.sharing.off}",) if parts.sharing.off else ()
     forced = ("forced drafts: on",) if "forced_host" in parts.buffers else ()
     grammars = (f"grammars: {parts.compiler.note}",) if parts.compiler else ()
-    return (*notes, *grammars, *parts.sharing.notes, *forced)
+    return (*notes, *grammars, *sharing, *forced)
 
 
 def sharing_for(config: EngineConfig, models: ModelPair) -> PrefixSharing:

@@ -20,8 +20,9 @@ from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.kernels.filter_choice import FILTERS
 
 MAX_SECONDS = 86_400
-# The sizes that Limits checks as well are missing here.
+# Limits checks the other sizes.
 _CHECKS = {
+    **dict.fromkeys(("max_rows", "max_length", "page_size"), whole(1)),
     "backend": one_of(("auto", "tape", "cuda")),
     "host_link": one_of(HOST_LINKS),
     "filters": one_of(FILTERS),
@@ -128,11 +129,7 @@ class EngineConfig:
         )
 
     def limits(self, vocab_size: int, num_tokens: int, feature_size: int) -> Limits:
-        try:
-            pages_per_row = -(-self.max_length // self.page_size)
-            num_pages = self.max_rows * pages_per_row if self.num_pages is None else self.num_pages
-        except (TypeError, ZeroDivisionError):
-            num_pages = 1  # Limits raises for the wrong field
+        num_pages = self.max_rows * -(-self.max_length // self.page_size) if self.num_pages is None else self.num_pages
         sizes = {field.name: getattr(self, field.name) for field in fields(Limits) if hasattr(self, field.name)}
         return Limits(**sizes | {"num_pages": num_pages, "vocab_size": vocab_size, "num_tokens": num_tokens, "feature_size": feature_size})
 

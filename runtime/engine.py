@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from stepgraph.runtime.request import ActiveRequest, EngineClosedError, FinishRe
 from stepgraph.runtime.request_queue import QueuedRequest
 from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.step_lock import StepLock
-from stepgraph.runtime.trace import Trace, trace_rounds
+from stepgraph.runtime.trace import Trace
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -193,10 +192,10 @@ class Engine:
         """stats() in the Prometheus text format, with these labels on every sample."""
         return prometheus_text(self.stats(), labels)
 
-    def trace(self, rounds: int = 20) -> AbstractContextManager[Trace]:
+    def trace(self, rounds: int = 20) -> Trace:
         """Within the block, record the timeline of the next `rounds` rounds; then read `.timeline`. For the stepping thread."""
         self._require_open("trace")
-        return trace_rounds(self.backend, self._in_flight.rounds, rounds, self.config.eager or bool(self._graphs.eager))
+        return Trace(self.backend, self._in_flight.rounds, rounds, self.config.eager or bool(self._graphs.eager))
 
     def close(self) -> None:
         """Cancel all jobs, wait for the device, release threads and graphs. Idempotent."""

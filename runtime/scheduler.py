@@ -13,8 +13,8 @@ from stepgraph.runtime.extras.record import Recorder
 from stepgraph.runtime.request import FINISH_REASONS, ActiveRequest, DraftCounts, FinishReason, Job, StepEvent, TokenLogprob, origins_of
 from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
 from stepgraph.runtime.slots import PrefixSharing, RowTable
-from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.compile.limits import named
+from stepgraph.sampling.grammar.status import FinishCode
 
 
 class Scheduler:

@@ -23,11 +23,6 @@ class PrefixSharing:
     recompute_tail: int = 0
     lookahead: int = 0
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """For the capture report."""
-        return (f"prefixes: not shared, {self.off}",) if self.off else ()
-
 
 class RowTable:
     """Free rows and pages. The lowest free row is allocated first.

@@ -72,7 +72,7 @@ class Histogram:
 class EngineStats:
     """Counts since the engine was made, and its present state.
 
-    Counts of jobs and pages are taken at one moment under the scheduler's lock. The launched rounds include every round whose
+    Counts of jobs and pages are taken at one moment under the lock of the queue. The launched rounds include every round whose
     results are counted. Counts of the device and of the grammar compiler are read just before.
     """
 

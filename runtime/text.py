@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stepgraph.runtime.models.files.chat_template import ChatTemplate
+from stepgraph.sampling.grammar.matchers.forced import token_table
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 Message = Mapping[str, Any]
@@ -43,8 +44,18 @@ class TextCodec:
 
     @classmethod
     def of_bytes(cls, vocabulary: Vocabulary) -> TextCodec:
-        """For a vocabulary without a tokenizer, as in the toy models: encodes by longest match; chats are plain lines."""
-        return cls(vocabulary, _LongestMatch(vocabulary), ChatTemplate(_PLAIN_CHAT))
+        """For a vocabulary without a tokenizer, as in the toy models: encodes by longest match; chats are plain lines.
+
+        A tokenizer may split differently, but the text is the same.
+        """
+
+        def encode(text: str, begins: bool) -> list[int]:
+            content, ids = text.encode(), token_table(vocabulary).split_longest(text.encode())
+            if rest := content[len(vocabulary.decode(ids)) :]:
+                raise ValueError(f"text: got the byte 0x{rest[0]:02x}, for which the vocabulary has no token")
+            return ids
+
+        return cls(vocabulary, encode, ChatTemplate(_PLAIN_CHAT))
 
     @property
     def has_chat(self) -> bool:
@@ -103,23 +114,3 @@ class TextStream:
 
 
 _PLAIN_CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant: "
-
-
-class _LongestMatch:
-    """Encodes by longest match in a token table. A tokenizer may split differently, but the text is the same."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        non_text = vocabulary.non_text_ids
-        self._ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens) if token_id not in non_text}
-        self._longest = max(map(len, self._ids), default=0)
-
-    def __call__(self, text: str, begins: bool) -> list[int]:
-        content, position, ids = text.encode(), 0, []
-        while position < len(content):
-            candidates = (content[position : position + length] for length in range(self._longest, 0, -1))
-            token = next((candidate for candidate in candidates if candidate in self._ids), None)
-            if token is None:
-                raise ValueError(f"text: got the byte 0x{content[position]:02x}, for which the vocabulary has no token")
-            ids.append(self._ids[token])
-            position += len(token)
-        return ids

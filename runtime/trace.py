@@ -18,9 +18,10 @@ from pathlib import Path
 
 from stepgraph.graphs.capture import MAIN, Backend
 from stepgraph.graphs.spans import LAUNCHER, OUTSIDE, Span
-from stepgraph.sampling.fields import is_int
+from stepgraph.sampling.fields import check_value, whole
 
 Interval = tuple[int, int]  # start and end in nanoseconds
+ROUNDS = whole(1)._replace(expected="an integer >= 1")
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,7 @@ class Timeline:
         """Write a PNG of some rounds from the middle of the timeline. RuntimeError if matplotlib is not installed."""
         from stepgraph.runtime.extras.trace_picture import draw
 
-        if not is_int(rounds) or rounds < 1:
-            raise ValueError(f"Timeline.save_picture.rounds: got {rounds!r}, expected an integer >= 1")
+        check_value("Timeline.save_picture.rounds", rounds, ROUNDS)
         extents = self.extents()
         if not extents:
             raise ValueError("Timeline.save_picture: got a timeline without rounds, expected at least one")
@@ -173,9 +173,14 @@ class Timeline:
 
 
 class Trace:
-    """The result of `Engine.trace`, complete once its `with` block has ended."""
+    """Traces the next `rounds` rounds of an engine while its `with` block lasts. After the block, `timeline` is available."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: Backend, first_round: int, rounds: int, eager: bool) -> None:
+        check_value("Engine.trace.rounds", rounds, ROUNDS)
+        if eager:
+            got = "an engine with EngineConfig.eager=True or with graphs that could not be captured"
+            raise ValueError(f"Engine.trace: got {got}, expected one whose rounds are recorded")
+        self._backend, self._first_round, self._rounds = backend, first_round, rounds
         self._timeline: Timeline | None = None
 
     @property
@@ -184,27 +189,14 @@ class Trace:
             raise RuntimeError("Trace.timeline: not available before the with block of Engine.trace() has ended")
         return self._timeline
 
-    def end(self, timeline: Timeline) -> None:
-        self._timeline = timeline
+    def __enter__(self) -> Trace:
+        self._backend.start_trace(self._first_round, self._rounds)
+        return self
 
-
-@contextlib.contextmanager
-def trace_rounds(backend: Backend, first_round: int, rounds: int, eager: bool) -> Iterator[Trace]:
-    """Trace the next `rounds` rounds of an engine on `backend` while the block lasts."""
-    if not is_int(rounds) or rounds < 1:
-        raise ValueError(f"Engine.trace.rounds: got {rounds!r}, expected an integer >= 1")
-    if eager:
-        got = "an engine with EngineConfig.eager=True or with graphs that could not be captured"
-        raise ValueError(f"Engine.trace: got {got}, expected one whose rounds are recorded")
-    trace = Trace()
-    backend.start_trace(first_round, rounds)
-    try:
-        yield trace
-    except BaseException:
-        with contextlib.suppress(Exception):  # the error of the block is the one to raise
-            backend.stop_trace()
-        raise
-    trace.end(Timeline(tuple(sorted(backend.stop_trace(), key=lambda span: span.start_ns)), backend.name))
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with contextlib.suppress(*(() if kind is None else (Exception,))):  # the error of the block is the one to raise
+            spans = self._backend.stop_trace()
+            self._timeline = Timeline(tuple(sorted(spans, key=lambda span: span.start_ns)), self._backend.name)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

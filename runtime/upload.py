@@ -20,7 +20,7 @@ from stepgraph.graphs.proposing import ANCHOR, given_from
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.sampling import bitmask
-from stepgraph.sampling.acceptance import FinishCode
+from stepgraph.sampling.grammar.status import FinishCode
 from stepgraph.sampling.sampler import Param
 
 

@@ -1,41 +1,15 @@
 """Chain verification: how many drafts are accepted, what is emitted, and whether the row is finished. Pure tensor functions.
 
-All decisions of a round about a row are made here, on the device, so that the host can launch the next round without them.
+All decisions of a round about a row are made on the device, so that the host can launch the next round without them. The kernels run
+these functions where they have neither a Triton nor a C implementation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import IntEnum
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from stepgraph.sampling import rng, sampler
-from stepgraph.sampling.grammar.status import ROW_RUNNING, MaskStatus
-
-
-class FinishCode(IntEnum):
-    """State of a row. 0 is inert, so zeroed memory runs nothing."""
-
-    RETIRED = 0  # no request owns the row, or its owner was cancelled
-    RUNNING = ROW_RUNNING
-    STOP = 2
-    LENGTH = 3
-    CONSTRAINT_COMPLETE = 4
-    DEAD_END = 5
-    MASK_FAULT = 6  # no valid mask for this row, history and position: nothing may be sampled
-    LOGITS_FAULT = 7  # the best legal logit is not finite
-
-
-class Emission(NamedTuple):
-    """The tokens that one round adds to each row."""
-
-    tokens: Tensor  # [B, K + 1] int64, valid below emitted
-    emitted: Tensor  # [B] int64, number of tokens
-    accepted: Tensor  # [B] int64, number of drafts among them
-    finish: Tensor  # [B] int64 FinishCode
+from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 
 
 def mask_status(tags: Tensor, owner: Tensor, generated: Tensor, constrained: Tensor, first: int = 0) -> Tensor:
@@ -56,58 +30,11 @@ def count_accepted(sampled: Tensor, finite: Tensor, drafts: Tensor, draft_count:
     sampled, finite, status [B, K + 1]; drafts [B, K]; draft_count [B] -> [B]. Draft j is compared under mask row j and must be
     legal: the status of row j + 1 describes the text after it.
     """
-    holds = (sampled[:, :-1] == drafts) & finite[:, :-1] & _may_accept(status, draft_count)
+    holds = (sampled[:, :-1] == drafts) & finite[:, :-1] & may_accept(status, draft_count)
     return holds.to(torch.int64).cumprod(1).sum(1)
 
 
-def reject_sample(
-    target_probs: Tensor,
-    draft_probs: Tensor,
-    finite: Tensor,
-    drafts: Tensor,
-    draft_count: Tensor,
-    status: Tensor,
-    seed: Tensor,
-    length: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Exact rejection sampling: the result is distributed as target_probs for any draft_probs.
-
-    target_probs [B, K + 1, V]: the target's distribution p at each position; draft_probs [B, K, V]: the distribution q that each
-    draft was drawn from; seed, length [B] select the random numbers. Draft j is accepted with probability min(1, p/q). The first
-    rejected draft is replaced by a token drawn from max(p - q, 0); after the last draft a token is drawn from p. Returns tokens
-    [B, K + 1], valid up to the drawn one, and the number of accepted drafts [B].
-    """
-    count = drafts.shape[1]
-    index = torch.arange(count + 1, device=drafts.device)
-    last = torch.zeros_like(draft_count)
-    probs = target_probs[:, 0]
-    if count:
-        proposed = drafts.clamp(min=0)[..., None]
-        p = target_probs[:, :-1].gather(2, proposed).squeeze(2)
-        q = draft_probs.gather(2, proposed).squeeze(2)
-        coins = rng.uniform(seed[:, None], length[:, None] + index[:-1], rng.Purpose.ACCEPT)
-        holds = (coins * q < p) & finite[:, :-1] & _may_accept(status, draft_count)
-        last = holds.to(torch.int64).cumprod(1).sum(1)
-        index_3d = last[:, None, None].expand(-1, 1, target_probs.shape[2])
-        probs = target_probs.gather(1, index_3d).squeeze(1)
-        rejected = torch.where((last < draft_count)[:, None], draft_probs.gather(1, index_3d.clamp(max=count - 1)).squeeze(1), 0.0)
-        rest = (probs - rejected).clamp(min=0)
-        probs = torch.where(rest.sum(1, keepdim=True) > 0, rest, probs)  # p = q up to rounding
-    vocabulary = torch.arange(target_probs.shape[2], device=drafts.device)
-    noise = rng.exponential(seed[:, None], (length + last)[:, None], rng.Purpose.TARGET, vocabulary)
-    drawn = sampler.race(probs, noise)[:, None]
-    padded = torch.cat([drafts, drawn], 1)
-    return torch.where(index < last[:, None], padded, drawn), last
-
-
-def force_accepted(shares: Sequence[float], finite: Tensor, draft_count: Tensor, status: Tensor, owner: Tensor, length: Tensor) -> Tensor:
-    """For benchmarks: accept a legal draft j with probability shares[j]. Returns the number of leading accepted drafts, [B]."""
-    coins = [rng.uniform(owner, length + index, rng.Purpose.ACCEPT) < share for index, share in enumerate(shares)]
-    holds = torch.stack(coins, 1) & finite[:, :-1] & _may_accept(status, draft_count)
-    return holds.to(torch.int64).cumprod(1).sum(1)
-
-
-def _may_accept(status: Tensor, draft_count: Tensor) -> Tensor:
+def may_accept(status: Tensor, draft_count: Tensor) -> Tensor:
     """[B, K] bool: drafts within draft_count, with a valid mask, that the grammar accepted.
 
     A grammar that fails after a draft does not make the draft illegal: its own mask is still valid, and to refuse it would change
@@ -118,8 +45,12 @@ def _may_accept(status: Tensor, draft_count: Tensor) -> Tensor:
     return legal & (status[:, :-1] == MaskStatus.OK) & (index < draft_count[:, None])
 
 
-def emit(sampled: Tensor, finite: Tensor, accepted: Tensor, status: Tensor, stop_ids: Tensor, room: Tensor) -> Emission:
-    """The accepted drafts and, where a mask allows one, the target's next token; cut at a stop id or at the length limit.
+def emit(
+    sampled: Tensor, finite: Tensor, accepted: Tensor, status: Tensor, stop_ids: Tensor, room: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Count the accepted drafts and, where a mask allows one, the target's next token; cut at a stop id or at the length limit.
+
+    Returns the emitted and the accepted tokens, and the FinishCode, [B] int64 each.
 
     sampled, finite, status [B, K + 1]; accepted, room [B]; stop_ids [B, S] padded with -1.
     """
@@ -137,7 +68,7 @@ def emit(sampled: Tensor, finite: Tensor, accepted: Tensor, status: Tensor, stop
     finish = torch.where((last_status == MaskStatus.OK) & ~last_finite, int(FinishCode.LOGITS_FAULT), finish)
     finish = torch.where(count == room, int(FinishCode.LENGTH), finish)
     finish = torch.where(first_stop < count, int(FinishCode.STOP), finish)
-    return Emission(sampled, count, torch.minimum(accepted, count), finish)
+    return count, torch.minimum(accepted, count), finish
 
 
 def _finish_of_status(status: Tensor) -> Tensor:

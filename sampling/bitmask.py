@@ -5,36 +5,23 @@ Ids from the end of the tokenizer on have bit 0, so padding logits are never cho
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.grammar.status import MaskStatus
-
-WORD = 32
-
-
-class GrammarMask(NamedTuple):
-    """The masks of B rows at Q positions."""
-
-    masks: Tensor  # [R, Q, words] int32
-    rows: Tensor | None  # [B] int64: row b reads masks[rows[b]]; None: masks[b]
-    constrained: Tensor  # [B] bool: rows that have a mask
-    status: Tensor  # [B, Q] int64 MaskStatus; where a constrained row's is not OK, no token is legal, whatever the mask
+from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 
 
 def unpack(masks: Tensor, width: int) -> Tensor:
     """[..., words] int32 -> [..., width] bool. The shift is arithmetic; `& 1` discards the sign."""
-    bits = torch.arange(WORD, dtype=torch.int32, device=masks.device)
+    bits = torch.arange(BITS_PER_WORD, dtype=torch.int32, device=masks.device)
     return ((masks.unsqueeze(-1) >> bits) & 1).flatten(-2)[..., :width] != 0
 
 
 def pack(allowed: Tensor) -> Tensor:
     """[..., width] bool -> [..., ceil(width / 32)] int32."""
-    missing = -allowed.shape[-1] % WORD
-    padded = torch.nn.functional.pad(allowed, (0, missing)).unflatten(-1, (-1, WORD)).to(torch.int64)
-    weights = torch.ones(WORD, dtype=torch.int64, device=allowed.device) << torch.arange(WORD, device=allowed.device)
+    missing = -allowed.shape[-1] % BITS_PER_WORD
+    padded = torch.nn.functional.pad(allowed, (0, missing)).unflatten(-1, (-1, BITS_PER_WORD)).to(torch.int64)
+    weights = torch.ones(BITS_PER_WORD, dtype=torch.int64, device=allowed.device) << torch.arange(BITS_PER_WORD, device=allowed.device)
     words = (padded * weights).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
@@ -47,7 +34,7 @@ def apply(logits: Tensor, masks: Tensor, constrained: Tensor, ids: Tensor | None
     status [B, ...] int64 MaskStatus: a mask that is not OK forbids every token.
     """
     free = ~constrained.view(-1, *[1] * (logits.dim() - 1))
-    allowed = unpack(masks, logits.shape[-1]) if ids is None else unpack(masks, masks.shape[-1] * WORD)[..., ids]
+    allowed = unpack(masks, logits.shape[-1]) if ids is None else unpack(masks, masks.shape[-1] * BITS_PER_WORD)[..., ids]
     if status is not None:
         allowed = allowed & (status == int(MaskStatus.OK)).unsqueeze(-1)
     return torch.where(allowed | free, logits, float("-inf"))

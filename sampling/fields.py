@@ -33,6 +33,12 @@ def clip_error(error: BaseException) -> str:
     return text if len(text) <= 5 * MAX_CHARS else f"{text[: 5 * MAX_CHARS]}..."
 
 
+def reason(error: Exception) -> str:
+    """Type and first line of an error, for a report."""
+    lines = str(error).strip().splitlines() or ["no reason given"]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
+
+
 def clip_name(name: object) -> str:
     """A field name read from a file or a request, for use in the path of an error message."""
     return name[:MAX_CHARS] if isinstance(name, str) else clip_repr(name)

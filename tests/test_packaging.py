@@ -92,12 +92,12 @@ def test_a_wheel_holds_every_module_and_nothing_else(tmp_path: Path) -> None:
     compiler = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
     wheel = build("wheel", tmp_path, **({} if compiler is None else {"CC": hurried(compiler, tmp_path)}))
     names = files_of(wheel)
-    wanted = {"stepgraph/__init__.py", "stepgraph/py.typed"}
+    expected = {"stepgraph/__init__.py", "stepgraph/py.typed"}
     kinds = (".py", ".c", ".h")
-    wanted |= {
+    expected |= {
         f"stepgraph/{path.relative_to(ROOT).as_posix()}" for folder in CORE for path in (ROOT / folder).rglob("*") if path.suffix in kinds
     }
-    assert {name for name in names if name.endswith((*kinds, ".typed"))} == wanted
+    assert {name for name in names if name.endswith((*kinds, ".typed"))} == expected
     assert {name.split("/")[0] for name in names} == {"stepgraph"}
     assert any(name.endswith("licenses/LICENSE") for name in zipfile.ZipFile(wheel).namelist())
     assert sum(name.endswith(".so") for name in names) == (0 if compiler is None else 1)

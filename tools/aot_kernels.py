@@ -1,6 +1,6 @@
-"""Compiles the Triton kernels ahead of time for GPUs that are not here, and reads what ptxas says of registers and spills.
+"""Compiles the Triton kernels ahead of time for several GPUs, and reads registers and spills from the report of ptxas.
 
-What the launchers specialise on is fixed as they would: pointers and strides divisible by 16, the tile sizes of `choice`.
+Specialised like launches on a GPU: pointers and strides divisible by 16, the default tile sizes.
 One JSON document: `python -m tools.aot_kernels`. TRITON_INTERPRET must not be set.
 """
 
@@ -22,7 +22,7 @@ ARCHS = (80, 90, 100)
 
 
 class Usage(NamedTuple):
-    """What one kernel needs of one architecture."""
+    """Resources of one kernel on one architecture."""
 
     kernel: str
     arch: int
@@ -74,7 +74,7 @@ def variants() -> list[Variant]:
 
 
 def _mask_variants() -> list[Variant]:
-    """Tags, and masks with all that a request asks for."""
+    """Tags, and masks with every setting of a request."""
     from stepgraph.sampling.kernels.triton import chain, processors
 
     types = [*["*i64"] * 4, "*i1", "*i64", *["i32"] * 6]
@@ -113,7 +113,7 @@ def _filter_variants() -> list[Variant]:
 
 
 class Attended(NamedTuple):
-    """How attention may be launched."""
+    """One shape of attention."""
 
     dtype: str
     size: int
@@ -124,7 +124,7 @@ class Attended(NamedTuple):
 
 
 def attention_variants() -> list[Variant]:
-    """A round's few rows in heads of all sizes, a prompt's many in some; other groups, pages and halves, each once."""
+    """Rounds with all head sizes, prompts with some; other group sizes, page sizes and float16, each once."""
     from stepgraph.graphs.attention.triton import paged as paged_programs
     from stepgraph.graphs.attention.triton import rope_kv as rope_programs
 
@@ -153,21 +153,21 @@ def _variant(label: str, kernel: Any, types: list[str], constants: Mapping[str, 
 
 
 def usage(variant: Variant, arch: int) -> Usage:
-    """Compile for `arch` and ask the assembler that triton brings along."""
+    """Compile for `arch` with the assembler of the triton package."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, (name, kind) in enumerate(variant.signature.items())
+        (index,): [["tt.divisibility", 16]]
+        for index, (name, kind) in enumerate(variant.signature.items())
         if kind.startswith("*") or name.endswith("_stride")
     }
     source = ASTSource(fn=variant.kernel, signature=variant.signature, constexprs=dict(variant.constants), attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": variant.warps, "enable_fp_fusion": False})
     wide = len(re.findall(r"ld\.global\S*\.v4\.b32", compiled.asm["ptx"]))
-    told = _assemble(compiled.asm["ptx"], arch)
-    registers, stack, stores, loads = (int(_find(pattern, told)) for pattern in _PATTERNS)
+    report = _assemble(compiled.asm["ptx"], arch)
+    registers, stack, stores, loads = (int(_find(pattern, report)) for pattern in _PATTERNS)
     return Usage(variant.label, arch, registers, stores + loads, stack, int(compiled.metadata.shared), variant.warps, wide)
 
 
@@ -176,7 +176,7 @@ _PATTERNS = (r"Used (\d+) registers", r"(\d+) bytes stack frame", r"(\d+) bytes 
 
 def _find(pattern: str, text: str) -> str:
     found = re.search(pattern, text)
-    assert found is not None, f"ptxas says nothing like {pattern!r}: {text}"
+    assert found is not None, f"the report of ptxas has no {pattern!r}: {text}"
     return found.group(1)
 
 
@@ -196,11 +196,8 @@ def _assemble(ptx: str, arch: int) -> str:
     return result.stderr + result.stdout
 
 
-def table() -> list[dict[str, object]]:
-    """Every variant on every architecture."""
-    return [usage(variant, arch)._asdict() for variant in variants() for arch in ARCHS]
-
-
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print(json.dumps(table()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, nargs="+", choices=ARCHS, default=ARCHS, help="compute capabilities (default: all)")
+    archs = parser.parse_args().arch
+    print(json.dumps([usage(variant, arch)._asdict() for variant in variants() for arch in archs]))

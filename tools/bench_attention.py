@@ -124,12 +124,12 @@ def _blocks(rows: int, most: int) -> list[range]:
     return [range(start, min(start + most, rows)) for start in range(0, rows, most)]
 
 
-def _part(shape: Shape, tile: paged_programs.Tile, length: int, rows: range, places: range, parts: int) -> int:
+def _part(shape: Shape, tile: paged_programs.Tile, length: int, rows: range, positions: range, parts: int) -> int:
     """One kernel instance: row length, queries, keys and values of its part, and its results."""
     groups = shape.heads // shape.kv_heads
     total = 2 * shape.queries * INDEX + len({row // groups for row in rows}) * INDEX
     latest, earliest = (length - shape.queries + row // groups for row in (rows[-1], rows[0]))
-    begin, end = places.start, min(latest + 1, places.stop)
+    begin, end = positions.start, min(latest + 1, positions.stop)
     if shape.window:
         begin = max(begin, (earliest - shape.window + 1) // tile.keys * tile.keys)
     if begin < end:
@@ -139,13 +139,13 @@ def _part(shape: Shape, tile: paged_programs.Tile, length: int, rows: range, pla
         total += 2 * len(held) * shape.size * ITEM + len({index // shape.page for index in held}) * INDEX
     if parts == 1:
         return total + len(rows) * shape.size * ITEM
-    return total + len(rows) * SUM + sum(_sees(shape, length, row // groups, places) for row in rows) * (SUM + tile.size * SUM)
+    return total + len(rows) * SUM + sum(_sees(shape, length, row // groups, positions) for row in rows) * (SUM + tile.size * SUM)
 
 
-def _sees(shape: Shape, length: int, query: int, places: range) -> bool:
+def _sees(shape: Shape, length: int, query: int, positions: range) -> bool:
     position = length - shape.queries + query
     oldest = position - shape.window + 1 if shape.window else 0
-    return places.start <= position and places.stop > oldest
+    return positions.start <= position and positions.stop > oldest
 
 
 def _join(shape: Shape, length: int, part: int, parts: int) -> int:

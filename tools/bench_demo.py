@@ -67,8 +67,8 @@ def throughput(pair: Pair, drafts: int, prompts: int, repeats: int, threads: int
     times: list[tuple[int, float]] = []
     same = checked = 0
     for ids, each in tqdm(encoded_prompts * repeats, desc="throughput", unit="prompt", disable=not sys.stderr.isatty()):
-        wanted = Constraint.json_schema(each.schema) if each.schema else None
-        texts = {case.variant.name: case.run(ids, wanted, NEW_TOKENS).tokens for case in cases}
+        expected = Constraint.json_schema(each.schema) if each.schema else None
+        texts = {case.variant.name: case.run(ids, expected, NEW_TOKENS).tokens for case in cases}
         checked += 1
         same += texts["plain + grammar"] == texts["speculative + grammar"]
         if other is not None:

@@ -29,8 +29,9 @@ from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.link.library import available_processors
 from stepgraph.sampling.grammar.link.python import PythonLink
 from tools.bench import compile_cost as bench_compile
-from tools.bench.grammar_documents import TEXTS, Reader, StepLock, encode, vocabulary
+from tools.bench.grammar_documents import TEXTS, Reader, RowRound, encode, vocabulary
 from tools.bench.grammar_variants import LibraryBatch, Linked, PythonLoop, native, native_forcing, native_reason
+from tools.gpu.checks.stopwatch import percentiles, ratio_of
 
 BATCHES = (1, 8, 32, 64)
 FROM_C, FORCING = "native link, called from C", "native link, forced drafts"  # both called from C
@@ -51,7 +52,7 @@ class Bench:
         self, rows: int, drafts: int, table: Vocabulary, documents: Sequence[tuple[CompiledConstraint, list[int]]], backend: str
     ) -> None:
         words = table.mask_words
-        self.rows, self.drafts, self.documents, self.luck = rows, drafts, documents, random.Random(7)
+        self.rows, self.drafts, self.documents, self.rng = rows, drafts, documents, random.Random(7)
         self.legal = torch.from_numpy(table.text_words | table.stop_words)
         self.loops = [loop(rows, words, drafts) for loop in library_loops(backend)]
         self.links = [Linked("python link", PythonLink, rows, words, drafts)]
@@ -68,17 +69,17 @@ class Bench:
     def variants(self) -> list[Any]:
         return [*self.loops, *self.links]
 
-    def turns(self) -> list[StepLock]:
+    def turns(self) -> list[RowRound]:
         """The next round of every row; after the end of a document the row starts another."""
         result = []
         for slot in range(self.rows):
             reader = self.readers[slot]
             turn = reader.turn() if reader else None
             while turn is None:
-                grammar, tokens = self.documents[self.luck.randrange(len(self.documents))]
-                reader = self.readers[slot] = Reader(grammar, tokens, self.drafts, self.luck)
+                grammar, tokens = self.documents[self.rng.randrange(len(self.documents))]
+                reader = self.readers[slot] = Reader(grammar, tokens, self.drafts, self.rng)
                 for variant in self.variants:
-                    variant.seat(slot, grammar)
+                    variant.start_document(slot, grammar)
                 turn = reader.turn()
             result.append(turn)
         return result
@@ -86,7 +87,7 @@ class Bench:
     def round(self, keep: bool, compare: bool) -> None:
         turns = self.turns()
         order = self.variants
-        self.luck.shuffle(order)
+        self.rng.shuffle(order)
         for variant in order:
             variant.prepare(turns)
             spent = variant.seconds()
@@ -142,17 +143,6 @@ def count_bytecodes(call: Callable[[], object]) -> int:
     return count
 
 
-def summary(seconds: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(second * 1e6 for second in seconds)
-    return {f"p{share}": round(ordered[min(len(ordered) - 1, int(share / 100 * len(ordered)))], 1) for share in (50, 99, 99.9)}
-
-
-def ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """Median of the ratios of interleaved rounds."""
-    ratios = sorted(over / under for over, under in zip(above, below, strict=True))
-    return round(ratios[len(ratios) // 2], 3)
-
-
 def rounds_for(rows: int, rounds: int) -> int:
     return max(rounds // max(1, rows // 8), 100)
 
@@ -171,10 +161,10 @@ def measure(rows: int, rounds: int, drafts: int, table: Vocabulary, documents: A
         "rounds": bench.figures.rounds,
         "fills_per_round": bench.figures.fills / bench.figures.rounds,
         "accepts_per_round": round(bench.figures.accepts / bench.figures.rounds, 2),
-        "us_per_round": {name: summary(spent) for name, spent in seconds.items()},
-        "over_python_loop": {name: ratio(spent, seconds[loop]) for name, spent in seconds.items() if name != loop},
-        "over_python_link": {name: ratio(spent, seconds[link]) for name, spent in seconds.items() if name.startswith("native")},
-        "forcing_over_native_link": ratio(seconds[FORCING], seconds[FROM_C]) if FORCING in seconds else None,
+        "us_per_round": {name: percentiles([second * 1e6 for second in spent], (50, 99, 99.9)) for name, spent in seconds.items()},
+        "over_python_loop": {name: ratio_of(spent, seconds[loop])["p50"] for name, spent in seconds.items() if name != loop},
+        "over_python_link": {name: ratio_of(spent, seconds[link])["p50"] for name, spent in seconds.items() if name.startswith("native")},
+        "forcing_over_native_link": ratio_of(seconds[FORCING], seconds[FROM_C])["p50"] if FORCING in seconds else None,
         "bytecodes_in_the_host_node": bench.bytecodes(),
     }
     for variant in bench.links:

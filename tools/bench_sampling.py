@@ -34,8 +34,7 @@ from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import Column
 from stepgraph.graphs.round_specs import round_specs
 from stepgraph.sampling import bitmask, kernels, sampler
-from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.kernels.operation import OPERATIONS
 from stepgraph.sampling.sampler import Param
 from tools.bench.plain_sampling import plain_sampling

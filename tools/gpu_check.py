@@ -137,7 +137,7 @@ def _line(row: Row) -> str:
 
 def _goal_line(goal: dict[str, Any]) -> str:
     found = "" if goal["found"] is None else f"{goal['found']:.3g}"
-    return f"goal: {goal['name']:<56}{goal['wanted']:<16}{found:>10}  {goal['verdict']}"
+    return f"goal: {goal['name']:<56}{goal['expected']:<16}{found:>10}  {goal['verdict']}"
 
 
 if __name__ == "__main__":

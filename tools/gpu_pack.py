@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise ValueError(f"--{name}: got {path}, expected {'a folder' if name == 'libraries' else 'a file'} that is there")
         sources = ["--no-index", "--find-links", options.index] if options.index else []
         model = options.model or demo_model()
-        wanted = bundle.without(bundle.pinned(options.wheels), options.has)
-        manifest = bundle.make(options.out, wanted, options.python, sources, model, options.libraries)
+        pins = bundle.without(bundle.pinned(options.wheels), options.has)
+        manifest = bundle.make(options.out, pins, options.python, sources, model, options.libraries)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"gpu_pack: {error}", file=sys.stderr)
         return 1

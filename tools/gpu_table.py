@@ -60,7 +60,7 @@ def _device(name: str, document: Mapping[str, Any]) -> Iterator[str]:
         f"{passed} of {len(document['checks'])} checks passed{'; ' + ', '.join(bad) if bad else ''}{link}."
     )
     yield ""
-    yield from _table(("goal", "wanted", "found", ""), (_goal(goal) for goal in document["goals"]))
+    yield from _table(("goal", "expected", "found", ""), (_goal(goal) for goal in document["goals"]))
     figures = {check["name"]: check["figures"] for check in document["checks"]}
     rounds = [row for key, cell in figures.get("constrained_rounds", {}).items() if "over_free" in cell for row in [_round(key, cell)]]
     if rounds:
@@ -78,7 +78,7 @@ def _device(name: str, document: Mapping[str, Any]) -> Iterator[str]:
 def _goal(goal: Mapping[str, Any]) -> tuple[str, ...]:
     found = "" if goal["found"] is None else f"{goal['found']:.3g}"
     verdict = goal["verdict"] if goal["verdict"] == "met" else f"**{goal['verdict']}**: {goal['reason']}"
-    return goal["name"], goal["wanted"], found, verdict
+    return goal["name"], goal["expected"], found, verdict
 
 
 def _round(name: str, cell: Mapping[str, Any]) -> tuple[str, ...]:

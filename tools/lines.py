@@ -50,8 +50,6 @@ DECODE_RING = (
     "graphs/attention/triton/rope_kv.py",
     "graphs/layers/slot_mapping.py",
     "graphs/layers/dense.py",
-    "sampling/acceptance.py",
-    "sampling/bitmask.py",
     "sampling/kernels/__init__.py",
     "sampling/kernels/operation.py",
     "sampling/kernels/choice.py",

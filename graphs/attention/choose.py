@@ -19,7 +19,8 @@ from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice, Attenti
 from stepgraph.graphs.model import Attend, ModelInput
 from stepgraph.sampling import native
 from stepgraph.sampling.cuda_graphs import replayed
-from stepgraph.sampling.kernels import operation
+from stepgraph.sampling.fields import reason
+from stepgraph.sampling.kernels import triton as programs
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of the probe
 ATTENTION = ("auto", "flashinfer", "triton", "reference")
@@ -85,7 +86,7 @@ def _candidate(name: str, device: torch.device, shapes: tuple[AttentionShape, ..
         wrong = (differs(planned.rounds, planned.prompt, shape, page_size, device) for shape in dict.fromkeys(shapes))
         return _Candidate(next(filter(None, wrong), ""), planned.rounds, planned.prompt)
     except Exception as error:  # of a compiler, a loader or a driver
-        return _Candidate(operation.reason(error))
+        return _Candidate(reason(error))
 
 
 def unfit(name: str, device: torch.device, shapes: tuple[AttentionShape, ...]) -> str:
@@ -94,7 +95,7 @@ def unfit(name: str, device: torch.device, shapes: tuple[AttentionShape, ...]) -
         return f"it runs on CUDA devices, not on {device.type}"
     if name == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
         return "flashinfer is not installed: pip install 'stepgraph[cuda]'"
-    if name == "triton" and (why := operation.why_no_triton(device)):
+    if name == "triton" and (why := programs.why_no_triton(device)):
         return why
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:

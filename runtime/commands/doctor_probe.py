@@ -42,7 +42,7 @@ def triton_launch() -> str:
     """Why Triton programs cannot run on the first GPU; empty if they can, and without a GPU."""
     import torch
 
-    from stepgraph.sampling.kernels.operation import why_no_triton
+    from stepgraph.sampling.kernels.triton import why_no_triton
 
     return why_no_triton(torch.device("cuda:0")) if torch.cuda.is_available() else ""
 

@@ -105,9 +105,8 @@ class HiddenStates:
 
 def open_states(config: EngineConfig, layout: StatesLayout | None, backend: Backend, buffers: StaticBuffers) -> HiddenStates | None:
     """The collector of an engine; None without a layout. ValueError if the folder cannot be used."""
-    if layout is None:
+    if layout is None or config.save_hidden_states is None:
         return None
-    assert config.save_hidden_states is not None
     try:
         writer = StatesWriter(config.save_hidden_states, layout, config.states_shard_bytes)
     except ValueError as error:

@@ -53,7 +53,7 @@ class Recording:
 
 
 class Recorder:
-    """The `RequestObserver` that writes a recording. Thread-safe.
+    """Writes a recording. Receives the events of all requests, in order, on the thread that causes them. Thread-safe.
 
     Each line is written at once and whole, so that a crash keeps the lines before it. A failure to write ends the recording with one
     warning; it neither delays nor fails a request.

@@ -1,11 +1,11 @@
-"""The numbers that a matcher's host node and the device exchange: mask statuses, tags, and columns of the row table."""
+"""The numbers that host nodes and the device exchange: columns of the row table, states of rows and of masks, tags."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 
 TAG_FIELDS = 4  # owner, committed tokens, index, MaskStatus
-ROW_RUNNING = 1
+BITS_PER_WORD = 32  # of a packed mask
 
 
 class HostColumn(IntEnum):
@@ -15,7 +15,20 @@ class HostColumn(IntEnum):
     GENERATED = 1  # generated tokens
     LAST_TOKEN = 2
     ACCEPTED = 3  # drafts that the latest round accepted
-    FINISH = 4  # ROW_RUNNING while the row runs
+    FINISH = 4  # FinishCode
+
+
+class FinishCode(IntEnum):
+    """State of a row. 0 is inert, so zeroed memory runs nothing."""
+
+    RETIRED = 0  # no request owns the row, or its owner was cancelled
+    RUNNING = 1
+    STOP = 2
+    LENGTH = 3
+    CONSTRAINT_COMPLETE = 4
+    DEAD_END = 5
+    MASK_FAULT = 6  # no valid mask for this row, history and position: nothing may be sampled
+    LOGITS_FAULT = 7  # the best legal logit is not finite
 
 
 class MaskStatus(IntEnum):

@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import xgrammar
+from torch import Tensor
 
 from stepgraph.sampling.fields import clip_repr, is_int
-from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf
+from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
+from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_of_metadata
 from stepgraph.sampling.grammar.tokenizers.objects import read_object, table_of_ranks
 from stepgraph.sampling.grammar.tokenizers.table import TokenTable
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_tokenizer_json
-
-BITS_PER_WORD = 32
 
 _DEMO_TOKENS = (b'{"', b'": ', b'": "', b'", "', b'"}', b"}]", b", ", b"[]", b"true", b"false", b"null", b"10", b"name", b"the ")
 
@@ -101,14 +102,13 @@ class Vocabulary:
     @classmethod
     def from_gguf(cls, path: str | Path, logits_width: int | None = None, stop_token_ids: Sequence[int] | None = None) -> Vocabulary:
         """From the tokenizer inside a GGUF file."""
-        return cls.from_table(read_gguf(Path(path), logits_width), stop_token_ids)
+        return cls.from_table(table_of_metadata(read_gguf_header(Path(path)).metadata, Path(path), logits_width), stop_token_ids)
 
     @classmethod
     def from_table(cls, table: TokenTable, stop_token_ids: Sequence[int] | None = None) -> Vocabulary:
         """From what a reader of `tokenizers/` returned; ValueError beginning with the table's path or object name."""
         try:
-            stop_ids: list[Any] = table.all_stop_ids if stop_token_ids is None else list(stop_token_ids)
-            return cls(table.token_list, stop_ids, table.logits_width, table.control_ids(stop_ids))
+            return cls(*table.fields(stop_token_ids))
         except (ValueError, TypeError) as error:  # TypeError: a stop id that is a list
             raise ValueError(f"{table.where}: {error}") from None
 
@@ -140,6 +140,26 @@ class Vocabulary:
     def stop_words(self) -> npt.NDArray[np.int32]:
         """[mask_words] one bit per stop token."""
         return self._pack(self.stop_token_ids)
+
+    def mask_row(self, masks: Tensor, index: int) -> npt.NDArray[np.int32]:
+        """Row `index` of masks [rows, mask_words] as an array over the same memory."""
+        if masks.dtype is not torch.int32 or masks.dim() != 2 or masks.shape[1] != self.mask_words or masks.device.type != "cpu":
+            got, expected = f"{masks.dtype} {tuple(masks.shape)} on {masks.device}", f"torch.int32 [rows, {self.mask_words}] on cpu"
+            raise ValueError(f"masks: got {got}, expected {expected}")
+        if not masks.is_contiguous() or not 0 <= index < masks.shape[0]:
+            raise ValueError(
+                f"index: got {index} for {masks.shape[0]} rows of stride {masks.stride()}, expected a row of a contiguous tensor"
+            )
+        row: npt.NDArray[np.int32] = masks[index].numpy()
+        return row
+
+    def classify(self, row: npt.NDArray[np.int32]) -> MaskStatus:
+        """Clear the bits of a filled row that are neither text nor a stop token, and return what remains."""
+        stops = row & self.stop_words
+        row &= self.text_words
+        status = MaskStatus.OK if row.any() else MaskStatus.COMPLETE if stops.any() else MaskStatus.DEAD_END
+        row |= stops
+        return status
 
     @cached_property
     def xgrammar_unsafe_ids(self) -> frozenset[int]:

@@ -3,16 +3,16 @@
 import torch
 
 from stepgraph.sampling import native
-from stepgraph.sampling.bitmask import GrammarMask
-from stepgraph.sampling.kernels import operation
-from stepgraph.sampling.kernels.chain import chain_accept, mask_status
-from stepgraph.sampling.kernels.choice import masked_argmax
+from stepgraph.sampling.kernels import triton as programs
+from stepgraph.sampling.kernels.chain import Emission, chain_accept, mask_status
+from stepgraph.sampling.kernels.choice import GrammarMask, masked_argmax
 from stepgraph.sampling.kernels.filter_choice import choose_filters
 from stepgraph.sampling.kernels.filters import distribution, draw, race
 from stepgraph.sampling.kernels.processors import Processed, process
 from stepgraph.sampling.kernels.rejection import reject_sample
 
 __all__ = [
+    "Emission",
     "GrammarMask",
     "Processed",
     "chain_accept",
@@ -31,7 +31,7 @@ __all__ = [
 def describe(device: torch.device | str) -> str:
     """What the operations run as on `device`, for reports."""
     if torch.device(device).type == "cuda":
-        why = operation.why_no_triton(torch.device(device))
+        why = programs.why_no_triton(torch.device(device))
         return f"torch ({why})" if why else "triton"
     why = native.why_not()
     return f"torch (no C: {why})" if why else "C where an operation has it, else torch"

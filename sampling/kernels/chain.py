@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,15 @@ from stepgraph.sampling import acceptance
 from stepgraph.sampling.grammar.status import TAG_FIELDS
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
 from stepgraph.sampling.native import CKernel
+
+
+class Emission(NamedTuple):
+    """The tokens that one round adds to each row."""
+
+    tokens: Tensor  # [B, K + 1] int64, valid below emitted
+    emitted: Tensor  # [B] int64, number of tokens
+    accepted: Tensor  # [B] int64, number of drafts among them
+    finish: Tensor  # [B] int64 FinishCode
 
 
 def _status_outputs(tags: Tensor, owner: Tensor, *_: object) -> Tensor:
@@ -53,4 +64,4 @@ def chain_accept(
     accepted [B]: how many drafts hold, where that is decided already.
     """
     count = acceptance.count_accepted(sampled, finite, drafts, draft_count, status) if accepted is None else accepted
-    return acceptance.emit(sampled, finite, count, status, stop_ids, room)[1:]
+    return acceptance.emit(sampled, finite, count, status, stop_ids, room)

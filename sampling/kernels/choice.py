@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from stepgraph.sampling import bitmask
+from stepgraph.sampling.grammar.status import BITS_PER_WORD
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
 from stepgraph.sampling.native import CKernel
+
+
+class GrammarMask(NamedTuple):
+    """The masks of B rows at Q positions."""
+
+    masks: Tensor  # [R, Q, words] int32
+    rows: Tensor | None  # [B] int64: row b reads masks[rows[b]]; None: masks[b]
+    constrained: Tensor  # [B] bool: rows that have a mask
+    status: Tensor  # [B, Q] int64 MaskStatus; where a constrained row's is not OK, no token is legal, whatever the mask
 
 
 def _argmax_outputs(
@@ -15,7 +27,7 @@ def _argmax_outputs(
 ) -> tuple[Tensor, Tensor]:
     assert logits.dim() == masks.dim() == 3 and masks.shape[1] == logits.shape[1], f"logits {logits.shape}, masks {masks.shape}"
     assert masks.dtype is torch.int32, f"masks {masks.dtype}"
-    assert ids is not None or masks.shape[2] * bitmask.WORD >= logits.shape[2], f"masks {masks.shape}, logits {logits.shape}"
+    assert ids is not None or masks.shape[2] * BITS_PER_WORD >= logits.shape[2], f"masks {masks.shape}, logits {logits.shape}"
     best = torch.empty(logits.shape[:2], dtype=torch.float32, device=logits.device)
     return best, torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
 
@@ -24,7 +36,7 @@ def _c_supports(logits: Tensor, masks: Tensor, rows: Tensor | None, constrained:
     (batch, positions, width), (mask_rows, mask_positions, words) = logits.shape, masks.shape
     others = (rows, constrained, ids, status)
     dense = logits.stride(2) == masks.stride(2) == 1 and all(each is None or each.is_contiguous() for each in others)
-    covered = words * bitmask.WORD >= width if ids is None else words > 0 and len(ids) == width
+    covered = words * BITS_PER_WORD >= width if ids is None else words > 0 and len(ids) == width
     fits = mask_positions == positions and (rows is not None or mask_rows == batch) and len(constrained) == batch and width > 0
     return logits.dtype in (torch.float32, torch.bfloat16) and masks.dtype is torch.int32 and dense and covered and fits
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from stepgraph.sampling import sampler
 from stepgraph.sampling.cuda_graphs import replayed
-from stepgraph.sampling.kernels import operation
+from stepgraph.sampling.fields import reason
+from stepgraph.sampling.kernels import triton as programs
 
 FILTERS = ("auto", "flashinfer", "triton", "torch")
 FLASHINFER = "stepgraph.sampling.kernels.flashinfer"
@@ -69,13 +70,13 @@ def why_not(name: str, device: torch.device) -> str:
     if device.type != "cuda":
         return f"it runs on CUDA devices, not on {device.type}"
     if name == "triton":
-        return operation.why_no_triton(device)
+        return programs.why_no_triton(device)
     try:
         module = importlib.import_module(MODULES[name])
         log.warning("building or loading FlashInfer's sampling kernels for %s; the first time takes a minute or two", device)
         return differs(module.distribution, device) or breaks_in_a_graph(module.distribution, device)
     except Exception as error:  # of a compiler, a loader or a driver
-        return operation.reason(error)
+        return reason(error)
 
 
 def probes(device: torch.device) -> list[tuple[Tensor, Tensor]]:

@@ -7,6 +7,8 @@ before every choice makes that call before anything is captured.
 
 from __future__ import annotations
 
+from typing import Any
+
 import flashinfer.sampling
 import torch
 from torch import Tensor
@@ -30,17 +32,9 @@ def distribution(logits: Tensor, params: Tensor, probs: Tensor) -> None:
     probs.copy_(sampler.share(weighed, kept).view(probs.shape))
 
 
-def draw(
-    logits: Tensor,
-    params: Tensor,
-    seed: Tensor,
-    position: Tensor,
-    purpose: int,
-    ids: Tensor | None,
-    width: int | None,
-    probs: Tensor,
-    token: Tensor,
-) -> None:
+def draw(logits: Tensor, params: Tensor, *others: Any) -> None:
+    """The arguments and outputs of kernels.filters.draw."""
+    seed, position, purpose, ids, _, probs, token = others
     if ids is None:
         distribution(logits[:, None], params, probs[:, None])
     else:

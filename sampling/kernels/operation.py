@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import logging
 import typing
 from collections.abc import Callable, Sequence
 from types import UnionType
@@ -20,11 +19,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from stepgraph.sampling import native
+from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.native import CKernel, Run
 
 P = ParamSpec("P")
 R = TypeVar("R")
-log = logging.getLogger(__name__)
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -35,23 +34,6 @@ def dense(tensor: Tensor) -> Tensor:
 # How an operation takes an argument: the wrapper copies a tensor that lies otherwise. A plain Tensor may have any strides.
 Dense = Annotated[Tensor, dense]
 Contiguous = Annotated[Tensor, Tensor.contiguous]
-
-
-@functools.cache
-def why_no_triton(device: torch.device) -> str:
-    """Why Triton programs cannot run on `device`; empty if they can. Decided by launching one: Triton needs a C compiler too."""
-    try:
-        importlib.import_module("stepgraph.sampling.kernels.triton.probe").launch(device)
-    except Exception as error:  # of Triton, the C compiler, the loader or the driver
-        log.warning("Triton cannot launch on %s, so kernels run as plain torch: %s", device, reason(error))
-        return reason(error)
-    return ""
-
-
-def reason(error: Exception) -> str:
-    """Type and first line of an error, for a report."""
-    lines = str(error).strip().splitlines() or ["no reason given"]
-    return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
 class Operation(Generic[P, R]):
@@ -73,7 +55,7 @@ class Operation(Generic[P, R]):
         self.reference, self.c, self.flashinfer = reference, c, flashinfer
         self.name = name or reference.__name__
         self.triton = f"{package}.triton.{module}" if triton else ""  # the module of the program, which has the name of the operation
-        self._choose_module = triton if callable(triton) else None
+        self._module = triton if callable(triton) else lambda device: "" if programs.why_no_triton(device) else self.triton
         self._outputs = outputs
         self._names = tuple(parameters)
         self._defaults = {name: parameter.default for name, parameter in parameters.items() if parameter.default is not parameter.empty}
@@ -134,10 +116,7 @@ class Operation(Generic[P, R]):
         run()
 
     def _on_cuda(self, first: Tensor, *others: Any) -> None:
-        if self._choose_module:
-            module = self._choose_module(first.device)
-        else:
-            module = "" if not self.triton or why_no_triton(first.device) else self.triton
+        module = self._module(first.device) if self.triton else ""
         if not module:
             return self.run_reference(first, *others)
         program = getattr(importlib.import_module(module), self.name)

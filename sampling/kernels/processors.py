@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling import bitmask, processors
-from stepgraph.sampling.bitmask import GrammarMask
-from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
+from stepgraph.sampling.kernels.choice import GrammarMask
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
 from stepgraph.sampling.processors import RowSettings
 
@@ -48,7 +48,7 @@ def _process_outputs(
     assert ids is not None or width == vocabulary, f"logits {logits.shape}, output_counts {output_counts.shape}"
     if masks is not None and status is not None:
         assert masks.dtype is torch.int32 and masks.shape[1] == positions, f"masks {masks.dtype} {masks.shape}, logits {logits.shape}"
-        assert masks.shape[2] * bitmask.WORD >= vocabulary, f"masks {masks.shape}, output_counts {output_counts.shape}"
+        assert masks.shape[2] * BITS_PER_WORD >= vocabulary, f"masks {masks.shape}, output_counts {output_counts.shape}"
         assert status.shape == logits.shape[:2], f"status {status.shape}, logits {logits.shape}"
     assert bias_ids.shape[1] > 0, "room for one bias at least"
     finite = torch.empty(batch, positions, dtype=torch.bool, device=logits.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stepgraph.sampling import acceptance
+from stepgraph.sampling import rejection
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
 
 
@@ -34,7 +34,7 @@ def reject_sample(
     seed: Contiguous,
     length: Contiguous,
 ) -> tuple[Tensor, Tensor]:
-    """acceptance.reject_sample, where row b's drafts were drawn from draft_probs[rows[b]]: tokens [B, K + 1] and accepted drafts [B].
+    """rejection.reject_sample, where row b's drafts were drawn from draft_probs[rows[b]]: tokens [B, K + 1] and accepted drafts [B].
 
     target_probs [B, K + 1, V] float32, draft_probs [R, K, V] float32, rows [B] int64. certain [B, K] bool: drafts that were chosen, not
     drawn; each has probability 1, and draft_probs is not read for it. Where all are certain, draft_probs may be [R, 0, V].
@@ -42,4 +42,4 @@ def reject_sample(
     proposed = torch.zeros_like(target_probs[:, :-1]).scatter_(2, drafts.clamp(min=0)[..., None], 1.0)
     if draft_probs.shape[1]:
         proposed = torch.where(certain[..., None], proposed, draft_probs[rows])
-    return acceptance.reject_sample(target_probs, proposed, finite, drafts, draft_count, status, seed, length)
+    return rejection.reject_sample(target_probs, proposed, finite, drafts, draft_count, status, seed, length)

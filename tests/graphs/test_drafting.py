@@ -94,7 +94,7 @@ def test_llama_draft_with_look_up_in_the_history() -> None:
     found = []
     for look_up in (0, 3):
         with folder.engine(4, look_up=look_up) as engine:
-            jobs = [engine.generate([5, 6, place], max_new_tokens=36) for place in range(3)]
+            jobs = [engine.generate([5, 6, index], max_new_tokens=36) for index in range(3)]
         found.append(([job.tokens for job in jobs], sum(job.rounds for job in jobs)))
     assert found[0][0] == found[1][0]
     assert found[1][1] < 0.9 * found[0][1], found
@@ -122,7 +122,9 @@ def test_looked_up_drafts_preserve_the_distribution(k: int, d2t: bool) -> None:
     law = LookUpLaw(k, d2t, SETTINGS)
     assert float(law.chances(law.tally(ROUNDS)).min()) > RARE
     looked_up = law.buffers.row_looked_up[law.buffers.batch_rows]
-    assert all(int(looked_up[law.kind == kind].sum(0).min()) > 20 for kind in range(len(SETTINGS))), "at every place of every setting"
+    assert all(int(looked_up[law.kind == kind].sum(0).min()) > 20 for kind in range(len(SETTINGS))), (
+        "at every draft position of every setting"
+    )
 
 
 def test_treating_looked_up_drafts_as_drawn_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,16 +176,16 @@ class Positions:
 def test_order_of_forced_looked_up_and_model_drafts(
     forced: int, chain: Sequence[int], allowed: Sequence[int], chosen: int, looked_up: int, next_of_chain: int
 ) -> None:
-    places = Positions(forced)
+    positions = Positions(forced)
     for sampled in (True, False):
-        found = places.choose(chain, 1, allowed, sampled=sampled)
+        found = positions.choose(chain, 1, allowed, sampled=sampled)
         assert found.unique(dim=0).tolist() == [[chosen, looked_up, next_of_chain]]
 
 
 def test_looked_up_token_is_not_drafted_under_a_stale_mask() -> None:
-    places = Positions()
+    positions = Positions()
     for column in range(4):
-        found = places.choose((3, 4), 1, (1, 3), wrong_tag=column)
+        found = positions.choose((3, 4), 1, (1, 3), wrong_tag=column)
         assert found[::2].unique(dim=0).tolist() == [[-1, 0, -1]] and found[1::2].unique(dim=0).tolist() == [[3, 1, 4]]
 
 
@@ -203,9 +205,9 @@ def test_rounds_replay_as_eager(k: int, draft_masks: bool, forced: bool) -> None
     for constrained, sampled in itertools.product((False, True), (False, True)):
         step = bench.round.step(GraphKey(4, constrained, sampled))
         bench.compare(step, 4, (lambda: bench.push_batch(4)) if constrained else lambda: None)
-    ruled = backend.capture(bench.round.step(GraphKey(4, True)), bench.buffers).report
-    assert len(ruled.host_nodes) == (k + 1 if draft_masks else 1) and ruled.nodes.get("copied", 0) == 0
-    assert any(run.name == "look_up" for run in ruled.stages)
+    is_constrained = backend.capture(bench.round.step(GraphKey(4, True)), bench.buffers).report
+    assert len(is_constrained.host_nodes) == (k + 1 if draft_masks else 1) and is_constrained.nodes.get("copied", 0) == 0
+    assert any(run.name == "look_up" for run in is_constrained.stages)
     backend.close()
 
 
@@ -219,14 +221,14 @@ def test_no_buffers_or_nodes_without_look_up() -> None:
 SAMPLED = Setup(k=2, drafter="fair", look_up=2, max_rows=2, greedy_only=False, eager=True)
 
 
-def submit(engine: Engine, place: int, **options: Any) -> Any:
+def submit(engine: Engine, index: int, **options: Any) -> Any:
     """Alternating greedy and sampled requests, some with a grammar; the texts are repetitive."""
-    sampling = SamplingParams(temperature=place % 3 * 0.6, seed=place, logit_bias={20: 9.0, 21: 9.0, 22: 9.0})
-    return engine.submit([place, 7, 8], sampling=sampling, constraint=CONSTRAINTS[2 * (place == 4)], max_new_tokens=24, **options)
+    sampling = SamplingParams(temperature=index % 3 * 0.6, seed=index, logit_bias={20: 9.0, 21: 9.0, 22: 9.0})
+    return engine.submit([index, 7, 8], sampling=sampling, constraint=CONSTRAINTS[2 * (index == 4)], max_new_tokens=24, **options)
 
 
-def ask(engine: Engine, place: int, **options: Any) -> list[int]:
-    job = submit(engine, place, **options)
+def ask(engine: Engine, index: int, **options: Any) -> list[int]:
+    job = submit(engine, index, **options)
     for _ in engine.stream():
         pass
     return list(job.tokens)
@@ -234,13 +236,13 @@ def ask(engine: Engine, place: int, **options: Any) -> list[int]:
 
 def test_seeded_text_is_independent_of_batch_composition() -> None:
     engine = shared_engine(SAMPLED)
-    alone = [ask(engine, place) for place in range(5)]
+    alone = [ask(engine, index) for index in range(5)]
     assert engine.stats().drafts.accepted_looked_up > 5
     expecting = [1, *[20, 21, 22] * 7]
     with make_engine(SAMPLED) as another:
         fresh = ask(another, 2, draft_ids=expecting)
         assert ask(engine, 2, draft_ids=expecting) == fresh, "in a row that others drew their drafts in"
-        jobs = [submit(another, place) for place in reversed(range(5))]
+        jobs = [submit(another, index) for index in reversed(range(5))]
         for _ in another.stream():
             pass
         assert [job.tokens for job in reversed(jobs)] == alone

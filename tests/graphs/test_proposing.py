@@ -19,7 +19,7 @@ from stepgraph.graphs.drafting import store_chain
 from stepgraph.graphs.proposing import propose, text_specs
 from stepgraph.graphs.round_specs import round_specs
 from stepgraph.runtime.models.ngram import NgramLookup
-from stepgraph.sampling.acceptance import FinishCode
+from stepgraph.sampling.grammar.status import FinishCode
 from tests.helpers.proposers import Proposes, noise
 from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, Setup, make_engine, plain, shared_engine
 from tests.laws.test_greedy_oracle import Ask, answer, asks, run_schedule
@@ -71,14 +71,14 @@ def test_every_job_equals_plain_greedy_long(setup: Setup, batch: list[tuple[Ask,
 
 
 @pytest.mark.parametrize("setup", [SETUPS[0], SETUPS[2], SETUPS[6]], ids=str)
-@pytest.mark.parametrize("place", range(4))
-def test_correct_draft_text_needs_the_fewest_rounds(setup: Setup, place: int) -> None:
-    engine, constraint = shared_engine(setup), CONSTRAINTS[place]
-    expected = plain([place, 9], 40, constraint)
-    job = engine.generate([place, 9], constraint=constraint, max_new_tokens=40, draft_ids=expected.tokens)
+@pytest.mark.parametrize("index", range(4))
+def test_correct_draft_text_needs_the_fewest_rounds(setup: Setup, index: int) -> None:
+    engine, constraint = shared_engine(setup), CONSTRAINTS[index]
+    expected = plain([index, 9], 40, constraint)
+    job = engine.generate([index, 9], constraint=constraint, max_new_tokens=40, draft_ids=expected.tokens)
     assert (job.tokens, job.finish_reason) == (expected.tokens, expected.reason)
     assert job.rounds <= len(job.tokens) // (setup.k + 1) + 1, "the first round drafts as well"
-    fewer = engine.generate([place, 9], constraint=constraint, max_new_tokens=40, draft_ids=expected.tokens, num_speculative_tokens=1)
+    fewer = engine.generate([index, 9], constraint=constraint, max_new_tokens=40, draft_ids=expected.tokens, num_speculative_tokens=1)
     assert fewer.tokens == expected.tokens and len(job.tokens) // 2 <= fewer.rounds <= len(job.tokens) // 2 + 1
 
 
@@ -107,9 +107,9 @@ def test_row_text_equals_prompt_and_output() -> None:
 
 def test_rows_without_drafts_do_not_affect_other_rows() -> None:
     engine = shared_engine(SAMPLED)
-    options = [{"num_speculative_tokens": 0} if place % 2 else {} for place in range(6)]
-    alone = [ask(engine, place, **options[place]) for place in range(6)]
-    jobs = [submit(engine, place, **options[place]) for place in range(6)]
+    options = [{"num_speculative_tokens": 0} if index % 2 else {} for index in range(6)]
+    alone = [ask(engine, index, **options[index]) for index in range(6)]
+    jobs = [submit(engine, index, **options[index]) for index in range(6)]
     for _ in engine.stream():
         pass
     assert [job.tokens for job in jobs] == alone
@@ -120,14 +120,14 @@ def test_rows_without_drafts_do_not_affect_other_rows() -> None:
 SAMPLED = Setup(k=3, drafter="ngram", max_rows=2, greedy_only=False)
 
 
-def submit(engine: Engine, place: int, **options: Any) -> Any:
+def submit(engine: Engine, index: int, **options: Any) -> Any:
     """Alternating greedy and sampled requests, some with a grammar; the texts are repetitive."""
-    sampling = SamplingParams(temperature=place % 3 * 0.4, seed=place, logit_bias={20: 9.0, 21: 9.0, 22: 9.0})
-    return engine.submit([place, 7], sampling=sampling, constraint=CONSTRAINTS[2 * (place == 4)], max_new_tokens=30, **options)
+    sampling = SamplingParams(temperature=index % 3 * 0.4, seed=index, logit_bias={20: 9.0, 21: 9.0, 22: 9.0})
+    return engine.submit([index, 7], sampling=sampling, constraint=CONSTRAINTS[2 * (index == 4)], max_new_tokens=30, **options)
 
 
-def ask(engine: Engine, place: int, **options: Any) -> list[int]:
-    job = submit(engine, place, **options)
+def ask(engine: Engine, index: int, **options: Any) -> list[int]:
+    job = submit(engine, index, **options)
     for _ in engine.stream():
         pass
     return list(job.tokens)
@@ -135,9 +135,9 @@ def ask(engine: Engine, place: int, **options: Any) -> list[int]:
 
 def test_seeded_text_is_the_same_alone_batched_and_eager() -> None:
     engine = shared_engine(SAMPLED)
-    alone = [ask(engine, place) for place in range(6)]
+    alone = [ask(engine, index) for index in range(6)]
     with make_engine(replace(SAMPLED, eager=True)) as eager:
-        jobs = [submit(eager, place) for place in reversed(range(6))]
+        jobs = [submit(eager, index) for index in reversed(range(6))]
         for _ in eager.stream():
             pass
         assert [job.tokens for job in reversed(jobs)] == alone
@@ -188,7 +188,7 @@ def test_proposers_store_no_distributions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setup", "asked", "message"),
+    ("setup", "options", "message"),
     [
         (
             Setup(k=3, eager=True),
@@ -202,10 +202,10 @@ def test_proposers_store_no_distributions() -> None:
     ],
     ids=str,
 )
-def test_invalid_draft_ids_raise_value_error(setup: Setup, asked: dict[str, Any], message: str) -> None:
+def test_invalid_draft_ids_raise_value_error(setup: Setup, options: dict[str, Any], message: str) -> None:
     engine = shared_engine(setup)
     with pytest.raises(ValueError, match=message):
-        engine.submit(**{"prompt_ids": [1], "draft_ids": [1, 2], "max_new_tokens": 4, **asked})
+        engine.submit(**{"prompt_ids": [1], "draft_ids": [1, 2], "max_new_tokens": 4, **options})
     assert not engine.has_work
 
 

@@ -7,7 +7,6 @@ import gc
 import threading
 import warnings
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -43,9 +42,9 @@ class Gate:
         self._permits.release()
 
 
-@contextmanager
-def captured() -> Iterator[Engine]:
-    """An engine for many tests."""
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Engine]:
+    """An engine for the tests of one file."""
     with make_engine(SETUP) as engine:
         gc.collect()
         gc.freeze()  # collecting all of torch takes longer than most tests
@@ -53,14 +52,24 @@ def captured() -> Iterator[Engine]:
         gc.unfreeze()
 
 
-@contextmanager
-def kept_idle(engine: Engine) -> Iterator[None]:
-    """Check that a test leaves the engine idle."""
+@pytest.fixture(name="engine")
+def idle_engine(shared: Engine) -> Iterator[Engine]:
+    """The shared engine; checks that the test leaves it idle."""
+    yield shared
+    shared.__dict__.pop("step", None)
+    assert not shared.has_work
+    assert shared.stats().running == shared.stats().waiting == 0
+    shared.step()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """Check that a test leaves no stepping thread."""
     yield
-    engine.__dict__.pop("step", None)
-    assert not engine.has_work
-    assert engine.stats().running == engine.stats().waiting == 0
-    engine.step()
+    assert threads_left() == []
+
+
+FIXTURES = shared, idle_engine, no_thread_left  # a test module that assigns them to names has them
 
 
 def threads_left() -> list[str]:

@@ -19,8 +19,7 @@ from stepgraph.graphs.buffers import BufferSpec, Column
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.graphs.round_specs import round_specs
 from stepgraph.sampling import bitmask
-from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.params import SamplingParams
 from stepgraph.sampling.sampler import Param
 from tests.helpers.chi_square import likelihood_ratio, likelihood_ratio_bound
@@ -28,7 +27,7 @@ from tests.helpers.oracles import filtered, processed
 
 TOKENS, WIDTH = 7, 9  # ids from TOKENS on are padding, with the highest logits of all
 STOP, LEGAL = 5, 1  # LEGAL is allowed by every mask
-PROMPT, SAID = (0, 2), (2, 6, 2)  # the history of every row
+PROMPT, GENERATED = (0, 2), (2, 6, 2)  # the history of every row
 OWN_VOCABULARY = (6, 0, 3, 2, 5)  # d2t of a draft with some of the target's tokens, in another order
 BATCH = 10_240  # rows per round
 EDGE = 1e-5  # relative error of a filter threshold in float32
@@ -49,7 +48,7 @@ PENALTIES = {
     "frequency_penalty": 0.6,
     "logit_bias": {1: 0.8, 4: -0.5},
     "bad_token_ids": (3,),
-    "min_new_tokens": len(SAID) + 2,
+    "min_new_tokens": len(GENERATED) + 2,
 }
 
 
@@ -148,8 +147,8 @@ class Law:
         b.row_prompt_seen[:, list(PROMPT)] = True
         owners = torch.arange(rows)
         b.row_state[:rows, Column.OWNER] = owners + 1
-        b.row_state[:rows, Column.GENERATED] = len(SAID)
-        b.row_state[:rows, Column.LAST_TOKEN] = SAID[-1]
+        b.row_state[:rows, Column.GENERATED] = len(GENERATED)
+        b.row_state[:rows, Column.LAST_TOKEN] = GENERATED[-1]
         b.row_state[:rows, Column.FINISH] = int(FinishCode.RUNNING)
         b.row_state[:rows, Column.MAX_LENGTH] = self.limits.max_length + self.k
         b.row_state[:rows, Column.DRAFT_LIMIT] = self.k
@@ -163,14 +162,14 @@ class Law:
                 b.row_bias_ids[mine] = torch.tensor([*sampling.biases, *[-1] * unused])
                 b.row_biases[mine] = torch.tensor([*sampling.biases.values(), *[0.0] * unused])
         self.start = b.row_state.clone()
-        self.said = torch.bincount(torch.tensor(SAID), minlength=TOKENS).to(torch.int32)
+        self.output_counts = torch.bincount(torch.tensor(GENERATED), minlength=TOKENS).to(torch.int32)
 
     def round(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
         """One round of every row with seeds unique to `number`: tokens [B, K + 1], emitted [B], accepted [B]."""
         b, rows = self.buffers, self.limits.max_rows
         b.row_state.copy_(self.start)
         b.row_state[:rows, Column.SEED] = torch.arange(number * rows, (number + 1) * rows)
-        b.row_output_counts.copy_(self.said.expand_as(b.row_output_counts))
+        b.row_output_counts.copy_(self.output_counts.expand_as(b.row_output_counts))
         batch = read_batch(b, rows)
         drafts = self._drafts(batch)
         if drafts:
@@ -250,8 +249,8 @@ class Law:
         """The distribution at a position after the prefix encoded by `code`; None where float32 may shift a filter threshold."""
         prefix = [code // TOKENS**power % TOKENS for power in reversed(range(position_index))]
         sampling, masked, _ = self.settings[kind]
-        position, last = kind * (self.k + 1) + position_index, prefix[-1] if prefix else SAID[-1]
-        logits = processed(self.target.table[position, last, :TOKENS].tolist(), sampling, PROMPT, [*SAID, *prefix], [STOP])
+        position, last = kind * (self.k + 1) + position_index, prefix[-1] if prefix else GENERATED[-1]
+        logits = processed(self.target.table[position, last, :TOKENS].tolist(), sampling, PROMPT, [*GENERATED, *prefix], [STOP])
         if masked:
             logits = [logit if legal else float("-inf") for logit, legal in zip(logits, self.masks[position, last].tolist(), strict=False)]
         law, *others = [self._filtered(logits, sampling, near) for near in (1.0, 1 - EDGE, 1 + EDGE)]

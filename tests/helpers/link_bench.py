@@ -20,7 +20,7 @@ from stepgraph.sampling.grammar.link.native_row import NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, MatcherRow, advance, fill_new
 from stepgraph.sampling.grammar.link.python import PythonLink, PythonRow
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
-from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn
+from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn
 from tests.helpers.toy_engines import COMPILER, CONSTRAINTS, VOCABULARY
 
 WORDS = VOCABULARY.mask_words
@@ -95,7 +95,7 @@ class Request:
     history: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     accepted: int = 0
-    finish: int = ROW_RUNNING
+    finish: int = FinishCode.RUNNING
 
 
 class LinkPair:
@@ -186,12 +186,12 @@ class LinkPair:
     def replace_requests(self) -> None:
         """Requests end and others take their slots."""
         for slot, request in enumerate(self.requests):
-            if request is None or request.finish != ROW_RUNNING or self.random.random() < 0.03:
+            if request is None or request.finish != FinishCode.RUNNING or self.random.random() < 0.03:
                 self.requests[slot] = None
                 if self.random.random() < 0.8:
                     self.admit_random(slot)
             elif self.random.random() < 0.02:
-                request.finish = ROW_RUNNING + 1  # cancelled: the row is inert in the rounds already launched
+                request.finish = FinishCode.RUNNING + 1  # cancelled: the row is inert in the rounds already launched
 
     def legal(self, request: Request, drafts: int) -> list[int]:
         """The tokens that a fresh matcher allows after the history and the first `drafts` drafts."""
@@ -206,15 +206,15 @@ class LinkPair:
         del request.drafts[count:]
         while len(request.drafts) < count:
             index = len(request.drafts)
-            legal, luck = self.legal(request, index), self.random.random()
-            forced_host = self.memories[0].forced if guided and request.finish == ROW_RUNNING else None
+            legal, rng = self.legal(request, index), self.random.random()
+            forced_host = self.memories[0].forced if guided and request.finish == FinishCode.RUNNING else None
             forced = -1 if forced_host is None else int(forced_host[index, self.requests.index(request)])
             assert forced < 0 or forced in legal
-            if luck < 0.5 and forced >= 0:
+            if rng < 0.5 and forced >= 0:
                 request.drafts.append(forced)
-            elif luck < 0.75 and legal:
+            elif rng < 0.75 and legal:
                 request.drafts.append(self.random.choice(legal))
-            elif luck < 0.85:
+            elif rng < 0.85:
                 request.drafts.append(self.vocabulary.stop_token_ids[0])
             else:
                 width = self.vocabulary.logits_width
@@ -224,13 +224,13 @@ class LinkPair:
     def accept(self) -> None:
         """Verification: a random prefix of the drafts is accepted and one token added; sometimes the history is impossible."""
         for request in filter(None, self.requests):
-            if request.finish != ROW_RUNNING:
+            if request.finish != FinishCode.RUNNING:
                 continue
             request.accepted = self.random.randint(0, min(request.rows[0].pending_drafts, len(request.drafts)))
             legal = self.legal(request, request.accepted)
             wrong = self.random.random() < 0.02
             if not legal and not wrong:
-                request.finish = ROW_RUNNING + 2
+                request.finish = FinishCode.RUNNING + 2
                 continue
             request.history += [*request.drafts[: request.accepted], self.random.randrange(300) if wrong else self.random.choice(legal)]
             if self.random.random() < 0.01:
@@ -252,7 +252,7 @@ class LinkPair:
 
 
 def set_running(memory: Memory, row: MatcherRow, slot: int = 0, history: int = 0, last: int = 0, accepted: int = 0) -> None:
-    memory.state[slot] = torch.tensor([row.owner, history, last, accepted, ROW_RUNNING])
+    memory.state[slot] = torch.tensor([row.owner, history, last, accepted, FinishCode.RUNNING])
 
 
 def letters_row(link: HostLink, owner: int = 9, compiler: GrammarCompiler = COMPILER) -> Any:

@@ -21,7 +21,7 @@ SETUP = Setup(k=0, max_rows=1, eager=True)
 def test_waiting_for_room_in_successive_event_loops() -> None:
     async def main() -> None:
         async with serving:
-            for stream in await asyncio.gather(*(serving.submit([place], max_new_tokens=4) for place in range(5))):
+            for stream in await asyncio.gather(*(serving.submit([index], max_new_tokens=4) for index in range(5))):
                 assert (await stream.result()).tokens == plain(stream.job.prompt_ids, 4).tokens
 
     with make_engine(SETUP, max_queued=1) as engine:

@@ -83,7 +83,7 @@ def test_unclosed_engine_ends_when_dropped(tmp_path: Path) -> None:
     backend = TapeBackend(asynchronous=True)
     engine = Engine(TARGET, DRAFTERS["fair"](), vocabulary=VOCABULARY, config=config, backend=backend, record=tmp_path / "run.jsonl")
     engine.capture()
-    compiler, said = engine._parts.compiler, engine.generate([1], max_new_tokens=9)
+    compiler, job = engine._parts.compiler, engine.generate([1], max_new_tokens=9)
     assert compiler is not None and CONSTRAINTS[4] is not None
     engine.compile(CONSTRAINTS[4])
     for constraint in (CONSTRAINTS[4], None, SLOW):
@@ -96,4 +96,4 @@ def test_unclosed_engine_ends_when_dropped(tmp_path: Path) -> None:
     waited(lambda: threads() <= before, "a thread lives on")
     waited(lambda: gone(pid), "the worker lives on")
     (text,) = SavedStates(tmp_path / "states")
-    assert text.token_ids.tolist() == [1, *said.tokens], "what was held is lost"
+    assert text.token_ids.tolist() == [1, *job.tokens], "what was held is lost"

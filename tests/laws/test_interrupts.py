@@ -21,9 +21,11 @@ from tests.sampling.grammar.compile.test_compiler import waited
 ROOT = os.path.dirname(os.path.abspath(stepgraph.__file__))
 
 
-def interrupted(place: int, call: Callable[[], Any]) -> bool:
-    """Whether a call came to that many places at which an interrupt may come, where it then did: where one of our functions begins
-    or ends, and after a call into C. Not at the end of `call` itself, which has returned then."""
+def interrupted(index: int, call: Callable[[], Any]) -> bool:
+    """Raise KeyboardInterrupt at point `index` of a call; False if the call has fewer points.
+
+    Points are the begin and end of every function of this package and the returns of C functions, except the end of `call` itself.
+    """
     seen, depth = 0, 0
 
     def at(frame: FrameType, event: str, argument: object) -> None:
@@ -31,7 +33,7 @@ def interrupted(place: int, call: Callable[[], Any]) -> bool:
         depth += (event == "call") - (event == "return")
         if event in ("call", "return", "c_return") and depth > 0 and frame.f_code.co_filename.startswith(ROOT) and frame.f_code is not own:
             seen += 1
-            if seen == place:
+            if seen == index:
                 raise KeyboardInterrupt
 
     own = interrupted.__code__
@@ -63,13 +65,13 @@ def test_interrupt_in_submit_leaves_no_job_claim_or_lock(kept: bool, monkeypatch
             RequestQueue.withdraw(queue, queued)
 
         monkeypatch.setattr(queue, "withdraw", withdraw)
-        place = cancelled = 0
-        while interrupted(place := place + 1, submit):
+        index = cancelled = 0
+        while interrupted(index := index + 1, submit):
             cancelled += check_forgotten(engine, compiler)
             assert all(job.finish_reason == FinishReason.LENGTH for job in others)
         while engine.has_work:
             engine.step()
-        assert place > 100 and cancelled > 0 and bool(others) != kept and claims(compiler) == 0
+        assert index > 100 and cancelled > 0 and bool(others) != kept and claims(compiler) == 0
 
 
 def check_forgotten(engine: Engine, compiler: GrammarCompiler) -> int:

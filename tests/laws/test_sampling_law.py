@@ -20,7 +20,7 @@ from torch import Tensor
 from stepgraph.graphs import drafting
 from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import Column
-from stepgraph.sampling import acceptance, processors, rng, sampler
+from stepgraph.sampling import processors, rejection, rng, sampler
 from stepgraph.sampling.params import SamplingParams
 from stepgraph.sampling.sampler import Param
 from tests.helpers.chi_square import likelihood_ratio, likelihood_ratio_bound
@@ -186,11 +186,11 @@ class TestControls:
 
     def test_replacement_drawn_from_the_full_target_distribution(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """After a rejection, the draft's probabilities are not subtracted from the distribution of the replacement."""
-        real: Callable[..., tuple[Tensor, Tensor]] = acceptance.reject_sample
+        real: Callable[..., tuple[Tensor, Tensor]] = rejection.reject_sample
 
         def reject_sample(probs: Tensor, draft_probs: Tensor, finite: Tensor, drafts: Tensor, count: Tensor, *others: Tensor) -> Any:
             _, held = real(probs, draft_probs, finite, drafts, count, *others)
             return real(probs, draft_probs, finite, drafts, held, *others)  # as if there were no further drafts
 
-        monkeypatch.setattr(acceptance, "reject_sample", reject_sample)
+        monkeypatch.setattr(rejection, "reject_sample", reject_sample)
         self.check_detected(Law(2, False, [of(), of(good=False), of(top_k=3, masked=True), of(presence_penalty=1.0)]), [True] * 4)

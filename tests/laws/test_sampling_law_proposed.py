@@ -18,9 +18,9 @@ from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import Column
 from stepgraph.graphs.proposer import History
 from stepgraph.graphs.round_specs import round_specs
-from stepgraph.sampling import acceptance
+from stepgraph.sampling import rejection
 from stepgraph.sampling.params import SamplingParams
-from tests.helpers.law import SAID, TOKENS, Law, Setting, setting
+from tests.helpers.law import GENERATED, TOKENS, Law, Setting, setting
 from tests.helpers.proposers import Proposes
 from tests.laws.test_sampling_law import RARE, least_chance, of
 
@@ -52,7 +52,7 @@ class ProposedLaw(Law):
         chains = torch.randint(-1, TOKENS + 1, (self.limits.max_length, self.k), generator=generator)
         chains[:, 0].clamp_(0, TOKENS - 1)  # otherwise empty chains would be too frequent
         for number, (_, masked, good) in enumerate(self.settings):
-            position, last = number * (self.k + 1), SAID[-1]
+            position, last = number * (self.k + 1), GENERATED[-1]
             for step in range(self.k if good else 0):
                 logits = self.target.table[position + step, last, :TOKENS]
                 legal = self.masks[position + step, last, :TOKENS] | (not masked)
@@ -94,7 +94,7 @@ class TestControls:
     SETTINGS = (of(), of(good=False), of(masked=True, top_k=3), of(temperature=0.0))
 
     def check_detected(self, monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Judge], Judge]) -> None:
-        monkeypatch.setattr(acceptance, "reject_sample", wrong(acceptance.reject_sample))
+        monkeypatch.setattr(rejection, "reject_sample", wrong(rejection.reject_sample))
         assert (least_chance(ProposedLaw(2, self.SETTINGS)) < RARE).tolist() == [True, True, True, False]
 
     def test_draft_judged_as_uniformly_sampled(self, monkeypatch: pytest.MonkeyPatch) -> None:

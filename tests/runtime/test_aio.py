@@ -6,7 +6,7 @@ import asyncio
 import gc
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -16,44 +16,26 @@ from stepgraph import AsyncEngine, Constraint, DraftCounts, Engine, FinishReason
 from stepgraph.runtime.aio_thread import StreamBuffer
 from tests.helpers.aio_runs import (
     ASKS,
+    FIXTURES,
     LONG,
     Gate,
     answers,
-    captured,
     check_alone,
     check_events,
     first,
-    kept_idle,
     read,
     run,
-    threads_left,
 )
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, plain
 
 PER_TOKEN = [field.name for field in fields(StepEvent) if field.name == "tokens" or field.default == ()]
 
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Engine]:
-    with captured() as engine:
-        yield engine
-
-
-@pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    with kept_idle(shared):
-        yield shared
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_left() -> Iterator[None]:
-    yield
-    assert threads_left() == []
+shared, idle_engine, no_thread_left = FIXTURES
 
 
 def test_jobs_from_tasks_and_threads_have_the_same_tokens_as_alone(engine: Engine) -> None:
     expected, dice = answers(), random.Random(7)
-    plans = [(place % len(ASKS), dice.choice(["read", "read", "leave", "cancel"]), dice.randrange(4)) for place in range(40)]
+    plans = [(index % len(ASKS), dice.choice(["read", "read", "leave", "cancel"]), dice.randrange(4)) for index in range(40)]
     from_tasks: list[tuple[int, Job]] = []
     from_threads: list[tuple[int, Job]] = []
 
@@ -67,10 +49,10 @@ def test_jobs_from_tasks_and_threads_have_the_same_tokens_as_alone(engine: Engin
         assert stream.job.finished
         from_tasks.append((which, stream.job))
 
-    def ask_plainly(places: range) -> None:
-        for place in places:
-            from_threads.append((place % len(ASKS), engine.submit(**ASKS[place % len(ASKS)])))
-            if place % 5 == 0:
+    def ask_plainly(positions: range) -> None:
+        for index in positions:
+            from_threads.append((index % len(ASKS), engine.submit(**ASKS[index % len(ASKS)])))
+            if index % 5 == 0:
                 engine.cancel(from_threads[-1][1])
 
     async def main() -> None:
@@ -115,7 +97,7 @@ def test_busy_loop_is_woken_once_for_many_steps(engine: Engine, monkeypatch: pyt
             return real(callback, *arguments)
 
         monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
-        streams = [serving.generate([place], max_new_tokens=40, sampling=LONG) for place in range(6)]
+        streams = [serving.generate([index], max_new_tokens=40, sampling=LONG) for index in range(6)]
         assert serving._stepper is not None
         serving._stepper.stop(drain=True)
         serving._stepper.thread.join(60)  # the loop looks at nothing until all has ended
@@ -131,11 +113,11 @@ def test_merged_event_combines_every_field() -> None:
     """Counts are summed, per-token fields are concatenated, and the finish reason is the last; the last assertion finds new fields."""
     job = Job(7, (1,), None, LONG, 60, 2, (), 0)
     events = []
-    for place in range(1, 4):
-        values: dict[str, Any] = {"drafts": DraftCounts(*(place * (position + 2) for position in range(len(DraftCounts._fields))))}
-        values |= {"job_id": 7, "finish_reason": FinishReason.ERROR if place == 3 else None, "error": "burnt" if place == 3 else ""}
+    for index in range(1, 4):
+        values: dict[str, Any] = {"drafts": DraftCounts(*(index * (position + 2) for position in range(len(DraftCounts._fields))))}
+        values |= {"job_id": 7, "finish_reason": FinishReason.ERROR if index == 3 else None, "error": "burnt" if index == 3 else ""}
         for name in PER_TOKEN:
-            values[name] = tuple(f"{name} {place} {token}" for token in range(place))
+            values[name] = tuple(f"{name} {index} {token}" for token in range(index))
             getattr(job, name).extend(values[name])
         events.append(StepEvent(**values))
     job.finish_reason, job.error = FinishReason.ERROR, "burnt"
@@ -228,7 +210,7 @@ def test_dropping_an_unread_stream_cancels_its_job(engine: Engine) -> None:
     async def main() -> None:
         gate = Gate(engine)
         async with AsyncEngine(engine) as serving:
-            jobs = [serving.generate([place], max_new_tokens=60, sampling=LONG).job for place in range(5)]
+            jobs = [serving.generate([index], max_new_tokens=60, sampling=LONG).job for index in range(5)]
             kept = serving.generate([9], max_new_tokens=8, sampling=LONG)
             asyncio.get_running_loop().call_soon(gate.open)
             await kept.result()

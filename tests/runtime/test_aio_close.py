@@ -7,7 +7,6 @@ import gc
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,38 +14,20 @@ import pytest
 from stepgraph import AsyncEngine, Constraint, Engine, EngineClosedError, FinishReason, Job
 from stepgraph.sampling.grammar import GrammarCompiler
 from tests.helpers.aio_runs import (
+    FIXTURES,
     LONG,
     SETUP,
     Gate,
-    captured,
     check_events,
     first,
-    kept_idle,
     opened,
     read,
     run,
-    threads_left,
     watch_sleep,
 )
 from tests.helpers.toy_engines import Setup, make_engine, plain
 
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Engine]:
-    with captured() as engine:
-        yield engine
-
-
-@pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    with kept_idle(shared):
-        yield shared
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_left() -> Iterator[None]:
-    yield
-    assert threads_left() == []
+shared, idle_engine, no_thread_left = FIXTURES
 
 
 def test_close_drains_or_cancels_all_jobs(engine: Engine) -> None:
@@ -54,7 +35,7 @@ def test_close_drains_or_cancels_all_jobs(engine: Engine) -> None:
         gate = Gate(engine)
         serving = AsyncEngine(engine)
         async with serving:
-            streams = [serving.generate([place], max_new_tokens=20, sampling=LONG) for place in range(7)]
+            streams = [serving.generate([index], max_new_tokens=20, sampling=LONG) for index in range(7)]
             job = engine.submit([3], max_new_tokens=20, sampling=LONG)
             gate.allow(2)
             await first(1, streams[0])
@@ -112,7 +93,7 @@ def test_failed_step_ends_every_stream_with_its_error(monkeypatch: pytest.Monkey
         gate = Gate(engine)
         with pytest.raises(OSError, match="on fire"):  # noqa: PT012
             async with AsyncEngine(engine) as serving:
-                streams = [serving.generate([place], max_new_tokens=20, sampling=LONG) for place in range(5)]
+                streams = [serving.generate([index], max_new_tokens=20, sampling=LONG) for index in range(5)]
                 gate.allow(3)
                 begun = await first(1, streams[0])
                 monkeypatch.setattr(engine._in_flight, "launch", burn)
@@ -221,8 +202,8 @@ def test_unclosed_engine_stops_when_dropped_or_when_its_loop_closes(engine: Engi
 
 EXITING = """
 import asyncio, atexit
-said = []
-atexit.register(lambda: print(said[0].job.finish_reason, len(said[0].job.tokens) > 0))  # registered first, called last
+streams = []
+atexit.register(lambda: print(streams[0].job.finish_reason, len(streams[0].job.tokens) > 0))  # registered first, called last
 from stepgraph import AsyncEngine, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.runtime.models.toy import ToyTarget
 vocabulary = Vocabulary.printable()
@@ -232,8 +213,8 @@ engine = Engine(ToyTarget(vocabulary.logits_width), vocabulary=vocabulary, confi
 async def main():
     serving = AsyncEngine(engine)
     await serving.open()
-    said.append(serving.generate([1], max_new_tokens=90_000, sampling=SamplingParams(temperature=0, ignore_eos=True)))
-    await said[0].__anext__()
+    streams.append(serving.generate([1], max_new_tokens=90_000, sampling=SamplingParams(temperature=0, ignore_eos=True)))
+    await streams[0].__anext__()
 
 asyncio.get_event_loop_policy().new_event_loop().run_until_complete(main())
 """

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,34 +13,16 @@ import pytest
 from stepgraph import AsyncEngine, Engine, EngineClosedError, FinishReason, QueueFullError
 from stepgraph.runtime.aio import JobStream
 from tests.helpers.aio_runs import (
+    FIXTURES,
     Gate,
-    captured,
     check_events,
-    kept_idle,
     opened_again,
     read,
     run,
-    threads_left,
 )
 from tests.helpers.toy_engines import VOCABULARY, Setup, make_engine, plain
 
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Engine]:
-    with captured() as engine:
-        yield engine
-
-
-@pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    with kept_idle(shared):
-        yield shared
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_left() -> Iterator[None]:
-    yield
-    assert threads_left() == []
+shared, idle_engine, no_thread_left = FIXTURES
 
 
 def test_full_queue_raises_or_is_awaited_in_order() -> None:
@@ -50,17 +31,17 @@ def test_full_queue_raises_or_is_awaited_in_order() -> None:
     async def main() -> None:
         gate = Gate(engine)
         async with AsyncEngine(engine) as serving:
-            jobs = [engine.submit([place], max_new_tokens=4) for place in range(2)]  # without streams
+            jobs = [engine.submit([index], max_new_tokens=4) for index in range(2)]  # without streams
             with pytest.raises(QueueFullError, match="2 requests are waiting already"):
                 serving.generate([7], max_new_tokens=4)
-            tasks = [asyncio.create_task(serving.submit([place], max_new_tokens=4)) for place in range(2, 8)]
+            tasks = [asyncio.create_task(serving.submit([index], max_new_tokens=4)) for index in range(2, 8)]
             await asyncio.sleep(0)  # they begin to wait, in this order
             tasks[3].cancel()
             tasks[0].cancel()  # the one in front
             for _ in range(9):
-                await asyncio.sleep(0)  # the next one takes its place
+                await asyncio.sleep(0)  # lets the next one start
             asyncio.get_running_loop().call_soon(gate.open)
-            waited = [await task for place, task in enumerate(tasks) if place not in (0, 3)]
+            waited = [await task for index, task in enumerate(tasks) if index not in (0, 3)]
             assert [stream.job.prompt_ids for stream in sorted(waited, key=lambda stream: stream.job.id)] == [(3,), (4,), (6,), (7,)]
             for job in (*jobs, *[await stream.result() for stream in waited]):
                 assert job.tokens == plain(job.prompt_ids, 4).tokens
@@ -138,22 +119,22 @@ def test_calls_in_a_fork_raise(engine: Engine) -> None:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 child = os.fork()
             if child == 0:
-                said = []
+                output = []
                 for call in (lambda: serving.generate([1]), lambda: stream.__anext__().send(None), lambda: serving.close().send(None)):
                     try:
                         call()
                     except RuntimeError as error:
-                        said.append(str(error))
+                        output.append(str(error))
                 del call, stream  # dropped there, it must not cancel what goes on here
                 gc.collect()
-                os.write(hand, "\n".join(said).encode())
+                os.write(hand, "\n".join(output).encode())
                 os._exit(0)
             os.close(hand)
             with open(mouth, encoding="utf-8") as ear:
-                said = ear.read().splitlines()
+                output = ear.read().splitlines()
             assert os.waitpid(child, 0)[1] == 0
             calls = ("AsyncEngine.generate", "JobStream.__anext__", "AsyncEngine.close")
-            assert said == [
+            assert output == [
                 f"{call}(): got a forked process, expected the process that opened it, where the stepping thread is" for call in calls
             ]
             assert (await stream.result()).tokens == plain([1], 30).tokens

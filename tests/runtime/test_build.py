@@ -43,12 +43,12 @@ def test_proposer_with_wrong_output_raises_at_capture(formula: Any, message: str
 
 
 def test_drafter_names() -> None:
-    for word, told in (
+    for word, reason in (
         ("ngram", "draft: n-gram look-up, 1 to 8 tokens"),
         ("auto", "draft: n-gram look-up, 1 to 8 tokens (auto)"),
     ):
         with Engine(TARGET, word, config=replace(CONFIG, eager=True)) as engine:
-            assert told in engine.capture().notes
+            assert reason in engine.capture().notes
     with Engine(TARGET, "none", config=replace(CONFIG, eager=True)) as engine:
         assert (engine.limits.num_speculative_tokens, engine.config.num_speculative_tokens) == (0, 0)
         engine.capture()
@@ -66,45 +66,45 @@ class Counting:
     """Has its own state per row: the number of calls, which determines the drafts."""
 
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
-        return (BufferSpec("asked", (limits.rows,), torch.int64),)
+        return (BufferSpec("calls", (limits.rows,), torch.int64),)
 
     def propose(self, history: History, buffers: StaticBuffers) -> Tensor:
         rows = buffers.batch_rows[: len(history.length)]
-        buffers.asked.index_add_(0, rows, torch.ones_like(rows))
-        return buffers.asked[rows, None] + torch.arange(history.num_drafts, device=rows.device)
+        buffers.calls.index_add_(0, rows, torch.ones_like(rows))
+        return buffers.calls[rows, None] + torch.arange(history.num_drafts, device=rows.device)
 
 
 def test_proposer_with_device_state() -> None:
     config = replace(CONFIG, max_rows=2)
     with Engine(TARGET, Counting(), vocabulary=VOCABULARY, config=config) as engine:
         engine.capture()
-        jobs = [engine.submit([place], max_new_tokens=20) for place in range(2)]
+        jobs = [engine.submit([index], max_new_tokens=20) for index in range(2)]
         for _ in engine.stream():
             pass
-        assert [job.tokens for job in jobs] == [plain([place], 20).tokens for place in range(2)]
-        assert all(asked >= job.rounds for asked, job in zip(engine.buffers.asked.tolist(), jobs, strict=False)) and jobs[0].rounds > 5
+        assert [job.tokens for job in jobs] == [plain([index], 20).tokens for index in range(2)]
+        assert all(calls >= job.rounds for calls, job in zip(engine.buffers.calls.tolist(), jobs, strict=False)) and jobs[0].rounds > 5
 
 
 def test_auto_uses_the_mtp_modules_of_the_target_folder() -> None:
     (folder,) = (each.target for each in FOLDERS if each.name == "mtp")
     with Engine.from_pretrained(folder, "auto", config=EngineConfig(max_rows=1, max_length=48, eager=True)) as engine:
-        (told,) = (note for note in engine.capture().notes if note.startswith("draft: "))
-        assert "MTP" in told
+        (reason,) = (note for note in engine.capture().notes if note.startswith("draft: "))
+        assert "MTP" in reason
 
 
 @pytest.mark.parametrize(
-    ("word", "drafts", "told"),
+    ("word", "drafts", "reason"),
     [
         ("ngram", 4, "draft: n-gram look-up, 1 to 8 tokens"),
         ("auto", 4, "draft: n-gram look-up, 1 to 8 tokens (auto: {name} has no MTP modules)"),
         ("none", 0, ""),
     ],
 )
-def test_drafter_names_for_a_folder(word: str, drafts: int, told: str) -> None:
+def test_drafter_names_for_a_folder(word: str, drafts: int, reason: str) -> None:
     folder = folder_of("llama-2")
     with Engine.from_pretrained(folder, word, config=EngineConfig(max_rows=1, max_length=64, eager=True)) as engine:
         assert engine.limits.num_speculative_tokens == drafts
-        assert told.format(name=folder.name) in (*engine.capture().notes, "")
+        assert reason.format(name=folder.name) in (*engine.capture().notes, "")
         found = engine.generate([5, 6, 7], max_new_tokens=20)
     config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=64, eager=True)
     with Engine.from_pretrained(folder, config=config) as engine:

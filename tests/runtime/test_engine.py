@@ -73,19 +73,19 @@ def test_a_burst_of_arrivals_does_not_wait_for_the_device() -> None:
     engine = make_engine(Setup(k=2, max_rows=8, rounds_in_flight=4), TapeBackend(asynchronous=True, delay=lambda name: hold.wait()))
     engine.submit([1], max_new_tokens=20)
     assert engine.step() == []
-    jobs = [engine.submit([1, place], max_new_tokens=4) for place in range(7)]
+    jobs = [engine.submit([1, index], max_new_tokens=4) for index in range(7)]
     assert engine.step() == [] and engine.stats().running == 8
     assert engine.stats().event_waits == 0
     hold.set()
     for _ in engine.stream():
         pass
-    assert [job.tokens for job in jobs] == [plain([1, place], 4).tokens for place in range(7)]
+    assert [job.tokens for job in jobs] == [plain([1, index], 4).tokens for index in range(7)]
     engine.close()
 
 
 def test_matchers_are_freed_when_their_requests_end() -> None:
     engine = shared_engine(SETUP)
-    jobs = [engine.submit([place], constraint=CONSTRAINTS[1 + place % 3], max_new_tokens=20) for place in range(8)]
+    jobs = [engine.submit([index], constraint=CONSTRAINTS[1 + index % 3], max_new_tokens=20) for index in range(8)]
     engine.step()
     matchers = [weakref.ref(request.matcher.matcher) for request in engine._scheduler.active if request.matcher]
     assert len(matchers) == 4
@@ -130,7 +130,7 @@ def test_pinned_rings_with_random_device_delays() -> None:
     """Host memory is never overwritten before its copy has finished."""
     pauses = iter([0.0, 0.002, 0.0, 0.004, 0.001] * 100_000)
     engine = make_engine(Setup(k=3, rounds_in_flight=4), TapeBackend(asynchronous=True, delay=lambda name: time.sleep(next(pauses))))
-    asks = [([7, place], CONSTRAINTS[place % len(CONSTRAINTS)], 12) for place in range(14)]
+    asks = [([7, index], CONSTRAINTS[index % len(CONSTRAINTS)], 12) for index in range(14)]
     jobs = [engine.submit(prompt, constraint=constraint, max_new_tokens=count) for prompt, constraint, count in asks]
     for _ in engine.stream():
         pass
@@ -151,7 +151,7 @@ def test_k_plus_one_fills_per_constrained_row_and_round(k: int, draft_masks: boo
     with Engine(target, ToyDraft(target), vocabulary=VOCABULARY, config=config) as engine:
         engine.capture()
         endless = Constraint.regex(r"[ -~\n\t]*")
-        jobs = [engine.submit([5, place], constraint=endless, max_new_tokens=41) for place in range(3)]
+        jobs = [engine.submit([5, index], constraint=endless, max_new_tokens=41) for index in range(3)]
         engine.submit([9], max_new_tokens=40)  # an unconstrained request costs no fills
         for _ in engine.stream():
             pass
@@ -167,10 +167,10 @@ def test_output_is_independent_of_batch_row_and_bucket() -> None:
     alone = engine.generate(prompt, constraint=constraint, max_new_tokens=60).tokens
     seen = set()
     for others in range(4):
-        before = [engine.submit([place, 1], max_new_tokens=50, constraint=CONSTRAINTS[place + 2]) for place in range(others)]
+        before = [engine.submit([index, 1], max_new_tokens=50, constraint=CONSTRAINTS[index + 2]) for index in range(others)]
         engine.step()
         job = engine.submit(prompt, constraint=constraint, max_new_tokens=60)
-        after = [engine.submit([place, 2], max_new_tokens=9) for place in range(3 - others)]
+        after = [engine.submit([index, 2], max_new_tokens=9) for index in range(3 - others)]
         engine.step()
         seen.add(next(request.row for request in engine._scheduler.active if request.job is job))
         for _ in engine.stream():
@@ -186,7 +186,7 @@ def test_request_may_reach_max_length(k: int) -> None:
     """Drafts beyond max_length are inert: they write to the scratch page."""
     engine = make_engine(Setup(k=k, drafter="perfect", max_rows=2, buckets=(2,)))
     for length in range(engine.limits.max_length - 10, engine.limits.max_length):
-        prompt = [(place * 7 + length) % 90 for place in range(length)]
+        prompt = [(index * 7 + length) % 90 for index in range(length)]
         room = engine.limits.max_length - length
         job = engine.submit(prompt, max_new_tokens=room)
         short = engine.submit([length % 90], max_new_tokens=room)
@@ -199,7 +199,7 @@ def test_request_may_reach_max_length(k: int) -> None:
 
 def test_captured_and_eager_engines_have_equal_buffers_after_every_step() -> None:
     engines = [make_engine(Setup(k=3, eager=eager, asynchronous=False)) for eager in (False, True)]
-    jobs = [[engine.submit([place, 4], constraint=CONSTRAINTS[place], max_new_tokens=25) for place in range(6)] for engine in engines]
+    jobs = [[engine.submit([index, 4], constraint=CONSTRAINTS[index], max_new_tokens=25) for index in range(6)] for engine in engines]
     while any(engine.has_work for engine in engines):
         captured, eager = (engine.step() for engine in engines)
         assert captured == eager
@@ -213,7 +213,7 @@ def test_captured_and_eager_engines_have_equal_buffers_after_every_step() -> Non
 
 def test_cancel_is_idempotent_and_frees_the_row() -> None:
     engine = shared_engine(SETUP)
-    jobs = [engine.submit([place], max_new_tokens=60, constraint=CONSTRAINTS[place % 3]) for place in range(6)]
+    jobs = [engine.submit([index], max_new_tokens=60, constraint=CONSTRAINTS[index % 3]) for index in range(6)]
     queued = jobs[5]
     assert engine.cancel(queued) and engine.cancel(queued.id)
     engine.step()
@@ -234,13 +234,13 @@ def test_cancel_is_idempotent_and_frees_the_row() -> None:
 
 def test_requests_wait_for_free_pages() -> None:
     engine = shared_engine(SETUP)  # 36 pages of 8 tokens
-    jobs = [engine.submit([place] * 10, max_new_tokens=80) for place in range(5)]  # 12 pages each
+    jobs = [engine.submit([index] * 10, max_new_tokens=80) for index in range(5)]  # 12 pages each
     engine.step()
     assert (engine.stats().running, engine.stats().waiting, engine.stats().free_pages) == (3, 2, 0)
     for _ in engine.stream():
         pass
-    for place, job in enumerate(jobs):
-        assert job.tokens == plain([place] * 10, 80).tokens
+    for index, job in enumerate(jobs):
+        assert job.tokens == plain([index] * 10, 80).tokens
     assert engine.stats().free_pages == 36
 
 
@@ -251,11 +251,11 @@ def test_submit_and_cancel_from_many_threads() -> None:
 
     def client(number: int) -> None:
         go.wait()
-        for place in range(6):
-            job = engine.submit([number, place], constraint=CONSTRAINTS[place % 4], max_new_tokens=12)
+        for index in range(6):
+            job = engine.submit([number, index], constraint=CONSTRAINTS[index % 4], max_new_tokens=12)
             with lock:
                 jobs.append(job)
-            if place % 3 == 2:
+            if index % 3 == 2:
                 engine.cancel(job)
 
     threads = [threading.Thread(target=client, args=(number,)) for number in range(5)]

@@ -53,10 +53,10 @@ def told_rightly(job: Job, constraint: Constraint | None) -> bool:
     grammar = compiled(constraint)
     matcher, masks = grammar.matcher() if grammar else None, torch.zeros(1, VOCABULARY.mask_words, dtype=torch.int32)
     sampling = job.sampling
-    for place, (token, (raw, masked)) in enumerate(zip(job.tokens, job.logprobs, strict=True)):
-        logits = prefix_logits(TARGET, [*job.prompt_ids, *job.tokens[:place]])[:WIDTH]
+    for index, (token, (raw, masked)) in enumerate(zip(job.tokens, job.logprobs, strict=True)):
+        logits = prefix_logits(TARGET, [*job.prompt_ids, *job.tokens[:index]])[:WIDTH]
         own = torch.tensor(logits, dtype=torch.float64).log_softmax(0)[token]
-        left = processed(logits, sampling, job.prompt_ids, job.tokens[:place], job.stop_ids)
+        left = processed(logits, sampling, job.prompt_ids, job.tokens[:index], job.stop_ids)
         if matcher:
             matcher.fill_next_token_bitmask(masks, 0)
             left = [value if int(masks[0, i // 32]) >> (i % 32) & 1 else -math.inf for i, value in enumerate(left)]
@@ -110,11 +110,11 @@ def test_greedy_requests_equal_a_plain_loop_at_length(setup: Setup, batch: list[
 @pytest.mark.parametrize("constraint", CONSTRAINTS[:4])
 def test_logprobs_of_sampled_requests_equal_float64(constraint: Constraint | None) -> None:
     engine = shared_engine(Setup(k=3, greedy_only=False, drafter="fair"))
-    asked = SamplingParams(
+    requested = SamplingParams(
         temperature=1.3, top_k=40, top_p=0.9, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={70: 2.0}, logprobs=True
     )
     silent = engine.submit([4, 2], constraint=constraint, sampling=SamplingParams(seed=1), max_new_tokens=30)
-    jobs = [engine.submit([9, seed], constraint=constraint, sampling=replace(asked, seed=seed), max_new_tokens=30) for seed in range(6)]
+    jobs = [engine.submit([9, seed], constraint=constraint, sampling=replace(requested, seed=seed), max_new_tokens=30) for seed in range(6)]
     for _ in engine.stream():
         pass
     assert silent.logprobs == []
@@ -173,14 +173,14 @@ def test_bias_lists_are_limited() -> None:
 
 def test_row_state_is_reset_for_the_next_request() -> None:
     """One row, whose previous requests had counts, prompts and biases."""
-    asked = replace(GREEDY, frequency_penalty=2.0, repetition_penalty=1.5)
-    telling = plain([7, 8], 25, sampling=asked).tokens  # they are asked, and made to say, what the last owner is going to say
-    before = replace(asked, logit_bias=dict.fromkeys(telling, 9.0))
+    sampling = replace(GREEDY, frequency_penalty=2.0, repetition_penalty=1.5)
+    expected = plain([7, 8], 25, sampling=sampling).tokens  # the previous requests have these tokens in prompts and outputs
+    before = replace(sampling, logit_bias=dict.fromkeys(expected, 9.0))
     with make_engine(Setup(k=2, greedy_only=False, max_rows=1)) as engine:
-        jobs = [engine.submit([*telling, seed], sampling=before, max_new_tokens=25) for seed in range(4)]
-        last = engine.submit([7, 8], sampling=asked, max_new_tokens=25)
+        jobs = [engine.submit([*expected, seed], sampling=before, max_new_tokens=25) for seed in range(4)]
+        last = engine.submit([7, 8], sampling=sampling, max_new_tokens=25)
         engine.step()
         engine.cancel(jobs[1])
         for _ in engine.stream():
             pass
-    assert last.tokens == plain([7, 8], 25, sampling=asked).tokens
+    assert last.tokens == expected

@@ -135,16 +135,16 @@ TEN = Setup(k=3, greedy_only=False, max_rows=10, buckets=(1, 2, 4, 8, 10))
 def run(engine: Engine, order: list[int], together: bool, most: int = 24) -> dict[int, list[int]]:
     tokens = {}
     jobs = []
-    for place in order:
-        job = engine.submit([place, 7], constraint=CONSTRAINTS[place % 3], sampling=SETTINGS[place], max_new_tokens=most)
-        jobs.append((place, job))
+    for index in order:
+        job = engine.submit([index, 7], constraint=CONSTRAINTS[index % 3], sampling=SETTINGS[index], max_new_tokens=most)
+        jobs.append((index, job))
         while not together and not job.finished:
             engine.step()
     for _ in engine.stream():
         pass
-    for place, job in jobs:
+    for index, job in jobs:
         assert job.error == ""
-        tokens[place] = list(job.tokens)
+        tokens[index] = list(job.tokens)
     return tokens
 
 
@@ -160,8 +160,8 @@ def test_output_is_independent_of_the_batch() -> None:
         engine.close()
     assert alone[0] == plain([0, 7], 24, CONSTRAINTS[0]).tokens, "temperature 0 is greedy, also among sampled rows"
     assert alone[8] == plain([8, 7], 24, CONSTRAINTS[2]).tokens, "and so is a temperature near 0"
-    for place in (10, 12):
-        assert alone[place] == plain([place, 7], 24, CONSTRAINTS[place % 3], sampling=SETTINGS[place]).tokens
+    for index in (10, 12):
+        assert alone[index] == plain([index, 7], 24, CONSTRAINTS[index % 3], sampling=SETTINGS[index]).tokens
     assert alone[1] != alone[9]
 
 
@@ -173,7 +173,7 @@ def test_seed_gives_the_same_tokens_in_every_row_and_batch_size() -> None:
     for order in [[(turn + row) % count for row in range(10)] for turn in range(count)] + [
         [(5 * size + row) % count for row in range(size)] for size in range(1, 10)
     ]:
-        assert run(engine, order, together=True, most=most) == {place: alone[place] for place in order}
+        assert run(engine, order, together=True, most=most) == {index: alone[index] for index in order}
 
 
 @pytest.mark.parametrize("k", range(7))
@@ -184,8 +184,8 @@ def test_greedy_output_is_independent_of_the_draft_length(k: int) -> None:
         job = engine.submit([3], sampling=few, max_new_tokens=60)
         tokens = run(engine, [12, 1, 10, 0, 13], together=True)
     assert job.tokens == plain([3], 60, sampling=few).tokens
-    for place in (0, 10, 12):
-        assert tokens[place] == plain([place, 7], 24, CONSTRAINTS[place % 3], sampling=SETTINGS[place]).tokens
+    for index in (0, 10, 12):
+        assert tokens[index] == plain([index, 7], 24, CONSTRAINTS[index % 3], sampling=SETTINGS[index]).tokens
 
 
 def test_greedy_rows_share_rounds_with_sampled_rows() -> None:

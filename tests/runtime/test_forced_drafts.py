@@ -73,8 +73,8 @@ def answer(prompt: tuple[int, ...], constraint: Constraint | None) -> Answer:
 
 def run(made: Engine, **options: Any) -> list[tuple[Answer, Job]]:
     """Every constraint with its own prompt, a few at a time."""
-    asked = [((7, place, 1), constraint) for place, constraint in enumerate(CONSTRAINTS)]
-    jobs = [(ask, made.submit(list(ask[0]), constraint=ask[1], max_new_tokens=32, **options)) for ask in asked]
+    requests = [((7, index, 1), constraint) for index, constraint in enumerate(CONSTRAINTS)]
+    jobs = [(ask, made.submit(list(ask[0]), constraint=ask[1], max_new_tokens=32, **options)) for ask in requests]
     for _ in made.stream():
         pass
     return [(answer(*ask), job) for ask, job in jobs]
@@ -172,12 +172,12 @@ def test_sampled_output_depends_only_on_its_seed() -> None:
     texts = []
     for link in ("auto", "python"):
         made = engine(3, 0.6, link, greedy_only=False)
-        asked: dict[str, Any] = {"sampling": SamplingParams(temperature=0.9, seed=11), "max_new_tokens": 32}
-        texts.append([made.generate([7, 1], constraint=ORDER, **asked).tokens])
-        company = [made.submit([7, 1], constraint=constraint, **asked) for constraint in (None, ORDER, CHOICE)]
+        options: dict[str, Any] = {"sampling": SamplingParams(temperature=0.9, seed=11), "max_new_tokens": 32}
+        texts.append([made.generate([7, 1], constraint=ORDER, **options).tokens])
+        jobs = [made.submit([7, 1], constraint=constraint, **options) for constraint in (None, ORDER, CHOICE)]
         for _ in made.stream():
             pass
-        texts[-1].append(company[1].tokens)
+        texts[-1].append(jobs[1].tokens)
         assert made.stats().drafts.accepted_forced > 0
     assert texts[0][0] == texts[0][1] == texts[1][0] == texts[1][1]
 
@@ -187,10 +187,10 @@ def test_bad_token_ids_override_forced_drafts() -> None:
     names = {token: index for index, token in enumerate(VOCABULARY.tokens)}
     made, alone = engine(3, 0.6, greedy_only=False), Constraint.regex("zzz")
     for banned, constraint, reason in (((b"currency", b"alpha"), ORDER, ""), ((b"z",), alone, "dead_end")):
-        asked = SamplingParams(temperature=0, bad_token_ids=tuple(names[token] for token in banned), min_new_tokens=8)
-        expected = greedy(TARGET, [7, 1], 48, [STOP], COMPILER.compile(constraint), len(VOCABULARY.tokens), asked)
+        sampling = SamplingParams(temperature=0, bad_token_ids=tuple(names[token] for token in banned), min_new_tokens=8)
+        expected = greedy(TARGET, [7, 1], 48, [STOP], COMPILER.compile(constraint), len(VOCABULARY.tokens), sampling)
         before = made.stats().drafts.forced
-        job = made.generate([7, 1], constraint=constraint, sampling=asked, max_new_tokens=48)
+        job = made.generate([7, 1], constraint=constraint, sampling=sampling, max_new_tokens=48)
         assert (job.tokens, job.finish_reason) == (expected.tokens, reason or expected.reason)
         assert reason or made.stats().drafts.forced > before
 
@@ -235,10 +235,10 @@ def test_forced_drafts_replace_proposed_ones(k: int, draft: Any, link: str) -> N
         assert after.mask_fills - before.mask_fills <= (k + 1) * (total + len(jobs) * made.limits.rounds_in_flight)
         assert (after.drafts.accepted_forced > 0) == forced
         drawn = [made.generate([7, 1], constraint=ORDER, **sampled).tokens]
-        company = [made.submit([7, 1], constraint=constraint, **sampled) for constraint in (None, ORDER, CHOICE)]
+        batch = [made.submit([7, 1], constraint=constraint, **sampled) for constraint in (None, ORDER, CHOICE)]
         for _ in made.stream():
             pass
-        assert drawn == [company[1].tokens]
+        assert drawn == [batch[1].tokens]
         rounds.append((sum(job.rounds for _, job in jobs), total))
         made.close()
     assert rounds[0][0] < rounds[1][0], rounds

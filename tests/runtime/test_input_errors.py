@@ -92,23 +92,23 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "told"), REFUSED, ids=[told.split(":")[0].split(" ")[-1] for _, told in REFUSED])
-def test_it_is_refused_by_name(call: Callable[[], object], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize(("call", "reason"), REFUSED, ids=[reason.split(":")[0].split(" ")[-1] for _, reason in REFUSED])
+def test_error_names_field_value_and_accepted_values(call: Callable[[], object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
         call()
 
 
-def test_every_public_name_is_listed_though_none_is_imported_before_it_is_asked_for() -> None:
+def test_lazy_public_names_are_listed() -> None:
     assert set(stepgraph.__all__) <= set(dir(stepgraph))
 
 
-def test_the_tape_records_memory_of_the_cpu_only() -> None:
+def test_tape_refuses_buffers_of_another_device() -> None:
     buffers = StaticBuffers([BufferSpec("x", (2,), torch.float32)], device="meta")
     with pytest.raises(ValueError, match=r"TapeBackend\.capture: got buffers on meta, expected cpu"):
         TapeBackend().capture(lambda b: None, buffers)
 
 
-def test_a_link_in_c_has_room_for_some_rows_and_rounds() -> None:
+def test_native_link_refuses_a_depth_of_zero() -> None:
     with pytest.raises(ValueError, match=r"NativeLink: got 1 slots and depth 0, expected 1 to \d+ slots and a depth of at least 1"):
         NativeLink(load(), *host_buffers(1), 0)
 
@@ -125,13 +125,13 @@ NO_SCHEMAS: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("backend", "schema", "told"), NO_SCHEMAS, ids=[f"{backend} {told}" for backend, _, told in NO_SCHEMAS])
-def test_what_is_no_schema_is_refused_with_its_place(backend: Any, schema: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(told)):
+@pytest.mark.parametrize(("backend", "schema", "reason"), NO_SCHEMAS, ids=[f"{backend} {reason}" for backend, _, reason in NO_SCHEMAS])
+def test_invalid_schema_is_refused_with_its_path(backend: Any, schema: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
         GrammarCompiler(PRINTABLE, 1, backend=backend).compile(Constraint.json_schema(schema))
 
 
-def test_other_texts_of_constraints_are_refused_with_their_place() -> None:
+def test_invalid_constraint_payloads_are_refused() -> None:
     compiler = GrammarCompiler(PRINTABLE, 1)
     with pytest.raises(ValueError, match=r"got \{3,2\} at position 1, expected bounds that ascend"):
         compiler.compile(Constraint.regex("a{3,2}"))
@@ -139,7 +139,7 @@ def test_other_texts_of_constraints_are_refused_with_their_place() -> None:
         compiler.compile(replace(Constraint.ebnf('root ::= "a"'), payload="[1]"))
 
 
-def test_files_of_tokens_are_refused_or_read_line_by_line(tmp_path: Path) -> None:
+def test_token_files_with_empty_lines_and_invalid_unicode(tmp_path: Path) -> None:
     ranks = b"\n".join(base64.b64encode(bytes([byte])) + b" %d" % byte + b"\n" for byte in range(4))
     (tmp_path / "some.tiktoken").write_bytes(ranks)
     assert len(Vocabulary.from_tiktoken(tmp_path / "some.tiktoken", special_tokens={"<|im_end|>": 4}).tokens) == 5, "between empty lines"
@@ -149,13 +149,13 @@ def test_files_of_tokens_are_refused_or_read_line_by_line(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("header", "told"),
+    ("header", "reason"),
     [
         ({"kind": "submit"}, r"run\.jsonl:1: got .*expected the first line of a file written by Engine\(record=\.\.\.\)"),
         ({"kind": "engine", "format": 1, "versions": 5}, r"run\.jsonl:1: versions: got int, expected an object"),
     ],
 )
-def test_a_recording_begins_with_what_was_recorded(tmp_path: Path, header: dict[str, Any], told: str) -> None:
+def test_recording_without_a_valid_header_is_refused(tmp_path: Path, header: dict[str, Any], reason: str) -> None:
     (tmp_path / "run.jsonl").write_text(json.dumps(header) + "\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=reason):
         read_recording(tmp_path / "run.jsonl")

@@ -16,6 +16,7 @@ from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.page_cache import PageCache
 from tests.helpers.prefix_engines import CONFIG, DRAFTS, SYSTEM, K, ask, finish, make_engine, rounds_of, small_llama
 from tests.helpers.toy_engines import STOP, TARGET, VOCABULARY, plain
+from tools.random_weights import randomised
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -30,13 +31,13 @@ def test_second_request_reuses_the_prefix(draft: str) -> None:
             cached.append(job.num_cached_tokens)
         # Of 17 and more tokens four pages lie in front of the last one; a draft at its token wants one more position behind them,
         # one that looks ahead is not served by a page that was made for other tokens behind.
-        wanted = {
+        expected = {
             "none": [0, 16, 16, 12, 12, 8, 12],
             "at its token": [0, 12, 16, 12, 8, 8, 12],
             "one ahead": [0, 16, 16, 12, 12, 8, 12],
             "two ahead": [0, 12, 12, 12, 8, 8, 12],
         }
-        assert cached == wanted[draft]
+        assert cached == expected[draft]
         assert engine.stats().reused_tokens == sum(cached)
 
 
@@ -75,7 +76,7 @@ def test_pages_are_shared_only_for_equal_tokens_and_salt() -> None:
 def test_requests_submitted_together_compute_their_prefix_once() -> None:
     """The second is admitted before the first is computed, and looks up its prefix again before its prefill."""
     with make_engine("at its token") as engine:
-        jobs = [ask(engine, [*SYSTEM, place]) for place in range(3)]
+        jobs = [ask(engine, [*SYSTEM, index]) for index in range(3)]
         finish(engine)
         assert [job.num_cached_tokens for job in jobs] == [0, 16, 16]
         assert all(job.tokens == plain(job.prompt_ids, 9).tokens and job.rounds == rounds_of(job, K) for job in jobs)
@@ -176,21 +177,21 @@ def test_sharing_is_off_by_config_or_by_a_model(monkeypatch: pytest.MonkeyPatch)
 def test_requests_without_free_pages_wait_in_order() -> None:
     """Thirty pages for requests of up to twelve, some with a common prefix."""
     with make_engine("at its token") as engine:
-        jobs = [ask(engine, [*SYSTEM[: place % 3 * 6], place + 1, 2], 25 + place) for place in range(9)]
+        jobs = [ask(engine, [*SYSTEM[: index % 3 * 6], index + 1, 2], 25 + index) for index in range(9)]
         begun: list[int] = []
         while engine.has_work:
             engine.step()
             assert engine.stats().free_pages >= 0
             begun += [job.id for job in jobs if job.tokens and job.id not in begun]
         assert begun == sorted(begun), "served in order of arrival"
-        for place, job in enumerate(jobs):
-            assert (job.tokens, job.error) == (plain(job.prompt_ids, 25 + place).tokens, "")
+        for index, job in enumerate(jobs):
+            assert (job.tokens, job.error) == (plain(job.prompt_ids, 25 + index).tokens, "")
         assert engine.stats().reused_tokens > 0 and engine.stats().evicted_pages > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_are_bit_equal_with_reuse(dtype: torch.dtype) -> None:
-    target = Llama(replace(small_llama().config, dtype=dtype)).randomise(3)
+    target = randomised(Llama(replace(small_llama().config, dtype=dtype)), 3)
     config = replace(CONFIG, num_speculative_tokens=0)
     with Engine(target, config=config, backend=TapeBackend()) as engine:
         engine.capture()

@@ -16,7 +16,7 @@ from tests.helpers.toy_engines import Setup, shared_engine
 from tests.runtime.models.test_llama_engine import make_engine
 
 FAMILY = "smollm2"
-PROMPT = [(place * 7 + 11) % 90 + 4 for place in range(23)]
+PROMPT = [(index * 7 + 11) % 90 + 4 for index in range(23)]
 SPANS = ((0, 3), (6, 1), (9, 10))  # (position, length): at the start, within a page, over several pages and chunks
 
 
@@ -53,8 +53,8 @@ def plain(states: Tensor, count: int = 12) -> list[int]:
 def test_embeddings_of_the_ids_give_the_same_logprobs(engine: Engine) -> None:
     """Bit-equal log-probabilities. The ids at these positions are placeholders."""
     held = decode(engine, PROMPT, None)
-    spans = {place: table()[PROMPT[place : place + count]] for place, count in SPANS}
-    blank = [0 if any(place <= here < place + count for place, count in SPANS) else token for here, token in enumerate(PROMPT)]
+    spans = {index: table()[PROMPT[index : index + count]] for index, count in SPANS}
+    blank = [0 if any(index <= here < index + count for index, count in SPANS) else token for here, token in enumerate(PROMPT)]
     job = decode(engine, blank, spans)
     assert (job.tokens, job.logprobs) == (held.tokens, held.logprobs) and job.num_cached_tokens == 0
     assert decode(engine, blank, None).logprobs != held.logprobs, "the placeholders alone give other log-probabilities"

@@ -60,7 +60,7 @@ def test_request_waiting_for_a_grammar_does_not_delay_later_ones(engine: Engine)
     assert engine.step() == []
     assert time.perf_counter() - start < 5, "a step waited for the compile"
     assert engine.cancel(slow)
-    waited(lambda: gone(pid), "nobody wants the grammar, and its compile goes on")
+    waited(lambda: gone(pid), "the compile of an unused grammar continues")
     (event,) = engine.step()
     assert (event.job_id, slow.finish_reason, slow.error) == (slow.id, FinishReason.CANCELLED, "")
     assert not engine.has_work
@@ -76,7 +76,7 @@ def test_compile_is_shared_and_continues_while_a_job_needs_it(engine: Engine) ->
     assert first.finished and not gone(pid) and (after.misses, after.hits) == (before.misses + 1, before.hits + 1)
     engine.cancel(second)
     engine.step()
-    waited(lambda: gone(pid), "nobody wants the grammar, and its compile goes on")
+    waited(lambda: gone(pid), "the compile of an unused grammar continues")
 
 
 @pytest.mark.parametrize("killer", [signal.SIGSEGV, signal.SIGKILL])
@@ -93,10 +93,10 @@ def test_killed_worker_fails_one_request(engine: Engine, killer: signal.Signals)
 def test_compile_error_ends_the_job_and_is_raised_by_compile(engine: Engine) -> None:
     undefined = Constraint.ebnf("root ::= missing")
     bad, jobs = engine.submit([7], constraint=undefined, max_new_tokens=4), submitted(engine)
-    told = dict[int, StepEvent]()
+    errors = dict[int, StepEvent]()
     while engine.has_work:
-        told |= {event.job_id: event for event in engine.step() if event.finish_reason == FinishReason.ERROR}
-    assert list(told) == [bad.id] and 'Rule "missing" is not defined' in told[bad.id].error == bad.error
+        errors |= {event.job_id: event for event in engine.step() if event.finish_reason == FinishReason.ERROR}
+    assert list(errors) == [bad.id] and 'Rule "missing" is not defined' in errors[bad.id].error == bad.error
     assert bad.finish_reason == FinishReason.ERROR
     check_undisturbed(jobs)
     with pytest.raises(ValueError, match=r'constraint ebnf: cannot be compiled: .*Rule "missing" is not defined'):
@@ -116,20 +116,20 @@ def test_compiled_grammar_is_used_at_once(engine: Engine) -> None:
 def test_grammar_in_use_is_kept_beyond_the_cache_limit() -> None:
     with make_engine(Setup(k=0, max_rows=2), grammar_cache_bytes=1) as engine:
         assert "grammars: compiled in this process, without limits on time and memory" in capture_notes(engine._parts)
-        assert engine.stats().grammars.grammars == 0, "nobody uses what was compiled ahead"
-        asked = Constraint.regex("[a-d]{30,}")
-        jobs = [engine.submit([7], constraint=asked, max_new_tokens=20) for _ in range(2)]
+        assert engine.stats().grammars.grammars == 0, "a grammar that no job uses is kept"
+        requested = Constraint.regex("[a-d]{30,}")
+        jobs = [engine.submit([7], constraint=requested, max_new_tokens=20) for _ in range(2)]
         waited(lambda: engine.stats().grammars.grammars == 1, "the compile goes on")
         engine.step()
         used = engine.stats().grammars
         assert (used.grammars, used.nbytes > 1) == (1, True)
-        assert engine.compile(asked) is engine.compile(asked), "a grammar in use was dropped"
+        assert engine.compile(requested) is engine.compile(requested), "a grammar in use was dropped"
         engine.cancel(jobs[0])
         engine.step()
         assert engine.stats().grammars.grammars == 1
         stepped(engine, jobs)
         left = engine.stats().grammars
-        assert (left.grammars, left.nbytes, jobs[1].tokens) == (0, 0, plain([7], 20, asked).tokens)
+        assert (left.grammars, left.nbytes, jobs[1].tokens) == (0, 0, plain([7], 20, requested).tokens)
 
 
 def test_failed_submit_leaves_no_claim_and_close_ends_compiles() -> None:

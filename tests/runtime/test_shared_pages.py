@@ -31,6 +31,7 @@ from tests.helpers.prefix_engines import (
     watched_engine,
 )
 from tests.helpers.toy_engines import CONSTRAINTS, plain
+from tools.random_weights import randomised
 
 RULED = (CONSTRAINTS[1], CONSTRAINTS[3])
 
@@ -111,10 +112,10 @@ def test_published_pages_are_never_written(draft: str, batch: list[Ask]) -> None
 def heads(target: Llama) -> dict[str, tuple[Llama, DraftModel]]:
     """EAGLE-3, and MTP with a module for every draft."""
     layer = replace(target.config, windows=(None,))
-    eagle = Eagle3(Eagle3Config(layer, (0, 1, 2), 16, 8), embedding=target.embedding).randomise(4)
-    plain_target = Llama(target.config).randomise(3)
+    eagle = randomised(Eagle3(Eagle3Config(layer, (0, 1, 2), 16, 8), embedding=target.embedding), 4)
+    plain_target = randomised(Llama(target.config), 3)
     assert plain_target.head is not None
-    mtp = Mtp(replace(target.config, windows=(None,) * K), embedding=plain_target.embedding, head=plain_target.head).randomise(5)
+    mtp = randomised(Mtp(replace(target.config, windows=(None,) * K), embedding=plain_target.embedding, head=plain_target.head), 5)
     return {"eagle3": (target, eagle), "mtp": (plain_target, mtp)}
 
 
@@ -130,14 +131,14 @@ def test_trained_heads_draft_the_same_after_a_reused_prefix(head: str) -> None:
             engine.capture()
             drafts.append([])
             entries.append([])
-            for place in range(5):
-                job = ask(engine, [token % 7 for token in SYSTEM[: 9 + place % 5]] + [place % 2], 8 + place)
+            for index in range(5):
+                job = ask(engine, [token % 7 for token in SYSTEM[: 9 + index % 5]] + [index % 2], 8 + index)
                 while engine.has_work:
                     before = job.rounds
                     engine.step()
                     if job.rounds > before:
                         drafts[-1].append(engine.buffers.row_drafts[0].tolist())
-                    if place == 2 and job.rounds == 4:
+                    if index == 2 and job.rounds == 4:
                         engine.cancel(job)
                 kept = torch.arange(len(job.prompt_ids) + len(job.tokens) - 1 - K)
                 slots = engine.buffers.row_block_tables[0, kept // PAGE] * PAGE + kept % PAGE

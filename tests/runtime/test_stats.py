@@ -25,14 +25,14 @@ from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, shared_en
 def churn(engine: Engine, jobs: int = 24) -> Iterator[EngineStats]:
     """Requests of all kinds, cancelled in the queue, in the prompt and while decoding; yields a snapshot after every step."""
     handed = []
-    for place in range(jobs):
-        constraint = CONSTRAINTS[place % len(CONSTRAINTS)]
-        handed.append(engine.submit(range(1, 3 + place % 17), constraint=constraint, max_new_tokens=1 + place % 19))
-        if place % 3 == 2:
+    for index in range(jobs):
+        constraint = CONSTRAINTS[index % len(CONSTRAINTS)]
+        handed.append(engine.submit(range(1, 3 + index % 17), constraint=constraint, max_new_tokens=1 + index % 19))
+        if index % 3 == 2:
             engine.step()
             yield engine.stats()
-        if place % 5 == 4:
-            engine.cancel(handed[place - place % 4])
+        if index % 5 == 4:
+            engine.cancel(handed[index - index % 4])
     while engine.has_work:
         engine.step()
         yield engine.stats()
@@ -63,7 +63,7 @@ def counted(stats: EngineStats) -> list[float]:
     ]
 
 
-def test_counters_are_accessed_under_the_scheduler_lock() -> None:
+def test_counters_are_accessed_under_the_lock_of_the_queue() -> None:
     """Otherwise a snapshot of another thread could be inconsistent, such as a page that is neither free nor used."""
     engine = make_engine(Setup(3, asynchronous=False, eager=True))
     scheduler, touched = engine._scheduler, set[str]()
@@ -145,7 +145,7 @@ def test_stats_are_consistent_after_faults_and_close() -> None:
 
     armed = threading.Event()
     engine = make_engine(Setup(2, asynchronous=False, max_rows=2), TapeBackend(delay=explode))
-    jobs = [engine.submit([place], constraint=CONSTRAINTS[1], max_new_tokens=30) for place in range(5)]
+    jobs = [engine.submit([index], constraint=CONSTRAINTS[1], max_new_tokens=30) for index in range(5)]
     engine.step()
     victim = next(request for request in engine._scheduler.active)
     assert victim.matcher is not None
@@ -210,7 +210,7 @@ def test_page_queue_and_first_token_stats_of_six_requests() -> None:
     """36 pages of 8; each of six requests takes five, and four run at once."""
     with make_engine(Setup(2, asynchronous=False, eager=True), prefix_reuse=False) as engine:
         jobs = [
-            engine.submit([1, 2, place], max_new_tokens=33, sampling=SamplingParams(temperature=0, ignore_eos=True)) for place in range(6)
+            engine.submit([1, 2, index], max_new_tokens=33, sampling=SamplingParams(temperature=0, ignore_eos=True)) for index in range(6)
         ]
         waiting = engine.stats()
         assert (waiting.waiting, waiting.most_waiting, waiting.queue_seconds.count) == (6, 6, 0)

@@ -23,7 +23,7 @@ TERMINATED, COMPLETE = int(MaskStatus.TERMINATED), int(MaskStatus.COMPLETE)
     ("arguments", "loss"),
     [
         ((3, 4, 3, 3, [OK] * 4, [5, 6, 7]), None),
-        ((2, 3, 2, 3, [OK] * 4, [5, 6, 7]), None),  # the request asks for two, and both were accepted
+        ((2, 3, 2, 3, [OK] * 4, [5, 6, 7]), None),  # the request allows two drafts, and both were accepted
         ((3, 3, 3, 3, [OK, OK, OK, TERMINATED], [5, 6, STOP]), None),  # the last draft ended the text
         ((3, 1, 1, 3, [OK] * 4, [5, 6, 7]), Loss.ENDED),  # a limit between two accepted drafts
         ((3, 1, 1, 1, [OK, COMPLETE, NONE, NONE], [5, -1, -1]), Loss.ENDED),

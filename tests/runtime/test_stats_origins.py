@@ -45,13 +45,13 @@ def spelled(event: StepEvent) -> str:
 
 def rounds(made: Engine, *jobs: Any) -> list[list[str]]:
     """By job, the origins of each round, one letter per token."""
-    said: dict[int, list[str]] = {job.id: [] for job in jobs}
+    output: dict[int, list[str]] = {job.id: [] for job in jobs}
     for event in made.stream():
-        said[event.job_id].append(spelled(event))
+        output[event.job_id].append(spelled(event))
     for job in jobs:
-        assert "".join(said[job.id]) == "".join(letter for origin in job.origins for letter, its in LETTERS.items() if its is origin)
+        assert "".join(output[job.id]) == "".join(letter for origin in job.origins for letter, its in LETTERS.items() if its is origin)
         assert len(job.origins) == len(job.tokens)
-    return [said[job.id] for job in jobs]
+    return [output[job.id] for job in jobs]
 
 
 def test_look_up_resumes_after_a_wrong_token_in_draft_ids() -> None:
@@ -79,8 +79,8 @@ def test_forced_drafts_take_precedence_over_looked_up_ones() -> None:
     prompt = next(each for each in ([first, e, f, one, two] for first in range(90)) if answer(each)[6:8] == [one, two])
     with engine(ToyDraft(TARGET, 0.0), forced_drafts=True, look_up=1) as made:
         job = made.submit(prompt, constraint=constraint, max_new_tokens=9)
-        (said,) = rounds(made, job)
-    assert said == ["T", "FFFT", "FLLT"]
+        (output,) = rounds(made, job)
+    assert output == ["T", "FFFT", "FLLT"]
 
 
 def test_new_request_in_a_row_inherits_no_looked_up_drafts() -> None:
@@ -109,11 +109,11 @@ def test_new_request_in_a_row_inherits_no_forced_drafts() -> None:
         while len(job.tokens) < 6:
             made.step()
         beside = made.submit([5, 6], constraint=constraint, max_new_tokens=12)
-        said: dict[int, list[StepEvent]] = {job.id: [], beside.id: []}
+        output: dict[int, list[StepEvent]] = {job.id: [], beside.id: []}
         for event in made.stream():
-            said[event.job_id].append(event)
-    assert Origin.FORCED in beside.origins and len(said[job.id]) > len(said[beside.id]), "they ran side by side"
-    assert set(job.origins) == {Origin.TARGET, Origin.DRAFT} and not any(event.drafts.forced for event in said[job.id])
+            output[event.job_id].append(event)
+    assert Origin.FORCED in beside.origins and len(output[job.id]) > len(output[beside.id]), "they ran side by side"
+    assert set(job.origins) == {Origin.TARGET, Origin.DRAFT} and not any(event.drafts.forced for event in output[job.id])
 
 
 @pytest.mark.parametrize(("draft", "origin"), [("ngram", "L"), (draft_ids_then_noise, "D")])
@@ -130,9 +130,9 @@ def test_origin_of_drafts_from_a_single_proposer(draft: Any, origin: str) -> Non
         before = made.stats()
         job = made.submit([1, 2], max_new_tokens=9, draft_ids=expected)
         beside = made.submit([5, 6], constraint=constraint, max_new_tokens=12)
-        said, _ = rounds(made, job, beside)
+        output, _ = rounds(made, job, beside)
         after = made.stats()
-    assert said == [3 * origin + "T", 3 * origin + "T", origin]
+    assert output == [3 * origin + "T", 3 * origin + "T", origin]
     assert (after.drafts.accepted_looked_up - before.drafts.accepted_looked_up > 0) == (origin == "L")
 
 
@@ -153,7 +153,7 @@ def counts(made: Engine) -> list[int]:
 @given(batch=st.lists(asks_with_texts(), min_size=1, max_size=5))
 def test_origins_agree_with_every_count(setup: Setup, batch: Sequence[Ask]) -> None:
     made = shared_engine(setup)
-    before, jobs, said = counts(made), [submit(made, ask) for ask in batch], list[StepEvent]()
+    before, jobs, output = counts(made), [submit(made, ask) for ask in batch], list[StepEvent]()
     for event in made.stream():
         held = Counter(event.origins)
         assert len(event.origins) == len(event.tokens) and held[Origin.TARGET] <= 1
@@ -161,13 +161,13 @@ def test_origins_agree_with_every_count(setup: Setup, batch: Sequence[Ask]) -> N
         assert Origin.TARGET not in event.origins[: event.num_accepted_drafts]
         assert (held[Origin.FORCED], held[Origin.LOOK_UP]) == (event.drafts.accepted_forced, event.drafts.accepted_looked_up)
         assert event.drafts.looked_up + event.drafts.forced <= made.limits.num_speculative_tokens
-        said.append(event)
+        output.append(event)
     for job in jobs:
-        assert [origin for event in said if event.job_id == job.id for origin in event.origins] == job.origins
-    total = Counter(origin for event in said for origin in event.origins)
+        assert [origin for event in output if event.job_id == job.id for origin in event.origins] == job.origins
+    total = Counter(origin for event in output for origin in event.origins)
     drafted = total.total() - total[Origin.TARGET]
     found = [after - former for after, former in zip(counts(made), before, strict=True)]
-    offered = sum(event.drafts.looked_up for event in said)
+    offered = sum(event.drafts.looked_up for event in output)
     assert found == [total.total(), drafted, total[Origin.FORCED], total[Origin.LOOK_UP], offered]
 
 

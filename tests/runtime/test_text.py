@@ -149,7 +149,7 @@ def write_gguf(path: Path, pre: str, **fields: Any) -> Path:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(sorted(texts, key=texts.__getitem__))
-    writer.add_token_types([special.get(place, 1) for place in range(len(texts))])
+    writer.add_token_types([special.get(index, 1) for index in range(len(texts))])
     writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

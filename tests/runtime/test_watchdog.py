@@ -73,7 +73,7 @@ def make(hang: Callable[[str], object] | None, **others: Any) -> Engine:
 
 
 def submit(engine: Engine) -> list[Job]:
-    return [engine.submit([place], constraint=CONSTRAINTS[place], max_new_tokens=20) for place in range(2)]
+    return [engine.submit([index], constraint=CONSTRAINTS[index], max_new_tokens=20) for index in range(2)]
 
 
 def test_hanging_host_node_raises_and_logs_a_report(hang: Hang, caplog: pytest.LogCaptureFixture) -> None:
@@ -84,13 +84,13 @@ def test_hanging_host_node_raises_and_logs_a_report(hang: Hang, caplog: pytest.L
         for _ in engine.stream():
             pass
     (record,) = [record for record in caplog.records if record.name == "stepgraph"]
-    told = record.getMessage()
-    assert "in flight: round 2 (rows=2 constrained greedy), round 3 (rows=2 constrained greedy)" in told
-    assert "stream side: host node commit" in told and "host nodes, python, under the GIL: 5 ended" in told
-    assert "thread MainThread:" in told and "thread stepgraph-side:" in told and "self._gone.wait()" in told
-    for job, place in zip(jobs, range(2), strict=True):
+    reason = record.getMessage()
+    assert "in flight: round 2 (rows=2 constrained greedy), round 3 (rows=2 constrained greedy)" in reason
+    assert "stream side: host node commit" in reason and "host nodes, python, under the GIL: 5 ended" in reason
+    assert "thread MainThread:" in reason and "thread stepgraph-side:" in reason and "self._gone.wait()" in reason
+    for job, index in zip(jobs, range(2), strict=True):
         assert job.finish_reason == FinishReason.ERROR and "RoundTimeoutError: the device did not finish" in job.error
-        assert job.tokens == plain([place], 20, CONSTRAINTS[place]).tokens[: len(job.tokens)]
+        assert job.tokens == plain([index], 20, CONSTRAINTS[index]).tokens[: len(job.tokens)]
     with pytest.raises(EngineClosedError, match="did not finish within"):
         engine.submit([1])
     assert not engine.has_work and engine.stats().free_pages == engine.stats().pages
@@ -151,8 +151,8 @@ def test_idle_engine_and_pending_grammar_do_not_time_out() -> None:
         jobs = submit(engine)
         for _ in engine.stream():
             pass
-        for job, place in zip(jobs, range(2), strict=True):
-            assert job.tokens == plain([place], 20, CONSTRAINTS[place]).tokens
+        for job, index in zip(jobs, range(2), strict=True):
+            assert job.tokens == plain([index], 20, CONSTRAINTS[index]).tokens
 
 
 def test_streams_raise_the_time_out(hang: Hang) -> None:

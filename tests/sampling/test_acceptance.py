@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.sampling import acceptance, bitmask
-from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling import acceptance, bitmask, rejection
+from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 
 OK = MaskStatus.OK
 
@@ -25,7 +24,7 @@ def test_unpack_is_the_inverse_of_pack(width: int) -> None:
         assert bool(int(masks[2, token // 32]) >> (token % 32) & 1) == bool(allowed[2, token])
 
 
-def test_apply_forbids_in_constrained_rows_only_and_keeps_values() -> None:
+def test_apply_masks_constrained_rows_only() -> None:
     logits = torch.arange(2 * 3 * 40, dtype=torch.float32).view(2, 3, 40)
     allowed = torch.zeros(2, 3, 40, dtype=torch.bool)
     allowed[..., 31] = allowed[..., 39] = True
@@ -48,7 +47,7 @@ statuses = st.sampled_from([OK] * 6 + [status for status in MaskStatus if status
 def test_acceptance_and_emission_equal_a_plain_loop(data: st.DataObject, k: int) -> None:
     tokens = st.integers(0, 4)  # few, so that drafts often hold
     sampled = data.draw(st.lists(tokens, min_size=k + 1, max_size=k + 1))
-    drafts = [data.draw(st.one_of(st.just(sampled[place]), st.integers(-1, 4))) for place in range(k)]
+    drafts = [data.draw(st.one_of(st.just(sampled[index]), st.integers(-1, 4))) for index in range(k)]
     finite = data.draw(st.lists(st.sampled_from([True] * 9 + [False]), min_size=k + 1, max_size=k + 1))
     status = data.draw(st.lists(statuses, min_size=k + 1, max_size=k + 1))
     count, room = data.draw(st.integers(0, k)), data.draw(st.integers(1, 12))
@@ -57,48 +56,48 @@ def test_acceptance_and_emission_equal_a_plain_loop(data: st.DataObject, k: int)
     expected: list[int] = []
     reason = None
     accepted = 0
-    place = 0
+    index = 0
     while reason is None:
-        if status[place] != OK:
+        if status[index] != OK:
             ends = {MaskStatus.COMPLETE: 4, MaskStatus.TERMINATED: 2, MaskStatus.DEAD_END: 5}
-            reason = ends.get(status[place], int(FinishCode.MASK_FAULT))
+            reason = ends.get(status[index], int(FinishCode.MASK_FAULT))
             break
-        if not finite[place]:
+        if not finite[index]:
             reason = int(FinishCode.LOGITS_FAULT)
             break
-        drafted = place < min(k, count) and sampled[place] == drafts[place]
-        legal = drafted and status[place + 1] not in (MaskStatus.NONE, MaskStatus.ILLEGAL)
-        expected.append(sampled[place])
+        drafted = index < min(k, count) and sampled[index] == drafts[index]
+        legal = drafted and status[index + 1] not in (MaskStatus.NONE, MaskStatus.ILLEGAL)
+        expected.append(sampled[index])
         accepted += legal
-        if sampled[place] in stops:
+        if sampled[index] in stops:
             reason = int(FinishCode.STOP)
         elif len(expected) == room:
             reason = int(FinishCode.LENGTH)
         elif not legal:
             reason = int(FinishCode.RUNNING)
-        place += 1
+        index += 1
 
     row = [torch.tensor([value]) for value in (sampled, finite, drafts, status)]
     row[2] = row[2].to(torch.int64)
     result = acceptance.count_accepted(row[0], row[1], row[2], torch.tensor([count]), row[3])
-    emission = acceptance.emit(row[0], row[1], result, row[3], torch.tensor([stops]), torch.tensor([room]))
-    assert emission.tokens[0, : int(emission.emitted)].tolist() == expected
-    assert int(emission.finish) == reason
-    assert int(emission.accepted) == min(accepted, len(expected))
+    emitted, kept, finish = acceptance.emit(row[0], row[1], result, row[3], torch.tensor([stops]), torch.tensor([room]))
+    assert row[0][0, : int(emitted)].tolist() == expected
+    assert int(finish) == reason
+    assert int(kept) == min(accepted, len(expected))
 
 
-def test_a_tag_counts_only_for_its_owner_history_and_index() -> None:
+def test_tag_is_valid_for_its_owner_round_and_position_only() -> None:
     tags = torch.tensor([[[7, 3, 0, OK], [7, 3, 1, OK], [7, 2, 2, OK]], [[8, 3, 0, OK], [7, 3, 1, 4], [7, 3, 1, OK]]])
     owner, generated = torch.tensor([7, 7]), torch.tensor([3, 3])
-    ruled = acceptance.mask_status(tags, owner, generated, torch.tensor([True, True]))
-    assert ruled.tolist() == [[1, 1, 0], [0, 4, 0]]
+    constrained = acceptance.mask_status(tags, owner, generated, torch.tensor([True, True]))
+    assert constrained.tolist() == [[1, 1, 0], [0, 4, 0]]
     free = acceptance.mask_status(tags, owner, generated, torch.tensor([False, True]))
     assert free.tolist() == [[1, 1, 1], [0, 4, 0]]
     assert acceptance.mask_status(tags[:, 1:], owner, generated, torch.tensor([True, True]), first=1).tolist() == [[1, 0], [4, 0]]
 
 
 @given(st.integers(0, 2**31 - 1), st.integers(1, 4))
-def test_a_matcher_that_fails_behind_a_draft_changes_no_token_in_front(seed: int, k: int) -> None:
+def test_matcher_failure_after_a_draft_keeps_earlier_tokens(seed: int, k: int) -> None:
     """Drafts are judged by the same coins; what comes is where the clean run would have gone on, cut short."""
     made, batch, width = torch.Generator().manual_seed(seed), 4, 6
     target, offered = (torch.rand(batch, count, width, generator=made).softmax(-1) for count in (k + 1, k))
@@ -107,12 +106,12 @@ def test_a_matcher_that_fails_behind_a_draft_changes_no_token_in_front(seed: int
     )
     finite, count = torch.ones(batch, k + 1, dtype=torch.bool), torch.full((batch,), k)
     clean = torch.full((batch, k + 1), int(MaskStatus.OK))
-    wanted, held = acceptance.reject_sample(target, offered, finite, drafts, count, clean, seeds, length)
-    for place in range(k):
+    expected, held = rejection.reject_sample(target, offered, finite, drafts, count, clean, seeds, length)
+    for index in range(k):
         failed = clean.clone()
-        failed[:, place + 1 :] = int(MaskStatus.NONE)
-        failed[:, place + 1] = int(MaskStatus.FAULT)
-        tokens, accepted = acceptance.reject_sample(target, offered, finite, drafts, count, failed, seeds, length)
-        assert torch.equal(accepted, held.clamp(max=place + 1))
-        told = torch.arange(k + 1) < torch.minimum(held + 1, torch.tensor(place + 1))[:, None]
-        assert torch.equal(tokens[told], wanted[told])
+        failed[:, index + 1 :] = int(MaskStatus.NONE)
+        failed[:, index + 1] = int(MaskStatus.FAULT)
+        tokens, accepted = rejection.reject_sample(target, offered, finite, drafts, count, failed, seeds, length)
+        assert torch.equal(accepted, held.clamp(max=index + 1))
+        compared = torch.arange(k + 1) < torch.minimum(held + 1, torch.tensor(index + 1))[:, None]
+        assert torch.equal(tokens[compared], expected[compared])

@@ -15,7 +15,7 @@ class Unprintable:
         raise RuntimeError("no text")
 
 
-def test_a_long_value_is_cut_and_a_failing_repr_is_replaced() -> None:
+def test_long_values_are_cut_and_failing_reprs_replaced() -> None:
     assert clip_repr("ab") == "'ab'"
     assert clip_repr([0] * 1000) == f"[{'0, ' * 33}..."
     assert clip_repr(10**5000) == "a value of type int" and clip_repr(Unprintable()) == "a value of type Unprintable"
@@ -35,7 +35,7 @@ def test_a_long_value_is_cut_and_a_failing_repr_is_replaced() -> None:
         (fields.optional(fields.whole(1)), [None, 1], [0, "1"], "a whole number >= 1, or None"),
     ],
 )
-def test_a_check_accepts_what_its_text_says(check: Check, accepted: list[object], refused: list[object], expected: str) -> None:
+def test_checks_accept_the_documented_values(check: Check, accepted: list[object], refused: list[object], expected: str) -> None:
     assert check.expected == expected
     assert all(check.accepts(value) for value in accepted) and not any(check.accepts(value) for value in refused)
 
@@ -49,7 +49,7 @@ class Sizes:
         check_fields(self, {"rows": fields.whole(1), "name": fields.one_of(("auto",))})
 
 
-def test_the_error_names_class_field_value_and_accepted_values() -> None:
+def test_error_names_class_field_value_and_accepted_values() -> None:
     Sizes()
     with pytest.raises(ValueError, match=r"^Sizes\.rows: got 0, expected a whole number >= 1$"):
         Sizes(rows=0, name="")

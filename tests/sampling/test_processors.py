@@ -1,4 +1,4 @@
-"""What a request asks of the logits, against an oracle in plain Python, at every place of a round."""
+"""Penalties, biases and stop tokens at every position of a round, against an oracle in plain Python."""
 
 from __future__ import annotations
 
@@ -73,41 +73,41 @@ def pair(settings: list[RowSettings]) -> RowSettings:
 
 @settings(max_examples=300)
 @given(batch=st.lists(rows, min_size=1, max_size=2), ids=st.one_of(st.none(), st.permutations(range(VOCAB)).map(lambda ids: ids[:5])))
-def test_processed_logits_equal_the_oracle_at_every_place(batch: list[Any], ids: list[int] | None) -> None:
+def test_processed_logits_equal_the_oracle_at_every_position(batch: list[Any], ids: list[int] | None) -> None:
     before = torch.tensor([[*drafts[:count], *[-1] * (3 - count)] for *_, drafts, count, _ in batch])
-    asked = pair([settings_of(*row[:4]) for row in batch])
+    settings = pair([settings_of(*row[:4]) for row in batch])
     logits = torch.tensor([row[-1] for row in batch])
     own = torch.arange(VOCAB) if ids is None else torch.tensor(ids)
     d2t = None if ids is None else own
-    result = processors.process(logits[..., own], asked, before, ids=d2t)
-    for place in range(4):  # one at a time, as the draft's own steps have it
-        alone = processors.process(logits[:, place : place + 1, own], asked, before[:, :place], place, d2t)
-        assert torch.equal(alone[:, 0], result[:, place])
-    for row, (sampling, prompt, output, stops, drafts, count, places) in enumerate(batch):
-        for place in range(count + 1):
-            expected = processed(places[place], sampling, prompt, [*output, *drafts[:place]], stops)
-            assert torch.equal(result[row, place], torch.tensor(expected)[own]), (row, place)
+    result = processors.process(logits[..., own], settings, before, ids=d2t)
+    for index in range(4):  # one at a time, as the draft's own steps have it
+        alone = processors.process(logits[:, index : index + 1, own], settings, before[:, :index], index, d2t)
+        assert torch.equal(alone[:, 0], result[:, index])
+    for row, (sampling, prompt, output, stops, drafts, count, positions) in enumerate(batch):
+        for index in range(count + 1):
+            expected = processed(positions[index], sampling, prompt, [*output, *drafts[:index]], stops)
+            assert torch.equal(result[row, index], torch.tensor(expected)[own]), (row, index)
 
 
 def test_defaults_change_no_bit() -> None:
     logits = torch.randn(1, 4, VOCAB, generator=torch.Generator().manual_seed(1))
-    asked = settings_of(SamplingParams(), [1, 2], [3, 3, 4], [5])
-    assert torch.equal(processors.process(logits, asked, torch.tensor([[3, 1, -1]])), logits)
+    settings = settings_of(SamplingParams(), [1, 2], [3, 3, 4], [5])
+    assert torch.equal(processors.process(logits, settings, torch.tensor([[3, 1, -1]])), logits)
 
 
 def test_large_vocabularies_and_half_precision() -> None:
     width = 151_936
     counts = torch.zeros(1, width, dtype=torch.int32)
     counts[0, [7, width - 1]] = torch.tensor([2, 1], dtype=torch.int32)
-    asked = settings_of(SamplingParams(frequency_penalty=1.5), [0], [], [])
-    asked = asked._replace(prompt_seen=torch.zeros(1, width, dtype=torch.bool), output_counts=counts)
-    result = processors.process(torch.ones(1, 2, width, dtype=torch.bfloat16), asked, torch.tensor([[width - 1]]))
+    settings = settings_of(SamplingParams(frequency_penalty=1.5), [0], [], [])
+    settings = settings._replace(prompt_seen=torch.zeros(1, width, dtype=torch.bool), output_counts=counts)
+    result = processors.process(torch.ones(1, 2, width, dtype=torch.bfloat16), settings, torch.tensor([[width - 1]]))
     assert result.dtype == torch.float32
     assert (result[0, :, 7].tolist(), result[0, :, width - 1].tolist()) == ([-2.0, -2.0], [-0.5, -2.0])
     assert float(result.sum()) == 2 * width - 6 - 1.5 - 3
 
 
-def test_bans_that_leave_nothing_are_a_dead_end_and_bad_logits_are_not() -> None:
+def test_banning_everything_is_a_dead_end_unlike_bad_logits() -> None:
     processed_logits = torch.tensor([[[-math.inf, -math.inf], [-math.inf, 1.0], [-math.inf, math.nan], [-math.inf, -math.inf]]])
     finite = torch.tensor([[True, True, False, False]])
     status = torch.tensor([[MaskStatus.OK] * 4])

@@ -1,4 +1,4 @@
-"""Random numbers: against the same function in Python integers, uniform, and unrelated between purposes, seeds and places."""
+"""Random numbers: equal to the same function in Python integers, uniform, and independent between purposes, seeds and positions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def by_hand(seed: int, position: int, purpose: int, index: int | None) -> float:
 
 @pytest.mark.parametrize("seed", [0, 1, 12345, 2**63 - 1])
 @pytest.mark.parametrize("purpose", list(Purpose))
-def test_the_numbers_are_those_of_plain_integers(seed: int, purpose: Purpose) -> None:
+def test_random_numbers_equal_integer_arithmetic(seed: int, purpose: Purpose) -> None:
     positions = torch.tensor([0, 1, 1000, 2**40])
     vocabulary = torch.tensor([0, 1, 131_071])
     drawn = uniform(torch.tensor(seed), positions[:, None], purpose, vocabulary)
@@ -53,7 +53,7 @@ def test_uniform_along_every_argument(axis: str) -> None:
     assert chi_square_p(torch.bincount(pairs, minlength=64), torch.full((64,), 1 / 64)) > 1e-6
 
 
-def test_purposes_are_unrelated() -> None:
+def test_purposes_are_independent() -> None:
     seeds, position = torch.arange(200_000), torch.tensor(3)
     draws = {purpose: uniform(seeds, position, purpose) for purpose in Purpose}
     for left in Purpose:
@@ -63,7 +63,7 @@ def test_purposes_are_unrelated() -> None:
             assert (p > 1e-6) == (left != right)
 
 
-def test_a_race_follows_its_rates_also_the_rare_ones() -> None:
+def test_race_follows_its_rates() -> None:
     rates = torch.cat([torch.tensor([0.5, 0.3, 0.15, 0.04]), torch.full((10,), 0.001), torch.zeros(3)])
     noise = exponential(torch.arange(300_000)[:, None], torch.tensor(9), Purpose.TARGET, torch.arange(len(rates)))
     counts = torch.bincount((rates / noise).argmax(-1), minlength=len(rates))

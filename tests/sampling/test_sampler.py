@@ -63,11 +63,11 @@ def test_distribution_of_a_large_vocabulary(width: int) -> None:
         ([7.0, -7.0, -math.inf], 3.4e38, [0.5, 0.5, 0.0]),
     ],
 )
-def test_logits_that_the_temperature_lifts_beyond_float32(logits: list[float], temperature: float, expected: list[float]) -> None:
+def test_temperature_that_overflows_float32(logits: list[float], temperature: float, expected: list[float]) -> None:
     assert sampler.distribution(torch.tensor([[logits]]), params(temperature))[0, 0].tolist() == expected
 
 
-def test_rows_keep_their_own_settings_and_a_dead_row_gives_nothing() -> None:
+def test_rows_have_their_own_settings_and_dead_rows_are_zero() -> None:
     logits = torch.randn(3, 2, 9, generator=torch.Generator().manual_seed(2))
     logits[1] = -math.inf
     rows = torch.cat([params(0.5, 3), params(1.0), params(0.0)])
@@ -78,8 +78,8 @@ def test_rows_keep_their_own_settings_and_a_dead_row_gives_nothing() -> None:
     assert torch.equal(together[2].argmax(-1), logits[2].argmax(-1)) and together[2].sum(-1).tolist() == [1.0, 1.0]
 
 
-def test_equal_weights_stay_or_go_together_wherever_they_are() -> None:
-    """Other places for the same logits give the same probabilities there, bit for bit: no sum depends on its order."""
+def test_equal_weights_are_filtered_together() -> None:
+    """Permuted logits give permuted probabilities, bit for bit: no sum depends on its order."""
     made = torch.Generator().manual_seed(3)
     logits = (torch.randn(1, 1, 50_000, generator=made) * 3).round(decimals=1)
     order = torch.randperm(50_000, generator=made)
@@ -91,7 +91,7 @@ def test_equal_weights_stay_or_go_together_wherever_they_are() -> None:
     assert sampler.distribution(torch.zeros(1, 1, 5), params(1.0, 1, 0.1))[0, 0].tolist() == [torch.tensor(0.2).item()] * 5
 
 
-def test_probabilities_sum_to_one_where_float_sums_do_not() -> None:
+def test_probabilities_sum_to_one_exactly() -> None:
     """A likely token and 200,000 that a running float32 sum would lose behind it."""
     logits = torch.full((1, 1, 200_001), -17.4)
     logits[0, 0, 0] = 0.0
@@ -102,15 +102,15 @@ def test_probabilities_sum_to_one_where_float_sums_do_not() -> None:
     assert share < 0.999 and bool(kept.all()), "one of equals brings all"
 
 
-def test_a_token_lighter_than_a_unit_stays_where_nothing_is_asked() -> None:
+def test_tiny_probabilities_are_kept_without_filters() -> None:
     logits = torch.tensor([[[0.0, -30.0, -80.0]]])
     assert bool((sampler.distribution(logits, params(1.0)) > 0).all())
     assert (sampler.distribution(logits, params(1.0, 2))[0, 0] > 0).tolist() == [True, True, False]
     assert (sampler.distribution(logits, params(1.0, 0, 0.9999999))[0, 0] > 0).tolist() == [True, False, False]
 
 
-def test_portable_exp_is_close_to_exp_and_never_falls() -> None:
-    """On a sample; over all floats from -86 to 0 the error is 1.05 units of the last place at most, and no step goes back."""
+def test_portable_exp_is_accurate_and_monotonic() -> None:
+    """On a sample; over all floats from -86 to 0 the error is at most 1.05 ULP, and the function is monotonic."""
     spaced = torch.cat([-torch.linspace(0, 86, 1_000_000), -torch.logspace(-30, 1.93, 200_000)]).sort().values.float()
     edges = -(torch.arange(124).double() + 0.5) * math.log(2)  # where the exponent changes
     around = (edges.float().view(torch.int32)[:, None] + torch.arange(-50, 50, dtype=torch.int32)).flatten().view(torch.float32)

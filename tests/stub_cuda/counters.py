@@ -26,17 +26,17 @@ class Node(NamedTuple):
 
     type: str
     stream: int  # number of the stream that it was captured from
-    dependencies: tuple[int, ...]  # places of other nodes in the graph
+    dependencies: tuple[int, ...]  # indices of other nodes in the graph
     name: str  # of a kernel, demangled
     grid: tuple[int, ...]
     block: tuple[int, ...]
     arguments: tuple[bytes, ...] | None  # of a kernel, in order; None: not known
     fields: dict[str, Any]
 
-    def pointer(self, place: int) -> int:
-        """Argument `place`, which is 8 bytes wide."""
-        assert self.arguments is not None and len(self.arguments[place]) == 8
-        return int.from_bytes(self.arguments[place], "little")
+    def pointer(self, index: int) -> int:
+        """Argument `index`, which is 8 bytes wide."""
+        assert self.arguments is not None and len(self.arguments[index]) == 8
+        return int.from_bytes(self.arguments[index], "little")
 
 
 @cache
@@ -101,7 +101,7 @@ def graph_nodes(graph: int) -> list[Node]:
 
 
 def graph_edges(graph: int) -> set[tuple[int, int]]:
-    """(before, after) for every edge, as places in `graph_nodes(graph)`."""
+    """(before, after) for every edge, as indices in `graph_nodes(graph)`."""
     return {(before, after) for after, node in enumerate(graph_nodes(graph)) for before in node.dependencies}
 
 

@@ -1,4 +1,4 @@
-"""The parts of stepgraph that the tests here use: the one place to change when files of it move."""
+"""The parts of stepgraph that the tests here use: the only file to change when sources move."""
 
 from __future__ import annotations
 

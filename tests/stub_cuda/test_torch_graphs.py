@@ -42,8 +42,8 @@ def test_products_of_cublas_are_nodes_with_sizes_and_pointers() -> None:
     out = torch.zeros(3, 16, device="cuda")
     _, nodes = captured(lambda: torch.mm(a, b, out=out))
     (node,) = [node for node in nodes if node.name.startswith("cublas")]
-    assert sorted(node.pointer(place) for place in range(3)) == [3, 8, 16]
-    assert {node.pointer(place) for place in range(3, 6)} == {a.data_ptr(), b.data_ptr(), out.data_ptr()}
+    assert sorted(node.pointer(index) for index in range(3)) == [3, 8, 16]
+    assert {node.pointer(index) for index in range(3, 6)} == {a.data_ptr(), b.data_ptr(), out.data_ptr()}
 
 
 def test_streams_make_the_edges() -> None:

@@ -29,18 +29,10 @@ from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tools import bench_demo, bench_grammar, bench_kernels, bench_sampling, bench_stages
 from tools.bench import forced_drafts as bench_forced
 from tools.gpu.checks.context import Context
+from tools.gpu.checks.stopwatch import percentiles, ratio_of
+from tools.profiling.workload import SCHEMA
 
 PARTS = ("round", "forced", "grammar", "sampling", "stages", "kernels", "attention", "demo")
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 40},
-        "age": {"type": "integer"},
-        "tags": {"type": "array", "items": {"type": "string"}},
-    },
-    "required": ["name", "age", "tags"],
-    "additionalProperties": False,
-}
 
 
 @dataclass(frozen=True)
@@ -90,20 +82,16 @@ class Case:
 
     def figures(self) -> dict[str, object]:
         stats = self.engine.stats()
-        micros = sorted(second * 1e6 for second in self.seconds[len(self.seconds) // 5 :])  # the first fifth is warm-up
+        micros = [second * 1e6 for second in self.seconds[len(self.seconds) // 5 :]]  # the first fifth is warm-up
         return {
             "variant": self.variant.name,
             "rows": self.rows,
-            "round_us": {"p10": quantile(micros, 0.1), "p50": quantile(micros, 0.5), "p90": quantile(micros, 0.9)},
+            "round_us": percentiles(micros, (10, 50, 90), 3),
             "tokens_per_row_and_round": round(stats.tokens / stats.rounds / self.rows, 3),
             "mask_fills_per_row_and_round": round(stats.mask_fills / stats.rounds / self.rows, 3),
             "replays_per_round": stats.replays / stats.rounds,
             "host_syncs": stats.host_syncs,
         }
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 3)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -185,12 +173,7 @@ def measure_rounds(options: argparse.Namespace) -> dict[str, object]:
 def _ratios(cases: Sequence[Case]) -> dict[str, dict[str, float]]:
     by_name = {case.variant.name: case for case in cases}
     pairs = (("constrained", "free"), ("constrained", "constrained, eager"), ("constrained", "constrained, unmasked drafts"))
-    result = {}
-    for above, below in pairs:
-        paired = zip(by_name[above].seconds, by_name[below].seconds, strict=True)
-        ratios = sorted(over / under for over, under in paired)
-        result[f"{above} / {below}"] = {f"p{percent}": quantile(ratios, percent / 100) for percent in (25, 50, 75)}
-    return result
+    return {f"{above} / {below}": ratio_of(by_name[above].seconds, by_name[below].seconds) for above, below in pairs}
 
 
 if __name__ == "__main__":

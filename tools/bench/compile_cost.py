@@ -5,10 +5,10 @@ Compiles are interleaved, so that other load affects both; medians of ratios are
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import xgrammar
@@ -16,18 +16,9 @@ import xgrammar
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, Vocabulary
 from stepgraph.sampling.grammar.compile.limits import MIB
 from tools.bench.grammar_documents import TEXTS
+from tools.gpu.checks.stopwatch import ratio_of, wall_us
 
 SMALL = Constraint.json_schema({"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]})
-
-
-def median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def worker_memory(compiler: GrammarCompiler) -> int:
@@ -45,25 +36,23 @@ def measure(name: str, constraint: Constraint, turns: int, compilers: Mapping[st
     """One grammar, compiled each time with a new marker, then read from the cache."""
     seconds: dict[str, list[float]] = {"in_process": [], "worker": [], "cached": []}
     for turn in range(turns):
-        asked = constraint.after(f"turn {turn}")  # a new cache key for the same grammar
+        requested = constraint.after(f"turn {turn}")  # a new cache key for the same grammar
         for index in ("in_process", "worker"):
-            seconds[index].append(timed(partial(compilers[index].compile, asked)))
-        seconds["cached"].append(timed(partial(compilers["worker"].compile, asked)))
+            seconds[index].append(wall_us(partial(compilers[index].compile, requested)))
+        seconds["cached"].append(wall_us(partial(compilers["worker"].compile, requested)))
     compiled = compilers["worker"].compile(replace(constraint, marker=None))
     figures = {
         "grammar": name,
         "backend": compiled.backend,
-        "ms": {index: round(median(spent) * 1e3, 3) for index, spent in seconds.items()},
-        "worker_over_in_process": round(
-            median([there / here for there, here in zip(seconds["worker"], seconds["in_process"], strict=True)]), 3
-        ),
+        "ms": {index: round(median(spent) / 1e3, 3) for index, spent in seconds.items()},
+        "worker_over_in_process": ratio_of(seconds["worker"], seconds["in_process"])["p50"],
         "grammar_bytes": compiled.nbytes,
     }
     if compiled.backend == "xgrammar":
         grammar = compiled.grammar.grammar  # type: ignore[attr-defined]
         text = grammar.serialize_json()
-        spent = [timed(lambda: xgrammar.CompiledGrammar.deserialize_json(text, table.tokenizer_info)) for _ in range(5)]
-        figures |= {"travels_as_bytes": len(text), "deserialise_ms": round(median(spent) * 1e3, 3)}
+        spent = [wall_us(lambda: xgrammar.CompiledGrammar.deserialize_json(text, table.tokenizer_info)) for _ in range(5)]
+        figures |= {"travels_as_bytes": len(text), "deserialise_ms": round(median(spent) / 1e3, 3)}
     return figures
 
 
@@ -71,12 +60,12 @@ def report(table: Vocabulary, turns: int = 15) -> dict[str, Any]:
     compilers = {"in_process": GrammarCompiler(table, 1), "worker": GrammarCompiler(table, 1, isolation="process")}
     table.for_xgrammar  # noqa: B018  # worked out once, for both
     compilers["in_process"].compile(SMALL)
-    start = timed(lambda: compilers["worker"].compile(SMALL))
+    start = wall_us(lambda: compilers["worker"].compile(SMALL))
     memory = worker_memory(compilers["worker"])
     grammars = [("two words", SMALL), *((name, constraint) for name, constraint, _ in TEXTS)]
     measured = [measure(name, constraint, turns, compilers, table) for name, constraint in grammars]
     compilers["worker"].close()
-    return {"turns": turns, "worker_starts_in_ms": round(start * 1e3, 1), "worker_mib": round(memory / MIB), "grammars": measured}
+    return {"turns": turns, "worker_starts_in_ms": round(start / 1e3, 1), "worker_mib": round(memory / MIB), "grammars": measured}
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:

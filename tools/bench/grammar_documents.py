@@ -62,8 +62,8 @@ def vocabulary() -> tuple[Vocabulary, str]:
 
 def _data_file(package: str, path: str) -> Path | None:
     found = importlib.util.find_spec(package)
-    places = [Path(index) / path for index in (found.submodule_search_locations or [])] if found else []
-    return next((index for index in places if index.exists()), None)
+    positions = [Path(index) / path for index in (found.submodule_search_locations or [])] if found else []
+    return next((index for index in positions if index.exists()), None)
 
 
 def encode(text: str, ids: Mapping[bytes, int]) -> list[int]:
@@ -77,7 +77,7 @@ def encode(text: str, ids: Mapping[bytes, int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class StepLock:
+class RowRound:
     """One round of one row: number of drafts to roll back, the target's token (-1 at the start of a text), the drafts."""
 
     rollback: int
@@ -93,17 +93,17 @@ class Reader:
     grammar: CompiledConstraint
     tokens: list[int]
     drafts: int
-    luck: random.Random
+    rng: random.Random
     index: int = 0
     fresh: bool = True
 
-    def turn(self) -> StepLock | None:
+    def turn(self) -> RowRound | None:
         """The next round; None at the end of the document."""
-        accepted = 0 if self.fresh else self.luck.randint(0, self.drafts)
+        accepted = 0 if self.fresh else self.rng.randint(0, self.drafts)
         start = 0 if self.fresh else self.index + accepted + 1
         if start + self.drafts > len(self.tokens):
             return None
         token = -1 if self.fresh else self.tokens[start - 1]
         rollback = 0 if self.fresh else self.drafts - accepted
         self.index, self.fresh = start, False
-        return StepLock(rollback, accepted, token, tuple(self.tokens[start : start + self.drafts]))
+        return RowRound(rollback, accepted, token, tuple(self.tokens[start : start + self.drafts]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from ctypes import CFUNCTYPE, addressof, c_void_p
 from typing import Any
@@ -18,8 +17,9 @@ from stepgraph.sampling.grammar.link.library import Unavailable, available_proce
 from stepgraph.sampling.grammar.link.native import NativeLink, NativeNode
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, MatcherRow, advance
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
-from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn
-from tools.bench.grammar_documents import StepLock
+from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn
+from tools.bench.grammar_documents import RowRound
+from tools.gpu.checks.stopwatch import wall_us
 
 NOTHING = CFUNCTYPE(None, c_void_p)(lambda _: None)
 
@@ -33,17 +33,17 @@ class PythonLoop:
         self.masks = torch.zeros(drafts + 1, rows, words, dtype=torch.int32)
         self.matchers: list[Any] = []
 
-    def seat(self, slot: int, grammar: CompiledConstraint) -> None:
+    def start_document(self, slot: int, grammar: CompiledConstraint) -> None:
         matcher = grammar.matcher()
         assert isinstance(matcher, XGrammarMatcher)
         self.matchers[slot : slot + 1] = [matcher.library_matcher]
 
-    def prepare(self, turns: Sequence[StepLock]) -> None:
+    def prepare(self, turns: Sequence[RowRound]) -> None:
         self.turns, self.planes = turns, list(self.masks)
 
     def seconds(self) -> float:
         """One round."""
-        return timed(self.run)
+        return wall_us(self.run) / 1e6
 
     def run(self) -> None:
         planes = self.planes
@@ -68,9 +68,9 @@ class LibraryBatch(PythonLoop):
         super().__init__(rows, words, drafts)
         self.batch = xgrammar.BatchGrammarMatcher(max_threads=max(1, available_processors()))
 
-    def prepare(self, turns: Sequence[StepLock]) -> None:
+    def prepare(self, turns: Sequence[RowRound]) -> None:
         super().prepare(turns)
-        self.places = [[turn.drafts[index] for turn in turns] for index in range(len(turns[0].drafts))]
+        self.drafts_by_position = [[turn.drafts[index] for turn in turns] for index in range(len(turns[0].drafts))]
 
     def run(self) -> None:
         matchers, batch = self.matchers, self.batch
@@ -80,7 +80,7 @@ class LibraryBatch(PythonLoop):
             if turn.token >= 0:
                 assert matcher.accept_token(turn.token)
         batch.batch_fill_next_token_bitmask(matchers, self.planes[0])
-        for index, drafts in enumerate(self.places, 1):
+        for index, drafts in enumerate(self.drafts_by_position, 1):
             assert all(batch.batch_accept_token(matchers, drafts))
             batch.batch_fill_next_token_bitmask(matchers, self.planes[index])
 
@@ -106,29 +106,23 @@ class Linked:
             self.calls[1].function, self.calls[1].data = self.node.native_address, self.node.native_data
             self.call_list = structs.call_list(addressof(self.calls), 2)
 
-    def seat(self, slot: int, grammar: CompiledConstraint) -> None:
+    def start_document(self, slot: int, grammar: CompiledConstraint) -> None:
         self.owners += 1
         self.rows[slot], self.generated[slot] = self.link.row(self.owners, grammar.matcher()), 0
 
-    def prepare(self, turns: Sequence[StepLock]) -> None:
+    def prepare(self, turns: Sequence[RowRound]) -> None:
         for slot, (turn, row) in enumerate(zip(turns, self.rows, strict=True)):
             assert row is not None and not row.fault, row
             self.generated[slot] += turn.accepted + 1 if turn.token >= 0 else 0
-            self.state[slot] = torch.tensor([row.owner, self.generated[slot], turn.token, turn.accepted, ROW_RUNNING])
+            self.state[slot] = torch.tensor([row.owner, self.generated[slot], turn.token, turn.accepted, FinishCode.RUNNING])
         self.drafts.copy_(torch.tensor([turn.drafts for turn in turns]).t())
         self.link.push_batch(self.rows)
 
     def seconds(self) -> float:
         if not self._from_c:
-            return timed(self.run)
+            return wall_us(self.run) / 1e6
         load().waiting.stepgraph_run_calls(addressof(self.call_list))
         return float(self.calls[1].finished - self.calls[0].finished)
-
-
-def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def native(state: Tensor, drafts: Tensor, masks: Tensor, tags: Tensor) -> HostLink:

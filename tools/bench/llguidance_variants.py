@@ -11,14 +11,14 @@ import torch
 from stepgraph.sampling.grammar import CompiledConstraint
 from stepgraph.sampling.grammar.link.library import available_processors
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceGrammar
-from tools.bench.grammar_documents import StepLock
+from tools.bench.grammar_documents import RowRound
 from tools.bench.grammar_variants import PythonLoop
 
 
 class LLGuidanceLoop(PythonLoop):
     """(a) Row by row with the library's Python calls only; its wrong masks after a rollback are not corrected."""
 
-    def seat(self, slot: int, grammar: CompiledConstraint) -> None:
+    def start_document(self, slot: int, grammar: CompiledConstraint) -> None:
         self.matchers[slot : slot + 1] = [cast(LLGuidanceGrammar, grammar.grammar).start.deep_copy()]
 
     def run(self) -> None:
@@ -46,19 +46,21 @@ class LLGuidanceBatch(LLGuidanceLoop):
         self.executor = llguidance.LLExecutor(max(1, available_processors()))
         self.flat = torch.zeros(rows, drafts + 1, words, dtype=torch.int32)
         self.masks = self.flat.transpose(0, 1)
-        self.walked: list[tuple[int, ...]] = [()] * rows
+        self.pending_drafts: list[tuple[int, ...]] = [()] * rows
 
-    def seat(self, slot: int, grammar: CompiledConstraint) -> None:
-        super().seat(slot, grammar)
-        self.walked[slot] = ()
+    def start_document(self, slot: int, grammar: CompiledConstraint) -> None:
+        super().start_document(slot, grammar)
+        self.pending_drafts[slot] = ()
 
-    def prepare(self, turns: Sequence[StepLock]) -> None:
-        self.fresh = [[*self.walked[slot][: turn.accepted], turn.token] if turn.token >= 0 else [] for slot, turn in enumerate(turns)]
-        self.walked = [turn.drafts for turn in turns]
+    def prepare(self, turns: Sequence[RowRound]) -> None:
+        self.fresh = [
+            [*self.pending_drafts[slot][: turn.accepted], turn.token] if turn.token >= 0 else [] for slot, turn in enumerate(turns)
+        ]
+        self.pending_drafts = [turn.drafts for turn in turns]
 
     def run(self) -> None:
         rows, positions, words = self.flat.shape
         for matcher, tokens in zip(self.matchers, self.fresh, strict=True):
             assert not tokens or matcher.consume_tokens(tokens)
-        work = [(matcher, slot * positions, list(self.walked[slot])) for slot, matcher in enumerate(self.matchers)]
+        work = [(matcher, slot * positions, list(self.pending_drafts[slot])) for slot, matcher in enumerate(self.matchers)]
         self.executor.unsafe_compute_mask_ptr_with_draft_token(work, self.flat.data_ptr(), words * 4, rows * positions)

@@ -16,15 +16,15 @@ def plain_sampling(
     logits [B, K + 1, V]; masks [B, K + 1, ceil(V / 32)] int32; temperature, top_k, top_p [B, 1]; drafts [B, K] and
     their distributions draft_probs [B, K, V].
     """
-    rows, places, width = logits.shape
+    rows, positions, width = logits.shape
     bits = torch.arange(WORD, device=logits.device)
     tokens, running = [], torch.ones(rows, dtype=torch.bool, device=logits.device)
     accepted = torch.zeros(rows, dtype=torch.int64, device=logits.device)
-    for index in range(places):
+    for index in range(positions):
         allowed = ((masks[:, index, :, None] >> bits) & 1).bool().flatten(1)[:, :width]
         scores = logits[:, index].float().masked_fill(~allowed, float("-inf")) / temperature
         probs = plain_filters(scores, top_k, top_p)
-        if index == places - 1:
+        if index == positions - 1:
             tokens.append(torch.multinomial(probs, 1).squeeze(1))
             break
         draft, offered = drafts[:, index], draft_probs[:, index]

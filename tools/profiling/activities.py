@@ -111,12 +111,12 @@ def host_spans(runs: Sequence[HostRun], sidecar: Sidecar, clock_offset_ns: int |
     if runs:
         names = {key: [run.name for run in stages if run.kind == "host"] for key, stages in sidecar.stages.items()}
         keys = {launch.round: launch.key for launch in sidecar.launches}
-        places: Counter[int] = Counter()
+        positions: Counter[int] = Counter()
         spans = []
         for run in sorted(runs):
             known = names.get(keys.get(run.round, ""), [])
-            by_order = known[places[run.round]] if places[run.round] < len(known) else "host node"
-            places[run.round] += 1
+            by_order = known[positions[run.round]] if positions[run.round] < len(known) else "host node"
+            positions[run.round] += 1
             spans.append(Span(SIDE, run.name or by_order, "host", run.round, run.start_ns, run.end_ns))
         return spans
     if clock_offset_ns is None:

@@ -70,10 +70,10 @@ class Checker:
         if request.constraint is not None and not request.uncompilable:
             self._check_text(kind, request, request.constraint, job)
         if record.before is not None:
-            self.counts["asked again"] += 1
+            self.counts["repeated requests"] += 1
             assert _agrees(job, record.before.tokens, record.before.reason), f"the earlier answer was {record.before.tokens} before"
         if request.sampling.greedy and not request.uncompilable and self._random.random() < self._plain_share:
-            self.counts["held against plain decoding"] += 1
+            self.counts["compared with plain decoding"] += 1
             self._check_plain(kind, request, job)
         same = request.sampling.greedy or request.sampling.seed is not None
         if same and job.finish_reason != FinishReason.CANCELLED and (self._exact or (kind.law == "toy" and request.sampling.greedy)):

@@ -25,7 +25,7 @@ from tools.train.saved_states import SavedStates
 _SLICE = 256  # positions whose full logits are in memory at once
 
 
-class Wishes(NamedTuple):
+class Predictions(NamedTuple):
     """The target's prediction at every state of one text."""
 
     total: Tensor  # [n - 1] float32, logsumexp over all tokens
@@ -58,10 +58,10 @@ class TrainingSet:
         usable = [index for index, length in enumerate(states.lengths) if length >= 3]
         self.held_out = [index for index in usable if sides[index]]
         self.learned = [index for index in usable if not sides[index]]
-        self.wishes: list[Wishes] = []
+        self.predictions: list[Predictions] = []
         if not self.learned or not self.held_out:
-            wanted = "at least one of each; give more texts or another --eval-share"
-            raise ValueError(f"--data: got {len(self.learned)} texts to learn from and {len(self.held_out)} held out, want {wanted}")
+            found = f"{len(self.learned)} texts to learn from and {len(self.held_out)} held out"
+            raise ValueError(f"--data: got {found}, expected at least one of each; give more texts or another --eval-share")
 
     def prepare(self, cache: Path, num_tokens: int, progress: bool = False) -> None:
         """Compute the target's prediction at every state, or read it from the cache. Ids from `num_tokens` on are padding."""
@@ -71,11 +71,14 @@ class TrainingSet:
             if len(stored["total"]) != sum(sizes):
                 raise ValueError(f"{cache}: belongs to other texts; expected the same --data, or a new --out")
             totals, bests = (stored[name].split(sizes) for name in ("total", "best"))
-            self.wishes = [Wishes(*pair) for pair in zip(totals, bests, strict=True)]
+            self.predictions = [Predictions(*pair) for pair in zip(totals, bests, strict=True)]
             return
-        bar = tqdm(self._states, desc="wishes", unit="text", disable=not progress)
-        self.wishes = [wishes(self._target, text, num_tokens) for text in bar]
-        tensors = {"total": torch.cat([each.total for each in self.wishes]), "best": torch.cat([each.best for each in self.wishes])}
+        bar = tqdm(self._states, desc="predictions", unit="text", disable=not progress)
+        self.predictions = [predictions(self._target, text, num_tokens) for text in bar]
+        tensors = {
+            "total": torch.cat([each.total for each in self.predictions]),
+            "best": torch.cat([each.best for each in self.predictions]),
+        }
         part = cache.with_suffix(".part")
         save_file(tensors, part)
         part.replace(cache)
@@ -86,7 +89,7 @@ class TrainingSet:
         for index in self.learned:
             text = self._states[index]
             first = max(2, text.prompt_length)
-            for tokens in (text.token_ids[first:], self.wishes[index].best[first - 1 :]):
+            for tokens in (text.token_ids[first:], self.predictions[index].best[first - 1 :]):
                 found += torch.bincount(tokens, minlength=len(found))
         return found
 
@@ -95,8 +98,8 @@ class TrainingSet:
         epoch = 0
         while True:
             made = torch.Generator().manual_seed(self._plan.seed * 1_000_003 + epoch)
-            places = torch.randperm(len(self.learned), generator=made).tolist()
-            yield from self.grouped([self.learned[position] for position in places])
+            positions = torch.randperm(len(self.learned), generator=made).tolist()
+            yield from self.grouped([self.learned[position] for position in positions])
             epoch += 1
 
     def grouped(self, indices: Sequence[int]) -> Iterator[list[int]]:
@@ -124,11 +127,11 @@ class TrainingSet:
         begins: list[int] = []
         base = 0
         for index in indices:
-            text, wish = self._states[index], self.wishes[index]
+            text, predicted = self._states[index], self.predictions[index]
             ids = text.token_ids[: self._plan.longest]
             states, pairs = len(ids) - 1, len(ids) - 2
             features = text.features if self._plan.kind == "eagle3" else text.hidden
-            parts.append((features[:pairs], text.hidden[:states], wish.total[:states], wish.best[:states]))
+            parts.append((features[:pairs], text.hidden[:states], predicted.total[:states], predicted.best[:states]))
             begin = min(pairs, max(0, text.prompt_length - 1 - steps))  # its last step predicts the answer's first token
             for step in range(steps):
                 position = torch.arange(begin if step else 0, pairs)
@@ -155,7 +158,7 @@ class TrainingSet:
 
 
 @torch.no_grad()
-def wishes(target: Llama, text: SavedText, num_tokens: int) -> Wishes:
+def predictions(target: Llama, text: SavedText, num_tokens: int) -> Predictions:
     """Logits in the target's dtype, as in an engine."""
     device = target.embedding.device
     totals, bests = [], []
@@ -163,7 +166,7 @@ def wishes(target: Llama, text: SavedText, num_tokens: int) -> Wishes:
         logits = target.logits(part.to(device, target.config.dtype))[:, :num_tokens].float()
         totals.append(logits.logsumexp(-1).cpu())
         bests.append(logits.argmax(-1).cpu())
-    return Wishes(torch.cat(totals), torch.cat(bests))
+    return Predictions(torch.cat(totals), torch.cat(bests))
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:

@@ -8,6 +8,7 @@ import signal
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
         middle=options.intermediate_size,
     )
     data = TrainingSet(states, target, plan)
-    data.prepare(work / "wishes.safetensors", num_tokens, progress)
+    data.prepare(work / "predictions.safetensors", num_tokens, progress)
     proposed = choose_proposed(data.frequencies(), checkpoint.vocabulary, count)
     head = Head(options.kind, target, proposed, layers, options.seed, options.intermediate_size)
     trainer = Trainer(head, data, plan)
@@ -93,10 +94,16 @@ def run(options: argparse.Namespace) -> int:
 
 def train(trainer: Trainer, checkpoint: Path, every: int, progress: bool) -> bool:
     """Train to the end or to the first Ctrl-C, which completes the current step; a second one interrupts it."""
-    asked: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: asked.append(number) if not asked else signal.default_int_handler(number, None))
+    requested: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if requested:
+            signal.default_int_handler(number, frame)
+        requested.append(number)
+
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
-        return trainer.train(checkpoint, every, progress, stop=lambda: bool(asked))
+        return trainer.train(checkpoint, every, progress, stop=lambda: bool(requested))
     finally:
         signal.signal(signal.SIGINT, before)
 

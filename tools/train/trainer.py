@@ -80,17 +80,17 @@ class Trainer:
         """Loss of a batch."""
         head, batch = self.head, moved(batch, self.device)
         with self._precision():
-            wanted, best = self._wanted(batch)
+            expected, best = self._wanted(batch)
             embedded = [embed(head.target, tokens) for tokens in batch.tokens]
             losses, hits = [], []
             for step, hidden in enumerate(unroll(head.learner, batch.features.float(), embedded, batch.lengths, batch.begins)):
-                places = batch.counts[step].nonzero().squeeze(1)
-                goals = batch.goals[step][places]
-                logits = product(hidden[places], head.out).float()
-                target_probs = wanted[goals]
+                positions = batch.counts[step].nonzero().squeeze(1)
+                goals = batch.goals[step][positions]
+                logits = product(hidden[positions], head.out).float()
+                target_probs = expected[goals]
                 lost = target_probs.sum(-1) * logits.logsumexp(-1) - (target_probs * logits).sum(-1)
-                losses.append(lost.sum() / max(1, len(places)))
-                hits.append((logits.argmax(-1) == best[goals]).sum() / max(1, len(places)))
+                losses.append(lost.sum() / max(1, len(positions)))
+                hits.append((logits.argmax(-1) == best[goals]).sum() / max(1, len(positions)))
         weights = [DECAY**step for step in range(len(losses))]
         loss = torch.stack([weight * lost for weight, lost in zip(weights, losses, strict=True)]).sum() / sum(weights)
         return Lesson(loss, [lost.detach() for lost in losses], hits)
@@ -138,8 +138,8 @@ class Trainer:
         changed = [f"{name} {plan.get(name)!r} -> {value!r}" for name, value in asdict(self.plan).items() if plan.get(name) != value]
         if changed:
             raise ValueError(f"{path}: belongs to another plan: {', '.join(changed)}; expected the same flags, or a new --out")
-        wanted = {"proposed", *(f"{kind}.{name}" for name in self._named for kind in ("weight", "mean", "square"))}
-        if stored.keys() != wanted or not torch.equal(stored["proposed"], self.head.proposed):
+        expected = {"proposed", *(f"{kind}.{name}" for name in self._named for kind in ("weight", "mean", "square"))}
+        if stored.keys() != expected or not torch.equal(stored["proposed"], self.head.proposed):
             raise ValueError(f"{path}: belongs to another head; expected the same target and data, or a new --out")
         with torch.no_grad():
             for name, parameter in self._named.items():

@@ -60,7 +60,7 @@ INLINED void weigh(block *held, int64_t one, int64_t tile, int64_t width) {
     for (int64_t key = begin; key < finish; key += LANES)
         for (int lane = 0; lane < LANES; lane++) {
             scores[key + lane] = power_of_e(scores[key + lane] - highest);
-            sums[lane] += scores[key + lane]; /* what is not seen adds 1e-38 to at least 1 */
+            sums[lane] += scores[key + lane]; /* a masked key adds 1e-38 to at least 1 */
         }
     held->highest[one] = highest;
     held->weight[one] = held->weight[one] * shrink + folded(sums, 0);
@@ -82,7 +82,7 @@ INLINED void pad_and_read(float *to, const void *from, int64_t first, int64_t si
     for (int64_t i = size; i < width; i++) to[i] = 0.0f;
 }
 
-/* The entries [tile, end) of one head, and zeros behind them: what no entry was read into is not read either. */
+/* The entries [tile, end) of one head, then zeros: no uninitialised number is read. */
 INLINED int read_tile(const attention_call *call, block *held, const int64_t *table, int64_t head, int64_t tile, int64_t end, int64_t width) {
     int64_t size = call->size, live = end - tile < TILE ? end - tile : TILE, left = 0, slot = 0;
     for (int64_t key = 0; key < live; key++, slot++, left--) {
@@ -105,14 +105,14 @@ INLINED int attend(const attention_call *call, block *held, int64_t row, int64_t
     int64_t groups = call->heads / call->kv_heads, size = call->size, begin = last + 1, end = 0;
     const int64_t *positions = call->positions + row * call->count;
     for (int64_t one = 0; one < used; one++) {
-        int64_t place = (start + one) / groups, query = (start + one) % groups + head * groups;
-        int64_t position = positions[place];
+        int64_t index = (start + one) / groups, query = (start + one) % groups + head * groups;
+        int64_t position = positions[index];
         held->first[one] = call->window && position >= call->window ? position - call->window + 1 : 0;
         held->end[one] = (position < last ? position : last) + 1;
         begin = held->first[one] < begin ? held->first[one] : begin;
         end = held->end[one] > end ? held->end[one] : end;
         float *wide = held->query + one * width;
-        pad_and_read(wide, call->query, ((row * call->count + place) * call->heads + query) * size, size, width, call->bfloat16);
+        pad_and_read(wide, call->query, ((row * call->count + index) * call->heads + query) * size, size, width, call->bfloat16);
         for (int64_t i = 0; i < size; i++) wide[i] *= call->scale;
         held->highest[one] = -INFINITY;
         held->weight[one] = 0.0f;
@@ -123,10 +123,10 @@ INLINED int attend(const attention_call *call, block *held, int64_t row, int64_t
         for (int64_t one = 0; one < used; one++) weigh(held, one, tile, width);
     }
     for (int64_t one = 0; one < used; one++) {
-        int64_t place = (start + one) / groups, query = (start + one) % groups + head * groups;
+        int64_t index = (start + one) / groups, query = (start + one) % groups + head * groups;
         float *total = held->total + one * width, weight = held->weight[one] == 0.0f ? 1.0f : held->weight[one];
         for (int64_t i = 0; i < size; i++) total[i] /= weight;
-        write_numbers(call->output, ((row * call->count + place) * call->heads + query) * size, total, size, call->bfloat16);
+        write_numbers(call->output, ((row * call->count + index) * call->heads + query) * size, total, size, call->bfloat16);
     }
     return 0;
 }

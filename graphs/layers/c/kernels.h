@@ -43,7 +43,7 @@ INLINED void write_numbers(void *to, int64_t first, const float *from, int64_t c
         memcpy((float *)to + first, from, (size_t)count * sizeof *from);
 }
 
-/* e to the power of what is at most 88, to two units in the last place; below -87 next to nothing. */
+/* exp(x) for x up to 88, with an error of at most two ULP; below -87 almost zero. */
 INLINED float power_of_e(float x) {
     x = x < -87.0f ? -87.0f : x;
     float shifted = x * 1.44269504f + 12582912.0f; /* the whole number lies in the lowest bits */

@@ -1,5 +1,5 @@
-/* Products of states and weights, for product.c and product_dot.c. A result's sum runs in LANES parts along the weights' own memory, and
-   these are added up as a tree: in one order, however many rows there are and however they are dealt out to tiles. */
+/* Products of states and weights, for product.c and product_dot.c. The sum of a result has LANES parts along the inner dimension, which
+   are added as a tree: in the same order for any number of rows and any tiling. */
 
 #include "kernels.h"
 
@@ -7,7 +7,7 @@ enum { MOST_ROWS = 8 };
 
 typedef uint32_t words __attribute__((vector_size(LANES * sizeof(float)), aligned(2)));
 
-/* What lies at `from` as LANES numbers, or as twice as many: those of even places and those of odd ones. */
+/* Reads LANES float32 numbers into parts[0], or 2 * LANES bfloat16 numbers: even indices into parts[0], odd ones into parts[1]. */
 INLINED void taken(const char *from, int64_t bfloat16, lanes parts[2]) {
     words raw = *(const words *)from;
     parts[0] = (lanes)(bfloat16 ? raw << 16 : raw);
@@ -45,7 +45,7 @@ INLINED void add_products(
     }
 }
 
-/* Each step asks for `ahead` lines of memory, from `next` on: those of later columns, which take longer to come than this takes. */
+/* Each step prefetches `ahead` cache lines of later columns, from `next` on: loading them takes longer than computing this tile. */
 INLINED void tile(const product_call *call, int64_t row, int64_t column, int tall, int wide, const char *next, int ahead, int64_t bfloat16) {
     int64_t bytes = bfloat16 ? 2 : 4, inner = call->inner, chunk = 64 / bytes, whole = inner / chunk * chunk;
     const char *states = (const char *)call->states + row * call->step * bytes, *weight = (const char *)call->weight + column * inner * bytes;

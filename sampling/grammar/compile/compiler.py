@@ -51,7 +51,7 @@ class CompiledConstraint:
         """A matcher at the start of a text, for one request."""
         matcher = self.grammar.matcher()
         if self.marker:
-            matcher = MarkerMatcher(matcher, self.marker, self.vocabulary)
+            matcher = MarkerMatcher(matcher, self.marker)
         return CheckedMatcher(matcher, self.backend) if self.check_masks else matcher
 
 

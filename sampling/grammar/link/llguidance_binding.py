@@ -22,17 +22,8 @@ from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.native import Unavailable
 
 SYMBOLS = {  # called by host nodes
-    "compute_mask_into": "llg_matcher_compute_mask_into",
-    "compute_mask": "llg_matcher_compute_mask",
-    "validate_tokens": "llg_matcher_validate_tokens",
-    "consume_token": "llg_matcher_consume_token",
-    "consume_tokens": "llg_matcher_consume_tokens",
-    "rollback": "llg_matcher_rollback",
-    "reset": "llg_matcher_reset",
-    "is_accepting": "llg_matcher_is_accepting",
-    "get_error": "llg_matcher_get_error",
-    "clone": "llg_clone_matcher",
-    "free": "llg_free_matcher",
+    **{name: f"llg_matcher_{name}" for name, _ in structs.llguidance_library._fields_[1:]},
+    **{"clone": "llg_clone_matcher", "free": "llg_free_matcher"},
 }
 VERSION = re.compile(rb"llguidance@1\.9\.([1-9]\d*)(?!\S)")
 _MARK = b"\xff"  # prefix of tokens that are not text
@@ -111,9 +102,6 @@ class LLGuidanceApi:
             raise Unavailable(f"llguidance's C API: got {version.decode(errors='replace')}, expected llguidance@1.9.1 or a later 1.9")
         self._check_layout()
 
-    def tokenizer(self, vocabulary: Vocabulary) -> LLGuidanceTokenizer:
-        return LLGuidanceTokenizer(self, vocabulary)
-
     def _declare(self) -> None:
         library = self.library
         library.llg_get_version.restype, library.llg_get_version.argtypes = c_char_p, ()
@@ -144,7 +132,7 @@ class LLGuidanceTokenizer:
     """A vocabulary in the library's form; usable from any thread."""
 
     def __init__(self, api: LLGuidanceApi, vocabulary: Vocabulary) -> None:
-        self.api, self._bytes = api, vocabulary.mask_words * np.dtype(np.int32).itemsize
+        self.api, self.mask_bytes = api, vocabulary.mask_words * np.dtype(np.int32).itemsize
         tokens = [_MARK if index in vocabulary.non_text_ids else token for index, token in enumerate(vocabulary.tokens)]
         tokens += [b""] * (vocabulary.logits_width - len(tokens))
         lengths = (c_uint32 * len(tokens))(*map(len, tokens))
@@ -166,9 +154,6 @@ class LLGuidanceTokenizer:
             raise Unavailable(f"llguidance's C API rejects this vocabulary: {error.value.decode(errors='replace')}")
         weakref.finalize(self, api.library.llg_free_tokenizer, self.address).atexit = False
 
-    def grammar(self, lark: str, fuel: dict[str, int]) -> LLGuidanceNativeGrammar:
-        return LLGuidanceNativeGrammar(self, lark, fuel, self._bytes)
-
 
 class LLGuidanceStart:
     """A matcher at the start of a text, which rows clone and never advance."""
@@ -185,7 +170,7 @@ class LLGuidanceNativeGrammar:
     `cold_start` has an empty lexer, for rows whose lexer is full.
     """
 
-    def __init__(self, tokenizer: LLGuidanceTokenizer, lark: str, fuel: dict[str, int], mask_bytes: int) -> None:
+    def __init__(self, tokenizer: LLGuidanceTokenizer, lark: str, fuel: dict[str, int]) -> None:
         """ValueError with the library's message if the grammar is invalid."""
         assert "\0" not in lark, "the library reads up to the first NUL"
         self.tokenizer, self._api, api = tokenizer, tokenizer.api, tokenizer.api
@@ -197,7 +182,7 @@ class LLGuidanceNativeGrammar:
         error: bytes | None = api.library.llg_matcher_get_error(self.start.address)
         if error is not None:
             raise ValueError(error.decode(errors="replace"))
-        assert api.library.llg_matcher_get_mask_byte_size(self.start.address) == mask_bytes
+        assert api.library.llg_matcher_get_mask_byte_size(self.start.address) == tokenizer.mask_bytes
 
     @property
     def keeps_lexers(self) -> bool:

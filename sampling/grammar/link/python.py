@@ -18,7 +18,7 @@ from torch import Tensor
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostAction, HostStats, HostStep, MatcherRow
 from stepgraph.sampling.grammar.matchers.forced import ForcedText, Forcing
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
-from stepgraph.sampling.grammar.status import ROW_RUNNING, HostColumn, MaskStatus
+from stepgraph.sampling.grammar.status import FinishCode, HostColumn, MaskStatus
 
 
 @dataclass
@@ -116,7 +116,7 @@ class PythonLink:
     def _each_row(self, work: Callable[[int, PythonRow], None], draft: int = 0) -> None:
         for slot, row in enumerate(self._batch):
             state = self._state_np[slot]
-            if row is None or row.fault or state[HostColumn.OWNER] != row.owner or state[HostColumn.FINISH] != ROW_RUNNING:
+            if row is None or row.fault or state[HostColumn.OWNER] != row.owner or state[HostColumn.FINISH] != FinishCode.RUNNING:
                 continue
             try:
                 work(slot, row)

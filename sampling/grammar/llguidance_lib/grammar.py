@@ -23,7 +23,6 @@ from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeG
 from stepgraph.sampling.grammar.llguidance_lib.lark import checked_lark, head
 from stepgraph.sampling.grammar.llguidance_lib.library import LLGuidance, fuel_of
 from stepgraph.sampling.grammar.llguidance_lib.schema import llguidance_schema
-from stepgraph.sampling.grammar.matchers.protocol import checked_row, classify
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.native import Unavailable
@@ -86,7 +85,7 @@ class LLGuidanceMatcher:
 
     def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
         """Write row `index` of masks [rows, mask_words]: bit i of the row is set where token i may come next."""
-        row = checked_row(masks, index, self.vocabulary.mask_words)
+        row = self.vocabulary.mask_row(masks, index)
         row.fill(0)
         if self.fault:
             return MaskStatus.FAULT
@@ -99,7 +98,7 @@ class LLGuidanceMatcher:
         if self.fault or self._dead_end:
             row.fill(0)  # an error leaves the stop tokens' bits set
             return MaskStatus.FAULT if self.fault else MaskStatus.DEAD_END
-        return classify(row, self.vocabulary)
+        return self.vocabulary.classify(row)
 
     def rollback(self, num_tokens: int) -> None:
         """Remove the last `num_tokens` accepted tokens, a stop token included."""
@@ -195,7 +194,7 @@ class LLGuidanceBuilder:
         self._fuel = fuel_of(asdict(limits))
         self._library = LLGuidance(vocabulary.for_llguidance, vocabulary.stop_token_ids, sorted(vocabulary.non_text_ids), self._fuel)
         try:
-            self._native: LLGuidanceTokenizer | None = llguidance_api().tokenizer(vocabulary)
+            self._native: LLGuidanceTokenizer | None = LLGuidanceTokenizer(llguidance_api(), vocabulary)
         except Unavailable:  # the native link reports why
             self._native = None
 
@@ -212,7 +211,7 @@ class LLGuidanceBuilder:
         if compiled.start.is_error():
             reject("#", constraint.kind, _NOISE.sub("", compiled.start.get_error()).strip())
         compiled.nbytes = BYTES_PER_GRAMMAR + BYTES_PER_CHAR * len(grammar)
-        compiled.native = self._native.grammar(grammar, self._fuel) if self._native else None
+        compiled.native = LLGuidanceNativeGrammar(self._native, grammar, self._fuel) if self._native else None
         return compiled
 
 

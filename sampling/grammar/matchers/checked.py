@@ -8,8 +8,7 @@ from torch import Tensor
 
 from stepgraph.sampling.grammar.matchers.forced import forced_bytes
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
-from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.grammar.vocabulary import BITS_PER_WORD
+from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 
 MASKS_KEPT = 16  # more than a round has drafts: after a rollback a token is compared with the mask of an earlier position
 

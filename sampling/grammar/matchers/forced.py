@@ -17,7 +17,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
-from stepgraph.sampling.grammar.vocabulary import BITS_PER_WORD, Vocabulary
+from stepgraph.sampling.grammar.status import BITS_PER_WORD
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 FORCED_BYTES = 128  # bytes of a forced text that are tokenized together
 TAIL_BYTES = 32  # not proposed at the end of a text of FORCED_BYTES: its tokenization depends on the rest
@@ -79,12 +80,12 @@ class TokenTable:
         """The tokens of a text; empty if one of its bytes has no token of its own."""
         if any(self.singles[byte] < 0 for byte in text):
             return []
-        return self._split_merged(text) if self.merges else self._split_longest(text)
+        return self._split_merged(text) if self.merges else self.split_longest(text)
 
-    def _split_longest(self, text: bytes) -> list[int]:
+    def split_longest(self, text: bytes) -> list[int]:
+        """The longest token at each position, up to the first byte that no token begins with."""
         tokens = []
-        while text:
-            size = next(size for size in range(min(len(text), self.longest), 0, -1) if text[:size] in self.token_of)
+        while size := next((size for size in range(min(len(text), self.longest), 0, -1) if text[:size] in self.token_of), 0):
             tokens.append(self.token_of[text[:size]])
             text = text[size:]
         return tokens

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar.matchers.forced import forced_bytes
-from stepgraph.sampling.grammar.matchers.protocol import Matcher, checked_row
-from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.grammar.vocabulary import BITS_PER_WORD, Vocabulary
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
+from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 Int32s = npt.NDArray[np.int32]
 
@@ -102,24 +102,15 @@ class Marker:
 class MarkerMatcher:
     """Free text until the marker is complete, then the inner matcher."""
 
-    def __init__(self, inner: Matcher, marker: Marker, vocabulary: Vocabulary) -> None:
-        self._inner, self._marker, self._words = inner, marker, vocabulary.mask_words
-        self._num_tokens = len(vocabulary.tokens)
+    def __init__(self, inner: Matcher, marker: Marker) -> None:
+        self.inner, self.marker = inner, marker
         self._states = [0]  # before the first token, and after each one up to the marker's end
         self._num_inner = 0  # tokens after the marker
 
     @property
     def fault(self) -> str:
         """Why this matcher cannot be used any more; empty without a fault."""
-        return self._inner.fault
-
-    @property
-    def inner(self) -> Matcher:
-        return self._inner
-
-    @property
-    def marker(self) -> Marker:
-        return self._marker
+        return self.inner.fault
 
     @property
     def state(self) -> int:
@@ -128,15 +119,16 @@ class MarkerMatcher:
     @property
     def begun(self) -> bool:
         """Whether the marker is complete and the grammar applies."""
-        return self.state == self._marker.complete
+        return self.state == self.marker.complete
 
     def accept_token(self, token_id: int) -> bool:
         """Accept one token; False, and no change, if it is not legal here."""
         if self.begun:
-            accepted = self._inner.accept_token(token_id)
+            accepted = self.inner.accept_token(token_id)
             self._num_inner += accepted
             return accepted
-        state = self._marker.after(self.state, token_id) if 0 <= token_id < self._num_tokens and not self.fault else None
+        in_range = 0 <= token_id < len(self.marker.vocabulary.tokens)
+        state = self.marker.after(self.state, token_id) if in_range and not self.fault else None
         if state is None:
             return False
         self._states.append(state)
@@ -145,13 +137,13 @@ class MarkerMatcher:
     def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
         """Write row `index` of masks [rows, mask_words]: bit i of the row is set if token i is legal next."""
         if self.begun:
-            return self._inner.fill_next_token_bitmask(masks, index)
-        row = checked_row(masks, index, self._words)
-        row[:] = self._marker.allowed(self.state) if not self.fault else 0
+            return self.inner.fill_next_token_bitmask(masks, index)
+        row = self.marker.vocabulary.mask_row(masks, index)
+        row[:] = self.marker.allowed(self.state) if not self.fault else 0
         return MaskStatus.FAULT if self.fault else MaskStatus.OK if row.any() else MaskStatus.DEAD_END
 
     def forced_bytes(self) -> bytes:
-        return forced_bytes(self._inner) if self.begun else b""
+        return forced_bytes(self.inner) if self.begun else b""
 
     def rollback(self, num_tokens: int) -> None:
         """Roll back the latest tokens, those of the marker included."""
@@ -159,7 +151,7 @@ class MarkerMatcher:
         if not 0 <= num_tokens <= limit:
             raise ValueError(f"rollback.num_tokens: got {num_tokens}, expected 0..{limit}, the number of accepted tokens")
         inner = min(num_tokens, self._num_inner)
-        self._inner.rollback(inner)
+        self.inner.rollback(inner)
         self._num_inner -= inner
         del self._states[len(self._states) - (num_tokens - inner) :]
 

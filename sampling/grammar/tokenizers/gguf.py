@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepgraph.sampling.grammar.tokenizers.spelling import decode_byte_letters, decode_piece
-from stepgraph.sampling.grammar.tokenizers.table import MAX_IDS, TokenTable
+from stepgraph.sampling.grammar.tokenizers.table import MAX_IDS, TokenTable, decode_byte_letters, decode_piece
 
 MAX_GGUF_ENTRIES = 2 * MAX_IDS  # tensors, metadata entries and array values of one file
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by value type
@@ -108,10 +107,6 @@ class _HeaderReader:
             raise ValueError(f"the file ends at byte {len(self._data)}, inside a value of {size} bytes that starts at byte {start}")
         self._position += size
         return self._data[start : self._position]
-
-
-def read_gguf(path: Path, logits_width: int | None) -> TokenTable:
-    return table_of_metadata(read_gguf_header(path).metadata, path, logits_width)
 
 
 def table_of_metadata(metadata: Mapping[str, Any], path: Path, logits_width: int | None) -> TokenTable:

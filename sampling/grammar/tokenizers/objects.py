@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stepgraph.sampling.fields import is_int
-from stepgraph.sampling.grammar.tokenizers.spelling import decode_piece
-from stepgraph.sampling.grammar.tokenizers.table import TokenTable
+from stepgraph.sampling.grammar.tokenizers.table import TokenTable, decode_piece
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import parse_object, table_of_json
 
 _TIKTOKEN_STOPS = ("<|endoftext|>", "<|end_of_text|>", "<|return|>", "<|call|>")

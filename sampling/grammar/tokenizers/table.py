@@ -1,12 +1,27 @@
-"""The token table that a tokenizer reader fills."""
+"""The token table that a tokenizer reader fills, and how tokenizers write bytes as text.
+
+Byte-level tables (GPT-2, Llama 3, Qwen) write each byte as a letter; sentencepiece tables (Llama 2, Mistral, Gemma) write a space as
+U+2581, and bytes that are not a character as <0x0A>. The bytes of a token are what the tokenizer's own decoder makes of it. A decoder
+that depends on adjacent tokens is rejected.
+"""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from stepgraph.sampling.fields import clip_repr, is_int
 
 MAX_IDS = 1 << 21  # eight times the largest tokenizer; the table that a single wrong id creates takes half a second and 400 MB
 # Control tokens that only ever end a turn, whether or not the file lists them as stop tokens.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
+
+Spelling = Callable[[str], bytes]
+
+SPACE_MARK = "\u2581"
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_EXPECTED = "expected ByteLevel, or a Sequence of Replace, ByteFallback, Fuse and Strip, or Metaspace"
 
 
 class TokenTable:
@@ -35,16 +50,90 @@ class TokenTable:
             text = name.encode()
         self.tokens[token_id] = text
 
-    @property
-    def token_list(self) -> list[bytes]:
-        """The bytes of all ids in order; b"" for an id that is missing."""
-        return [self.tokens.get(token_id, b"") for token_id in range(max(self.tokens, default=-1) + 1)]
+    def fields(self, stop_token_ids: Sequence[Any] | None) -> tuple[list[bytes], list[Any], int | None, list[int]]:
+        """The arguments of Vocabulary: b"" for an id that is missing; by default the tokenizer's stop ids, and the control tokens that
+        always end a turn; without text are the control tokens besides the stop ids."""
+        tokens = [self.tokens.get(token_id, b"") for token_id in range(max(self.tokens, default=-1) + 1)]
+        ends = (self.control[name] for name in END_OF_TURN if name in self.control)
+        stop_ids = list(dict.fromkeys([*self.stop_ids, *ends]) if stop_token_ids is None else stop_token_ids)
+        return tokens, stop_ids, self.logits_width, sorted(self._control_ids - set(stop_ids))
 
-    @property
-    def all_stop_ids(self) -> list[object]:
-        """The stop ids of the tokenizer, and the control tokens that always end a turn."""
-        return list(dict.fromkeys([*self.stop_ids, *(self.control[name] for name in END_OF_TURN if name in self.control)]))
 
-    def control_ids(self, stop_ids: list[int]) -> list[int]:
-        """The ids without text besides these stop tokens, ascending."""
-        return sorted(self._control_ids - set(stop_ids))
+def decode_byte_letters(text: str) -> bytes:
+    """Byte-level: one byte per letter. A text with other letters is not byte-level and is encoded as UTF-8."""
+    try:
+        return bytes(_LETTER_BYTES[letter] for letter in text)
+    except KeyError:
+        return text.encode()
+
+
+def decode_byte_escape(text: str) -> bytes:
+    """The byte that a text such as <0x0A> denotes; empty for any other text."""
+    found = _BYTE.fullmatch(text)
+    return bytes([int(found[1], 16)]) if found else b""
+
+
+def decode_piece(piece: str, is_byte: bool) -> bytes:
+    """The bytes of a sentencepiece piece."""
+    return decode_byte_escape(piece) if is_byte else piece.replace(SPACE_MARK, " ").encode()
+
+
+def spelling_of(decoder: object, pre_tokenizer: object, where: str) -> Spelling:
+    """The function that maps a token's text in tokenizer.json to bytes; ValueError where its decoder depends on adjacent tokens."""
+    steps = list(_steps(decoder))
+    kinds = [step.get("type") for step in steps]
+    if not steps and any(step.get("type") == "ByteLevel" for step in _steps(pre_tokenizer)):
+        return decode_byte_letters
+    if not steps:
+        raise ValueError(f"{where}: decoder: got none, which joins tokens with spaces, {_EXPECTED}")
+    if kinds.count("ByteLevel") and set(kinds) <= {"ByteLevel", "Fuse"}:
+        return decode_byte_letters
+    replaced, fallback, fused = list[tuple[str, str]](), False, False
+    for step, kind in zip(steps, kinds, strict=True):
+        if kind == "Replace" and not fused:
+            replaced.append(_replacement(step, where))
+        elif kind == "Metaspace" and not fused and isinstance(step.get("replacement", SPACE_MARK), str):
+            replaced.append((step.get("replacement", SPACE_MARK), " "))
+        elif kind == "ByteFallback" and not fused:
+            fallback = True
+        elif kind == "Fuse":
+            fused = True
+        elif kind != "Strip" or not fused:  # after Fuse it removes the space before the whole text
+            raise ValueError(f"{where}: decoder: got {kind!r:.60} in {kinds!r:.200}, {_EXPECTED}: a token's text may not depend on others")
+
+    def spell(text: str) -> bytes:
+        for old, new in replaced:
+            text = text.replace(old, new)
+        return (decode_byte_escape(text) if fallback else b"") or text.encode()
+
+    return spell
+
+
+def _steps(part: object) -> Iterator[Mapping[str, Any]]:
+    """The parts of a Sequence, nested ones included, or the single part."""
+    if not isinstance(part, Mapping):
+        return
+    inner = part.get("decoders", part.get("pretokenizers")) if part.get("type") == "Sequence" else None
+    if not isinstance(inner, list):
+        yield part
+        return
+    for one in inner:
+        yield from _steps(one)
+
+
+def _replacement(step: Mapping[str, Any], where: str) -> tuple[str, str]:
+    pattern, content = step.get("pattern"), step.get("content")
+    old = pattern.get("String") if isinstance(pattern, Mapping) else None
+    if not isinstance(old, str) or not old or not isinstance(content, str):
+        raise ValueError(f"{where}: decoder: Replace: got the pattern {pattern!r:.100}, expected a String and its replacement")
+    return old, content
+
+
+def _letter_bytes() -> dict[str, int]:
+    """A byte that is printable in Latin-1 is its own letter; the others are mapped to letters from 256 on, in order."""
+    printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in printing]
+    return {chr(byte): byte for byte in printing} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
+
+
+_LETTER_BYTES = _letter_bytes()

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stepgraph.sampling.fields import clip_repr, is_int
-from stepgraph.sampling.grammar.tokenizers.spelling import spelling_of
-from stepgraph.sampling.grammar.tokenizers.table import TokenTable
+from stepgraph.sampling.grammar.tokenizers.table import TokenTable, spelling_of
 
 MAX_JSON_BYTES = 256 << 20
 

@@ -19,7 +19,6 @@ from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.constraints.pattern import pattern_to_ebnf
 from stepgraph.sampling.grammar.constraints.structural_tag import tag_groups
 from stepgraph.sampling.grammar.constraints.unsupported import reject
-from stepgraph.sampling.grammar.matchers.protocol import checked_row, classify
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.ebnf import parsed_grammar
@@ -61,7 +60,7 @@ class XGrammarMatcher:
 
     def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
         """Write row `index` of masks [rows, mask_words]: bit i of the row is set where token i may come next."""
-        row = checked_row(masks, index, self.vocabulary.mask_words)
+        row = self.vocabulary.mask_row(masks, index)
         if not self.fault and self.is_terminated():
             row.fill(0)
             return MaskStatus.TERMINATED
@@ -75,7 +74,7 @@ class XGrammarMatcher:
         if self.fault:
             row.fill(0)
             return MaskStatus.FAULT
-        return classify(row, self.vocabulary)  # the library also sets bits beyond the vocabulary in the last word
+        return self.vocabulary.classify(row)  # the library also sets bits beyond the vocabulary in the last word
 
     def rollback(self, num_tokens: int) -> None:
         """Remove the last `num_tokens` accepted tokens, a stop token included."""

@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 
 _OK = tl.constexpr(int(MaskStatus.OK))
 _NONE = tl.constexpr(int(MaskStatus.NONE))

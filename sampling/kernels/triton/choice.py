@@ -8,6 +8,8 @@ torch.max.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -49,8 +51,8 @@ def masked_candidates(
     masks,  # [R, Q, words] int32
     rows,  # [B] int64; not read unless HAS_ROWS
     constrained,  # [B] bool
-    status,  # [B, Q] int64; not read unless HAS_STATUS
     bit_of,  # [width] int64, the mask bit of each logit; not read unless HAS_BITS
+    status,  # [B, Q] int64; not read unless HAS_STATUS
     candidates,  # [B * Q, tiles] int64
     positions,
     width,
@@ -106,27 +108,14 @@ def take_best(candidates, best, token, tiles, HAS_BEST: tl.constexpr, TILES: tl.
         tl.store(best + row, value_of(found))
 
 
-def masked_argmax(
-    logits: Tensor,
-    masks: Tensor,
-    rows: Tensor | None,
-    constrained: Tensor,
-    ids: Tensor | None,
-    status: Tensor | None,
-    best: Tensor,
-    token: Tensor,
-    *,
-    tile: int = CHOICE_TILE,
-) -> None:
+def masked_argmax(*tensors: Any, tile: int = CHOICE_TILE) -> None:
+    """The arguments of kernels.choice.masked_argmax, in the order of the program, and its outputs."""
+    *inputs, best, token = tensors
+    logits, masks, rows, constrained, ids, status = inputs
     batch, positions, width = logits.shape
     candidates = torch.empty(batch * positions, triton.cdiv(width, tile), dtype=torch.int64, device=logits.device)
     masked_candidates[tuple(candidates.shape)](
-        logits,
-        masks,
-        constrained if rows is None else rows,
-        constrained,
-        constrained if status is None else status,
-        constrained if ids is None else ids,
+        *(constrained if tensor is None else tensor for tensor in inputs),  # in place of None: not read
         candidates,
         positions,
         width,

@@ -10,6 +10,8 @@ contribute, or of a row without the filter, is not read.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -261,20 +263,9 @@ def distribution(logits: Tensor, params: Tensor, probs: Tensor, *, tile: int = F
     _filter(logits, params, probs, None, tile, digit_bits)
 
 
-def draw(
-    logits: Tensor,
-    params: Tensor,
-    seed: Tensor,
-    position: Tensor,
-    purpose: int,
-    ids: Tensor | None,
-    width: int | None,
-    probs: Tensor,
-    token: Tensor,
-    *,
-    tile: int = FILTER_TILE,
-    digit_bits: int = DIGIT_BITS,
-) -> None:
+def draw(logits: Tensor, params: Tensor, *others: Any, tile: int = FILTER_TILE, digit_bits: int = DIGIT_BITS) -> None:
+    """The arguments and outputs of kernels.filters.draw."""
+    seed, position, purpose, ids, _, probs, token = others
     if ids is not None:
         probs.zero_()
     candidates = _filter(logits[:, None], params, probs, (seed, position, purpose, ids), tile, digit_bits)

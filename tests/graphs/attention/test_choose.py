@@ -1,4 +1,4 @@
-"""What attention runs as: the choice and its reasons, the probe that finds what is wrong, and what FlashInfer is told of a round."""
+"""The choice of an attention implementation, the probe that rejects wrong ones, and the tables that FlashInfer receives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from stepgraph.graphs.model import Attend, ModelInput
 from stepgraph.runtime import build
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.sampling.kernels import operation
+from stepgraph.sampling.kernels import triton as programs
+from tools.random_weights import randomised
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPE = AttentionShape(torch.bfloat16, 6, 2, 64, (None, 40))
@@ -27,7 +28,7 @@ Change = Callable[[ModelInput, int], tuple[ModelInput, int]]
 
 
 def changed(change: Change) -> Attend:
-    """The reference, over other inputs and another window."""
+    """An implementation: the reference with changed inputs and window."""
 
     def attend(query: Tensor, keys: Tensor, values: Tensor, inputs: ModelInput, window: int, scale: float, output: Tensor) -> None:
         inputs, window = change(inputs, window)
@@ -37,9 +38,9 @@ def changed(change: Change) -> Attend:
 
 
 def from_tables(planned: list[int], tables: RowTables, page_size: int, query: Tensor, keys: Tensor, values: Tensor) -> list[Any]:
-    """What FlashInfer makes of the tables of a round: per request where its output stands, its queries, and its keys and values.
+    """How FlashInfer reads the tables of a round: per request the start of its output, its queries, and its keys and values.
 
-    A request's place in the output is its plan's, and one without queries in the plan is not run. Lengths are read when it runs.
+    The start is that of the plan; a request without queries in the plan is not run. Lengths are read at run time.
     """
     starts, kv_indptr, pages, last = (part.tolist() for part in (tables.qo_indptr, tables.kv_indptr, tables.pages, tables.last_page))
     found = []
@@ -53,7 +54,7 @@ def from_tables(planned: list[int], tables: RowTables, page_size: int, query: Te
 
 
 def attend_by_tables(made: dict[tuple[int, int], RowTables]) -> Attend:
-    """Every query of a request stands at the end of its keys, and looks back as far as the window."""
+    """Queries are at the end of their request's keys, and attend to keys within the window."""
 
     def attend(query: Tensor, keys: Tensor, values: Tensor, inputs: ModelInput, window: int, scale: float, output: Tensor) -> None:
         batch, count, heads, size = query.shape
@@ -62,21 +63,21 @@ def attend_by_tables(made: dict[tuple[int, int], RowTables]) -> Attend:
         planned = RowTables(CPU, batch, count, pages, inputs.page_size).qo_indptr.tolist()
         tables.write(inputs)
         flat = output.zero_().view(-1, heads, size)
-        for start, asked, key, value in from_tables(planned, tables, inputs.page_size, query.flatten(0, 1), keys, values):
-            if not len(asked):
+        for start, queries, key, value in from_tables(planned, tables, inputs.page_size, query.flatten(0, 1), keys, values):
+            if not len(queries):
                 continue
             key, value = (part.float().repeat_interleave(groups, 1) for part in (key, value))
-            position, place = len(key) - len(asked) + torch.arange(len(asked))[:, None], torch.arange(len(key))
-            seen = (place <= position) & (place >= position - (window - 1 if window else len(key)))
-            scores = torch.einsum("qhd,khd->hqk", asked.float() * scale, key).masked_fill(~seen, float("-inf"))
-            flat[start : start + len(asked)] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).to(output.dtype)
+            position, index = len(key) - len(queries) + torch.arange(len(queries))[:, None], torch.arange(len(key))
+            seen = (index <= position) & (index >= position - (window - 1 if window else len(key)))
+            scores = torch.einsum("qhd,khd->hqk", queries.float() * scale, key).masked_fill(~seen, float("-inf"))
+            flat[start : start + len(queries)] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).to(output.dtype)
 
     return attend
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_the_tables_of_a_round_say_what_its_rows_are(page_size: int) -> None:
-    """Dead rows, inert tails and rows that end with a page, over tables that the round before has left."""
+def test_tables_of_a_round_describe_its_rows(page_size: int) -> None:
+    """Dead rows, inert tails and rows that end with a page, with tables left over from the previous round."""
     made: dict[tuple[int, int], RowTables] = {}
     assert differs(lambda: attend_by_tables(made), lambda first, count: None, SHAPE, page_size, CPU) == ""
     assert list(made) == [(4, 5)]
@@ -94,7 +95,7 @@ def forgetful() -> Attend:
 
 
 @pytest.mark.parametrize(
-    ("attend", "told"),
+    ("attend", "reason"),
     [
         (changed(lambda inputs, window: (inputs._replace(positions=inputs.positions + 1), window)), "7, 300, 0, 64"),
         (changed(lambda inputs, window: (inputs._replace(slots=inputs.slots.clamp(min=16)), window)), "7, 300, 0, 64"),
@@ -103,12 +104,12 @@ def forgetful() -> Attend:
     ],
     ids=["one key too many", "inert positions count", "a narrow window", "the lengths of its first round"],
 )
-def test_the_probe_finds_wrong_rounds(attend: Attend, told: str) -> None:
+def test_probe_finds_wrong_rounds(attend: Attend, reason: str) -> None:
     found = differs(lambda: attend, lambda first, count: None, SHAPE, 16, CPU)
-    assert found.startswith("its rounds are not the reference's") and told in found
+    assert found.startswith("its rounds are not the reference's") and reason in found
 
 
-def test_the_probe_finds_wrong_prompts() -> None:
+def test_probe_finds_wrong_prompts() -> None:
     def from_the_start(first: int, count: int) -> Attend:
         return changed(lambda inputs, window: (inputs._replace(positions=inputs.positions - first), window))
 
@@ -117,14 +118,14 @@ def test_the_probe_finds_wrong_prompts() -> None:
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), triton: bool = True, flashinfer: bool = True) -> None:
-    """As if there were one, with or without these packages; nothing runs on it."""
+    """Pretend that a GPU exists, with or without these packages; nothing runs on it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(operation, "why_no_triton", lambda device: "" if triton else f"planted for {device}")
+    monkeypatch.setattr(programs, "why_no_triton", lambda device: "" if triton else f"planted for {device}")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if flashinfer else None)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "shape", "machine", "told"),
+    ("name", "shape", "machine", "reason"),
     [
         ("triton", SHAPE, {"triton": False}, "planted for cuda"),
         ("triton", SHAPE, {"capability": (7, 5)}, "it needs compute capability 8.0, this GPU has 7.5"),
@@ -135,20 +136,20 @@ def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), t
         ("flashinfer", None, {}, "no model of the engine declares its attention in `attends`"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, shape: AttentionShape | None, machine: dict[str, Any], told: str
+def test_unavailable_implementation_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, name: str, shape: AttentionShape | None, machine: dict[str, Any], reason: str
 ) -> None:
     gpu(monkeypatch, **machine)
     shapes = () if shape is None else (SHAPE._replace(size=64), shape)
-    refusal = f"attention: got '{wanted}', expected an implementation that runs on cuda: {told}"
+    refusal = f"attention: got '{name}', expected an implementation that runs on cuda: {reason}"
     with pytest.raises(ValueError, match=f"^{re.escape(refusal)}$"):
-        choose_attention(CUDA, wanted, shapes, 16)
+        choose_attention(CUDA, name, shapes, 16)
     chosen = choose_attention(CUDA, "auto", shapes, 16)
-    assert wanted not in (chosen.rounds, chosen.prompts)
-    assert shape is None or f"no {wanted}: {told}" in chosen.passed_over
+    assert name not in (chosen.rounds, chosen.prompts)
+    assert shape is None or f"no {name}: {reason}" in chosen.passed_over
 
 
-def test_auto_takes_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_among_available_implementations(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, flashinfer=False)
     assert str(choose_attention(CUDA, "auto", (SHAPE,), 16)) == (
         "triton; no flashinfer: flashinfer is not installed: pip install 'stepgraph[cuda]'"
@@ -165,7 +166,7 @@ def test_auto_takes_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="flashinfer is installed: it does not break")
-def test_a_package_that_breaks_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_package_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch)
     chosen = choose_attention(CUDA, "auto", (SHAPE,), 16)
     assert str(chosen) == "triton; no flashinfer: ModuleNotFoundError: No module named 'flashinfer'"
@@ -173,15 +174,15 @@ def test_a_package_that_breaks_is_passed_over(monkeypatch: pytest.MonkeyPatch) -
         choose_attention(CUDA, "flashinfer", (SHAPE,), 16)
 
 
-def test_an_engine_refuses_what_it_cannot_have() -> None:
+def test_engine_refuses_an_unavailable_implementation() -> None:
     with pytest.raises(
         ValueError, match=r"EngineConfig\.attention: got 'fast', expected one of 'auto', 'flashinfer', 'triton', 'reference'"
     ):
         EngineConfig(attention="fast")
-    target = Llama(LlamaConfig(50, 32, 48, 4, 2, 8, (None, 6))).randomise()
-    for wanted in ("triton", "flashinfer"):
-        config = EngineConfig(attention=wanted, num_speculative_tokens=0, max_length=32)
-        refusal = rf"EngineConfig\.attention: got '{wanted}', expected an implementation that runs on cpu: .* not on cpu"
+    target = randomised(Llama(LlamaConfig(50, 32, 48, 4, 2, 8, (None, 6))))
+    for expected in ("triton", "flashinfer"):
+        config = EngineConfig(attention=expected, num_speculative_tokens=0, max_length=32)
+        refusal = rf"EngineConfig\.attention: got '{expected}', expected an implementation that runs on cpu: .* not on cpu"
         with pytest.raises(ValueError, match=refusal):
             Engine(target, config=config)
     config = EngineConfig(attention="reference", num_speculative_tokens=0, max_length=32, max_rows=1, greedy_only=True)
@@ -213,9 +214,9 @@ def watched(calls: list[tuple[int, int]]) -> AttentionChoice:
     return AttentionChoice("reference", "reference", (), round_call, prompt_call)
 
 
-def test_every_call_of_a_model_is_planned_for_the_tokens_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_model_call_is_planned_for_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = LlamaConfig(50, 32, 48, 4, 2, 8, (None, 6))
-    target, draft = Llama(sizes).randomise(), Draft(sizes, name="draft").randomise(1)
+    target, draft = randomised(Llama(sizes)), randomised(Draft(sizes, name="draft"), 1)
     assert isinstance(draft, Draft)
     config = EngineConfig(max_rows=1, num_speculative_tokens=2, max_length=32, page_size=4, prefill_chunk=6, greedy_only=True)
     texts, calls = [], list[tuple[int, int]]()
@@ -229,5 +230,5 @@ def test_every_call_of_a_model_is_planned_for_the_tokens_it_has(monkeypatch: pyt
     assert texts[0] == texts[1]
     rounds, prompts = ([call for call in calls if call[0] < 0], [call for call in calls if call[0] >= 0])
     assert len(rounds) == 2 * 3  # graphs with and without grammars; verify, and two drafts
-    # Thirteen of fourteen tokens in chunks; the draft takes one more at the start, and is one ahead afterwards.
+    # Thirteen of fourteen prompt tokens in chunks; the draft starts with one more and stays one ahead.
     assert prompts == [(0, 6), (0, 7), (6, 6), (7, 6), (12, 1), (13, 1), (0, 1)]

@@ -1,4 +1,4 @@
-"""Paged attention against plain float64 loops over one query at a time, and what a result may not depend on."""
+"""Paged attention against plain float64 loops over single queries, and its independence from other rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = 8
 
 
 class Case(NamedTuple):
-    """One call. The cache holds NaN wherever no row has an entry: in the scratch page and behind each row's last position."""
+    """One call. The cache has NaN where no row has an entry: in the scratch page and after each row's last position."""
 
     query: Tensor
     keys: Tensor
@@ -56,46 +56,46 @@ def make_case(
     shape = ((pages * batch + 1) * page, kv_heads, size)
     keys, values = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
     for row, end in enumerate(lengths):
-        places = torch.arange(end)
-        own = tables[row, places // page] * page + places % page
+        indices = torch.arange(end)
+        own = tables[row, indices // page] * page + indices % page
         keys[own], values[own] = (torch.randn(end, kv_heads, size, generator=made) for _ in range(2))
     query = torch.randn(batch, count, heads, size, generator=made)
     inputs = ModelInput(torch.zeros(batch, count, dtype=torch.int64), positions, slots, tables, page)
     return Case(query.to(dtype), keys.to(dtype), values.to(dtype), inputs)
 
 
-def plain(case: Case, row: int, place: int, window: int | None) -> Tensor:
+def plain(case: Case, row: int, index: int, window: int | None) -> Tensor:
     """[heads, size] in float64, one head at a time."""
     query, keys, values, inputs = case
     page = inputs.page_size
-    position = int(inputs.positions[row, place])
+    position = int(inputs.positions[row, index])
     seen = [p for p in range(position + 1) if window is None or position - p < window]
     slots = [int(inputs.block_tables[row, p // page]) * page + p % page for p in seen]
     found = []
     for head in range(query.shape[2]):
         mine = head // (query.shape[2] // keys.shape[1])
-        scores = keys[slots, mine].double() @ query[row, place, head].double() / query.shape[3] ** 0.5
+        scores = keys[slots, mine].double() @ query[row, index, head].double() / query.shape[3] ** 0.5
         found.append(scores.softmax(0) @ values[slots, mine].double())
     return torch.stack(found)
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 200])
 @pytest.mark.parametrize("sizes", [(4, 2, 16, 5), (3, 3, 8, 1), (9, 3, 64, 4), (4, 1, 96, 9), (2, 2, 16, 20)])
-def test_it_equals_plain_attention_over_each_query_s_own_prefix(sizes: tuple[int, int, int, int], window: int | None) -> None:
+def test_attention_equals_plain_attention_over_the_prefix(sizes: tuple[int, int, int, int], window: int | None) -> None:
     heads, kv_heads, size, count = sizes
     case = make_case([max(3, count), 21 + count, PART + 40, 2 * PART + 9, 0], count, heads, kv_heads, size)
     output = case.run(window)
-    assert torch.isfinite(output).all(), "an inert query gives numbers too, though nobody reads them"
+    assert torch.isfinite(output).all(), "an inert query gives finite numbers as well"
     live = (case.inputs.slots >= PAGE).nonzero().tolist()
     assert len(live) > 3 * (count - 1)
-    for row, place in live:
-        torch.testing.assert_close(output[row, place].double(), plain(case, row, place, window), rtol=1e-5, atol=1e-5)
+    for row, index in live:
+        torch.testing.assert_close(output[row, index].double(), plain(case, row, index, window), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_result_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
-    """Alone or among rows, alone or among queries, with a short table or a long one."""
-    uneven = [PART + 72, 2 * PART + 34]  # the whole table is no multiple of what a matrix product takes at a time
+def test_result_is_independent_of_the_batch(dtype: torch.dtype) -> None:
+    """With other rows or queries or without, with a short or a long table."""
+    uneven = [PART + 72, 2 * PART + 34]  # the table is not a multiple of the part size
     many = [40, 3 * PART + 11, 6, 0, 2 * PART + 1]
     for heads, kv_heads, size, lengths in ((4, 2, 16, many), (4, 4, 16, uneven), (9, 3, 64, many), (4, 1, 32, uneven)):
         case = make_case(lengths, 6, heads, kv_heads, size, dtype)
@@ -115,7 +115,7 @@ def test_half_precision_is_rounded_once() -> None:
     assert torch.equal(case.run(), exact.bfloat16())
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_arguments_of_wrong_shapes_are_refused() -> None:
     case = make_case([9, 9], 2)
     with pytest.raises(AssertionError, match="keys"):
         attention(case.query[:, :, :3], case.keys, case.values, case.inputs)
@@ -125,12 +125,12 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         attention(case.query.bfloat16(), case.keys, case.values, case.inputs)
 
 
-def test_the_operation_is_registered_as_torch_wants_it() -> None:
+def test_operation_passes_opcheck() -> None:
     query, keys, values, (_, positions, slots, tables, size, *_) = make_case([5, 30], 2)
     opcheck(paged_attention.out, (query, keys, values, positions, slots, tables, size, 4, 0.25, torch.empty_like(query)))
 
 
-def test_a_tape_writes_and_reads_the_cache_in_place() -> None:
+def test_tape_writes_and_reads_the_cache_in_place() -> None:
     limits = Limits(2, 2, 24, PAGE, 6, 10, 10, 0)
     specs = (
         *cache_specs("a", 2, limits, 2, 16, torch.float32),

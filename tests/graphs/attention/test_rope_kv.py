@@ -1,4 +1,4 @@
-"""Rotary positions against multiplication of complex numbers, and the cache that the turned keys and the values are left in."""
+"""Rotary embeddings against multiplication of complex numbers, and the cache that rotated keys and values are written to."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def turns(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tenso
 
 
 def mixed(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Parts of one product, as a layer has them."""
+    """Parts of one product, as in a layer."""
     states = torch.randn(TOKENS, HEADS + 2 * KV_HEADS, SIZE, generator=torch.Generator().manual_seed(1)).to(dtype)
     return list(states.split([HEADS, KV_HEADS, KV_HEADS], 1))
 
 
-def test_each_pair_is_turned_by_its_angle() -> None:
+def test_pairs_are_rotated_by_their_angles() -> None:
     query = mixed()[0]
     real, imaginary = query.double().chunk(2, -1)
     turned = torch.complex(real, imaginary) * torch.polar(
@@ -35,7 +35,7 @@ def test_each_pair_is_turned_by_its_angle() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_keys_and_values_lie_in_their_slots(dtype: torch.dtype) -> None:
+def test_keys_and_values_are_written_to_their_slots(dtype: torch.dtype) -> None:
     query, key, value = mixed(dtype)
     keys, values = (torch.full((9, KV_HEADS, SIZE), torch.nan, dtype=dtype) for _ in range(2))
     slots = torch.tensor([8, 3, 1, 5, 0])
@@ -46,13 +46,13 @@ def test_keys_and_values_lie_in_their_slots(dtype: torch.dtype) -> None:
     assert bool(keys[others].isnan().all() & values[others].isnan().all())
 
 
-def test_the_operation_is_registered_as_torch_wants_it() -> None:
+def test_operation_passes_opcheck() -> None:
     keys = torch.zeros(9, KV_HEADS, SIZE)
     query = mixed()[0]
     opcheck(rope_and_write_kv.out, (*mixed(), *turns(), torch.tensor([8, 3, 1, 5, 0]), keys, keys.clone(), torch.empty(query.shape)))
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_arguments_of_wrong_shapes_are_refused() -> None:
     query, key, value = mixed()
     keys = torch.zeros(9, KV_HEADS, SIZE)
     slots = torch.arange(TOKENS)

@@ -1,4 +1,4 @@
-"""Where tokens lie, what turns them and which drafts stand: C against plain torch, and what either refuses."""
+"""Slots, angles, scattered masks and draft selection: C against plain torch, and refused inputs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch.library import opcheck
 from stepgraph.graphs import drafting
 from stepgraph.graphs.layers import slot_mapping
 from stepgraph.sampling import native
-from stepgraph.sampling.bitmask import WORD
-from stepgraph.sampling.grammar.status import TAG_FIELDS, MaskStatus
+from stepgraph.sampling.grammar.status import BITS_PER_WORD, TAG_FIELDS, MaskStatus
 from stepgraph.sampling.kernels import GrammarMask
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
@@ -24,17 +23,17 @@ SEEDS = st.integers(0, 2**31 - 1)
 
 
 def random(generator: torch.Generator, low: int, high: int, *shape: int) -> Tensor:
-    """Whole numbers from low up to but not high."""
+    """Random integers in [low, high)."""
     return torch.randint(low, high, shape, generator=generator)
 
 
 @given(SEEDS, st.integers(1, 3), st.integers(1, 6), st.integers(-3, 4))
-def test_tokens_are_placed_as_torch_places_them(seed: int, batch: int, count: int, offset: int) -> None:
+def test_slots_equal_the_reference(seed: int, batch: int, count: int, offset: int) -> None:
     made = torch.Generator().manual_seed(seed)
     state = random(made, 0, PAGE * PAGES + 2, batch, 7)  # columns of a wider table
-    tokens, wanted = random(made, -2, 50, batch, count), random(made, 0, 2, batch, count).bool()
+    tokens, required = random(made, -2, 50, batch, count), random(made, 0, 2, batch, count).bool()
     tables = random(made, 1, 40, batch, PAGES)
-    arguments = (tokens, wanted, state[:, 3], state[:, 5], tables, offset, PAGE, PAGE * PAGES)
+    arguments = (tokens, required, state[:, 3], state[:, 5], tables, offset, PAGE, PAGE * PAGES)
     for found, expected in zip(slot_mapping.place_tokens(*arguments), slot_mapping.place_tokens.reference(*arguments), strict=True):
         assert torch.equal(found, expected)
 
@@ -51,7 +50,7 @@ def test_shifted_entries_have_the_slots_of_earlier_positions(seed: int, batch: i
     assert torch.equal(found[0], earlier) and torch.equal(found[1], expected)
 
 
-def test_a_page_beyond_the_table_is_refused_where_it_is_wanted() -> None:
+def test_used_page_beyond_the_table_is_refused() -> None:
     tokens, length, end = torch.zeros(1, 3, dtype=torch.int64), torch.tensor([PAGE * PAGES - 1]), torch.tensor([99])
     arguments = (length, end, torch.ones(1, PAGES, dtype=torch.int64), 0, PAGE, 99)
     with pytest.raises(IndexError, match="outside of its table"):
@@ -61,8 +60,8 @@ def test_a_page_beyond_the_table_is_refused_where_it_is_wanted() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_angles_are_torch_s(dtype: torch.dtype) -> None:
-    """To a unit in the last place of float32; hardly ever another bfloat16."""
+def test_angles_equal_the_reference(dtype: torch.dtype) -> None:
+    """Within one ULP of float32; a bfloat16 result rarely differs."""
     positions, frequencies = torch.tensor([0, 1, 5, 777, 131_071]), 10_000.0 ** -(torch.arange(0, 64, 2) / 64)
     for found, expected in zip(
         slot_mapping.rope_angles(positions, frequencies, dtype),
@@ -74,12 +73,12 @@ def test_angles_are_torch_s(dtype: torch.dtype) -> None:
         assert int((found != expected).sum()) <= (2 if dtype is torch.bfloat16 else found.numel())
 
 
-@pytest.mark.parametrize("place", [0, 2])
-def test_masks_and_tags_go_to_the_place_that_the_tag_names(place: int) -> None:
-    made = torch.Generator().manual_seed(place)
+@pytest.mark.parametrize("index", [0, 2])
+def test_masks_and_tags_are_scattered_by_tag_position(index: int) -> None:
+    made = torch.Generator().manual_seed(index)
     rows, masks = torch.tensor([3, 0]), random(made, -(2**31), 2**31, 2, 6).to(torch.int32)
     tags = random(made, 0, 9, 2, TAG_FIELDS)
-    tags[:, 2] = place
+    tags[:, 2] = index
     found, expected = ((torch.zeros(4, 3, TAG_FIELDS, dtype=torch.int64), torch.zeros(4, 3, 6, dtype=torch.int32)) for _ in range(2))
     slot_mapping.scatter_masks(rows, tags, masks, *found)
     slot_mapping.scatter_masks.reference(rows, tags, masks, *expected)
@@ -89,13 +88,13 @@ def test_masks_and_tags_go_to_the_place_that_the_tag_names(place: int) -> None:
         slot_mapping.scatter_masks(rows, tags, masks, *found)
 
 
-def settling_case(seed: int, batch: int, ruled: bool, looked_up: bool, forced: bool) -> tuple[Any, ...]:
+def settling_case(seed: int, batch: int, constrained: bool, looked_up: bool, forced: bool) -> tuple[Any, ...]:
     made = torch.Generator().manual_seed(seed)
     width = 70
-    masks = random(made, -(2**31), 2**31, batch, 2, -(-width // WORD)).to(torch.int32)[:, :1]
+    masks = random(made, -(2**31), 2**31, batch, 2, -(-width // BITS_PER_WORD)).to(torch.int32)[:, :1]
     status = random(made, int(MaskStatus.NONE), int(MaskStatus.FAULT) + 1, batch, 1)
     status[random(made, 0, 3, batch) > 0] = int(MaskStatus.OK)
-    ruling = GrammarMask(masks, None, random(made, 0, 2, batch).bool(), status)
+    mask = GrammarMask(masks, None, random(made, 0, 2, batch).bool(), status)
     flags = [random(made, 0, 4, batch) > 0 for _ in range(2)]
     return (
         random(made, -2, width, batch),
@@ -103,31 +102,33 @@ def settling_case(seed: int, batch: int, ruled: bool, looked_up: bool, forced: b
         random(made, 0, 4, batch, 3)[:, 1],
         2,
         random(made, -width, width, batch, 5)[:, 2] if looked_up else None,
-        random(made, -width, width, batch).clamp(min=-1) if ruled and forced else None,
-        *(drafting.rule_of(ruling) if ruled else (None, None, None)),
+        random(made, -width, width, batch).clamp(min=-1) if constrained and forced else None,
+        *(drafting.rule_of(mask) if constrained else (None, None, None)),
     )
 
 
 @given(SEEDS, st.booleans(), st.booleans(), st.booleans())
-def test_drafts_are_settled_as_torch_settles_them(seed: int, ruled: bool, looked_up: bool, forced: bool) -> None:
-    case = settling_case(seed, 8, ruled, looked_up, forced)
+def test_draft_selection_equals_the_reference(seed: int, constrained: bool, looked_up: bool, forced: bool) -> None:
+    case = settling_case(seed, 8, constrained, looked_up, forced)
     found, expected = drafting.select_draft(*case), drafting.select_draft.reference(*case)
     assert torch.equal(found.tokens, expected.tokens)
     for mine, theirs in zip(found[1:], expected[1:], strict=True):
         assert theirs is None or (mine is not None and torch.equal(mine, theirs))
 
 
-def test_a_token_that_a_mask_does_not_know_is_no_index_into_it() -> None:
+def test_token_beyond_the_mask_is_not_used_as_an_index() -> None:
     case = list(settling_case(0, 8, True, True, False))
     case[5], case[8] = torch.full((8,), 10_000), torch.ones(8, dtype=torch.bool)
     with pytest.raises(IndexError):
         drafting.select_draft(*case)
 
 
-def test_the_operations_are_registered_as_torch_wants_them() -> None:
-    places = torch.ones(2, 3, dtype=torch.int64)
-    column, flags = places[:, 0], places.bool()
-    opcheck(slot_mapping.place_tokens.out, (places, flags, column, column, places, 0, PAGE, 9, *(places.clone() for _ in range(3))))
+def test_operations_pass_opcheck() -> None:
+    positions = torch.ones(2, 3, dtype=torch.int64)
+    column, flags = positions[:, 0], positions.bool()
+    opcheck(
+        slot_mapping.place_tokens.out, (positions, flags, column, column, positions, 0, PAGE, 9, *(positions.clone() for _ in range(3)))
+    )
     opcheck(slot_mapping.rope_angles.out, (torch.arange(3), torch.ones(2), torch.float32, torch.empty(3, 1, 4), torch.empty(3, 1, 4)))
     tags, masks = torch.ones(2, TAG_FIELDS, dtype=torch.int64), torch.ones(2, 6, dtype=torch.int32)
     opcheck(slot_mapping.scatter_masks.out, (torch.arange(2), tags, masks, tags[:, None].repeat(1, 3, 1), masks[:, None].repeat(1, 3, 1)))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 
+import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.graphs.attention.paged import attention
 from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.attention.triton import paged as paged_programs
@@ -19,7 +20,7 @@ assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTE
 
 
 def run(case: Case, window: int = 0, least_part: int = paged_programs.LEAST_PART) -> torch.Tensor:
-    """Into memory full of garbage."""
+    """On an output with arbitrary content."""
     query, keys, values, (_, positions, slots, tables, size, *_) = case
     output = torch.full_like(query, 7.5)
     paged_programs.paged_attention(
@@ -44,7 +45,7 @@ LENGTHS = [9, 150, 0, 260]
     ("heads", "kv_heads", "size", "count", "window"),
     [(4, 2, 64, 5, 0), (3, 3, 96, 1, 40), (9, 3, 64, 4, 130), (8, 1, 128, 9, 0), (1, 1, 192, 3, 1), (4, 2, 64, 1, 0)],
 )
-def test_it_equals_the_reference(heads: int, kv_heads: int, size: int, count: int, window: int) -> None:
+def test_attention_equals_the_reference(heads: int, kv_heads: int, size: int, count: int, window: int) -> None:
     compare(make_case(LENGTHS, count, heads, kv_heads, size, page=16), window)
 
 
@@ -53,7 +54,7 @@ def test_pages_and_heads_of_all_sizes(page: int, size: int) -> None:
     compare(make_case([70, 200], 5, 2, 1, size, page=page))
 
 
-def test_a_prompt_takes_several_blocks_of_queries() -> None:
+def test_prompt_with_several_blocks_of_queries() -> None:
     compare(make_case([150, 60], 50, 2, 1, 64, page=16), 60)
 
 
@@ -64,20 +65,20 @@ def test_half_precision(size: int, page: int) -> None:
 
 
 @pytest.mark.parametrize("count", range(1, 10))
-def test_as_many_queries_as_a_round_may_have(count: int) -> None:
-    """Heads in threes: no power of two, neither alone nor by the queries."""
+def test_largest_number_of_queries_in_a_round(count: int) -> None:
+    """Three heads per group: not a power of two, also multiplied by the queries."""
     compare(make_case([count, 30], count, 3, 1, 64, page=16), 20)
 
 
 @pytest.mark.parametrize(("length", "window"), [(8_200, 0), (32_750, 300)])
 def test_long_rows(length: int, window: int) -> None:
-    """Parts are longer there, and in a window most of them see nothing."""
+    """Longer parts, most of which are outside of the window."""
     case = make_case([length], 2, 2, 1, 64, page=64)
     torch.testing.assert_close(run(case, window), case.run(window or None), rtol=2e-6, atol=2e-6)
 
 
-def test_a_row_has_the_same_bits_in_any_company() -> None:
-    """Alone, in any place of a batch of any size, beside rows that are inert altogether."""
+def test_row_is_independent_of_the_batch() -> None:
+    """Alone, at any index of a batch of any size, beside inert rows."""
     case = make_case(LENGTHS, 4, 4, 2, 64, page=16)
     together = run(case)
     for rows in ([0], [1], [2], [3, 2], [2, 3, 1, 0], [2, 2, 1, 2, 2, 2]):
@@ -85,15 +86,15 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
         assert torch.equal(found, together[rows])
 
 
-def test_a_batch_without_a_live_position_reads_nothing() -> None:
+def test_batch_without_live_positions_reads_nothing() -> None:
     case = make_case([0, 0], 3, 2, 1, 64, page=16)
     assert bool(case.keys.isnan().all())
     for least_part in (paged_programs.LEAST_PART, 4096):
         assert torch.equal(run(case, least_part=least_part), torch.zeros_like(case.query))
 
 
-def test_what_is_no_number_is_not_lost_between_the_parts() -> None:
-    """A row's fault has to reach its logits, where it is found; the other row's result stays as it was."""
+def test_nan_is_kept_when_parts_are_combined() -> None:
+    """NaN must reach the logits of its row, where it is detected; the other row is unchanged."""
     case = make_case([300, 200], 2, 2, 1, 64, page=16)
     for least_part in (paged_programs.LEAST_PART, 4096):
         clean = run(case, least_part=least_part)
@@ -114,15 +115,15 @@ def test_what_is_no_number_is_not_lost_between_the_parts() -> None:
     ],
     ids=str,
 )
-def test_it_moves_what_its_tiles_say_and_no_more(shape: Shape) -> None:
-    """Keys that no query sees are not read, and programs behind a row's end ask for no query."""
+def test_moved_bytes_follow_from_the_tiles(shape: Shape) -> None:
+    """Keys that no query sees are not read, and programs after a row's end read no query."""
     found = figures(shape)
     assert found["loaded_bytes"] + found["stored_bytes"] == found["expected_bytes"] >= found["least_bytes"]
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 64), (torch.float32, 96), (torch.bfloat16, 128), (torch.float16, 6)])
-def test_heads_are_turned_and_kept_as_the_reference_does(dtype: torch.dtype, size: int) -> None:
-    """Parts of one product, and tensors of their own; bit for bit but in bfloat16, whose last bits the interpreter cuts off."""
+def test_rope_and_cache_write_equal_the_reference(dtype: torch.dtype, size: int) -> None:
+    """Parts of one product and separate tensors; bit-equal except in bfloat16, which the interpreter truncates."""
     made = torch.Generator().manual_seed(size)
     for packed in (True, False):
         mixed = torch.randn(5, 7, size, generator=made).to(dtype)
@@ -140,12 +141,12 @@ def test_heads_are_turned_and_kept_as_the_reference_does(dtype: torch.dtype, siz
             torch.testing.assert_close(one, other, rtol=near, atol=near)
 
 
-def test_heads_that_are_too_wide_are_refused() -> None:
+def test_too_large_heads_are_refused() -> None:
     with pytest.raises(ValueError, match="got heads of size 300, expected at most 256"):
         run(make_case([9], 1, 2, 1, 300, page=16))
 
 
 def test_the_last_entry_of_every_part_counts() -> None:
-    """Where a row ends exactly with a part, one before, one after."""
+    """Rows that end at the end of a part, one before and one after it."""
     for end in (128, 129, 255, 256):
         compare(make_case([end], 1, 2, 1, 64, page=16))

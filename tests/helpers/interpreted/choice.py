@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling import bitmask, rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import chain, choice, filters
@@ -40,17 +41,17 @@ def compare(
     logits: Tensor,
     masks: Tensor,
     rows: Tensor | None,
-    ruled: Tensor,
+    constrained: Tensor,
     tile: int = 0,
     ids: Tensor | None = None,
     status: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Kernel and reference on the same inputs, into memory full of garbage."""
+    """Kernel and reference on the same inputs, on outputs with arbitrary content."""
     shape = logits.shape[:2]
     outputs = [(torch.full(shape, 7.5), torch.full(shape, -9)) for _ in range(2)]
-    choice.masked_argmax.run_reference(logits, masks, rows, ruled, ids, status, *outputs[0])
+    choice.masked_argmax.run_reference(logits, masks, rows, constrained, ids, status, *outputs[0])
     tile = tile or max(32, min(65_536, triton.next_power_of_2(logits.shape[2])))
-    choice_programs.masked_argmax(logits, masks, rows, ruled, ids, status, *outputs[1], tile=tile)
+    choice_programs.masked_argmax(logits, masks, rows, constrained, ids, status, *outputs[1], tile=tile)
     torch.testing.assert_close(outputs[1][0], outputs[0][0], rtol=0, atol=0, equal_nan=True)
     assert torch.equal(outputs[1][1], outputs[0][1])
     assert bool((outputs[1][1] >= 0).all()) and bool((outputs[1][1] < logits.shape[2]).all())
@@ -58,7 +59,7 @@ def compare(
 
 
 def padded(batch: int, positions: int, width: int, dtype: torch.dtype, seed: int, *, coarse: bool = False) -> Tensor:
-    """Logits that are the head of wider ones, whose rest must never be chosen."""
+    """Logits as a view of wider ones, whose rest must never be chosen."""
     values = torch.randn(batch, positions, width + 67, generator=torch.Generator().manual_seed(seed)) * 4
     values = (values.round() if coarse else values).to(dtype)
     values[..., width:] = INF
@@ -75,11 +76,11 @@ def random_masks(rows: int, positions: int, width: int, density: float, seed: in
 
 @pytest.mark.parametrize(("width", "dtype"), pairs(WIDTHS, [torch.float32, torch.bfloat16, torch.float16]))
 def test_masked_argmax_at_every_width(width: int, dtype: torch.dtype) -> None:
-    rows, ruled = torch.tensor([3, 0, 3]), torch.tensor([True, True, False])
+    rows, constrained = torch.tensor([3, 0, 3]), torch.tensor([True, True, False])
     for density in (0.5, 3 / width):
         masks = random_masks(4, 2, width, density, width)
-        compare(padded(3, 2, width, dtype, width), masks, rows, ruled)
-        compare(padded(3, 2, width, dtype, width, coarse=True), masks[:3], None, ruled)
+        compare(padded(3, 2, width, dtype, width), masks, rows, constrained)
+        compare(padded(3, 2, width, dtype, width, coarse=True), masks[:3], None, constrained)
 
 
 @pytest.mark.parametrize("tile", [32, 256, 4096])
@@ -89,7 +90,7 @@ def test_masked_argmax_over_many_tiles(tile: int) -> None:
     compare(padded(2, 3, width, torch.bfloat16, tile, coarse=True), masks, torch.tensor([4, 1]), torch.tensor([True, False]), tile)
 
 
-def test_the_sign_bit_of_a_word_is_a_token_like_any_other() -> None:
+def test_sign_bit_of_a_mask_word_is_a_token() -> None:
     allowed = torch.zeros(1, 1, 96, dtype=torch.bool)
     allowed[..., 31::32] = True
     logits = torch.zeros(1, 1, 96)
@@ -99,24 +100,24 @@ def test_the_sign_bit_of_a_word_is_a_token_like_any_other() -> None:
     assert compare(logits, bitmask.pack(allowed), None, torch.tensor([True]))[1].item() == 31
 
 
-def test_ties_go_to_the_lowest_id_also_between_the_two_zeros_and_across_tiles() -> None:
+def test_ties_go_to_the_lowest_id() -> None:
     width = 300
-    masks, ruled = torch.full((1, 1, 10), -1, dtype=torch.int32), torch.tensor([True])
+    masks, constrained = torch.full((1, 1, 10), -1, dtype=torch.int32), torch.tensor([True])
     for values in ((0.0, -0.0), (-0.0, 0.0), (5.0, 5.0), (INF, INF), (-INF, -INF)):
         logits = torch.full((1, 1, width), -INF)
         logits[0, 0, 70], logits[0, 0, 290] = values
-        best, token = compare(logits, masks, None, ruled, tile=64)
+        best, token = compare(logits, masks, None, constrained, tile=64)
         assert (best.item(), token.item()) == (values[0], 70 if values[0] > -INF else 0)
 
 
 @pytest.mark.parametrize("legal", [True, False])
-def test_nan_of_a_legal_token_is_reported_and_of_an_illegal_one_is_not_seen(legal: bool) -> None:
+def test_only_nan_of_a_legal_token_is_reported(legal: bool) -> None:
     width = 1000
     allowed = torch.ones(1, 1, width, dtype=torch.bool)
     logits = torch.randn(1, 1, width, generator=torch.Generator().manual_seed(1))
-    for place, value in ((200, math.nan), (900, math.nan), (100, INF)):
-        logits[0, 0, place] = value
-        allowed[0, 0, place] = legal
+    for index, value in ((200, math.nan), (900, math.nan), (100, INF)):
+        logits[0, 0, index] = value
+        allowed[0, 0, index] = legal
     logits[0, 0, 900].neg_()
     best, token = compare(logits, bitmask.pack(allowed), None, torch.tensor([True]), tile=128)
     assert bool(best.isfinite()) != legal
@@ -124,7 +125,7 @@ def test_nan_of_a_legal_token_is_reported_and_of_an_illegal_one_is_not_seen(lega
     compare(logits, bitmask.pack(allowed), None, torch.tensor([False]), tile=128)
 
 
-def test_a_row_without_a_legal_token_is_minus_infinity_and_token_zero() -> None:
+def test_row_without_a_legal_token_gives_minus_infinity_and_token_zero() -> None:
     masks = torch.zeros(2, 2, 5, dtype=torch.int32)
     masks[1] = -1
     best, token = compare(padded(2, 2, 150, torch.float16, 1), masks, None, torch.tensor([True, True]), tile=64)
@@ -139,7 +140,7 @@ def test_views_with_any_leading_strides() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 40, 1024, 32_000])
-def test_a_vocabulary_of_its_own_reads_the_bits_that_it_stands_for(width: int) -> None:
+def test_own_vocabulary_reads_the_mask_bits_of_its_tokens(width: int) -> None:
     target = 131_072
     ids = torch.randperm(target, generator=torch.Generator().manual_seed(width))[:width].sort().values
     for density in (0.5, 0.01):
@@ -150,26 +151,26 @@ def test_a_vocabulary_of_its_own_reads_the_bits_that_it_stands_for(width: int) -
 
 @pytest.mark.parametrize("status", list(MaskStatus))
 @pytest.mark.parametrize("own", [False, True])
-def test_a_mask_that_does_not_count_allows_nothing(status: MaskStatus, own: bool) -> None:
-    """Whatever its bits say; a row without a mask has no status to heed."""
+def test_mask_without_status_ok_allows_nothing(status: MaskStatus, own: bool) -> None:
+    """The mask bits are ignored; a row without a mask ignores its status."""
     masks, ids = torch.full((2, 2, 4), -1, dtype=torch.int32), torch.arange(100) if own else None
-    told = torch.tensor([[int(status), int(MaskStatus.OK)]] * 2)
-    best, token = compare(torch.ones(2, 2, 100), masks, None, torch.tensor([True, False]), tile=64, ids=ids, status=told)
+    statuses = torch.tensor([[int(status), int(MaskStatus.OK)]] * 2)
+    best, token = compare(torch.ones(2, 2, 100), masks, None, torch.tensor([True, False]), tile=64, ids=ids, status=statuses)
     assert best.tolist() == [[1.0 if status == MaskStatus.OK else -INF, 1.0], [1.0, 1.0]]
     assert token.tolist() == [[0, 0], [0, 0]]
 
 
 @triton.jit
 def _numbers(seed, position, index, chance, noise, SALT: tl.constexpr, COUNT: tl.constexpr):
-    place = tl.arange(0, COUNT)
-    arguments = (tl.load(seed + place), tl.load(position + place), tl.load(index + place))
-    tl.store(chance + place, numeric.uniform(arguments[0], arguments[1], arguments[2], SALT))
-    tl.store(noise + place, numeric.exponential(arguments[0], arguments[1], arguments[2], SALT))
+    number = tl.arange(0, COUNT)
+    arguments = (tl.load(seed + number), tl.load(position + number), tl.load(index + number))
+    tl.store(chance + number, numeric.uniform(arguments[0], arguments[1], arguments[2], SALT))
+    tl.store(noise + number, numeric.exponential(arguments[0], arguments[1], arguments[2], SALT))
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))
-def test_numbers_are_those_of_rng(purpose: Purpose) -> None:
-    """The uniform ones bit for bit; the exponential ones within four units of the last place: numpy's logarithm stands in."""
+def test_random_numbers_equal_rng(purpose: Purpose) -> None:
+    """Uniform numbers bit for bit; exponential ones within four ULP, since the interpreter uses numpy's logarithm."""
     count = 1 << 18
     made = torch.Generator().manual_seed(int(purpose))
     seed, position = (torch.randint(-(2**62), 2**62, (count,), generator=made) for _ in range(2))
@@ -182,7 +183,7 @@ def test_numbers_are_those_of_rng(purpose: Purpose) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 33, 5000, 131_072, 151_669, 262_144])
-def test_race_draws_the_reference_s_tokens(width: int) -> None:
+def test_race_equals_the_reference(width: int) -> None:
     rows = 20
     made = torch.Generator().manual_seed(width)
     settings_of_rows = torch.tensor([[1.0, 0, 1, 0], [0.7, 50, 0.9, 0.01], [0.0, 0, 1, 0], [8.0, 0, 1, 0]]).repeat(rows // 4, 1)
@@ -225,7 +226,7 @@ def test_chain_accept_equals_the_reference(data: st.DataObject, k: int) -> None:
         return data.draw(st.lists(strategy, min_size=count, max_size=count))
 
     sampled = several(st.integers(0, 4), k + 1)
-    drafts = [data.draw(st.one_of(st.just(sampled[place]), st.integers(-1, 4))) for place in range(k)]
+    drafts = [data.draw(st.one_of(st.just(sampled[index]), st.integers(-1, 4))) for index in range(k)]
     finite = torch.tensor([several(st.sampled_from([1] * 9 + [0]), k + 1)], dtype=torch.bool)
     status = several(st.sampled_from(STATUSES), k + 1)
     count, room = data.draw(st.integers(0, k)), data.draw(st.integers(1, 12))

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling import sampler
 from stepgraph.sampling.kernels import filters
 from stepgraph.sampling.kernels.triton import filters as programs
@@ -32,7 +33,7 @@ def _quiet() -> None:
 
 
 def padded(batch: int, positions: int, width: int, dtype: torch.dtype = torch.float32, *, coarse: bool = False) -> Tensor:
-    """Logits that are the head of wider ones, whose rest must never be seen."""
+    """Logits as a view of wider ones, whose rest must not be read."""
     values = torch.randn(batch, positions, width + 67, generator=torch.Generator().manual_seed(width)) * 4
     values = (values.round() if coarse else values).to(dtype)
     values[..., width:] = INF
@@ -41,7 +42,7 @@ def padded(batch: int, positions: int, width: int, dtype: torch.dtype = torch.fl
 
 
 def compare(logits: Tensor, rows: list[list[float]], tile: int = 0, digit_bits: int = 5) -> Tensor:
-    """Program and reference on the same inputs, into memory full of garbage."""
+    """Program and reference on the same inputs, on outputs with arbitrary content."""
     params = torch.tensor(rows)
     outputs = torch.full((2, *logits.shape), -7.5)
     expected, probs = outputs[0], outputs[1]
@@ -71,13 +72,13 @@ def test_distribution_at_every_width(width: int, dtype: torch.dtype, coarse: boo
 
 
 @pytest.mark.parametrize(("tile", "digit_bits"), [(32, 3), (64, 4)])
-def test_distribution_over_many_tiles_and_digits_that_do_not_divide_thirty(tile: int, digit_bits: int) -> None:
+def test_distribution_over_many_tiles_and_digit_sizes(tile: int, digit_bits: int) -> None:
     logits = padded(2, 1, 2 * tile + 5, coarse=tile == 64)
-    logits[1, 0, :tile] = -INF  # a tile of which nothing is read
+    logits[1, 0, :tile] = -INF  # a tile that is skipped
     compare(logits, [[0.9, 11, 0.8, 0], [2.0, 20, 0.5, 0.02]], tile, digit_bits)
 
 
-def test_rows_that_cannot_be_drawn_from_and_rows_that_hold_one_token() -> None:
+def test_rows_with_zero_or_one_possible_token() -> None:
     """Dead, NaN, infinite and greedy rows beside a flat one, with and without filters."""
     logits = padded(5, 1, 70)
     logits[0], logits[1, 0, 50], logits[2, 0, 3] = -INF, math.nan, INF
@@ -89,7 +90,7 @@ def test_rows_that_cannot_be_drawn_from_and_rows_that_hold_one_token() -> None:
         assert bool((probs[4] == torch.tensor(1 / 70)).all()), "equals stay together"
 
 
-def test_settings_at_their_ends() -> None:
+def test_settings_at_their_limits() -> None:
     logits = padded(6, 1, 50)
     probs = compare(logits, [[1.0, 50, 1, 0], [1.0, 2**24, 1, 0], [1.0, 49, 1, 0], [1.0, 0, 1e-6, 0], [1.0, 1, 1, 0], [1.0, 0, 1, 1.0]])
     assert (probs > 0).sum(-1).flatten().tolist() == [50, 50, 49, 1, 1, 1]
@@ -106,8 +107,8 @@ def test_views_with_any_leading_strides() -> None:
 
 
 @pytest.mark.parametrize(("width", "target", "tile"), [(150, 150, 128), (131_071, 131_071, 131_072), (64, 4000, 64)])
-def test_draw_gives_the_reference_s_probabilities_and_tokens(width: int, target: int, tile: int) -> None:
-    """Where the target's vocabulary is larger, the draft has its own and races with the noise of the tokens that it stands for."""
+def test_draw_equals_the_reference(width: int, target: int, tile: int) -> None:
+    """A draft with its own vocabulary uses the random numbers of the target's tokens."""
     made = torch.Generator().manual_seed(width)
     rows = [[0.7, 50, 0.9, 0.01], GREEDY, [1.3, 0, 0.95, 0], PLAIN]
     logits, params = padded(len(rows), 1, width)[:, 0], torch.tensor(rows)
@@ -115,20 +116,20 @@ def test_draw_gives_the_reference_s_probabilities_and_tokens(width: int, target:
     ids = torch.randperm(target - 1, generator=made)[:width] + 1 if target > width else None
     seed, position = torch.randint(0, 2**62, (len(rows),), generator=made), torch.arange(len(rows))
     expected, probs = torch.full((2, len(rows), target), -7.5)
-    wanted, token = torch.full((2, len(rows)), -9)
-    filters.draw.run_reference(logits, params, seed, position, Purpose.DRAFT, ids, target, expected, wanted)
+    required, token = torch.full((2, len(rows)), -9)
+    filters.draw.run_reference(logits, params, seed, position, Purpose.DRAFT, ids, target, expected, required)
     programs.draw(logits, params, seed, position, Purpose.DRAFT, ids, target, probs, token, tile=tile, digit_bits=3)
-    assert torch.equal(probs, expected) and torch.equal(token, wanted)
+    assert torch.equal(probs, expected) and torch.equal(token, required)
     assert token[3].item() == 0 and bool((probs.gather(1, token[:, None])[:3] > 0).all())
 
 
 @triton.jit
 def _weigh(values, weights, COUNT: tl.constexpr):
-    place = tl.arange(0, COUNT)
-    tl.store(weights + place, portable_exp(tl.load(values + place)))
+    index = tl.arange(0, COUNT)
+    tl.store(weights + index, portable_exp(tl.load(values + index)))
 
 
-def test_weights_are_the_sampler_s_bit_for_bit() -> None:
+def test_weights_are_bit_equal_to_the_sampler() -> None:
     values = torch.cat([-torch.rand(1 << 16, generator=torch.Generator().manual_seed(1)) * 90, -torch.logspace(-30, 2, 1 << 16)])
     weights = torch.empty_like(values)
     _weigh[(1,)](values, weights, COUNT=len(values))

@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import GrammarMask, Processed, chain, processors
@@ -30,7 +31,7 @@ def _quiet() -> None:
 
 
 def compare(case: Case, tile: int = 0) -> Processed:
-    """Program and reference on the same inputs: equal bits, but that both zeros are one."""
+    """Program and reference on the same inputs: equal bits, except that both zeros are equal."""
     ours, expected = case.outputs(), case.outputs()
     processors.process_logits.run_reference(*case.arguments(expected))
     tile = tile or max(32, min(65_536, triton.next_power_of_2(case.logits.shape[2])))
@@ -44,18 +45,18 @@ def compare(case: Case, tile: int = 0) -> Processed:
 def test_process_at_every_width(width: int, dtype: torch.dtype) -> None:
     found = compare(make_case(4, 2, width, dtype))
     assert 0 < int(found.finite.sum()) < found.finite.numel()
-    compare(make_case(4, 1, width, dtype, ruled=False, first=2))
+    compare(make_case(4, 1, width, dtype, masked=False, first=2))
 
 
-@pytest.mark.parametrize(("tile", "places"), pairs([64, 256, 512], [(0, 4), (0, 1), (3, 1), (1, 2)]))
-def test_process_over_many_tiles_at_every_place(tile: int, places: tuple[int, int]) -> None:
-    first, positions = places
-    for ruled in (True, False):
-        compare(make_case(4, positions, tile + 5, torch.bfloat16, ruled=ruled, first=first, seed=tile), tile=tile)
+@pytest.mark.parametrize(("tile", "first_and_count"), pairs([64, 256, 512], [(0, 4), (0, 1), (3, 1), (1, 2)]))
+def test_process_over_many_tiles_at_every_position(tile: int, first_and_count: tuple[int, int]) -> None:
+    first, positions = first_and_count
+    for constrained in (True, False):
+        compare(make_case(4, positions, tile + 5, torch.bfloat16, masked=constrained, first=first, seed=tile), tile=tile)
 
 
 @pytest.mark.parametrize("own", [1, 40, 1024, 32_000])
-def test_a_vocabulary_of_its_own_reads_what_it_stands_for(own: int) -> None:
+def test_an_own_vocabulary_reads_the_mask_of_the_target_tokens(own: int) -> None:
     case = make_case(5, 1, 131_071, torch.bfloat16, own=own, first=2, seed=own)
     compare(case, tile=max(32, triton.next_power_of_2(own) // 4))
     assert case.ids is not None
@@ -63,38 +64,38 @@ def test_a_vocabulary_of_its_own_reads_what_it_stands_for(own: int) -> None:
     compare(case._replace(ids=shuffled))
 
 
-def test_rows_of_their_own_need_no_table() -> None:
+def test_rows_without_a_row_table() -> None:
     case = make_case(6, 2, 500, torch.float16)
     settings = case.settings._replace(**{name: getattr(case.settings, name)[:6] for name in case.settings._fields[:-1]})
-    assert case.ruling is not None
-    compare(case._replace(settings=settings, rows=None, ruling=case.ruling._replace(rows=None)), tile=128)
+    assert case.mask is not None
+    compare(case._replace(settings=settings, rows=None, mask=case.mask._replace(rows=None)), tile=128)
 
 
 def one_row(allowed: Tensor, logits: Tensor, status: MaskStatus = MaskStatus.OK) -> Case:
-    """A row that asks for nothing, at one place under one mask."""
+    """A row with default settings, at one position under one mask."""
     case = make_case(1, 1, logits.shape[0], torch.float32)
-    ruling = GrammarMask(bitmask.pack(allowed)[None, None], None, torch.tensor([True]), torch.tensor([[int(status)]]))
-    return case._replace(logits=logits[None, None], ruling=ruling)
+    mask = GrammarMask(bitmask.pack(allowed)[None, None], None, torch.tensor([True]), torch.tensor([[int(status)]]))
+    return case._replace(logits=logits[None, None], mask=mask)
 
 
 @pytest.mark.parametrize("status", list(MaskStatus))
-def test_a_mask_that_does_not_count_allows_nothing(status: MaskStatus) -> None:
+def test_mask_without_status_ok_allows_nothing(status: MaskStatus) -> None:
     found = compare(one_row(torch.ones(96, dtype=torch.bool), torch.zeros(96), status), tile=32)
     assert bool((found.logits == (0.0 if status == MaskStatus.OK else -INF)).all())
     assert (found.finite.item(), found.status.item()) == (status == MaskStatus.OK, status)
 
 
-def test_the_sign_bit_of_a_word_is_a_token_like_any_other() -> None:
+def test_sign_bit_of_a_mask_word_is_a_token() -> None:
     allowed = torch.arange(96) % 32 == 31
     assert torch.equal(compare(one_row(allowed, torch.zeros(96)), tile=64).logits[0, 0] == 0, allowed)
 
 
-def test_a_mask_without_a_bit_is_no_dead_end_of_the_request() -> None:
+def test_empty_mask_is_not_a_dead_end_of_the_request() -> None:
     found = compare(one_row(torch.zeros(70, dtype=torch.bool), torch.zeros(70)), tile=32)
     assert (found.finite.item(), found.status.item()) == (False, MaskStatus.OK)
 
 
-def test_bans_of_all_that_is_legal_are_a_dead_end() -> None:
+def test_banning_all_legal_tokens_is_a_dead_end() -> None:
     allowed = torch.zeros(70, dtype=torch.bool)
     allowed[[3, 69]] = True
     case = one_row(allowed, torch.zeros(70))
@@ -106,7 +107,7 @@ def test_bans_of_all_that_is_legal_are_a_dead_end() -> None:
         assert (found.finite.item(), found.status.item()) == (expected == MaskStatus.OK, expected)
 
 
-def test_a_nan_is_seen_where_it_is_legal_only() -> None:
+def test_nan_is_detected_only_at_legal_tokens() -> None:
     logits = torch.zeros(70)
     logits[40] = math.nan
     for legal in (True, False):
@@ -116,15 +117,15 @@ def test_a_nan_is_seen_where_it_is_legal_only() -> None:
         assert (found.finite.item(), found.status.item()) == (not legal, MaskStatus.OK)
 
 
-@pytest.mark.parametrize("places", [1, 2, 5, 9])
-def test_mask_status_equals_the_reference(places: int) -> None:
-    tags, owner, generated, ruled, rows = tag_inputs(40, places, torch.device("cpu"))
+@pytest.mark.parametrize("positions", [1, 2, 5, 9])
+def test_mask_status_equals_the_reference(positions: int) -> None:
+    tags, owner, generated, constrained, rows = tag_inputs(40, positions, torch.device("cpu"))
     for first, chosen in ((2, rows), (0, rows), (2, None)):
-        outputs = [torch.full((40, places), -9) for _ in range(2)]
+        outputs = [torch.full((40, positions), -9) for _ in range(2)]
         own = tags if chosen is not None else tags[rows].transpose(0, 1).contiguous().transpose(0, 1)
-        arguments = (own, owner, generated, ruled, first, chosen)
+        arguments = (own, owner, generated, constrained, first, chosen)
         chain.mask_status.run_reference(*arguments, outputs[0])
         chain_programs.mask_status(*arguments, outputs[1])
         assert torch.equal(*outputs)
-        told = outputs[0][ruled]
-        assert int((told == MaskStatus.NONE).sum()) > 0 and (first == 0 or int((told != MaskStatus.NONE).sum()) > 0)
+        statuses = outputs[0][constrained]
+        assert int((statuses == MaskStatus.NONE).sum()) > 0 and (first == 0 or int((statuses != MaskStatus.NONE).sum()) > 0)

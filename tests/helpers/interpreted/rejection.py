@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling import rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import rejection
@@ -29,7 +30,7 @@ def _quiet() -> None:
 
 
 class Case(NamedTuple):
-    """The arguments of the operation but for its outputs."""
+    """The inputs of the operation."""
 
     target_probs: Tensor
     draft_probs: Tensor
@@ -44,8 +45,8 @@ class Case(NamedTuple):
 
 
 def make_case(batch: int, k: int, width: int, seed: int, *, closeness: float = 0.5, sound: bool = False) -> Case:
-    """Rows in any order among more, drafts drawn from their distributions, a few of them for certain, -1 behind draft_count; unless
-    `sound`, also a few -1 in front of it, statuses that end a chain, and places without a finite logit."""
+    """Permuted rows of a larger table; drafts drawn from their distributions, a few of them certain, -1 after draft_count. Unless
+    `sound`, also a few -1 before it, statuses that end a chain, and positions without a finite logit."""
     made = torch.Generator().manual_seed(seed)
     settings = SETTINGS.repeat(-(-batch // len(SETTINGS)), 1)[:batch]
     logits = torch.randn(batch, k + 1, width, generator=made) * 2
@@ -79,7 +80,7 @@ def make_case(batch: int, k: int, width: int, seed: int, *, closeness: float = 0
 
 
 def compare(case: Case, tile: int = 0) -> tuple[Tensor, Tensor]:
-    """Program and reference on the same inputs, into memory full of garbage."""
+    """Program and reference on the same inputs, on outputs with arbitrary content."""
     batch, positions, width = case.target_probs.shape
     outputs = [(torch.full((batch, positions), -9), torch.full((batch,), -9)) for _ in range(2)]
     rejection.reject_sample.run_reference(*case, *outputs[0])
@@ -93,44 +94,44 @@ def compare(case: Case, tile: int = 0) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("k", range(9))
-def test_tokens_and_acceptance_are_the_reference_s(k: int) -> None:
+def test_tokens_and_acceptance_equal_the_reference(k: int) -> None:
     _, accepted = compare(make_case(14, k, 160, k), tile=128)
     assert len(set(accepted.tolist())) > min(k, 2), "chains of several lengths"
 
 
 @pytest.mark.parametrize("width", [1, 31, 33, 1000, 32_768, 131_071, 151_669, 262_144])
-def test_every_width(width: int) -> None:
+def test_rejection_at_every_width(width: int) -> None:
     compare(make_case(4, 2, width, width, closeness=0.3))
 
 
-def test_a_view_of_wider_distributions() -> None:
+def test_view_of_wider_distributions() -> None:
     case = make_case(8, 3, 300, 5)
     padded = [torch.cat([each, torch.full((*each.shape[:2], 77), float("inf"))], 2)[..., :300] for each in case[:2]]
     compare(case._replace(target_probs=padded[0], draft_probs=padded[1]), tile=128)
 
 
-def test_a_draft_as_likely_as_its_target_holds_and_what_is_left_of_rounding_is_raced() -> None:
-    """p = q but for scraps here and there: a refusal, forced by its status, leaves the scraps, which alone may be drawn."""
+def test_equal_probabilities_accept_and_rounding_residue_is_drawn_from() -> None:
+    """p = q except for a few small differences: after a rejection forced by a status only these may be drawn."""
     for seed, scraps in ((1, 0), (2, 1), (3, 2)):
         case = make_case(8, 2, 300, seed, closeness=0.0, sound=True)
         assert torch.equal(compare(case, tile=128)[1], case.draft_count)
         given = case.target_probs.clone()
-        places = torch.arange(scraps) * 100 + 77
-        given[..., places] += 1e-6
+        positions = torch.arange(scraps) * 100 + 77
+        given[..., positions] += 1e-6
         refused = case._replace(target_probs=given, status=torch.full_like(case.status, int(MaskStatus.OK)))
         refused.status[:, 1] = int(MaskStatus.ILLEGAL)
         tokens, accepted = compare(refused, tile=128)
         assert int(accepted.max()) == 0
         sampled = ~case.certain[:, 0] & (case.draft_count > 0)
         if scraps:
-            assert set(tokens[sampled, 0].tolist()) <= set(places.tolist())
+            assert set(tokens[sampled, 0].tolist()) <= set(positions.tolist())
         else:
             assert bool((given[sampled, 0].gather(1, tokens[sampled, :1]) > 0).all()), "drawn from the target's distribution"
             assert len(set(tokens[sampled, 0].tolist())) > 2
 
 
-def test_a_certain_draft_holds_as_often_as_its_target_wants_it() -> None:
-    """A row that was greedy when it drafted and is judged by a distribution; what its refusal draws is another token."""
+def test_certain_draft_is_accepted_with_the_target_probability() -> None:
+    """A draft that was chosen greedily and is judged by a distribution; a rejection draws another token."""
     case = make_case(48, 1, 40, 3, sound=True)
     likeliest = case.target_probs[:, :1].argmax(2)
     case = case._replace(certain=torch.ones(48, 1, dtype=torch.bool), drafts=likeliest, draft_count=torch.ones(48, dtype=torch.int64))
@@ -142,7 +143,7 @@ def test_a_certain_draft_holds_as_often_as_its_target_wants_it() -> None:
     assert bool((tokens[accepted == 0, 0] != likeliest[accepted == 0, 0]).all())
 
 
-def test_a_dead_row_gives_token_zero() -> None:
+def test_dead_row_gives_token_zero() -> None:
     case = make_case(6, 2, 300, 9, sound=True)
     tokens, accepted = compare(case._replace(target_probs=torch.zeros_like(case.target_probs)), tile=256)
     assert tokens.eq(0).all() and accepted.eq(0).all()
@@ -150,11 +151,11 @@ def test_a_dead_row_gives_token_zero() -> None:
 
 @triton.jit
 def _coins(seed, position, coins, SALT: tl.constexpr, COUNT: tl.constexpr):
-    place = tl.arange(0, COUNT)
-    tl.store(coins + place, numeric.coin(tl.load(seed + place), tl.load(position + place), SALT))
+    index = tl.arange(0, COUNT)
+    tl.store(coins + index, numeric.coin(tl.load(seed + index), tl.load(position + index), SALT))
 
 
-def test_coins_are_those_of_rng() -> None:
+def test_coins_equal_rng() -> None:
     count = 1 << 16
     made = torch.Generator().manual_seed(2)
     seed, position = (torch.randint(-(2**62), 2**62, (count,), generator=made) for _ in range(2))

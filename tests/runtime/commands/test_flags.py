@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from stepgraph import Engine, EngineConfig
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import bench, capture_check, engines, terminal
 from stepgraph.runtime.commands.engines import MAX_THREADS, set_default_threads, set_threads
@@ -24,6 +27,7 @@ from stepgraph.sampling import native
 from stepgraph.sampling.grammar import Vocabulary
 from tests.helpers.command_models import model_folder
 
+Captured = pytest.CaptureFixture[str]
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
 STEPS = """
 import sys
@@ -47,6 +51,12 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for name in ("my_step", "odd_steps"):
         sys.modules.pop(name, None)
+
+
+def run(capsys: Captured, *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(list(arguments))
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
 
 
 def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
@@ -90,9 +100,7 @@ def test_omp_num_threads_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("word", ["generate", "bench", "demo"])
-def test_commands_set_the_threads_after_the_model_was_loaded(
-    word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_set_the_threads_after_the_model_was_loaded(word: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     def record(parsed: argparse.Namespace, model: torch.nn.Module) -> None:
         raise ValueError(f"threads {parsed.threads} for {type(model).__name__}")
 
@@ -117,7 +125,7 @@ def test_commands_set_the_threads_after_the_model_was_loaded(
         ("[" * 100_000, "recursion"),
     ],
 )
-def test_a_bad_prompt_is_reported_with_its_line_number(tmp_path: Path, line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_prompt_is_reported_with_its_line_number(tmp_path: Path, line: str, message: str, capsys: Captured) -> None:
     (tmp_path / "prompts").write_text('\n{"text": "a"}\n' + line, encoding="utf-8")
     assert cli.main(["bench", "toy", "--prompts", str(tmp_path / "prompts")]) == terminal.BAD_INPUT
     error = capsys.readouterr().err
@@ -151,9 +159,7 @@ def test_prompt_lines_end_at_newlines_only(tmp_path: Path) -> None:
         (["..x:make"], 2, ["MODULE:NAME: got '..x:make', expected a module"]),
     ],
 )
-def test_errors_of_user_code_show_the_users_lines(
-    arguments: list[str], code: int, messages: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_of_user_code_show_the_users_lines(arguments: list[str], code: int, messages: list[str], capsys: Captured) -> None:
     assert cli.main(["capture-check", *arguments]) == code
     out, errors = capsys.readouterr()
     assert out == "" and all(words in errors for words in messages), errors
@@ -162,7 +168,7 @@ def test_errors_of_user_code_show_the_users_lines(
 
 
 @pytest.mark.usefixtures("steps")
-def test_output_of_user_code_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_user_code_goes_to_stderr(capsys: Captured) -> None:
     assert cli.main(["capture-check", "odd_steps:talks", "--json"]) == 0
     out, errors = capsys.readouterr()
     assert json.loads(out)["capturable"] and errors == "hello\n"
@@ -200,3 +206,60 @@ sys.exit(run_command("x", work))
 """
     command = [sys.executable, "-c", script]
     assert subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], check=False, timeout=60).returncode == 7
+
+
+def test_invalid_files_and_standard_input_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    (tmp_path / "list.json").write_text("[1]", encoding="utf-8")
+    (tmp_path / "latin").write_bytes("{é}".encode("latin-1"))
+    model = str(model_folder())
+    for name, message in (("list.json", "with a list, expected an object"), ("latin", "can't decode byte 0xe9")):
+        code, _, errors = run(capsys, "generate", model, "hi", "--schema", str(tmp_path / name))
+        assert code == 2 and "--schema: got '" in errors and message in errors
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
+    code, _, errors = run(capsys, "generate", model, "-")
+    assert code == 2 and "got bytes that are not UTF-8" in errors and "expected text" in errors
+
+
+def test_set_threads_sets_torch_threads() -> None:
+    before = torch.get_num_threads()
+    try:
+        set_threads(argparse.Namespace(threads=before + 1))
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_generate_reports_failures_and_prints_a_summary_on_terminals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """The weights are finite, the logits are not."""
+    monkeypatch.setattr(terminal, "shows_progress", lambda: True)
+    arguments = ("hi", "--max-new-tokens", "3", "-k", "0")
+    code, _, errors = run(capsys, "generate", str(model_folder()), *arguments)
+    assert code == 0 and "3 tokens in 3 rounds, " in errors and errors.rstrip().endswith(", length")
+    shutil.copytree(model_folder(), tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors["model.norm.weight"].fill_(3e38)
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    code, _, errors = run(capsys, "generate", str(tmp_path / "model"), *arguments)
+    assert code == 1 and "stepgraph generate: error: the target's best legal logit is not finite" in errors
+
+
+def test_capture_check_refuses_objects_that_are_not_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    (tmp_path / "odd_pair.py").write_text("def make():\n    return 5, 6\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    code, _, errors = run(capsys, "capture-check", "odd_pair:make")
+    assert code == 2 and "odd_pair:make: got int as the step, expected a function of the buffers" in errors
+    sys.modules.pop("odd_pair")
+    code, _, errors = run(capsys, "capture-check", "builtins:dict")  # has no signature, so it is called
+    assert code == 2 and "builtins:dict: got dict as its result, expected a function without arguments" in errors
+
+
+def test_replay_reports_skipped_prompt_embeddings(tmp_path: Path, capsys: Captured) -> None:
+    config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=32, greedy_only=True, eager=True)
+    with Engine.from_pretrained(model_folder(), config=config, record=tmp_path / "run.jsonl") as engine:
+        engine.generate([1, 2, 3, 4], max_new_tokens=3)
+        engine.generate([1, 2, 3, 4], prompt_embeddings={1: torch.ones(2, 32)}, max_new_tokens=3)
+    code, out, _ = run(capsys, "replay", str(tmp_path / "run.jsonl"), "--model", str(model_folder()))
+    assert code == 0 and "1 requests with prompt embeddings were skipped" in out

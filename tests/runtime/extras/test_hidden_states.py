@@ -81,7 +81,7 @@ def test_saved_states_equal_one_pass_over_the_text(tmp_path: Path, k: int) -> No
 def test_states_are_not_mixed_up_by_a_slow_device_and_prompt_bursts(tmp_path: Path) -> None:
     """The toy's states are a hash of the whole prefix, so one wrong ring line is detected."""
     config: dict[str, Any] = {"prefill_chunk": 3, "rounds_in_flight": 3, "max_rows": 4}
-    prompts = [[place % 7 + 1] * length for place, length in enumerate([1, 9, 2, 14, 30, 3, 3, 5, 8, 21])]
+    prompts = [[index % 7 + 1] * length for index, length in enumerate([1, 9, 2, 14, 30, 3, 3, 5, 8, 21])]
     tokens: list[dict[tuple[int, ...], list[int]]] = []
     for lag in (0.0, 0.003):
         folder = tmp_path / f"lag {lag}"
@@ -106,7 +106,7 @@ def test_states_are_not_mixed_up_by_a_slow_device_and_prompt_bursts(tmp_path: Pa
 def test_folder_is_continued_and_locked(tmp_path: Path) -> None:
     for _ in range(2):
         with toy_engine(tmp_path, states_shard_bytes=4000) as engine:
-            finish(engine, [engine.submit([place, 2], max_new_tokens=8) for place in range(4)])
+            finish(engine, [engine.submit([index, 2], max_new_tokens=8) for index in range(4)])
             with pytest.raises(ValueError, match="got a folder that another writer uses"):
                 toy_engine(tmp_path)
     saved = SavedStates(tmp_path)
@@ -170,7 +170,7 @@ def test_requests_continue_when_the_folder_disappears(tmp_path: Path) -> None:
 
 
 def test_full_disk_leaves_only_complete_files(tmp_path: Path) -> None:
-    """A file size limit takes the place of a full disk: a write beyond it fails in the same way."""
+    """A file size limit simulates a full disk: a write beyond it fails in the same way."""
 
     def text(tokens: int) -> SavedText:
         return SavedText(torch.arange(tokens), 1, torch.rand(tokens - 1, 6), torch.rand(tokens - 1, 3))

@@ -60,24 +60,24 @@ def busy_run(engine: Engine, ready: bool) -> list[Job]:
     for constraint in filter(None, CONSTRAINTS if ready else ()):
         engine.compile(constraint)
     jobs = []
-    for place in range(14):
+    for index in range(14):
         sampling = SamplingParams(
-            temperature=0.9 * (place % 3), top_p=0.9, stop_token_ids=(place,), logit_bias={place + 1: 1.5}, presence_penalty=0.5
+            temperature=0.9 * (index % 3), top_p=0.9, stop_token_ids=(index,), logit_bias={index + 1: 1.5}, presence_penalty=0.5
         )
         jobs.append(
             engine.submit(
-                [place, 3, *range(place)],
-                constraint=CONSTRAINTS[place % len(CONSTRAINTS)],
-                sampling=sampling if place % 4 else None,
+                [index, 3, *range(index)],
+                constraint=CONSTRAINTS[index % len(CONSTRAINTS)],
+                sampling=sampling if index % 4 else None,
                 max_new_tokens=30,
-                num_speculative_tokens=place % 3 or None,
-                draft_ids=[1, 2, 3] if place % 3 == 1 else None,
-                cache_salt="abc"[: place % 2],
+                num_speculative_tokens=index % 3 or None,
+                draft_ids=[1, 2, 3] if index % 3 == 1 else None,
+                cache_salt="abc"[: index % 2],
             )
         )
-        for _ in range(place % 3):
+        for _ in range(index % 3):
             engine.step()
-        if place % 5 == 4:
+        if index % 5 == 4:
             engine.cancel(jobs[-2])
     for _ in engine.stream():
         pass
@@ -93,7 +93,7 @@ def test_replay_has_the_same_tokens(ready: bool, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with recorded_engine(path) as engine:
         jobs = busy_run(engine, ready)
-        fixed = sum(len(jobs[place].tokens) for place in (0, 4, 6, 9, 12))  # greedy and not cancelled: of fixed length
+        fixed = sum(len(jobs[index].tokens) for index in (0, 4, 6, 9, 12))  # greedy and not cancelled: of fixed length
         rounds = engine.stats().rounds
         assert engine.stats().finished[list(FinishReason).index(FinishReason.CANCELLED)][1] > 0
     found = replay(read_recording(path), TARGET, DRAFT, VOCABULARY)
@@ -147,7 +147,7 @@ def test_replay_of_faults_and_cancelled_requests(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with recorded_engine(path, replace(CONFIG, max_queued=5)) as engine:
         bad = engine.submit([1], constraint=Constraint.ebnf("root ::= nothing"), max_new_tokens=8)
-        running = [engine.submit([place], sampling=SamplingParams(seed=1, ignore_eos=True), max_new_tokens=40) for place in range(3)]
+        running = [engine.submit([index], sampling=SamplingParams(seed=1, ignore_eos=True), max_new_tokens=40) for index in range(3)]
         waiting = engine.submit([9], max_new_tokens=40)
         with pytest.raises(QueueFullError):
             engine.submit([1], max_new_tokens=8)
@@ -183,7 +183,7 @@ def test_recording_ends_at_max_bytes_with_one_warning(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with warnings.catch_warnings(record=True) as caught, recorded_engine(path, record=Recording(path, 4000)) as engine:
         warnings.simplefilter("always")
-        jobs = [engine.generate([place], sampling=SamplingParams(seed=1, ignore_eos=True), max_new_tokens=50) for place in range(6)]
+        jobs = [engine.generate([index], sampling=SamplingParams(seed=1, ignore_eos=True), max_new_tokens=50) for index in range(6)]
     assert [str(each.message) for each in caught] == [f"the recording {path} ends here: its size reached Recording.max_bytes"]
     assert all(job.finish_reason == FinishReason.LENGTH for job in jobs)
     assert 3000 < path.stat().st_size <= 4000
@@ -199,7 +199,7 @@ def test_failing_disk_affects_no_request(strict: bool, tmp_path: Path) -> None:
         recorder = engine._scheduler._recorder
         assert isinstance(recorder, Recorder) and recorder._file
         recorder._file.close()  # later writes fail
-        jobs = [engine.submit([place], max_new_tokens=20) for place in range(4)]
+        jobs = [engine.submit([index], max_new_tokens=20) for index in range(4)]
         for _ in engine.stream():
             pass
     assert all(job.finish_reason in ("length", "stop") for job in jobs)
@@ -235,8 +235,8 @@ def test_lines_from_many_threads_are_complete(tmp_path: Path) -> None:
     recorder = Recorder(Recording(path), {})
 
     def write(thread: int) -> None:
-        for place in range(200):
-            recorder.write("x", thread=thread, place=place)
+        for index in range(200):
+            recorder.write("x", thread=thread, index=index)
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -246,7 +246,7 @@ def test_lines_from_many_threads_are_complete(tmp_path: Path) -> None:
     recorder.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()][1:]
     assert len(lines) == 800
-    assert all([line["place"] for line in lines if line["thread"] == number] == list(range(200)) for number in range(4))
+    assert all([line["index"] for line in lines if line["thread"] == number] == list(range(200)) for number in range(4))
 
 
 def test_replay_with_another_model_raises(tmp_path: Path) -> None:

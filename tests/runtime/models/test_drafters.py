@@ -47,7 +47,7 @@ def test_drafts_equal_the_reference_after_any_number_accepted(drafter: Drafter) 
 def check_drafts(drafter: Drafter, job: Job, drafts: list[int]) -> None:
     useful = drafts[: TOKENS - len(job.tokens)]  # what lies beyond the end is drafted and never used
     assert min(useful) >= 0
-    expected = drafter.said([*job.prompt_ids, *job.tokens], useful[:-1])
+    expected = drafter.reference_logits([*job.prompt_ids, *job.tokens], useful[:-1])
     for draft, logits in zip(useful, expected, strict=True):
         known = logits[:110][logits[:110].isfinite()]
         assert logits[draft] > known.max() - 1e-4 * known.abs().max(), (job.tokens, drafts)
@@ -77,12 +77,12 @@ def test_texts_equal_plain_greedy_decoding(drafter: Drafter) -> None:
 @two_drafters
 def test_bfloat16_texts_do_not_depend_on_the_draft(drafter: Drafter) -> None:
     config = replace(CONFIG, num_speculative_tokens=2, max_rows=4, buckets=(4,))
-    said = []
+    texts = []
     for draft in (drafter.draft, "none"):
         with Engine.from_pretrained(drafter.target, draft, config=config, dtype=torch.bfloat16) as engine:
             engine.capture()
-            said.append([job.tokens for job in decode(engine, (None, CONSTRAINTS[1]), SamplingParams(temperature=0))])
-    assert said[0] == said[1]
+            texts.append([job.tokens for job in decode(engine, (None, CONSTRAINTS[1]), SamplingParams(temperature=0))])
+    assert texts[0] == texts[1]
 
 
 @two_drafters
@@ -129,11 +129,11 @@ def test_a_round_runs_the_draft_once_per_draft(k: int) -> None:
 
 
 def test_capture_report_describes_the_draft() -> None:
-    said = []
+    notes = []
     for drafter in DRAFTERS:
         with Engine.from_pretrained(drafter.target, drafter.draft, config=replace(CONFIG, num_speculative_tokens=1)) as engine:
-            said += [note for note in engine.capture().notes if note.startswith("draft")]
-    assert said == [
+            notes += [note for note in engine.capture().notes if note.startswith("draft")]
+    assert notes == [
         "draft: EAGLE-3 over the inputs of layers 3, 0, 2; proposes 54 of 160 tokens",
         "draft: MTP, one module for every draft",
         "draft: MTP, 3 modules, one per draft",

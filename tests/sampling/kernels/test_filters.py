@@ -1,4 +1,4 @@
-"""The filters as operations, and what they run as: functions, registration, the tape, the choice per device and its reasons."""
+"""The filter operations: values, registration, the tape, and the choice of an implementation per device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from stepgraph import Engine, EngineConfig
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling import kernels, rng, sampler
-from stepgraph.sampling.kernels import filter_choice, filters, operation
+from stepgraph.sampling.kernels import filter_choice, filters
+from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.rng import Purpose
 
 PARAMS = torch.tensor([[0.7, 5, 0.9, 0.01], [0.0, 0, 1, 0], [1.3, 0, 0.8, 0]])
@@ -27,7 +28,7 @@ def logits_of(*shape: int) -> Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(1)) * 3).round(decimals=1)
 
 
-def test_functions_give_what_the_plain_ones_give() -> None:
+def test_operations_equal_plain_functions() -> None:
     logits = logits_of(3, 2, 110)[..., :101]
     assert torch.equal(kernels.distribution(logits, PARAMS), sampler.distribution(logits, PARAMS))
     seed, position = torch.arange(3), torch.arange(3) + 5
@@ -42,7 +43,7 @@ def test_functions_give_what_the_plain_ones_give() -> None:
     assert kernels.draw(torch.full((1, 9), -torch.inf), PARAMS[:1], seed[:1], position[:1], Purpose.DRAFT)[1].tolist() == [0]
 
 
-def test_operations_are_registered_as_torch_wants_them() -> None:
+def test_operations_pass_opcheck() -> None:
     logits, numbers = logits_of(3, 2, 33), torch.arange(3)
     opcheck(filters.distribution.out, (logits, PARAMS, torch.empty(3, 2, 33)))
     for ids, width in ((None, 33), (torch.arange(33) * 2, 80)):
@@ -50,7 +51,7 @@ def test_operations_are_registered_as_torch_wants_them() -> None:
         opcheck(filters.draw.out, (logits[:, 0], PARAMS, numbers, numbers, 1, ids, None if ids is None else width, *outputs))
 
 
-def test_what_does_not_fit_together_is_refused() -> None:
+def test_arguments_of_wrong_shapes_are_refused() -> None:
     logits, numbers = logits_of(3, 2, 33), torch.arange(3)
     with pytest.raises(AssertionError, match="params"):
         kernels.distribution(logits, PARAMS[:2])
@@ -58,7 +59,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
         kernels.draw(logits[:, 0], PARAMS, numbers, numbers, Purpose.DRAFT, torch.arange(33))
 
 
-def test_a_tape_repeats_the_operations_in_place() -> None:
+def test_tape_replays_the_operations_in_place() -> None:
     specs = [
         BufferSpec("logits", (3, 2, 101), torch.float32),
         BufferSpec("params", (3, 4), torch.float32),
@@ -92,30 +93,30 @@ def test_a_tape_repeats_the_operations_in_place() -> None:
 
 @pytest.fixture
 def _forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is chosen, and Triton programs can run."""
+    """No implementation is chosen, and Triton can run."""
     monkeypatch.setattr(filter_choice, "_chosen", {})
-    monkeypatch.setattr(operation, "why_no_triton", lambda device: "")
+    monkeypatch.setattr(programs, "why_no_triton", lambda device: "")
 
 
 @pytest.mark.usefixtures("_forgetful")
 class TestChoice:
-    def test_the_cpu_takes_plain_torch_and_says_why(self) -> None:
+    def test_cpu_uses_torch_and_reports_the_reason(self) -> None:
         choice = kernels.choose_filters("cpu")
         assert choice.name == "torch" and filter_choice.filter_module(CPU) == ""
         assert str(choice) == "torch; no flashinfer: it runs on CUDA devices, not on cpu; no triton: it runs on CUDA devices, not on cpu"
 
-    def test_flashinfer_that_is_missing_is_passed_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_flashinfer_is_not_chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "flashinfer", None)
         monkeypatch.delitem(sys.modules, "stepgraph.sampling.kernels.flashinfer", raising=False)
         choice = kernels.choose_filters("cuda:0")
         assert choice.name == "triton" and "no flashinfer: ModuleNotFoundError" in str(choice)
         assert filter_choice.filter_module(torch.device("cuda:0")) == TRITON
         assert filter_choice.filter_module(torch.device("cuda:1")) == TRITON, "the default"
-        monkeypatch.setattr(operation, "why_no_triton", lambda device: f"planted for {device}")
+        monkeypatch.setattr(programs, "why_no_triton", lambda device: f"planted for {device}")
         assert str(kernels.choose_filters("cuda:0")).endswith("no triton: planted for cuda:0")
         assert filter_choice.filter_module(torch.device("cuda:0")) == "", "the reference"
 
-    def test_flashinfer_that_fails_its_probe_is_passed_over(self, stand_in: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_flashinfer_that_fails_its_probe_is_not_chosen(self, stand_in: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         for failing, reason in (("differs", "it keeps other tokens"), ("breaks_in_a_graph", "its replay differs")):
             with monkeypatch.context() as patch:
                 patch.setattr(filter_choice, "differs", lambda *_: "")
@@ -124,14 +125,14 @@ class TestChoice:
                 patch.setattr(filter_choice, failing, lambda *_, why=reason: why)
                 assert kernels.choose_filters("cuda:0") == ("triton", (f"no flashinfer: {reason}",))
 
-    def test_a_compiler_or_driver_that_raises_is_a_reason(self, stand_in: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_error_of_a_compiler_or_driver_is_reported(self, stand_in: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         def breaks(*_: object) -> str:
             raise RuntimeError("nvcc: not found\nand much more")
 
         monkeypatch.setattr(filter_choice, "differs", breaks)
         assert kernels.choose_filters("cuda:0").passed_over == ("no flashinfer: RuntimeError: nvcc: not found",)
 
-    def test_a_wish_that_cannot_be_met_is_refused_by_name(self) -> None:
+    def test_unavailable_implementation_is_refused(self) -> None:
         with pytest.raises(ValueError, match=r"got 'triton', expected an implementation that runs on cpu: it runs on CUDA devices"):
             kernels.choose_filters("cpu", "triton")
         with pytest.raises(ValueError, match=r"EngineConfig.filters: got 'fast', expected one of 'auto', 'flashinfer', 'triton', 'torch'"):
@@ -142,7 +143,7 @@ class TestChoice:
             engine.capture()
         engine.close()
 
-    def test_the_capture_report_tells_the_choice(self) -> None:
+    def test_capture_report_names_the_choice(self) -> None:
         target = ToyTarget(32)
         for greedy_only in (False, True):
             config = EngineConfig(max_rows=1, num_speculative_tokens=1, max_length=64, greedy_only=greedy_only)
@@ -155,7 +156,7 @@ class TestChoice:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A flashinfer.sampling whose two functions do, in plain torch, what its documentation says of them."""
+    """A module flashinfer.sampling with the two documented functions in plain torch."""
     package, module = ModuleType("flashinfer"), ModuleType("flashinfer.sampling")
 
     def top_k_mask_logits(logits: Tensor, top_k: Tensor) -> Tensor:
@@ -178,20 +179,20 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_what_surrounds_flashinfer_gives_the_reference(stand_in: ModuleType) -> None:
-    """With the stand-in: dead rows, greedy rows, every setting, normalisation and d2t are ours; its own kernels wait for a GPU."""
+def test_flashinfer_adaptor_equals_the_reference(stand_in: ModuleType) -> None:
+    """With plain torch instead of FlashInfer's kernels: dead rows, greedy rows, every setting, normalisation and d2t."""
     programs = importlib.import_module("stepgraph.sampling.kernels.flashinfer")
     assert filter_choice.differs(programs.distribution, CPU) == ""
     ids, seed = torch.randperm(300)[:101], torch.arange(3)
     expected, probs = torch.full((2, 3, 300), -7.5)
-    wanted, token = torch.full((2, 3), -9)
-    filters.draw.run_reference(logits_of(3, 101), PARAMS, seed, seed, Purpose.DRAFT, ids, 300, expected, wanted)
+    required, token = torch.full((2, 3), -9)
+    filters.draw.run_reference(logits_of(3, 101), PARAMS, seed, seed, Purpose.DRAFT, ids, 300, expected, required)
     programs.draw(logits_of(3, 101), PARAMS, seed, seed, Purpose.DRAFT, ids, 300, probs, token)
-    assert torch.equal(probs, expected) and torch.equal(token, wanted)
+    assert torch.equal(probs, expected) and torch.equal(token, required)
 
 
 @pytest.mark.parametrize("column", [sampler.Param.TOP_K, sampler.Param.TOP_P, sampler.Param.MIN_P, sampler.Param.TEMPERATURE])
-def test_the_probe_finds_filters_that_forget_a_setting(column: int) -> None:
+def test_probe_finds_filters_that_ignore_a_setting(column: int) -> None:
     def forgetful(logits: Tensor, params: Tensor, probs: Tensor) -> None:
         neutral = torch.tensor([1.0, 0, 1, 0])
         probs.copy_(sampler.distribution(logits, params.clone().index_fill_(1, torch.tensor([column]), float(neutral[column]))))
@@ -199,7 +200,7 @@ def test_the_probe_finds_filters_that_forget_a_setting(column: int) -> None:
     assert "it keeps other tokens than the reference" in filter_choice.differs(forgetful, CPU)
 
 
-def test_the_probe_finds_ties_broken_by_id_and_probabilities_that_do_not_sum_to_one() -> None:
+def test_probe_finds_wrong_ties_and_probability_sums() -> None:
     def by_id(logits: Tensor, params: Tensor, probs: Tensor) -> None:
         expected = sampler.distribution(logits, params)
         rank = expected.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)

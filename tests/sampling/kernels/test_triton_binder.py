@@ -66,7 +66,7 @@ def _argument(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_binder_passes_on_the_arguments_of_every_program(name: str) -> None:
+def test_binder_passes_the_arguments_of_every_program(name: str) -> None:
     """In every variant compiled ahead of time. A function that only other programs call has no variant and is given pointers."""
     program = PROGRAMS[name]
     assert isinstance(program, triton.JITFunction), "unset TRITON_INTERPRET"
@@ -75,13 +75,13 @@ def test_the_binder_passes_on_the_arguments_of_every_program(name: str) -> None:
         bind(program, types)
 
 
-def test_the_search_finds_every_program_compiled_ahead_of_time() -> None:
+def test_search_finds_every_program_compiled_ahead_of_time() -> None:
     assert {id(variant.kernel) for variant in VARIANTS} <= {id(program) for program in PROGRAMS.values()}
 
 
 def named_as_in_the_binder(logits: Any, params: Any) -> None: ...
 
 
-def test_an_argument_with_the_name_of_a_local_variable_of_the_binder_fails() -> None:
+def test_argument_named_like_a_local_variable_of_the_binder_fails() -> None:
     with pytest.raises(TypeError, match="failed to specialize argument of type: dict"):
         bind(triton.JITFunction(named_as_in_the_binder), {"logits": "*fp32", "params": "*fp32"})

@@ -1,4 +1,4 @@
-"""Whether Triton can launch on a device is found out by a launch, and what fails is the reason in reports and choices."""
+"""The probe that launches a Triton program on a device, and the reason that reports give if it fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import torch
 from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.graphs.attention.paged import AttentionShape
 from stepgraph.sampling import kernels
-from stepgraph.sampling.kernels import filter_choice, operation
+from stepgraph.sampling.kernels import filter_choice
+from stepgraph.sampling.kernels import triton as programs
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 CUDA = torch.device("cuda:0")
@@ -27,15 +28,15 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton can l
 
 @pytest.fixture(autouse=True)
 def _no_result_is_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """From one test to the next."""
+    """Clear the cached result of the probe between tests."""
     monkeypatch.setattr(filter_choice, "_chosen", {})
-    operation.why_no_triton.cache_clear()
+    programs.why_no_triton.cache_clear()
     yield
-    operation.why_no_triton.cache_clear()
+    programs.why_no_triton.cache_clear()
 
 
 def check_choices(why: str) -> None:
-    """Kernels, filters and attention are the references, and each choice has the reason."""
+    """Kernels, filters and attention run as the references, with the reason in each choice."""
     assert kernels.describe(CUDA) == f"torch ({why})"
     filters = kernels.choose_filters(CUDA)
     assert filters.name == "torch" and filters.passed_over[-1] == f"no triton: {why}"
@@ -49,20 +50,20 @@ def check_choices(why: str) -> None:
 
 @needs_triton
 @without_gpu
-def test_a_launch_that_fails_is_the_reason(caplog: pytest.LogCaptureFixture) -> None:
-    """The probe itself: it cannot make a tensor on a GPU."""
-    why = operation.why_no_triton(CUDA)
+def test_failed_launch_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """The probe itself fails here: it cannot create a tensor on a GPU."""
+    why = programs.why_no_triton(CUDA)
     assert "CUDA" in why or "NVIDIA" in why
     check_choices(why)
-    (record,) = (record for record in caplog.records if record.name == operation.log.name)
+    (record,) = (record for record in caplog.records if record.name == programs.log.name)
     assert record.getMessage() == f"Triton cannot launch on cuda:0, so kernels run as plain torch: {why}"
 
 
-def test_a_package_that_is_missing_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, PROBE, raising=False)
-    assert operation.why_no_triton(CUDA).startswith("ModuleNotFoundError: import of triton")
-    check_choices(operation.why_no_triton(CUDA))
+    assert programs.why_no_triton(CUDA).startswith("ModuleNotFoundError: import of triton")
+    check_choices(programs.why_no_triton(CUDA))
 
 
 # Without a GPU a launch ends before it needs a compiler, so this probe calls the function that builds launchers.
@@ -71,9 +72,9 @@ from tests.stub_cuda.preload import preload_where_needed
 preload_where_needed()
 from triton.runtime.build import compile_module_from_src
 from stepgraph.sampling.kernels.triton import probe
-from tests.sampling.kernels.test_triton_probe import CUDA, check_choices, operation
+from tests.sampling.kernels.test_triton_probe import CUDA, check_choices, programs
 probe.launch = lambda device: compile_module_from_src("int launcher;", "launcher")
-why = operation.why_no_triton(CUDA)
+why = programs.why_no_triton(CUDA)
 check_choices(why)
 print(why)
 """
@@ -83,7 +84,7 @@ print(why)
 @pytest.mark.parametrize(
     ("compiler", "why"), [(None, "RuntimeError: Failed to find C compiler."), ("false", "CalledProcessError: Command ")]
 )
-def test_a_c_compiler_that_is_missing_or_fails_is_the_reason(tmp_path: Path, compiler: str | None, why: str) -> None:
+def test_missing_or_failing_c_compiler_is_reported(tmp_path: Path, compiler: str | None, why: str) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)} | ({"PATH": str(tmp_path)} if compiler is None else {"CC": compiler})
     if compiler is None:
         environment.pop("CC", None)

@@ -14,9 +14,9 @@
 
 // For functions that only copy a value out.
 template <typename Value>
-int stub_give(Value* place, Value value) {
-    if (!place) return stub::INVALID_VALUE;
-    *place = value;
+int stub_give(Value* target, Value value) {
+    if (!target) return stub::INVALID_VALUE;
+    *target = value;
     return stub::SUCCESS;
 }
 

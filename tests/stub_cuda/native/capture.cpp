@@ -29,7 +29,7 @@ Event* find_event(void* handle) {
     return world().events.count(event) ? event : nullptr;
 }
 
-bool reaches(const std::vector<Node*>& from, const std::vector<Node*>& wanted) {
+bool reaches(const std::vector<Node*>& from, const std::vector<Node*>& targets) {
     std::set<Node*> seen;
     std::vector<Node*> next(from);
     while (!next.empty()) {
@@ -38,7 +38,7 @@ bool reaches(const std::vector<Node*>& from, const std::vector<Node*>& wanted) {
         if (!seen.insert(node).second) continue;
         next.insert(next.end(), node->dependencies.begin(), node->dependencies.end());
     }
-    return std::all_of(wanted.begin(), wanted.end(), [&](Node* node) { return seen.count(node) > 0; });
+    return std::all_of(targets.begin(), targets.end(), [&](Node* node) { return seen.count(node) > 0; });
 }
 
 bool has_blocking_stream(const Capture& capture) {
@@ -49,7 +49,7 @@ bool blocking_capture() {
     return std::any_of(world().open.begin(), world().open.end(), [](auto& capture) { return has_blocking_stream(*capture); });
 }
 
-// A wait or record inside a capture that refers to work outside of it, as flag "external" asks.
+// A wait or record inside a capture that refers to work outside of it, as the flag "external" requires.
 int add_event_node(Stream& stream, NodeType type, Event* event) {
     auto node = std::make_shared<Node>();
     node->type = type;
@@ -199,7 +199,7 @@ int wait_event(void* stream_handle, void* event_handle, bool external) {
     return SUCCESS;
 }
 
-// The ticket to wait for, if the event may be asked for.
+// The ticket to wait for, if the event may be queried.
 static int askable_event(void* handle, const char* what, uint64_t* ticket) {
     if (int refused = unsafe_call(what)) return refused;
     Lock lock(state);

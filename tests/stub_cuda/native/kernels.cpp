@@ -24,22 +24,22 @@ std::map<const void*, Function*> host_functions;
 std::map<std::string, std::unique_ptr<Function>> library_functions;
 
 template <typename Value>
-Value read(const uint8_t* place) {
+Value read(const uint8_t* source) {
     Value value;
-    std::memcpy(&value, place, sizeof value);
+    std::memcpy(&value, source, sizeof value);
     return value;
 }
 
 // Entries of .nv.info: format, attribute, then a size and so many bytes where the format is 4, else two bytes of value.
-std::vector<Parameter> read_info(const uint8_t* place, size_t size) {
+std::vector<Parameter> read_info(const uint8_t* info, size_t size) {
     constexpr uint8_t SIZED = 4, PARAMETER = 0x17;
     std::map<uint16_t, Parameter> by_ordinal;
     for (size_t at = 0; at + 4 <= size;) {
-        uint8_t format = place[at], attribute = place[at + 1];
-        uint16_t length = format == SIZED ? read<uint16_t>(place + at + 2) : 0;
+        uint8_t format = info[at], attribute = info[at + 1];
+        uint16_t length = format == SIZED ? read<uint16_t>(info + at + 2) : 0;
         if (at + 4 + length > size) break;
         if (format == SIZED && attribute == PARAMETER && length >= 12) {
-            const uint8_t* entry = place + at + 4;  // index, ordinal, offset, then flags with the size on top
+            const uint8_t* entry = info + at + 4;  // index, ordinal, offset, then flags with the size on top
             by_ordinal[read<uint16_t>(entry + 4)] = {read<uint16_t>(entry + 6), read<uint32_t>(entry + 8) >> 18};
         }
         at += 4 + length;
@@ -81,14 +81,14 @@ struct Entry {
     uint32_t header_size, packed_size, architecture;
     uint64_t size, flags, unpacked_size;
 
-    explicit Entry(const uint8_t* place)
-        : kind(read<uint16_t>(place)),
-          header_size(read<uint32_t>(place + 4)),
-          packed_size(read<uint32_t>(place + 16)),
-          architecture(read<uint32_t>(place + 28)),
-          size(read<uint64_t>(place + 8)),
-          flags(read<uint64_t>(place + 40)),
-          unpacked_size(read<uint64_t>(place + 56)) {}
+    explicit Entry(const uint8_t* header)
+        : kind(read<uint16_t>(header)),
+          header_size(read<uint32_t>(header + 4)),
+          packed_size(read<uint32_t>(header + 16)),
+          architecture(read<uint32_t>(header + 28)),
+          size(read<uint64_t>(header + 8)),
+          flags(read<uint64_t>(header + 40)),
+          unpacked_size(read<uint64_t>(header + 56)) {}
 };
 
 void read_fat_binary(Module& module, const uint8_t* data) {
@@ -101,13 +101,13 @@ void read_fat_binary(Module& module, const uint8_t* data) {
         return;
     }
     uint16_t header_size = read<uint16_t>(data + 6);
-    const uint8_t *place = data + header_size, *end = place + read<uint64_t>(data + 8);
+    const uint8_t *current = data + header_size, *end = current + read<uint64_t>(data + 8);
     const uint8_t* best = nullptr;  // the newest architecture that the device runs
     uint32_t architecture = 0;
-    while (place < end) {
-        Entry entry(place);
-        if (entry.kind == CUBIN && entry.architecture <= 90 && entry.architecture >= architecture) best = place, architecture = entry.architecture;
-        place += entry.header_size + entry.size;
+    while (current < end) {
+        Entry entry(current);
+        if (entry.kind == CUBIN && entry.architecture <= 90 && entry.architecture >= architecture) best = current, architecture = entry.architecture;
+        current += entry.header_size + entry.size;
     }
     if (!best) return;
     Entry entry(best);
@@ -171,7 +171,7 @@ Function* library_function(const char* name, size_t arguments) {
         function = std::make_unique<Function>();
         function->symbol = name;
         function->resolved = function->parameters_known = true;
-        for (size_t place = 0; place < arguments; ++place) function->parameters.push_back({8 * place, 8});
+        for (size_t index = 0; index < arguments; ++index) function->parameters.push_back({8 * index, 8});
     }
     return function.get();
 }

@@ -25,11 +25,11 @@ Blocks& blocks() {
 }
 
 const std::pair<const char* const, Block>* holding(const std::map<const char*, Block>& all, const void* pointer) {
-    auto place = static_cast<const char*>(pointer);
-    auto after = all.upper_bound(place);
+    auto address = static_cast<const char*>(pointer);
+    auto after = all.upper_bound(address);
     if (after == all.begin()) return nullptr;
     auto& found = *std::prev(after);
-    return place < found.first + (found.second.size ? found.second.size : 1) ? &found : nullptr;
+    return address < found.first + (found.second.size ? found.second.size : 1) ? &found : nullptr;
 }
 
 void* map_pages(size_t size, size_t* mapped) {

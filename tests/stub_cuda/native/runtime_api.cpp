@@ -1,4 +1,4 @@
-// The runtime API of CUDA 13, as far as torch calls it. What torch asks for beyond this file is generated and does nothing.
+// The runtime API of CUDA 13, as far as torch calls it. Other symbols that torch needs are generated and do nothing.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -224,7 +224,7 @@ int cudaDeviceSynchronize() {
 }
 
 int cudaGetDriverEntryPointByVersion(const char* name, void** entry, unsigned, unsigned long long, int* status) {
-    // The names that a program asks for have no version: the newest one is meant.
+    // A requested name without a version means the newest one.
     static const char* const versions[] = {"_v3", "_v2", ""};
     static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
     *entry = nullptr;
@@ -439,14 +439,14 @@ int cudaGraphGetNodes(void* handle, void** nodes, size_t* count) {
     Lock lock(state);
     Graph* graph = find_graph(handle);
     if (!graph || !count) return done(INVALID_VALUE);
-    for (size_t place = 0; nodes && place < *count && place < graph->nodes.size(); ++place) nodes[place] = graph->nodes[place].get();
+    for (size_t index = 0; nodes && index < *count && index < graph->nodes.size(); ++index) nodes[index] = graph->nodes[index].get();
     *count = graph->nodes.size();
     return SUCCESS;
 }
 
 int cudaGraphNodeGetDependencies(Node* node, Node** dependencies, void*, size_t* count) {
     STUB_ENTER_RUNTIME();
-    for (size_t place = 0; dependencies && place < *count && place < node->dependencies.size(); ++place) dependencies[place] = node->dependencies[place];
+    for (size_t index = 0; dependencies && index < *count && index < node->dependencies.size(); ++index) dependencies[index] = node->dependencies[index];
     *count = node->dependencies.size();
     return SUCCESS;
 }

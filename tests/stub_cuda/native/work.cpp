@@ -75,7 +75,7 @@ void run_fill(const Node& node) {
         char* begin = node.destination + line * node.destination_pitch;
         if (node.element == 1) std::memset(begin, int(node.value), node.width);
         else
-            for (size_t place = 0; place < node.width; ++place) std::memcpy(begin + place * node.element, &node.value, node.element);
+            for (size_t index = 0; index < node.width; ++index) std::memcpy(begin + index * node.element, &node.value, node.element);
     }
 }
 
@@ -183,9 +183,9 @@ int launch_kernel(void* stream, Function* function, const unsigned shape[7], voi
     const std::vector<Parameter>* parameters = parameters_of(function);
     if (parameters && (arguments || parameters->empty())) {
         node->has_arguments = true;
-        for (size_t place = 0; place < parameters->size(); ++place) {
-            auto bytes = static_cast<const uint8_t*>(arguments[place]);
-            node->arguments.emplace_back(bytes, bytes + (*parameters)[place].size);
+        for (size_t index = 0; index < parameters->size(); ++index) {
+            auto bytes = static_cast<const uint8_t*>(arguments[index]);
+            node->arguments.emplace_back(bytes, bytes + (*parameters)[index].size);
         }
         for (auto& argument : node->arguments) node->argument_pointers.push_back(argument.data());
     }

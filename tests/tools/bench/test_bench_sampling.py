@@ -17,9 +17,9 @@ from tools.bench.plain_sampling import plain_filters, plain_sampling
 
 def test_plain_filters_equal_the_sampler() -> None:
     scores = torch.randn(4, 300, generator=torch.Generator().manual_seed(1)) * 3
-    asked = torch.tensor([[1.0, 300, 1.0, 0], [1.0, 5, 1.0, 0], [1.0, 300, 0.7, 0], [1.0, 40, 0.9, 0]])
-    found = plain_filters(scores, asked[:, 1:2], asked[:, 2:3])
-    torch.testing.assert_close(found, sampler.distribution(scores[:, None], asked)[:, 0])
+    requested = torch.tensor([[1.0, 300, 1.0, 0], [1.0, 5, 1.0, 0], [1.0, 300, 0.7, 0], [1.0, 40, 0.9, 0]])
+    found = plain_filters(scores, requested[:, 1:2], requested[:, 2:3])
+    torch.testing.assert_close(found, sampler.distribution(scores[:, None], requested)[:, 0])
 
 
 def test_the_plain_loop_draws_from_the_masked_target() -> None:

@@ -30,10 +30,10 @@ def backend() -> Iterator[Backend]:
     made.close()
 
 
-def decode_in_loop(loop: ThreeGraphs, asked: list[tuple[list[int], Any]], max_new_tokens: int) -> list[tuple[list[int], str]]:
+def decode_in_loop(loop: ThreeGraphs, requested: list[tuple[list[int], Any]], max_new_tokens: int) -> list[tuple[list[int], str]]:
     """Admits a request whenever a row is free, so that texts of different lengths decode together."""
     rows: list[Row] = []
-    waiting = list(asked)
+    waiting = list(requested)
     while waiting or any(loop.rows):
         while waiting and None in loop.rows:
             prompt, constraint = waiting.pop(0)
@@ -52,14 +52,14 @@ DRAFTS: dict[str, ToyDraft] = {
 @pytest.mark.parametrize(("k", "drafter"), [(0, ""), (3, "perfect"), (3, "half"), (4, "illegal")])
 def test_tokens_equal_those_of_the_engine(backend: Backend, k: int, drafter: str) -> None:
     """Acceptance is equal too, since the drafts are the same."""
-    asked: list[tuple[list[int], Constraint | None]] = [(prompt, None) for prompt in PROMPTS[:3]]
-    asked += [*zip(PROMPTS[::-1], CONSTRAINTS[1:], strict=False)]
+    requested: list[tuple[list[int], Constraint | None]] = [(prompt, None) for prompt in PROMPTS[:3]]
+    requested += [*zip(PROMPTS[::-1], CONSTRAINTS[1:], strict=False)]
     loop = ThreeGraphs(backend, TARGET, DRAFTS.get(drafter), VOCABULARY, Sizes(3, k, 96))
-    found = decode_in_loop(loop, asked, 14)
+    found = decode_in_loop(loop, requested, 14)
     config = EngineConfig(num_speculative_tokens=k, max_rows=4, max_length=96, draft_masks=False, greedy_only=True, eager=True)
     with Engine(TARGET, DRAFTS.get(drafter), vocabulary=VOCABULARY, config=replace(config, compile_isolation="none")) as engine:
         engine.capture()
-        jobs = [engine.submit(prompt, constraint=constraint, max_new_tokens=14) for prompt, constraint in asked]
+        jobs = [engine.submit(prompt, constraint=constraint, max_new_tokens=14) for prompt, constraint in requested]
         for _ in engine.stream():
             pass
         accepted = engine.stats().drafts.accepted
@@ -96,11 +96,14 @@ def test_transformers_gives_the_tokens_of_the_engine() -> None:
     config = EngineConfig(num_speculative_tokens=0, max_rows=2, max_length=64, greedy_only=True, eager=True, compile_isolation="none")
     with Engine(pair.target, vocabulary=pair.vocabulary, config=config) as engine:
         engine.capture()
-        free, ruled = engine.generate(PROMPTS[0], max_new_tokens=12), engine.generate(PROMPTS[0], constraint=constraint, max_new_tokens=12)
+        free, constrained = (
+            engine.generate(PROMPTS[0], max_new_tokens=12),
+            engine.generate(PROMPTS[0], constraint=constraint, max_new_tokens=12),
+        )
     assistant = small_assistant(pair.target, pair.vocabulary)
     for mode in ("dynamic", "static", "assisted"):
         assert generator.generate(PROMPTS[0], 12, mode=mode, assistant=assistant).tokens == free.tokens, mode
-    assert generator.generate(PROMPTS[0], 12, grammar, "static").tokens[: len(ruled.tokens)] == ruled.tokens
+    assert generator.generate(PROMPTS[0], 12, grammar, "static").tokens[: len(constrained.tokens)] == constrained.tokens
     with pytest.raises(ValueError, match=r"generate.mode: got 'fast', expected one of dynamic, static, compiled, assisted"):
         generator.generate(PROMPTS[0], 12, mode="fast")
 

@@ -48,21 +48,21 @@ def header() -> Path:
 
 def test_structures_and_constants_match_the_header(tmp_path: Path) -> None:
     """Size and offset of every field, and values of constants."""
-    lines, wanted = [], []
+    lines, expected = [], []
     for name, structure in STRUCTURES.items():
         lines.append(f"(unsigned long)sizeof({name})")
-        wanted.append(ctypes.sizeof(structure))
+        expected.append(ctypes.sizeof(structure))
         names = [ALSO.get(field[0], field[0]) for field in structure._fields_]
         lines += [f"(unsigned long)offsetof({name}, {field})" for field in names]
-        wanted += [getattr(structure, field[0]).offset for field in structure._fields_]
+        expected += [getattr(structure, field[0]).offset for field in structure._fields_]
     lines += [f"(unsigned long){name}" for name in NUMBERS]
-    wanted += list(NUMBERS.values())
+    expected += list(NUMBERS.values())
     source, program = tmp_path / "layout.c", tmp_path / "layout"
     prints = "".join(f'printf("%lu\\n", {line});' for line in lines)
     source.write_text(f"#include <stddef.h>\n#include <stdio.h>\n#include <cuda.h>\nint main(void) {{ {prints} return 0; }}\n")
     subprocess.run(["cc", "-I", str(header()), str(source), "-o", str(program)], check=True, timeout=60)
     printed = subprocess.run([str(program)], check=True, capture_output=True, text=True, timeout=60).stdout.split()
-    assert [int(number) for number in printed] == wanted
+    assert [int(number) for number in printed] == expected
     assert len(recorder._NODE_KINDS) == len(KINDS)
 
 

@@ -159,10 +159,12 @@ def test_goals_are_met_missed_or_not_run() -> None:
     }
     verdicts = {goal.name: judge(goal, [row], False) for goal in (most, noisy, least)}
     assert {name: results["verdict"] for name, results in verdicts.items()} == {"gap": "missed", "ratio": "met", "share": "met"}
-    assert verdicts["gap"]["reason"] == "found 6, wanted <= 5"
-    assert judge(noisy, [{**row, "figures": {"ratio": 1.03, "noise": 0.02}}], False)["reason"] == "found 1.03, wanted <= 1 + noise of 0.02"
+    assert verdicts["gap"]["reason"] == "found 6, expected <= 5"
+    assert (
+        judge(noisy, [{**row, "figures": {"ratio": 1.03, "noise": 0.02}}], False)["reason"] == "found 1.03, expected <= 1 + noise of 0.02"
+    )
     assert judge(most, [{**row, "figures": {}, "error": "no GPU"}], False) | {"name": ""} == {
-        "name": "", "wanted": "<= 5", "found": None, "verdict": "not run", "reason": "no GPU"
+        "name": "", "expected": "<= 5", "found": None, "verdict": "not run", "reason": "no GPU"
     }  # fmt: skip
     assert judge(most, [], False)["reason"] == "its check was not selected"
     assert judge(least, [row], True)["verdict"] == "not run"

@@ -42,8 +42,8 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # smaller than a wheel: only models are split
     monkeypatch.setattr(bundle, "MOST_WHEEL_BYTES", 10_000)
     paths = [str(tmp_path / name) for name in ("wheels.txt", "index", "model.gguf", "prebuilt")]
-    asked = [f"{flag}={value}" for flag, value in zip(("--wheels", "--index", "--model", "--libraries"), paths, strict=True)]
-    assert gpu_pack.main([f"--out={out}", *asked]) == 0
+    flags = [f"{flag}={value}" for flag, value in zip(("--wheels", "--index", "--model", "--libraries"), paths, strict=True)]
+    assert gpu_pack.main([f"--out={out}", *flags]) == 0
     return out
 
 
@@ -70,9 +70,9 @@ def test_bundle_installs(packed: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert "everywhere" in (tmp_path / "site" / "everywhere.py").read_text()
     assert (packed / "model.gguf").read_bytes() == (tmp_path / "model.gguf").read_bytes()
     # as FlashInfer does: equal version, one folder per library
-    asked = "import flashinfer_jit_cache as it; print(it.__version__, it.get_jit_cache_dir())"
+    script = "import flashinfer_jit_cache as it; print(it.__version__, it.get_jit_cache_dir())"
     site = {"PYTHONPATH": str(tmp_path / "site")}
-    version, folder = subprocess.run([sys.executable, "-c", asked], env=site, capture_output=True, text=True, check=True).stdout.split()
+    version, folder = subprocess.run([sys.executable, "-c", script], env=site, capture_output=True, text=True, check=True).stdout.split()
     assert version == "1.0" and (Path(folder) / "page" / "page.so").read_bytes() == b"\x7fELF"
 
 
@@ -97,14 +97,14 @@ def test_bad_input_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "none.txt").write_text("")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    for arguments, wanted in (
+    for arguments, expected in (
         ([f"--wheels={tmp_path / 'wheels.txt'}"], "wheels.txt:1: got 'torch>=2', expected name==version"),
         ([f"--model={tmp_path / 'none.gguf'}"], "none.gguf, expected a file that is there"),
         ([f"--libraries={tmp_path / 'none'}"], "none, expected a folder that is there"),
         ([f"--wheels={tmp_path / 'none.txt'}", f"--libraries={tmp_path / 'full'}"], "got 0 .so files and 0 flashinfer-python to pack"),
     ):
         assert gpu_pack.main([f"--out={tmp_path / 'bundle'}", *arguments]) == 1
-        assert wanted in capsys.readouterr().err
+        assert expected in capsys.readouterr().err
     assert gpu_pack.main([f"--out={tmp_path / 'full'}"]) == 1
     assert "which is not empty, expected a new or empty folder" in capsys.readouterr().err
     assert gpu_pack.main([f"--install={tmp_path / 'full'}"]) == 1
@@ -113,15 +113,15 @@ def test_bad_input_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_packages_of_the_host_are_not_packed(tmp_path: Path) -> None:
     (tmp_path / "there.txt").write_text("Typing_Extensions==4.1\nnumpy\npip @ file:///x\n\n")
-    wanted = ["numpy==2.4.6", "typing-extensions==4.16.0", "xgrammar==0.2.8"]
-    assert bundle.without(wanted, tmp_path / "there.txt") == ["xgrammar==0.2.8"]
-    assert bundle.without(wanted, None) == wanted
+    pins = ["numpy==2.4.6", "typing-extensions==4.16.0", "xgrammar==0.2.8"]
+    assert bundle.without(pins, tmp_path / "there.txt") == ["xgrammar==0.2.8"]
+    assert bundle.without(pins, None) == pins
 
 
 def test_wheels_match_the_pinned_versions() -> None:
     """Packed versions equal the versions of the test environment."""
-    wanted = dict(line.split("==") for line in bundle.pinned(bundle.WHEELS))
-    assert wanted["flashinfer-python"] == "0.6.6"
-    assert len(wanted) == len(bundle.pinned(bundle.WHEELS))
-    assert {"xgrammar", "apache-tvm-ffi", "llguidance", "pytest"} <= set(wanted) and "torch" not in wanted
-    assert wanted["xgrammar"].startswith("0.2.") and wanted["llguidance"].startswith("1.9.")
+    pins = dict(line.split("==") for line in bundle.pinned(bundle.WHEELS))
+    assert pins["flashinfer-python"] == "0.6.6"
+    assert len(pins) == len(bundle.pinned(bundle.WHEELS))
+    assert {"xgrammar", "apache-tvm-ffi", "llguidance", "pytest"} <= set(pins) and "torch" not in pins
+    assert pins["xgrammar"].startswith("0.2.") and pins["llguidance"].startswith("1.9.")

@@ -83,7 +83,7 @@ def test_section_has_the_latest_whole_run_of_each_device(tmp_path: Path) -> None
     )
     assert text.count("host link") == text.count("gil_hold timed out; host link python: no compiler.") == 1
     assert "| 1B: constrained / unconstrained round, p50 | <= 1 + noise | 1.01 | met |" in text
-    assert "| 1.08 | **missed**: found 1.08, wanted <= 1.02 + noise of 0.01 |" in text
+    assert "| 1.08 | **missed**: found 1.08, expected <= 1.02 + noise of 0.01 |" in text
     assert "**not run**: its check was not selected" in text
     assert "| 1B batch 1 K=3 | 1234 | 1.004 | 1.012 |  |" in text
     assert "| hand-written loop, 8B batch 1 free | 1.21 | 1.20 to 1.25 |" in text

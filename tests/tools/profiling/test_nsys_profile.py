@@ -129,7 +129,7 @@ def decode(eager: bool = False) -> list[list[int]]:
     with toy_engine(eager) as engine:
         engine.capture()
         engine.compile(constraint)
-        jobs = [engine.submit([place + 1], constraint=one, max_new_tokens=24) for place, one in enumerate([None, constraint])]
+        jobs = [engine.submit([index + 1], constraint=one, max_new_tokens=24) for index, one in enumerate([None, constraint])]
         while engine.has_work:
             engine.step()
     return [job.tokens for job in jobs]

@@ -68,20 +68,20 @@ def test_a_record_is_extracted_streamed_or_not(server: Running) -> None:
 
 
 def test_tool_result_is_used(server: Running) -> None:
-    asked: Any = [{"role": "user", "content": "Please tell Theodora that the course begins at 18:30."}]
+    requested: Any = [{"role": "user", "content": "Please tell Theodora that the course begins at 18:30."}]
     with server.client as client:
 
-        def said(messages: Any, choice: str) -> Any:
+        def output(messages: Any, choice: str) -> Any:
             asked_too = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 200}
             return client.chat.completions.create(**GREEDY, **asked_too, messages=messages).choices[0]
 
-        called = said(asked, "required")
+        called = output(requested, "required")
         (call,) = called.message.tool_calls
         assert called.finish_reason == "tool_calls" and call.function.name in ("send_message", "open_doors")
-        wanted = PARAMETERS if call.function.name == "send_message" else {"type": "object", "maxProperties": 0}
-        jsonschema.validate(json.loads(call.function.arguments), wanted)
+        expected = PARAMETERS if call.function.name == "send_message" else {"type": "object", "maxProperties": 0}
+        jsonschema.validate(json.loads(call.function.arguments), expected)
         result = {"role": "tool", "tool_call_id": call.id, "content": "sent"}
-        free = said([*asked, called.message.model_dump(exclude_none=True), result], "auto")
+        free = output([*requested, called.message.model_dump(exclude_none=True), result], "auto")
     assert free.message.content or free.message.tool_calls
 
 

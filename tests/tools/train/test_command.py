@@ -63,8 +63,8 @@ def spelled(text: str) -> list[int]:
 
 def test_texts_of_every_kind(target: Path, tmp_path: Path) -> None:
     ids = {"token_ids": [5, 6, 7, 8], "prompt_length": 2}
-    asked, answered = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo!"}
-    data = write(tmp_path / "data.jsonl", ids, {"text": "a b"}, {"messages": [asked, answered]}, {"messages": [asked]})
+    question, answered = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo!"}
+    data = write(tmp_path / "data.jsonl", ids, {"text": "a b"}, {"messages": [question, answered]}, {"messages": [question]})
     prompt = [START, *spelled("user:hi"), STOP, START, *spelled("assistant:")]
     whole = [*prompt, *spelled("yo!"), STOP]
     assert read_texts(data, target, 160, 100) == [

@@ -35,9 +35,9 @@ def test_a_prompt_follows_from_its_seed() -> None:
 def test_schemas_of_every_prompt_kind_compile() -> None:
     compiler = GrammarCompiler(Vocabulary.printable(), isolation="none")
     for kind in KINDS:
-        asked = prompt(1, kind)
-        assert asked.kind == kind and asked.messages[-1]["role"] == "user"
-        assert (asked.schema is None) == (kind in ("talk", "code"))
+        requested = prompt(1, kind)
+        assert requested.kind == kind and requested.messages[-1]["role"] == "user"
+        assert (requested.schema is None) == (kind in ("talk", "code"))
     for schema in [*SCHEMAS.values(), tool_schema(TOOLS)]:
         compiler.compile(Constraint.json_schema(schema)).matcher()
     assert set(MEASURED) <= set(SCHEMAS) and len(MEASURED) == 5

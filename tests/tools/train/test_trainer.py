@@ -16,6 +16,7 @@ from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from tests.helpers.draft_oracles import Drafting
 from tests.helpers.families import folder_of
+from tools.random_weights import randomised
 from tools.train.acceptance import measure
 from tools.train.batches import TrainingSet, embed
 from tools.train.collect import answer, collect
@@ -39,7 +40,7 @@ TARGET = LlamaConfig(60, 32, 40, 4, 2, 8, (None, None, None), norm_epsilon=1e-5,
 
 
 def target(**changes: object) -> Llama:
-    return Llama(replace(TARGET, **changes), feature_layers=(0, 1, 3)).randomise(1)  # type: ignore[arg-type]
+    return randomised(Llama(replace(TARGET, **changes), feature_layers=(0, 1, 3)), 1)  # type: ignore[arg-type]
 
 
 def random_head(kind: str, its: Llama) -> Head:
@@ -123,7 +124,7 @@ class Lesson(NamedTuple):
         if kind == "mtp":
             its.feature_layers, its.feature_size = (), its.hidden_size
         data = TrainingSet(self.states, its, plan)
-        data.prepare(self.states.folder / "wishes.safetensors", len(self.checkpoint.vocabulary.tokens))
+        data.prepare(self.states.folder / "predictions.safetensors", len(self.checkpoint.vocabulary.tokens))
         proposed = choose_proposed(data.frequencies(), self.checkpoint.vocabulary, plan.draft_vocab)
         return Trainer(Head(kind, its, proposed, self.states.layout.feature_layers, plan.seed), data, plan)
 
@@ -191,10 +192,10 @@ def test_loss_counts_answer_tokens_only(lesson: Lesson) -> None:
             assert int(batch.tokens[0][start + pair]) == ids[pair + 1], "pairs that only are seen take their tokens too"
             for step in range(3):
                 foreseen = pair + 1 + step
-                wanted = foreseen < len(ids) - 1 and foreseen + 1 >= text.prompt_length
+                expected = foreseen < len(ids) - 1 and foreseen + 1 >= text.prompt_length
                 chain = grown + pair - begin
-                assert wanted == (pair >= begin and bool(batch.counts[step][chain])), "no pair that counts is left out"
-                if wanted:
+                assert expected == (pair >= begin and bool(batch.counts[step][chain])), "no pair that counts is left out"
+                if expected:
                     assert int(batch.tokens[step][chain if step else start + pair]) == ids[pair + 1 + step]
                     assert torch.equal(batch.hidden[batch.goals[step][chain]], text.hidden[foreseen])
         start, first, grown = start + len(ids) - 2, first + len(ids) - 1, grown + len(ids) - 2 - begin
@@ -214,11 +215,11 @@ def test_the_loss_is_cross_entropy_against_the_targets_distribution(lesson: Less
         says = [hidden @ head.out.T for hidden in unroll(head.learner, batch.features, embedded, batch.lengths, batch.begins)]
         wants = head.target.logits(batch.hidden)[:, : len(lesson.checkpoint.vocabulary.tokens)].double().softmax(-1)
     for step in range(3):
-        lost, hits, places = 0.0, 0, batch.counts[step].nonzero().flatten().tolist()
-        for index in places:
-            want, said = wants[batch.goals[step][index]], says[step][index].double().log_softmax(-1)
-            lost -= sum(float(want[token] * said[index]) for index, token in enumerate(proposed))
-            hits += proposed[int(said.argmax())] == int(want.argmax())
-        assert float(judged.losses[step]) == pytest.approx(lost / len(places), rel=1e-4)
-        assert float(judged.hits[step]) == pytest.approx(hits / len(places))
+        lost, hits, positions = 0.0, 0, batch.counts[step].nonzero().flatten().tolist()
+        for index in positions:
+            want, output = wants[batch.goals[step][index]], says[step][index].double().log_softmax(-1)
+            lost -= sum(float(want[token] * output[index]) for index, token in enumerate(proposed))
+            hits += proposed[int(output.argmax())] == int(want.argmax())
+        assert float(judged.losses[step]) == pytest.approx(lost / len(positions), rel=1e-4)
+        assert float(judged.hits[step]) == pytest.approx(hits / len(positions))
     assert float(judged.loss) == pytest.approx(sum(0.8**step * float(judged.losses[step]) for step in range(3)) / (1 + 0.8 + 0.64))

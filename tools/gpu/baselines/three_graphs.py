@@ -20,8 +20,8 @@ from stepgraph.graphs import Backend, BufferSpec, Limits, StaticBuffers
 from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
 from stepgraph.graphs.model import DraftModel, ModelInput, TargetModel
 from stepgraph.sampling import kernels
-from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar import CompiledConstraint, MaskStatus, Matcher, Vocabulary
+from stepgraph.sampling.grammar.status import FinishCode
 
 REASONS = {
     FinishCode.STOP: "stop",
@@ -83,8 +83,8 @@ class ThreeGraphs:
         self.rows: list[Row | None] = [None] * sizes.rows
         self._buffers = self._make_buffers(pages)
         graphs = {"target": self._verify, "draft": self._draft_first, "next": self._draft_next}
-        wanted = list(graphs)[: min(3, 1 + sizes.drafts)]
-        self._graphs = {name: backend.capture(graphs[name], self._buffers) for name in wanted}
+        expected = list(graphs)[: min(3, 1 + sizes.drafts)]
+        self._graphs = {name: backend.capture(graphs[name], self._buffers) for name in expected}
 
     def _make_buffers(self, pages: int) -> StaticBuffers:
         rows, verified, target = self.sizes.rows, self.sizes.drafts + 1, self._target
@@ -131,25 +131,25 @@ class ThreeGraphs:
 
     # the three graphs
 
-    def _inputs(self, b: StaticBuffers, tokens: Tensor, first: Tensor, wanted: Tensor, features: Tensor | None = None) -> ModelInput:
+    def _inputs(self, b: StaticBuffers, tokens: Tensor, first: Tensor, expected: Tensor, features: Tensor | None = None) -> ModelInput:
         positions = first + torch.arange(tokens.shape[1], device=tokens.device)
-        wanted = wanted & (positions < b.row_data[:, -1:])
+        expected = expected & (positions < b.row_data[:, -1:])
         positions = positions.clamp(0, self.sizes.max_length - 1)
-        slots = torch.where(wanted, b.tables.gather(1, positions // PAGE) * PAGE + positions % PAGE, positions % PAGE)
+        slots = torch.where(expected, b.tables.gather(1, positions // PAGE) * PAGE + positions % PAGE, positions % PAGE)
         return ModelInput(tokens.clamp(min=0), positions, slots, b.tables, PAGE, features, attend=self._attention.round_call())
 
     def _verify(self, b: StaticBuffers) -> None:
         verified = self.sizes.drafts + 1
-        wanted = torch.arange(verified, device=b.row_data.device) < b.row_data[:, verified : verified + 1]
-        output = self._target.forward(self._inputs(b, b.row_data[:, :verified], b.row_data[:, -2:-1] - 1, wanted), b)
+        expected = torch.arange(verified, device=b.row_data.device) < b.row_data[:, verified : verified + 1]
+        output = self._target.forward(self._inputs(b, b.row_data[:, :verified], b.row_data[:, -2:-1] - 1, expected), b)
         b.logits.copy_(self._target.logits(output.hidden)[..., : self._limits.num_tokens])
         b.features.copy_(output.features)
 
     def _draft_first(self, b: StaticBuffers) -> None:
         assert self._draft is not None
         count = b.taken[:, -1:]
-        wanted = torch.arange(b.taken.shape[1] - 1, device=count.device) < count
-        output = self._draft.forward(self._inputs(b, b.taken[:, :-1], b.row_data[:, -2:-1], wanted, b.features), b)
+        expected = torch.arange(b.taken.shape[1] - 1, device=count.device) < count
+        output = self._draft.forward(self._inputs(b, b.taken[:, :-1], b.row_data[:, -2:-1], expected, b.features), b)
         last = (count - 1).clamp(min=0)[:, :, None]
         hidden = output.hidden.gather(1, last.expand(-1, 1, output.hidden.shape[2]))
         b.draft_features.copy_(output.features.gather(1, last.expand(-1, 1, output.features.shape[2])))
@@ -201,8 +201,8 @@ class ThreeGraphs:
         self._fill_masks()  # while the target runs
         b.masks.copy_(b.masks_host, non_blocking=True)
         b.statuses.copy_(b.statuses_host, non_blocking=True)
-        status, ruled = b.statuses[:, :-1].contiguous(), b.statuses[:, -1] != 0
-        best, chosen = kernels.masked_argmax(b.logits, b.masks, None, ruled, status=status)
+        status, constrained = b.statuses[:, :-1].contiguous(), b.statuses[:, -1] != 0
+        best, chosen = kernels.masked_argmax(b.logits, b.masks, None, constrained, status=status)
         room = b.row_data[:, -1] - b.row_data[:, -2]
         count = (b.row_data[:, verified] - 1).clamp(min=0)
         drafts, finite = b.row_data[:, 1:verified].contiguous(), torch.isfinite(best)

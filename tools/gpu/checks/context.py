@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import random
@@ -19,6 +20,7 @@ import torch
 
 from stepgraph import Constraint, Engine, EngineConfig, Job, Vocabulary
 from stepgraph.graphs import Backend, make_backend
+from stepgraph.runtime.build import Drafter
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
@@ -133,27 +135,29 @@ class Context:
         buckets: bool = False,
     ) -> Iterator[Engine]:
         """A captured engine over the toy pair; captures the largest batch only, unless `buckets` is set, since captures are slow."""
+        config = EngineConfig(
+            max_rows=rows,
+            num_speculative_tokens=k,
+            max_length=96,
+            page_size=8,
+            num_pages=12 * rows,
+            prefill_chunk=5,
+            draft_masks=draft_masks,
+            eager=eager,
+            grammar_backend=library,
+            buckets=None if buckets else (rows,),
+            compile_isolation="process" if library == "auto" else "none",
+        )
+        with self.engine_of(toy_target(self.device), toy_draft(self.device, agreement) if k else None, config) as engine:
+            yield engine
+
+    @contextlib.contextmanager
+    def engine_of(self, target: object, drafter: Drafter | str | None, config: EngineConfig) -> Iterator[Engine]:
+        """A captured engine over these models."""
+        # FlashInfer has its own check and may have to be compiled
+        config = dataclasses.replace(config, filters="auto" if self.rehearsal else "triton")
         with self.backend(asynchronous=True) as backend:
-            engine = Engine(
-                toy_target(self.device),
-                toy_draft(self.device, agreement) if k else None,
-                vocabulary=VOCABULARY,
-                config=EngineConfig(
-                    max_rows=rows,
-                    num_speculative_tokens=k,
-                    max_length=96,
-                    page_size=8,
-                    num_pages=12 * rows,
-                    prefill_chunk=5,
-                    draft_masks=draft_masks,
-                    eager=eager,
-                    grammar_backend=library,
-                    filters="auto" if self.rehearsal else "triton",  # FlashInfer has its own check and may have to be compiled
-                    buckets=None if buckets else (rows,),
-                    compile_isolation="process" if library == "auto" else "none",
-                ),
-                backend=backend,
-            )
+            engine = Engine(target, drafter, vocabulary=VOCABULARY, config=config, backend=backend)  # type: ignore[arg-type]
             try:
                 engine.capture()
                 yield engine

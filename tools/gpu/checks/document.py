@@ -58,7 +58,7 @@ class Goal:
     noise: tuple[str, ...] = ()
 
     @property
-    def wanted(self) -> str:
+    def expected(self) -> str:
         return f"{'<=' if self.at_most else '>='} {self.bound:g}{' + noise' if self.noise else ''}"
 
     def met(self, found: float, noise: float) -> bool:
@@ -99,8 +99,8 @@ def judge(goal: Goal, rows: Sequence[Mapping[str, Any]], rehearsal: bool) -> dic
         reason = f"its check {row['verdict']}: {row['error']}"
     else:
         verdict = "met" if goal.met(found, noise) else "missed"
-        reason = "" if verdict == "met" else f"found {found:g}, wanted {goal.wanted}" + (f" of {noise:g}" if noise else "")
-    return {"name": goal.name, "wanted": goal.wanted, "found": found, "verdict": verdict, "reason": reason}
+        reason = "" if verdict == "met" else f"found {found:g}, expected {goal.expected}" + (f" of {noise:g}" if noise else "")
+    return {"name": goal.name, "expected": goal.expected, "found": found, "verdict": verdict, "reason": reason}
 
 
 def _figure(figures: Mapping[str, Any], path: Sequence[str]) -> float | None:

@@ -7,7 +7,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -39,20 +38,9 @@ from tools.gpu.checks.shapes import TINY, fill, pair_of
 MARKED = tuple(Constraint.regex("[a-c]{1,9}x?", library).after("b") for library in ("xgrammar", "llguidance"))
 
 
-@contextmanager
-def _engine(context: Context, target: object, drafter: Drafter | str | None, k: int, **changes: object) -> Iterator[Engine]:
-    """Captured, over models that are there."""
-    config = EngineConfig(
-        max_rows=2, num_speculative_tokens=k, max_length=96, page_size=8, prefill_chunk=5, buckets=(2,), compile_isolation="none"
-    )
-    config = replace(config, filters="auto" if context.rehearsal else "triton")
-    with context.backend(asynchronous=True) as backend:
-        engine = Engine(target, drafter, vocabulary=VOCABULARY, config=replace(config, **changes), backend=backend)  # type: ignore[arg-type]
-        try:
-            engine.capture()
-            yield engine
-        finally:
-            engine.close()
+CONFIG = EngineConfig(
+    max_rows=2, num_speculative_tokens=3, max_length=96, page_size=8, prefill_chunk=5, buckets=(2,), compile_isolation="none"
+)
 
 
 def _drafters(context: Context) -> Iterator[tuple[str, object, Drafter | str, dict[str, object]]]:
@@ -91,17 +79,18 @@ def every_drafter_replays_as_eager(context: Context) -> Figures:
             continue
         outcomes = []
         for eager in (False, True):
-            with _engine(context, target, drafter, 3, eager=eager, greedy_only=not sampled, **changes) as engine:
+            config = replace(CONFIG, eager=eager, greedy_only=not sampled, **changes)  # type: ignore[arg-type]
+            with context.engine_of(target, drafter, config) as engine:
                 jobs = serve(engine, [ask._replace(cancel_after=None) for ask in random_asks(11, 2 if context.rehearsal else 12, 3)])
                 engine.backend.synchronize()
                 page = engine.limits.page_size
                 caches = {name: engine.buffers[name] for name in engine.buffers if name.endswith(("_cache", "_keys", "_values"))}
                 outcomes.append(([outcome(job) for job in jobs], {name: _without_scratch(each, page) for name, each in caches.items()}))
                 accepted = engine.stats().drafts.accepted
-        (ours, kept), (theirs, wanted) = outcomes
+        (ours, kept), (theirs, expected) = outcomes
         assert ours == theirs, f"{name}: captured {ours}, eager {theirs}"
         assert not any(reason == "error" for _, reason, _ in ours), f"{name}: {ours}"
-        different = [key for key in kept if not torch.equal(kept[key], wanted[key])]
+        different = [key for key in kept if not torch.equal(kept[key], expected[key])]
         assert not different, f"{name}: {different} differ"
         found[f"{name}{', sampled keys' if sampled else ''}"] = {"accepted_drafts": accepted}
     return found

@@ -41,7 +41,7 @@ def masks_and_processors_equal_references(context: Context) -> Figures:
         if batch * width > (400_000 if context.rehearsal else 10_000_000) or not context.fits(f"process B={batch} V={width}"):
             continue
         kinds = itertools.product((torch.float32, torch.bfloat16), (False, True))
-        found |= _compared(context, (operations.process_logits(device, batch, 4, width, dtype, ruled=ruled) for dtype, ruled in kinds))
+        found |= _compared(context, (operations.process_logits(device, batch, 4, width, dtype, masked=masked) for dtype, masked in kinds))
         found |= _compared(context, [operations.process_logits(device, batch, 1, width, own=min(width, 32_000), first=2)])
     return found
 

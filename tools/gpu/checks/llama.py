@@ -20,6 +20,7 @@ from stepgraph.runtime.models.llama_config import LlamaConfig
 from tools.gpu.checks.context import Context, Figures, summary
 from tools.gpu.checks.operations import Call
 from tools.gpu.checks.stopwatch import device_us, times_of, until_done
+from tools.random_weights import randomised
 
 PAGE = 16
 PROMPTS = [[7, 30, 5], [9], [40 + index for index in range(17)], [12, 12, 3, 90, 33, 100], [60, 61, 62, 63, 64, 65, 66, 67]]
@@ -49,9 +50,9 @@ def attention_inputs(device: torch.device, batch: int, count: int, length: int, 
     positions = positions.clamp(min=0)
     live = positions < ends[:, None]
     slots = torch.where(live, tables.gather(1, positions // PAGE) * PAGE + positions % PAGE, positions % PAGE)
-    places = torch.arange(pages * PAGE, device=device)
+    indices = torch.arange(pages * PAGE, device=device)
     held = torch.zeros((pages * batch + 1) * PAGE, dtype=torch.bool, device=device)
-    held[(tables.repeat_interleave(PAGE, 1) * PAGE + places % PAGE)[places < ends[:, None]]] = True
+    held[(tables.repeat_interleave(PAGE, 1) * PAGE + indices % PAGE)[indices < ends[:, None]]] = True
     keys, values = (torch.randn(len(held), 2, size, **here).masked_fill(~held[:, None, None], torch.nan) for _ in range(2))
     query = torch.randn(batch, count, 8, size, **here)
     inputs = ModelInput(positions, positions, slots, tables, PAGE)
@@ -85,7 +86,7 @@ def llama_decodes_alike(context: Context) -> Figures:
     found: Figures = {}
     for dtype in (torch.float32, torch.bfloat16):
         config = LlamaConfig(160, 256, 384, 4, 2, 64, (None, 40, None), dtype=dtype)
-        here = Llama(config, device=context.device).randomise()
+        here = randomised(Llama(config, device=context.device))
         replayed, together = _decode(here, PROMPTS, eager=False)
         eager, again = _decode(here, PROMPTS, eager=True)
         assert together == again, f"{dtype}: replayed rounds emit other tokens than eager ones"
@@ -93,7 +94,7 @@ def llama_decodes_alike(context: Context) -> Figures:
         few = PROMPTS[: 2 if context.rehearsal else None]
         alone = [_decode(here, [prompt], eager=False)[1][0] for prompt in few]
         if dtype is torch.float32:
-            _, on_cpu = _decode(Llama(config).randomise(), PROMPTS, eager=False)
+            _, on_cpu = _decode(randomised(Llama(config)), PROMPTS, eager=False)
             assert together == on_cpu, "other tokens than on the CPU"
             assert alone == together[: len(few)], "tokens depend on the batch"
         found[f"{str(dtype)[6:]} texts changed by the batch"] = sum(a != b for a, b in zip(alone, together, strict=False))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling import bitmask, kernels
-from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 from stepgraph.sampling.processors import RowSettings
 from stepgraph.sampling.sampler import Param
 
@@ -25,22 +25,22 @@ class Case(NamedTuple):
     rows: Tensor | None
     before: Tensor
     first: int
-    ruling: kernels.GrammarMask | None
+    mask: kernels.GrammarMask | None
     ids: Tensor | None
 
     def on(self, device: torch.device) -> Case:
         def moved(value: Any) -> Any:
             return value.to(device) if isinstance(value, Tensor) else value
 
-        ruling = None if self.ruling is None else kernels.GrammarMask(*(moved(value) for value in self.ruling))
+        mask = None if self.mask is None else kernels.GrammarMask(*(moved(value) for value in self.mask))
         settings = RowSettings(*(value.to(device) for value in self.settings))
-        return Case(*(moved(value) for value in self))._replace(ruling=ruling, settings=settings)
+        return Case(*(moved(value) for value in self))._replace(mask=mask, settings=settings)
 
     def arguments(self, outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
         """Arguments of the operation."""
         *tables, generated = self.settings
-        ruling = self.ruling or (None, None, None, None)
-        return (self.logits, *ruling, self.ids, self.rows, *tables, generated, self.before, self.first, *outputs)
+        mask = self.mask or (None, None, None, None)
+        return (self.logits, *mask, self.ids, self.rows, *tables, generated, self.before, self.first, *outputs)
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """Output tensors with arbitrary content."""
@@ -56,7 +56,7 @@ def make_case(
     dtype: torch.dtype,
     *,
     own: int = 0,
-    ruled: bool = True,
+    masked: bool = True,
     first: int = 0,
     seed: int = 0,
 ) -> Case:
@@ -74,8 +74,8 @@ def make_case(
     before = torch.randint(0, vocabulary, (drafts, batch), generator=made).T  # strided like batch_drafts
     before[torch.arange(batch) % 3 == 2, drafts // 2 :] = -1
     settings = make_settings(tables, vocabulary, rows, before, made)
-    ruling = _ruling(batch, positions, vocabulary, made) if ruled else None
-    return Case(logits.to(dtype)[..., :width], settings, rows, before, first, ruling, ids)
+    mask = _grammar_mask(batch, positions, vocabulary, made) if masked else None
+    return Case(logits.to(dtype)[..., :width], settings, rows, before, first, mask, ids)
 
 
 def make_settings(tables: int, vocabulary: int, rows: Tensor, before: Tensor, made: torch.Generator) -> RowSettings:
@@ -114,10 +114,10 @@ def make_settings(tables: int, vocabulary: int, rows: Tensor, before: Tensor, ma
     )
 
 
-def _ruling(batch: int, positions: int, vocabulary: int, made: torch.Generator) -> kernels.GrammarMask:
+def _grammar_mask(batch: int, positions: int, vocabulary: int, made: torch.Generator) -> kernels.GrammarMask:
     """Bits beyond the vocabulary are set and must be ignored."""
     density = torch.logspace(-4, 0, batch * positions)[torch.randperm(batch * positions, generator=made)].view(batch, positions, 1)
-    allowed = torch.rand(batch, positions, -(-vocabulary // bitmask.WORD) * bitmask.WORD, generator=made) < density
+    allowed = torch.rand(batch, positions, -(-vocabulary // BITS_PER_WORD) * BITS_PER_WORD, generator=made) < density
     allowed[..., vocabulary:] = True
     rows = torch.randperm(batch, generator=made)
     packed = bitmask.pack(allowed)
@@ -127,16 +127,16 @@ def _ruling(batch: int, positions: int, vocabulary: int, made: torch.Generator) 
     return kernels.GrammarMask(packed, rows, torch.arange(batch) % 5 != 4, status)
 
 
-def tag_inputs(batch: int, places: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def tag_inputs(batch: int, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Tags [R, N, 4] of permuted rows, some fields of which are wrong; owner, generated, constrained, rows."""
-    made = torch.Generator().manual_seed(batch + places)
+    made = torch.Generator().manual_seed(batch + positions)
     rows = torch.randperm(batch + 2, generator=made)[:batch]
     state = torch.randint(0, 50, (batch, 7), generator=made)
-    tags = torch.randint(0, 50, (batch + 2, places, 4), generator=made)
-    tags[rows, :, :2], tags[rows, :, 2] = state[:, None, :2], torch.arange(2, 2 + places)
+    tags = torch.randint(0, 50, (batch + 2, positions, 4), generator=made)
+    tags[rows, :, :2], tags[rows, :, 2] = state[:, None, :2], torch.arange(2, 2 + positions)
     tags[..., 3] = torch.randint(0, len(MaskStatus), tags.shape[:2], generator=made)
     wrong = torch.rand(*tags.shape[:2], 3, generator=made) < 0.1
     tags[..., :3] += wrong.to(torch.int64)
-    ruled = torch.arange(batch) % 4 != 3
-    tags, state, ruled, rows = (tensor.to(device) for tensor in (tags, state, ruled, rows))
-    return tags, state[:, 0], state[:, 1], ruled, rows
+    constrained = torch.arange(batch) % 4 != 3
+    tags, state, constrained, rows = (tensor.to(device) for tensor in (tags, state, constrained, rows))
+    return tags, state[:, 0], state[:, 1], constrained, rows

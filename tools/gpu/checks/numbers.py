@@ -121,9 +121,9 @@ def mask_time_is_hidden(context: Context) -> Figures:
     return context.found | {name: least[name] for name in ("share_hidden", "noise")}
 
 
-def hidden(ruled: Sequence[float], loose: Sequence[float], host_us: float) -> Figures:
+def hidden(constrained: Sequence[float], loose: Sequence[float], host_us: float) -> Figures:
     """Compare blocks of the same turn with equal device work; `host_us`: additional host-node time of the first ones."""
-    longer = sorted(one - other for one, other in zip(ruled, loose, strict=True))
+    longer = sorted(one - other for one, other in zip(constrained, loose, strict=True))
     low, high = longer[len(longer) // 4], longer[(3 * len(longer)) // 4]
     exposed, host_us = max(0.0, statistics.median(longer)), max(host_us, 0.1)
     share, noise = 1 - min(1.0, exposed / host_us), min(MOST_NOISE, (high - low) / 2 / host_us)

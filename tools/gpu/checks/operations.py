@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling import bitmask, sampler
-from stepgraph.sampling.bitmask import WORD
-from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 from stepgraph.sampling.kernels import chain, choice, filters, processors, rejection
 from stepgraph.sampling.kernels.operation import Operation
 from stepgraph.sampling.rng import Purpose
@@ -98,7 +97,7 @@ def masked_argmax(
     outputs = torch.full((batch, positions), 7.5, device=device), numbers(device, batch, positions)
     lines = batch * positions
     marked = int((words != 0).sum())  # a word without a bit spares its 32 logits
-    least = lines * (-(-width // WORD) * 4 + 12) + marked * WORD * dtype.itemsize
+    least = lines * (-(-width // BITS_PER_WORD) * 4 + 12) + marked * BITS_PER_WORD * dtype.itemsize
     shape = f"B={batch} Q={positions} V={width} {str(dtype)[6:]}"
     return Call(choice.masked_argmax, shape, inputs, outputs, least, lines * -(-width // CHOICE_TILE) * 16)
 
@@ -199,25 +198,25 @@ def process_logits(
 ) -> Call:
     """Every kind of row (tools/gpu/checks/masks.py)."""
     case = make_case(batch, positions, width, dtype, **changes).on(device)
-    kind = "own vocabulary" if case.ids is not None else "free" if case.ruling is None else "masked"
+    kind = "own vocabulary" if case.ids is not None else "free" if case.mask is None else "masked"
     return Call(processors.process_logits, f"B={batch} Q={positions} V={width} {str(dtype)[6:]} {kind}", case.arguments(()), case.outputs())
 
 
 def process_all_masked(device: torch.device, batch: int, positions: int, width: int, *, neutral: bool) -> Call:
     """bfloat16, every row with a mask in use. Of four rows three request biases, penalties or stop tokens; if `neutral`, none does."""
     case = make_case(batch, positions, width, torch.bfloat16).on(device)
-    assert case.ruling is not None and case.rows is not None
-    ruling = case.ruling._replace(constrained=torch.ones_like(case.ruling.constrained), status=torch.ones_like(case.ruling.status))
+    assert case.mask is not None and case.rows is not None
+    mask = case.mask._replace(constrained=torch.ones_like(case.mask.constrained), status=torch.ones_like(case.mask.status))
     rows = case.rows[:1].expand(batch).contiguous() if neutral else case.rows  # the first row has the defaults
-    case = case._replace(ruling=ruling, rows=rows)
+    case = case._replace(mask=mask, rows=rows)
     params, lines, tiles = case.settings.params[rows], batch * positions, -(-width // PROCESS_TILE)
     penalised = (params[:, Param.PRESENCE_PENALTY] != 0).sum().item()
     repeated = (params[:, Param.REPETITION_PENALTY] != 1).sum().item()
     biased = (case.settings.bias_ids[rows, 0] >= 0).sum().item()
-    marked = int((ruling.masks != 0).sum())  # a word without a bit spares its 32 logits
+    marked = int((mask.masks != 0).sum())  # a word without a bit spares its 32 logits
     penalties = width * (4 * penalised + repeated)  # output counts and prompt tokens, once for all positions of a row
     facts = biased * MAX_BIASES * 12 + batch * (len(Param) * 4 + 24)
-    least = lines * (-(-width // WORD) * 4 + 33) + marked * WORD * 2 + lines * width * 4 + penalties + facts
+    least = lines * (-(-width // BITS_PER_WORD) * 4 + 33) + marked * BITS_PER_WORD * 2 + lines * width * 4 + penalties + facts
     again = (positions - 1) * penalties + (lines * tiles - batch) * facts // batch + lines * tiles * 16
     shape = f"B={batch} Q={positions} V={width} {'neutral' if neutral else 'with requests'}"
     return Call(processors.process_logits, shape, case.arguments(()), case.outputs(), int(least), int(again))

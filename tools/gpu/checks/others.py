@@ -109,13 +109,13 @@ def against_transformers(context: Context) -> Figures:
         ("dynamic, xgrammar", "dynamic", True),
         ("assisted", "assisted", False),
     )
-    for index, (name, mode, ruled) in enumerate(modes, 1):
+    for index, (name, mode, constrained) in enumerate(modes, 1):
         if mode == "compiled" and (context.rehearsal or context.quick):
             found[name] = "not run: compilation takes most of a minute"
             continue
         assistant = small_assistant(pair.target, pair.vocabulary) if mode == "assisted" else None
-        theirs = partial(_per_token, context, generator, pair, mode, grammar if ruled else None, assistant)
-        case: Case = ours["schema" if ruled else "free"]
+        theirs = partial(_per_token, context, generator, pair, mode, grammar if constrained else None, assistant)
+        case: Case = ours["schema" if constrained else "free"]
         try:
             blocks = _warm_and_alternate(context, {"theirs": theirs, "ours": case.block}, share=index / len(modes))
         except Exception as error:  # library versions may be incompatible

@@ -74,6 +74,8 @@ def _attention_is_close(device: torch.device) -> bool:
 def main() -> int:
     warnings.filterwarnings("ignore", message="overflow encountered", category=RuntimeWarning)  # from numpy, in the interpreter
     interpreted = bool(triton.knobs.runtime.interpret)
+    if interpreted:
+        import tests.helpers.fast_interpreter  # noqa: F401
     found = compare_all(torch.device("cpu" if interpreted else "cuda"))
     print(json.dumps({"interpreted": interpreted, "programs": found}))
     return 0 if set(found.values()) == {"equal"} else 1

@@ -157,9 +157,9 @@ class RoundBench:
         states = self.buffers.row_state.cpu()
         for row in self.buffers.batch_rows[:size].tolist():
             grammar = compiled(GRAMMAR)
-            ruled = grammar is not None and row != self.limits.dummy_row and bool(states[row, Column.CONSTRAINED])
+            constrained = grammar is not None and row != self.limits.dummy_row and bool(states[row, Column.CONSTRAINED])
             committed = int(states[row, Column.GENERATED])
-            rows.append(self.host.row(int(states[row, Column.OWNER]), grammar.matcher(), committed) if grammar and ruled else None)
+            rows.append(self.host.row(int(states[row, Column.OWNER]), grammar.matcher(), committed) if grammar and constrained else None)
         self.host.push_batch(rows)
 
     def stage_steps(self, constrained: bool, sampled: bool = False) -> dict[str, Step]:

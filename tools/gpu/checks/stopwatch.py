@@ -87,6 +87,11 @@ def take_turns(watches: Mapping[str, Watch], turns: Iterable[int], title: str = 
     return times
 
 
+def percentiles(values: Sequence[float], shares: Sequence[float], digits: int = 1) -> dict[str, float]:
+    ordered = sorted(values)
+    return {f"p{share:g}": round(ordered[min(len(ordered) - 1, int(share / 100 * len(ordered)))], digits) for share in shares}
+
+
 def ratio_of(above: Sequence[float], below: Sequence[float], digits: int = 3) -> dict[str, float]:
     """Quartiles of the ratios of measurements that were taken in the same turn."""
     low, middle, high = statistics.quantiles([over / under for over, under in zip(above, below, strict=True)], method="inclusive")

@@ -232,7 +232,7 @@ def _nodes_end(host: HostLink) -> bool:
     return bool(calls[1].finished < held_until)
 
 
-INSIDE = 16  # times that a graph asks: what a launch costs is shared by them
+INSIDE = 16  # requests to the host in a graph, which share the cost of its launch
 Ask = Callable[[StaticBuffers], None]
 
 
@@ -324,13 +324,13 @@ def _wait(flags: Tensor) -> None:
 def _wait_value(flags: Tensor) -> Ask:
     """Memory operations of the stream: ask, wait until the answer is there, take it away."""
     calls = DriverCalls()
-    asked = calls.device_address(flags.data_ptr())
+    requested = calls.device_address(flags.data_ptr())
 
     def ask(b: StaticBuffers) -> None:
         stream = torch.cuda.current_stream().cuda_stream
-        calls.do("cuStreamWriteValue32_v2", stream, asked, 1, 0)
-        calls.do("cuStreamWaitValue32_v2", stream, asked + 4, 1, WAIT_EQUAL)
-        calls.do("cuStreamWriteValue32_v2", stream, asked + 4, 0, 0)
+        calls.do("cuStreamWriteValue32_v2", stream, requested, 1, 0)
+        calls.do("cuStreamWaitValue32_v2", stream, requested + 4, 1, WAIT_EQUAL)
+        calls.do("cuStreamWriteValue32_v2", stream, requested + 4, 0, 0)
 
     return ask
 

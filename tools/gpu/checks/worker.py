@@ -125,7 +125,7 @@ def _host_link() -> str:
 
 def _output_of(*command: str) -> str:
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return said.strip().split("\n")[0].strip()
+    return output.strip().split("\n")[0].strip()

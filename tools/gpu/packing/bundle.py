@@ -32,25 +32,25 @@ def pinned(path: Path) -> list[str]:
     return found
 
 
-def without(wanted: Sequence[str], has: Path | None) -> list[str]:
+def without(pins: Sequence[str], has: Path | None) -> list[str]:
     """Lines whose package is not in the list `has`, in any version: packages of the host are not replaced."""
     lines = [] if has is None else has.read_text(encoding="utf-8").splitlines()
     there = {_plain(line) for line in lines}
-    return [line for line in wanted if _plain(line) not in there]
+    return [line for line in pins if _plain(line) not in there]
 
 
 def _plain(line: str) -> str:
     return re.sub(r"[-_.]+", "-", re.split(r"[=@\s]", line.strip())[0]).lower()
 
 
-def download(wanted: Sequence[str], folder: Path, python: str, options: Sequence[str]) -> None:
+def download(pins: Sequence[str], folder: Path, python: str, options: Sequence[str]) -> None:
     """Download these wheels for a Python version on Linux, without dependencies. RuntimeError has the message of pip."""
     folder.mkdir(parents=True, exist_ok=True)
     short = python.replace(".", "")
     tags = [part for tag in TAGS for part in ("--platform", tag)]
     abis = [part for abi in (f"cp{short}", "abi3", "none") for part in ("--abi", abi)]
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), "--quiet"]
-    command += ["--disable-pip-version-check", "--python-version", python, "--implementation", "cp", *abis, *tags, *options, *wanted]
+    command += ["--disable-pip-version-check", "--python-version", python, "--implementation", "cp", *abis, *tags, *options, *pins]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise RuntimeError(f"pip download: {result.stderr.strip()[-2000:]}")
@@ -83,9 +83,9 @@ def get_jit_cache_dir():
 """
 
 
-def prebuilt_wheel(libraries: Path, wanted: Sequence[str], folder: Path) -> Path:
+def prebuilt_wheel(libraries: Path, pins: Sequence[str], folder: Path) -> Path:
     """A wheel of the libraries in a FlashInfer workspace, in the package where the packed FlashInfer version looks for them."""
-    versions = [line.split("==")[1] for line in wanted if line.split("==")[0] == "flashinfer-python"]
+    versions = [line.split("==")[1] for line in pins if line.split("==")[0] == "flashinfer-python"]
     found = sorted(libraries.rglob("*.so"))
     if not found or not versions:
         raise ValueError(f"--libraries: got {len(found)} .so files and {len(versions)} flashinfer-python to pack, expected some and one")
@@ -107,14 +107,14 @@ def prebuilt_wheel(libraries: Path, wanted: Sequence[str], folder: Path) -> Path
 
 
 def make(
-    bundle: Path, wanted: Sequence[str], python: str, options: Sequence[str], model: Path | None, libraries: Path | None
+    bundle: Path, pins: Sequence[str], python: str, options: Sequence[str], model: Path | None, libraries: Path | None
 ) -> dict[str, Any]:
     """Fill an empty folder; returns its manifest."""
     if bundle.exists() and any(bundle.iterdir()):
         raise ValueError(f"--out: got {bundle}, which is not empty, expected a new or empty folder")
     if libraries is not None:
-        prebuilt_wheel(libraries, wanted, bundle / "wheels")
-    download(wanted, bundle / "wheels", python, options)
+        prebuilt_wheel(libraries, pins, bundle / "wheels")
+    download(pins, bundle / "wheels", python, options)
     wheels = sorted((bundle / "wheels").iterdir())
     large = [wheel.name for wheel in wheels if wheel.stat().st_size > MOST_WHEEL_BYTES]
     if large:
@@ -122,7 +122,7 @@ def make(
     joined = {} if model is None else {model.name: cut(model, model.name, bundle)}
     shutil.copyfile(unpack.__file__, bundle / "install.py")
     files = {name: {"bytes": (bundle / name).stat().st_size, "sha256": unpack.digest(bundle / name)} for name in _names(bundle)}
-    manifest = {"python": python, "wanted": list(wanted), "files": files, "joined": joined}
+    manifest = {"python": python, "pins": list(pins), "files": files, "joined": joined}
     (bundle / unpack.MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     return manifest
 

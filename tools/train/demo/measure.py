@@ -54,9 +54,9 @@ def _variant(
     figures: dict[str, Any] = {}
     with Engine(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, config=loaded.config) as engine:
         engine.capture()
-        for kind, asked in prompts.items():
+        for kind, requested in prompts.items():
             rounds: dict[int, list[StepEvent]] = {}
-            for ids, each in asked:
+            for ids, each in requested:
                 constraint = Constraint.json_schema(each.schema) if each.schema else None
                 rounds[engine.submit(ids, constraint=constraint, max_new_tokens=NEW_TOKENS).id] = []
             for event in engine.stream():

@@ -28,7 +28,7 @@ def prompt(seed: int, kind: str | None = None, *, held_out: bool = False) -> Dem
     return KINDS[chosen](drawn, chosen)
 
 
-def _asked(*messages: tuple[str, str]) -> tuple[dict[str, str], ...]:
+def _messages(*messages: tuple[str, str]) -> tuple[dict[str, str], ...]:
     return tuple({"role": role, "content": content} for role, content in messages)
 
 
@@ -45,17 +45,17 @@ def _extraction(fill: Callable[[Words], str]) -> Callable[[Words, str], DemoProm
                 f"Give me {named} of the following text as JSON.",
             ]
         )
-        return DemoPrompt(kind, _asked(("user", f"{lead}\n\n{fill(drawn)}")), schema)
+        return DemoPrompt(kind, _messages(("user", f"{lead}\n\n{fill(drawn)}")), schema)
 
     return make
 
 
 def _tool_call(drawn: Words, kind: str) -> DemoPrompt:
     offered = drawn.generator.sample(TOOLS, drawn.number(2, 3))
-    asked = drawn.generator.choice(offered)["name"]
+    requested = drawn.generator.choice(offered)["name"]
     descriptions = "\n".join(f"- {each['name']}({', '.join(each['parameters']['properties'])}): {each['description']}" for each in offered)
     system = f'You call tools. Answer with JSON: {{"name": tool, "arguments": {{...}}}}. Tools:\n{descriptions}'
-    return DemoPrompt(kind, _asked(("system", system), ("user", texts.wish(asked, drawn))), tool_schema(offered))
+    return DemoPrompt(kind, _messages(("system", system), ("user", texts.tool_request(requested, drawn))), tool_schema(offered))
 
 
 def _talk(drawn: Words, kind: str) -> DemoPrompt:
@@ -78,7 +78,7 @@ def _talk(drawn: Words, kind: str) -> DemoPrompt:
             f"What is a good present for a {job} who likes {topic}?",
         ]
     )
-    return DemoPrompt(kind, _asked(("user", question)))
+    return DemoPrompt(kind, _messages(("user", question)))
 
 
 def _code(drawn: Words, kind: str) -> DemoPrompt:
@@ -103,7 +103,7 @@ def _code(drawn: Words, kind: str) -> DemoPrompt:
     )
     language = drawn.any(["Python", "Python", "Python", "JavaScript"])
     lead = drawn.any([f"Write a {language} function that {task}.", f"I need a {language} function which {task}. Keep it short."])
-    return DemoPrompt(kind, _asked(("user", lead)))
+    return DemoPrompt(kind, _messages(("user", lead)))
 
 
 KINDS: dict[str, Callable[[Words, str], DemoPrompt]] = {

@@ -53,13 +53,13 @@ def order_text(drawn: Words) -> str:
 
 
 def event_text(drawn: Words) -> str:
-    title, index = drawn.of(words.EVENTS), f"{drawn.of(words.STREETS)} {drawn.number(1, 90)}, {drawn.of(words.CITIES)}"
+    title, location = drawn.of(words.EVENTS), f"{drawn.of(words.STREETS)} {drawn.number(1, 90)}, {drawn.of(words.CITIES)}"
     people = " and ".join(a_name(drawn) for _ in range(drawn.number(1, 3)))
     return drawn.any(
         [
-            f"The {title} is on {a_date(drawn)} at {a_time(drawn)}, {index}. {people} will be there.",
-            f"Reminder: {title}, {a_date(drawn)}, starting {a_time(drawn)}. Where: {index}. Invited: {people}.",
-            f"Let us meet for the {title} at {index} on {a_date(drawn)}. We begin at {a_time(drawn)}. I asked {people} to come.",
+            f"The {title} is on {a_date(drawn)} at {a_time(drawn)}, {location}. {people} will be there.",
+            f"Reminder: {title}, {a_date(drawn)}, starting {a_time(drawn)}. Where: {location}. Invited: {people}.",
+            f"Let us meet for the {title} at {location} on {a_date(drawn)}. We begin at {a_time(drawn)}. I asked {people} to come.",
         ]
     )
 
@@ -128,8 +128,8 @@ def address_text(drawn: Words) -> str:
     )
 
 
-def wish(name: str, drawn: Words) -> str:
-    wishes = {
+def tool_request(name: str, drawn: Words) -> str:
+    requests = {
         "get_weather": [
             f"What is the weather like in {drawn.of(words.CITIES)}?",
             f"Is it raining in {drawn.of(words.CITIES)}? In celsius, please.",
@@ -165,4 +165,4 @@ def wish(name: str, drawn: Words) -> str:
             f"I want to hear {drawn.of(words.SONGS)}, not too loud, {drawn.number(5, 50)} percent.",
         ],
     }
-    return drawn.any(wishes[name])
+    return drawn.any(requests[name])

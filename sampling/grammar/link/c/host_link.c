@@ -10,22 +10,17 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct {
-    int64_t count;
-    matcher_row **rows; /* [slots] */
-} row_batch;
-
 struct host_link {
     link_shape shape;
     pool *pool;
-    row_batch *ring;        /* [depth] */
+    matcher_row **rows;     /* [depth, slots] ring of batches; NULL: no constrained request */
     _Atomic int64_t pushed; /* rounds, by the launching thread */
     _Atomic int64_t begun;  /* rounds, by host nodes */
     _Atomic int64_t counts[COUNTS];
-    _Atomic(int64_t *) log;         /* HostLink.log_nodes, or NULL */
-    int64_t log_room;               /* in nodes */
-    const row_batch *batch;         /* of the current round */
-    int32_t *active;                /* [slots] the slots that the current node processes */
+    _Atomic(int64_t *) log; /* HostLink.log_nodes, or NULL */
+    int64_t log_room;       /* in nodes */
+    matcher_row **batch;    /* [slots] of the current round; NULL outside of one */
+    int32_t *active;        /* [slots] the slots that the current node processes */
 };
 
 /* one row */
@@ -103,7 +98,7 @@ static void begin(host_link *link) {
     link->batch = NULL;
     atomic_store_explicit(&link->counts[ENDED], round, memory_order_release); /* in case the round before had no END_ROUND */
     if (round < atomic_load_explicit(&link->pushed, memory_order_acquire)) {
-        link->batch = &link->ring[round % link->shape.depth];
+        link->batch = link->rows + round % link->shape.depth * link->shape.slots;
         atomic_store_explicit(&link->begun, round + 1, memory_order_relaxed);
     } else {
         count(link, MISSED, 1);
@@ -126,7 +121,7 @@ static void process_row(void *context, unsigned item) {
     const host_node *node = context;
     host_link *link = node->link;
     int64_t slot = link->active[item];
-    matcher_row *row = link->batch->rows[slot];
+    matcher_row *row = link->batch[slot];
     for (int64_t step = 0; step < node->count && !faulted(row); step++) {
         int32_t stage = node->steps[step].stage;
         switch (node->steps[step].action) {
@@ -146,8 +141,8 @@ static void process_row(void *context, unsigned item) {
 /* Collects the slots whose request is the one on the device, is running and has no fault. */
 static unsigned find_active(host_link *link) {
     unsigned items = 0;
-    for (int64_t slot = 0; link->batch && slot < link->batch->count; slot++) {
-        matcher_row *row = link->batch->rows[slot];
+    for (int64_t slot = 0; link->batch && slot < link->shape.slots; slot++) {
+        matcher_row *row = link->batch[slot];
         const int64_t *state = link->shape.state + slot * HOST_COLUMNS;
         if (row && !faulted(row) && state[OWNER] == row->owner && state[FINISH] == ROW_RUNNING) link->active[items++] = (int32_t)slot;
     }
@@ -187,26 +182,17 @@ host_link *stepgraph_open(const link_shape *shape) {
     host_link *link = calloc(1, sizeof *link);
     if (!link) return NULL;
     link->shape = *shape;
-    link->ring = calloc((size_t)shape->depth, sizeof *link->ring);
+    link->rows = calloc((size_t)(shape->depth * shape->slots), sizeof *link->rows);
     link->active = calloc((size_t)shape->slots, sizeof *link->active);
-    matcher_row **rows = calloc((size_t)(shape->depth * shape->slots), sizeof *rows);
-    if (link->ring) link->ring[0].rows = rows;
-    link->pool = link->ring && link->active && rows ? pool_open((unsigned)shape->helpers) : NULL;
-    if (!link->pool) {
-        free(rows);
-        free(link->ring);
-        free(link->active);
-        free(link);
-        return NULL;
-    }
-    for (int64_t round = 1; round < shape->depth; round++) link->ring[round].rows = rows + round * shape->slots;
-    return link;
+    link->pool = link->rows && link->active ? pool_open((unsigned)shape->helpers) : NULL;
+    if (link->pool) return link;
+    stepgraph_close(link);
+    return NULL;
 }
 
 void stepgraph_close(host_link *link) {
-    pool_close(link->pool);
-    free(link->ring[0].rows);
-    free(link->ring);
+    if (link->pool) pool_close(link->pool);
+    free(link->rows);
     free(link->active);
     free(link);
 }
@@ -215,9 +201,9 @@ void stepgraph_close(host_link *link) {
 int stepgraph_push_batch(host_link *link, matcher_row *const *rows, int64_t count) {
     int64_t round = atomic_load_explicit(&link->pushed, memory_order_relaxed);
     if (round - atomic_load_explicit(&link->counts[ENDED], memory_order_acquire) >= link->shape.depth) return -1;
-    row_batch *batch = &link->ring[round % link->shape.depth];
-    batch->count = count;
-    memcpy(batch->rows, rows, (size_t)count * sizeof *rows);
+    matcher_row **batch = link->rows + round % link->shape.depth * link->shape.slots;
+    memset(batch, 0, (size_t)link->shape.slots * sizeof *batch);
+    memcpy(batch, rows, (size_t)count * sizeof *batch);
     atomic_store_explicit(&link->pushed, round + 1, memory_order_release);
     return 0;
 }

@@ -20,7 +20,7 @@ from stepgraph.sampling.grammar.link.native_row import NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, NODE_BOUNDS_NS, HostAction, HostLink, advance
 from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES
-from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn, MaskStatus
+from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn, MaskStatus
 from tests.helpers.link_bench import WALK, A, ForeignMatcher, LinkPair, Memory, letters_row, native_link, resident, set_running
 from tests.helpers.planted import fail, plant
 from tests.helpers.toy_engines import COMPILER, STOP, needs_native
@@ -313,5 +313,5 @@ def test_node_times_are_recorded_on_request_until_the_log_is_full(make: Callable
 def test_constants_of_the_headers_are_those_of_python() -> None:
     ours = {member.name: int(member) for numbers in (HostColumn, MaskStatus, HostAction) for member in numbers}
     assert {name: getattr(constants, name) for name in ours} == ours
-    assert (len(HostColumn), TAG_FIELDS, ROW_RUNNING) == (constants.HOST_COLUMNS, constants.TAG_FIELDS, constants.ROW_RUNNING)
+    assert (len(HostColumn), TAG_FIELDS, FinishCode.RUNNING) == (constants.HOST_COLUMNS, constants.TAG_FIELDS, constants.ROW_RUNNING)
     assert (FORCED_BYTES, len(NODE_BOUNDS_NS)) == (constants.FORCED_BYTES, constants.NODE_BOUNDS)

@@ -25,7 +25,6 @@ from stepgraph.sampling.grammar.link.native import NativeLink
 from stepgraph.sampling.grammar.link.native_row import NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, advance
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceGrammar, LLGuidanceMatcher
-from stepgraph.sampling.grammar.matchers.protocol import classify
 from stepgraph.sampling.native import Unavailable
 from tests.helpers.link_bench import LLGUIDANCE_COMPILER, WALK, A, LinkPair, Memory, resident, set_running
 from tests.helpers.link_bench import native_link as open_link
@@ -123,7 +122,7 @@ class NativeMatcher:
 
     def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
         status = self._call("fill", masks[index].data_ptr(), masks.shape[1])
-        return MaskStatus(status) if status else classify(masks[index].numpy(), self._vocabulary)
+        return MaskStatus(status) if status else self._vocabulary.classify(masks[index].numpy())
 
     def rollback(self, num_tokens: int) -> None:
         self._call("rollback", num_tokens)

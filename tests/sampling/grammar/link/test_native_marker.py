@@ -96,7 +96,7 @@ class MarkerPair(LinkPair):
 def python_after_marker(grammar: CompiledConstraint) -> Matcher:
     """The marker is handled in C, the matcher after it in Python."""
     assert grammar.marker
-    return MarkerMatcher(ForeignMatcher(grammar.grammar.matcher()), grammar.marker, grammar.vocabulary)
+    return MarkerMatcher(ForeignMatcher(grammar.grammar.matcher()), grammar.marker)
 
 
 schedules = st.tuples(

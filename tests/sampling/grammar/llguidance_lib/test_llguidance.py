@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher, Vocabulary
-from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceTokenizer, llguidance_api
+from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceTokenizer, llguidance_api
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceMatcher
 from stepgraph.sampling.grammar.llguidance_lib.schema import llguidance_schema
 from tests.helpers.grammar_texts import PRINTABLE, filled
@@ -280,4 +280,4 @@ def test_lark_grammar_keeps_options_and_checks_schemas() -> None:
 def test_error_of_the_c_api_has_the_librarys_message() -> None:
     tokenizer = LLGuidanceTokenizer(llguidance_api(), PRINTABLE)
     with pytest.raises(ValueError, match='unknown name: "nothing"'):
-        tokenizer.grammar("start: nothing", {})
+        LLGuidanceNativeGrammar(tokenizer, "start: nothing", {})

@@ -213,20 +213,20 @@ def test_the_comparison_detects_a_text_that_is_kept_too_long(monkeypatch: pytest
 def test_forced_bytes_leaves_the_matcher_unchanged(constraint: Constraint) -> None:
     """Masks, acceptance and rollback are those of a matcher without such calls."""
     grammar, random = COMPILER.compile(constraint), Random(5)
-    asked, reference = grammar.matcher(), grammar.matcher()
+    queried, reference = grammar.matcher(), grammar.matcher()
     masks, count = torch.zeros(2, VOCABULARY.mask_words, dtype=torch.int32), 0
     for _ in range(150):
-        statuses = [matcher.fill_next_token_bitmask(masks, row) for row, matcher in enumerate((asked, reference))]
-        forced_bytes(asked)
+        statuses = [matcher.fill_next_token_bitmask(masks, row) for row, matcher in enumerate((queried, reference))]
+        forced_bytes(queried)
         assert statuses[0] == statuses[1] and torch.equal(masks[0], masks[1])
         legal = module._legal(masks[1].numpy())
         if legal and random.random() < 0.75:
             token = random.choice(legal)
-            assert asked.accept_token(token) and reference.accept_token(token)
+            assert queried.accept_token(token) and reference.accept_token(token)
             count += 1
         elif count:
             back = random.randint(1, min(count, 5))
-            asked.rollback(back)
+            queried.rollback(back)
             reference.rollback(back)
             count -= back
 

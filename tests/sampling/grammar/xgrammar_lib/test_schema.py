@@ -183,9 +183,9 @@ def test_inexact_number_bounds_raise(value: float) -> None:
 def test_number_ranges_are_exact(backend: str) -> None:
     random, tried = Random(3), 0
     while tried < 150:
-        size, places = 10 ** random.uniform(-4, 9), random.randint(0, 5)
-        low = round(random.uniform(-size, size), places)
-        high = round(low + random.choice([random.randint(1, 9) / 10**places, random.uniform(0, size)]), places)
+        size, positions = 10 ** random.uniform(-4, 9), random.randint(0, 5)
+        low = round(random.uniform(-size, size), positions)
+        high = round(low + random.choice([random.randint(1, 9) / 10**positions, random.uniform(0, size)]), positions)
         low_word, high_word = random.choice(["minimum", "exclusiveMinimum"]), random.choice(["maximum", "exclusiveMaximum"])
         schema = {"type": "number", **random.choice([{low_word: low}, {high_word: high}, {low_word: low, high_word: high}])}
         try:

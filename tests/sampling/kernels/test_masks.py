@@ -1,4 +1,4 @@
-"""Tags, masks and processors as one operation each: registration, values, tape; a mask that does not count guides nothing."""
+"""The operations on tags, masks and processors: registration, values, tape; invalid masks are ignored."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, drafting, r
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import Column
 from stepgraph.sampling import acceptance, bitmask, kernels, processors
-from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.kernels import GrammarMask, chain
 from stepgraph.sampling.kernels.processors import process_logits
 from stepgraph.sampling.processors import RowSettings
@@ -33,33 +32,33 @@ def backend() -> Iterator[TapeBackend]:
     backend.close()
 
 
-def test_operations_are_registered_as_torch_wants_them() -> None:
-    tags, owner, generated, ruled, rows = tag_inputs(5, 3, CPU)
+def test_operations_pass_opcheck() -> None:
+    tags, owner, generated, constrained, rows = tag_inputs(5, 3, CPU)
     for some, chosen in ((tags, rows), (tags[:5], None)):
-        opcheck(chain.mask_status.out, (some, owner, generated, ruled, 1, chosen, torch.empty(5, 3, dtype=torch.int64)))
-    for case in (make_case(4, 2, 90, torch.bfloat16), make_case(4, 1, 90, torch.float32, own=20, ruled=False, first=2)):
+        opcheck(chain.mask_status.out, (some, owner, generated, constrained, 1, chosen, torch.empty(5, 3, dtype=torch.int64)))
+    for case in (make_case(4, 2, 90, torch.bfloat16), make_case(4, 1, 90, torch.float32, own=20, masked=False, first=2)):
         opcheck(process_logits.out, case.arguments(case.outputs()))
 
 
-def test_mask_status_reads_the_rows_it_is_told() -> None:
-    tags, owner, generated, ruled, rows = tag_inputs(60, 4, CPU)
-    expected = acceptance.mask_status(tags[rows], owner, generated, ruled, 2)
+def test_mask_status_of_permuted_rows() -> None:
+    tags, owner, generated, constrained, rows = tag_inputs(60, 4, CPU)
+    expected = acceptance.mask_status(tags[rows], owner, generated, constrained, 2)
     assert len(expected.unique()) == len(MaskStatus)
-    assert torch.equal(kernels.mask_status(tags, owner, generated, ruled, 2, rows), expected)
-    assert torch.equal(kernels.mask_status(tags[rows], owner, generated, ruled, 2), expected)
+    assert torch.equal(kernels.mask_status(tags, owner, generated, constrained, 2, rows), expected)
+    assert torch.equal(kernels.mask_status(tags[rows], owner, generated, constrained, 2), expected)
 
 
 @pytest.mark.parametrize("own", [0, 50])
-@pytest.mark.parametrize("ruled", [True, False])
-def test_process_gives_what_the_plain_functions_give(ruled: bool, own: int) -> None:
+@pytest.mark.parametrize("constrained", [True, False])
+def test_process_equals_plain_functions(constrained: bool, own: int) -> None:
     for seed in range(4):
-        case = make_case(8, 1 if own else 3, 150, torch.float32, own=own, ruled=ruled, first=2 if own else 0, seed=seed)
+        case = make_case(8, 1 if own else 3, 150, torch.float32, own=own, masked=constrained, first=2 if own else 0, seed=seed)
         assert case.rows is not None
         masked, status = case.logits, torch.full(case.logits.shape[:2], int(MaskStatus.OK))
-        if case.ruling is not None:
-            status = case.ruling.status
-            masked = bitmask.apply(masked, case.ruling.masks[case.ruling.rows], case.ruling.constrained, case.ids)
-            shut = case.ruling.constrained[:, None] & (status != MaskStatus.OK)
+        if case.mask is not None:
+            status = case.mask.status
+            masked = bitmask.apply(masked, case.mask.masks[case.mask.rows], case.mask.constrained, case.ids)
+            shut = case.mask.constrained[:, None] & (status != MaskStatus.OK)
             masked[shut] = -math.inf
         settings = RowSettings._make([*(table[case.rows] for table in case.settings[:-1]), case.settings.generated])
         logits = processors.process(masked, settings, case.before, case.first, case.ids)
@@ -69,13 +68,13 @@ def test_process_gives_what_the_plain_functions_give(ruled: bool, own: int) -> N
         assert torch.equal(found.finite, logits.amax(-1).isfinite()) and torch.equal(found.status, judged)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_arguments_of_wrong_shapes_are_refused() -> None:
     case = make_case(4, 2, 90, torch.float32)
-    assert case.ruling is not None
+    assert case.mask is not None
     with pytest.raises(AssertionError, match="masks"):
-        kernels.process(*case._replace(ruling=case.ruling._replace(masks=case.ruling.masks[..., :2])))
+        kernels.process(*case._replace(mask=case.mask._replace(masks=case.mask.masks[..., :2])))
     with pytest.raises(AssertionError, match="status"):
-        kernels.process(*case._replace(ruling=case.ruling._replace(status=case.ruling.status[:, :1])))
+        kernels.process(*case._replace(mask=case.mask._replace(status=case.mask.status[:, :1])))
     with pytest.raises(AssertionError, match="output_counts"):
         kernels.process(*case._replace(logits=case.logits[..., :80]))
     numbers = torch.zeros(2, dtype=torch.int64)
@@ -83,22 +82,30 @@ def test_what_does_not_fit_is_refused() -> None:
         kernels.mask_status(torch.zeros(2, 1, 4, dtype=torch.int32), numbers, numbers, numbers == 0)
 
 
-def test_a_tape_repeats_the_operations_in_place(backend: TapeBackend) -> None:
+def test_tape_replays_the_operations_in_place(backend: TapeBackend) -> None:
     """Logits, tags and counts differ at every replay; masks are read through rows."""
     case = make_case(4, 2, 90, torch.float32)
-    tags, owner, generated, ruled, rows = tag_inputs(4, 2, CPU)
-    assert case.ruling is not None
+    tags, owner, generated, constrained, rows = tag_inputs(4, 2, CPU)
+    assert case.mask is not None
     tables = dict(zip(RowSettings._fields, case.settings, strict=True)) | {"generated": generated}
-    held = {"logits": case.logits, "masks": case.ruling.masks, "tags": tags, "owner": owner, "ruled": ruled, "rows": rows, **tables}
+    held = {
+        "logits": case.logits,
+        "masks": case.mask.masks,
+        "tags": tags,
+        "owner": owner,
+        "constrained": constrained,
+        "rows": rows,
+        **tables,
+    }
     specs = [BufferSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()]
     outputs = [BufferSpec("processed", (4, 2, 90), torch.float32), BufferSpec("finite", (4, 2), torch.bool)]
     buffers = StaticBuffers([*specs, *outputs, BufferSpec("status", (4, 2), torch.int64)], backend.device)
     buffers.rows.copy_(rows)
 
     def step(b: StaticBuffers) -> None:
-        status = kernels.mask_status(b.tags, b.owner, b.generated, b.ruled, 2, b.rows)
-        ruling = GrammarMask(b.masks, None, b.ruled, status)
-        found = kernels.process(b.logits, RowSettings(*(b[name] for name in tables)), b.rows, b.owner[:, None], mask=ruling)
+        status = kernels.mask_status(b.tags, b.owner, b.generated, b.constrained, 2, b.rows)
+        mask = GrammarMask(b.masks, None, b.constrained, status)
+        found = kernels.process(b.logits, RowSettings(*(b[name] for name in tables)), b.rows, b.owner[:, None], mask=mask)
         b.processed.copy_(found.logits)
         b.finite.copy_(found.finite)
         b.status.copy_(found.status)
@@ -120,19 +127,19 @@ def test_a_tape_repeats_the_operations_in_place(backend: TapeBackend) -> None:
 
 
 @pytest.mark.parametrize("status", list(MaskStatus))
-def test_a_mask_that_does_not_count_allows_nothing_even_if_nobody_looks_at_the_status(status: MaskStatus) -> None:
+def test_masks_with_another_status_than_ok_allow_nothing(status: MaskStatus) -> None:
     case = make_case(2, 2, 64, torch.float32)
-    told = torch.tensor([[int(MaskStatus.OK), int(status)]] * 2)
-    ruling = GrammarMask(torch.full((2, 2, 2), -1, dtype=torch.int32), None, torch.tensor([True, False]), told)
-    case = case._replace(logits=torch.zeros(2, 2, 64), ruling=ruling)
-    best, _ = kernels.masked_argmax(case.logits, ruling.masks, None, ruling.constrained, status=told)
+    statuses = torch.tensor([[int(MaskStatus.OK), int(status)]] * 2)
+    mask = GrammarMask(torch.full((2, 2, 2), -1, dtype=torch.int32), None, torch.tensor([True, False]), statuses)
+    case = case._replace(logits=torch.zeros(2, 2, 64), mask=mask)
+    best, _ = kernels.masked_argmax(case.logits, mask.masks, None, mask.constrained, status=statuses)
     expected = [[True, status == MaskStatus.OK], [True, True]]
     assert best.isfinite().tolist() == kernels.process(*case).finite.tolist() == expected
     assert kernels.process(*case).logits.isfinite().any(-1).tolist() == expected
 
 
 def plant(bench: RoundBench, poison: int) -> Tensor:
-    """Row 0 runs under a grammar; the mask of its first draft allows `poison` alone. Returns the tag that makes it count."""
+    """Row 0 has a grammar; the mask of its first draft allows `poison` only. Returns the tag that makes the mask valid."""
     bench.randomise(3)
     b = bench.buffers
     state = {Column.OWNER: 1, Column.GENERATED: 7, Column.FINISH: FinishCode.RUNNING, Column.LENGTH: 12, Column.MAX_LENGTH: 40}
@@ -149,7 +156,7 @@ def plant(bench: RoundBench, poison: int) -> Tensor:
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("wrong", [None, 0, 1, 2, 3])
-def test_a_stale_mask_never_guides_a_draft(backend: TapeBackend, wrong: int | None, sampled: bool) -> None:
+def test_stale_mask_is_not_used_for_a_draft(backend: TapeBackend, wrong: int | None, sampled: bool) -> None:
     bench, poison = RoundBench(backend, 3), 50
     tag = plant(bench, poison)
     if wrong is not None:

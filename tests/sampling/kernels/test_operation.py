@@ -1,4 +1,4 @@
-"""What the parts in C do not take as it lies in memory is done by the references, with the same outcome; and so where there is no C."""
+"""Arguments that a C kernel does not support, and a missing library, run as the reference with the same results."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs import drafting
-from stepgraph.graphs.layers import dense as pointwise
-from stepgraph.graphs.layers import slot_mapping
+from stepgraph.graphs.layers import dense, slot_mapping
 from stepgraph.sampling import bitmask, native
 from stepgraph.sampling.grammar.status import TAG_FIELDS, MaskStatus
 from stepgraph.sampling.kernels import chain
@@ -47,16 +46,16 @@ def spread(tensor: Tensor) -> Tensor:
 # The operation, its inputs, and the tensors that it writes.
 OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
     "product": (
-        pointwise.product,
+        dense.product,
         [numbers(3, 8), numbers(5, 8), numbers(5), None],
         [torch.zeros(3, 5)],
     ),
     "rms_norm": (
-        pointwise.rms_norm,
+        dense.rms_norm,
         [numbers(3, 8), numbers(8), 1e-5],
         [torch.zeros(3, 8)],
     ),
-    "silu_and_mul": (pointwise.silu_and_mul, [numbers(3, 8)], [torch.zeros(3, 4)]),
+    "silu_and_mul": (dense.silu_and_mul, [numbers(3, 8)], [torch.zeros(3, 4)]),
     "place_tokens": (
         slot_mapping.place_tokens,
         [torch.tensor([[7, 8, 9], [1, -1, 3]]), WANTED, torch.tensor([2, 9]), torch.tensor([4, 11]), TABLES, 0, PAGE, LONGEST],
@@ -92,7 +91,7 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
 
 @pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_outputs_with_gaps_are_the_references_work(name: str) -> None:
+def test_outputs_with_gaps_run_as_the_reference(name: str) -> None:
     operation, inputs, outputs = OPERATIONS[name]
     dense, gaps = [tensor.clone() for tensor in outputs], [spread(tensor) for tensor in outputs]
     assert operation.prepare(*inputs, *dense) is not None, "this case is for C"
@@ -104,14 +103,14 @@ def test_outputs_with_gaps_are_the_references_work(name: str) -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_places_are_shifted_where_there_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shifted_entries_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     found = slot_mapping.shift_entries(POSITIONS, SLOTS, TABLES, PAGE, 1, 2)
     monkeypatch.setattr(native, "load", lambda: Unavailable("they were not built"))
     again = slot_mapping.shift_entries(POSITIONS, SLOTS, TABLES, PAGE, 1, 2)
     assert all(map(torch.equal, found, again))
 
 
-def test_a_missing_library_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_reported_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object) -> None:
         raise Unavailable("they were not built")
 

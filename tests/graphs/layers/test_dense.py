@@ -1,4 +1,4 @@
-"""The CPU kernels in C against plain torch: what they give, what they may not read or write, and what stands in for them."""
+"""The C kernels of layers against plain torch: results, memory bounds, and the fallback."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ def arguments(case: Case, window: int, output: Tensor) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 64), (3, 3, 128), (2, 1, 12), (8, 2, 80), (1, 1, 256)])
-def test_attention_is_the_reference_s(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
-    """A row without entries gets zeros. Inert positions get numbers."""
+def test_attention_in_c_equals_the_reference(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
+    """A row without entries gives zeros; inert positions give finite numbers."""
     near = 2e-5 if dtype is torch.float32 else 8e-3
     for lengths, count in (([1, 63, 64, 65, 0], 1), ([40, 129, 5, 0, 200], 5), ([150], 150)):
         case = make_case(lengths, count, heads, kv_heads, size, dtype)
         for window in (0, 1, 50):
-            wanted, found = torch.empty_like(case.query), torch.full_like(case.query, torch.nan)
-            paged_attention.run_reference(*arguments(case, window, wanted))
+            expected, found = torch.empty_like(case.query), torch.full_like(case.query, torch.nan)
+            paged_attention.run_reference(*arguments(case, window, expected))
             run = paged_attention.prepare(*arguments(case, window, found))
             assert run is not None
             run()
             live, empty = case.inputs.slots >= case.inputs.page_size, torch.tensor(lengths) == 0
-            torch.testing.assert_close(found[live], wanted[live], rtol=near, atol=near)
-            assert bool((found[empty] == 0).all() and (wanted[empty] == 0).all() and found.isfinite().all())
+            torch.testing.assert_close(found[live], expected[live], rtol=near, atol=near)
+            assert bool((found[empty] == 0).all() and (expected[empty] == 0).all() and found.isfinite().all())
 
 
-def test_what_nobody_vouches_for_is_not_read() -> None:
-    """Pages behind a row's last entry may be named by anything, and a query's own row is all that it depends on."""
+def test_unused_memory_is_not_read() -> None:
+    """Table entries after a row's last page are arbitrary; a query depends on its own row only."""
     case = make_case([9, 30], 2, size=64)
     before = case.run()
     tables = case.inputs.block_tables.clone()
@@ -71,7 +71,7 @@ def test_what_nobody_vouches_for_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_query_without_a_number_spoils_no_other(dtype: torch.dtype) -> None:
+def test_nan_query_does_not_affect_others(dtype: torch.dtype) -> None:
     case = make_case([9, 30], 2, size=64, dtype=dtype)
     before = case.run()
     case.query[0, 1, 2] = torch.nan
@@ -80,12 +80,12 @@ def test_a_query_without_a_number_spoils_no_other(dtype: torch.dtype) -> None:
     found[0, 1, 2] = before[0, 1, 2]
     assert torch.equal(found, before)
     huge = make_case([70], 1, size=64, dtype=dtype)
-    huge.query.mul_(1e4)  # weights as sharp as they can be
+    huge.query.mul_(1e4)  # one attention weight dominates
     assert bool(huge.run().isfinite().all())
 
 
 def turning(size: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, list[Tensor]]:
-    """Parts of one product, angles and slots; a cache of nothing but NaN."""
+    """Parts of one product, angles and slots; a cache of NaN."""
     parts = list(random(6, 5, size, dtype=dtype).split([3, 1, 1], 1))
     turns = [random(6, 1, size, dtype=dtype, seed=seed) for seed in (1, 2)]
     return [*parts, *turns], torch.tensor([8, 3, 1, 5, 0, 9]), [torch.full((10, 1, size), torch.nan, dtype=dtype) for _ in range(2)]
@@ -93,18 +93,18 @@ def turning(size: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, list[T
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [2, 12, 64, 96, 256])
-def test_turned_states_have_torch_s_bits(size: int, dtype: torch.dtype) -> None:
+def test_rotation_in_c_is_bit_equal_to_torch(size: int, dtype: torch.dtype) -> None:
     states, slots, cache = turning(size, dtype)
     wanted_cache = [each.clone() for each in cache]
-    wanted = torch.empty(6, 3, size, dtype=dtype)
-    rope_and_write_kv.run_reference(*(*states, slots, *wanted_cache, wanted))
+    expected = torch.empty(6, 3, size, dtype=dtype)
+    rope_and_write_kv.run_reference(*(*states, slots, *wanted_cache, expected))
     found = rope_and_write_kv(*(*states, slots, *cache))
-    assert torch.equal(found, wanted)
+    assert torch.equal(found, expected)
     assert all(torch.equal(mine.nan_to_num(7), theirs.nan_to_num(7)) for mine, theirs in zip(cache, wanted_cache, strict=True))
 
 
 @pytest.mark.parametrize("slot", [-1, 10, 2**40])
-def test_a_slot_outside_of_the_cache_is_refused_before_anything_is_written(slot: int) -> None:
+def test_slot_outside_of_the_cache_is_refused_before_any_write(slot: int) -> None:
     states, slots, cache = turning(12, torch.float32)
     slots[-1] = slot
     with pytest.raises(IndexError, match="outside of its table"):
@@ -114,66 +114,66 @@ def test_a_slot_outside_of_the_cache_is_refused_before_anything_is_written(slot:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inner", "outer"), [(576, 200), (37, 70), (80, 33), (5, 1)])
-def test_products_are_right_and_have_the_same_bits_in_any_company(inner: int, outer: int, dtype: torch.dtype) -> None:
-    """Of rows that lie apart, few and many."""
+def test_products_are_correct_and_independent_of_the_batch(inner: int, outer: int, dtype: torch.dtype) -> None:
+    """Strided rows, few and many."""
     states, weight = random(73, 2 * inner, dtype=dtype)[:, :inner], random(outer, inner, dtype=dtype, seed=1)
     for bias in (None, random(outer, dtype=dtype, seed=2)):
         output = torch.full((73, outer), torch.nan, dtype=dtype)
         run = product.prepare(states, weight, bias, None, output)
         assert run is not None
         run()
-        wanted = torch.nn.functional.linear(states.double(), weight.double(), None if bias is None else bias.double())
+        expected = torch.nn.functional.linear(states.double(), weight.double(), None if bias is None else bias.double())
         near = 1e-5 if dtype is torch.float32 else 8e-3
-        torch.testing.assert_close(output.double(), wanted, rtol=near, atol=near)
+        torch.testing.assert_close(output.double(), expected, rtol=near, atol=near)
         for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12):
             assert torch.equal(product(states[:count], weight, bias), output[:count])
         assert torch.equal(product(states[72:], weight, bias), output[72:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_product_is_added_as_torch_adds_it(dtype: torch.dtype) -> None:
+def test_product_adds_the_shortcut_like_torch(dtype: torch.dtype) -> None:
     states, weight, bias = random(11, 37, dtype=dtype), random(70, 37, dtype=dtype, seed=1), random(70, dtype=dtype, seed=2)
     onto = random(11, 140, dtype=dtype, seed=3)[:, :70]
     assert torch.equal(product(states, weight, bias, onto), onto + product(states, weight, bias))
     assert torch.equal(product(states, weight, onto=onto), onto + product(states, weight))
 
 
-def test_several_threads_share_out_torch_s_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_product_runs_in_torch_with_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     states, weight = random(3, 576), random(40, 576, seed=1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert torch.equal(product(states, weight), product.reference(states, weight))
 
 
 @pytest.mark.parametrize("shape", [(1, 576), (7, 33), (4, 3, 64)])
-def test_a_norm_is_torch_s_but_for_the_order_of_its_sum(shape: tuple[int, ...]) -> None:
+def test_norm_equals_the_reference_up_to_rounding(shape: tuple[int, ...]) -> None:
     weight = random(shape[-1], seed=1)
     for states in (random(*shape), random(*shape, seed=2) * 1e-4):
         torch.testing.assert_close(rms_norm(states, weight, 1e-5), rms_norm.reference(states, weight, 1e-5), rtol=1e-6, atol=0)
     states, weight = random(512, shape[-1], dtype=torch.bfloat16), weight.bfloat16()
-    found, wanted = rms_norm(states, weight, 1e-5), rms_norm.reference(states, weight, 1e-5)
-    assert int((found != wanted).sum()) <= found.numel() // 1000, "rounded where torch rounds"
-    torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0)
+    found, expected = rms_norm(states, weight, 1e-5), rms_norm.reference(states, weight, 1e-5)
+    assert int((found != expected).sum()) <= found.numel() // 1000, "rounded where torch rounds"
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_apart_are_normalised_where_they_lie(dtype: torch.dtype) -> None:
+def test_norm_of_strided_heads(dtype: torch.dtype) -> None:
     query = random(5, 7, 16, dtype=dtype)[:, 2:6]
     weight = random(16, dtype=dtype, seed=1)
     assert torch.equal(rms_norm(query, weight, 1e-6), rms_norm(query.contiguous(), weight, 1e-6))
 
 
-def test_a_gate_is_torch_s() -> None:
+def test_silu_and_mul_equals_the_reference() -> None:
     pairs = torch.cat([torch.linspace(-80, 120, 350).view(5, 70), random(5, 70)], 1)
     torch.testing.assert_close(silu_and_mul(pairs), silu_and_mul.reference(pairs), rtol=1e-6, atol=1e-30)
     narrow = random(64, 300, dtype=torch.bfloat16) * 4
-    found, wanted = silu_and_mul(narrow), silu_and_mul.reference(narrow)
-    assert int((found != wanted).sum()) <= found.numel() // 1000
-    torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0)
+    found, expected = silu_and_mul(narrow), silu_and_mul.reference(narrow)
+    assert int((found != expected).sum()) <= found.numel() // 1000
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
     assert bool(silu_and_mul(torch.tensor([[torch.nan, 1.0]])).isnan().all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_token_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+def test_layers_are_independent_of_the_batch(dtype: torch.dtype) -> None:
     states, weight = random(6, 100, dtype=dtype), random(100, dtype=dtype, seed=1)
     together = rms_norm(states, weight, 1e-5), silu_and_mul(states)
     for row in range(6):
@@ -181,13 +181,13 @@ def test_a_token_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
         assert torch.equal(rms_norm(alone, weight, 1e-5)[0], together[0][row]) and torch.equal(silu_and_mul(alone)[0], together[1][row])
 
 
-def test_the_operations_are_registered_as_torch_wants_them() -> None:
+def test_operations_pass_opcheck() -> None:
     opcheck(rms_norm.out, (random(3, 8), random(8), 1e-5, torch.empty(3, 8)))
     opcheck(product.out, (random(3, 8), random(5, 8), None, None, torch.empty(3, 5)))
     opcheck(silu_and_mul.out, (random(3, 8), torch.empty(3, 4)))
 
 
-def test_what_is_learned_goes_through_torch() -> None:
+def test_training_runs_in_torch() -> None:
     weight = random(8).requires_grad_()
     (rms_norm(random(3, 8), weight, 1e-5).sum() + silu_and_mul(weight[None]).sum()).backward()
     assert weight.grad is not None and bool(weight.grad.abs().gt(0).all())
@@ -205,8 +205,8 @@ def recorded_step() -> tuple[StaticBuffers, TapeBackend]:
     return StaticBuffers([BufferSpec(name, shape, torch.float32) for name, shape in specs], torch.device("cpu")), TapeBackend()
 
 
-def test_a_tape_calls_the_kernels_past_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is one node of a recording; a replay asks nothing of torch, and gives what the step gives."""
+def test_tape_calls_c_kernels_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel is one node of a recording; a replay does not call torch and equals the step."""
     buffers, backend = recorded_step()
     buffers.weight.copy_(random(8))
     recorded = backend.capture(step, buffers)
@@ -214,22 +214,22 @@ def test_a_tape_calls_the_kernels_past_torch(monkeypatch: pytest.MonkeyPatch) ->
     for seed in (1, 2):
         buffers.states.copy_(random(3, 8, seed=seed))
         run_eager(step, buffers)
-        wanted = buffers.output.clone()
+        expected = buffers.output.clone()
         buffers.output.zero_()
         with monkeypatch.context() as patched:
             patched.setattr(operation.Operation, "prepare", None)
             recorded.replay()
-        assert torch.equal(buffers.output, wanted)
+        assert torch.equal(buffers.output, expected)
     backend.close()
 
 
-def test_without_the_library_the_references_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_run_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     case, weight = make_case([5, 30], 3), random(24, seed=1)
     reason = Unavailable("they were not built")
     monkeypatch.setattr(native, "load", lambda: reason)
-    wanted = torch.empty_like(case.query)
-    paged_attention.run_reference(*arguments(case, 0, wanted))
-    assert torch.equal(case.run(), wanted)
+    expected = torch.empty_like(case.query)
+    paged_attention.run_reference(*arguments(case, 0, expected))
+    assert torch.equal(case.run(), expected)
     assert torch.equal(rms_norm(random(3, 24), weight, 1e-5), rms_norm.reference(random(3, 24), weight, 1e-5))
     assert torch.equal(silu_and_mul(random(3, 24)), silu_and_mul.reference(random(3, 24)))
     states, slots, cache = turning(12, torch.float32)
@@ -240,7 +240,7 @@ def test_without_the_library_the_references_run(monkeypatch: pytest.MonkeyPatch)
     assert str(choice) == "reference; no native: they were not built"
 
 
-def test_a_library_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_incompatible_library_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = native.find_library()
     monkeypatch.setattr(native, "LAYOUT", (0, *native.LAYOUT[1:]))
     with pytest.raises(Unavailable, match="built from other sources; install stepgraph again"):

@@ -1,4 +1,4 @@
-"""What a round decides of its rows on the CPU in C, bit by bit against the references in torch, on random inputs and on hostile ones."""
+"""The C kernels of masked_argmax, mask_status and chain_accept, bit for bit against the references, on random and extreme inputs."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ INFINITE = float("inf")
 
 
 def compare(operation: Operation[..., Any], inputs: list[Any], outputs: list[Tensor]) -> list[Tensor]:
-    """Both over memory full of what neither may leave there; gives what they agree on."""
-    wanted = [torch.empty_like(each).fill_(-77) for each in outputs]
+    """Run operation and reference on outputs with arbitrary content, and return the equal results."""
+    expected = [torch.empty_like(each).fill_(-77) for each in outputs]
     found = [torch.empty_like(each).fill_(-99) for each in outputs]
-    operation.run_reference(*inputs, *wanted)
+    operation.run_reference(*inputs, *expected)
     run = operation.prepare(*inputs, *found)
     assert run is not None
     run()
-    assert all(same_bits(*pair) for pair in zip(found, wanted, strict=True)), (inputs, found, wanted)
+    assert all(same_bits(*pair) for pair in zip(found, expected, strict=True)), (inputs, found, expected)
     return found
 
 
-def choice_outputs(batch: int, places: int) -> list[Tensor]:
-    return [torch.empty(batch, places), torch.empty(batch, places, dtype=torch.int64)]
+def choice_outputs(batch: int, positions: int) -> list[Tensor]:
+    return [torch.empty(batch, positions), torch.empty(batch, positions, dtype=torch.int64)]
 
 
 def choose(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ def choose(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def hostile_logits(made: torch.Generator, *shape: int) -> Tensor:
-    """Few values, so that most places are ties; zeros of both signs, infinities, numbers that are none."""
+    """Few values, so that ties are frequent; zeros of both signs, infinities and NaN."""
     few = torch.tensor([0.0, -0.0, 1.0, 1.5, -2.0, INFINITE, -INFINITE, torch.nan, -torch.nan])
     chance = torch.tensor([9.0, 9, 9, 1, 9, 0.05, 9, 0.05, 0.05])
     return few[torch.multinomial(chance, max(1, torch.Size(shape).numel()), True, generator=made)][: torch.Size(shape).numel()].view(shape)
@@ -49,34 +49,34 @@ def hostile_logits(made: torch.Generator, *shape: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch", [0, 1, 8])
-def test_the_same_token_is_chosen_with_the_same_bits(batch: int, dtype: torch.dtype) -> None:
-    """Of logits among others, by masks of other rows, few and many legal tokens, with statuses and without."""
+def test_masked_argmax_equals_the_reference(batch: int, dtype: torch.dtype) -> None:
+    """Strided logits, permuted mask rows, few and many legal tokens, with and without statuses."""
     made = torch.Generator().manual_seed(batch)
-    for width, places, density, hostile in product((1, 31, 64, 333), (1, 3), (0.0, 0.02, 0.6, 1.0), (False, True)):
-        shape = (batch, places, width + 5)
+    for width, positions, density, hostile in product((1, 31, 64, 333), (1, 3), (0.0, 0.02, 0.6, 1.0), (False, True)):
+        shape = (batch, positions, width + 5)
         logits = (hostile_logits(made, *shape) if hostile else torch.randn(shape, generator=made)).to(dtype)[..., :width]
-        masks = bitmask.pack(torch.rand(9, places, width + 40, generator=made) < density)
-        rows, ruled = torch.randint(-9, 9, (batch,), generator=made), torch.rand(batch, generator=made) < 0.8
-        status = torch.randint(-1, 7, (batch, places), generator=made).clamp(max=1)
-        choose(logits, masks[:batch], None, ruled, None, None)
-        choose(logits, masks, rows, ruled, None, status)
+        masks = bitmask.pack(torch.rand(9, positions, width + 40, generator=made) < density)
+        rows, constrained = torch.randint(-9, 9, (batch,), generator=made), torch.rand(batch, generator=made) < 0.8
+        status = torch.randint(-1, 7, (batch, positions), generator=made).clamp(max=1)
+        choose(logits, masks[:batch], None, constrained, None, None)
+        choose(logits, masks, rows, constrained, None, status)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_that_stand_for_other_tokens_are_masked_as_those(dtype: torch.dtype) -> None:
+def test_masked_argmax_with_a_draft_vocabulary(dtype: torch.dtype) -> None:
     made = torch.Generator().manual_seed(5)
     for width, batch, density in product((1, 33, 200), (1, 8), (0.0, 0.05, 0.7)):
         masks = bitmask.pack(torch.rand(9, 2, 1000, generator=made) < density)
         ids = torch.randperm(1000, generator=made)[:width] - 24
-        rows, ruled = torch.randint(0, 9, (batch,), generator=made), torch.rand(batch, generator=made) < 0.8
+        rows, constrained = torch.randint(0, 9, (batch,), generator=made), torch.rand(batch, generator=made) < 0.8
         status = torch.randint(0, 3, (batch, 2), generator=made).clamp(max=1)
         for logits in (torch.randn(batch, 2, width, generator=made), hostile_logits(made, batch, 2, width)):
-            choose(logits.to(dtype), masks, rows, ruled, ids, status)
+            choose(logits.to(dtype), masks, rows, constrained, ids, status)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ties_and_what_is_no_number(dtype: torch.dtype) -> None:
-    """The lowest place wins a tie, the first NaN wins over everything; a NaN that is ruled out is nothing, as is a closed place."""
+def test_ties_and_nan(dtype: torch.dtype) -> None:
+    """The lowest index wins a tie, and the first NaN wins over everything; masked NaN and closed positions are ignored."""
     logits = torch.zeros(1, 1, 100, dtype=dtype)
     allowed = torch.ones(1, 1, 100, dtype=torch.bool)
     allowed[..., 0] = False
@@ -93,40 +93,40 @@ def test_ties_and_what_is_no_number(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("wrong", [9, -10, 2**40, -(2**40)])
-def test_what_lies_outside_is_refused(wrong: int) -> None:
-    """Memory that nobody vouches for is not read."""
-    logits, masks, ruled = torch.zeros(1, 1, 40), torch.full((9, 1, 2), -1, dtype=torch.int32), torch.tensor([True])
+def test_indices_out_of_range_are_refused(wrong: int) -> None:
+    """No memory outside of a table is read."""
+    logits, masks, constrained = torch.zeros(1, 1, 40), torch.full((9, 1, 2), -1, dtype=torch.int32), torch.tensor([True])
     for rows, ids in ((torch.tensor([wrong]), None), (torch.tensor([0]), torch.full((40,), wrong * 64))):
-        run = kernels.masked_argmax.prepare(logits, masks, rows, ruled, ids, None, *choice_outputs(1, 1))
+        run = kernels.masked_argmax.prepare(logits, masks, rows, constrained, ids, None, *choice_outputs(1, 1))
         with pytest.raises(IndexError, match="outside of its table"):
             run and run()
     one = torch.tensor([1])
     with pytest.raises(IndexError, match="outside of its table"):
-        kernels.mask_status(torch.ones(9, 1, 4, dtype=torch.int64), one, one, ruled, 0, torch.tensor([wrong]))
+        kernels.mask_status(torch.ones(9, 1, 4, dtype=torch.int64), one, one, constrained, 0, torch.tensor([wrong]))
     zeros = torch.zeros(1, 9, dtype=torch.int64)
     with pytest.raises(IndexError, match="outside of its table"):
         kernels.chain_accept(zeros, zeros == 0, zeros[:, :8], one, zeros + 1, zeros, one, torch.tensor([wrong]))
 
 
 @pytest.mark.parametrize("batch", [0, 1, 8])
-def test_a_mask_is_used_by_the_same_rows(batch: int) -> None:
-    """Tags that are right and tags of other rows, histories and places; columns of a wider table."""
+def test_mask_status_equals_the_reference(batch: int) -> None:
+    """Correct tags and tags of other rows, rounds and positions; columns of a wider table."""
     made, seen = torch.Generator().manual_seed(batch), set[int]()
-    for places, first, _ in product((1, 5), (0, 3), range(4)):
-        tags = torch.randint(0, 2, (9, places + 1, 6), generator=made)[:, :places, :4]
-        tags[..., 2] += torch.arange(places) + first - torch.randint(0, 2, (9, places), generator=made) // 2
-        tags[..., 3] = torch.randint(-1, 8, (9, places), generator=made)
+    for positions, first, _ in product((1, 5), (0, 3), range(4)):
+        tags = torch.randint(0, 2, (9, positions + 1, 6), generator=made)[:, :positions, :4]
+        tags[..., 2] += torch.arange(positions) + first - torch.randint(0, 2, (9, positions), generator=made) // 2
+        tags[..., 3] = torch.randint(-1, 8, (9, positions), generator=made)
         state = torch.randint(0, 2, (batch, 5), generator=made)
         constrained, rows = torch.rand(batch, generator=made) < 0.8, torch.randint(-9, 9, (batch,), generator=made)
         for chosen in (None, rows):
             inputs = [tags[:batch] if chosen is None else tags, state[:, 1], state[:, 3], constrained, first, chosen]
-            (status,) = compare(kernels.mask_status, inputs, [torch.empty(batch, places, dtype=torch.int64)])
+            (status,) = compare(kernels.mask_status, inputs, [torch.empty(batch, positions, dtype=torch.int64)])
             seen |= set(status.flatten().tolist())
     assert len(seen) == {0: 0, 1: len(seen), 8: 9}[batch], "every status came through"
 
 
 @pytest.mark.parametrize("batch", [0, 1, 8])
-def test_the_same_drafts_hold_and_the_same_is_said_of_each_row(batch: int) -> None:
+def test_chain_accept_equals_the_reference(batch: int) -> None:
     made, finishes, lengths = torch.Generator().manual_seed(batch), set[int](), set[int]()
     for count, stops, _ in product((0, 1, 4), (0, 2), range(12)):
 
@@ -147,8 +147,8 @@ def test_the_same_drafts_hold_and_the_same_is_said_of_each_row(batch: int) -> No
 
 
 def step(b: StaticBuffers) -> None:
-    status = kernels.mask_status(b.tags, b.numbers, b.numbers, b.ruled)
-    best, token = kernels.masked_argmax(b.logits, b.masks, None, b.ruled, status=status)
+    status = kernels.mask_status(b.tags, b.numbers, b.numbers, b.constrained)
+    best, token = kernels.masked_argmax(b.logits, b.masks, None, b.constrained, status=status)
     finite, numbers = torch.isfinite(best), b.numbers
     outcome = kernels.chain_accept(token, finite, b.drafts, numbers, status, numbers[:, None], numbers)
     b.output.copy_(torch.stack(outcome))
@@ -156,14 +156,14 @@ def step(b: StaticBuffers) -> None:
 
 def recorded_step() -> tuple[StaticBuffers, TapeBackend]:
     specs = [("tags", (2, 3, 4)), ("numbers", (2,)), ("drafts", (2, 2)), ("output", (3, 2))]
-    others = [BufferSpec("ruled", (2,), torch.bool), BufferSpec("masks", (2, 3, 2), torch.int32)]
+    others = [BufferSpec("constrained", (2,), torch.bool), BufferSpec("masks", (2, 3, 2), torch.int32)]
     logits = BufferSpec("logits", (2, 3, 64), torch.bfloat16)
     every = [*(BufferSpec(name, shape, torch.int64) for name, shape in specs), *others, logits]
     return StaticBuffers(every, torch.device("cpu")), TapeBackend()
 
 
-def test_a_tape_calls_them_past_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay makes nothing anew, asks nothing of torch, and gives what the step gives."""
+def test_tape_calls_c_kernels_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay allocates nothing, does not call torch, and equals the step."""
     buffers, backend = recorded_step()
     recorded = backend.capture(step, buffers)
     assert recorded.report.nodes.get("copied", 0) == 0
@@ -173,30 +173,30 @@ def test_a_tape_calls_them_past_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         buffers.logits.copy_(torch.randn(2, 3, 64, generator=made))
         buffers.masks.copy_(bitmask.pack(torch.rand(2, 3, 64, generator=made) < 0.1))
         buffers.numbers.fill_(number)
-        buffers.ruled.copy_(torch.tensor([True, False]))
+        buffers.constrained.copy_(torch.tensor([True, False]))
         buffers.tags.copy_(torch.tensor([number, number, 0, 1]).expand(2, 3, 4) + torch.arange(3)[:, None] * torch.tensor([0, 0, 1, 0]))
-        best = bitmask.apply(buffers.logits, buffers.masks, buffers.ruled).argmax(-1)
+        best = bitmask.apply(buffers.logits, buffers.masks, buffers.constrained).argmax(-1)
         buffers.drafts.copy_(best[:, :2]).sub_(torch.tensor([[0, seed % 2], [0, 0]]))
         run_eager(step, buffers)
-        wanted = buffers.output.clone()
+        expected = buffers.output.clone()
         buffers.output.zero_()
         with monkeypatch.context() as patched:
             patched.setattr(Operation, "prepare", None)
             recorded.replay()
-        assert torch.equal(buffers.output, wanted)
-        found |= {tuple(row) for row in wanted.tolist()}
+        assert torch.equal(buffers.output, expected)
+        found |= {tuple(row) for row in expected.tolist()}
     assert len(found) > 2
     backend.close()
 
 
-def test_what_does_not_fit_and_where_nothing_was_built_is_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, masks, ruled = torch.randn(2, 1, 40), torch.full((2, 1, 2), -1, dtype=torch.int32), torch.tensor([True, True])
+def test_unsupported_inputs_and_a_missing_library_run_as_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, masks, constrained = torch.randn(2, 1, 40), torch.full((2, 1, 2), -1, dtype=torch.int32), torch.tensor([True, True])
     prepare = kernels.masked_argmax.prepare
-    assert prepare(logits.half(), masks, None, ruled, None, None, *choice_outputs(2, 1)) is None
-    assert prepare(logits, masks[..., :1], None, ruled, None, None, *choice_outputs(2, 1)) is None, "a mask narrower than the logits"
-    assert prepare(logits, masks[:1], None, ruled, None, None, *choice_outputs(2, 1)) is None, "fewer masks than rows"
-    assert torch.equal(kernels.masked_argmax(logits.half(), masks, None, ruled)[1], logits.half().argmax(-1))
+    assert prepare(logits.half(), masks, None, constrained, None, None, *choice_outputs(2, 1)) is None
+    assert prepare(logits, masks[..., :1], None, constrained, None, None, *choice_outputs(2, 1)) is None, "a mask narrower than the logits"
+    assert prepare(logits, masks[:1], None, constrained, None, None, *choice_outputs(2, 1)) is None, "fewer masks than rows"
+    assert torch.equal(kernels.masked_argmax(logits.half(), masks, None, constrained)[1], logits.half().argmax(-1))
     reason = Unavailable("they were not built")
     monkeypatch.setattr(native, "load", lambda: reason)
-    assert prepare(logits, masks, None, ruled, None, None, *choice_outputs(2, 1)) is None
-    assert torch.equal(kernels.masked_argmax(logits, masks, None, ruled)[1], logits.argmax(-1))
+    assert prepare(logits, masks, None, constrained, None, None, *choice_outputs(2, 1)) is None
+    assert torch.equal(kernels.masked_argmax(logits, masks, None, constrained)[1], logits.argmax(-1))
