@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from stepgraph.runtime.aio import AsyncEngine
     from stepgraph.runtime.config import EngineConfig
     from stepgraph.runtime.engine import Engine
-    from stepgraph.runtime.request import DraftCounts, EngineClosedError, FinishReason, Job, Origin, QueueFullError, StepEvent, TokenLogprob
+    from stepgraph.runtime.request import DraftCounts, EngineClosedError, FinishReason, Job, Origin, StepEvent, TokenLogprob
+    from stepgraph.runtime.request_queue import QueueFullError
     from stepgraph.runtime.stats import EngineStats
     from stepgraph.sampling.grammar.constraints.constraint import Constraint
     from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -45,7 +46,7 @@ _MODULES = {
     "FinishReason": "runtime.request",
     "Job": "runtime.request",
     "Origin": "runtime.request",
-    "QueueFullError": "runtime.request",
+    "QueueFullError": "runtime.request_queue",
     "SamplingParams": "sampling.params",
     "StepEvent": "runtime.request",
     "TokenLogprob": "runtime.request",

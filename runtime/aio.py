@@ -10,7 +10,8 @@ from typing import Any
 
 from stepgraph.runtime.aio_thread import StepThread, StreamBuffer
 from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.request import EngineClosedError, Job, QueueFullError, StepEvent
+from stepgraph.runtime.request import EngineClosedError, Job, StepEvent
+from stepgraph.runtime.request_queue import QueueFullError
 
 
 class JobStream:

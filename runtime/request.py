@@ -27,9 +27,7 @@ class FinishReason(str, enum.Enum):
     CANCELLED = "cancelled"
     DEAD_END = "dead_end"  # the output is incomplete, but grammar and bad_token_ids leave no legal token
     ERROR = "error"
-
-    def __str__(self) -> str:
-        return self.value
+    __str__ = str.__str__
 
 
 FINISH_REASONS = {
@@ -49,9 +47,7 @@ class Origin(str, enum.Enum):
     DRAFT = "draft"  # a draft model, a proposer or a function
     LOOK_UP = "look_up"  # an n-gram match in the text or in draft_ids
     FORCED = "forced"  # the only token that the grammar allows
-
-    def __str__(self) -> str:
-        return self.value
+    __str__ = str.__str__
 
 
 @functools.lru_cache(maxsize=1024)
@@ -68,10 +64,6 @@ class TokenLogprob(NamedTuple):
 
     raw: float  # under the target's unprocessed logits
     masked: float  # under the distribution it was sampled from, after masks, penalties, temperature and filters; 0.0 where greedy
-
-
-class QueueFullError(RuntimeError):
-    """EngineConfig.max_queued requests are waiting for a row."""
 
 
 class EngineClosedError(RuntimeError):

@@ -9,13 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from stepgraph.runtime.extras.record import Recorder
-from stepgraph.runtime.request import FinishReason, Job, QueueFullError
+from stepgraph.runtime.request import FinishReason, Job
 from stepgraph.sampling.grammar.compile.compiler import Claim, CompiledConstraint, GrammarCompiler
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.link.protocol import HostLink, MatcherRow
 from stepgraph.sampling.lifetimes import FORKED, call_after_fork
 
 PAUSE_SECONDS = 0.001
+
+
+class QueueFullError(RuntimeError):
+    """EngineConfig.max_queued requests are waiting for a row."""
 
 
 @dataclass(eq=False)

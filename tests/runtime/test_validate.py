@@ -188,7 +188,7 @@ def test_sampling_params_compare_by_value() -> None:
     ("fields", "message"),
     [
         ({"max_rows": 0}, r"EngineConfig.max_rows: got 0, expected a whole number >= 1"),
-        ({"num_speculative_tokens": 9}, r"EngineConfig.num_speculative_tokens: got 9, expected 0 to 8"),
+        ({"num_speculative_tokens": 9}, r"EngineConfig.num_speculative_tokens: got 9, expected a whole number from 0 to 8"),
         ({"page_size": 0}, r"EngineConfig.page_size: got 0"),
         ({"max_length": "long"}, r"EngineConfig.max_length: got 'long'"),
         ({"num_pages": 2}, r"EngineConfig.num_pages: got 2, expected >= 64"),
