@@ -29,8 +29,8 @@ def test_second_request_reuses_the_prefix(draft: str) -> None:
             assert job.tokens == plain(job.prompt_ids, 9).tokens
             assert job.rounds == rounds_of(job, drafts), "no draft was rejected: the draft's entries are correct"
             cached.append(job.num_cached_tokens)
-        # Of 17 and more tokens four pages lie in front of the last one; a draft at its token wants one more position behind them,
-        # one that looks ahead is not served by a page that was made for other tokens behind.
+        # Of 17 or more tokens four pages precede the last token; a draft at its token needs one more position after them,
+        # one that looks ahead cannot use a page that was computed for other next tokens.
         expected = {
             "none": [0, 16, 16, 12, 12, 8, 12],
             "at its token": [0, 12, 16, 12, 8, 8, 12],

@@ -81,7 +81,7 @@ def attention_call(device: torch.device, batch: int, count: int, length: int, si
     return Call(paged_attention, shape, tensors, (torch.empty_like(query),), 2 * held * keys[0].nbytes + 2 * query.nbytes), inputs
 
 
-def llama_decodes_alike(context: Context) -> Figures:
+def llama_tokens_are_reproducible(context: Context) -> Figures:
     """A random model: replays equal eager rounds, float32 tokens equal the CPU's and do not depend on the batch."""
     found: Figures = {}
     for dtype in (torch.float32, torch.bfloat16):

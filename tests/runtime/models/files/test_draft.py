@@ -171,7 +171,7 @@ SPOILED: dict[str, tuple[Drafter, Callable[[Path], object], str]] = {
         rf"{IDS}: got \[1, 5\], expected a list of layers of the target, which has 4",
     ),
     "a flag that is none": (EAGLE3, config(norm_before_residual="yes"), "norm_before_residual: got 'yes', expected true or false"),
-    "a norm behind": (EAGLE3, config(norm_output=True), "norm_output: got True, expected False"),
+    "a norm after the layer": (EAGLE3, config(norm_output=True), "norm_output: got True, expected False"),
     "another norm": (EAGLE3, config(eagle_config={"use_mtp_layernorm": True}), "use_mtp_layernorm: got True, expected False"),
     "a norm in front": (EAGLE3, config(norm_before_fc=True), "norm_before_fc: got True, expected False"),
     "no states of the target": (
