@@ -15,7 +15,6 @@ from stepgraph.sampling.grammar.automaton.library import Field, Image, TokenTabl
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
-from stepgraph.sampling.grammar.matchers.protocol import checked_row
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder, library_errors, parse
@@ -63,7 +62,7 @@ class AutomatonMatcher:
 
     def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
         """Write row `index` of masks [rows, mask_words]: bit i of the row is set where token i may come next."""
-        row = checked_row(masks, index, self.vocabulary.mask_words)
+        row = self.vocabulary.mask_row(masks, index)
         status = -1 if self.fault else self._checked(self.functions.fill(None, self.handle, row.ctypes.data, len(row), self._error))
         if status < 0:
             row.fill(0)
