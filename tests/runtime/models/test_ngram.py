@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stepgraph.graphs import Limits, StaticBuffers
-from stepgraph.graphs.model import History
+from stepgraph.graphs.proposer import History
 from stepgraph.graphs.proposing import ANCHOR, given_from, text_specs
 from stepgraph.runtime.models.ngram import NgramLookup
 from tests.helpers.oracles import looked_up
