@@ -2,12 +2,13 @@
 
 from stepgraph.graphs.backends import capture, make_backend, run_eager
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
-from stepgraph.graphs.capture import Backend, Recorded, RecordedReport, current_context
+from stepgraph.graphs.capture import Backend, Recorded, current_context
 from stepgraph.graphs.errors import CaptureError, HostNodeError
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.recording import CaptureReport
 from stepgraph.graphs.shapes import GraphKey
+from stepgraph.graphs.spans import RecordedReport
 from stepgraph.graphs.tape.backend import TapeBackend
 
 __all__ = [

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import NOTHING, Backend, Check, Recorded, RecordedReport, Step, StreamEvent, host_call, use_context
+from stepgraph.graphs.capture import NOTHING, Backend, Check, Recorded, Step, StreamEvent, host_call, use_context
 from stepgraph.graphs.errors import HostNodeError
-from stepgraph.graphs.spans import MakeRange, nvtx_range
+from stepgraph.graphs.spans import MakeRange, RecordedReport, nvtx_range
 from stepgraph.graphs.tape.backend import TapeBackend
 
 

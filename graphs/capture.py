@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.spans import MakeRange, Span, StageRun
+from stepgraph.graphs.spans import MakeRange, RecordedReport, Span
 
 Step = Callable[[StaticBuffers], None]
 Check = Literal["once", "twice"]
@@ -73,17 +73,6 @@ class BackendStats:
     event_waits: int = 0
     host_nodes: int = 0
     wait_ns: int | None = None  # time that main streams waited for other streams in replays; None if unknown
-
-
-@dataclass(frozen=True)
-class RecordedReport:
-    """Contents of one recording."""
-
-    nodes: Mapping[str, int]  # by kind: kernel, copy, fill, host, ...
-    host_nodes: tuple[str, ...]
-    nbytes: int  # memory of the intermediates
-    seconds: float  # duration of the capture
-    stages: tuple[StageRun, ...] = ()  # in capture order
 
 
 class Recorded(Protocol):

@@ -6,7 +6,6 @@ import contextlib
 import linecache
 import os
 import sys
-import traceback
 from collections.abc import Iterable
 from types import FrameType
 from typing import NamedTuple
@@ -43,6 +42,28 @@ class HostNodeError(RuntimeError):
         super().__init__(f"host node {node!r} failed: {type(cause).__name__}: {cause}")
 
 
+class HostErrors:
+    """The first error of a host node, kept until it is raised. Written by the driver's thread, read by the launching thread."""
+
+    def __init__(self) -> None:
+        self._first: HostNodeError | None = None
+
+    def store(self, node: str, cause: BaseException) -> None:
+        if self._first is None:
+            error = HostNodeError(node, cause)
+            error.__cause__ = cause
+            self._first = error
+
+    def take(self) -> HostNodeError | None:
+        first, self._first = self._first, None
+        return first
+
+    def raise_first(self) -> None:
+        error = self.take()
+        if error is not None:
+            raise error
+
+
 class Site(NamedTuple):
     """A line of the step."""
 
@@ -56,15 +77,22 @@ class Site(NamedTuple):
 def site_of(innermost_first: Iterable[tuple[FrameType, int]]) -> Site:
     """The innermost line outside torch and the code that records."""
     for frame, line in innermost_first:
-        file = frame.f_code.co_filename
-        if file not in _SKIPPED_FILES and not file.startswith(_SKIPPED_FOLDERS):
-            return Site(file, line)
+        if not _is_skipped(frame):
+            return Site(frame.f_code.co_filename, line)
     return Site("", 0)
 
 
 def call_site() -> Site:
     """The line of the step that runs now."""
-    return site_of(traceback.walk_stack(sys._getframe(1)))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_skipped(frame):
+        frame = frame.f_back
+    return Site(frame.f_code.co_filename, frame.f_lineno) if frame else Site("", 0)
+
+
+def _is_skipped(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file in _SKIPPED_FILES or file.startswith(_SKIPPED_FOLDERS)
 
 
 def fail(rule: str, message: str, site: Site | None = None) -> CaptureError:

@@ -9,7 +9,8 @@ from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import REFUSED, BufferSpec, Column, StaticBuffers
 from stepgraph.graphs.drafting import continuing, grammar_mask_of, legal, rule_of, select_draft
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import History, Proposer, check_shape
+from stepgraph.graphs.model import check_shape
+from stepgraph.graphs.proposer import History, Proposer
 from stepgraph.sampling.kernels import Emission
 
 ANCHOR = 8  # prompt tokens copied before a given text, so that the start of the output is found after the end of the prompt

@@ -13,9 +13,10 @@ from tqdm import tqdm
 
 from stepgraph.graphs.backends import EagerStep
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Backend, Recorded, RecordedReport, Step
+from stepgraph.graphs.capture import Backend, Recorded, Step
 from stepgraph.graphs.errors import CaptureError
 from stepgraph.graphs.shapes import GraphKey
+from stepgraph.graphs.spans import RecordedReport
 
 OnFailure = Literal["raise", "eager"]
 LESS = "max_rows, buckets, num_speculative_tokens, max_length or num_pages; greedy_only=True halves the graphs"

@@ -28,7 +28,8 @@ from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import CaptureContext, Step, StreamEvent, current_context
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import ModelPair, Proposer
+from stepgraph.graphs.model import ModelPair
+from stepgraph.graphs.proposer import Proposer
 from stepgraph.graphs.shapes import GraphKey
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, advance, fill_new
 from stepgraph.sampling.grammar.status import HostColumn

@@ -1,9 +1,9 @@
-"""Stage names for profiles: which nodes of a recording belong to which stage, time spans of stages, NVTX ranges."""
+"""Stage names for profiles: the stage of each node of a recording, the report on a recording, time spans of stages, NVTX ranges."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -33,6 +33,17 @@ class StageRun:
     name: str
     kind: Literal["stage", "host"]
     nodes: int
+
+
+@dataclass(frozen=True)
+class RecordedReport:
+    """Contents of one recording."""
+
+    nodes: Mapping[str, int]  # by kind: kernel, copy, fill, host, ...
+    host_nodes: tuple[str, ...]
+    nbytes: int  # memory of the intermediates
+    seconds: float  # duration of the capture
+    stages: tuple[StageRun, ...] = ()  # in capture order
 
 
 class Span(NamedTuple):

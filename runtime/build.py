@@ -19,7 +19,8 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import DraftModel, ModelPair, Proposer, TargetModel
+from stepgraph.graphs.model import DraftModel, ModelPair, TargetModel
+from stepgraph.graphs.proposer import Proposer
 from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, look_up_specs, round_specs, state_specs

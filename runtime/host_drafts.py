@@ -11,7 +11,7 @@ from torch import Tensor
 from stepgraph.graphs.buffers import BufferSpec, Column, StaticBuffers
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import History
+from stepgraph.graphs.proposer import History
 from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.runtime.upload import PinnedRing
 from stepgraph.runtime.validate import checked_count

@@ -24,6 +24,7 @@ from stepgraph.runtime.models.llama_config import Eagle3Config
 from tests.helpers.command_models import doctor_answers, model_folder, recordings
 from tests.helpers.documents import BLOCKS, COMMANDS, DOCUMENTS, ROOT, Block
 from tests.helpers.tool_runs import parse_flags, run_tool
+from tools.random_weights import randomised
 from tools.train.saving import save_eagle3
 
 OUTPUTS = {  # pattern of the printed text, by a phrase of the block
@@ -109,7 +110,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "prompts.jsonl").write_text("".join(prompts), encoding="utf-8")
     target = open_checkpoint(model_folder()).config
     head = Eagle3Config(replace(target, windows=(None,)), (0, 1, 2), target.hidden_size, target.vocab_size)
-    save_eagle3(tmp_path / "path" / "to" / "head", Eagle3(head).randomise())
+    save_eagle3(tmp_path / "path" / "to" / "head", randomised(Eagle3(head)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(doctor, "run_probes", doctor_answers)

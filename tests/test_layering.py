@@ -12,7 +12,7 @@ import stepgraph
 from tools.lines import BUDGETS, DECODE_RING, DECODE_RING_BUDGET, Count, over_budget
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = ("sampling", "graphs", "runtime")  # each may import those in front of it
+LAYERS = ("sampling", "graphs", "runtime")  # each may import the previous ones
 FOLDERS = (*LAYERS, "tools", "tests")
 DEVICE_FILES = (
     "graphs/attention/paged.py",

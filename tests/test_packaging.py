@@ -61,7 +61,7 @@ def test_the_tests_run_against_this_tree() -> None:
 
 
 def build(what: str, tmp_path: Path, **environment: str) -> Path:
-    """A wheel or an sdist of a copy of the tree: a build leaves `build/` behind, and would pick up what an earlier one left there."""
+    """A wheel or an sdist of a copy of the tree, since a build creates `build/` and reuses files of an earlier one."""
     pytest.importorskip("setuptools", minversion="77")
     source = tmp_path / "source"
     source.mkdir()

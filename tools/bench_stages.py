@@ -40,6 +40,7 @@ from stepgraph.sampling.params import GREEDY
 from tools.bench_sampling import seen
 from tools.gpu.checks.context import Context, summary
 from tools.gpu.checks.stopwatch import stopwatch, take_turns, until_done
+from tools.random_weights import randomised
 
 Call = Callable[[], object]
 KINDS = tuple(itertools.product((False, True), (False, True)))  # constrained, sampled
@@ -65,9 +66,9 @@ def toy(device: torch.device) -> Pair:
 def llama(device: torch.device) -> Pair:
     width, layers = VOCABULARY.logits_width, (1, 2, 3)
     sizes = LlamaConfig(width, 256, 512, 4, 2, 64, (None,) * 4, dtype=torch.bfloat16)
-    target = Llama(sizes, feature_layers=layers, device=device).randomise()
+    target = randomised(Llama(sizes, feature_layers=layers, device=device))
     head = Eagle3Config(replace(sizes, windows=(None,)), layers, sizes.hidden_size, width)
-    return Pair("random Llama of 4 layers, EAGLE-3", target, Eagle3(head, device=device).randomise())
+    return Pair("random Llama of 4 layers, EAGLE-3", target, randomised(Eagle3(head, device=device)))
 
 
 MODELS = {"toy": toy, "llama": llama}

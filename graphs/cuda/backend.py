@@ -19,10 +19,10 @@ import torch
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step, setting
 from stepgraph.graphs.cuda.context import Streams
-from stepgraph.graphs.cuda.driver import Driver, HostErrors, open_driver
-from stepgraph.graphs.cuda.recorder import CudaRecorder, Recording, difference
+from stepgraph.graphs.cuda.driver import Driver, open_driver
+from stepgraph.graphs.cuda.recorder import CudaRecorder, Recording
 from stepgraph.graphs.cuda.trace import CudaTracer
-from stepgraph.graphs.errors import fail
+from stepgraph.graphs.errors import HostErrors, fail
 from stepgraph.graphs.spans import MakeRange, Span
 from stepgraph.sampling.cuda_graphs import GraphPool
 
@@ -168,11 +168,10 @@ class CudaBackend:
             raise ValueError(f"CudaBackend.capture: got buffers on {buffers.device}, expected {self.device}")
         with self._recording("capture()"):
             self._recorder.warm_up(step, buffers, generators)
-            recording = self._recorder.record(step, buffers, generators)
             if check == "twice":
-                if between is not None:
-                    between()
-                self._compare(recording, self._recorder.record(step, buffers, generators))
+                recording = self._recorder.record_twice(step, buffers, between, generators)
+            else:
+                recording = self._recorder.record(step, buffers, generators)
         graph = CudaGraph(self, recording, self._resources.retired)
         self._graphs.add(graph)
         if hasattr(recording.graph, "raw_cuda_graph_exec"):  # not in torch 2.8
@@ -257,13 +256,6 @@ class CudaBackend:
             self.errors.raise_first()
             with setting(self, "_capturing", True):
                 yield
-
-    def _compare(self, recording: Recording, second: Recording) -> None:
-        error = difference(recording.nodes, second.nodes)
-        second.free()
-        if error is not None:
-            recording.free()
-            raise error
 
     def _drain(self) -> None:
         self.driver.cuStreamSynchronize(self._main.cuda_stream)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import MAIN, NOTHING, StreamEvent, setting
-from stepgraph.graphs.cuda.driver import Driver, HostCallback, HostErrors
-from stepgraph.graphs.errors import fail
+from stepgraph.graphs.cuda.driver import Driver, HostCallback
+from stepgraph.graphs.errors import HostErrors, fail
 from stepgraph.graphs.spans import STEP, Label, MakeRange
 from stepgraph.sampling import cuda_graphs
 

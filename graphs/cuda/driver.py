@@ -15,7 +15,7 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, 
 from typing import Any
 
 from stepgraph.graphs.capture import C_HOST_FUNCTION, native_entry
-from stepgraph.graphs.errors import HostNodeError
+from stepgraph.graphs.errors import HostErrors
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY, the result of a query
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING; waits spin, for low latency
@@ -98,28 +98,6 @@ def open_driver() -> Driver:
     except OSError as error:
         raise RuntimeError(f"no NVIDIA driver: {error}; use backend 'tape' on the CPU") from error
     return Driver(library)
-
-
-class HostErrors:
-    """The first error of a host node, kept until it is raised. Written by the driver's thread, read by the launching thread."""
-
-    def __init__(self) -> None:
-        self._first: HostNodeError | None = None
-
-    def store(self, node: str, cause: BaseException) -> None:
-        if self._first is None:
-            error = HostNodeError(node, cause)
-            error.__cause__ = cause
-            self._first = error
-
-    def take(self) -> HostNodeError | None:
-        first, self._first = self._first, None
-        return first
-
-    def raise_first(self) -> None:
-        error = self.take()
-        if error is not None:
-            raise error
 
 
 class HostCallback:

@@ -7,7 +7,7 @@ import ctypes
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_int, c_size_t, c_uint, c_void_p
 from typing import NamedTuple
 
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, RecordedReport, Step, use_context
+from stepgraph.graphs.capture import MAIN, Step, use_context
 from stepgraph.graphs.cuda.context import CudaCaptureContext, Streams
-from stepgraph.graphs.cuda.driver import Driver, HostCallback, HostErrors
-from stepgraph.graphs.errors import CaptureError, fail, site_of
-from stepgraph.graphs.spans import Label, MakeRange, stage_runs
+from stepgraph.graphs.cuda.driver import Driver, HostCallback
+from stepgraph.graphs.errors import CaptureError, HostErrors, fail, site_of
+from stepgraph.graphs.spans import Label, MakeRange, RecordedReport, stage_runs
 from stepgraph.sampling.cuda_graphs import GraphPool, capturing, empty_cache
 
 _SMALL = 1 << 20  # bytes; smaller buffers are copied without a comparison
@@ -92,6 +92,21 @@ class CudaRecorder:
                     generator.set_state(state)
                 self.synchronize()
                 context.close()
+
+    def record_twice(
+        self, step: Step, buffers: StaticBuffers, between: Callable[[], None] | None, generators: Sequence[torch.Generator]
+    ) -> Recording:
+        """Record and compare. CaptureError if the two differ."""
+        recording = self.record(step, buffers, generators)
+        if between is not None:
+            between()
+        second = self.record(step, buffers, generators)
+        error = difference(recording.nodes, second.nodes)
+        second.free()
+        if error is not None:
+            recording.free()
+            raise error
+        return recording
 
     def record(self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]) -> Recording:
         begin, reserved = time.perf_counter(), torch.cuda.memory_reserved(self._device)

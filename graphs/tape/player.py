@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import storage_key
-from stepgraph.graphs.capture import MAIN, BackendStats, RecordedReport, host_call
+from stepgraph.graphs.capture import MAIN, BackendStats, host_call
 from stepgraph.graphs.errors import HostNodeError
-from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, STEP, Label, Span, stage_runs
+from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, STEP, Label, RecordedReport, Span, stage_runs
 from stepgraph.graphs.tape.recorder import Node, Recorder
 from stepgraph.graphs.tape.replay_ops import same_bits
 from stepgraph.sampling.lifetimes import ExitStage, close_at_exit

@@ -100,12 +100,14 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """Run the recorder's own tensor operations unrecorded. Keeps a failure even if the step catches it."""
+        self.paused, before = True, self.paused
         try:
-            with setting(self, "paused", True):
-                yield
+            yield
         except CaptureError as error:
             self._failure = self._failure or error
             raise
+        finally:
+            self.paused = before
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -263,8 +265,11 @@ class _FunctionGuard(TorchFunctionMode):
         rules = self._recorder.rules
         with self._recorder.working():
             rules.check_function(func, args, kwargs)
-        with setting(rules, "scalar_store", func is Tensor.__setitem__ and isinstance(args[2], (bool, int, float, complex))):
+        rules.scalar_store = func is Tensor.__setitem__ and isinstance(args[2], (bool, int, float, complex))
+        try:
             return func(*args, **kwargs)
+        finally:
+            rules.scalar_store = False
 
 
 def _check_out(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -18,14 +18,13 @@ from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.layers.dense import product, rms_norm
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer
+from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, empty_weight
 from stepgraph.runtime.models.llama_config import Eagle3Config
 from stepgraph.runtime.models.mtp import shift_inputs
-from stepgraph.runtime.models.parameters import empty_weight
 
 
 class Eagle3(LlamaBase):
-    """A head. Its weights are uninitialised until a loader, training or `randomise` fills them.
+    """A head. Its weights are uninitialised until a loader or training fills them.
 
     d2t: [draft_vocab_size] target ids of the head's tokens; None if the head has the target's vocabulary. embedding, head:
     the target's, if the head has none of its own. The first token of a history has no cache entry, as no state precedes it.

@@ -7,7 +7,6 @@ values are one matrix product, gate and up another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +20,7 @@ from stepgraph.graphs.layers.slot_mapping import rope_angles
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.runtime.models.parameters import empty_weight, randomise
 from stepgraph.sampling.fields import is_int
-
-Model = TypeVar("Model", bound="LlamaBase")
 
 
 class LlamaBase(nn.Module):
@@ -53,13 +49,9 @@ class LlamaBase(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         return product(hidden.reshape(-1, hidden.shape[-1]), self.unembedding).view(*hidden.shape[:-1], -1)
 
-    def randomise(self: Model, seed: int = 0, scale: float = 1.0) -> Model:
-        randomise(self, seed, scale)
-        return self
-
 
 class Llama(LlamaBase):
-    """A target of the family. Its weights are uninitialised until a loader or `randomise` fills them.
+    """A target of the family. Its weights are uninitialised until a loader fills them.
 
     feature_layers: the features are the inputs of these layers, concatenated (num_layers: the output of the last one); if
     empty, the normalised hidden state. name: prefix of the cache buffers. origin: name of the file or folder of the weights.
@@ -152,3 +144,8 @@ class LlamaLayer(nn.Module):
         query = rope_and_write_kv(query, key, value, *rotation, inputs.slots.flatten(), keys, values)
         attended = attention(query.view(*inputs.tokens.shape, heads, size), keys, values, inputs, self.window)
         return product(attended.view(len(states), -1), self.output, self.output_bias, onto=residual)
+
+
+def empty_weight(like: Tensor, *shape: int) -> nn.Parameter:
+    """An uninitialised parameter with the dtype and device of `like`."""
+    return nn.Parameter(like.new_empty(shape), requires_grad=False)

@@ -22,9 +22,8 @@ from stepgraph.graphs.layers.dense import product, rms_norm
 from stepgraph.graphs.layers.slot_mapping import shift_entries
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer
+from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, empty_weight
 from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.runtime.models.parameters import empty_weight, randomise
 
 
 class Mtp(LlamaBase):
@@ -76,11 +75,6 @@ class Mtp(LlamaBase):
                 kept[index].index_put_((entries.slots,), states)
             outputs.append(states)
         return ModelOutput(outputs[0], outputs[0])
-
-    def randomise(self, seed: int = 0, scale: float = 1.0) -> Mtp:
-        """Does not change the target's embedding and head."""
-        randomise(self.depths, seed, scale)
-        return self
 
 
 class MtpModule(nn.Module):

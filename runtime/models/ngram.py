@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import History
+from stepgraph.graphs.proposer import History
 from stepgraph.graphs.proposing import ANCHOR
 from stepgraph.sampling.fields import is_int
 

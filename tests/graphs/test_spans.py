@@ -16,7 +16,7 @@ from stepgraph import Engine, EngineConfig
 from stepgraph.graphs import BufferSpec, RecordedReport, StaticBuffers, TapeBackend, capture, current_context, run_eager, spans
 from stepgraph.graphs.backends import EagerContext
 from stepgraph.graphs.cuda.context import CudaCaptureContext
-from stepgraph.graphs.cuda.driver import HostErrors
+from stepgraph.graphs.errors import HostErrors
 from stepgraph.graphs.spans import STEP, Label, StageRun, stage_runs
 from stepgraph.runtime.models.toy import ToyTarget
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY

@@ -33,8 +33,8 @@ def call_raises(which: str, name: str) -> Point:
     return point
 
 
-def worker_dies(behind: bool) -> Point:
-    """Kill the compile worker before an exchange with it or, with `behind`, after one: at set-up, while compiling or when idle."""
+def worker_dies(after: bool) -> Point:
+    """Kill the compile worker before an exchange with it or, with `after`, after one: at set-up, while compiling or when idle."""
 
     @contextlib.contextmanager
     def point(engine: Engine, fault: Fault) -> Iterator[None]:
@@ -46,10 +46,10 @@ def worker_dies(behind: bool) -> Point:
         def exchange(worker: CompileWorker, *arguments: Any, **options: Any) -> tuple[str, bool, str]:
             process, due = worker._process, fault.due()
             assert process is not None
-            if due and not behind:
+            if due and not after:
                 end(process.popen)
             answer = real(worker, *arguments, **options)
-            if due and behind:
+            if due and after:
                 end(process.popen)
             return answer
 

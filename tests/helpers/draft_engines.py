@@ -25,6 +25,7 @@ from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig, Rop
 from stepgraph.runtime.models.mtp import Mtp
 from tests.helpers.draft_oracles import eagle3_logits, mtp_logits
 from tests.helpers.families import BASE, VOCABULARY, folder_of, judge, random_model, save_tokenizer
+from tools.random_weights import randomised
 from tools.train.saving import save_eagle3, save_mtp
 
 CONFIG = EngineConfig(
@@ -51,11 +52,11 @@ class Drafter:
         if self.name == "eagle3":
             layer = LlamaConfig(VOCABULARY, 32, 40, 4, 2, 8, (None,), rope=RopeConfig(500.0), dtype=target.config.dtype)
             config = Eagle3Config(layer, EAGLE_LAYERS, target.config.hidden_size, len(D2T))
-            return save_eagle3(folder, Eagle3(config, d2t=D2T).randomise(3), own_embedding=True)
+            return save_eagle3(folder, randomised(Eagle3(config, d2t=D2T), 3), own_embedding=True)
         if self.name == "model":
             return save_smaller(folder)
         layers = replace(target.config, windows=(target.config.windows[-1],) * (1 if self.name == "mtp" else 3))
-        return save_mtp(folder, Mtp(layers, embedding=target.embedding, head=target.unembedding).randomise(3), first=4)
+        return save_mtp(folder, randomised(Mtp(layers, embedding=target.embedding, head=target.unembedding), 3), first=4)
 
     @functools.cached_property
     def target(self) -> Path:

@@ -151,7 +151,7 @@ def rounds(
 
 
 def sidecar_document(**changes: Any) -> dict[str, Any]:
-    """The engine's file of the same rounds, with a clock 5,000 behind the profiler's."""
+    """The engine's file of the same rounds, with a clock 5,000 ns slower than the profiler's."""
     hosts = [HOST, LATE_HOST, HOST]
     begins = [1000 + PERIOD * index for index in range(3)]
     return {

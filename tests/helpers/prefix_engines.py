@@ -20,6 +20,7 @@ from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.models.toy import ToyDraft
 from tests.helpers.toy_engines import TARGET, VOCABULARY
+from tools.random_weights import randomised
 
 PAGE, K = 4, 3
 CONFIG = EngineConfig(
@@ -114,4 +115,4 @@ def rounds_of(job: Job, drafts: int) -> int:
 
 def small_llama() -> Llama:
     shape = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, head_size=8, windows=(None,) * 2)
-    return Llama(shape, feature_layers=(0, 1, 2)).randomise(3)
+    return randomised(Llama(shape, feature_layers=(0, 1, 2)), 3)

@@ -16,7 +16,7 @@ from torch import Tensor
 from stepgraph.graphs import BufferSpec, proposing
 from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import Column
-from stepgraph.graphs.model import History
+from stepgraph.graphs.proposer import History
 from stepgraph.graphs.round_specs import round_specs
 from stepgraph.sampling import rejection
 from stepgraph.sampling.params import SamplingParams

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stepgraph import Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
-from stepgraph.graphs.model import History
+from stepgraph.graphs.proposer import History
 from stepgraph.runtime.models.files.checkpoint import Checkpoint
 from tests.helpers.draft_engines import DRAFTERS as FOLDERS
 from tests.helpers.families import folder_of

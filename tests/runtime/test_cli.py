@@ -99,7 +99,7 @@ def test_closing_the_output_of_help_is_no_error() -> None:
 
 
 def test_ctrl_c_exits_cleanly() -> None:
-    """With the code that shells know, one line, and no process left behind, the worker that compiles grammars among them.
+    """With the usual exit code, one line, and no process left, including the grammar worker.
 
     Its output has room for a hundred letters: it is in the midst of its answer, however fast it is.
     """

@@ -112,7 +112,7 @@ def test_forced_drafts_save_rounds_with_a_random_drafter() -> None:
     check(without)
     proposed, accepted, looks, _ = counts(forced)
     assert counts(free)[:3] == (0, 0, 0)
-    assert accepted > 10 and looks < proposed, "the others stand behind drafts that do not hold"
+    assert accepted > 10 and looks < proposed, "the others follow rejected drafts"
     rounds = [sum(job.rounds for _, job in jobs if job.constraint == ORDER) for jobs in (with_forced, without)]
     assert rounds[0] < rounds[1], rounds
 
@@ -242,7 +242,7 @@ def test_forced_drafts_replace_proposed_ones(k: int, draft: Any, link: str) -> N
         rounds.append((sum(job.rounds for _, job in jobs), total))
         made.close()
     assert rounds[0][0] < rounds[1][0], rounds
-    assert k < 3 or not isinstance(draft, str) or rounds[0][1] <= rounds[1][1] + len(jobs), "what is foreseen goes on behind it"
+    assert k < 3 or not isinstance(draft, str) or rounds[0][1] <= rounds[1][1] + len(jobs), "the drafter continues after the forced draft"
 
 
 def test_engine_with_forced_drafts_only() -> None:
@@ -273,4 +273,4 @@ def test_forced_draft_benchmark() -> None:
     forced, free = (bench_forced.decode(vocabulary, 0.0, on, 3, person, prompts=1)["person"] for on in (True, False))
     assert forced["rounds_per_token"] < 0.8 * free["rounds_per_token"]
     assert free["forced_per_round"] == free["looks_per_round"] == 0.0 < forced["accepted_forced_per_round"]
-    assert max(forced["fills_per_round"], free["fills_per_round"]) <= 5  # a round's four, and those of a round behind the last one
+    assert max(forced["fills_per_round"], free["fills_per_round"]) <= 5  # four of a round, and those of one round after the last one

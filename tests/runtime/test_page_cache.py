@@ -16,6 +16,7 @@ from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.page_cache import PageCache
 from tests.helpers.prefix_engines import CONFIG, DRAFTS, SYSTEM, K, ask, finish, make_engine, rounds_of, small_llama
 from tests.helpers.toy_engines import STOP, TARGET, VOCABULARY, plain
+from tools.random_weights import randomised
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -28,8 +29,8 @@ def test_second_request_reuses_the_prefix(draft: str) -> None:
             assert job.tokens == plain(job.prompt_ids, 9).tokens
             assert job.rounds == rounds_of(job, drafts), "no draft was rejected: the draft's entries are correct"
             cached.append(job.num_cached_tokens)
-        # Of 17 and more tokens four pages lie in front of the last one; a draft at its token wants one more position behind them,
-        # one that looks ahead is not served by a page that was made for other tokens behind.
+        # Of 17 or more tokens four pages precede the last token; a draft at its token needs one more position after them,
+        # one that looks ahead cannot use a page that was computed for other next tokens.
         expected = {
             "none": [0, 16, 16, 12, 12, 8, 12],
             "at its token": [0, 12, 16, 12, 8, 8, 12],
@@ -190,7 +191,7 @@ def test_requests_without_free_pages_wait_in_order() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_are_bit_equal_with_reuse(dtype: torch.dtype) -> None:
-    target = Llama(replace(small_llama().config, dtype=dtype)).randomise(3)
+    target = randomised(Llama(replace(small_llama().config, dtype=dtype)), 3)
     config = replace(CONFIG, num_speculative_tokens=0)
     with Engine(target, config=config, backend=TapeBackend()) as engine:
         engine.capture()

@@ -31,6 +31,7 @@ from tests.helpers.prefix_engines import (
     watched_engine,
 )
 from tests.helpers.toy_engines import CONSTRAINTS, plain
+from tools.random_weights import randomised
 
 RULED = (CONSTRAINTS[1], CONSTRAINTS[3])
 
@@ -111,10 +112,10 @@ def test_published_pages_are_never_written(draft: str, batch: list[Ask]) -> None
 def heads(target: Llama) -> dict[str, tuple[Llama, DraftModel]]:
     """EAGLE-3, and MTP with a module for every draft."""
     layer = replace(target.config, windows=(None,))
-    eagle = Eagle3(Eagle3Config(layer, (0, 1, 2), 16, 8), embedding=target.embedding).randomise(4)
-    plain_target = Llama(target.config).randomise(3)
+    eagle = randomised(Eagle3(Eagle3Config(layer, (0, 1, 2), 16, 8), embedding=target.embedding), 4)
+    plain_target = randomised(Llama(target.config), 3)
     assert plain_target.head is not None
-    mtp = Mtp(replace(target.config, windows=(None,) * K), embedding=plain_target.embedding, head=plain_target.head).randomise(5)
+    mtp = randomised(Mtp(replace(target.config, windows=(None,) * K), embedding=plain_target.embedding, head=plain_target.head), 5)
     return {"eagle3": (target, eagle), "mtp": (plain_target, mtp)}
 
 

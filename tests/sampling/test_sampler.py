@@ -92,7 +92,7 @@ def test_equal_weights_are_filtered_together() -> None:
 
 
 def test_probabilities_sum_to_one_exactly() -> None:
-    """A likely token and 200,000 that a running float32 sum would lose behind it."""
+    """A likely token and 200,000 unlikely ones, which a running float32 sum would lose."""
     logits = torch.full((1, 1, 200_001), -17.4)
     logits[0, 0, 0] = 0.0
     result = sampler.distribution(logits, params(1.0))[0, 0]

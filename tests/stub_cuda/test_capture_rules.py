@@ -141,7 +141,7 @@ def test_legacy_stream_is_closed_while_a_blocking_stream_captures(cuda: Runtime)
     cuda.cudaFreeHost(memory)
 
 
-def test_work_runs_after_its_issue_and_an_event_says_when(cuda: Runtime) -> None:
+def test_work_runs_asynchronously_and_events_report_its_end(cuda: Runtime) -> None:
     stream, event, gate = cuda.stream(), cuda.event(), threading.Event()
     block = device.HOST_FUNCTION(lambda _: gate.wait(10) and None)
     cuda.cudaLaunchHostFunc(ctypes.c_void_p(stream), block, None)

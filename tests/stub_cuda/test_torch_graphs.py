@@ -100,7 +100,7 @@ def test_memory_is_accounted_for() -> None:
     assert torch.cuda.mem_get_info()[0] == before
 
 
-def test_launches_outside_a_graph_are_told_from_those_inside() -> None:
+def test_launches_inside_and_outside_of_a_graph_are_distinguished() -> None:
     x = torch.zeros(4, device="cuda")
     graph, _ = captured(lambda: x.fill_(1.0))
     with counters.counted() as counts:

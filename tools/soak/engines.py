@@ -17,6 +17,7 @@ from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig
 from stepgraph.runtime.models.mtp import Mtp
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tests.helpers.proposers import draft_ids_then_noise, parrot
+from tools.random_weights import randomised
 
 VOCABULARY = Vocabulary.printable(logits_width=128)
 STOP = VOCABULARY.stop_token_ids[0]
@@ -48,7 +49,7 @@ class Models:
         self.device = device
         self.toy = ToyTarget(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0}).to(device)
         self.llama, self.llama_with_features = (
-            Llama(_LLAMA, feature_layers=layers, device=device).randomise(1).eval() for layers in ((), FEATURE_LAYERS)
+            randomised(Llama(_LLAMA, feature_layers=layers, device=device), 1).eval() for layers in ((), FEATURE_LAYERS)
         )
 
     def toy_draft(self, agreement: float) -> ToyDraft:
@@ -56,15 +57,15 @@ class Models:
 
     def eagle3(self) -> Eagle3:
         config = Eagle3Config(_LAYER, FEATURE_LAYERS, _LLAMA.hidden_size, VOCABULARY.logits_width)
-        return Eagle3(config, device=self.device).randomise(3)
+        return randomised(Eagle3(config, device=self.device), 3)
 
     def mtp(self) -> Mtp:
         assert self.llama.head is not None
-        return Mtp(_LAYER, embedding=self.llama.embedding, head=self.llama.head, device=self.device).randomise(3)
+        return randomised(Mtp(_LAYER, embedding=self.llama.embedding, head=self.llama.head, device=self.device), 3)
 
     def smaller(self) -> DraftLlama:
         draft = DraftLlama(_LAYER, device=self.device)
-        draft.randomise(1)
+        randomised(draft, 1)
         return draft
 
 

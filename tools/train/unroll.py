@@ -128,10 +128,10 @@ def attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], wind
     pairs, kv_heads = keys[0].shape[:2]
     grouped = query.view(count, kv_heads, heads // kv_heads, size).permute(1, 2, 0, 3) * size**-0.5
     seen = torch.arange(pairs, device=query.device)
-    behind = seen[pairs - count :, None]
-    visible = behind >= seen
+    last_pair = seen[pairs - count :, None]
+    visible = last_pair >= seen
     if window:
-        visible = visible & (behind + len(keys) - 1 - seen < window)
+        visible = visible & (last_pair + len(keys) - 1 - seen < window)
     shared = (grouped.flatten(1, 2) @ keys[0].permute(1, 2, 0)).unflatten(1, (heads // kv_heads, count))
     own = [(grouped * key.transpose(0, 1)[:, None]).sum(-1, keepdim=True) for key in keys[1:]]
     if window:  # a chain longer than the window does not see its own start

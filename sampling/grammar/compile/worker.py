@@ -2,8 +2,8 @@
 
 Run as a script by `CompileWorker`, with the parent's `sys.path` as arguments and a socket as standard input. It imports the libraries'
 bindings and the few modules of stepgraph that write grammars, but not torch: it starts in 0.1 to 0.3 s and takes about 50 MB.
-A message is a line of JSON and the bytes whose number ends it. The first one configures the worker; each later one is a call, answered by
-a status and a result.
+A message is a line of JSON and the bytes whose number ends it. The first one configures the worker and has the token tables; each later
+one is a call, answered by a status and a result.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import marshal
 import os
 import resource
 import signal
@@ -40,7 +41,7 @@ def receive(stream: IO[bytes]) -> tuple[list[Any], bytes]:
 class Libraries:
     """Both libraries over one vocabulary. The public methods are the calls that the parent may make."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], tables: bytes) -> None:
         import numpy
 
         # Here and not above: the script must first make the package importable, and the parent needs only the functions above.
@@ -50,8 +51,8 @@ class Libraries:
         self._least_bytes = options["limits"]["least_bytes"]
         self._parsed_grammar = parsed_grammar
         self._core = _xgrammar_bindings()
-        tokens = _token_bytes(options["for_xgrammar"])
-        tokenizer = self._core.TokenizerInfo(tokens, raw, width, options["stop_token_ids"], False)
+        for_xgrammar, self._for_llguidance = marshal.loads(tables)
+        tokenizer = self._core.TokenizerInfo(for_xgrammar, raw, width, options["stop_token_ids"], False)
         self._compiler = self._core.GrammarCompiler(tokenizer, options["max_threads"], False, -1)
         self._mask = numpy.zeros((1, -(-width // 32)), dtype=numpy.int32)
         self._llguidance: Any = None
@@ -63,9 +64,8 @@ class Libraries:
             return False
         from stepgraph.sampling.grammar.llguidance_lib.library import LLGuidance, fuel_of
 
-        options = self._options
-        tokens, fuel = _token_bytes(options["for_llguidance"]), fuel_of(options["limits"])
-        self._llguidance = LLGuidance(tokens, options["stop_token_ids"], options["non_text_ids"], fuel)
+        options, fuel = self._options, fuel_of(self._options["limits"])
+        self._llguidance = LLGuidance(self._for_llguidance, options["stop_token_ids"], options["non_text_ids"], fuel)
         return True
 
     def xgrammar(self, kind: str, payload: str, any_whitespace: bool) -> str:
@@ -81,11 +81,6 @@ class Libraries:
         if not matcher.is_error():  # the parent reports errors, which it finds in the same way
             matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         return ""
-
-
-def _token_bytes(table: Sequence[str]) -> list[bytes]:
-    """JSON has no bytes: each one is sent as the character of the same number."""
-    return [token.encode("latin-1") for token in table]
 
 
 def _add_package(name: str, path: Sequence[str]) -> None:
@@ -150,8 +145,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the whole group; the parent ends this process
     connection = socket.socket(fileno=0)
     stream = connection.makefile("rb")
-    (options,), _ = receive(stream)
-    limits, libraries = options["limits"], Libraries(options)
+    (options,), tables = receive(stream)
+    limits, libraries = options["limits"], Libraries(options, tables)
     compile_bytes, idle_bytes = limits["compile_bytes"], _memory_bytes()
     send(connection, DONE, False)
     while True:

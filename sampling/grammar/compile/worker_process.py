@@ -6,6 +6,7 @@ One thread makes one call at a time; `kill` is for any thread. A process that wa
 from __future__ import annotations
 
 import contextlib
+import marshal
 import os
 import signal
 import socket
@@ -136,8 +137,6 @@ class CompileWorker:
         options = {
             "stop_token_ids": vocabulary.stop_token_ids,
             "non_text_ids": sorted(vocabulary.non_text_ids),
-            "for_xgrammar": [token.decode("latin-1") for token in vocabulary.for_xgrammar],
-            "for_llguidance": [token.decode("latin-1") for token in vocabulary.for_llguidance],
             "width": vocabulary.logits_width,
             "max_threads": self._max_threads,
             "limits": asdict(self._limits),
@@ -145,21 +144,21 @@ class CompileWorker:
         self._process = process = _Process()
         self._finalizer = weakref.finalize(self, process.end)
         self.started += 1
-        self._exchange([options], START_SECONDS, starting=True)
+        self._exchange([options], START_SECONDS, marshal.dumps([vocabulary.for_xgrammar, vocabulary.for_llguidance]))
 
-    def _exchange(self, parts: list[Any], seconds: float, starting: bool = False) -> tuple[str, bool, str]:
-        """The worker's answer: its status, whether it holds much memory, and the result."""
+    def _exchange(self, parts: list[Any], seconds: float, tables: bytes = b"") -> tuple[str, bool, str]:
+        """The worker's answer: its status, whether it holds much memory, and the result. The first message has the token tables."""
         process = self._process
         assert process is not None
         try:
             if self._cancelled:
                 raise EOFError  # `kill` may have come before the process existed
             process.connection.settimeout(seconds)
-            send(process.connection, *parts)
+            send(process.connection, *parts, body=tables)
             (status, bloated), result = receive(process.answers)
         except (OSError, EOFError) as error:  # a time-out is an OSError
             message = self._failure(process, error)
-            if starting:
+            if tables:
                 message += f", before it was ready: {process.stderr_tail()}".removesuffix(": ")
             self.close()
             raise CompileAbortedError(message) from None

@@ -20,6 +20,7 @@ from stepgraph.runtime import build
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.sampling.kernels import triton as programs
+from tools.random_weights import randomised
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPE = AttentionShape(torch.bfloat16, 6, 2, 64, (None, 40))
@@ -178,7 +179,7 @@ def test_engine_refuses_an_unavailable_implementation() -> None:
         ValueError, match=r"EngineConfig\.attention: got 'fast', expected one of 'auto', 'flashinfer', 'triton', 'reference'"
     ):
         EngineConfig(attention="fast")
-    target = Llama(LlamaConfig(50, 32, 48, 4, 2, 8, (None, 6))).randomise()
+    target = randomised(Llama(LlamaConfig(50, 32, 48, 4, 2, 8, (None, 6))))
     for expected in ("triton", "flashinfer"):
         config = EngineConfig(attention=expected, num_speculative_tokens=0, max_length=32)
         refusal = rf"EngineConfig\.attention: got '{expected}', expected an implementation that runs on cpu: .* not on cpu"
@@ -215,7 +216,7 @@ def watched(calls: list[tuple[int, int]]) -> AttentionChoice:
 
 def test_each_model_call_is_planned_for_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = LlamaConfig(50, 32, 48, 4, 2, 8, (None, 6))
-    target, draft = Llama(sizes).randomise(), Draft(sizes, name="draft").randomise(1)
+    target, draft = randomised(Llama(sizes)), randomised(Draft(sizes, name="draft"), 1)
     assert isinstance(draft, Draft)
     config = EngineConfig(max_rows=1, num_speculative_tokens=2, max_length=32, page_size=4, prefill_chunk=6, greedy_only=True)
     texts, calls = [], list[tuple[int, int]]()

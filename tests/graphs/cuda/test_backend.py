@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from stepgraph.graphs import BufferSpec, CaptureError, HostNodeError, StaticBuffers, capture, make_backend
-from stepgraph.graphs.cuda.driver import Driver, HostCallback, HostErrors, open_driver
+from stepgraph.graphs.cuda.driver import Driver, HostCallback, open_driver
 from stepgraph.graphs.cuda.recorder import BufferBackup, GraphNode, as_capture_error, difference, holds_only
-from stepgraph.graphs.errors import Site, site_of
+from stepgraph.graphs.errors import HostErrors, Site, site_of
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
 C_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

@@ -87,8 +87,8 @@ def compare(case: Case, tile: int = 0) -> tuple[Tensor, Tensor]:
     programs.reject_sample(*case, *outputs[1], tile=tile or min(65_536, triton.next_power_of_2(width)))
     assert torch.equal(outputs[1][1], outputs[0][1]), f"accepted {outputs[1][1]}, want {outputs[0][1]}"
     assert torch.equal(outputs[1][0], outputs[0][0]), f"tokens {outputs[1][0]}, want {outputs[0][0]}"
-    behind = torch.arange(positions) >= outputs[1][1][:, None]
-    drawn = outputs[1][0][behind]
+    later = torch.arange(positions) >= outputs[1][1][:, None]
+    drawn = outputs[1][0][later]
     assert bool((drawn >= 0).all()) and bool((drawn < width).all())
     return outputs[1]
 

@@ -16,7 +16,7 @@ from tests.helpers.draft_engines import CONFIG, DRAFTERS, Drafter
 from tests.helpers.family_texts import plain
 
 PROMPTS = [[7, 30, 5, 12, 12, 3, 90, 33, 100, 8, 4], [9]]
-# They begin as the first prompt does, for two pages and for one and a half. What a head keeps for a page follows from tokens behind it.
+# They share two pages, or one and a half, with the first prompt. A head's entries of a page depend on the next token as well.
 ALIKE = [[*PROMPTS[0][:8], 44, 45, 46], [*PROMPTS[0][:6], 44, 45, 46]]
 REUSED = {"eagle3": 4 + 4, "mtp": 4 + 4, "mtp, one per draft": 4, "model": 8 + 4}
 CONSTRAINTS = (None, Constraint.regex("[a-f]{3,9}[0-9]+[A-Z]?"), Constraint.choice(["yes", "no", "never"]))

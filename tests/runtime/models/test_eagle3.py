@@ -12,6 +12,7 @@ from torch import Tensor
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig, RopeConfig
 from tests.helpers.draft_oracles import Drafting, eagle3_logits
+from tools.random_weights import randomised
 from tools.train.saving import layer_fields, save_eagle3
 
 LAYER = LlamaConfig(60, 32, 40, 4, 2, 8, (None,), norm_epsilon=1e-5, rope=RopeConfig(500.0))
@@ -20,7 +21,7 @@ D2T = torch.randperm(60, generator=torch.Generator().manual_seed(1))[:24].sort()
 
 def head(norm_before_residual: bool = False) -> Eagle3:
     config = Eagle3Config(LAYER, (1, 0, 3), 20, len(D2T), norm_before_residual)
-    return Eagle3(config, d2t=D2T).randomise(3)
+    return randomised(Eagle3(config, d2t=D2T), 3)
 
 
 def text(rows: int = 2, length: int = 41, width: int = 60) -> tuple[Tensor, Tensor]:

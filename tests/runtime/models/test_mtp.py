@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from stepgraph.runtime.models.files.draft_layouts import mtp_slices
+from stepgraph.runtime.models.llama import empty_weight
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from stepgraph.runtime.models.mtp import Mtp
-from stepgraph.runtime.models.parameters import empty_weight
 from tests.helpers.draft_oracles import Drafting, mtp_logits
+from tools.random_weights import randomised
 from tools.train.saving import extract_tensors
 
 LAYER = LlamaConfig(60, 32, 40, 4, 2, 12, (None,), norm_epsilon=1e-5, rope=RopeConfig(500.0), head_norms=True)
@@ -28,7 +29,7 @@ def modules(count: int) -> Mtp:
     with torch.no_grad():
         embedding.copy_(torch.randn(60, 32, generator=made))
         head.copy_(torch.randn(60, 32, generator=made))
-    return Mtp(replace(LAYER, windows=(None,) * count), embedding=embedding, head=head).randomise(2)
+    return randomised(Mtp(replace(LAYER, windows=(None,) * count), embedding=embedding, head=head), 2)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stepgraph.graphs import Limits, StaticBuffers
-from stepgraph.graphs.model import History
+from stepgraph.graphs.proposer import History
 from stepgraph.graphs.proposing import ANCHOR, given_from, text_specs
 from stepgraph.runtime.models.ngram import NgramLookup
 from tests.helpers.oracles import looked_up
@@ -62,10 +62,10 @@ def test_device_look_up_equals_the_rule_in_python(rows: list[Row], count: int, d
         (([5, 1, 6, 1, 7, 1], 6, []), [7, 1, 7, 1]),  # the latest match; a copy goes on with itself
         (([5, 1, 6, 2, 1, 7, 5, 1], 8, []), [6, 2, 1, 7]),  # a longer match before a later one
         (([1, 2, 3], 3, []), [-1] * 4),
-        (([4], 1, [5, 6, 7]), [5, 6, 7, -1]),  # at the beginning, behind the prompt's end
+        (([4], 1, [5, 6, 7]), [5, 6, 7, -1]),  # at the start of the output
         (([4, 5, 6], 1, [5, 6, 7]), [7, -1, -1, -1]),
         (([4, 5, 6, 7], 1, [5, 6, 7]), [-1] * 4),  # all of it was generated
-        (([4, 5, 2, 7], 1, [5, 6, 7, 8, 0]), [8, 0, -1, -1]),  # a token was replaced; behind it the text is found again
+        (([4, 5, 2, 7], 1, [5, 6, 7, 8, 0]), [8, 0, -1, -1]),  # one token differs; after it the text is found again
         (([4, 1, 2, 1, 2], 1, [1, 2, 1, 2, 5, 1, 2, 6]), [5, 1, 2, 6]),  # the nearest of two
         (([1, 2, 3, 4, 1, 2, 3], 4, [7, 2, 3, 5]), [4, 1, 2, 3]),  # a longer match in the history
     ],

@@ -261,7 +261,7 @@ def test_every_example_of_the_report_prints_one(
     assert "target_verify" in out and ("--png" not in words or (tmp_path / "timeline.png").is_file())
 
 
-def test_the_report_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_data_is_named_in_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nsys = nsys_stand_in(tmp_path / "nsys", tmp_path / "none")
     for name, expected in (
         ("gone.sqlite", "got no such file"),
@@ -279,7 +279,7 @@ def test_the_report_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFix
     assert code == 2 and "goes with a profile of nsys and holds no times" in err
 
 
-def test_a_trace_of_torch_is_told_of_stages_and_host_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torch_trace_gets_stages_and_host_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, sidecar = tmp_path / "trace.json", tmp_path / "a.rounds.json"
     trace.write_text(json.dumps({"traceEvents": nsys_files.torch_trace()}))
     code, _, err = printed(capsys, trace)

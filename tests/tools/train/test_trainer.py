@@ -16,6 +16,7 @@ from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from tests.helpers.draft_oracles import Drafting
 from tests.helpers.families import folder_of
+from tools.random_weights import randomised
 from tools.train.acceptance import measure
 from tools.train.batches import TrainingSet, embed
 from tools.train.collect import answer, collect
@@ -39,7 +40,7 @@ TARGET = LlamaConfig(60, 32, 40, 4, 2, 8, (None, None, None), norm_epsilon=1e-5,
 
 
 def target(**changes: object) -> Llama:
-    return Llama(replace(TARGET, **changes), feature_layers=(0, 1, 3)).randomise(1)  # type: ignore[arg-type]
+    return randomised(Llama(replace(TARGET, **changes), feature_layers=(0, 1, 3)), 1)  # type: ignore[arg-type]
 
 
 def random_head(kind: str, its: Llama) -> Head:

@@ -169,7 +169,7 @@ def both_libraries_match_oracle(context: Context) -> Figures:
     return found
 
 
-def steps_wait_for_nothing(context: Context) -> Figures:
+def steps_never_wait(context: Context) -> Figures:
     """Engine steps under torch's sync debug mode "error": no wait, no allocation in steps without a prompt, no buffer moved."""
     rounds = 40 if context.rehearsal else 200
     with context.engine(4) as engine:
@@ -202,7 +202,7 @@ def _allocated(context: Context) -> int:
     return 0 if context.rehearsal else int(torch.cuda.memory_stats(context.device)["allocated_bytes.all.allocated"])
 
 
-def closing_gives_everything_back(context: Context) -> Figures:
+def closing_frees_everything(context: Context) -> Figures:
     """Closed engines release their buffers, threads and device memory."""
     turns = 1 if context.rehearsal else context.count(6, 3)
     _use_one(context)  # allocates what torch and its libraries keep

@@ -75,7 +75,7 @@ def _drawn(context: Context, call: Call) -> Figures:
     return {call.name: {"rows": rows, "different": different, **times_of(context, call.kernel, call.reference)}}
 
 
-def random_numbers_equal_the_cpus(context: Context) -> Figures:
+def random_numbers_equal_the_cpu(context: Context) -> Figures:
     """Uniform numbers equal the CPU's bit for bit, also for extreme seeds; exponential ones up to the last bits of a logarithm."""
     made = torch.Generator().manual_seed(3)
     seed = torch.cat([torch.tensor([0, 1, -1, 2**63 - 1, -(2**63)]), torch.randint(-(2**62), 2**62, (11,), generator=made)])[:, None]

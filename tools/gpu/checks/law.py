@@ -44,7 +44,7 @@ def law_of_texts(grammar: CompiledConstraint, temperature: float) -> dict[tuple[
     return found
 
 
-def sampled_texts_have_the_targets_law(context: Context) -> Figures:
+def sampled_texts_follow_the_target(context: Context) -> Figures:
     """Hundreds of seeds, K = 3, masked drafts and not: chi-square test against float64; a control with another temperature must fail."""
     grammar = compiled(CHOICE)
     assert grammar is not None

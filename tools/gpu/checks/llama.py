@@ -20,6 +20,7 @@ from stepgraph.runtime.models.llama_config import LlamaConfig
 from tools.gpu.checks.context import Context, Figures, summary
 from tools.gpu.checks.operations import Call
 from tools.gpu.checks.stopwatch import device_us, times_of, until_done
+from tools.random_weights import randomised
 
 PAGE = 16
 PROMPTS = [[7, 30, 5], [9], [40 + index for index in range(17)], [12, 12, 3, 90, 33, 100], [60, 61, 62, 63, 64, 65, 66, 67]]
@@ -80,12 +81,12 @@ def attention_call(device: torch.device, batch: int, count: int, length: int, si
     return Call(paged_attention, shape, tensors, (torch.empty_like(query),), 2 * held * keys[0].nbytes + 2 * query.nbytes), inputs
 
 
-def llama_decodes_alike(context: Context) -> Figures:
+def llama_tokens_are_reproducible(context: Context) -> Figures:
     """A random model: replays equal eager rounds, float32 tokens equal the CPU's and do not depend on the batch."""
     found: Figures = {}
     for dtype in (torch.float32, torch.bfloat16):
         config = LlamaConfig(160, 256, 384, 4, 2, 64, (None, 40, None), dtype=dtype)
-        here = Llama(config, device=context.device).randomise()
+        here = randomised(Llama(config, device=context.device))
         replayed, together = _decode(here, PROMPTS, eager=False)
         eager, again = _decode(here, PROMPTS, eager=True)
         assert together == again, f"{dtype}: replayed rounds emit other tokens than eager ones"
@@ -93,7 +94,7 @@ def llama_decodes_alike(context: Context) -> Figures:
         few = PROMPTS[: 2 if context.rehearsal else None]
         alone = [_decode(here, [prompt], eager=False)[1][0] for prompt in few]
         if dtype is torch.float32:
-            _, on_cpu = _decode(Llama(config).randomise(), PROMPTS, eager=False)
+            _, on_cpu = _decode(randomised(Llama(config)), PROMPTS, eager=False)
             assert together == on_cpu, "other tokens than on the CPU"
             assert alone == together[: len(few)], "tokens depend on the batch"
         found[f"{str(dtype)[6:]} texts changed by the batch"] = sum(a != b for a, b in zip(alone, together, strict=False))

@@ -105,7 +105,7 @@ def captured_against_eager(context: Context) -> Figures:
 
 
 def mask_time_is_hidden(context: Context) -> Figures:
-    """Share of matcher time hidden behind device work, relative to a grammar that allows everything."""
+    """Share of matcher time hidden by device work, relative to a grammar that allows everything."""
     for rows, size in itertools.product((1,) if context.rehearsal else (1, 16), SIZES):
         with cell(context, f"{size} batch {rows}"):
             cases = [case_of(context, shape_of(context, size), rows, variant) for variant in (ANYTHING, SCHEMA, RECURSIVE)]

@@ -89,7 +89,7 @@ def _recorded(context: Context, nvtx: bool = False) -> dict[GraphKey, RecordedRe
         backend.close()
 
 
-def stages_are_told(context: Context) -> Figures:
+def stages_have_names(context: Context) -> Figures:
     """Every node has a stage, and the stages of each stream have the order of the tape, with and without NVTX ranges."""
     captured = {nvtx: _recorded(context, nvtx) for nvtx in ((False,) if context.rehearsal else (False, True))}
     tape = captured[False] if context.rehearsal else _recorded(Context(rehearsal=True, quick=context.quick))
@@ -107,7 +107,7 @@ def stages_are_told(context: Context) -> Figures:
     return {"nodes": {f"{run.stream}: {run.name}": run.nodes for run in report.stages}}
 
 
-def timeline_tells_every_round(context: Context) -> Figures:
+def timeline_has_every_round(context: Context) -> Figures:
     """One launch per round, device work under stage names; unnamed work is counted."""
     with context.engine(3) as engine:
         serve(engine, random_asks(0, 2, 3))

@@ -17,7 +17,7 @@ PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 ERRORS = 9  # exit code for errors found by the sanitizer
 
 
-def programs_touch_only_their_own(context: Context) -> Figures:
+def programs_stay_in_bounds(context: Context) -> Figures:
     """Every Triton kernel on small inputs equals its reference; compute-sanitizer, if found, reports no invalid access."""
     if importlib.util.find_spec("triton") is None:
         raise Skipped("triton is not installed")

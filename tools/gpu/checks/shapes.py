@@ -91,7 +91,7 @@ def pair_of(shape: Shape, device: torch.device) -> Pair:
 
 @torch.no_grad()
 def fill(model: nn.Module, seed: int, spare: nn.Parameter | None = None) -> None:
-    """Like `randomise`, but on the device: billions of values take minutes on a CPU."""
+    """Like `randomised`, but on the device: billions of values take minutes on a CPU."""
     weights = [weight for weight in model.parameters() if weight is not spare]
     made = torch.Generator(device=weights[0].device).manual_seed(seed)
     for weight in weights:

@@ -12,7 +12,8 @@ from stepgraph.graphs import Backend, BufferSpec, Limits, StaticBuffers, draftin
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import Column
 from stepgraph.graphs.capture import Step
-from stepgraph.graphs.model import ModelPair, Proposer
+from stepgraph.graphs.model import ModelPair
+from stepgraph.graphs.proposer import Proposer
 from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, look_up_specs, round_specs

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from stepgraph.graphs import BufferSpec, GraphKey, StaticBuffers, current_context, run_eager
 from stepgraph.graphs.capture import Backend, Recorded
-from stepgraph.graphs.cuda.driver import HostCallback, HostErrors
+from stepgraph.graphs.cuda.driver import HostCallback
+from stepgraph.graphs.errors import HostErrors
 from stepgraph.sampling.grammar.link.layout import structs
 from stepgraph.sampling.grammar.link.library import Unavailable, load
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, advance

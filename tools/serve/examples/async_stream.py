@@ -20,7 +20,7 @@ async def whole(serving: AsyncEngine) -> Job:
 
 
 async def until_enough(serving: AsyncEngine) -> Job:
-    """Leaving `async with` cancels what goes on, and its row is free behind it."""
+    """Leaving `async with` cancels the request and frees its row."""
     async with serving.generate([4], sampling=LONG, max_new_tokens=100_000) as stream:
         async for _ in stream:
             if len(stream.job.tokens) >= 10:

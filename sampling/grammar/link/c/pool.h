@@ -3,8 +3,6 @@
 #ifndef STEPGRAPH_POOL_H
 #define STEPGRAPH_POOL_H
 
-enum { MAX_ITEMS = 4096 };
-
 typedef struct pool pool;
 typedef void (*pool_work)(void *context, unsigned item);
 

@@ -15,16 +15,16 @@ from torch import Tensor
 from stepgraph import Engine, EngineConfig
 from stepgraph.runtime.models.draft_llama import map_tokens
 from stepgraph.runtime.models.eagle3 import Eagle3
-from stepgraph.runtime.models.files import checkpoint as pretrained
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.draft import open_draft
 from stepgraph.runtime.models.files.draft_layouts import read_eagle3
 from stepgraph.runtime.models.files.weights import read_json
-from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from stepgraph.sampling.grammar import Vocabulary
 from tests.helpers.draft_engines import D2T, DRAFTERS, EAGLE_LAYERS, Drafter, change_json
 from tests.helpers.families import folder_of
+from tests.runtime.models.files.test_checkpoint import watch_models
+from tools.random_weights import randomised
 from tools.train.saving import save_eagle3
 
 EAGLE3, MTP, MANY, MODEL = DRAFTERS
@@ -83,7 +83,7 @@ def test_a_head_without_embedding_and_lm_head_uses_the_targets(tmp_path: Path) -
     checkpoint = open_checkpoint(EAGLE3.target)
     target = checkpoint.load("cpu")
     config_fields = read_json(EAGLE3.folder / "config.json") | {"draft_vocab_size": None, "hidden_size": 48, "num_attention_heads": 6}
-    fitting = Eagle3(read_eagle3(config_fields, target.config), embedding=target.embedding, head=target.unembedding).randomise(5)
+    fitting = randomised(Eagle3(read_eagle3(config_fields, target.config), embedding=target.embedding, head=target.unembedding), 5)
     folder = save_eagle3(tmp_path / "bare", fitting, own_head=False)
     assert not {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"} & set(load_file(folder / "model.safetensors"))
     opened = open_draft(folder, checkpoint)
@@ -170,7 +170,7 @@ SPOILED: dict[str, tuple[Drafter, Callable[[Path], object], str]] = {
         rf"{IDS}: got \[1, 5\], expected a list of layers of the target, which has 4",
     ),
     "a flag that is none": (EAGLE3, config(norm_before_residual="yes"), "norm_before_residual: got 'yes', expected true or false"),
-    "a norm behind": (EAGLE3, config(norm_output=True), "norm_output: got True, expected False"),
+    "a norm after the layer": (EAGLE3, config(norm_output=True), "norm_output: got True, expected False"),
     "another norm": (EAGLE3, config(eagle_config={"use_mtp_layernorm": True}), "use_mtp_layernorm: got True, expected False"),
     "a norm in front": (EAGLE3, config(norm_before_fc=True), "norm_before_fc: got True, expected False"),
     "no states of the target": (
@@ -263,15 +263,7 @@ def test_a_damaged_draft_is_refused(fault: str, tmp_path: Path, monkeypatch: pyt
     drafter, spoil, message = SPOILED[fault]
     folder = shutil.copytree(drafter.folder, tmp_path / "head")
     spoil(folder)
-    made: list[str] = []
-
-    class Watched(Llama):
-        def __init__(self, *args: Any, device: str = "cpu", **options: Any) -> None:
-            if device != "meta":
-                made.append(device)
-            super().__init__(*args, device=device, **options)
-
-    monkeypatch.setattr(pretrained, "Llama", Watched)
+    made = watch_models(monkeypatch)
     with pytest.raises(ValueError, match=message) as caught:
         Engine.from_pretrained(drafter.target, folder)
     assert made == [] and len(str(caught.value)) < 700

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import marshal
 import os
 import signal
 import socket
@@ -44,13 +45,11 @@ def call() -> Iterator[Call]:
     options = {
         "stop_token_ids": PRINTABLE.stop_token_ids,
         "non_text_ids": sorted(PRINTABLE.non_text_ids),
-        "for_xgrammar": [token.decode("latin-1") for token in PRINTABLE.for_xgrammar],
-        "for_llguidance": [token.decode("latin-1") for token in PRINTABLE.for_llguidance],
         "width": PRINTABLE.logits_width,
         "max_threads": 1,
         "limits": asdict(GrammarLimits(compile_seconds=60.0, compile_bytes=64 * MIB, result_bytes=RESULT_BYTES, least_bytes=RESULT_BYTES)),
     }
-    send(ours, options)
+    send(ours, options, body=marshal.dumps([PRINTABLE.for_xgrammar, PRINTABLE.for_llguidance]))
     assert receive(answers) == ([DONE, False], b"")
 
     def call(name: str, *arguments: object) -> tuple[str, str]:

@@ -102,7 +102,7 @@ def test_the_comparison_detects_a_bug_in_the_library(bug: tuple[str, Any]) -> No
 
 
 class NativeMatcher:
-    """The functions that a native row calls, behind the interface of a Python matcher."""
+    """The functions that a native row calls, with the interface of a Python matcher."""
 
     fault = ""
 
@@ -240,7 +240,7 @@ def test_a_library_that_differs_is_not_called(monkeypatch: pytest.MonkeyPatch, n
         LLGuidanceApi(llguidance._lib)
 
 
-def test_rows_of_an_unknown_llguidance_take_the_gil_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_an_unknown_llguidance_take_the_gil_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llguidance_binding, "VERSION", re.compile(b"llguidance@2"))
     monkeypatch.setattr(choose, "load", lambda: NativeLibrary(find_library()))
     llguidance_binding.llguidance_api.cache_clear()
