@@ -11,7 +11,8 @@ import enum
 import os
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from types import MethodType
+from typing import Any, Protocol
 
 EXIT_SECONDS = 10.0  # how long the exiting interpreter waits for each resource
 FORKED = "the engine belongs to the parent process; call it there"
@@ -31,7 +32,7 @@ class Closable(Protocol):
 
 
 _open: tuple[weakref.WeakSet[Closable], ...] = tuple(weakref.WeakSet() for _ in ExitStage)
-_fork_hooks: set[weakref.WeakMethod[Callable[[], None]]] = set()
+_fork_hooks: weakref.WeakKeyDictionary[object, Callable[[Any], None]] = weakref.WeakKeyDictionary()  # by the object of the method
 
 
 def close_at_exit(resource: Closable, stage: ExitStage = ExitStage.BACKGROUND) -> None:
@@ -41,7 +42,8 @@ def close_at_exit(resource: Closable, stage: ExitStage = ExitStage.BACKGROUND) -
 
 def call_after_fork(method: Callable[[], None]) -> None:
     """Call this bound method in every forked child while its object lives. It must neither wait nor take a lock."""
-    _fork_hooks.add(weakref.WeakMethod(method, _fork_hooks.discard))
+    assert isinstance(method, MethodType)
+    _fork_hooks[method.__self__] = method.__func__
 
 
 @atexit.register
@@ -54,9 +56,8 @@ def _close_all() -> None:
 def _after_fork() -> None:
     for resources in _open:
         resources.clear()  # their threads do not exist here
-    for reference in tuple(_fork_hooks):
-        if method := reference():
-            method()
+    for owner, method in tuple(_fork_hooks.items()):
+        method(owner)
 
 
 if hasattr(os, "register_at_fork"):

@@ -10,30 +10,16 @@ from pathlib import Path
 
 import torch
 
-from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
+from stepgraph import Constraint, Engine, SamplingParams
 from stepgraph.graphs import TapeBackend
 from stepgraph.runtime.extras.replay import read_recording, replay_on, version_differences
 from stepgraph.runtime.extras.states_folder import SavedText, StatesLayout, StatesWriter
 from stepgraph.runtime.models.ngram import NgramLookup
 from tests.fuzz.folders import FolderDoor, chosen, put
-from tests.fuzz.requests import LIMITS, WORKER
+from tests.fuzz.requests import CONFIG, WORKER
 from tests.fuzz.values import Value, blob, bytes_of
 from tests.helpers.toy_engines import TARGET, VOCABULARY
 from tools.train.saved_states import SavedStates
-
-CONFIG = EngineConfig(
-    max_rows=2,
-    num_speculative_tokens=2,
-    max_length=48,
-    page_size=8,
-    buckets=(2,),
-    eager=True,
-    rounds_in_flight=1,
-    backend="tape",
-    grammar_limits=LIMITS,
-    max_compiles=1,
-    grammar_cache_bytes=1 << 20,
-)
 
 
 class RecordingDoor(FolderDoor):

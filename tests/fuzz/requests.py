@@ -51,6 +51,19 @@ CONSTRAINTS: list[tuple[str, list[Value]]] = [
     ("after", ["</think>"]),
     ("after", [[3, 4]]),
 ]
+CONFIG = EngineConfig(
+    max_rows=2,
+    num_speculative_tokens=2,
+    max_length=48,
+    page_size=8,
+    buckets=(2,),
+    eager=True,
+    rounds_in_flight=1,
+    backend="tape",
+    grammar_limits=LIMITS,
+    max_compiles=1,
+    grammar_cache_bytes=1 << 20,
+)
 
 
 class SamplingDoor(Door):
@@ -150,20 +163,7 @@ class SubmitDoor(Door):
     def __init__(self, thorough: bool = False) -> None:
         self._thorough = thorough
         target = open_checkpoint(folder_of("smollm2"))
-        config = EngineConfig(
-            max_rows=2,
-            num_speculative_tokens=2,
-            max_length=48,
-            page_size=8,
-            buckets=(2,),
-            eager=True,
-            rounds_in_flight=1,
-            backend="tape",
-            grammar_limits=LIMITS,
-            max_compiles=1,
-            grammar_cache_bytes=1 << 20,
-        )
-        self._engine = Engine(target.load("cpu"), NgramLookup(), vocabulary=target.vocabulary, config=config, backend=TapeBackend())
+        self._engine = Engine(target.load("cpu"), NgramLookup(), vocabulary=target.vocabulary, config=CONFIG, backend=TapeBackend())
         self._engine.capture()
         row = [0.5] * 48
         whole: Value = {"prompt_ids": [1, 5, 9], "max_new_tokens": 3, "num_speculative_tokens": 2, "draft_ids": [5, 6], "cache_salt": "a"}

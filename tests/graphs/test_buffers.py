@@ -11,17 +11,7 @@ from torch import nn
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
 from stepgraph.graphs.buffers import Column, ResultLayout, ResultRecord
 from stepgraph.graphs.round_specs import round_specs
-
-SIZES: dict[str, Any] = {
-    "max_rows": 3,
-    "num_speculative_tokens": 4,
-    "max_length": 50,
-    "page_size": 16,
-    "num_pages": 12,
-    "vocab_size": 70,
-    "num_tokens": 68,
-    "feature_size": 3,
-}
+from tests.graphs.test_shapes import SIZES
 
 
 def test_allocated_tensors_match_the_spec_table() -> None:

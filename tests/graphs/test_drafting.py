@@ -22,7 +22,7 @@ from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tests.graphs.test_proposing import asks_with_texts
 from tests.helpers.draft_engines import DRAFTERS as FOLDERS
-from tests.helpers.law import TOKENS, Setting
+from tests.helpers.law import TOKENS, Setting, forget_certain_drafts
 from tests.helpers.oracles import greedy
 from tests.helpers.proposers import Proposes, draft_ids_then_noise, noise
 from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engine, plain, shared_engine
@@ -128,14 +128,7 @@ def test_looked_up_drafts_preserve_the_distribution(k: int, d2t: bool) -> None:
 
 
 def test_treating_looked_up_drafts_as_drawn_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = drafting.choose_draft
-
-    def choose_draft(buffers: Any, after: Batch, step: int, *arguments: Any, **named: Any) -> Tensor:
-        tokens = real(buffers, after, step, *arguments, **named)
-        buffers.row_certain[:, step - 1] = False
-        return tokens
-
-    monkeypatch.setattr(drafting, "choose_draft", choose_draft)
+    forget_certain_drafts(monkeypatch)
     law = LookUpLaw(2, False, SETTINGS)
     assert (law.chances(law.tally(ROUNDS)).amin(0) < RARE).tolist() == [True] * 4
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -261,3 +262,15 @@ class Law:
     def _filtered(logits: list[float], sampling: SamplingParams, near: float) -> list[float]:
         top_p = sampling.top_p * near if sampling.top_p < 1 else 1.0
         return filtered(logits, sampling.temperature, sampling.top_k, top_p, sampling.min_p * near)
+
+
+def forget_certain_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant a bug: drafts that were not drawn are verified with the draft model's probabilities."""
+    real = drafting.choose_draft
+
+    def choose_draft(buffers: StaticBuffers, after: Batch, step: int, *arguments: Any, **named: Any) -> Tensor:
+        tokens = real(buffers, after, step, *arguments, **named)
+        buffers.row_certain[:, step - 1] = False
+        return tokens
+
+    monkeypatch.setattr(drafting, "choose_draft", choose_draft)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from stepgraph.graphs import drafting
 from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.buffers import BufferSpec, Column
 from stepgraph.graphs.round_specs import forced_specs
-from tests.helpers.law import Law, Setting, setting
+from tests.helpers.law import Law, Setting, forget_certain_drafts, setting
 
 ROUNDS, RARE = 20_000, 1e-13  # as in test_sampling_law.py
 SETTINGS = [
@@ -58,14 +57,7 @@ def test_forced_drafts_keep_the_distribution(k: int, d2t: bool) -> None:
 
 def test_forced_draft_judged_as_sampled_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: forced drafts are verified with the draft model's probabilities."""
-    real = drafting.choose_draft
-
-    def choose_draft(buffers: Any, after: Batch, step: int, *arguments: Any, **named: Any) -> Tensor:
-        tokens = real(buffers, after, step, *arguments, **named)
-        buffers.row_certain[:, step - 1] = False
-        return tokens
-
-    monkeypatch.setattr(drafting, "choose_draft", choose_draft)
+    forget_certain_drafts(monkeypatch)
     law = ForcedLaw(2, False, SETTINGS)
     found = law.chances(law.tally(ROUNDS)).amin(0) < RARE
     assert found.tolist() == [True, True, True, False], "only settings with forced drafts are affected"

@@ -186,8 +186,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def refuse(path: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """from_pretrained raises the expected error before it makes a model or a cache."""
+def watch_models(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Collects the devices of the models that are created with memory."""
     made: list[str] = []
 
     class Watched(Llama):
@@ -197,6 +197,12 @@ def refuse(path: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(*args, device=device, **options)
 
     monkeypatch.setattr(checkpoint, "Llama", Watched)
+    return made
+
+
+def refuse(path: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """from_pretrained raises the expected error before it makes a model or a cache."""
+    made = watch_models(monkeypatch)
     with pytest.raises(ValueError, match=message) as caught:
         Engine.from_pretrained(path, config=SMALL)
     assert made == []

@@ -15,16 +15,15 @@ from torch import Tensor
 from stepgraph import Engine, EngineConfig
 from stepgraph.runtime.models.draft_llama import map_tokens
 from stepgraph.runtime.models.eagle3 import Eagle3
-from stepgraph.runtime.models.files import checkpoint as pretrained
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.draft import open_draft
 from stepgraph.runtime.models.files.draft_layouts import read_eagle3
 from stepgraph.runtime.models.files.weights import read_json
-from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from stepgraph.sampling.grammar import Vocabulary
 from tests.helpers.draft_engines import D2T, DRAFTERS, EAGLE_LAYERS, Drafter, change_json
 from tests.helpers.families import folder_of
+from tests.runtime.models.files.test_checkpoint import watch_models
 from tools.random_weights import randomised
 from tools.train.saving import save_eagle3
 
@@ -264,15 +263,7 @@ def test_a_damaged_draft_is_refused(fault: str, tmp_path: Path, monkeypatch: pyt
     drafter, spoil, message = SPOILED[fault]
     folder = shutil.copytree(drafter.folder, tmp_path / "head")
     spoil(folder)
-    made: list[str] = []
-
-    class Watched(Llama):
-        def __init__(self, *args: Any, device: str = "cpu", **options: Any) -> None:
-            if device != "meta":
-                made.append(device)
-            super().__init__(*args, device=device, **options)
-
-    monkeypatch.setattr(pretrained, "Llama", Watched)
+    made = watch_models(monkeypatch)
     with pytest.raises(ValueError, match=message) as caught:
         Engine.from_pretrained(drafter.target, folder)
     assert made == [] and len(str(caught.value)) < 700
