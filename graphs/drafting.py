@@ -16,8 +16,8 @@ from stepgraph.graphs.model import DraftModel
 from stepgraph.sampling import kernels, rng
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 from stepgraph.sampling.kernels import Emission, GrammarMask
+from stepgraph.sampling.kernels.c_kernel import CKernel
 from stepgraph.sampling.kernels.operation import Contiguous, operation
-from stepgraph.sampling.native import CKernel
 
 
 def draft_prefill(

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice, AttentionShape, attention, by_reference, run_operation
 from stepgraph.graphs.model import Attend, ModelInput
-from stepgraph.sampling import native
 from stepgraph.sampling.cuda_graphs import replayed
 from stepgraph.sampling.fields import reason
 from stepgraph.sampling.kernels import triton as programs
+from stepgraph.sampling.kernels.c_kernel import why_no_c
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of the probe
 ATTENTION = ("auto", "flashinfer", "triton", "reference")
@@ -55,7 +55,7 @@ def choose_attention(device: torch.device, requested: str, shapes: tuple[Attenti
     if requested == "auto" and not shapes:
         return OPERATION
     if requested == "auto" and device.type != "cuda":
-        why = native.why_no_c(*(shape.dtype for shape in shapes))
+        why = why_no_c(*(shape.dtype for shape in shapes))
         found = {"native": _Candidate(why), "reference": _REFERENCE}
         return _choice(found, "reference", "reference") if why else _choice(found, "native", "native")
     found = {name: _candidate(name, device, shapes, page_size) for name in ATTENTION[1:] if requested in ("auto", name)}

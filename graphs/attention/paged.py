@@ -19,8 +19,8 @@ from stepgraph.graphs.buffers import BufferSpec
 from stepgraph.graphs.layers.dense import LEAST_ROWS
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import Attend, ModelInput
+from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous, same_float_type
 from stepgraph.sampling.kernels.operation import Contiguous, operation
-from stepgraph.sampling.native import CKernel, is_contiguous, same_float_type
 
 HEAD_SIZES = (64, 96, 128, 192, 256)  # that the Triton program was checked for; the reference takes any
 C_HEAD_SIZE = 256  # the largest in C

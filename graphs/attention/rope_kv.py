@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.attention.paged import C_HEAD_SIZE
+from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous, same_float_type
 from stepgraph.sampling.kernels.operation import operation
-from stepgraph.sampling.native import CKernel, is_contiguous, same_float_type
 
 
 def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

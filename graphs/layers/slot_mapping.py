@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
 from stepgraph.sampling.kernels.operation import Contiguous, operation
-from stepgraph.sampling.native import CKernel, is_contiguous
 
 
 class Placed(NamedTuple):

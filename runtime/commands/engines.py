@@ -11,7 +11,7 @@ from stepgraph.runtime.commands.flags import check_range
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.models.files.loading import Loaded, load_models
 from stepgraph.runtime.request import Job
-from stepgraph.sampling.native import why_no_c
+from stepgraph.sampling.kernels.c_kernel import why_no_c
 
 MAX_THREADS = 1024
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from stepgraph.sampling import acceptance
 from stepgraph.sampling.grammar.status import TAG_FIELDS
+from stepgraph.sampling.kernels.c_kernel import CKernel
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
-from stepgraph.sampling.native import CKernel
 
 
 class Emission(NamedTuple):

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import BITS_PER_WORD
+from stepgraph.sampling.kernels.c_kernel import CKernel
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
-from stepgraph.sampling.native import CKernel
 
 
 class GrammarMask(NamedTuple):

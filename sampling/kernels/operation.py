@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 
 from stepgraph.sampling import native
 from stepgraph.sampling.kernels import triton as programs
-from stepgraph.sampling.native import CKernel, Run
+from stepgraph.sampling.kernels.c_kernel import CKernel, Run
 
 P = ParamSpec("P")
 R = TypeVar("R")

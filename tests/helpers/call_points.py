@@ -43,7 +43,7 @@ def worker_dies(after: bool) -> Point:
         compiler._cache.clear()
         real = CompileWorker._exchange
 
-        def exchange(worker: CompileWorker, *arguments: Any, **options: Any) -> tuple[str, bool, str]:
+        def exchange(worker: CompileWorker, *arguments: Any, **options: Any) -> tuple[str, bool, bytes]:
             process, due = worker._process, fault.due()
             assert process is not None
             if due and not after:

@@ -1,0 +1,59 @@
+"""Kernels of the C library: which arguments they support, and calls with arguments that are packed once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stepgraph.sampling.native import ARGUMENT, kernel, why_not
+
+NONE = bytes(ARGUMENT.size)
+FLOATS = (torch.float32, torch.bfloat16)
+Run = Callable[[], object]
+
+
+class CKernel(NamedTuple):
+    """A kernel in the C library, and which arguments it supports: others run as the reference."""
+
+    name: str  # without the prefix stepgraph_
+    supports: Callable[..., bool]  # of the inputs; outputs must be contiguous
+
+    def prepare(self, arguments: Sequence[Any], num_inputs: int) -> Run | None:
+        """A call that repeats the operation in the memory of its arguments; None if the reference has to run."""
+        function, inputs, outputs = kernel(self.name), arguments[:num_inputs], arguments[num_inputs:]
+        if function is None or not self.supports(*inputs) or not all([output.is_contiguous() for output in outputs]):
+            return None
+        run = functools.partial(function, b"".join([_pack(value) for value in arguments]))
+        run.__dict__["arguments"] = arguments  # the kernel reads their memory
+        return run
+
+
+def _pack(value: Tensor | float | torch.dtype | None) -> bytes:
+    """An argument as C reads it."""
+    if isinstance(value, Tensor):
+        padding = (0,) * (4 - value.dim())
+        bfloat16 = value.dtype is torch.bfloat16
+        return ARGUMENT.pack(value.data_ptr(), *value.shape, *padding, *value.stride(), *padding, bfloat16, 0, 0.0)
+    if value is None or isinstance(value, torch.dtype):
+        return NONE
+    return ARGUMENT.pack(0, *[0] * 9, int(value), value)
+
+
+def same_float_type(*tensors: Tensor) -> bool:
+    """Whether all are float32 or all bfloat16: what kernels in C compute with."""
+    return tensors[0].dtype in FLOATS and all(tensor.dtype is tensors[0].dtype for tensor in tensors)
+
+
+def is_contiguous(dtype: torch.dtype, *tensors: Tensor) -> bool:
+    """Whether all are contiguous and of this type."""
+    return all(tensor.dtype is dtype and tensor.is_contiguous() for tensor in tensors)
+
+
+def why_no_c(*dtypes: torch.dtype) -> str:
+    """Why layers of these types do not run in C on the CPU; empty if they do."""
+    unknown = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype not in FLOATS]
+    return why_not() or (f"it supports float32 and bfloat16, not {unknown[0]}" if unknown else "")
