@@ -15,14 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = (".py", ".c", ".h", ".cpp")
 BUDGETS = {
-    "runtime": 8_990,
-    "graphs": 6_354,
-    "sampling": 10_469,
-    "tools": 13_145,
-    "tests": 35_919,
+    "runtime": 8_140,
+    "graphs": 6_187,
+    "sampling": 12_792,  # 2,784 of these are grammar/automaton, the compiler of grammars to tables
+    "tools": 13_080,
+    "tests": 36_532,  # raised from 35,919: tests of grammar/automaton, and the commands of the documentation are executed
 }
-# Frozen when the modules around the ring were merged into its files (native rows, counters, draft choice); the target is 5,500.
-DECODE_RING_BUDGET = 8_267
+DECODE_RING_BUDGET = 5_338
 DECODE_RING = (
     "runtime/engine.py",
     "runtime/scheduler.py",
