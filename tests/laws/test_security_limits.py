@@ -8,6 +8,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_limit_equals_the_table(what: str, name: str, default: str) -> None:
 def test_table_lists_every_limit() -> None:
     named = {name.strip("`") for _, name, _ in ROWS}
     assert {f"GrammarLimits.{field.name}" for field in fields(GrammarLimits)} <= named
-    assert FIXED.keys() == {what for what, name, _ in ROWS if name == "*fixed*"} and len(ROWS) == 32
+    assert FIXED.keys() == {what for what, name, _ in ROWS if name == "*fixed*"} and len(ROWS) == 35
     held = re.findall(
         r"^def test_promise_(\d+)_", (ROOT / "tests" / "laws" / "test_security_promises.py").read_text(encoding="utf-8"), re.MULTILINE
     )
@@ -86,6 +87,7 @@ def compiled(constraint: Constraint, isolation: Any = "none", **limits: Any) -> 
         compiler.close()
 
 
+AUTOMATON_LIMITS = ("automaton_states", "automaton_bytes", "automaton_steps")
 LETTERS = Constraint.regex("[a-z]{1,9}", "llguidance")
 EXCEEDED = {
     "max_chars": lambda: compiled(Constraint.regex("a" * 11), max_chars=10),
@@ -95,6 +97,7 @@ EXCEEDED = {
     "result_bytes": lambda: compiled(Constraint.regex("a"), "process", result_bytes=10),
     "least_bytes": lambda: compiled(Constraint.regex("a{300}"), least_bytes=200),
     "step_seconds": lambda: compiled(Constraint.regex("a{9}"), step_seconds=1e-9),
+    **{name: partial(compiled, Constraint.regex("[a-z]{9}", "automaton"), **{name: 1}) for name in AUTOMATON_LIMITS},
     "compile_fuel": lambda: compiled(LETTERS, compile_fuel=1),
     "grammar_symbols": lambda: compiled(LETTERS, grammar_symbols=1),
     "lexer_states": lambda: compiled(LETTERS, lexer_states=1),

@@ -32,7 +32,7 @@ Automaton combine(const Automaton &left, const Automaton &right, Operation opera
         if (is_dead) return DEAD;
         auto [at, is_new] = index.emplace((int64_t)a << 32 | (uint32_t)b, (int32_t)states.size());
         if (is_new) {
-            if ((int64_t)states.size() >= limits.states) throw Unfit("it has more than " + std::to_string(limits.states) + " states");
+            if ((int64_t)states.size() >= limits.states) exceeded("states", limits.states);
             states.push_back({a, b});
         }
         return at->second;

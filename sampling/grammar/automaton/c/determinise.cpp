@@ -150,7 +150,7 @@ private:
         if (members.empty()) return DEAD;
         auto [at, is_new] = index_of.emplace(members, (int32_t)sets.size());
         if (is_new) {
-            if ((int64_t)sets.size() >= limits.states) throw Unfit("it has more than " + std::to_string(limits.states) + " states");
+            if ((int64_t)sets.size() >= limits.states) exceeded("states", limits.states);
             sets.push_back(&at->first);
         }
         return at->second;
@@ -273,7 +273,7 @@ private:
             automaton.pop.back() = at->second;
         }
         size_t row = automaton.next.size(), classes = (size_t)automaton.classes;
-        if ((int64_t)(row + classes) * 4 > limits.bytes * 4) throw Unfit("it takes more than " + std::to_string(limits.bytes) + " bytes"); // before minimising
+        if ((int64_t)(row + classes) * 4 > limits.bytes * 4) exceeded("bytes", limits.bytes); // minimising makes it smaller
         automaton.next.resize(row + classes, DEAD);
         for (Ints &bucket : buckets) bucket.clear();
         for (int32_t member : members)

@@ -346,7 +346,7 @@ private:
             }
             node++;
         }
-        if (steps > limits.steps) throw Unfit("its masks take more than " + std::to_string(limits.steps) + " steps");
+        if (steps > limits.steps) exceeded("steps", limits.steps);
     }
 
     void walk_tokens(int32_t start, int32_t known) {
@@ -457,7 +457,7 @@ private:
     }
 
     void check_size(int64_t bytes) const {
-        if (bytes > limits.bytes) throw Unfit("it takes more than " + std::to_string(limits.bytes) + " bytes");
+        if (bytes > limits.bytes) exceeded("bytes", limits.bytes);
     }
 
     std::vector<int32_t> assembled() {

@@ -258,8 +258,7 @@ public:
 
 private:
     int32_t state(int32_t loop) {
-        if ((int64_t)nfa.states.size() >= limits.states * NFA_STATES_PER_STATE)
-            throw Unfit("it has more than " + std::to_string(limits.states) + " states, even before they are made deterministic");
+        if ((int64_t)nfa.states.size() >= limits.states * NFA_STATES_PER_STATE) exceeded("states", limits.states);
         nfa.states.emplace_back();
         nfa.states.back().loop = loop;
         return (int32_t)nfa.states.size() - 1;

@@ -20,6 +20,10 @@ struct Unfit : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+[[noreturn]] inline void exceeded(const char *field, int64_t limit) {
+    throw Unfit("GrammarLimits.automaton_" + std::string(field) + ": got a grammar that takes more, expected at most " + std::to_string(limit));
+}
+
 struct Limits {
     int64_t states, bytes, steps; // as in GrammarLimits
     int64_t longest_token; // bytes: no token goes through more iterations of a loop than that
