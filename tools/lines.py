@@ -17,9 +17,9 @@ SUFFIXES = (".py", ".c", ".h", ".cpp")
 BUDGETS = {
     "runtime": 8_140,
     "graphs": 6_187,
-    "sampling": 12_792,  # 2,784 of these are grammar/automaton, the compiler of grammars to tables
-    "tools": 13_080,
-    "tests": 36_532,  # raised from 35,919: tests of grammar/automaton, and the commands of the documentation are executed
+    "sampling": 12_795,  # 2,787 of these are grammar/automaton, the compiler of grammars to tables
+    "tools": 13_191,  # 112 of these are bench_automata.py
+    "tests": 36_578,  # raised from 35,919: tests of grammar/automaton, and the commands of the documentation are executed
 }
 DECODE_RING_BUDGET = 5_338
 DECODE_RING = (
