@@ -89,7 +89,7 @@ def compiled(constraint: Constraint, isolation: Any = "none", **limits: Any) -> 
 
 AUTOMATON_LIMITS = ("automaton_states", "automaton_bytes", "automaton_steps")
 LETTERS = Constraint.regex("[a-z]{1,9}", "llguidance")
-EXCEEDED = {
+EXCEEDED: dict[str, Callable[[], object]] = {
     "max_chars": lambda: compiled(Constraint.regex("a" * 11), max_chars=10),
     "max_nesting": lambda: compiled(Constraint.regex("((a))"), max_nesting=1),
     "compile_seconds": lambda: compiled(Constraint.regex("(a{1,90}b){1,90}"), "process", compile_seconds=1e-4),

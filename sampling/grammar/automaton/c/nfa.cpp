@@ -397,24 +397,40 @@ private:
         }
     }
 
-    // Edges for one character; equal ends of encoded characters share their states.
-    void characters(int32_t start, const std::vector<Range> &ranges, int32_t continuation) {
+    // Edges for one character: from state 0 to state 1 through states of its encoded bytes. Equal ends share their states.
+    struct Shape {
+        struct Part { int32_t from, low, high, to; };
+        std::vector<Part> parts;
+        int32_t states = 2;
+    };
+
+    const Shape &shape_of(const std::vector<Range> &ranges) {
+        auto [at, is_new] = shapes.emplace(ranges, Shape());
+        Shape &shape = at->second;
+        if (!is_new) return shape;
         std::vector<ByteRanges> sequences;
         for (Range range : ranges) byte_ranges(range.first, range.second, sequences);
-        std::map<ByteRanges, int32_t> tails;
-        std::function<int32_t(const ByteRanges &, size_t)> tail = [&](const ByteRanges &sequence, size_t at) -> int32_t {
-            if (at == sequence.size()) return continuation;
-            ByteRanges rest(sequence.begin() + (long)at, sequence.end());
-            auto known = tails.find(rest);
+        std::map<ByteRanges, int32_t> tails{{{}, 1}};
+        std::function<int32_t(ByteRanges)> tail = [&](ByteRanges sequence) -> int32_t {
+            auto known = tails.find(sequence);
             if (known != tails.end()) return known->second;
-            int32_t from = tails[rest] = state_before(continuation), to = tail(sequence, at + 1);
-            edge(from, sequence[at].first, sequence[at].second, to);
+            int32_t from = tails[sequence] = shape.states++;
+            int32_t to = tail(ByteRanges(sequence.begin() + 1, sequence.end()));
+            shape.parts.push_back({from, sequence[0].first, sequence[0].second, to});
             return from;
         };
         for (const ByteRanges &sequence : sequences) {
-            int32_t to = tail(sequence, 1);
-            edge(start, sequence[0].first, sequence[0].second, to);
+            int32_t to = tail(ByteRanges(sequence.begin() + 1, sequence.end()));
+            shape.parts.push_back({0, sequence[0].first, sequence[0].second, to});
         }
+        return shape;
+    }
+
+    void characters(int32_t start, const std::vector<Range> &ranges, int32_t continuation) {
+        const Shape &shape = shape_of(ranges);
+        Ints numbers{start, continuation};
+        while ((int32_t)numbers.size() < shape.states) numbers.push_back(state_before(continuation));
+        for (const Shape::Part &part : shape.parts) edge(numbers[part.from], part.low, part.high, numbers[part.to]);
     }
 
     template <class Body>
@@ -604,6 +620,7 @@ private:
     Ints shortest; // [rules] bytes of the shortest text
     Nfa nfa;
     std::unordered_map<std::pair<int32_t, int32_t>, int32_t, PairHash> memo; // (expression, or ~rule, and continuation) -> state
+    std::map<std::vector<Range>, Shape> shapes;
     std::set<int32_t> called; // alternatives with an automaton of their own
     std::map<int32_t, int32_t> automaton_of;
     std::map<int32_t, std::set<int32_t>> left_linear; // by rule
