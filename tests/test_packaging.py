@@ -93,7 +93,7 @@ def test_a_wheel_holds_every_module_and_nothing_else(tmp_path: Path) -> None:
     wheel = build("wheel", tmp_path, **({} if compiler is None else {"CC": hurried(compiler, tmp_path)}))
     names = files_of(wheel)
     expected = {"stepgraph/__init__.py", "stepgraph/py.typed"}
-    kinds = (".py", ".c", ".h")
+    kinds = (".py", ".c", ".cpp", ".h")
     expected |= {
         f"stepgraph/{path.relative_to(ROOT).as_posix()}" for folder in CORE for path in (ROOT / folder).rglob("*") if path.suffix in kinds
     }

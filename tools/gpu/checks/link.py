@@ -10,8 +10,9 @@ from pathlib import Path
 from stepgraph.sampling.native import Unavailable, find_library
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
-SOURCES = ("sampling/grammar/link/c", "sampling/kernels/c", "graphs/layers/c")  # these and the flags as in setup.py
-FLAGS = ("-std=c11", "-O3", "-pthread", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
+KERNELS = "sampling/kernels/c"
+SOURCES = ("sampling/grammar/automaton/c", "sampling/grammar/link/c", KERNELS, "graphs/layers/c")  # these and the flags as in setup.py
+FLAGS = ("-O3", "-pthread", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 SECONDS = 120.0
 
 
@@ -26,8 +27,9 @@ def compile_library(folder: Path = ROOT / "sampling") -> str:
     if compiler is None:
         return "there is no C compiler on the path"
     unfinished = folder / f"_native.{os.getpid()}"
-    sources = sorted(str(path) for source in SOURCES for path in (ROOT / source).glob("*.c"))
-    command = [compiler, *FLAGS, "-shared", "-fPIC", f"-I{ROOT / SOURCES[1]}", *sources, "-lm", "-o", str(unfinished)]
+    sources = sorted(str(path) for source in SOURCES for path in (ROOT / source).glob("*.c*"))
+    flags = [*FLAGS, *os.environ.get("CFLAGS", "").split(), "-shared", "-fPIC", f"-I{ROOT / KERNELS}"]
+    command = [compiler, *flags, *sources, "-lm", "-lstdc++", "-o", str(unfinished)]
     try:
         subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
         os.replace(unfinished, folder / "_native.so")
