@@ -96,11 +96,11 @@ build/types/stepgraph:
 	mkdir -p $(@D)
 	ln -sfn ../.. $@
 
-$(VENV)/.ready-%: pyproject.toml setup.py $(wildcard sampling/grammar/link/c/*.[ch] sampling/kernels/c/*.[ch] graphs/layers/c/*.[ch]) $(VENV)/.torch
+$(VENV)/.ready-%: pyproject.toml setup.py $(wildcard sampling/grammar/automaton/c/* sampling/grammar/link/c/*.[ch] sampling/kernels/c/*.[ch] graphs/layers/c/*.[ch]) $(VENV)/.torch
 	$(BIN)/pip install $(QUIET) -e '.[$*]'
 	@touch $@
 
-$(STUB_VENV)/.ready: pyproject.toml setup.py $(wildcard sampling/grammar/link/c/*.[ch] sampling/kernels/c/*.[ch] graphs/layers/c/*.[ch]) $(STUB_VENV)/.stub-cuda
+$(STUB_VENV)/.ready: pyproject.toml setup.py $(wildcard sampling/grammar/automaton/c/* sampling/grammar/link/c/*.[ch] sampling/kernels/c/*.[ch] graphs/layers/c/*.[ch]) $(STUB_VENV)/.stub-cuda
 	$(STUB_BIN)/pip install $(QUIET) --no-deps -e .
 	@touch $@
 
