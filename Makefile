@@ -49,7 +49,7 @@ demo: $(VENV)/.ready-demo $(VENV)/.model
 	$(BIN)/stepgraph demo $(ARGS)
 
 test: $(VENV)/.ready-test
-	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -q -n $(WORKERS) --dist worksteal $(ARGS)  # about a hundred processes read the bytecode
 
 # The tests take about half as long again. tests/COVERAGE.md says which lines none of them runs, and why.
 coverage: $(VENV)/.ready-dev

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import NOTHING, Backend, Check, Recorded, Step, StreamEvent, host_call, use_context
-from stepgraph.graphs.errors import HostNodeError
+from stepgraph.graphs.errors import CaptureError, HostNodeError
 from stepgraph.graphs.spans import MakeRange, RecordedReport, nvtx_range
 from stepgraph.graphs.tape.backend import TapeBackend
 
@@ -98,9 +98,12 @@ class EagerStep:
     """Takes the place of a recording: `replay` runs the step eagerly."""
 
     report = RecordedReport(nodes={}, host_nodes=(), nbytes=0, seconds=0.0)
+    rounds = 0
 
     def __init__(self, backend: Backend, step: Step, buffers: StaticBuffers) -> None:
         self._backend, self._step, self._buffers = backend, step, buffers
 
-    def replay(self) -> None:
+    def replay(self, *, until: Tensor | None = None, limit: int | None = None) -> None:
+        if until is not None:
+            raise CaptureError("eager-in-loop", "a step that runs eagerly is launched by the host each time; replay it without until=")
         self._backend.run(lambda: run_eager(self._step, self._buffers, self._backend.ranges))

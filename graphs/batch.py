@@ -11,8 +11,8 @@ from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.layers.slot_mapping import place_tokens
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import DraftModel, ModelInput, TargetModel, check_shape
-from stepgraph.sampling import processors
 from stepgraph.sampling.grammar.status import FinishCode
+from stepgraph.sampling.kernels import processors
 
 
 class Batch(NamedTuple):
@@ -23,24 +23,47 @@ class Batch(NamedTuple):
     drafts: Tensor  # [B, K] int64, -1 after the last draft
     block_tables: Tensor  # [B, pages_per_row] int64
     attention: AttentionChoice = OPERATION
+    constrained: Tensor | None = None  # [B] bool, set by the first stage that needs it
 
     def column(self, column: Column) -> Tensor:
         return self.state[:, column]
+
+    @property
+    def has_grammar(self) -> Tensor:
+        """[B] bool: rows with a constraint."""
+        return self.column(Column.CONSTRAINED) != 0 if self.constrained is None else self.constrained
 
     @property
     def live(self) -> Tensor:
         return self.state[:, Column.FINISH] == FinishCode.RUNNING
 
 
-def read_batch(buffers: StaticBuffers, size: int, attention: AttentionChoice = OPERATION) -> Batch:
-    rows = buffers.batch_rows[:size]
-    return Batch(rows, buffers.row_state[rows], buffers.row_drafts[rows], buffers.row_block_tables[rows], attention)
+def read_batch(buffers: StaticBuffers, size: int, attention: AttentionChoice = OPERATION, most_drafts: int | None = None) -> Batch:
+    """The first `size` slots. Of each row's drafts at most `most_drafts`, without a number all; the others are dropped."""
+    rows, drafts = buffers.batch_rows[:size], buffers.row_drafts
+    state = buffers.row_state[rows]
+    if most_drafts is not None and most_drafts < drafts.shape[1]:
+        state[:, Column.DRAFT_COUNT].clamp_(max=most_drafts)
+        drafts = drafts[:, :most_drafts]
+    return Batch(rows, state, drafts[rows], buffers.row_block_tables[rows], attention)
 
 
-def model_input(batch: Batch, limits: Limits, tokens: Tensor, offset: int, valid: Tensor, features: Tensor | None = None) -> ModelInput:
-    """Consecutive positions from each row's length plus `offset` on. Tokens that are invalid or past its end use the scratch page."""
+def model_input(
+    batch: Batch,
+    limits: Limits,
+    tokens: Tensor,
+    offset: int,
+    *,
+    features: Tensor | None = None,
+    live: Tensor | None = None,
+    count: Tensor | None = None,
+) -> ModelInput:
+    """Consecutive positions from each row's length plus `offset` on. Tokens that are inert or past its end use the scratch page.
+
+    tokens [B, Q]: inert where negative, in rows that are not `live` [B], and from `count` [B] on.
+    """
     length, end, tables = batch.column(Column.LENGTH), batch.column(Column.MAX_LENGTH), batch.block_tables
-    placed = place_tokens(tokens, valid, length, end, tables, offset, limits.page_size, limits.max_length)
+    placed = place_tokens(tokens, length, end, tables, offset, limits.page_size, limits.max_length, live, count)
     return ModelInput(*placed, tables, limits.page_size, features, attend=batch.attention.round_call())
 
 
@@ -53,12 +76,5 @@ def model_logits(name: str, model: TargetModel | DraftModel, hidden: Tensor, lim
 
 def row_settings(buffers: StaticBuffers, batch: Batch) -> processors.RowSettings:
     """The sampling settings of all rows; indexed with batch.rows."""
-    return processors.RowSettings(
-        params=buffers.row_params,
-        bias_ids=buffers.row_bias_ids,
-        biases=buffers.row_biases,
-        stop_ids=buffers.row_stop_ids,
-        prompt_seen=buffers.row_prompt_seen,
-        output_counts=buffers.row_output_counts,
-        generated=batch.column(Column.GENERATED),
-    )
+    tables = {name: buffers[f"row_{name}"] for name in processors.RowSettings._fields[:-1]}
+    return processors.RowSettings(**tables, generated=batch.column(Column.GENERATED))

@@ -166,6 +166,8 @@ class Column(IntEnum):
     CONSTRAINED = 8  # 1 if the request has a constraint
     DRAFT_LIMIT = 9  # maximum drafts per round
     SEED = 10  # of the request's random number generator
+    IMAGE = 11  # offset of its grammar in grammar_arena; 0: it has none on the device
+    SKIPPED = 12  # last tokens of the history that the draft model has not processed: rounds without drafts added them
 
 
 REFUSED = -2  # in `row_drafts`: the grammar does not allow the proposed token

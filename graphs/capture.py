@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.errors import CaptureError, Site, fail
 from stepgraph.graphs.spans import MakeRange, RecordedReport, Span
+from stepgraph.sampling.fields import check_value, whole
 
 Step = Callable[[StaticBuffers], None]
 Check = Literal["once", "twice"]
@@ -81,8 +83,17 @@ class Recorded(Protocol):
     @property
     def report(self) -> RecordedReport: ...
 
-    def replay(self) -> None:
-        """Run the recorded step once on the current contents of the buffers. Asynchronous if the backend is."""
+    @property
+    def rounds(self) -> int:
+        """How often the step has run in the latest `replay(until=...)` that the device has begun; final once that has ended."""
+
+    def replay(self, *, until: Tensor | None = None, limit: int | None = None) -> None:
+        """Run the recorded step once on the current contents of the buffers. Asynchronous if the backend is.
+
+        until: one int32 of a device buffer. In the same launch, without the host, the step runs again while `until` is 0 after it, at
+        most `limit` times in total. CaptureError for a step with host nodes, which only a launch can call, and for one that draws from
+        a generator: it would draw the same numbers each time.
+        """
 
 
 class Backend(Protocol):
@@ -100,6 +111,10 @@ class Backend(Protocol):
     @property
     def ranges(self) -> MakeRange | None:
         """Makes ranges for a profiler; None without profiling."""
+
+    @property
+    def why_no_loops(self) -> str:
+        """Why `Recorded.replay(until=...)` is not possible; empty if it is."""
 
     def capture(
         self,
@@ -160,6 +175,24 @@ def host_call(name: str, function: Callable[[], object]) -> Callable[[], object]
     """A callable for a host node. A native one runs without the GIL and without bytecode; the caller must keep `function` alive."""
     entry = native_entry(name, function)
     return function if entry is None else functools.partial(C_HOST_FUNCTION(entry[0]), entry[1])
+
+
+def checked_loop(
+    buffers: StaticBuffers, until: Tensor | None, limit: int | None, host_node: tuple[str, Site] | None, draws: bool
+) -> tuple[Tensor, int]:
+    """The arguments of `Recorded.replay`. `host_node`: the first of the step; `draws`: whether it draws from a generator."""
+    if until is None or limit is None:
+        raise ValueError(f"replay: got {'limit' if until is None else 'until'} alone, expected both until and limit, or neither")
+    owner = buffers.owner_of(until)
+    if owner is None or owner[1] != "device" or until.numel() != 1 or until.dtype is not torch.int32:
+        which = f"{tuple(until.shape)} {until.dtype} of {owner[0]!r}" if owner else "an unregistered tensor"
+        raise ValueError(f"replay.until: got {which}, expected one int32 of a device buffer of the step")
+    check_value("replay.limit", limit, whole(1))
+    if host_node is not None:
+        raise fail("host-node-in-loop", f"host node {host_node[0]!r} in a step that is replayed with until=", host_node[1])
+    if draws:
+        raise CaptureError("generator-in-loop", "the step was captured with generators, and is replayed with until=")
+    return until, limit
 
 
 def current_context() -> CaptureContext:

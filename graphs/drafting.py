@@ -8,15 +8,17 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from stepgraph.graphs.batch import Batch, model_input, model_logits, row_settings
+from stepgraph.graphs.batch import Batch, model_input, model_logits, read_batch, row_settings
 from stepgraph.graphs.buffers import Column, StaticBuffers
+from stepgraph.graphs.layers.slot_mapping import place_tokens
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import DraftModel
+from stepgraph.graphs.model import DraftModel, ModelInput
 from stepgraph.sampling import kernels, rng
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 from stepgraph.sampling.kernels import Emission, GrammarMask
-from stepgraph.sampling.kernels.c_kernel import CKernel
+from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
 from stepgraph.sampling.kernels.operation import Contiguous, operation
 
 
@@ -24,8 +26,7 @@ def draft_prefill(
     buffers: StaticBuffers, before: Batch, emission: Emission, features: Tensor, model: DraftModel, limits: Limits
 ) -> tuple[Tensor, Tensor]:
     """Run the draft model over the emitted tokens. Returns logits [B, num_tokens] and features [B, 1, F] at each row's last one."""
-    index = torch.arange(limits.positions, device=before.rows.device)
-    inputs = model_input(before, limits, emission.tokens, 0, index < emission.emitted[:, None], features)
+    inputs = model_input(before, limits, emission.tokens, 0, features=features, count=emission.emitted)
     output = model.forward(inputs, buffers)
     last = (emission.emitted - 1).clamp(min=0)[:, None, None]
     hidden = output.hidden.gather(1, last.expand(-1, 1, output.hidden.shape[2]))
@@ -33,11 +34,30 @@ def draft_prefill(
     return model_logits("draft", model, hidden[:, 0], limits), features
 
 
+def skip_tokens(buffers: StaticBuffers, before: Batch, emission: Emission, features: Tensor) -> None:
+    """Keep the input of the draft model for the token of a round without drafts."""
+    skipped = before.column(Column.SKIPPED)
+    index = before.rows, skipped.clamp(max=buffers.row_skipped_tokens.shape[1] - 1)
+    buffers.row_skipped_tokens.index_put_(index, emission.tokens[:, 0])
+    buffers.row_skipped_features.index_put_(index, features[:, 0])
+    buffers.row_state[:, Column.SKIPPED].index_copy_(0, before.rows, skipped + emission.emitted)
+
+
+def process_skipped(buffers: StaticBuffers, size: int, model: DraftModel, limits: Limits) -> None:
+    """Run the draft model over the skipped tokens of a batch. Between rounds, like a prompt."""
+    batch, tokens = read_batch(buffers, size), buffers.row_skipped_tokens
+    skipped = batch.column(Column.SKIPPED)
+    start, end, tables = batch.column(Column.LENGTH) - skipped, batch.column(Column.MAX_LENGTH), batch.block_tables
+    placed = place_tokens(tokens[batch.rows], start, end, tables, 0, limits.page_size, limits.max_length, batch.live, skipped)
+    model.forward(ModelInput(*placed, tables, limits.page_size, buffers.row_skipped_features[batch.rows]), buffers)
+    buffers.row_state[:, Column.SKIPPED].index_fill_(0, batch.rows, 0)
+
+
 def draft_decode(
     buffers: StaticBuffers, after: Batch, step: int, tokens: Tensor, features: Tensor, model: DraftModel, limits: Limits
 ) -> tuple[Tensor, Tensor]:
     """Run the draft model over its draft `step` (from 1). tokens [B], -1 for rows that stopped drafting. Returns as draft_prefill."""
-    inputs = model_input(after, limits, tokens[:, None], step - 1, tokens[:, None] >= 0, features)._replace(step=step + 1)
+    inputs = model_input(after, limits, tokens[:, None], step - 1, features=features)._replace(step=step + 1)
     output = model.forward(inputs, buffers)
     return model_logits("draft", model, output.hidden[:, 0], limits), output.features
 
@@ -48,19 +68,19 @@ def choose_draft(
     step: int,
     logits: Tensor,
     alive: Tensor,
-    masked: bool,
+    mask: GrammarMask | None,
     sampled: bool = False,
     d2t: Tensor | None = None,
     chain: Tensor | None = None,
 ) -> Tensor:
-    """Draft `step` (from 1) of every row that still drafts, -1 for other rows. Mask row step - 1 guides it, and verifies it later.
+    """Draft `step` (from 1) of every row that still drafts, -1 for other rows.
 
+    mask: `grammar_mask_of` this step; it verifies the draft later. None: the draft is chosen without.
     alive [B] bool: rows that still draft.
     d2t: for a draft model with its own vocabulary, the target id of each of its tokens. Other target tokens are drafted only if
     they are looked up or forced by the grammar.
     chain [B, K]: tokens of the look-up for rows that still follow it, -1 for other rows. A legal one replaces the model's choice.
     """
-    mask = grammar_mask_of(buffers, after, step) if masked else None
     choose = _draft_sampled if sampled else _draft_greedy
     finite, tokens = choose(buffers, after, step, logits, mask, d2t)
     found = None if chain is None else chain[:, step - 1]
@@ -77,17 +97,22 @@ def choose_draft(
     return draft.tokens
 
 
-def grammar_mask_of(buffers: StaticBuffers, after: Batch, step: int) -> GrammarMask:
-    """The mask that guides draft `step`, filled by a host node of this round."""
-    constrained, size = after.column(Column.CONSTRAINED) != 0, len(after.rows)
-    tags, masks = (each[step - 1, :size, None] for each in (buffers.batch_tags, buffers.batch_masks))
-    status = kernels.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), constrained, step - 1)
-    return GrammarMask(masks, None, constrained, status)
+def grammar_mask_of(buffers: StaticBuffers, after: Batch, step: int, on_device: bool = False) -> GrammarMask:
+    """The mask that guides draft `step`, filled on the side stream of this round. on_device: all of them by `advance_fill`."""
+    constrained, size = after.has_grammar, len(after.rows)
+    if on_device:
+        return GrammarMask(buffers.row_masks[:, step - 1 : step], after.rows, constrained, buffers.batch_status[step - 1, :size, None])
+    if "grammar_arena" in buffers:  # the masks of grammars on the device are only in their rows
+        rows, (tags, masks) = after.rows, (each[:, step - 1 : step] for each in (buffers.row_tags, buffers.row_masks))
+    else:
+        rows, (tags, masks) = None, (each[step - 1, :size, None] for each in (buffers.batch_tags, buffers.batch_masks))
+    status = kernels.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), constrained, step - 1, rows)
+    return GrammarMask(masks, rows, constrained, status)
 
 
-def rule_of(mask: GrammarMask) -> tuple[Tensor, Tensor, Tensor]:
-    """Masks [B, words] of one position, whether a row is constrained, and the status [B] of its mask."""
-    return mask.masks[:, 0], mask.constrained, mask.status[:, 0]
+def rule_of(mask: GrammarMask) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Masks [R, words] of one position, whether a row is constrained, the status [B] of its mask, and its row among the masks."""
+    return mask.masks[:, 0], mask.constrained, mask.status[:, 0], mask.rows
 
 
 def _draft_greedy(
@@ -110,9 +135,7 @@ def _draft_sampled(
     before = buffers.batch_drafts[: step - 1, :size].T
     masked, finite, _ = kernels.process(logits[:, None], row_settings(buffers, after), after.rows, before, step - 1, mask, d2t)
     params, seed, position = buffers.row_params[after.rows], after.column(Column.SEED), after.column(Column.LENGTH) + (step - 1)
-    width = None if d2t is None else buffers.row_draft_probs.shape[2]
-    probs, tokens = kernels.draw(masked[:, 0], params, seed, position, rng.Purpose.DRAFT, d2t, width)
-    buffers.row_draft_probs[:, step - 1].index_copy_(0, after.rows, probs)
+    tokens = kernels.draw(masked[:, 0], params, seed, position, rng.Purpose.DRAFT, after.rows, buffers.row_draft_probs[:, step - 1], d2t)
     buffers.row_certain[:, step - 1].index_fill_(0, after.rows, False)
     return finite[:, 0], tokens
 
@@ -128,12 +151,21 @@ def matching_chains(proposed: Tensor, step: int, tokens: Tensor) -> Tensor:
 
 
 def store_chain(buffers: StaticBuffers, after: Batch, chain: Tensor) -> None:
-    """Store the drafts in their rows for the next target_verify. chain [B, K], -1 after the last draft."""
-    buffers.row_drafts.index_copy_(0, after.rows, chain)
-    state = torch.cat(
-        [after.state[:, : Column.DRAFT_COUNT], (chain >= 0).sum(1, keepdim=True), after.state[:, Column.DRAFT_COUNT + 1 :]], 1
-    )
-    buffers.row_state.index_copy_(0, after.rows, state)
+    """Store the drafts in their rows for the next target_verify. chain [B, <= K], -1 after the last draft."""
+    unused = buffers.row_drafts.shape[1] - chain.shape[1]
+    chain = functional.pad(chain, (0, unused), value=-1) if unused else chain
+    store_drafts(after.rows, chain, buffers.row_drafts, buffers.row_state[:, Column.DRAFT_COUNT])
+
+
+def _store_in_c(rows: Tensor, chain: Tensor, row_drafts: Tensor, row_counts: Tensor) -> bool:
+    return is_contiguous(torch.int64, rows, row_drafts) and chain.dtype is row_counts.dtype is torch.int64
+
+
+@operation(lambda *_: None, writes=("row_drafts", "row_counts"), triton=True, c=CKernel("store_drafts", _store_in_c))
+def store_drafts(rows: Contiguous, chain: Tensor, row_drafts: Tensor, row_counts: Tensor) -> None:
+    """Write chains [B, K] into row_drafts [R, K] and their numbers of drafts into row_counts [R]. rows [B]; all int64."""
+    row_drafts.index_copy_(0, rows, chain)
+    row_counts.index_copy_(0, rows, (chain >= 0).sum(1))
 
 
 class SelectedDraft(NamedTuple):
@@ -142,18 +174,19 @@ class SelectedDraft(NamedTuple):
     forced: Tensor | None  # [B] bool: the token is the only one that the grammar allows; unspecified without forced tokens
 
 
-def legal(tokens: Tensor, masks: Tensor, constrained: Tensor, status: Tensor) -> Tensor:
-    """[B] bool: whether each row's token is allowed, under masks [B, words] of status [B]. Unspecified for a token of -1."""
+def legal(tokens: Tensor, masks: Tensor, constrained: Tensor, status: Tensor, rows: Tensor | None = None) -> Tensor:
+    """[B] bool: whether each row's token is allowed, under masks [R, words] of status [B]. Unspecified for a token of -1."""
     known = tokens.clamp(min=0)
-    words = masks.gather(1, known[:, None] // BITS_PER_WORD).squeeze(1)
+    word = known // BITS_PER_WORD
+    words = masks.gather(1, word[:, None]).squeeze(1) if rows is None else masks[rows, word]
     return ((words >> (known % BITS_PER_WORD)) & 1 != 0) & (status == MaskStatus.OK) | ~constrained
 
 
 def _select_in_c(
     tokens: Tensor, finite: Tensor, alive: Tensor, limit: Tensor, step: int, looked_up: Tensor | None, *given: Tensor | None
 ) -> bool:
-    forced, masks, constrained, status = given
-    dense = (tokens, finite, alive, forced, constrained, status)
+    forced, masks, constrained, status, rows = given
+    dense = (tokens, finite, alive, forced, constrained, status, rows)
     return all(each is None or each.is_contiguous() for each in dense) and (masks is None or masks.stride(-1) == 1)
 
 
@@ -161,7 +194,7 @@ def _select_outputs(tokens: Tensor, finite: Tensor, *_: object) -> SelectedDraft
     return SelectedDraft(torch.empty_like(tokens), torch.empty_like(finite), torch.empty_like(finite))
 
 
-@operation(_select_outputs, c=CKernel("select_draft", _select_in_c))
+@operation(_select_outputs, triton=True, c=CKernel("select_draft", _select_in_c))
 def select_draft(
     tokens: Contiguous,
     finite: Contiguous,
@@ -173,16 +206,18 @@ def select_draft(
     masks: Tensor | None = None,
     constrained: Contiguous | None = None,
     status: Contiguous | None = None,
+    rows: Contiguous | None = None,
 ) -> SelectedDraft:
     """The draft of every row: the forced token, else the looked-up one if it is legal, else the model's; -1 where a row drafts no more.
 
     tokens [B] int64, finite [B] bool: the model's choice, and whether its logit is finite; alive [B] bool; limit [B]: maximum drafts.
     looked_up [B]: the token found by look-up, -1 where there is none; forced [B]: the token that the grammar forces, -1 where it
     leaves a choice. In a constrained row both need a valid mask, and a looked-up token has to be legal under it; a row that is not
-    constrained is never forced. masks [B, words], constrained, status [B]: all three, or none without a grammar.
+    constrained is never forced. masks [R, words], constrained, status [B]: all three, or none without a grammar; row b reads
+    masks[rows[b]], without rows [B] masks[b].
     """
     took_found = took_forced = None
-    mask = None if masks is None or constrained is None or status is None else (masks, constrained, status)
+    mask = None if masks is None or constrained is None or status is None else (masks, constrained, status, rows)
     if looked_up is not None:
         took_found = looked_up >= 0 if mask is None else (looked_up >= 0) & legal(looked_up, *mask)
         tokens, finite = torch.where(took_found, looked_up, tokens), finite | took_found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import os
 import sys
@@ -77,7 +78,7 @@ class Site(NamedTuple):
 def site_of(innermost_first: Iterable[tuple[FrameType, int]]) -> Site:
     """The innermost line outside torch and the code that records."""
     for frame, line in innermost_first:
-        if not _is_skipped(frame):
+        if not _is_skipped(frame.f_code.co_filename):
             return Site(frame.f_code.co_filename, line)
     return Site("", 0)
 
@@ -85,13 +86,13 @@ def site_of(innermost_first: Iterable[tuple[FrameType, int]]) -> Site:
 def call_site() -> Site:
     """The line of the step that runs now."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_skipped(frame):
+    while frame is not None and _is_skipped(frame.f_code.co_filename):
         frame = frame.f_back
     return Site(frame.f_code.co_filename, frame.f_lineno) if frame else Site("", 0)
 
 
-def _is_skipped(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
+@functools.cache
+def _is_skipped(file: str) -> bool:
     return file in _SKIPPED_FILES or file.startswith(_SKIPPED_FOLDERS)
 
 

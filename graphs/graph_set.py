@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Recorded, Step
 from stepgraph.graphs.recording import CaptureReport, KeyRecorder, OnFailure
-from stepgraph.graphs.shapes import GraphKey, checked_buckets, dispatch, graph_keys
+from stepgraph.graphs.shapes import LONGEST, GraphKey, checked_buckets, dispatch, graph_keys, host_buckets
 
 REQUESTED = "EngineConfig.eager"
 
@@ -17,6 +17,7 @@ class GraphSet:
 
     on_failure: with "eager", a key that cannot be recorded is listed in the report, and its batches use another key or run eagerly.
     capture_bytes: limit of static buffers and recordings together; None: no limit.
+    device_grammars: record graphs for batches whose grammars are all on the device, as well. draft_lengths: each has its graphs.
     """
 
     def __init__(
@@ -27,8 +28,12 @@ class GraphSet:
         buckets: Sequence[int],
         on_failure: OnFailure = "raise",
         capture_bytes: int | None = None,
+        device_grammars: bool = False,
+        draft_lengths: Sequence[int] = (LONGEST,),
     ) -> None:
+        self._device_grammars, self._draft_lengths = device_grammars, draft_lengths
         self.buckets = checked_buckets(buckets, max(buckets, default=0))
+        self._host_buckets = host_buckets(self.buckets) if device_grammars else self.buckets
         self._recorder = KeyRecorder(backend, buffers, step_of, on_failure, capture_bytes)
         self._recorded: dict[GraphKey, Recorded] = {}
         self._serving: dict[GraphKey, GraphKey] = {}  # failed key -> the key used instead
@@ -42,16 +47,22 @@ class GraphSet:
         """Record every key, largest first, so that the small graphs use the memory of the large ones. An error leaves nothing recorded."""
         if self._recorded:
             raise RuntimeError("GraphSet.capture(): already captured; create a new engine for other limits")
-        keys = graph_keys(self.buckets, greedy_only)
+        keys = graph_keys(self.buckets, greedy_only, self._device_grammars, self._draft_lengths)
         self._recorded, report = self._recorder.record(keys, notes, eager, progress)
         self._serving = {one.key: one.served_by for one in report.failed if one.served_by is not None}
         failed = {one.key: f"not captured: {one.why.splitlines()[0]}" for one in report.failed if one.served_by is None}
         self.eager = dict.fromkeys(keys, REQUESTED) if eager else failed
         return report
 
-    def key_for(self, batch_rows: int, constrained: bool, sampled: bool) -> GraphKey:
+    @property
+    def without_host_nodes(self) -> frozenset[GraphKey]:
+        """The keys of which a launch can run many rounds."""
+        return frozenset(key for key, one in self._recorded.items() if key not in self.eager and not one.report.host_nodes)
+
+    def key_for(self, batch_rows: int, constrained: bool, sampled: bool, device: bool = False, draft_length: int = LONGEST) -> GraphKey:
         """The key for a batch."""
-        key = dispatch(self.buckets, batch_rows, constrained, sampled)
+        buckets = self._host_buckets if constrained and not device else self.buckets
+        key = dispatch(buckets, batch_rows, constrained, sampled, device, draft_length)
         return self._serving.get(key, key) if self._serving else key
 
     def __getitem__(self, key: GraphKey) -> Recorded:

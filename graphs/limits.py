@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from stepgraph.sampling.fields import check_fields, whole
+from stepgraph.sampling.fields import Check, check_fields, is_int, whole
+
+UNTIL_EVENT = "until_event"
+ROUNDS_PER_LAUNCH = Check(lambda value: value == UNTIL_EVENT or (is_int(value) and value == 1), f"1 or {UNTIL_EVENT!r}")
 
 
 @dataclass(frozen=True)
@@ -23,10 +26,11 @@ class Limits:
     max_stop_ids: int = 8
     max_bias_ids: int = 256  # entries of logit_bias and bad_token_ids together
     prefill_chunk: int = 128
+    rounds_per_launch: int | str = 1  # or UNTIL_EVENT: graphs/publishing.py
 
     def __post_init__(self) -> None:
-        least_zero = {"num_speculative_tokens": whole(0, 8), "feature_size": whole(0)}
-        check_fields(self, {field.name: least_zero.get(field.name, whole(1)) for field in fields(self)})
+        special = {"num_speculative_tokens": whole(0, 8), "feature_size": whole(0), "rounds_per_launch": ROUNDS_PER_LAUNCH}
+        check_fields(self, {field.name: special.get(field.name, whole(1)) for field in fields(self)})
         if self.num_tokens > self.vocab_size:
             raise ValueError(f"Limits.num_tokens: got {self.num_tokens}, expected at most vocab_size={self.vocab_size}")
         if self.num_pages < self.pages_per_row:
@@ -70,6 +74,16 @@ class Limits:
     def ring_depth(self) -> int:
         """Slots of a ring that each round uses once: one per round in flight, and one that is being written."""
         return self.rounds_in_flight + 1
+
+    @property
+    def loops(self) -> bool:
+        """Whether a launch may run many rounds."""
+        return self.rounds_per_launch == UNTIL_EVENT
+
+    @property
+    def result_slots(self) -> int:
+        """Slots of the rings of results. With loops, rounds run ahead of a host that is late by as many."""
+        return 256 if self.loops else self.ring_depth
 
     @property
     def admission_ring_depth(self) -> int:

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import REFUSED, BufferSpec, Column, StaticBuffers
-from stepgraph.graphs.drafting import continuing, grammar_mask_of, legal, rule_of, select_draft
+from stepgraph.graphs.drafting import continuing, legal, rule_of, select_draft
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import check_shape
 from stepgraph.graphs.proposer import History, Proposer
-from stepgraph.sampling.kernels import Emission
+from stepgraph.sampling.kernels import Emission, GrammarMask
 
 ANCHOR = 8  # prompt tokens copied before a given text, so that the start of the output is found after the end of the prompt
 
@@ -50,13 +50,12 @@ def propose(buffers: StaticBuffers, after: Batch, proposer: Proposer, limits: Li
     return torch.where(valid.to(torch.int64).cumprod(1) != 0, drafts, -1)
 
 
-def choose_proposed(buffers: StaticBuffers, after: Batch, step: int, proposed: Tensor, alive: Tensor) -> Tensor:
+def choose_proposed(buffers: StaticBuffers, after: Batch, step: int, proposed: Tensor, alive: Tensor, mask: GrammarMask) -> Tensor:
     """Draft `step` (from 1) of every row that still drafts: the token that the grammar forces, else the proposed token if it is legal.
 
     -1 ends a chain. REFUSED, where the proposed token is not legal, ends it as well; statistics count the two separately.
     """
-    mask, size = grammar_mask_of(buffers, after, step), len(after.rows)
-    rule, forced = rule_of(mask), buffers.batch_forced[step - 1, :size]
+    rule, forced = rule_of(mask), buffers.batch_forced[step - 1, : len(after.rows)]
     unforced = torch.where(legal(proposed, *rule), proposed, torch.where(proposed < 0, -1, REFUSED))
     draft = select_draft(unforced, torch.ones_like(alive), alive, after.column(Column.DRAFT_LIMIT), step, None, forced, *rule)
     assert draft.forced is not None

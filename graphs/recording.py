@@ -168,7 +168,7 @@ class KeyRecorder:
 
     def _estimated(self, budget: CaptureBudget, keys: Sequence[GraphKey]) -> str:
         """A note with the estimated memory, from the two smallest keys of the largest kind."""
-        probes = [key for key in reversed(keys) if (key.constrained, key.sampled) == (keys[0].constrained, keys[0].sampled)][:2]
+        probes = [key for key in reversed(keys) if key.kind == keys[0].kind][:2]
         try:
             budget.learn([self._measure(key) for key in probes])
         except CaptureError:
@@ -182,8 +182,7 @@ class KeyRecorder:
 
 def _larger(key: GraphKey, recorded: Mapping[GraphKey, Recorded]) -> GraphKey | None:
     """The next larger key of the same kind that is recorded."""
-    kind = key.constrained, key.sampled
-    return min((other for other in recorded if (other.constrained, other.sampled) == kind and other.rows > key.rows), default=None)
+    return min((other for other in recorded if other.kind == key.kind and other.rows > key.rows), default=None)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
-"""One decode round in reading order: stages on the main stream, host nodes on the side stream.
+"""One decode round in reading order: stages on the main stream, grammars on the side stream.
 
-    main                                      side: host nodes, while the models compute
+    main                                      side: kernels or host nodes, while the models compute
     target_verify                             accept d_K, fill mask row K          (unmasked drafts, or none: commit, accept all)
       wait; mask, choose, accept
     draft_prefill                             commit the emitted tokens, fill row 0
@@ -11,31 +11,29 @@
 A proposer drafts a whole chain in one stage instead of draft_prefill and draft_decode; if the grammar also forces tokens, its
 chain is masked position by position. A look-up beside a draft model runs before draft_prefill: a row drafts the tokens of its
 look-up chain as long as they are legal, and the draft model's from then on. The mask that guides draft i + 1 also verifies it in
-the next round: each of the K + 1 mask rows is filled once and used twice.
+the next round: each of the K + 1 mask rows is filled once and used twice. `grammar_lane` has the side stream: one kernel per mask for
+grammars whose tables are in device memory, one host node with copies both ways for others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from stepgraph.graphs import drafting, proposing, stages
 from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
 from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import CaptureContext, Step, StreamEvent, current_context
+from stepgraph.graphs.capture import CaptureContext, Step, current_context
+from stepgraph.graphs.grammar_lane import DeviceTables, GrammarLane, HostNodes, MaskSource, RoundShape
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.proposer import Proposer
-from stepgraph.graphs.shapes import GraphKey
-from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, advance, fill_new
-from stepgraph.sampling.grammar.status import HostColumn
+from stepgraph.graphs.shapes import LONGEST, GraphKey
+from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors
+from stepgraph.sampling.grammar.link.protocol import HostLink
 from stepgraph.sampling.kernels import Emission
-
-SIDE = "side"
 
 
 @dataclass(frozen=True)
@@ -48,16 +46,21 @@ class Round:
     draft_masks: bool = True  # False: unmasked drafts; one host node accepts them all during the next target_verify
     forced_acceptance: tuple[float, ...] | None = None  # for benchmarks
     attention: AttentionChoice = OPERATION
+    tables: TokenTensors | None = None  # with grammars on the device
+    fixed: bool = True  # every round has as many drafts
 
     def step(self, key: GraphKey) -> Step:
-        return lambda buffers: self.run(buffers, key)
+        decode_round = self
+        if key.draft_length != LONGEST:
+            decode_round = replace(self, limits=replace(self.limits, num_speculative_tokens=key.draft_length), fixed=False)
+        return lambda buffers: decode_round.run(buffers, key)
 
     def run(self, buffers: StaticBuffers, key: GraphKey) -> None:
         context = current_context()
-        target, draft, proposer, _ = self.models
-        grammar = GrammarLane(self, buffers, context, key.rows) if key.constrained else None
+        target, draft = self.models.target, self.models.draft
+        grammar = self._lane(buffers, context, key) if key.constrained else None
         with context.stage("read_batch"):
-            batch = read_batch(buffers, key.rows, self.attention)
+            batch = read_batch(buffers, key.rows, self.attention, self.limits.num_speculative_tokens)
 
         masks_ready = grammar.head() if grammar else None
         with context.stage("target_verify"):
@@ -66,15 +69,15 @@ class Round:
             context.wait(masks_ready)
         with context.stage("accept"):
             emission, after = stages.accept(buffers, batch, logits, key.constrained, key.sampled, self.forced_acceptance)
-        if proposer is not None:
+        if draft is None or not self.limits.num_speculative_tokens:
             with context.stage("propose"):
-                proposing.append_emission(buffers, batch, emission, self.limits)
-                drafting.store_chain(buffers, after, self._propose(buffers, after, proposer, grammar, context))
-        if draft is None:
+                if "row_skipped_tokens" in buffers:
+                    drafting.skip_tokens(buffers, batch, emission, features)
+                self._propose(buffers, batch, emission, after, grammar, context)
             return
 
         masked = grammar is not None and self.masks_drafts(buffers)
-        tokens, drafts, chain = emission.tokens, [], None
+        tokens, chain = emission.tokens, None
         with context.stage("accept"):
             alive = drafting.continuing(after)
         for step in range(1, self.limits.positions):
@@ -89,19 +92,29 @@ class Round:
             if mask_ready:
                 context.wait(mask_ready)
             with context.stage(f"choose_draft {step}"):
-                tokens = drafting.choose_draft(buffers, after, step, logits, alive, masked, key.sampled, draft.d2t, chain)
+                mask = grammar.mask(after, step) if grammar and masked else None
+                tokens = drafting.choose_draft(buffers, after, step, logits, alive, mask, key.sampled, draft.d2t, chain)
                 buffers.batch_drafts[step - 1, : key.rows].copy_(tokens)
                 chain = None if chain is None else drafting.matching_chains(chain, step, tokens)
                 alive = tokens >= 0
-            drafts.append(tokens)
         with context.stage("keep_chain"):
-            drafting.store_chain(buffers, after, torch.stack(drafts, 1))
+            drafting.store_chain(buffers, after, buffers.batch_drafts[: self.limits.num_speculative_tokens, : key.rows].T)
+
+    def _lane(self, buffers: StaticBuffers, context: CaptureContext, key: GraphKey) -> GrammarLane:
+        """Batches whose grammars are all on the device need no host node; others may have rows of both kinds."""
+        shape = RoundShape(key.rows, self.limits.num_speculative_tokens, self.masks_drafts(buffers), self.fixed)
+        sources: list[MaskSource] = []
+        if self.tables is not None:
+            sources.append(DeviceTables(buffers, context, self.tables, shape))
+        if not key.device:
+            sources.append(HostNodes(buffers, context, self.host, shape, self.limits.dummy_row, self.tables is not None))
+        return GrammarLane(sources, buffers, context, key.device)
 
     def masks_drafts(self, buffers: StaticBuffers) -> bool:
         """Whether each draft is chosen under its mask. If not, one host node accepts all drafts during the next target_verify."""
         if self.models.proposer is not None:
             return "batch_forced" in buffers
-        return self.draft_masks and self.models.draft is not None
+        return self.draft_masks and self.models.draft is not None and buffers.row_drafts.shape[1] > 0
 
     def _look_up(self, buffers: StaticBuffers, batch: Batch, after: Batch, emission: Emission, context: CaptureContext) -> Tensor | None:
         """[B, K] the look-up's chains; their tokens replace the draft model's. None without a look-up."""
@@ -112,6 +125,17 @@ class Round:
             return proposing.propose(buffers, after, self.models.look_up, self.limits)
 
     def _propose(
+        self, buffers: StaticBuffers, batch: Batch, emission: Emission, after: Batch, grammar: GrammarLane | None, context: CaptureContext
+    ) -> None:
+        """Draft without a draft model: the proposer's chain, or none in a round without drafts."""
+        if self.models.reads_text:
+            proposing.append_emission(buffers, batch, emission, self.limits)
+        if not self.limits.num_speculative_tokens:
+            buffers.row_drafts.index_fill_(0, batch.rows, -1)
+        elif self.models.proposer is not None:
+            drafting.store_chain(buffers, after, self._chain(buffers, after, self.models.proposer, grammar, context))
+
+    def _chain(
         self, buffers: StaticBuffers, after: Batch, proposer: Proposer, grammar: GrammarLane | None, context: CaptureContext
     ) -> Tensor:
         """[B, K] the proposer's chains. A token that the grammar forces replaces the proposed one; a chain is followed while it agrees."""
@@ -119,82 +143,12 @@ class Round:
             return proposing.propose(buffers, after, proposer, self.limits)
         mask_ready = grammar.row(0)
         proposed = proposing.propose(buffers, after, proposer, self.limits)
-        alive, drafts = drafting.continuing(after), []
+        alive = drafting.continuing(after)
         for step in range(1, self.limits.positions):
             context.wait(mask_ready if step == 1 else grammar.row(step - 1))
             with context.stage(f"choose_draft {step}"):
-                tokens = proposing.choose_proposed(buffers, after, step, proposed[:, step - 1], alive)
-                buffers.batch_drafts[step - 1, : grammar.size].copy_(tokens)
+                tokens = proposing.choose_proposed(buffers, after, step, proposed[:, step - 1], alive, grammar.mask(after, step))
+                buffers.batch_drafts[step - 1, : len(after.rows)].copy_(tokens)
                 proposed = drafting.matching_chains(proposed, step, tokens)
                 alive = tokens >= 0
-            drafts.append(tokens)
-        return torch.stack(drafts, 1)
-
-
-@dataclass(frozen=True)
-class GrammarLane:
-    """The side stream of one round: state and drafts to the host, host nodes, masks back to the device."""
-
-    round: Round
-    buffers: StaticBuffers
-    context: CaptureContext
-    size: int
-
-    def head(self) -> StreamEvent:
-        """During target_verify: fill the last mask row of the previous round's drafts."""
-        drafts = self.round.limits.num_speculative_tokens
-        accept_all = drafts == 0 or not self.round.masks_drafts(self.buffers)
-        steps = [BEGIN_ROUND, fill_new(stage=drafts), advance(drafts)]
-        if accept_all:
-            steps = [BEGIN_ROUND, COMMIT, *(advance(index) for index in range(1, drafts + 1)), END_ROUND]
-
-        begun = self.context.record()
-        with self.context.stream(SIDE):
-            self.context.wait(begun)
-            with self.context.stage("show head"):
-                self._copy_state()
-                rows = self.buffers.batch_rows[: self.size]
-                for index in range(0 if accept_all else drafts - 1, drafts):
-                    self.buffers.drafts_host[index, : self.size].copy_(self.buffers.row_drafts[rows, index], non_blocking=True)
-            return self._node("head", steps, range(drafts + 1) if accept_all else range(drafts, drafts + 1))
-
-    def row(self, index: int) -> StreamEvent:
-        """While the draft model computes: fill mask row `index` of this round's drafts."""
-        size = self.size
-        steps = [COMMIT if index == 0 else advance(index)]
-        if index == self.round.limits.num_speculative_tokens - 1:
-            steps.append(END_ROUND)
-
-        reached = self.context.record()
-        with self.context.stream(SIDE):
-            self.context.wait(reached)
-            name = f"advance {index}" if index else "commit"
-            with self.context.stage(f"show {name}"):
-                if index == 0:
-                    self._copy_state()
-                else:
-                    self.buffers.drafts_host[index - 1, :size].copy_(self.buffers.batch_drafts[index - 1, :size], non_blocking=True)
-            return self._node(name, steps, range(index, index + 1))
-
-    def _copy_state(self) -> None:
-        state = self.buffers.row_state[self.buffers.batch_rows[: self.size], : len(HostColumn)]
-        self.buffers.state_host[: self.size].copy_(state, non_blocking=True)
-
-    def _node(self, name: str, steps: Sequence[HostStep], filled: range) -> StreamEvent:
-        """A host node, then the copies of the masks and tags that it filled."""
-        buffers, first, last, size = self.buffers, filled.start, filled.stop, self.size
-        forced = [buffers.forced_host] if "forced_host" in buffers else []
-        self.context.host_node(
-            name,
-            self.round.host.node(steps),
-            reads=[buffers.state_host, buffers.drafts_host],
-            writes=[buffers.masks_host[first:last], buffers.tags_host, *forced],
-        )
-        with self.context.stage(f"place {name}"):
-            for stage in filled:
-                buffers.batch_masks[stage, :size].copy_(buffers.masks_host[stage, :size], non_blocking=True)
-                buffers.batch_tags[stage, :size].copy_(buffers.tags_host[stage, :size], non_blocking=True)
-                stages.place_masks(buffers, size, stage)
-                if forced and stage < self.round.limits.num_speculative_tokens:
-                    buffers.batch_forced[stage, :size].copy_(buffers.forced_host[stage, :size], non_blocking=True)
-        return self.context.record()
+        return buffers.batch_drafts[:, : len(after.rows)].T

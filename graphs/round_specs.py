@@ -7,7 +7,11 @@ import torch
 from stepgraph.graphs.buffers import BufferSpec, Column, ResultLayout
 from stepgraph.graphs.limits import Limits
 from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
+from stepgraph.sampling.kernels.advance import PLACE_INTS
 from stepgraph.sampling.sampler import Param
+
+MAX_SKIPPED = 32  # rounds without drafts before the draft model processes their tokens
+IMAGE_CHUNKS, IMAGE_CHUNK = 8, 1 << 16  # of one upload, in int32: 2 MiB are copied between two rounds without waiting for the device
 
 
 def forced_specs(limits: Limits) -> tuple[BufferSpec, ...]:
@@ -24,6 +28,27 @@ def look_up_specs(limits: Limits) -> tuple[BufferSpec, ...]:
     """In addition to `round_specs` and `text_specs`, for a look-up beside a draft model."""
     drafts = (limits.rows, limits.num_speculative_tokens)
     return (BufferSpec("row_looked_up", drafts, torch.bool),)  # found by the look-up and not forced
+
+
+def skipped_specs(limits: Limits, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+    """In addition to `round_specs`, for a draft model that does not run in every round: what it has to process later."""
+    return (
+        BufferSpec("row_skipped_tokens", (limits.rows, MAX_SKIPPED), torch.int64),
+        BufferSpec("row_skipped_features", (limits.rows, MAX_SKIPPED, limits.feature_size), dtype),
+    )
+
+
+def grammar_specs(limits: Limits, arena: int, depth: int) -> tuple[BufferSpec, ...]:
+    """In addition to `round_specs`, for grammars on the device: `arena` int32 of images, stacks of `depth` symbols."""
+    rows, places, int32 = limits.rows, limits.positions + 1, torch.int32
+    return (
+        BufferSpec("grammar_arena", (arena,), int32),
+        BufferSpec("batch_host_rows", (limits.max_rows,), torch.int64, fill=limits.dummy_row),  # batch_rows without rows on the device
+        BufferSpec("batch_status", (limits.positions, limits.max_rows), torch.int64),  # of the masks that this round filled on the device
+        BufferSpec("row_places", (rows, places, PLACE_INTS), int32),  # after n tokens, drafts included: place n % places
+        BufferSpec("row_stacks", (rows, places, depth), int32),
+        BufferSpec("image_ring_host", (IMAGE_CHUNKS, min(arena, IMAGE_CHUNK)), int32, "pinned"),
+    )
 
 
 def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
@@ -67,8 +92,8 @@ def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
         BufferSpec("masks_host", (positions, slots, words), int32, "pinned"),
         BufferSpec("tags_host", (positions, slots, TAG_FIELDS), int64, "pinned"),
         # rings: the host never writes a slot that the device still has to copy, and never reads one that the device still writes
-        BufferSpec("results_ring_host", (depth, slots, results), int64, "pinned"),
-        BufferSpec("logprobs_ring_host", (depth, slots, positions, 2), torch.float32, "pinned"),
+        BufferSpec("results_ring_host", (limits.result_slots, slots, results), int64, "pinned"),
+        BufferSpec("logprobs_ring_host", (limits.result_slots, slots, positions, 2), torch.float32, "pinned"),
         BufferSpec("batch_rows_ring_host", (depth, slots), int64, "pinned", fill=limits.dummy_row),
         BufferSpec("admission_ring_host", (2 * limits.admission_ring_depth, admission), int64, "pinned"),
         BufferSpec("prompt_ring_host", (limits.admission_ring_depth, limits.prompt_window), int64, "pinned"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+LONGEST = -1  # as a draft length: num_speculative_tokens
 
 
 @dataclass(frozen=True, order=True)
@@ -13,9 +15,18 @@ class GraphKey:
     rows: int
     constrained: bool  # some row has a constraint
     sampled: bool = False  # some row needs more than a masked argmax: SamplingParams.plain
+    device: bool = False  # every constraint is a grammar on the device: no host node
+    draft_length: int = LONGEST  # drafts that it verifies and makes
 
     def __str__(self) -> str:
-        return f"rows={self.rows} {'constrained' if self.constrained else 'free'} {'sampled' if self.sampled else 'greedy'}"
+        grammar = "device" if self.device else "constrained" if self.constrained else "free"
+        drafts = "" if self.draft_length == LONGEST else f" drafts={self.draft_length}"
+        return f"rows={self.rows} {grammar} {'sampled' if self.sampled else 'greedy'}{drafts}"
+
+    @property
+    def kind(self) -> tuple[bool, bool, bool, int]:
+        """All but the number of rows."""
+        return self.constrained, self.sampled, self.device, self.draft_length
 
 
 def bucket_sizes(max_rows: int) -> tuple[int, ...]:
@@ -37,12 +48,43 @@ def checked_buckets(buckets: Iterable[int], max_rows: int) -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
 
 
-def graph_keys(buckets: Iterable[int], greedy_only: bool = False) -> tuple[GraphKey, ...]:
-    """Every key, largest first: the memory pool then places the small graphs in the memory of the large ones."""
-    kinds = [(constrained, sampled) for constrained in (True, False) for sampled in (True, False) if not (sampled and greedy_only)]
-    return tuple(GraphKey(rows, *kind) for rows in sorted(buckets, reverse=True) for kind in kinds)
+def host_buckets(buckets: Iterable[int]) -> tuple[int, ...]:
+    """Every other bucket, the largest included: the sizes with graphs for grammars on the host where grammars may be on the device.
+
+    Few batches need these graphs, and each also has the kernels for grammars on the device.
+    """
+    return tuple(sorted(buckets)[::-2][::-1])
 
 
-def dispatch(buckets: tuple[int, ...], batch_rows: int, constrained: bool, sampled: bool = False) -> GraphKey:
+def graph_keys(
+    buckets: Iterable[int], greedy_only: bool = False, device: bool = False, draft_lengths: Sequence[int] = (LONGEST,)
+) -> tuple[GraphKey, ...]:
+    """Every key, largest first: the memory pool then places the small graphs in the memory of the large ones.
+
+    device: grammars may be on the device. The constrained graphs then serve batches that also have grammars on the host.
+    """
+    sizes = sorted(buckets, reverse=True)
+    # constrained, on the device, rows
+    lanes = ((True, True, sizes if device else ()), (True, False, host_buckets(sizes) if device else sizes), (False, False, sizes))
+    modes = (False,) if greedy_only else (True, False)
+    lengths = sorted(draft_lengths, key=lambda length: (length != LONGEST, -length))
+    return tuple(
+        GraphKey(rows, constrained, sampled, lane, length)
+        for rows in sizes
+        for length in lengths
+        for constrained, lane, served in lanes
+        if rows in served
+        for sampled in modes
+    )
+
+
+def dispatch(
+    buckets: tuple[int, ...],
+    batch_rows: int,
+    constrained: bool,
+    sampled: bool = False,
+    device: bool = False,
+    draft_length: int = LONGEST,
+) -> GraphKey:
     """The smallest key that holds a batch; `checked_buckets` guarantees one for 1..max_rows."""
-    return GraphKey(min(size for size in buckets if size >= batch_rows), constrained, sampled)
+    return GraphKey(min(size for size in buckets if size >= batch_rows), constrained, sampled, device, draft_length)

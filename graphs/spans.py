@@ -17,22 +17,14 @@ LAUNCHER = "launching thread"
 MakeRange = Callable[[str], AbstractContextManager[None]]
 
 
-class Label(NamedTuple):
-    """What a node of a recording belongs to: a stage; a host node has its own name."""
+@dataclass(frozen=True)
+class StageRun:
+    """Consecutive nodes of one stage on one stream, or one host node under its own name."""
 
     stream: str
     name: str
     kind: Literal["stage", "host"] = "stage"
-
-
-@dataclass(frozen=True)
-class StageRun:
-    """Consecutive nodes of one stage on one stream, or one host node."""
-
-    stream: str
-    name: str
-    kind: Literal["stage", "host"]
-    nodes: int
+    nodes: int = 1
 
 
 @dataclass(frozen=True)
@@ -57,14 +49,14 @@ class Span(NamedTuple):
     end_ns: int
 
 
-def stage_runs(labels: Iterable[Label]) -> tuple[StageRun, ...]:
-    """Group the labels of nodes, one each, in capture order."""
+def stage_runs(nodes: Iterable[StageRun]) -> tuple[StageRun, ...]:
+    """Join the runs of single nodes, in capture order."""
     runs: list[StageRun] = []
-    for label in labels:
-        if label.kind == "stage" and runs and (runs[-1].stream, runs[-1].name, runs[-1].kind) == label:
+    for node in nodes:
+        if node.kind == "stage" and runs and (runs[-1].stream, runs[-1].name, runs[-1].kind) == (node.stream, node.name, node.kind):
             runs[-1] = replace(runs[-1], nodes=runs[-1].nodes + 1)
         else:
-            runs.append(StageRun(*label, nodes=1))
+            runs.append(node)
     return tuple(runs)
 
 

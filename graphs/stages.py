@@ -18,19 +18,21 @@ from stepgraph.graphs.buffers import Column, ResultLayout, StaticBuffers
 from stepgraph.graphs.layers import slot_mapping
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import TargetModel, check_shape
-from stepgraph.sampling import kernels, processors, rejection, rng, sampler
-from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import Emission, GrammarMask
+from stepgraph.graphs.publishing import publish
+from stepgraph.sampling import kernels, rng, sampler
+from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
+from stepgraph.sampling.kernels import Emission, GrammarMask, rejection
+from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
+from stepgraph.sampling.kernels.operation import Contiguous, operation
 
 
 def target_verify(buffers: StaticBuffers, batch: Batch, model: TargetModel, limits: Limits) -> tuple[Tensor, Tensor]:
     """Run the target over each row's last token and drafts. Returns logits [B, K + 1, num_tokens] and features [B, K + 1, F]."""
     tokens = torch.cat([batch.column(Column.LAST_TOKEN)[:, None], batch.drafts], 1)
-    valid = batch.live[:, None] & (tokens >= 0)
-    output = model.forward(model_input(batch, limits, tokens, -1, valid), buffers)
+    output = model.forward(model_input(batch, limits, tokens, -1, live=batch.live), buffers)
     check_shape("target features", output.features, len(batch.rows), limits.positions, limits.feature_size)
     if "results_states" in buffers:
-        states = buffers.results_states[: len(batch.rows)]
+        states = buffers.results_states[: len(batch.rows), : limits.positions]
         states.copy_(output.saved_states(states.shape[-1]))
     return model_logits("target", model, output.hidden, limits), output.features
 
@@ -50,37 +52,29 @@ def accept(
     mask = None
     if constrained:
         owner, generated = batch.column(Column.OWNER), batch.column(Column.GENERATED)
-        has_grammar = batch.column(Column.CONSTRAINED) != 0
-        status = kernels.mask_status(buffers.row_tags, owner, generated, has_grammar, rows=batch.rows)
-        mask = GrammarMask(buffers.row_masks, batch.rows, has_grammar, status)
+        has_grammar = batch.has_grammar
+        batch = batch._replace(constrained=has_grammar)
+        tags, masks = (each[:, : logits.shape[1]] for each in (buffers.row_tags, buffers.row_masks))
+        status = kernels.mask_status(tags, owner, generated, has_grammar, rows=batch.rows)
+        mask = GrammarMask(masks, batch.rows, has_grammar, status)
     choose = _choose_sampled if sampled else _choose_greedy
     tokens, finite, accepted, status = choose(buffers, batch, logits, mask, forced)
     room = batch.column(Column.MAX_LENGTH) - batch.column(Column.LENGTH)
     drafts, draft_count, stop_ids = batch.drafts, batch.column(Column.DRAFT_COUNT), buffers.row_stop_ids[batch.rows]
-    emission = Emission(tokens, *kernels.chain_accept(tokens, finite, drafts, draft_count, status, stop_ids, room, accepted))
-    emission = emission._replace(
-        emitted=torch.where(batch.live, emission.emitted, 0), finish=torch.where(batch.live, emission.finish, batch.column(Column.FINISH))
-    )
+    chosen = kernels.chain_accept(tokens, finite, drafts, draft_count, status, stop_ids, room, accepted)
+    lines = buffers.results[: len(batch.rows)]
+    written = write_emission(batch.rows, batch.state, tokens, status, drafts, *chosen, buffers.row_state, lines)
+    emission, after = Emission(tokens, written.emitted, chosen[1], written.finish), batch._replace(state=written.state)
     if sampled:
-        _count_output(buffers, batch.rows, emission)
-    after = _advance(batch, emission)
-    buffers.row_state.index_copy_(0, batch.rows, after.state)
-    layout, lines = ResultLayout(drafts.shape[1]), buffers.results[: len(batch.rows)]
-    layout.write(
-        lines,
-        emitted=emission.emitted,
-        finish=emission.finish,
-        accepted=emission.accepted,
-        draft_count=draft_count,
-        tokens=tokens,
-        statuses=status,
-        drafts=drafts,
-    )
+        count_output(batch.rows, tokens, written.emitted, buffers.row_output_counts)
+    layout = ResultLayout(drafts.shape[1])
     if constrained and "row_forced" in buffers:
         # an unconstrained row may have flags of the request that had the row before
         layout.write(lines, forced=_draft_bits(buffers.row_forced, batch) * batch.column(Column.CONSTRAINED))
     if "row_looked_up" in buffers:
         layout.write(lines, looked_up=_draft_bits(buffers.row_looked_up, batch))
+    if "loop_done" in buffers:
+        publish(buffers, batch.rows)
     return emission, after
 
 
@@ -118,24 +112,26 @@ def _choose_sampled(
     params = buffers.row_params[batch.rows]
     probs = kernels.distribution(masked, params)
     greedy = params[:, sampler.Param.TEMPERATURE] <= 0  # their drafts are greedy too, perhaps from a round that keeps no distributions
-    certain = buffers.row_certain[batch.rows] | greedy[:, None]
+    drafts = batch.drafts.shape[1]
+    certain = buffers.row_certain[:, :drafts][batch.rows] | greedy[:, None]
     draft_count, seed, length = (batch.column(column) for column in (Column.DRAFT_COUNT, Column.SEED, Column.LENGTH))
     tokens, accepted = kernels.reject_sample(
-        probs, buffers.row_draft_probs, batch.rows, certain, finite, batch.drafts, draft_count, status, seed, length
+        probs, buffers.row_draft_probs[:, :drafts], batch.rows, certain, finite, batch.drafts, draft_count, status, seed, length
     )
     if forced is not None:
         accepted = _force_accepted(batch, finite, status, forced)
         index = accepted[:, None, None].expand(-1, 1, probs.shape[2])
         drawn = kernels.race(probs.gather(1, index).squeeze(1), seed, length + accepted, rng.Purpose.TARGET)
         tokens = _after_accepted(batch, accepted, drawn[:, None].expand_as(tokens))
-    buffers.results_logprobs[: len(batch.rows)].copy_(processors.log_probabilities(logits, probs, tokens))
+    kernels.log_probabilities(logits, probs, tokens, buffers.results_logprobs[: len(batch.rows), : drafts + 1])
     return Choice(tokens, finite, accepted, status)
 
 
 def _draft_bits(flags: Tensor, batch: Batch) -> Tensor:
     """[B] int64, one bit per draft: set if the draft was verified and its flag in `flags` [R, K] is set."""
-    index = torch.arange(batch.drafts.shape[1], device=batch.rows.device)
-    set_flags = flags[batch.rows] & (index < batch.column(Column.DRAFT_COUNT)[:, None])
+    count = batch.drafts.shape[1]
+    index = torch.arange(count, device=batch.rows.device)
+    set_flags = flags[:, :count][batch.rows] & (index < batch.column(Column.DRAFT_COUNT)[:, None])
     return (set_flags.to(torch.int64) << index).sum(1)
 
 
@@ -150,30 +146,77 @@ def _after_accepted(batch: Batch, accepted: Tensor, tokens: Tensor) -> Tensor:
     return torch.where(index < accepted[:, None], torch.cat([batch.drafts, tokens[:, -1:]], 1), tokens)
 
 
-def place_masks(buffers: StaticBuffers, size: int, stage: int) -> None:
-    """Copy one stage of uploaded masks into the rows' masks; each tag holds the index among the row's K + 1 masks."""
-    tags, masks = buffers.batch_tags[stage, :size], buffers.batch_masks[stage, :size]
-    slot_mapping.scatter_masks(buffers.batch_rows[:size], tags, masks, buffers.row_tags, buffers.row_masks)
+def place_masks(buffers: StaticBuffers, rows: Tensor, stage: int) -> None:
+    """Copy one stage of uploaded masks into the masks of `rows`; each tag holds the index among the row's K + 1 masks."""
+    tags, masks = buffers.batch_tags[stage, : len(rows)], buffers.batch_masks[stage, : len(rows)]
+    slot_mapping.scatter_masks(rows, tags, masks, buffers.row_tags, buffers.row_masks)
 
 
-def _count_output(buffers: StaticBuffers, rows: Tensor, emission: Emission) -> None:
-    """Add the emitted tokens to the counts that penalties use."""
-    index = torch.arange(emission.tokens.shape[1], device=rows.device)
-    emitted = (index < emission.emitted[:, None]).to(buffers.row_output_counts.dtype)
-    flat_index = rows[:, None] * buffers.row_output_counts.shape[1] + emission.tokens
-    buffers.row_output_counts.view(-1).scatter_add_(0, flat_index.flatten(), emitted.flatten())
+@operation(lambda *_: None, writes=("output_counts",), triton=True)
+def count_output(rows: Contiguous, tokens: Contiguous, emitted: Contiguous, output_counts: Contiguous) -> None:
+    """Add the emitted tokens to output_counts [R, V] int32, which penalties use. rows, emitted [B], tokens [B, Q] int64."""
+    index = torch.arange(tokens.shape[1], device=rows.device)
+    flat_index = rows[:, None] * output_counts.shape[1] + tokens
+    counted = (index < emitted[:, None]).to(output_counts.dtype)
+    output_counts.view(-1).scatter_add_(0, flat_index.flatten(), counted.flatten())
 
 
-def _advance(batch: Batch, emission: Emission) -> Batch:
-    """The batch after the emission. Inert rows keep their state."""
-    last = emission.tokens.gather(1, (emission.emitted - 1).clamp(min=0)[:, None]).squeeze(1)
+class Written(NamedTuple):
+    """What write_emission makes of the rows."""
+
+    emitted: Tensor  # [B] int64, 0 for inert rows
+    finish: Tensor  # [B] int64 FinishCode; inert rows keep theirs
+    state: Tensor  # [B, columns] int64, after the emission
+
+
+def _write_outputs(rows: Tensor, state: Tensor, *_: object) -> Written:
+    return Written(torch.empty_like(rows), torch.empty_like(rows), torch.empty_like(state))
+
+
+def _write_in_c(*tensors: Tensor) -> bool:
+    return is_contiguous(torch.int64, *tensors)
+
+
+@operation(_write_outputs, writes=("row_state", "results"), triton=True, c=CKernel("write_emission", _write_in_c))
+def write_emission(
+    rows: Contiguous,
+    state: Contiguous,
+    tokens: Contiguous,
+    status: Contiguous,
+    drafts: Contiguous,
+    emitted: Contiguous,
+    accepted: Contiguous,
+    finish: Contiguous,
+    row_state: Tensor,
+    results: Tensor,
+) -> Written:
+    """Advance the rows by what they emit, and write the first fields of a ResultRecord. Inert rows keep their state.
+
+    rows [B]; state [B, columns]; tokens, status [B, K + 1]; drafts [B, K]; emitted, accepted, finish [B]: of chain_accept;
+    row_state [R, columns]; results [B, columns of a ResultLayout]; all int64.
+    """
+    before = dict(zip(Column, state.unbind(1), strict=True))
+    live = before[Column.FINISH] == FinishCode.RUNNING
+    emitted, finish = torch.where(live, emitted, 0), torch.where(live, finish, before[Column.FINISH])
+    last = tokens.gather(1, (emitted - 1).clamp(min=0)[:, None]).squeeze(1)
     changed = {
-        Column.GENERATED: batch.column(Column.GENERATED) + emission.emitted,
-        Column.LAST_TOKEN: torch.where(emission.emitted > 0, last, batch.column(Column.LAST_TOKEN)),
-        Column.ACCEPTED: emission.accepted,
-        Column.FINISH: emission.finish,
-        Column.DRAFT_COUNT: torch.zeros_like(emission.emitted),
-        Column.LENGTH: batch.column(Column.LENGTH) + emission.emitted,
+        Column.GENERATED: before[Column.GENERATED] + emitted,
+        Column.LAST_TOKEN: torch.where(emitted > 0, last, before[Column.LAST_TOKEN]),
+        Column.ACCEPTED: accepted,
+        Column.FINISH: finish,
+        Column.DRAFT_COUNT: torch.zeros_like(emitted),
+        Column.LENGTH: before[Column.LENGTH] + emitted,
     }
-    state = torch.stack([changed.get(column, batch.column(column)) for column in Column], 1)
-    return batch._replace(state=torch.where(batch.live[:, None], state, batch.state))
+    after = torch.where(live[:, None], torch.stack(list((before | changed).values()), 1), state)
+    row_state.index_copy_(0, rows, after)
+    ResultLayout(drafts.shape[1]).write(
+        results,
+        emitted=emitted,
+        finish=finish,
+        accepted=accepted,
+        draft_count=before[Column.DRAFT_COUNT],
+        tokens=tokens,
+        statuses=status,
+        drafts=drafts,
+    )
+    return Written(emitted, finish, after)

@@ -1,17 +1,169 @@
-"""AsyncEngine: serves the tasks of one asyncio event loop."""
+"""AsyncEngine: serves the tasks of one asyncio event loop; a thread steps the engine.
+
+A job keeps its own tokens and a StreamBuffer keeps positions in them, so a slow consumer receives fewer, larger events, uses no more
+memory and does not delay the others. The event loop owns the buffers; the thread passes it the events of its steps.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import os
+import threading
 import weakref
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from stepgraph.runtime.aio_thread import StepThread, StreamBuffer
 from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.request import EngineClosedError, Job, StepEvent
+from stepgraph.runtime.request import NO_DRAFTS, EngineClosedError, Job, Prompt, RequestOptions, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
+from stepgraph.sampling.lifetimes import ExitStage, close_at_exit
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class StreamBuffer:
+    """What a stream has not yet read of its job."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.known = self.read = 0  # tokens
+        self.drafts = NO_DRAFTS  # since the last read
+        self.unread = self.ended = False
+        self.changed = asyncio.Event()
+
+    def add(self, event: StepEvent) -> None:
+        self.known += len(event.tokens)
+        self.drafts = self.drafts.plus(event.drafts)
+        self.unread, self.ended = True, event.finish_reason is not None
+        self.changed.set()
+
+    def end(self) -> None:
+        """For a job that ended without an event, since the engine was closed."""
+        self.known, self.unread, self.ended = len(self.job.tokens), True, True
+        self.changed.set()
+
+    def take(self) -> StepEvent | None:
+        """Everything unread as one event."""
+        if not self.unread:
+            return None
+        job, new = self.job, slice(self.read, self.known)
+        event = StepEvent(
+            job.id,
+            tuple(job.tokens[new]),
+            self.drafts,
+            job.finish_reason if self.ended else None,
+            job.error if self.ended else "",
+            tuple(job.logprobs[new]),
+            tuple(job.origins[new]),
+        )
+        self.read, self.unread, self.drafts = self.known, False, NO_DRAFTS
+        return event
+
+
+class StepThread:
+    """Steps an engine in a thread. Holds no reference to the AsyncEngine, so that one dropped without close() can be finalised."""
+
+    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+        self.engine, self.loop, self.process = engine, loop, os.getpid()
+        self.opened, self.ended = asyncio.Event(), asyncio.Event()
+        self.failure: BaseException | None = None
+        self.stopping = self._cancel_jobs = False
+        self.buffers: dict[int, StreamBuffer] = {}  # by job id, of jobs that have not ended; used by the event loop only
+        self._events: collections.deque[StepEvent] = collections.deque()  # from the thread to the event loop
+        self._room: asyncio.Event | None = None
+        self._notified = False  # a call of _deliver is scheduled
+        self._last_jobs: Sequence[Job] | None = None  # those to finish before the thread ends
+        self.thread = threading.Thread(target=self._run, name="stepgraph-aio", daemon=True)
+        self.thread.start()
+        close_at_exit(self, ExitStage.STEPPER)
+
+    async def wait_for_room(self) -> None:
+        """Wait until the queue may have room. For one task at a time."""
+        while self.engine.queue.full and not self.stopping:
+            self._room = room = asyncio.Event()
+            if self.engine.queue.full:  # otherwise room appeared before the thread could see the event
+                await room.wait()
+
+    def stop(self, drain: bool) -> None:
+        """Ask the thread to end after the present jobs have ended, or to cancel them. Takes no lock, as finalisers call it."""
+        self._cancel_jobs = self._cancel_jobs or not drain
+        self.stopping = True
+        self.engine.queue.wake.notify()
+
+    def close(self, seconds: float) -> None:
+        """Cancel the jobs, and wait at most `seconds` for the thread."""
+        self.stop(drain=False)
+        self.thread.join(seconds)
+
+    def cancel_soon(self, job: Job) -> None:
+        """For finalisers, which may run at a point where their thread holds a lock of the engine."""
+        if not job.finished and os.getpid() == self.process:
+            self._call_in_loop(self.engine.cancel, job)
+
+    def _run(self) -> None:
+        try:
+            with self.engine.step_lock.exclusive():
+                if not self.engine.captured:
+                    self.engine.capture()
+                self.engine.wait(0)  # raises if the engine is closed
+                self._call_in_loop(self.opened.set)
+                while not self._done():
+                    if self.engine.wait():
+                        self._pass_on(self.engine.step())
+        except BaseException as error:  # of any kind: all streams must end
+            self.failure = error
+        self.stopping = True
+        self._call_in_loop(self._end)
+
+    def _done(self) -> bool:
+        if not self.stopping:
+            return False
+        if self._last_jobs is None:
+            self._last_jobs = [queued.job for queued in tuple(self.engine.queue.unfinished.values())]
+        if self._cancel_jobs:
+            for job in self._last_jobs:
+                self.engine.cancel(job)
+        return all(job.finished for job in self._last_jobs)
+
+    def _pass_on(self, events: Sequence[StepEvent]) -> None:
+        """Schedule one call in the event loop for all steps until it runs."""
+        self._events.extend(events)
+        has_room = self._room is not None and not self.engine.queue.full
+        if not self._notified and (events or has_room):
+            self._notified = True
+            self._call_in_loop(self._deliver)
+
+    def _deliver(self) -> None:
+        """In the event loop: add the events to the buffers, and wake the task that waits for room."""
+        self._notified = False  # before the events are taken: the thread schedules another call for later ones
+        while self._events:
+            event = self._events.popleft()
+            buffer = self.buffers.get(event.job_id)  # None for a job of Engine.submit()
+            if buffer is not None:
+                buffer.add(event)
+                if buffer.ended:
+                    del self.buffers[event.job_id]
+        if self._room is not None:
+            self._room.set()
+            self._room = None
+
+    def _end(self) -> None:
+        """In the event loop, after the thread's last step."""
+        self._deliver()
+        for buffer in self.buffers.values():
+            buffer.end()
+        self.buffers.clear()
+        self.opened.set()
+        self.ended.set()
+
+    def _call_in_loop(self, function: Callable[..., object], *arguments: Any) -> None:
+        try:
+            self.loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the loop was closed without close(): there are no readers left
+            self.stop(drain=False)
 
 
 class JobStream:
@@ -31,10 +183,9 @@ class JobStream:
         self._serving.check("JobStream.__anext__")
         buffer = self._buffer
         while True:
-            ended = buffer.ended  # read before take(), so that nothing follows the event that take() returns
-            if event := self._stepper.take(buffer):
+            if event := buffer.take():
                 return event
-            if ended:
+            if buffer.ended:
                 raise StopAsyncIteration
             buffer.changed.clear()
             try:
@@ -42,6 +193,13 @@ class JobStream:
             except asyncio.CancelledError:
                 self._stepper.engine.cancel(self.job)
                 raise
+
+    async def text(self) -> AsyncIterator[str]:
+        """The text piece by piece: `async for piece in stream.text()`. An error is in `job.error`."""
+        stream = self.job.text_stream()
+        async for event in self:
+            if piece := stream.push(event.tokens) + (stream.finish() if event.finish_reason else ""):
+                yield piece
 
     async def result(self) -> Job:
         """Read to the end and return the finished job."""
@@ -94,22 +252,24 @@ class AsyncEngine:
             stepper.thread.join()  # `failure` is set at the end of the thread
             raise stepper.failure
 
-    def generate(self, prompt_ids: Any, **options: Any) -> JobStream:
+    def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> JobStream:
         """Submit a request and return its stream. Options and errors as in Engine.submit(), QueueFullError included."""
         stepper = self.check("AsyncEngine.generate")
         if stepper.stopping:
             why = f"the engine failed: {type(self.failure).__name__}: {self.failure}" if self.failure else "it was closed"
             raise EngineClosedError(f"AsyncEngine.generate(): {why}") from stepper.failure
-        return JobStream(self, stepper, stepper.submit(prompt_ids, options))
+        buffer = StreamBuffer(self.engine.submit(prompt, **options))
+        stepper.buffers[buffer.job.id] = buffer  # before the event loop runs the call that delivers its first event
+        return JobStream(self, stepper, buffer)
 
-    async def submit(self, prompt_ids: Any, **options: Any) -> JobStream:
+    async def submit(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> JobStream:
         """Like generate(), but wait for room in a full queue, in the order of the calls."""
         stepper = self.check("AsyncEngine.submit")
         async with self._submit_lock:
             while True:
                 await stepper.wait_for_room()
                 with contextlib.suppress(QueueFullError):  # another thread took the room
-                    return self.generate(prompt_ids, **options)
+                    return self.generate(prompt, **options)
 
     @property
     def failure(self) -> BaseException | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -17,21 +18,29 @@ from stepgraph.graphs.attention.paged import AttentionChoice
 from stepgraph.graphs.backends import make_backend
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.drafting import process_skipped
 from stepgraph.graphs.graph_set import GraphSet
-from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.limits import UNTIL_EVENT, Limits
 from stepgraph.graphs.model import DraftModel, ModelPair, TargetModel
 from stepgraph.graphs.proposer import Proposer
 from stepgraph.graphs.proposing import text_specs
+from stepgraph.graphs.publishing import loop_specs
 from stepgraph.graphs.round import Round
-from stepgraph.graphs.round_specs import forced_specs, look_up_specs, round_specs, state_specs
+from stepgraph.graphs.round_specs import forced_specs, grammar_specs, look_up_specs, round_specs, skipped_specs, state_specs
+from stepgraph.graphs.shapes import LONGEST
 from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.device_grammars import INT_BYTES, DeviceGrammars, why_no_device_grammars
+from stepgraph.runtime.draft_length import AUTO as AUTO_LENGTH
+from stepgraph.runtime.draft_length import DraftLengthChooser
 from stepgraph.runtime.extras.hidden_states import open_states, states_layout
-from stepgraph.runtime.extras.record import Recording, open_recorder
+from stepgraph.runtime.extras.record import Recorder, Recording, open_recorder
 from stepgraph.runtime.extras.states_folder import StatesLayout
 from stepgraph.runtime.host_drafts import DraftFunction, FunctionDrafts, FunctionProposer
+from stepgraph.runtime.in_flight import InFlight
+from stepgraph.runtime.loops import Loops
 from stepgraph.runtime.models.forced import ForcedDrafts
 from stepgraph.runtime.models.ngram import NgramLookup
-from stepgraph.runtime.profiled import in_flight_type
+from stepgraph.runtime.profiled import ROUNDS, in_flight_type, read_range
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.scheduler import Scheduler
 from stepgraph.runtime.slots import PrefixSharing
@@ -39,10 +48,12 @@ from stepgraph.runtime.upload import Uploader
 from stepgraph.runtime.validate import RequestValidator
 from stepgraph.runtime.watchdog import Watchdog
 from stepgraph.sampling import kernels
+from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors, token_tensors
 from stepgraph.sampling.grammar.link.choose import open_host_link
 from stepgraph.sampling.grammar.link.protocol import HostLink
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.kernels.triton import why_no_triton
 
 AUTO, FORCED, NGRAM, NONE = "auto", "forced", "ngram", "none"
 DRAFTER_NAMES = (AUTO, FORCED, NGRAM, NONE)
@@ -70,30 +81,55 @@ class EngineParts:
         check_models(models, self.backend)
         saved = states_layout(target) if config.save_hidden_states else None
         forced = forces_drafts(config, models, vocabulary)
-        self.buffers = buffers = make_buffers(limits, models, self.backend, config.greedy_only, saved, forced)
+        no_tables = why_no_device_grammars(config, device, vocabulary, forced)
+        tables = None if no_tables or vocabulary is None else token_tensors(vocabulary, device)
+        self.buffers = buffers = make_buffers(limits, models, self.backend, config, saved, forced, tables)
         self.attention = attention_for(device, config, models)
         self.host_link = make_host_link(config, buffers, limits, vocabulary)
+        self.grammars = DeviceGrammars(no_tables, config, self.host_link)
         self.compiler = config.grammar_compiler(vocabulary) if vocabulary is not None else None
-        decode_round = Round(limits, models, self.host_link, config.draft_masks, config.forced_acceptance, self.attention)
+        decode_round = Round(limits, models, self.host_link, config.draft_masks, config.forced_acceptance, self.attention, tables)
         step_of, on_failure = decode_round.step, config.on_capture_failure
-        self.graphs = GraphSet(self.backend, buffers, step_of, config.bucket_sizes, on_failure, config.capture_bytes)
-        stop_ids = vocabulary.stop_token_ids if vocabulary else ()
-        self.validator = RequestValidator(config, limits, stop_ids, models, pinned=device.type == "cuda")
+        on_device = tables is not None
+        self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
         self.hidden_states = states = open_states(config, saved, timed, buffers)
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend)
-        self.queue = RequestQueue(config.max_queued, self.compiler, self.host_link, recorder)
+        self.lengths = make_chooser(config, models, recorder)
+        lengths = self.lengths.lengths if self.lengths else (LONGEST,)
+        self.graphs = GraphSet(self.backend, buffers, step_of, config.bucket_sizes, on_failure, config.capture_bytes, on_device, lengths)
+        self.queue = RequestQueue(config.max_queued, self.compiler, self.grammars, recorder)
         self.sharing, ended = sharing_for(config, models), states.ended if states else None
-        self.scheduler = Scheduler(self.queue, limits, self.sharing, recorder, ended, isinstance(proposer, NgramLookup))
+        self.scheduler = Scheduler(self.queue, self.grammars, limits, self.sharing, recorder, ended, isinstance(proposer, NgramLookup))
         self.uploader = Uploader(timed, buffers, models, limits, self.attention, states)
         function = proposer.function if isinstance(proposer, FunctionProposer) else None
         self.function_drafts = None if function is None else FunctionDrafts(function, timed, buffers, limits)
-        self.in_flight = in_flight_type()(timed, buffers, self.graphs, self.host_link, limits, states)
+        draft = models.draft if "row_skipped_tokens" in buffers else None
+        catch_up = functools.partial(process_skipped, buffers, model=draft, limits=limits) if draft is not None else None
+        in_flight = loops_of(self, record is not None) if limits.loops else in_flight_type()
+        self.in_flight = in_flight(timed, buffers, self.graphs, self.host_link, limits, states, self.lengths, catch_up)
+
+
+def loops_of(parts: EngineParts, recorded: bool) -> Callable[..., InFlight]:
+    """Makes the rounds of an engine whose launches run many. ValueError if that is not possible."""
+    reasons = {
+        parts.backend.why_no_loops: bool(parts.backend.why_no_loops),
+        "no Triton kernel writes the results": parts.backend.device.type == "cuda" and bool(why_no_triton(parts.backend.device)),
+        "a draft function is called between two rounds": isinstance(parts.models.proposer, FunctionProposer),
+        "a recording lists what arrived between two rounds": recorded,
+        f"{ROUNDS} profiles single rounds": read_range(os.environ) is not None,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"EngineConfig.rounds_per_launch: got {UNTIL_EVENT!r}, expected 1: {reason}")
+    return functools.partial(Loops, parts.queue, parts.watchdog.poll, parts.limits.max_length)
 
 
 def resolve_drafter(target: TargetModel, draft: Drafter | str | None, config: EngineConfig) -> tuple[ModelPair, EngineConfig]:
-    """The models of an engine, and its config with zero drafts for "none". ValueError if drafts are configured without a drafter."""
+    """The models of an engine, and its config, with zero drafts if there is no drafter."""
     check_config(config)
-    if draft == NONE:
+    if isinstance(config.draft_length, int):
+        config = replace(config, num_speculative_tokens=config.draft_length)
+    if draft is None or draft == NONE:
         config = without_drafts(config)
     drafter = checked_drafter(named_proposer(draft) if isinstance(draft, str) else draft, config)
     if not config.num_speculative_tokens or drafter is None:
@@ -123,9 +159,6 @@ def checked_drafter(draft: Drafter | None, config: EngineConfig) -> DraftModel |
             f"EngineConfig.look_up: got {config.look_up} with the drafter {type(draft).__name__}, expected 0: "
             "it needs a draft model; draft='ngram' looks up without one"
         )
-    if config.num_speculative_tokens and draft is None:
-        drafts = config.num_speculative_tokens
-        raise ValueError(f"Engine.draft: got None with num_speculative_tokens={drafts}, expected a drafter, or num_speculative_tokens=0")
     return cast("DraftModel | Proposer | None", draft)
 
 
@@ -142,7 +175,14 @@ def named_proposer(name: str, reason: str = "") -> Proposer | ForcedDrafts | Non
 
 
 def without_drafts(config: EngineConfig | None) -> EngineConfig:
-    return replace(config or EngineConfig(), num_speculative_tokens=0)
+    return replace(config or EngineConfig(), num_speculative_tokens=0, draft_length=0)
+
+
+def make_chooser(config: EngineConfig, models: ModelPair, recorder: Recorder | None) -> DraftLengthChooser | None:
+    """None where every round has num_speculative_tokens drafts. A function is called before each round, whatever its draft length."""
+    if config.draft_length != AUTO_LENGTH or models.drafter is None or isinstance(models.proposer, FunctionProposer):
+        return None
+    return DraftLengthChooser(config.num_speculative_tokens, recorder.chosen if recorder else lambda length: None)
 
 
 def backend_for(name: str, models: ModelPair, nvtx: bool = False) -> Backend:
@@ -187,7 +227,9 @@ def attention_for(device: torch.device, config: EngineConfig, models: ModelPair)
 def capture_notes(parts: EngineParts) -> tuple[str, ...]:
     """Notes of the capture report. Also chooses the implementation of the filters, before they are captured."""
     config, models, device = parts.config, parts.models, parts.backend.device
-    notes = [f"host link: {parts.host_link.name}"]
+    notes = [f"host link: {parts.host_link.name}", f"grammar lane: {parts.grammars.note}"]
+    if parts.limits.loops:
+        notes.append("rounds per launch: until an event; one in graphs with host nodes")
     if config.forced_acceptance:
         notes.append("acceptance is forced: the texts are not the models'")
     notes += [f"kernels: {kernels.describe(device)}", *(note for model in models for note in getattr(model, "notes", ()))]
@@ -249,19 +291,31 @@ def forces_drafts(config: EngineConfig, models: ModelPair, vocabulary: Vocabular
 
 
 def make_buffers(
-    limits: Limits, models: ModelPair, backend: Backend, greedy_only: bool, saved: StatesLayout | None = None, forced: bool = False
+    limits: Limits,
+    models: ModelPair,
+    backend: Backend,
+    config: EngineConfig,
+    saved: StatesLayout | None = None,
+    forced: bool = False,
+    tables: TokenTensors | None = None,
 ) -> StaticBuffers:
-    """All static memory: of the round, of the models' caches, and of saved states. The models' weights are constants."""
+    """All static memory: of the round, of the models' caches, of saved states and grammars. Weights and token tables are constants."""
     candidates = (("target", models.target), ("draft", models.drafter), ("look_up", models.look_up))
     named = {name: model for name, model in candidates if model is not None}
-    drawn = not greedy_only and models.proposer is None
+    drawn = not config.greedy_only and models.proposer is None
     specs = [*round_specs(limits, drawn), *[spec for model in named.values() for spec in model.cache_specs(limits)]]
     specs += text_specs(limits) if models.reads_text else ()
     specs += look_up_specs(limits) if models.look_up is not None else ()
     if saved:
         specs += state_specs(limits, saved.width, models.target.feature_dtype)
     specs += forced_specs(limits) if forced else ()
-    constants = {name: model for name, model in named.items() if isinstance(model, nn.Module)}
+    specs += loop_specs(limits) if limits.loops else ()
+    if config.draft_length == AUTO_LENGTH and models.draft is not None and models.draft.cache_specs(limits):
+        specs += skipped_specs(limits, models.target.feature_dtype)
+    constants: dict[str, nn.Module | torch.Tensor] = {name: model for name, model in named.items() if isinstance(model, nn.Module)}
+    if tables is not None:
+        specs += grammar_specs(limits, config.grammar_arena_bytes // INT_BYTES, config.grammar_limits.automaton_depth)
+        constants |= tables._asdict()
     return StaticBuffers(specs, backend.device, constants)
 
 

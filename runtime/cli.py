@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 from collections.abc import Sequence
 
 from stepgraph import __version__
@@ -40,7 +39,3 @@ def _run(options: argparse.Namespace) -> int:
         command = importlib.import_module(f"stepgraph.runtime.commands.{options.command.replace('-', '_')}")
     code: int = command.run(options)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

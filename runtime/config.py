@@ -7,24 +7,27 @@ from pathlib import Path
 from typing import get_args
 
 from stepgraph.graphs.attention.choose import ATTENTION
-from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.limits import UNTIL_EVENT, Limits
 from stepgraph.graphs.proposing import ANCHOR
 from stepgraph.graphs.recording import OnFailure
 from stepgraph.graphs.shapes import bucket_sizes, checked_buckets
-from stepgraph.sampling.fields import BOOL, Check, check_fields, check_value, is_number, number, one_of, optional, whole
+from stepgraph.sampling.fields import BOOL, Check, check_fields, check_value, is_int, is_number, number, one_of, optional, whole
 from stepgraph.sampling.grammar.compile.compiler import CACHE_BYTES, GrammarCompiler, Isolation
-from stepgraph.sampling.grammar.compile.limits import DEFAULTS, GrammarLimits
+from stepgraph.sampling.grammar.compile.limits import DEFAULTS, MIB, GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.link.choose import HOST_LINKS
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.kernels.filter_choice import FILTERS
 
 MAX_SECONDS = 86_400
-# Limits checks the other sizes.
+GRAMMAR_LANES = ("auto", "device", "host")
+# Beside flags, and the other sizes, which Limits checks.
 _CHECKS = {
     **dict.fromkeys(("max_rows", "max_length", "page_size"), whole(1)),
     "backend": one_of(("auto", "tape", "cuda")),
     "host_link": one_of(HOST_LINKS),
+    "grammar_lane": one_of(GRAMMAR_LANES),
+    "grammar_arena_bytes": whole(1 << 10),
     "filters": one_of(FILTERS),
     "attention": one_of(ATTENTION),
     "grammar_backend": one_of(get_args(BackendChoice)),
@@ -40,13 +43,8 @@ _CHECKS = {
     "capture_bytes": optional(whole(1)),
     "round_timeout_seconds": optional(number(0, MAX_SECONDS, above=True)),
     "look_up": whole(0, ANCHOR),
+    "draft_length": Check(lambda value: value == "auto" or (is_int(value) and value >= 0), "'auto', or an integer >= 0"),
     "forced_drafts": optional(BOOL),
-    "draft_masks": BOOL,
-    "greedy_only": BOOL,
-    "check_masks": BOOL,
-    "eager": BOOL,
-    "prefix_reuse": BOOL,
-    "nvtx": BOOL,
 }
 
 
@@ -55,13 +53,17 @@ class EngineConfig:
     """Sizes and modes of one engine. All static memory is allocated from it."""
 
     max_rows: int = 8  # requests decoded at once
-    num_speculative_tokens: int = 4  # drafts per round, 0 to 8; a request may use fewer
+    num_speculative_tokens: int = 4  # most drafts per round, 0 to 8; a request may use fewer; 0 without a drafter
+    draft_length: str | int = "auto"  # "auto": each round has the number of drafts that is fastest; an integer: every round has so many
     max_length: int = 1024  # tokens of one request, prompt included
     page_size: int = 16  # tokens per cache page
     num_pages: int | None = None  # None: enough for max_rows requests of max_length
     prefix_reuse: bool = True  # reuse cached full pages of equal prefixes; outputs are the same
     prefix_cache_pages: int | None = None  # cached pages kept without a user; None: all that are free
     rounds_in_flight: int = 2  # rounds launched before the results of the first are read
+    # 1, or "until_event": a launch runs rounds until a row has finished and a request waits, or until the host or a full ring of results
+    # ends it. Batches with grammars on the host have one round per launch
+    rounds_per_launch: int | str = 1
     prefill_chunk: int = 128  # prompt tokens between two rounds
     max_stop_ids: int = 8  # per request, the vocabulary's included
     max_bias_ids: int = 256  # entries of a request's logit_bias and bad_token_ids together
@@ -72,10 +74,10 @@ class EngineConfig:
     greedy_only: bool = False  # True: half the graphs; requests that need more than a masked argmax are refused
     forced_acceptance: tuple[float, ...] | None = None  # for benchmarks: acceptance rate of draft 1, 2, ...; outputs are meaningless
     attention: str = "auto"  # on a GPU: flashinfer, triton, reference, or auto: triton, and flashinfer for prompts if its self-test passes
-    filters: str = "auto"  # top-k, top-p etc. on a GPU: flashinfer, triton, torch, or auto: the first whose self-test passes
+    filters: str = "auto"  # top-k, top-p etc. on a GPU: triton, flashinfer, torch, or auto: the first that can run and passes its test
     buckets: tuple[int, ...] | None = None  # batch sizes with a graph; None: powers of two and max_rows
     backend: str = "auto"  # tape, cuda, or auto: by the device of the target model
-    grammar_backend: BackendChoice = "auto"  # for constraints without one: xgrammar, automaton, llguidance, or auto
+    grammar_backend: BackendChoice = "auto"  # for constraints without one: automaton, xgrammar, llguidance, or auto
     save_hidden_states: str | Path | None = None  # save target hidden states to this folder, to train a draft model
     states_shard_bytes: int = 1 << 28  # size of one such file; up to twice as much is buffered in memory
     grammar_limits: GrammarLimits = DEFAULTS  # time and memory limits of one constraint
@@ -90,7 +92,11 @@ class EngineConfig:
     capture_bytes: int | None = None  # limit of static buffers and graphs together, without weights; None: no limit
     round_timeout_seconds: float | None = None  # a step that waits longer for the device fails; None: no limit
     nvtx: bool = False  # True: stages and rounds are NVTX ranges
-    host_link: str = "auto"  # what drives the matchers: native (C, without the GIL), python, or auto: native if it was built
+    # Where grammars are followed. "host": by host nodes. "device": by kernels, from tables in device memory; a grammar without tables, or
+    # without room for them, is followed on the host. "auto": "device" where its kernel is fast and no other setting needs the host
+    grammar_lane: str = "auto"
+    grammar_arena_bytes: int = 16 * MIB  # device memory for these tables; those of ended requests are kept while there is room
+    host_link: str = "auto"  # what drives the matchers on the host: native (C, without the GIL), python, or auto: native if it was built
 
     def __post_init__(self) -> None:
         check_fields(self, _CHECKS)
@@ -100,6 +106,22 @@ class EngineConfig:
             raise ValueError(str(error).replace("Limits.", "EngineConfig.")) from None
         if self.forced_acceptance is not None:
             check_value("EngineConfig.forced_acceptance", self.forced_acceptance, _rates(self.num_speculative_tokens))
+        most = self.num_speculative_tokens
+        if is_int(self.draft_length) and self.draft_length > most:
+            expected = f"expected at most num_speculative_tokens={most}, or 'auto'"
+            raise ValueError(f"EngineConfig.draft_length: got {self.draft_length}, {expected}")
+        if self.forced_acceptance is not None and self.draft_length == "auto":
+            raise ValueError(
+                "EngineConfig.draft_length: got 'auto' with forced_acceptance, expected an integer: nothing is learned from it"
+            )
+        if self.rounds_per_launch == UNTIL_EVENT:
+            between = {"eager": self.eager, "save_hidden_states": self.save_hidden_states, "draft_length": self.draft_length == "auto"}
+            for name in (name for name, refused in between.items() if refused):
+                expected = "expected 1, or an integer" if name == "draft_length" else "expected 1"
+                raise ValueError(
+                    f"EngineConfig.rounds_per_launch: got {UNTIL_EVENT!r} with {name}={getattr(self, name)!r}, "
+                    f"{expected}: it needs the host between two rounds"
+                )
         if self.look_up and not self.num_speculative_tokens:
             raise ValueError(f"EngineConfig.look_up: got {self.look_up} with num_speculative_tokens=0, expected 0: nothing is drafted")
         if self.forced_drafts and not self.draft_masks:

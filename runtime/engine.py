@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
+from torch import Tensor
 
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.model import TargetModel
@@ -21,16 +23,31 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.metrics import prometheus_text
 from stepgraph.runtime.models.files.loading import load_models
-from stepgraph.runtime.request import ActiveRequest, EngineClosedError, FinishReason, Job, StepEvent
+from stepgraph.runtime.request import (
+    ActiveRequest,
+    EngineClosedError,
+    FinishReason,
+    Job,
+    Prompt,
+    Prompts,
+    RequestOptions,
+    StepEvent,
+    TokenIds,
+)
 from stepgraph.runtime.request_queue import QueuedRequest
 from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.step_lock import StepLock
+from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.runtime.trace import Trace
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
-from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
+from stepgraph.sampling.grammar.status import FinishCode
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.lifetimes import FORKED, call_after_fork
 from stepgraph.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Engine:
@@ -45,21 +62,24 @@ class Engine:
         draft: Drafter | str | None = None,
         *,
         vocabulary: Vocabulary | None = None,
+        tokenizer: TextCodec | Callable[[], TextCodec] | None = None,
         config: EngineConfig | None = None,
         backend: Backend | None = None,
         record: Recording | str | Path | None = None,
     ) -> None:
+        """tokenizer: for prompts that are text; a function is called for the first of these."""
         self._parts = parts = EngineParts(target, draft, vocabulary, EngineConfig() if config is None else config, backend, record)
         self.config, self.limits, self.backend, self.buffers = parts.config, parts.limits, parts.backend, parts.buffers
         self.queue, self.step_lock, self._closed = parts.queue, StepLock(), ""
         self._graphs, self._scheduler, self._uploader, self._in_flight = parts.graphs, parts.scheduler, parts.uploader, parts.in_flight
+        self._make_tokenizer = (lambda: tokenizer) if isinstance(tokenizer, TextCodec) else tokenizer
         call_after_fork(self._detach)
 
     @classmethod
     def from_pretrained(
         cls,
         path: str | Path,
-        draft: Drafter | str | Path | None = None,
+        draft: Drafter | str | Path | None = "auto",
         *,
         config: EngineConfig | None = None,
         dtype: torch.dtype | None = None,
@@ -69,48 +89,63 @@ class Engine:
     ) -> Engine:
         """An engine for a Llama, Mistral, Qwen2 or Qwen3 model in a local Hugging Face folder or .gguf file, which is checked first.
 
+        path: "demo" is the pair of the demonstration, with its head as the drafter and in bfloat16.
         draft: a model, a proposer or a function; the folder of an EAGLE-3 head, of MTP modules or of a smaller model; "mtp" for the
-        modules in `path`, "ngram" for look-up, "auto" for the first of these that is available, "none" for no drafts.
+        modules in `path`, "ngram" for look-up, "auto" for the first of these that is available; None or "none" for no drafts.
         dtype: None is the model's own. feature_layers: target layers whose inputs a draft model reads; a draft folder sets its own.
         progress: print the memory required, and show a progress bar. record: the file that `stepgraph replay` reads.
         ValueError for a wrong file, field or tensor. Downloads nothing and runs no code of the folder.
         """
         loaded = load_models(path, draft, config, dtype=dtype, feature_layers=feature_layers, progress=progress)
-        return cls(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, config=loaded.config, record=record)
+        tokenizer = functools.partial(TextCodec.open, path, loaded.vocabulary)
+        return cls(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, tokenizer=tokenizer, config=loaded.config, record=record)
+
+    @functools.cached_property
+    def tokenizer(self) -> TextCodec:
+        """Text to token ids and back. ValueError if the engine has none."""
+        if self._make_tokenizer is None:
+            raise ValueError("Engine.tokenizer: got None, expected a TextCodec for prompts that are text: Engine(..., tokenizer=...)")
+        return self._make_tokenizer()
 
     def capture(self, *, progress: bool = False) -> CaptureReport:
-        """Record the graphs: one per batch size, with and without grammars. Call once, before the first step."""
+        """Record the graphs: one per batch size, with and without grammars. The first step does it if it was not called."""
         with self.step_lock:
             self._require_open("capture")
             if self.captured:
                 raise RuntimeError("Engine.capture(): already captured; make a new engine for other limits")
             notes = capture_notes(self._parts)
             with self._in_flight.capturing():
-                return self._graphs.capture(notes, self.config.eager, self.config.greedy_only, progress)
+                report = self._graphs.capture(notes, self.config.eager, self.config.greedy_only, progress)
+            self._in_flight.calibrate()
+            return report
 
     def submit(
         self,
-        prompt_ids: Any,
+        prompt: Prompt,
         *,
-        constraint: Constraint | None = None,
+        constraint: object = None,
         sampling: SamplingParams | None = None,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = None,
         num_speculative_tokens: int | None = None,
-        draft_ids: Any = None,
+        draft_ids: TokenIds | None = None,
         cache_salt: str = "",
-        prompt_embeddings: Any = None,
+        prompt_embeddings: Mapping[int, Tensor] | None = None,
     ) -> Job:
         """Queue a request. ValueError for an argument that cannot be served, before anything changes.
 
-        prompt_ids: list, array or 1-D tensor of ids. sampling: None is greedy. max_new_tokens: includes a final stop token.
+        prompt: a text; chat messages, objects with a role and a content; or a list, array or 1-D tensor of token ids.
+        constraint: a Constraint, or what compile() returned; or a Python type, whose value is then `Job.parsed`: a pydantic model, a
+        dataclass, a TypedDict, an enum, a Literal type, a compiled pattern, or a function, whose name and arguments are generated.
+        sampling: None is SamplingParams(), which is greedy.
+        max_new_tokens: includes a final stop token; None: as many as EngineConfig.max_length allows.
         num_speculative_tokens: drafts per round of this request; 0: none; None: the engine's.
         draft_ids: the expected output, e.g. an earlier version of a text, to draft from. Requires an engine with look-up.
         cache_salt: only requests with equal salts share cached prefixes, so that timing reveals nothing about other tenants' prompts.
-        prompt_embeddings: {position in prompt_ids: tensor [n, width]} replaces the embeddings of n ids, e.g. by those of an image.
+        prompt_embeddings: {position in the prompt: tensor [n, width]} replaces the embeddings of n ids, e.g. by those of an image.
         """
         self._require_open("submit")
         job = self._parts.validator.job(
-            prompt_ids, constraint, sampling, max_new_tokens, num_speculative_tokens, draft_ids, cache_salt, prompt_embeddings
+            self._prompt_ids(prompt), constraint, sampling, max_new_tokens, num_speculative_tokens, draft_ids, cache_salt, prompt_embeddings
         )
         queued = QueuedRequest(job)
         try:
@@ -120,10 +155,13 @@ class Engine:
             raise
         return job
 
-    def compile(self, constraint: Constraint) -> CompiledConstraint:
-        """Compile the grammar of a constraint into the cache, and wait for it. ValueError if it cannot be enforced. From any thread."""
+    def compile(self, constraint: object) -> CompiledConstraint:
+        """Compile the grammar of a constraint, as for submit(), into the cache, and wait for it. From any thread.
+
+        ValueError if it cannot be enforced.
+        """
         self._require_open("compile")
-        return self.queue.compile(constraint)
+        return self.queue.compile(typed_constraint(constraint).constraint)
 
     def cancel(self, job: Job | int) -> bool:
         """End a job at the next step. False if it has finished or is unknown. Idempotent, and safe at any time."""
@@ -131,11 +169,12 @@ class Engine:
 
     def step(self) -> list[StepEvent]:
         """Launch one round and return the new results. At most `rounds_in_flight` - 1 rounds stay in flight."""
+        self._require_open("step")
+        if not self.captured:
+            self.capture()
         with self.step_lock:
             self._require_open("step")
             self.step_lock.check_owner()
-            if not self.captured:
-                raise RuntimeError("Engine.step(): nothing is captured; call capture() first")
             try:
                 events = self._admit()
                 requests = self._launch(events)
@@ -168,21 +207,34 @@ class Engine:
         while self.has_work:
             yield from self.step()
 
-    def generate(self, prompt_ids: Any, **options: Any) -> Job:
-        """Submit one request and step until it finishes; capture first if necessary. Options as for submit().
+    @overload
+    def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Job: ...
+    @overload
+    def generate(self, prompt: Prompts, **options: Unpack[RequestOptions]) -> list[Job]: ...
+    def generate(self, prompt: Any, **options: Unpack[RequestOptions]) -> Job | list[Job]:
+        """Submit a request, or one for each prompt of a list, and step until it finishes. Options as for submit().
 
         Other jobs proceed meanwhile; their tokens are in their jobs, their events are not returned.
         """
-        if not self.captured:
-            self.capture()
-        job = self.submit(prompt_ids, **options)
-        while not job.finished:
-            try:
-                self.step()
-            except RuntimeError:
-                if self.cancel(job):  # else another thread closed the engine, which finished the job
-                    raise
-        return job
+        several = isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], (str, list, tuple))
+        prompts, jobs = prompt if several else [prompt], list[Job]()
+        try:
+            for one in prompts:
+                while jobs and self.queue.full:
+                    self.step()
+                jobs.append(self.submit(one, **options))
+            for job in jobs:
+                while not job.finished:
+                    self.step()
+        except Exception:
+            running = [self.cancel(job) for job in jobs]
+            if any(running) or len(jobs) < len(prompts):  # else another thread closed the engine, which finished the jobs
+                raise
+        return jobs if several else jobs[0]
+
+    def stream_text(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Iterator[str]:
+        """Submit a request, and step and yield its text piece by piece. RuntimeError if it fails. Leaving early cancels it."""
+        return self._pieces(self.submit(prompt, **options))
 
     def stats(self) -> EngineStats:
         """Counters and gauges at one moment. From any thread, at any time, also after close()."""
@@ -195,7 +247,9 @@ class Engine:
     def trace(self, rounds: int = 20) -> Trace:
         """Within the block, record the timeline of the next `rounds` rounds; then read `.timeline`. For the stepping thread."""
         self._require_open("trace")
-        return Trace(self.backend, self._in_flight.rounds, rounds, self.config.eager or bool(self._graphs.eager))
+        if self.limits.loops:
+            raise RuntimeError("Engine.trace(): a launch of this engine runs many rounds; trace one with EngineConfig.rounds_per_launch=1")
+        return Trace(self.backend, self._in_flight.rounds, rounds, self.config.eager or bool(self._graphs.eager), self._parts.lengths)
 
     def close(self) -> None:
         """Cancel all jobs, wait for the device, release threads and graphs. Idempotent."""
@@ -209,12 +263,34 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _pieces(self, job: Job) -> Iterator[str]:
+        stream, known = job.text_stream(), 0
+        try:
+            while not job.finished:
+                self.step()
+                piece, known = stream.push(job.tokens[known:]), len(job.tokens)
+                if piece:
+                    yield piece
+            if job.error:
+                raise RuntimeError(f"Engine.stream_text(): {job.error}")
+            if rest := stream.finish():
+                yield rest
+        finally:
+            self.cancel(job)
+
+    def _prompt_ids(self, prompt: Prompt) -> Any:
+        if isinstance(prompt, str) or (isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping)):
+            return self.tokenizer.prompt_ids(cast("str | Sequence[Message]", prompt))
+        return prompt
+
     def _admit(self) -> list[StepEvent]:
         """End cancelled jobs, give rows to queued requests, and launch up to one chunk of prompt tokens."""
         events = [self._end(job, request, FinishReason.CANCELLED) for job, request in self._scheduler.pop_cancelled()]
         failed, budget = self._scheduler.admit(), self.limits.prefill_chunk
+        if not all(request.decoding for request in self._scheduler.active):
+            self._in_flight.interrupt()
         for request in self._scheduler.active:
-            if request.decoding or budget <= 0:
+            if request.decoding or budget <= 0 or not self._uploader.send_image(request):
                 continue
             if not request.prefill_started:
                 self._scheduler.start_prefill(request)
@@ -232,20 +308,29 @@ class Engine:
             events += [self._end(request.job, request, FinishReason.ERROR, error) for request, error in failed]
             requests = tuple(request for request in requests if not request.job.finished)
         if requests:
+            if len(requests) < len(self._scheduler.active):
+                self._in_flight.interrupt(next_too=True)  # the next step prefills
             self._in_flight.launch(requests)
         return requests
 
     def _collect(self, most: int) -> list[StepEvent]:
         """Read the oldest rounds until fewer than `most` are in flight."""
-        events = []
-        while len(self._in_flight) >= most:
-            events += [self._scheduler.record(*result) for result in self._in_flight.collect()]
+        events = list[StepEvent]()
+        for request, result in self._in_flight.read(most):
+            events.append(self._scheduler.record(request, result))
+            if request.job.finished and result.finish == FinishCode.RUNNING:  # a stop string, which the device does not know
+                self._retire(request)
         return events
 
     def _end(self, job: Job, request: ActiveRequest | None, reason: FinishReason, error: str = "") -> StepEvent:
         if request is not None:
-            self._uploader.retire(request.row)
+            self._retire(request)
         return self._scheduler.finish(job, request, reason, error)
+
+    def _retire(self, request: ActiveRequest) -> None:
+        """Make the row of a request inert that ended on the host."""
+        self._in_flight.interrupt()
+        self._uploader.retire(request.row)
 
     @property
     def _ready(self) -> bool:
@@ -260,6 +345,7 @@ class Engine:
         self._closed = why
         self._scheduler.finish_all(reason, why)
         self.queue.wake.notify()
+        self._in_flight.interrupt()
         self._parts.watchdog.end(self._in_flight, self._parts.host_link)
         if self._parts.compiler:
             self._parts.compiler.close()

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stepgraph.graphs.buffers import ResultLayout, ResultRecord, StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.shapes import GraphKey
+from stepgraph.graphs.shapes import LONGEST, GraphKey
+from stepgraph.runtime.draft_length import DraftLengthChooser
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar.link.protocol import HostLink
 
-Launch = tuple[int, bool, bool]  # rows, whether some are constrained, whether some are sampled
+CALIBRATING_ROUNDS = 2  # the first replay of a graph takes longer
+Launch = tuple[int, bool, bool, bool, int]  # rows; whether some are constrained, some sampled, all grammars on the device; draft length
 
 
 class LaunchedRound(NamedTuple):
-    """A launched round whose results have not been read."""
+    """A launched round, or with `loops` several, whose results have not all been read."""
 
     event: Event
-    slot: int  # of the results ring
+    number: int  # of the launch; its slot in the rings of launches is number % ring_depth
     requests: tuple[ActiveRequest, ...]  # by batch index
     key: GraphKey
     logprobs: bool  # whether log-probabilities were copied as well
+    launched_at: float
+    launch: Launch
+    loops: bool = False
 
 
 class InFlight:
@@ -41,11 +48,14 @@ class InFlight:
         host: HostLink,
         limits: Limits,
         states: HiddenStates | None = None,
+        lengths: DraftLengthChooser | None = None,
+        catch_up: Callable[[int], None] | None = None,
     ) -> None:
         self._backend, self._buffers, self._graphs, self._host = backend, buffers, graphs, host
-        self._states = states
+        self._states, self._lengths, self._catch_up = states, lengths, catch_up
+        self._idle_at = 0.0  # when the device had ended the latest collected round; infinity if unknown
         self._ring_depth, self._dummy_row = limits.ring_depth, limits.dummy_row
-        self._layout = ResultLayout(limits.num_speculative_tokens)
+        self._num_drafts, self._layouts = limits.num_speculative_tokens, dict[int, ResultLayout]()
         self._pending: collections.deque[LaunchedRound] = collections.deque()
         self.rounds = 0
         self.launches: dict[Launch, int] = {}  # number of rounds; single operations only, as other threads read it
@@ -55,35 +65,50 @@ class InFlight:
 
     def describe(self) -> str:
         """The rounds in flight and their graphs, for the time-out report."""
-        first = self.rounds - len(self._pending)
-        return ", ".join(f"round {first + index} ({launched.key})" for index, launched in enumerate(self._pending))
+        return ", ".join(f"{'launch' if each.loops else 'round'} {each.number} ({each.key})" for each in self._pending)
 
     def capturing(self) -> AbstractContextManager[None]:
         """Entered around the capture of the graphs."""
         return contextlib.nullcontext()
 
-    def _replay(self, key: GraphKey) -> None:
+    def _replay(self, key: GraphKey, **loop: Any) -> None:
         if self._backend.ranges is None:
-            self._graphs[key].replay()
+            self._graphs[key].replay(**loop)
         else:
             with self._backend.ranges(f"round {self.rounds - 1}: {key}"):
-                self._graphs[key].replay()
+                self._graphs[key].replay(**loop)
+
+    def calibrate(self) -> None:
+        """Measure unconstrained greedy rounds of inert rows, for the choice of draft lengths."""
+        if self._lengths is None:
+            return
+        buckets, counters = self._graphs.buckets, self._backend.stats
+        fewest, most, before = buckets[0], buckets[-1], dict(vars(counters))
+        for length in self._lengths.lengths:
+            keys = {rows: self._graphs.key_for(rows, False, False, False, length) for rows in buckets}
+            low, high = (min(self._time(keys[rows]) for _ in range(CALIBRATING_ROUNDS)) for rows in (fewest, most))
+            for rows, key in keys.items():  # those between are about linear in the rows
+                self._lengths.costs.calibrate(key, low + (high - low) * (rows - fewest) / max(1, most - fewest))
+        vars(counters).update(before)  # these are no rounds
+
+    def _time(self, key: GraphKey) -> float:
+        self._backend.event().wait()
+        begin = time.perf_counter()
+        self._graphs[key].replay()
+        self._backend.event().wait()
+        return time.perf_counter() - begin
 
     def launch(self, requests: tuple[ActiveRequest, ...]) -> None:
         """Launch one round: batch in, replay, results out. Does not wait."""
-        slot = self.rounds % self._ring_depth
+        number, slot = self.rounds, self.rounds % self._ring_depth
         self.rounds += 1
-        constrained, sampled = any(request.matcher for request in requests), any(request.sampled for request in requests)
-        key, launch = self._graphs.key_for(len(requests), constrained, sampled), (len(requests), constrained, sampled)
+        launch, key = self._dispatch(requests)
         self.launches[launch] = self.launches.get(launch, 0) + 1
-        batch_host, results_host = self._buffers.batch_rows_ring_host[slot], self._buffers.results_ring_host[slot]
-        batch_np = batch_host.numpy()
-        batch_np[:] = self._dummy_row
-        batch_np[: len(requests)] = [request.row for request in requests]
-        if key.constrained:
-            self._host.push_batch([request.matcher for request in requests])
-        self._backend.run(lambda: self._buffers.batch_rows.copy_(batch_host, non_blocking=True))
+        self._send_batch(slot, requests, key)
+        if self._lengths and (catch_up := self._catch_up) and self._lengths.needs_catch_up(requests, key.draft_length):
+            self._backend.run(lambda: catch_up(key.rows))
         self._replay(key)
+        results_host = self._buffers.results_ring_host[slot]
         self._backend.run(lambda: results_host.copy_(self._buffers.results, non_blocking=True))
         logprobs = any(request.job.sampling.logprobs for request in requests)
         if logprobs:
@@ -91,24 +116,67 @@ class InFlight:
             self._backend.run(lambda: logprobs_host.copy_(self._buffers.results_logprobs, non_blocking=True))
         if self._states:
             self._states.launched(slot, len(requests))
-        self._pending.append(LaunchedRound(self._backend.event(), slot, requests, key, logprobs))
+        self._pending.append(LaunchedRound(self._backend.event(), number, requests, key, logprobs, time.perf_counter(), launch))
+
+    def _dispatch(self, requests: tuple[ActiveRequest, ...]) -> tuple[Launch, GraphKey]:
+        constrained, sampled = any(request.constrained for request in requests), any(request.sampled for request in requests)
+        lengths = self._lengths
+        kind = len(requests), constrained, sampled, constrained and not any(request.matcher for request in requests)
+        launch = *kind, LONGEST if lengths is None else lengths.choose(requests, self._graphs.key_for(*kind))
+        return launch, self._graphs.key_for(*launch)
+
+    def _send_batch(self, slot: int, requests: tuple[ActiveRequest, ...], key: GraphKey) -> None:
+        batch_host = self._buffers.batch_rows_ring_host[slot]
+        batch_np = batch_host.numpy()
+        batch_np[:] = self._dummy_row
+        batch_np[: len(requests)] = [request.row for request in requests]
+        if key.constrained and not key.device:
+            self._host.push_batch([request.matcher for request in requests])
+        self._backend.run(lambda: self._buffers.batch_rows.copy_(batch_host, non_blocking=True))
+
+    def read(self, most: int) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
+        """Read the oldest rounds until fewer than `most` are in flight."""
+        while len(self._pending) >= most:
+            yield from self.collect()
+
+    def interrupt(self, *, next_too: bool = False) -> None:
+        """Let running launches, or also the next one, end after a round. Called before other work. Here a launch is one round."""
 
     def collect(self) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
         """Wait for the oldest round, and read the results of its unfinished requests."""
         launched = self._pending[0]
-        launched.event.wait()
+        seconds = self._wait(launched)
         self._pending.popleft()
         self._host.release_finished()
-        results = self._buffers.results_ring_host[launched.slot].tolist()
-        all_pairs = self._buffers.logprobs_ring_host[launched.slot].tolist() if launched.logprobs else [[]] * len(results)
-        for index, (request, line, pairs) in enumerate(zip(launched.requests, results, all_pairs, strict=False)):
-            job = request.job
-            if job.finished:  # it ended after this round was launched: the row was inert
-                continue
-            result = self._layout.read(line, pairs)
+        accepted, slot = [], launched.number % self._ring_depth
+        for index, request, result in self._results(launched, slot):
             if self._states:
-                self._states.emitted(job, launched.slot, index, result.emitted)
+                self._states.emitted(request.job, slot, index, result.emitted)
+            accepted.append((request, result.accepted))
             yield request, result
+        if self._lengths:
+            self._lengths.ended(launched.key, accepted, seconds)
+
+    def _results(self, launched: LaunchedRound, slot: int) -> Iterator[tuple[int, ActiveRequest, ResultRecord]]:
+        """Batch index, request and result of its unfinished requests. `slot`: of the rings of results."""
+        layout, results = self._layout_of(launched.key), self._buffers.results_ring_host[slot].tolist()
+        all_pairs = self._buffers.logprobs_ring_host[slot].tolist() if launched.logprobs else [[]] * len(results)
+        for index, (request, line, pairs) in enumerate(zip(launched.requests, results, all_pairs, strict=False)):
+            if not request.job.finished:  # if it ended after this round was launched, the row was inert
+                yield index, request, layout.read(line, pairs)
+
+    def _wait(self, launched: LaunchedRound) -> float | None:
+        """The duration of the round; None if the device had ended it before this call."""
+        reached = self._lengths is not None and launched.event.query()
+        launched.event.wait()
+        started, self._idle_at = max(launched.launched_at, self._idle_at), math.inf if reached else time.perf_counter()
+        return None if reached or math.isinf(started) else self._idle_at - started
+
+    def _layout_of(self, key: GraphKey) -> ResultLayout:
+        length = self._num_drafts if key.draft_length == LONGEST else key.draft_length
+        if length not in self._layouts:
+            self._layouts[length] = ResultLayout(length)
+        return self._layouts[length]
 
     def clear(self) -> None:
         """Drop the rounds in flight without reading them."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import NamedTuple
 
 from stepgraph.graphs.shapes import GraphKey
@@ -16,7 +17,7 @@ from stepgraph.runtime.stats import EngineStats, Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
-_OWN = frozenset({"le", "cause", "position", "reason", "rows", "constrained", "sampled"})
+_OWN = frozenset({"le", "cause", "position", "reason", "rows", "constrained", "sampled", "device", "lane"})
 
 Labels = Mapping[str, object]
 Sample = tuple[Labels, float]  # labels beyond the common ones, value
@@ -38,6 +39,8 @@ def prometheus_text(stats: EngineStats, labels: Mapping[str, str] | None = None)
 
 def _metrics(stats: EngineStats) -> list[Metric]:
     drafts, drafting, grammars, exposed = stats.drafts, stats.drafting, stats.grammars, stats.exposed_wait_seconds
+    lanes = stats.lanes
+    by_lane = [({"lane": lane}, getattr(lanes, lane)) for lane in ("device", "host")]
     losses = [({"cause": loss.value}, getattr(drafting, loss.value)) for loss in Loss]
     graphs = [(_key(graph.key), graph) for graph in stats.graphs]
     return [
@@ -69,12 +72,14 @@ def _metrics(stats: EngineStats) -> list[Metric]:
             "Rounds that replayed no graph.",
             [({"reason": stats.eager_reason}, stats.eager_rounds)] if stats.eager_reason else [],
         ),
-        _counters("graph_rounds", "Rounds, by graph.", [(key, graph.rounds) for key, graph in graphs]),
+        _counters(
+            "graph_rounds", "Rounds, by graph; draft_length -1: num_speculative_tokens.", [(key, graph.rounds) for key, graph in graphs]
+        ),
         _counters("graph_padded_rounds", "Rounds with fewer rows than their graph.", [(key, graph.padded_rounds) for key, graph in graphs]),
         _counters("graph_padded_rows", "Rows of graphs without a request.", [(key, graph.padded_rows) for key, graph in graphs]),
         _counter("host_syncs", "Waits of the launching thread for the whole device.", stats.host_syncs),
         _counter("event_waits", "Waits for the results of a round, or for pinned memory that is still being copied.", stats.event_waits),
-        _counter("mask_fills", "Masks filled.", stats.mask_fills),
+        _counter("mask_fills", "Masks filled on the host.", stats.mask_fills),
         _counter("matcher_accepts", "Tokens accepted by matchers.", stats.matcher_accepts),
         _counter("matcher_rollbacks", "Rollbacks of matchers.", stats.matcher_rollbacks),
         _gauge("longest_host_node_seconds", "Duration of the longest host node.", stats.longest_host_node_seconds),
@@ -91,6 +96,11 @@ def _metrics(stats: EngineStats) -> list[Metric]:
         _gauge("compiles_running", "Compiles in progress.", grammars.running),
         _gauge("compiles_waiting", "Compiles waiting for a thread.", grammars.waiting),
         _counter("compile_workers_started", "Worker processes started.", grammars.workers_started),
+        _counters("lane_requests", "Constrained requests, by where their grammar is followed.", by_lane),
+        _counter("arena_full", "Requests whose grammar found no room on the device.", lanes.arena_full),
+        _gauge("arena_grammars", "Grammars on the device.", lanes.grammars),
+        _gauge("arena_bytes", "Bytes of the grammars on the device.", lanes.nbytes),
+        _counter("arena_evictions", "Grammars evicted from the device.", lanes.evicted),
         _gauge("pages", "Cache pages.", stats.pages),
         _gauge("free_pages", "Free pages, including pages kept only for their prefix.", stats.free_pages),
         _gauge("most_used_pages", "Maximum of pages in use.", stats.most_used_pages),
@@ -122,7 +132,7 @@ def _histogram(name: str, description: str, histogram: Histogram) -> Metric:
 
 
 def _key(key: GraphKey) -> Labels:
-    return {"rows": key.rows, "constrained": str(key.constrained).lower(), "sampled": str(key.sampled).lower()}
+    return {name: str(value).lower() for name, value in asdict(key).items()}
 
 
 def _by_position(values: Iterable[int]) -> list[Sample]:

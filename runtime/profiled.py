@@ -10,13 +10,14 @@ The variables are read when an engine is made. Without STEPGRAPH_PROFILE_ROUNDS 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import astuple
 from pathlib import Path
@@ -59,31 +60,22 @@ def read_range(environment: Mapping[str, str]) -> ProfileRange | None:
     return ProfileRange(int(match[1]), int(match[2]), tool, path)
 
 
-def in_flight_type() -> type[InFlight]:
-    """For the rounds of an engine: profiled if the environment asks for it and this is the first engine."""
-    return ProfiledInFlight if read_range(os.environ) and _first.acquire(blocking=False) else InFlight
-
-
-class Launched(NamedTuple):
-    """A profiled round."""
-
-    round: int
-    key: GraphKey
-    launched_ns: int
+def in_flight_type() -> Callable[..., InFlight]:
+    """Makes the rounds of an engine: profiled if the environment asks for it and this is the first engine."""
+    found = read_range(os.environ)
+    return functools.partial(ProfiledInFlight, found) if found and _first.acquire(blocking=False) else InFlight
 
 
 class ProfiledInFlight(InFlight):
     """Waits for the device before and after the range, and not within it."""
 
-    def __init__(self, *parts: Any) -> None:
+    def __init__(self, found: ProfileRange, *parts: Any) -> None:
         super().__init__(*parts)
-        found = read_range(os.environ)
-        assert found is not None
         self._range, self._collected, self._active = found, 0, False
         self._with_nsys = found.tool == "nsys" and self._backend.name == "cuda"
         most_nodes = (found.last - found.first + 1) * (len(self._buffers.masks_host) + 1)
         self._log = np.zeros((1 + most_nodes, 3), np.int64)  # for HostLink.log_nodes
-        self._launched: list[Launched] = []  # and not written
+        self._launched: list[tuple[int, GraphKey, int]] = []  # and not written: round, key, time in nanoseconds
         self._spans: list[tuple[object, ...]] = []
         self._counters = {"row_rounds": 0, "tokens": 0, "accepted_drafts": 0, "offered_drafts": 0, "host_node_ns": 0, "mask_fills": 0}
 
@@ -98,10 +90,10 @@ class ProfiledInFlight(InFlight):
         if number == self._range.last and self._active:
             self._end()
 
-    def _replay(self, key: GraphKey) -> None:
+    def _replay(self, key: GraphKey, **loop: Any) -> None:
         if self._active:
-            self._launched.append(Launched(self.rounds - 1, key, time.perf_counter_ns()))
-        super()._replay(key)
+            self._launched.append((self.rounds - 1, key, time.perf_counter_ns()))
+        super()._replay(key, **loop)
 
     def collect(self) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
         number, counters = self._collected, self._counters
@@ -155,8 +147,9 @@ class ProfiledInFlight(InFlight):
         self._counters["mask_fills"] += sign * stats.fills
 
     def _host_nodes(self) -> Iterator[tuple[str, int, int, int]]:
-        """Name, round, start and end of each. A constrained round has all host nodes of its recording, other rounds have none."""
-        constrained, names = iter([launched for launched in self._launched if launched.key.constrained]), iter([""])
+        """Name, round, start and end of each. A round with grammars on the host has all host nodes of its recording, others have none."""
+        with_nodes = [one for one in self._launched if one[1].constrained and not one[1].device]
+        constrained, names = iter(with_nodes), iter([""])
         number = self._range.first
         for is_first, start_ns, end_ns in self._log[1 : 1 + self._log[0, 0]].tolist():
             if is_first:
@@ -169,8 +162,8 @@ class ProfiledInFlight(InFlight):
             "document": "stepgraph rounds",
             "version": 1,
             "backend": self._backend.name,
-            "rounds": [{**one._asdict(), "key": str(one.key)} for one in self._launched],
-            "stages": {str(key): [astuple(run) for run in self._graphs[key].report.stages] for key in {one.key for one in self._launched}},
+            "rounds": [{"round": number, "key": str(key), "launched_ns": launched} for number, key, launched in self._launched],
+            "stages": {str(key): [astuple(run) for run in self._graphs[key].report.stages] for _, key, _ in self._launched},
             "host_nodes": list(self._host_nodes()),
             "spans": self._spans,
             "counters": self._counters,

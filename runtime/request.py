@@ -6,16 +6,38 @@ import enum
 import functools
 import operator
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypedDict
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from stepgraph.runtime.page_cache import CachedPage
+from stepgraph.runtime.text import Message, TextStream
+from stepgraph.sampling.grammar.automaton.arena import ArenaBlock
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.status import FinishCode
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.params import SamplingParams
+
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
+Prompt: TypeAlias = str | Sequence[Message] | TokenIds
+Prompts: TypeAlias = list[str] | Sequence[Sequence[int]] | Sequence[Sequence[Message]]
+
+
+class RequestOptions(TypedDict, total=False):
+    """The options of Engine.submit(), where they are described."""
+
+    constraint: object
+    sampling: SamplingParams | None
+    max_new_tokens: int | None
+    num_speculative_tokens: int | None
+    draft_ids: TokenIds | None
+    cache_salt: str
+    prompt_embeddings: Mapping[int, Tensor] | None
 
 
 class FinishReason(str, enum.Enum):
@@ -119,17 +141,42 @@ class Job:
     cache_salt: str = ""  # only requests with equal salts share prefixes
     # (first position in the prompt, host tensor [n, width]) in order: embeddings that replace those of the tokens there
     embeddings: tuple[tuple[int, Tensor], ...] = field(default=(), repr=False)
+    vocabulary: Vocabulary | None = field(default=None, repr=False)
+    parse: Callable[[str], Any] = field(default=str, repr=False)  # the text of a complete output -> `parsed`
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)  # one per token
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, if SamplingParams.logprobs
     num_accepted_drafts: int = 0
     rounds: int = 0
+    grammar_lane: str = ""  # "device", or "host: " and why; empty without a constraint, and before it has a row
     finish_reason: FinishReason | None = None
     error: str = ""
     submitted_at: float = field(default_factory=time.perf_counter)
     queue_seconds: float | None = None  # from submit until it had a row
     first_token_seconds: float | None = None  # from submit until its first token was known
+
+    @property
+    def text(self) -> str:
+        """The output so far, without control and stop tokens, up to a stop string."""
+        stream = self.text_stream()
+        return stream.push(self.tokens) + stream.finish()
+
+    def text_stream(self) -> TextStream:
+        """A decoder for the output in pieces. ValueError if the engine has no vocabulary."""
+        if self.vocabulary is None:
+            raise ValueError("Job.text: the engine has no vocabulary, expected Engine(vocabulary=...)")
+        return TextStream(self.vocabulary, self.sampling.stop)
+
+    @property
+    def parsed(self) -> Any:
+        """The output as the type given as `constraint`: an object of a pydantic model, a member of an enum, the match of a pattern, a
+        functools.partial of a function. JSON values for a Constraint that is JSON; otherwise the text. ValueError if it is incomplete."""
+        if self.finish_reason not in (FinishReason.STOP, FinishReason.CONSTRAINT_COMPLETE):
+            raise ValueError(
+                f"Job.parsed: the output is incomplete, finish_reason is {self.finish_reason}{self.error and ': ' + self.error}"
+            )
+        return self.parse(self.text)
 
     @property
     def shareable_tokens(self) -> int:
@@ -148,12 +195,18 @@ class ActiveRequest:
     job: Job
     row: int
     pages: list[int]  # its block table
-    matcher: MatcherRow | None
+    matcher: MatcherRow | None  # of a grammar on the host
     sampled: bool  # needs more than a masked argmax
     cached: list[CachedPage]  # of its first pages: those it found published, then those it published
+    block: ArenaBlock | None = None  # of a grammar on the device
     prefill_started: bool = False
     prefilled: int = 0  # prompt tokens whose cache entries are launched
     decoding: bool = False  # takes part in rounds
+    stops: TextStream | None = None  # of a job with stop strings: its text so far
+
+    @property
+    def constrained(self) -> bool:
+        return self.job.constraint is not None
 
     @property
     def to_prefill(self) -> int:

@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from stepgraph.runtime.device_grammars import DeviceGrammars
 from stepgraph.runtime.extras.record import Recorder
 from stepgraph.runtime.request import FinishReason, Job
 from stepgraph.sampling.grammar.compile.compiler import Claim, CompiledConstraint, GrammarCompiler
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
-from stepgraph.sampling.grammar.link.protocol import HostLink, MatcherRow
+from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.lifetimes import FORKED, call_after_fork
 
 PAUSE_SECONDS = 0.001
@@ -28,7 +29,7 @@ class QueuedRequest:
 
     job: Job
     claim: Claim | None = None
-    matcher: MatcherRow | None = None
+    matcher: MatcherRow | None = None  # of a grammar on the host
     error: str = ""  # why its grammar could not be compiled
     ready: bool = True
 
@@ -36,8 +37,8 @@ class QueuedRequest:
 class RequestQueue:
     """All unfinished requests, and those of them that wait for a row. The scheduler takes them from here under `lock`."""
 
-    def __init__(self, max_queued: int, compiler: GrammarCompiler | None, host: HostLink, recorder: Recorder | None) -> None:
-        self._max_queued, self._compiler, self._host, self._recorder = max_queued, compiler, host, recorder
+    def __init__(self, max_queued: int, compiler: GrammarCompiler | None, grammars: DeviceGrammars, recorder: Recorder | None) -> None:
+        self._max_queued, self._compiler, self._grammars, self._recorder = max_queued, compiler, grammars, recorder
         self.lock = threading.Lock()  # of this queue and of the scheduler
         self.wake = WakeSignal()
         self.unfinished: dict[int, QueuedRequest] = {}  # by job id
@@ -110,7 +111,7 @@ class RequestQueue:
 
     def _compiled(self, queued: QueuedRequest, claim: Claim) -> None:
         try:
-            queued.matcher = self._host.row(queued.job.id, claim.result().matcher())
+            queued.matcher = self._grammars.prepare(queued.job, claim.result())
         except Exception as error:  # of any kind: it fails this request only
             queued.error = str(error) or type(error).__name__
         queued.ready = True

@@ -9,12 +9,14 @@ from collections.abc import Callable, Collection
 from stepgraph.graphs.buffers import ResultRecord
 from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.counters import Counters, loss_of
+from stepgraph.runtime.device_grammars import DeviceGrammars
 from stepgraph.runtime.extras.record import Recorder
 from stepgraph.runtime.request import FINISH_REASONS, ActiveRequest, DraftCounts, FinishReason, Job, StepEvent, TokenLogprob, origins_of
 from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
 from stepgraph.runtime.slots import PrefixSharing, RowTable
-from stepgraph.sampling.grammar.compile.limits import named
-from stepgraph.sampling.grammar.status import FinishCode
+from stepgraph.runtime.text import TextStream
+from stepgraph.sampling.grammar.compile.limits import TOO_DEEP, named
+from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 
 
 class Scheduler:
@@ -23,6 +25,7 @@ class Scheduler:
     def __init__(
         self,
         queue: RequestQueue,
+        grammars: DeviceGrammars,
         limits: Limits,
         sharing: PrefixSharing,
         recorder: Recorder | None = None,
@@ -30,7 +33,7 @@ class Scheduler:
         only_looks_up: bool = False,
     ) -> None:
         """ended: called for each finished job. only_looks_up: every draft that is not forced comes from a look-up."""
-        self._queue, self._recorder, self._ended, self._only_looks_up = queue, recorder, ended, only_looks_up
+        self._queue, self._grammars, self._recorder, self._ended, self._only_looks_up = queue, grammars, recorder, ended, only_looks_up
         self._active: dict[int, ActiveRequest] = {}
         self.rows = RowTable(limits, sharing)
         self.counters = Counters(limits.num_speculative_tokens)
@@ -72,6 +75,10 @@ class Scheduler:
                     failed.append(first)
                 elif request := self.rows.allocate(first.job, first.matcher):
                     self._active[request.job.id] = request
+                    if self._recorder:
+                        self._recorder.admitted(request.job)
+                    if first.claim:
+                        self._grammars.admit(request, first.claim.result())
                     request.job.queue_seconds = time.perf_counter() - request.job.submitted_at
                     self.counters.queue_seconds.add(request.job.queue_seconds)
                 else:
@@ -92,8 +99,10 @@ class Scheduler:
 
     def record(self, request: ActiveRequest, result: ResultRecord) -> StepEvent:
         """Add a round's result to its job, and finish the job if the round ended it."""
-        job, counters, accepted, tokens = request.job, self.counters, result.accepted, tuple(result.tokens[: result.emitted])
-        forced, held = result.forced if request.matcher else 0, ~(-1 << accepted)  # rounds without grammars do not write `forced`
+        job, counters, tokens = request.job, self.counters, tuple(result.tokens[: result.emitted])
+        tokens, stopped = _up_to_stop(request.stops, tokens) if request.stops else (tokens, False)
+        accepted = min(result.accepted, len(tokens))
+        forced, held = result.forced if request.constrained else 0, ~(-1 << accepted)  # rounds without grammars do not write `forced`
         looked_up = (~(-1 << result.draft_count) if self._only_looks_up else result.looked_up) & ~forced
         drafts = DraftCounts(
             accepted, forced.bit_count(), (forced & held).bit_count(), looked_up.bit_count(), (looked_up & held).bit_count()
@@ -106,8 +115,9 @@ class Scheduler:
                 counters.first_token_seconds.add(job.first_token_seconds)
             counters.tokens += len(tokens)
             counters.drafts = counters.drafts.plus(drafts)
-            if result.draft_count or (job.rounds and job.num_speculative_tokens):
-                counters.add_drafting_round(result, loss_of(job.num_speculative_tokens, result))
+            most = min(job.num_speculative_tokens, len(result.drafts))  # that this round could verify
+            if result.draft_count or (job.rounds and most):
+                counters.add_drafting_round(result, loss_of(most, result))
         origins = origins_of(len(tokens), accepted, forced, looked_up)
         logprobs = tuple(TokenLogprob(*pair) for pair in result.logprobs[: len(tokens)]) if job.sampling.logprobs else ()
         job.tokens.extend(tokens)
@@ -115,9 +125,11 @@ class Scheduler:
         job.logprobs.extend(logprobs)
         job.num_accepted_drafts += accepted
         job.rounds += 1
-        if result.finish != FinishCode.RUNNING:
+        if stopped:
+            self.finish(job, request, FinishReason.STOP)
+        elif result.finish != FinishCode.RUNNING:
             code = FinishCode(result.finish)
-            self.finish(job, request, FINISH_REASONS[code], _error(code, request))
+            self.finish(job, request, FINISH_REASONS[code], _error(code, request, result.statuses[result.accepted]))
         return StepEvent(job.id, tokens, drafts, job.finish_reason, job.error, logprobs, origins)
 
     def finish(self, job: Job, request: ActiveRequest | None, reason: FinishReason, error: str = "") -> StepEvent:
@@ -129,6 +141,7 @@ class Scheduler:
             if request is not None:
                 del self._active[job.id]
                 self.rows.release(request)
+                self._grammars.release(request)
                 request.matcher = None  # rounds in flight hold their own references
         if claim:
             claim.release()
@@ -149,9 +162,18 @@ class Scheduler:
             self.finish(queued.job, self._active.get(queued.job.id), reason, error=error)
 
 
-def _error(code: FinishCode, request: ActiveRequest) -> str:
-    """The error message of a job that a round ended."""
+def _up_to_stop(stops: TextStream, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
+    """The tokens up to the one that completes a stop string, and whether one does."""
+    for index, token in enumerate(tokens):
+        stops.push((token,))
+        if stops.stopped:
+            return tokens[: index + 1], True
+    return tokens, False
+
+
+def _error(code: FinishCode, request: ActiveRequest, status: int) -> str:
+    """The error message of a job that a round ended, at a mask of this status."""
     if code == FinishCode.MASK_FAULT:
-        fault = named(request.matcher.fault) if request.matcher else ""
+        fault = named((request.matcher.fault if request.matcher else "") or (TOO_DEEP if status == MaskStatus.FAULT else ""))
         return f"no valid grammar mask: {fault or 'its tag names another request, history or position'}"
     return "the target's best legal logit is not finite" if code == FinishCode.LOGITS_FAULT else ""

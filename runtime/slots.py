@@ -59,7 +59,8 @@ class RowTable:
             return None
         self.most_used_pages = max(self.most_used_pages, self._limits.num_pages - self.pages.num_free)
         row, pages = heapq.heappop(self._free_rows), [*(page.page for page in cached), *private]
-        return ActiveRequest(job, row, pages, matcher, not job.sampling.plain, cached)
+        stops = job.text_stream() if job.sampling.stop else None
+        return ActiveRequest(job, row, pages, matcher, not job.sampling.plain, cached, stops=stops)
 
     def start_prefill(self, request: ActiveRequest) -> None:
         """Look up the prefix again just before the first chunk: requests with the same prefix may have published pages since `allocate`."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from stepgraph.graphs.shapes import GraphKey
 from stepgraph.runtime.build import EngineParts
 from stepgraph.runtime.counters import Counters, HistogramBuilder, Loss
+from stepgraph.runtime.device_grammars import INT_BYTES, DeviceGrammars
 from stepgraph.runtime.request import DraftCounts, FinishReason
 from stepgraph.sampling.grammar.compile.compiler import CompileStats
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS
@@ -47,6 +48,19 @@ class GraphStats:
     rounds: int
     padded_rounds: int  # with fewer rows than the graph has
     padded_rows: int
+
+
+@dataclass(frozen=True)
+class LaneStats:
+    """Where the grammars of admitted requests are followed."""
+
+    off: str  # why all are followed on the host; empty if they can be on the device
+    device: int  # requests
+    host: int
+    arena_full: int  # of those on the host: their grammar found no room
+    grammars: int  # in the arena, with and without users
+    nbytes: int  # of these
+    evicted: int
 
 
 @dataclass(frozen=True)
@@ -97,6 +111,7 @@ class EngineStats:
     # graphs could not be captured: of the recorded rounds only. CUDA: None, as only a profiler can measure it.
     exposed_wait_seconds: float | None
     grammars: CompileStats
+    lanes: LaneStats
     saved_texts: int  # hidden states written to disk
     unsaved_texts: int  # not written: the disk was too slow or failed
     saving_error: str  # why saving stopped; empty if it did not
@@ -143,6 +158,7 @@ def take_stats(parts: EngineParts) -> EngineStats:
             longest_host_node_seconds=host.longest_node_ns / 1e9,
             exposed_wait_seconds=None if exposed_ns is None else exposed_ns / 1e9,
             grammars=grammars,
+            lanes=lane_stats(parts.grammars),
             saved_texts=states.writer.saved if states else 0,
             unsaved_texts=states.writer.unsaved if states else 0,
             saving_error=states.writer.error if states else "",
@@ -165,13 +181,19 @@ def take_stats(parts: EngineParts) -> EngineStats:
 def graph_stats(parts: EngineParts) -> tuple[GraphStats, ...]:
     """Largest first."""
     by_key: dict[GraphKey, list[int]] = {}
-    for (rows, *kind), rounds in tuple(parts.in_flight.launches.items()):
-        key = parts.graphs.key_for(rows, *kind)
+    for launch, rounds in tuple(parts.in_flight.launches.items()):
+        rows, key = launch[0], parts.graphs.key_for(*launch)
         sums = by_key.setdefault(key, [0, 0, 0])
         sums[0] += rounds
         sums[1] += rounds if rows < key.rows else 0
         sums[2] += rounds * (key.rows - rows)
     return tuple(GraphStats(key, *sums) for key, sums in sorted(by_key.items(), reverse=True))
+
+
+def lane_stats(grammars: DeviceGrammars) -> LaneStats:
+    arena = grammars.arena
+    counts = grammars.on_device, grammars.on_host, grammars.arena_full
+    return LaneStats(grammars.off, *counts, len(arena), arena.used * INT_BYTES, arena.evicted)
 
 
 def draft_stats(counters: Counters) -> DraftStats:

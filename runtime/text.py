@@ -1,4 +1,4 @@
-"""Converts between text and token ids, for commands, demonstrations and servers; the engine itself handles ids only.
+"""Converts between text and token ids.
 
 Decoding needs the vocabulary only. Encoding needs the `tokenizers` library (pip install 'stepgraph[text]').
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stepgraph.runtime.demo.pair import path_of
 from stepgraph.runtime.models.files.chat_template import ChatTemplate
 from stepgraph.sampling.grammar.matchers.forced import token_table
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -39,7 +40,7 @@ class TextCodec:
         """
         from stepgraph.runtime.models.files.tokenizer import open_tokenizer  # loads a library that nothing else needs
 
-        opened = open_tokenizer(Path(path))
+        opened = open_tokenizer(Path(path_of(path)))
         return cls(vocabulary or opened.vocabulary(), opened.encode, opened.template)
 
     @classmethod
@@ -78,6 +79,10 @@ class TextCodec:
             raise ValueError("messages: got a conversation for a model without chat template, expected a plain prompt or token ids")
         return self._checked(self._template.render(messages, tools, answer), "messages", False)
 
+    def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:
+        """The ids of a text, or of a conversation."""
+        return self.encode(prompt) if isinstance(prompt, str) else self.chat(prompt)
+
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of ids. Control and stop tokens have no text; bytes that are not UTF-8 become U+FFFD."""
         return self.vocabulary.decode(token_ids).decode("utf-8", "replace")
@@ -97,20 +102,39 @@ class TextCodec:
 
 
 class TextStream:
-    """Decodes tokens as they arrive. The bytes of an incomplete character are kept for the next push."""
+    """Decodes tokens as they arrive, up to a stop string. An incomplete character, or what may begin a stop string, is kept back."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = ()) -> None:
+        self._vocabulary, self._stop = vocabulary, stop
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._kept = ""
+        self.stopped = False  # a stop string was found; nothing after it is returned
 
     def push(self, token_ids: Iterable[int]) -> str:
-        return self._decoder.decode(self._vocabulary.decode(token_ids))
+        return self._released(self._decoder.decode(self._vocabulary.decode(token_ids)))
 
     def finish(self) -> str:
-        """The rest: U+FFFD for an incomplete character, otherwise empty. Resets the stream."""
-        rest = self._decoder.decode(b"", final=True)
+        """The rest, with U+FFFD for an incomplete character. Resets the stream."""
+        rest = self._released(self._decoder.decode(b"", final=True)) + self._kept
         self._decoder.reset()
+        self._kept, self.stopped = "", False
         return rest
+
+    def _released(self, text: str) -> str:
+        """`text`, and what was kept, up to a stop string or what may begin one."""
+        if not self._stop:
+            return text
+        text = "" if self.stopped else self._kept + text
+        found = [index for stop in self._stop if (index := text.find(stop)) >= 0]
+        self.stopped = self.stopped or bool(found)
+        if found:
+            end = min(found)
+        else:
+            longest = max(map(len, self._stop)) - 1
+            starts = range(max(0, len(text) - longest), len(text))
+            end = next((start for start in starts if any(stop.startswith(text[start:]) for stop in self._stop)), len(text))
+        self._kept = "" if found else text[end:]
+        return text[:end]
 
 
 _PLAIN_CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant: "

@@ -15,9 +15,11 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from stepgraph.graphs.capture import MAIN, Backend
 from stepgraph.graphs.spans import LAUNCHER, OUTSIDE, Span
+from stepgraph.runtime.draft_length import DraftLengthChooser
 from stepgraph.sampling.fields import check_value, whole
 
 Interval = tuple[int, int]  # start and end in nanoseconds
@@ -72,12 +74,21 @@ class Summary:
         return "\n".join(lines)
 
 
+class ChosenLength(NamedTuple):
+    """The draft length of a round, where it is chosen for each."""
+
+    round: int
+    drafts: int
+    account: float  # seconds that rounds with drafts may take longer than they would without
+
+
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of some rounds, ordered by start. Spans on one stream do not overlap."""
+    """The spans of some rounds, ordered by start. Spans on one stream do not overlap. lengths: with draft_length="auto"."""
 
     spans: tuple[Span, ...]
     backend: str = "tape"
+    lengths: tuple[ChosenLength, ...] = ()
 
     @property
     def rounds(self) -> tuple[int, ...]:
@@ -119,30 +130,8 @@ class Timeline:
 
     def save_perfetto(self, path: str | Path) -> None:
         """Write a file for ui.perfetto.dev and chrome://tracing. Arrows connect host nodes with the waits for them."""
-        Path(path).write_text(json.dumps({"traceEvents": list(self._trace_events()), "displayTimeUnit": "ms"}), encoding="utf-8")
-
-    def save_picture(self, path: str | Path, *, rounds: int = 3, title: str = "") -> None:
-        """Write a PNG of some rounds from the middle of the timeline. RuntimeError if matplotlib is not installed."""
-        from stepgraph.runtime.extras.trace_picture import draw
-
-        check_value("Timeline.save_picture.rounds", rounds, ROUNDS)
-        extents = self.extents()
-        if not extents:
-            raise ValueError("Timeline.save_picture: got a timeline without rounds, expected at least one")
-        first = max(0, (len(extents) - rounds) // 2)
-        shown = dict(list(extents.items())[first : first + rounds])
-        draw(self.spans, self.streams, shown, Path(path), title or self._title())
-
-    def _title(self) -> str:
-        summary = self.summary()
-        title = f"{summary.rounds} rounds of {summary.round_ns / 1e6:.2f} ms on {self.backend}"
-        if summary.share_hidden is None:
-            return title
-        per_round = max(summary.rounds, 1) * 1e6
-        return (
-            f"{title}: host nodes {summary.host_ns / per_round:.2f} ms per round, {summary.share_hidden:.0%} of it hidden under the "
-            f"main stream, which waits {summary.exposed_wait_ns / per_round:.2f} ms per round"
-        )
+        content = {"traceEvents": list(self._trace_events()), "displayTimeUnit": "ms", "otherData": {"draft_lengths": self.lengths}}
+        Path(path).write_text(json.dumps(content), encoding="utf-8")
 
     def _stage_times(self) -> Iterator[StageTime]:
         grouped: dict[tuple[str, str, str], list[int]] = {}
@@ -159,6 +148,12 @@ class Timeline:
             yield {"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": stream}}
             yield {"ph": "M", "pid": 1, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
         begin = min((span.start_ns for span in self.spans), default=0)
+        extents = self.extents()
+        for chosen in self.lengths:
+            if chosen.round in extents:
+                values = {"drafts": chosen.drafts}, {"ms": chosen.account * 1e3}
+                for name, value in zip(("draft length", "draft account"), values, strict=True):
+                    yield {"ph": "C", "pid": 1, "name": name, "ts": (extents[chosen.round][0] - begin) / 1000, "args": value}
         waits = {(span.round, span.name): span for span in self.spans if span.kind == "wait" and span.round != OUTSIDE}
         for number, span in enumerate(self.spans):
             track = {"pid": 1, "tid": threads[span.stream]}
@@ -175,12 +170,13 @@ class Timeline:
 class Trace:
     """Traces the next `rounds` rounds of an engine while its `with` block lasts. After the block, `timeline` is available."""
 
-    def __init__(self, backend: Backend, first_round: int, rounds: int, eager: bool) -> None:
+    def __init__(self, backend: Backend, first_round: int, rounds: int, eager: bool, lengths: DraftLengthChooser | None = None) -> None:
         check_value("Engine.trace.rounds", rounds, ROUNDS)
         if eager:
             got = "an engine with EngineConfig.eager=True or with graphs that could not be captured"
             raise ValueError(f"Engine.trace: got {got}, expected one whose rounds are recorded")
-        self._backend, self._first_round, self._rounds = backend, first_round, rounds
+        self._backend, self._first_round, self._rounds, self._lengths = backend, first_round, rounds, lengths
+        self._chosen: list[tuple[int, float]] = []
         self._timeline: Timeline | None = None
 
     @property
@@ -191,12 +187,17 @@ class Trace:
 
     def __enter__(self) -> Trace:
         self._backend.start_trace(self._first_round, self._rounds)
+        if self._lengths:
+            self._lengths.log = self._chosen
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._lengths:
+            self._lengths.log = None
+        chosen = tuple(ChosenLength(number, *each) for number, each in enumerate(self._chosen[: self._rounds], self._first_round))
         with contextlib.suppress(*(() if kind is None else (Exception,))):  # the error of the block is the one to raise
             spans = self._backend.stop_trace()
-            self._timeline = Timeline(tuple(sorted(spans, key=lambda span: span.start_ns)), self._backend.name)
+            self._timeline = Timeline(tuple(sorted(spans, key=lambda span: span.start_ns)), self._backend.name, chosen)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

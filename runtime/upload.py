@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,11 +32,18 @@ class PinnedRing:
         self._backend, self._ring = backend, ring_host
         self._events: list[Event | None] = [None] * len(ring_host)
         self._next = 0
+        self.width = ring_host.shape[1]
+
+    @property
+    def ready(self) -> bool:
+        """Whether `send` will not wait."""
+        busy = self._events[self._next]
+        return busy is None or busy.query()
 
     def send(self, values: Sequence[int] | npt.NDArray[np.int32], copy: Callable[[Any], object]) -> None:
         """Write `values` to the start of the next slot, and launch `copy(slot)`. Waits while the slot is being copied."""
         busy = self._events[self._next]
-        if busy is not None and not busy.query():
+        if busy is not None and not self.ready:
             busy.wait()
         slot = self._ring[self._next]
         slot.numpy()[: len(values)] = values
@@ -62,6 +70,19 @@ class Uploader:
         self._prompts = PinnedRing(backend, buffers.prompt_ring_host)
         self._texts = PinnedRing(backend, buffers.text_ring_host) if models.reads_text else None
         self._seen = PinnedRing(backend, buffers.seen_ring_host)
+        self._images = PinnedRing(backend, buffers.image_ring_host) if "image_ring_host" in buffers else None
+
+    def send_image(self, request: ActiveRequest) -> bool:
+        """Launch copies of the request's grammar to its block, as many as do not wait; whether all of it is launched."""
+        block, images = request.block, self._images
+        while block is not None and images is not None and block.copied < len(block.image):
+            if not images.ready:
+                return False
+            part = block.image[block.copied : block.copied + images.width]
+            start = block.offset + block.copied
+            images.send(part, functools.partial(_copy_start, self._buffers.grammar_arena[start : start + len(part)]))
+            block.copied += len(part)
+        return True
 
     def prefill(self, request: ActiveRequest, budget: int) -> int:
         """Launch the next chunk of the prompt; after the last one the request is decoding. Returns the number of tokens."""
@@ -140,7 +161,7 @@ class Uploader:
         buffers, job, row = self._buffers, request.job, request.row
         prompt, start = len(job.prompt_ids), given_from(self._limits)
         # With draft masks, a draft is verified with the mask it was chosen under; draft_ids were chosen under none.
-        usable = request.matcher is None or (self._models.draft is None and "batch_forced" not in buffers)
+        usable = not request.constrained or (self._models.draft is None and "batch_forced" not in buffers)
         offered = min(len(job.draft_ids), job.num_speculative_tokens) if usable else 0
         state = {
             Column.OWNER: job.id,
@@ -149,9 +170,10 @@ class Uploader:
             Column.DRAFT_COUNT: offered,
             Column.LENGTH: prompt,
             Column.MAX_LENGTH: prompt + job.max_new_tokens,
-            Column.CONSTRAINED: int(request.matcher is not None),
+            Column.CONSTRAINED: int(request.constrained),
             Column.DRAFT_LIMIT: job.num_speculative_tokens,
             Column.SEED: job.seed,
+            Column.IMAGE: request.block.offset if request.block else 0,
         }
         params = [getattr(job.sampling, column.name.lower()) for column in Param]
 
@@ -177,6 +199,10 @@ def _spans(job: Job, start: int, count: int) -> Iterator[tuple[int, Tensor]]:
         first, end = max(position, start), min(position + len(values), start + count)
         if first < end:
             yield first - start, values[first - position : end - position]
+
+
+def _copy_start(to: Tensor, slot: Tensor) -> None:
+    to.copy_(slot[: len(to)], non_blocking=True)
 
 
 def _bits(values: Sequence[float]) -> list[int]:

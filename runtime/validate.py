@@ -17,21 +17,24 @@ from stepgraph.graphs.model import ModelPair
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.request import Job
 from stepgraph.sampling.fields import clip_repr, is_int
-from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
+from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.params import GREEDY, SamplingParams
 
 
 class RequestValidator:
     """Creates jobs. Any thread may call it: only the next id changes."""
 
-    def __init__(self, config: EngineConfig, limits: Limits, stop_token_ids: Sequence[int], models: ModelPair, pinned: bool) -> None:
+    def __init__(self, config: EngineConfig, limits: Limits, vocabulary: Vocabulary | None, models: ModelPair, pinned: bool) -> None:
         """pinned: copy embeddings to pinned memory, because a copy from pageable memory to the device would block."""
+        stop_token_ids = vocabulary.stop_token_ids if vocabulary else ()
         if len(stop_token_ids) > limits.max_stop_ids:
             raise ValueError(
                 f"EngineConfig.max_stop_ids: got {limits.max_stop_ids}, expected at least {len(stop_token_ids)}, "
                 "the number of the vocabulary's stop ids"
             )
-        self._config, self._limits, self._stop_token_ids = config, limits, tuple(stop_token_ids)
+        self._config, self._limits, self._vocabulary, self._stop_token_ids = config, limits, vocabulary, tuple(stop_token_ids)
         self._takes_draft_ids = models.reads_text
         self._embedding_size, self._embedding_dtype = int(getattr(models.target, "embedding_size", 0)), models.target.feature_dtype
         self._pinned = pinned
@@ -40,9 +43,9 @@ class RequestValidator:
     def job(
         self,
         prompt_ids: Any,
-        constraint: Constraint | None,
+        constraint: object,
         sampling: SamplingParams | None,
-        max_new_tokens: int,
+        max_new_tokens: int | None,
         num_speculative_tokens: int | None,
         draft_ids: Any = None,
         cache_salt: str = "",
@@ -51,25 +54,42 @@ class RequestValidator:
         """ValueError `field: got VALUE, expected ACCEPTED` for the first field that is wrong."""
         limits, max_drafts = self._limits, self._limits.num_speculative_tokens
         prompt = self._prompt(prompt_ids)
-        reason = f"max_length={limits.max_length} minus {len(prompt)} prompt tokens"
-        new_tokens = checked_count("max_new_tokens", max_new_tokens, 1, limits.max_length - len(prompt), reason)
+        room, reason = limits.max_length - len(prompt), f"EngineConfig.max_length={limits.max_length} minus {len(prompt)} prompt tokens"
+        new_tokens = room if max_new_tokens is None else checked_count("max_new_tokens", max_new_tokens, 1, room, reason)
         drafts = max_drafts if num_speculative_tokens is None else num_speculative_tokens
         drafts = checked_count("num_speculative_tokens", drafts, 0, max_drafts, "the engine's num_speculative_tokens")
         expected_text = () if draft_ids is None else self._draft_ids(draft_ids, drafts)
+        typed = None
+        if constraint is not None:
+            typed = typed_constraint(constraint.constraint if isinstance(constraint, CompiledConstraint) else constraint)
         sampling = self._sampling(sampling, constraint is not None, new_tokens)
         stops = self._stop_ids(sampling)
         seed = sampling.seed if sampling.seed is not None else 0 if sampling.greedy else secrets.randbits(63)
         if not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt: got {type(cache_salt).__name__}, expected a string")
         embeddings = () if prompt_embeddings is None else self._embeddings(prompt_embeddings, len(prompt))
-        return Job(next(self._ids), prompt, constraint, sampling, new_tokens, drafts, stops, seed, expected_text, cache_salt, embeddings)
+        return Job(
+            next(self._ids),
+            prompt,
+            typed.constraint if typed else None,
+            sampling,
+            new_tokens,
+            drafts,
+            stops,
+            seed,
+            expected_text,
+            cache_salt,
+            embeddings,
+            vocabulary=self._vocabulary,
+            parse=typed.parse if typed else str,
+        )
 
     def _prompt(self, prompt_ids: Any) -> tuple[int, ...]:
-        prompt, max_length = checked_ids("prompt_ids", prompt_ids, self._limits.num_tokens), self._limits.max_length
+        prompt, max_length = checked_ids("prompt", prompt_ids, self._limits.num_tokens), self._limits.max_length
         if not prompt:
-            raise ValueError("prompt_ids: got an empty prompt, expected at least one token id")
+            raise ValueError("prompt: got an empty prompt, expected at least one token id")
         if len(prompt) >= max_length:
-            raise ValueError(f"prompt_ids: got {len(prompt)} tokens, expected fewer than max_length={max_length}")
+            raise ValueError(f"prompt: got {len(prompt)} tokens, expected fewer than EngineConfig.max_length={max_length}")
         return prompt
 
     def _draft_ids(self, draft_ids: Any, drafts: int) -> tuple[int, ...]:
@@ -105,6 +125,8 @@ class RequestValidator:
             raise ValueError(f"sampling.{names}: got {len(sampling.biases)} tokens, expected at most max_bias_ids={limits.max_bias_ids}")
         if sampling.min_new_tokens > max_new_tokens:
             raise ValueError(f"sampling.min_new_tokens: got {sampling.min_new_tokens}, expected at most max_new_tokens={max_new_tokens}")
+        if sampling.stop and self._vocabulary is None:
+            raise ValueError(f"sampling.stop: got {clip_repr(sampling.stop)}, expected none: the engine has no vocabulary")
         if sampling.ignore_eos and constrained:
             raise ValueError("sampling.ignore_eos: got True with a constraint, expected False: a complete constrained output ends")
         return sampling
@@ -121,14 +143,14 @@ class RequestValidator:
         """Spans (first position, host tensor [n, width]) in order. Drafters and penalties use the ids at these positions as they are."""
         size, dtype = self._embedding_size, self._embedding_dtype
         if not isinstance(embeddings, Mapping):
-            expected = "a mapping from positions in prompt_ids to tensors [n, width]"
+            expected = "a mapping from positions in the prompt to tensors [n, width]"
             raise ValueError(f"prompt_embeddings: got {type(embeddings).__name__}, expected {expected}")
         if embeddings and not size:
             raise ValueError(f"prompt_embeddings: got {len(embeddings)} spans, expected none: the target has no embedding_size")
         for position, values in embeddings.items():
             name = f"prompt_embeddings[{clip_repr(position)}]"
             if not is_int(position) or position < 0:
-                raise ValueError(f"{name}: got this key, expected a position in prompt_ids >= 0")
+                raise ValueError(f"{name}: got this key, expected a position in the prompt >= 0")
             if not isinstance(values, Tensor) or values.dim() != 2 or values.shape[1] != size or not len(values):
                 got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
                 raise ValueError(f"{name}: got {got}, expected a tensor [n, {size}]")

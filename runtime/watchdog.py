@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from stepgraph.graphs.capture import Backend, Event
 from stepgraph.runtime.in_flight import InFlight
 from stepgraph.sampling.grammar.link.protocol import HostLink
 
+POLL_SECONDS = 50e-6
 log = logging.getLogger("stepgraph")
 
 
@@ -37,11 +40,22 @@ class Watchdog:
     def wait(self, event: Event) -> bool:
         """RoundTimeoutError if the event is not reached in time."""
         if not event.wait(self._seconds):
-            self._expired = True
-            doing = "; ".join(self._backend.active_work())
-            limit = f"{self._seconds:g} s (EngineConfig.round_timeout_seconds)"
-            raise RoundTimeoutError(f"the device did not finish within {limit}{doing and ': ' + doing}")
+            raise self._error()
         return True
+
+    def poll(self, ready: Callable[[], bool]) -> None:
+        """Sleep until `ready`. RoundTimeoutError if that takes too long."""
+        end = math.inf if self._seconds is None else time.monotonic() + self._seconds
+        while not ready():
+            if time.monotonic() > end:
+                raise self._error()
+            time.sleep(POLL_SECONDS)
+
+    def _error(self) -> RoundTimeoutError:
+        self._expired = True
+        doing = "; ".join(self._backend.active_work())
+        limit = f"{self._seconds:g} s (EngineConfig.round_timeout_seconds)"
+        return RoundTimeoutError(f"the device did not finish within {limit}{doing and ': ' + doing}")
 
     def end(self, in_flight: InFlight, host: HostLink) -> None:
         """Wait for the device, and close the backend and the host link. After a time-out: log the report, and free nothing."""

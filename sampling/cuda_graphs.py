@@ -118,12 +118,18 @@ def _end(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence[torc
 
 @contextlib.contextmanager
 def _alone(stream: torch.cuda.Stream) -> Iterator[None]:
-    """On `stream`, without other captures, and without garbage collection, which could free graphs and events during the capture."""
-    with _one_at_a_time, torch.cuda.stream(stream), torch.no_grad():
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if collecting:
-                gc.enable()
+    """On `stream`, without other captures."""
+    with _one_at_a_time, torch.cuda.stream(stream), torch.no_grad(), without_collection():
+        yield
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Without garbage collection, which could free graphs and events in the block."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

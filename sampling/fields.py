@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, TypeGuard
+from dataclasses import fields
+from typing import Any, NamedTuple, TypeGuard
 
 MAX_CHARS = 100  # of a value in an error message
 
@@ -83,7 +84,8 @@ def check_value(name: str, value: object, check: Check) -> None:
         raise ValueError(f"{name}: got {clip_repr(value)}, expected {check.expected}")
 
 
-def check_fields(config: object, table: Mapping[str, Check], owner: str | None = None) -> None:
-    """check_value for every field in `table` as `Class.field`; `owner` replaces the name of the class."""
-    for name, check in table.items():
-        check_value(f"{owner or type(config).__name__}.{name}", getattr(config, name), check)
+def check_fields(config: Any, table: Mapping[str, Check]) -> None:
+    """check_value for every field in `table`, and for every field that is annotated with bool, as `Class.field`."""
+    flags = {field.name: BOOL for field in fields(config) if field.type == "bool"}
+    for name, check in (flags | dict(table)).items():
+        check_value(f"{type(config).__name__}.{name}", getattr(config, name), check)

@@ -11,7 +11,7 @@ import functools
 import importlib.machinery
 import os
 import struct
-from ctypes import POINTER, c_char_p, c_int, c_int64
+from ctypes import POINTER, c_char_p, c_int64
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -76,12 +76,16 @@ def kernel(name: str) -> ctypes._NamedFuncPointer | None:
 @functools.cache
 def _declared(library: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:
     function = library[f"stepgraph_{name}"]
-    function.argtypes, function.restype = (c_char_p,), c_int
-    function.errcheck = functools.partial(_check, name)  # type: ignore[assignment]
+    function.argtypes, function.restype = (c_char_p,), _Codes(name).__getitem__
     return function
 
 
-def _check(name: str, code: int, function: object, given: object) -> int:
-    if code:
-        raise IndexError(f"{name}: an index lies outside of its table")
-    return code
+class _Codes(dict[int, int]):
+    """The codes that a kernel may return: 0. A look-up, because a function in Python would take longer than some kernels."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__({0: 0})
+        self._name = name
+
+    def __missing__(self, code: int) -> int:
+        raise IndexError(f"{self._name}: an index lies outside of its table")

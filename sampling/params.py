@@ -1,18 +1,20 @@
-"""Per-request sampling settings. A field that cannot be honoured is refused by name, never ignored."""
+"""Per-request sampling settings. A field that cannot be honoured is refused with an error that names it, never ignored."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stepgraph.sampling.fields import BOOL, Check, check_fields, check_value, clip_repr, is_int, number, optional, whole
+from stepgraph.sampling.fields import Check, check_fields, check_value, clip_repr, is_int, number, optional, whole
 
 FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127  # a larger temperature would be infinite on the device
 _TOKEN_ID = Check(lambda token: is_int(token) and token >= 0, "a token id >= 0")
 _BIAS = number(-100, 100)
+MAX_STOP_CHARS = 1000
+_STOP = Check(lambda text: isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS, f"a text of 1 to {MAX_STOP_CHARS} characters")
 _CHECKS = {
-    "temperature": number(0.0, FLOAT32_MAX),
+    "temperature": optional(number(0.0, FLOAT32_MAX)),
     "min_p": number(0.0, 1.0),
     "top_p": number(0.0, 1.0, above=True),
     "repetition_penalty": number(0.01, 100.0),
@@ -21,25 +23,26 @@ _CHECKS = {
     "top_k": whole(0, 2**24),
     "seed": optional(whole(0, 2**63 - 1)),
     "min_new_tokens": whole(0, 2**24),
-    "ignore_eos": BOOL,
-    "logprobs": BOOL,
 }
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request chooses among the tokens that its grammar allows. Names, semantics and defaults are those of vLLM.
+    """How a request chooses among the tokens that its grammar allows. Names, semantics and defaults are those of vLLM, except that
+    it is greedy unless a field asks for sampling.
 
     Applied in vLLM's order: logit_bias, bad_token_ids, min_new_tokens, repetition, frequency and presence penalty, temperature, min_p,
     top_k, top_p; alike at every position of a round, so that drafts are verified against the same distribution.
     """
 
-    temperature: float = 1.0  # 0: greedy, the likeliest token
+    # 0: greedy, the likeliest token; by default 1 with min_p, top_k, top_p or seed, otherwise 0. Never None once the object exists.
+    temperature: float = None  # type: ignore[assignment]
     min_p: float = 0.0  # drop tokens less likely than this fraction of the likeliest
     top_k: int = 0  # keep the k likeliest; 0: all
     top_p: float = 1.0  # keep the likeliest until their probabilities sum to this
     seed: int | None = None  # the same seed gives the same tokens; None: a fresh one
     stop_token_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] = ()  # texts that end the output and are not part of it; one text, or several
     repetition_penalty: float = 1.0  # of tokens in the prompt or the output: positive logits are divided by it, others multiplied
     presence_penalty: float = 0.0  # subtracted from the logits of tokens in the output
     frequency_penalty: float = 0.0  # subtracted once per occurrence
@@ -51,6 +54,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_fields(self, _CHECKS)
+        if self.temperature is None:
+            samples = (self.min_p, self.top_k, self.top_p, self.seed) != (0.0, 0, 1.0, None)
+            object.__setattr__(self, "temperature", 1.0 if samples else 0.0)
+        self._check_stop()
         self._check_ids("stop_token_ids")
         self._check_ids("bad_token_ids")
         self._check_bias()
@@ -62,6 +69,14 @@ class SamplingParams:
         for index, token in enumerate(ids):
             check_value(f"SamplingParams.{name}[{index}]", token, _TOKEN_ID)
         object.__setattr__(self, name, tuple(ids))
+
+    def _check_stop(self) -> None:
+        texts = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(texts, (tuple, list)):
+            raise ValueError(f"SamplingParams.stop: got {type(texts).__name__}, expected a text or a tuple of texts")
+        for index, text in enumerate(texts):
+            check_value(f"SamplingParams.stop[{index}]", text, _STOP)
+        object.__setattr__(self, "stop", tuple(texts))
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping):

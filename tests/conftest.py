@@ -20,6 +20,14 @@ settings.register_profile("soak", deadline=None, max_examples=2000, suppress_hea
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+# Files with a test that takes longer than all that remains for the other processes when it starts late.
+LONGEST = ("tools/gpu/test_gpu_check.py", "sampling/kernels/test_kernels.py", "test_packaging.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not str(item.path).endswith(LONGEST))
+
+
 def pytest_collection_finish() -> None:
     _let_be()
 

@@ -21,6 +21,6 @@ def test_file_list_equals_a_new_trace(name: str, traced: dict[str, list[str]]) -
     assert listed == architecture.table(traced[name])
 
 
-@pytest.mark.parametrize(("name", "most"), [("constraint", 15), ("result", 12)])
+@pytest.mark.parametrize(("name", "most"), [("constraint", 12), ("result", 12)])
 def test_few_files_per_path(name: str, most: int, traced: dict[str, list[str]]) -> None:
     assert len(traced[name]) <= most

@@ -40,6 +40,7 @@ class Variant(NamedTuple):
     signature: dict[str, str]
     constants: Mapping[str, object]
     warps: int
+    registers: int | None = None  # at most, as launched
 
 
 def variants() -> list[Variant]:
@@ -77,7 +78,7 @@ def _mask_variants() -> list[Variant]:
     """Tags, and masks with every setting of a request."""
     from stepgraph.sampling.kernels.triton import chain, processors
 
-    types = [*["*i64"] * 4, "*i1", "*i64", *["i32"] * 6]
+    types = [*["*i64"] * 3, "*i1", "i32", "*i64", "*i64", *["i32"] * 5]
     found = [_variant("check_tags", chain.check_tags, types, {"HAS_ROWS": True, "POSITIONS": 16}, 1)]
     for dtype, has_masks, has_ids in itertools.product(("fp32", "bf16", "fp16"), (True, False), (True, False)):
         types = [f"*{dtype}", "*i32", "*i64", "*i1", *["*i64"] * 3, "*fp32", "*i64", "*fp32", "*i64", "*i1", "*i32", "*i64", "*i64"]
@@ -86,11 +87,28 @@ def _mask_variants() -> list[Variant]:
         constants = {**flags, "WORDS": processors.PROCESS_TILE // 32, "BIASES": 256}
         label = f"{'mapped ' if has_ids else ''}process_tile {dtype} {'masked' if has_masks else 'free'}"
         found.append(_variant(label, processors.process_tile, types, constants, 4))
+    found.append(_variant("sum_tile bf16", processors.sum_tile, ["*bf16", "*fp32", *["i32"] * 4], {"TILE": processors.SUM_TILE}, 8))
+    types = ["*bf16", "*fp32", "*i64", "*fp32", "*fp32", *["i32"] * 7]
+    found.append(_variant("report_token bf16", processors.report_token, types, {"TILES": 64}, 1))
     for has_status in (True, False):
         types = ["*i32", "*i64" if has_status else "*i1", "*i1", "*i64", "i32"]
         constants = {"HAS_STATUS": has_status, "TILES": 512}
         found.append(_variant(f"judge_positions {has_status}", processors.judge_positions, types, constants, 1))
-    return found + _filter_variants() + attention_variants()
+    return found + _grammar_variants() + _filter_variants() + attention_variants()
+
+
+def _grammar_variants() -> list[Variant]:
+    """As launched for 131,072 tokens, and for a mask whose rows have no common alignment."""
+    from stepgraph.sampling.kernels.triton import advance
+
+    types = [*["*i64"] * 4, "*i32", "*u8", *["*i32"] * 6, "*i64", "*i64", *["i32"] * 13]
+    found = []
+    for new, aligned in ((True, True), (False, True), (False, False)):
+        constants = {"FILL_NEW": new, "BY_ROW": new, "ALIGNED": aligned, "WORDS": advance.WORDS, "LANES": advance.LANES}
+        label = f"advance_rows {'new and ' if new else ''}{'aligned' if aligned else 'any width'}"
+        variant = _variant(label, advance.advance_rows, types, constants, advance.WARPS)
+        found.append(variant._replace(registers=advance.REGISTERS))
+    return found
 
 
 def _filter_variants() -> list[Variant]:
@@ -99,16 +117,17 @@ def _filter_variants() -> list[Variant]:
     from stepgraph.sampling.rng import GOLDEN, Purpose, signed
 
     tile = filters.FILTER_TILE
-    passes = -(-filters.WEIGHT_BITS // filters.DIGIT_BITS)
-    constants = {"PASSES": passes, "BITS": filters.DIGIT_BITS, "TILE": tile, "TILES": 262_144 // tile}
+    shape = {"TILE": tile, "TILES": 262_144 // tile}
     found = [_variant("tile_maxima fp32", filters.tile_maxima, ["*fp32", "*i64", *["i32"] * 4], {"TILE": tile}, 8)]
-    for dtype in ("fp32", "bf16"):
-        types = [f"*{dtype}", "*fp32", "*i64", "*i64", "*i64", *["i32"] * 6]
-        found.append(_variant(f"narrow {dtype}", filters.narrow, types, constants, 8))
+    found.append(_variant("sort_tile fp32", filters.sort_tile, ["*fp32", "*fp32", "*i64", "*i32", "*i64", *["i32"] * 6], shape, 8))
+    digits = {"PASSES": -(-filters.WEIGHT_BITS // filters.DIGIT_BITS), "BITS": filters.DIGIT_BITS}
+    types = ["*fp32", "*i32", "*i64", "*i64", *["i32"] * 5]
+    found.append(_variant("find_least", filters.find_least, types, digits | shape, filters.FIND_WARPS))
     for draws in (False, True):
         flags = {"HAS_IDS": draws, "DRAWS": draws, "SALT": signed(Purpose.DRAFT * GOLDEN)}
         types = ["*fp32", "*fp32", *["*i64"] * 7, "*fp32", *["i32"] * 6]
-        found.append(_variant(f"keep {'and draw' if draws else 'only'}", filters.keep, types, flags | constants, 8))
+        variant = _variant(f"keep {'and draw' if draws else 'only'}", filters.keep, types, flags | shape, 8)
+        found.append(variant._replace(registers=filters.KEEP_REGISTERS))
     return found
 
 
@@ -142,7 +161,35 @@ def attention_variants() -> list[Variant]:
     types = [*["*fp32"] * 3, "*bf16", "i32", "i32"]
     found.append(_variant("combine_parts", paged_programs.combine_parts, types, {"PARTS": paged_programs.MOST_PARTS, "SIZE": 256}, 2))
     types = [*["*bf16"] * 5, "*i64", *["*bf16"] * 3, *["i32"] * 6]
-    return [*found, _variant("rotate_heads", rope_programs.rotate_heads, types, {"HALF": 128}, 1)]
+    return [*found, _variant("rotate_heads", rope_programs.rotate_heads, types, {"HALF": 128}, 1), *_layer_variants()]
+
+
+def _layer_variants() -> list[Variant]:
+    """Norms of heads and of states; slots, angles, masks and drafts of a round."""
+    from stepgraph.graphs.layers.triton import dense, slot_mapping
+    from stepgraph.graphs.triton import drafting, publishing, stages
+
+    found = []
+    for size, adds in ((128, False), (4096, True), (16_384, True)):
+        types, constants = [*["*bf16"] * 5, *["i32"] * 3, "fp32"], {"HAS_UPDATE": adds, "SIZE": size}
+        found.append(_variant(f"normalise_row {size}", dense.normalise_row, types, constants, dense.warps_of(size)))
+    found.append(_variant("gate_tile", dense.gate_tile, ["*bf16", "*bf16", "i32"], {"TILE": dense.SILU_TILE}, 4))
+    types = [*["*i64"] * 4, *["i32"] * 3, "*i1", *["*i64"] * 4, *["i32"] * 4]
+    found.append(_variant("place_row", slot_mapping.place_row, types, {"HAS_LIVE": True, "HAS_COUNT": True, "WIDTH": 16}, 1))
+    types = [*["*i64"] * 5, *["i32"] * 5]
+    found.append(_variant("shift_tile", slot_mapping.shift_tile, types, {"TILE": slot_mapping.SHIFT_TILE}, 1))
+    types = ["*i64", "*i64", "*i32", "*i64", "*i32", "i32", "i32"]
+    found.append(_variant("scatter_row", slot_mapping.scatter_row, types, {"TILE": slot_mapping.MASK_TILE}, 4))
+    types = ["*i64", "*i1", "*i1", "*i64", "i32", "*i64", "*i64", "*i32", "*i1", *["*i64"] * 3, "*i1", "*i1", *["i32"] * 4]
+    flags = dict.fromkeys(("HAS_FOUND", "HAS_FORCED", "HAS_MASK", "HAS_ROWS"), True)
+    found.append(_variant("select_row", drafting.select_row, types, flags, 1))
+    found.append(_variant("write_row", stages.write_row, [*["*i64"] * 13, *["i32"] * 3], {"COLUMNS": 16, "POSITIONS": 16}, 1))
+    found.append(_variant("count_row", stages.count_row, ["*i64", "*i64", "*i64", "*i32", "i32", "i32"], {"POSITIONS": 16}, 1))
+    types = ["*i64", "*fp32", *["*i64"] * 3, "*i32", "*i64", "*fp32", "*i64", *["i32"] * 8]
+    found.append(_variant("publish_round", publishing.publish_round, types, {"ROWS": 64, "TILE": publishing.TILE}, 4))
+    found.append(_variant("store_row", drafting.store_row, [*["*i64"] * 4, *["i32"] * 4], {"WIDTH": 8}, 1))
+    types = ["*i64", "*fp32", "*bf16", "*bf16", "i32"]
+    return [*found, _variant("angles_of", slot_mapping.angles_of, types, {"HALF": 128}, 4)]
 
 
 def _variant(label: str, kernel: Any, types: list[str], constants: Mapping[str, object], warps: int) -> Variant:
@@ -164,7 +211,8 @@ def usage(variant: Variant, arch: int) -> Usage:
         if kind.startswith("*") or name.endswith("_stride")
     }
     source = ASTSource(fn=variant.kernel, signature=variant.signature, constexprs=dict(variant.constants), attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": variant.warps, "enable_fp_fusion": False})
+    options = {"num_warps": variant.warps, "maxnreg": variant.registers, "enable_fp_fusion": False}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     wide = len(re.findall(r"ld\.global\S*\.v4\.b32", compiled.asm["ptx"]))
     report = _assemble(compiled.asm["ptx"], arch)
     registers, stack, stores, loads = (int(_find(pattern, report)) for pattern in _PATTERNS)

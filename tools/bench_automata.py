@@ -1,94 +1,183 @@
 """Compiles the JSON schemas of a folder to automata over 131,072 tokens: how many fit, their sizes, and the processor time.
 
-    python tools/bench_automata.py path/to/schemas --schemas 2000 --compare 60
+    python tools/bench_automata.py path/to/schemas --schemas 2000
+    python tools/bench_automata.py path/to/schemas --positions 300000 --progress compared.jsonl
 
-Schemas that the project refuses are counted and left out. With --compare, masks along random legal texts are compared with those of
-xgrammar. Prints one JSON document; the exit code is 1 if a mask differs.
+Schemas that the project refuses are counted and left out. With --positions, masks are compared with those of fresh xgrammar matchers
+instead: in every state of the named grammars and of the schemas of the JSON-Schema-Test-Suite, after markers, over a vocabulary without
+most single bytes, and along random legal texts of the folder's schemas. Prints one JSON document; the exit code is 1 if a mask differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
-from stepgraph.sampling.grammar import Constraint, GrammarLimits, Vocabulary
+from stepgraph.runtime.demo.pair import target_path
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Vocabulary
 from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar
-from stepgraph.sampling.grammar.automaton.library import TokenTable, UnfitError, limits_of
-from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder, parse
+from stepgraph.sampling.grammar.automaton.library import Field, TokenTable, UnfitError, limits_of
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammar, XGrammarBuilder, parse
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
 
-from tools.bench.grammar_documents import vocabulary
+from tests.helpers.automaton_cases import CONSTRAINTS
+from tests.helpers.automaton_cases import VOCABULARY as SMALL
+from tests.helpers.schema_cases import groups
+from tools.bench.automaton_masks import Comparer
+from tools.bench.grammar_documents import TEXTS, vocabulary
 
 PERCENTILES = (50, 85, 95, 99, 100)
 
 
-def different_masks(grammar: AutomatonGrammar, library: Any, positions: int, draw: Random) -> list[bytes]:
-    """Texts after which the masks of the automaton and of xgrammar differ, of `positions` along random legal texts."""
-    table, found = grammar.vocabulary, list[bytes]()
-    rows = torch.zeros((2, table.mask_words), dtype=torch.int32)
-    history, matchers = list[int](), (grammar.matcher(), library.matcher())
-    for _ in range(positions):
-        same = len({matcher.fill_next_token_bitmask(rows, index) for index, matcher in enumerate(matchers)}) == 1
-        if not same or not torch.equal(rows[0], rows[1]):
-            found.append(table.decode(history))
-        legal = np.flatnonzero(np.unpackbits((rows[0] & rows[1]).numpy().view(np.uint8), bitorder="little"))
-        token = int(draw.choice(legal)) if len(legal) else table.stop_token_ids[0]
-        history.append(token)
-        if token in table.stop_token_ids or not all([matcher.accept_token(token) for matcher in matchers]):
-            history, matchers = [], (grammar.matcher(), library.matcher())
-    return found
+BIG, STATES, WALK_SECONDS = 500, 20_000, 30.0  # positions of a walk, of a grammar's states, and processor time of a walk
+MARKERS = ("</think>", '"a', "::")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to compare with xgrammar: every state of a grammar over a vocabulary, or random texts, also after a marker."""
+
+    vocabulary: str
+    kind: str  # "states", "marker" or "walk"
+    name: str
+    constraint: Constraint
+    marker: str | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{self.vocabulary} / {self.kind} / {self.name}"
+
+
+def vocabularies() -> dict[str, Vocabulary]:
+    """That of the demonstration, one of 131,072 tokens, a small one, and one where most bytes have no token of their own."""
+    demonstration, (large, _) = Vocabulary.from_gguf(target_path()), vocabulary()
+    kept = [token if len(token) != 1 or token.isalnum() or token in b'"{}[]:, ' else b"" for token in demonstration.tokens]
+    sparse = Vocabulary(kept, demonstration.stop_token_ids, demonstration.logits_width, demonstration.control_token_ids)
+    return {"demonstration": demonstration, "large": large, "small": SMALL, "sparse": sparse}
+
+
+def cases(names: Sequence[str], folder: Path, schemas: int, seed: int) -> list[Case]:
+    """First every state and markers, then schemas of the folder in random order."""
+    named = CONSTRAINTS | {name: constraint for name, constraint, _ in TEXTS}
+    found = [Case("sparse", "walk", name, constraint) for name, constraint in named.items()]
+    for index, (name, constraint) in enumerate(named.items()):
+        found += [Case(tokens, "marker", name, constraint, MARKERS[index % len(MARKERS)]) for tokens in ("small", "demonstration", "large")]
+    for group in groups():
+        with suppress(ValueError):  # refused by the project
+            named |= {f"{group.file} {group.description}": Constraint.json_schema(group.schema)}
+    found += [
+        Case(tokens, "states", name, constraint) for tokens in ("small", "demonstration", "large") for name, constraint in named.items()
+    ]
+    paths = sorted(folder.rglob("*.json"))
+    for path in Random(seed).sample(paths, min(schemas, len(paths))):
+        with suppress(ValueError):
+            constraint = Constraint.json_schema(json.loads(path.read_text(encoding="utf-8")))
+            found += [Case(tokens, "walk", str(path.relative_to(folder)), constraint) for tokens in ("demonstration", "large")]
+    return [case for case in found if case.vocabulary in names]
+
+
+def compare(case: Case, tokens: Vocabulary) -> dict[str, Any]:
+    try:
+        ours, library = (GrammarCompiler(tokens, backend=backend).compile(case.constraint).grammar for backend in ("automaton", "xgrammar"))
+    except ValueError as error:
+        return {"refused": str(error)[:200]}
+    assert isinstance(ours, AutomatonGrammar) and isinstance(library, XGrammar)
+    comparer = Comparer(ours, library, case.marker)
+    if case.kind == "states":
+        comparer.states({token[0]: token_id for token_id, token in enumerate(tokens.for_xgrammar) if len(token) == 1}, STATES)
+    comparer.walk(BIG, Random(case.key), WALK_SECONDS)
+    return asdict(comparer.found)
+
+
+def compare_all(todo: Sequence[Case], tokens: Mapping[str, Vocabulary], positions: int, progress: Path) -> dict[str, Any]:
+    """Compares until `positions` are reached. Results are appended to `progress`; cases that it holds are not repeated."""
+    done = {
+        entry["case"]: entry for line in (progress.read_text().splitlines() if progress.exists() else []) for entry in [json.loads(line)]
+    }
+    total = sum(entry.get("compared", 0) for entry in done.values())
+    with progress.open("a") as log, tqdm(total=positions, initial=total, unit="position", disable=not sys.stderr.isatty()) as bar:
+        for case in todo:
+            if case.key in done or (total >= positions and case.kind == "walk"):
+                continue
+            found = done[case.key] = {"case": case.key} | compare(case, tokens[case.vocabulary])
+            print(json.dumps(found), file=log, flush=True)
+            total += found.get("compared", 0)
+            bar.update(found.get("compared", 0))
+    counts: dict[str, Counter[str]] = {}
+    for key, entry in done.items():
+        count = counts.setdefault(" / ".join(key.split(" / ")[:2]), Counter())
+        count.update(grammars=int("compared" in entry), refused=int("refused" in entry))
+        count.update({name: entry.get(name, 0) for name in ("compared", "time_outs", "unspelled")})
+    different = [f"{key}: {text}" for key, entry in done.items() for text in entry.get("different", ())]
+    return {"compared": total, "parts": counts, "different": different}
+
+
+def origin() -> dict[str, str]:
+    command = ("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD")
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return {"commit": commit or "unknown", "date": datetime.date.today().isoformat(), "xgrammar": version("xgrammar")}
 
 
 def summarise(values: Sequence[float]) -> dict[str, float]:
     return {f"p{at}": round(float(np.percentile(values, at)), 2) for at in PERCENTILES}
 
 
-def measure(paths: Sequence[Path], compare: int, tokens: Vocabulary) -> dict[str, Any]:
-    limits, draw = GrammarLimits(), Random(0)
+def measure(paths: Sequence[Path], tokens: Vocabulary, repeats: int) -> dict[str, Any]:
+    limits = GrammarLimits()
     library, bounds = XGrammarBuilder(tokens, limits, 1), limits_of(asdict(limits))
     table = TokenTable(tokens.for_xgrammar, tokens.stop_token_ids, tokens.mask_words)
     figures: dict[str, list[float]] = {name: [] for name in ("parse_ms", "compile_ms", "kilobytes", "states")}
-    unfit, different, compared, refused = dict[str, str](), list[str](), 0, 0
-    for number, path in enumerate(paths):
-        if sys.stderr.isatty():
-            print(f"\r{number} of {len(paths)} schemas", end="", file=sys.stderr)
+    unfit, refused = dict[str, str](), 0
+    for path in tqdm(paths, unit="schema", disable=not sys.stderr.isatty()):
         try:
             constraint = Constraint.json_schema(json.loads(path.read_text(encoding="utf-8")))
             library.check(constraint)
-            start = time.process_time()
+            start = time.thread_time()
             parsed = str(parse(constraint, limits).serialize_json())
         except (ValueError, RuntimeError):  # the library raises several types of its own
             refused += 1
             continue
-        middle = time.process_time()
+        times = [time.thread_time()]
+        figures["parse_ms"].append((times[0] - start) * 1e3)
         try:
-            grammar = AutomatonGrammar(table.compile(parsed, bounds), table, tokens)
+            for _ in range(repeats):
+                image = table.compile(parsed, bounds)
+                times.append(time.thread_time())
         except UnfitError as error:
             unfit[str(path)] = str(error)
             continue
-        sizes = (middle - start) * 1e3, (time.process_time() - middle) * 1e3, grammar.nbytes / 1024, grammar.states
-        for name, value in zip(figures, sizes, strict=True):
-            figures[name].append(value)
-        if compare:
-            texts = different_masks(grammar, library.build(constraint), compare, draw)
-            compared += compare
-            different += [f"{path}: {text!r}" for text in texts]
-    summary = {
-        name: {f"p{at}": round(float(np.percentile(values, at)), 2) for at in PERCENTILES} for name, values in figures.items() if values
+        for name, value in (
+            ("compile_ms", np.median(np.diff(times)) * 1e3),
+            ("kilobytes", image.nbytes / 1024),
+            ("states", image[Field.STATES]),
+        ):
+            figures[name].append(float(value))
+    compiled = len(figures["states"])
+    counts = {
+        "schemas": len(paths),
+        "refused": refused,
+        "compiled": compiled,
+        "unfit": unfit,
+        "fit": compiled / max(1, compiled + len(unfit)),
     }
-    counts = {"schemas": len(paths), "refused": refused, "compiled": len(figures["states"]), "unfit": unfit}
-    return counts | summary | {"compared": compared, "different": different}
+    return counts | {name: summarise(values) for name, values in figures.items() if values}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,16 +185,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="schemas, one in each .json file, also in sub-folders")
     parser.add_argument("--schemas", type=int, default=1000, help="how many to choose at random (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice (default: 0)")
-    parser.add_argument("--compare", type=int, default=0, metavar="N", help="positions per schema to compare with xgrammar (default: 0)")
+    parser.add_argument("--repeats", type=int, default=3, help="compiles of each schema, of which the median counts (default: 3)")
+    parser.add_argument("--positions", type=int, default=0, metavar="N", help="compare at least N positions with xgrammar instead")
+    parser.add_argument("--progress", type=Path, default=Path("compared.jsonl"), help="results so far: a run continues after them")
     options = parser.parse_args(arguments)
     paths = sorted(options.folder.rglob("*.json"))
     if not paths:
         parser.error(f"folder: got {options.folder}, expected a folder with .json files")
     torch.set_num_threads(1)
-    tokens, name = vocabulary()
-    found = measure(Random(options.seed).sample(paths, min(options.schemas, len(paths))), options.compare, tokens)
-    print(json.dumps({"vocabulary": name, "seed": options.seed} | found, indent=2))
-    return 1 if found["different"] else 0
+    if options.positions:
+        tokens = vocabularies()
+        todo = cases(tuple(tokens), options.folder, options.schemas, options.seed)
+        found = compare_all(todo, tokens, options.positions, options.progress)
+    else:
+        large, name = vocabulary()
+        chosen = Random(options.seed).sample(paths, min(options.schemas, len(paths)))
+        found = {"vocabulary": name} | measure(chosen, large, options.repeats)
+    print(json.dumps(origin() | {"seed": options.seed} | found, indent=2))
+    return 1 if found.get("different") else 0
 
 
 if __name__ == "__main__":

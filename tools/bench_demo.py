@@ -108,6 +108,7 @@ def legality(pair: Pair, drafts: int, count: int) -> dict[str, Any]:
     config = EngineConfig(
         max_rows=8,
         num_speculative_tokens=drafts,
+        draft_length=drafts,
         max_length=LONGEST_PROMPT + NEW_TOKENS,
         greedy_only=True,
         look_up=LOOK_UP,

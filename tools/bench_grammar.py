@@ -1,4 +1,4 @@
-"""Host cost of grammars per round: the native link, a serial Python loop and the library's batch calls; and compile cost.
+"""Host cost of grammars per round: the native link (of the library and of automata), Python loops, batch calls; and compile cost.
 
 All variants process the same documents in the same rounds, interleaved: roll back rejected drafts, accept the target's tokens,
 fill, then accept and fill for each draft. The masks of all variants are compared, untimed.
@@ -24,7 +24,6 @@ import torch
 from tqdm import tqdm
 
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler, Vocabulary
-from stepgraph.sampling.grammar.compile.backends import BACKENDS
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.link.library import available_processors
 from stepgraph.sampling.grammar.link.python import PythonLink
@@ -33,8 +32,9 @@ from tools.bench.grammar_documents import TEXTS, Reader, RowRound, encode, vocab
 from tools.bench.grammar_variants import LibraryBatch, Linked, PythonLoop, native, native_forcing, native_reason
 from tools.gpu.checks.stopwatch import percentiles, ratio_of
 
+LIBRARIES = ("xgrammar", "llguidance")
 BATCHES = (1, 8, 32, 64)
-FROM_C, FORCING = "native link, called from C", "native link, forced drafts"  # both called from C
+FROM_C, FORCING, TABLES = "native link, called from C", "native link, forced drafts", "native link, automata"  # all called from C
 
 
 @dataclass
@@ -49,7 +49,13 @@ class Bench:
     """One batch size. Every variant has its own matchers and masks."""
 
     def __init__(
-        self, rows: int, drafts: int, table: Vocabulary, documents: Sequence[tuple[CompiledConstraint, list[int]]], backend: str
+        self,
+        rows: int,
+        drafts: int,
+        table: Vocabulary,
+        documents: Sequence[tuple[CompiledConstraint, list[int]]],
+        backend: str,
+        automata: Mapping[CompiledConstraint, CompiledConstraint],
     ) -> None:
         words = table.mask_words
         self.rows, self.drafts, self.documents, self.rng = rows, drafts, documents, random.Random(7)
@@ -61,6 +67,7 @@ class Bench:
                 Linked("native link", native, rows, words, drafts),
                 Linked(FROM_C, native, rows, words, drafts, from_c=True),
                 Linked(FORCING, native_forcing(table), rows, words, drafts, from_c=True),
+                Linked(TABLES, native, rows, words, drafts, from_c=True, instead=automata),
             ]
         self.readers: list[Reader | None] = [None] * rows
         self.figures = Figures({variant.name: [] for variant in self.variants})
@@ -147,8 +154,8 @@ def rounds_for(rows: int, rounds: int) -> int:
     return max(rounds // max(1, rows // 8), 100)
 
 
-def measure(rows: int, rounds: int, drafts: int, table: Vocabulary, documents: Any, backend: str) -> dict[str, object]:
-    bench = Bench(rows, drafts, table, documents, backend)
+def measure(rows: int, rounds: int, drafts: int, table: Vocabulary, documents: Any, backend: str, automata: Any) -> dict[str, object]:
+    bench = Bench(rows, drafts, table, documents, backend, automata)
     warm_up = max(20, rounds // 10)
     gc.collect()
     gc.disable()
@@ -165,6 +172,7 @@ def measure(rows: int, rounds: int, drafts: int, table: Vocabulary, documents: A
         "over_python_loop": {name: ratio_of(spent, seconds[loop])["p50"] for name, spent in seconds.items() if name != loop},
         "over_python_link": {name: ratio_of(spent, seconds[link])["p50"] for name, spent in seconds.items() if name.startswith("native")},
         "forcing_over_native_link": ratio_of(seconds[FORCING], seconds[FROM_C])["p50"] if FORCING in seconds else None,
+        "automata_over_native_link": ratio_of(seconds[TABLES], seconds[FROM_C])["p50"] if TABLES in seconds else None,
         "bytecodes_in_the_host_node": bench.bytecodes(),
     }
     for variant in bench.links:
@@ -177,6 +185,8 @@ def report(batches: Sequence[int] = BATCHES, rounds: int = 400, drafts: int = 4,
     ids = {token: token_id for token_id, token in reversed(list(enumerate(table.tokens))) if token}
     compiler = GrammarCompiler(table, backend=backend)
     documents = [(compiler.compile(constraint), encode(text, ids)) for _, constraint, text in TEXTS]
+    to_tables = GrammarCompiler(table, backend="automaton")
+    automata = {compiled: to_tables.compile(constraint) for (compiled, _), (_, constraint, _) in zip(documents, TEXTS, strict=True)}
     return {
         "vocabulary": what,
         "library": backend,
@@ -186,7 +196,7 @@ def report(batches: Sequence[int] = BATCHES, rounds: int = 400, drafts: int = 4,
         "native": native_reason() or "available",
         "python": platform.python_version(),
         "compile": bench_compile.report(table, turns=max(3, min(15, rounds // 20))),
-        "batches": [measure(rows, rounds_for(rows, rounds), drafts, table, documents, backend) for rows in batches],
+        "batches": [measure(rows, rounds_for(rows, rounds), drafts, table, documents, backend, automata) for rows in batches],
     }
 
 
@@ -211,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=list(BATCHES), help="batch sizes (default: 1 8 32 64)")
     parser.add_argument("--rounds", type=int, default=4000, help="rounds of the small batches; large ones get fewer (default: 4000)")
     parser.add_argument("-k", "--drafts", type=int, default=4, help="drafts per round (default: 4)")
-    parser.add_argument("--library", choices=BACKENDS, default="xgrammar", help="grammar library (default: xgrammar)")
+    parser.add_argument("--library", choices=LIBRARIES, default="xgrammar", help="grammar library (default: xgrammar)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     found = report(options.rows, options.rounds, options.drafts, options.library)

@@ -112,7 +112,12 @@ class Scene:
     def choose_draft(self, sampled: bool) -> Call:
         """The last draft of a round."""
         alive = torch.ones_like(self.batch.rows, dtype=torch.bool)
-        return partial(drafting.choose_draft, self.buffers, self.batch, self.k, self.logits[:, 0], alive, masked=True, sampled=sampled)
+
+        def choose() -> object:
+            mask = drafting.grammar_mask_of(self.buffers, self.batch, self.k)
+            return drafting.choose_draft(self.buffers, self.batch, self.k, self.logits[:, 0], alive, mask, sampled)
+
+        return choose
 
     def plain(self) -> Call:
         """The plain pipeline on the same logits, masks and drafts."""

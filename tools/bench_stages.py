@@ -96,10 +96,12 @@ class Scene:
         config = EngineConfig(
             max_rows=rows,
             num_speculative_tokens=drafts,
+            draft_length=drafts,
             max_length=512,
             buckets=(rows,),
             rounds_in_flight=1,
             greedy_only=not sampled,
+            grammar_lane="host",
         )
         self.engine = Engine(pair.target, pair.draft if drafts else None, vocabulary=VOCABULARY, config=config)
         self.report = dict(self.engine.capture().keys)[self.key]
@@ -130,7 +132,11 @@ class Scene:
             prefill = partial(drafting.draft_prefill, buffers, batch, emission, features, draft, limits)
             drafted, state = prefill()
             alive = torch.ones_like(batch.rows, dtype=torch.bool)
-            choose = partial(drafting.choose_draft, buffers, after, 1, drafted, alive, key.constrained, key.sampled, draft.d2t)
+
+            def choose() -> torch.Tensor:
+                mask = drafting.grammar_mask_of(buffers, after, 1) if key.constrained else None
+                return drafting.choose_draft(buffers, after, 1, drafted, alive, mask, key.sampled, draft.d2t)
+
             tokens = choose()
             found |= {"draft_prefill": prefill, "choose_draft": choose}
             found["draft_decode"] = partial(drafting.draft_decode, buffers, after, 1, tokens, state, draft, limits)

@@ -64,7 +64,7 @@ def _device(name: str, document: Mapping[str, Any]) -> Iterator[str]:
     figures = {check["name"]: check["figures"] for check in document["checks"]}
     rounds = [row for key, cell in figures.get("constrained_rounds", {}).items() if "over_free" in cell for row in [_round(key, cell)]]
     if rounds:
-        yield from _table(("a round", "p50, us", "schema / free", "recursive / free", "Python callbacks / free"), rounds)
+        yield from _table(("a round", "p50, us", "schema / free", "recursive / free", "host / free", "Python callbacks / free"), rounds)
     others = [
         (f"{label} {key}", f"{cell['ratio']['median']:.2f}", f"{cell['ratio']['p25']:.2f} to {cell['ratio']['p75']:.2f}")
         for check, label in (("against_hand_written_loop", "hand-written loop,"), ("against_transformers", "transformers, 1B,"))
@@ -84,7 +84,7 @@ def _goal(goal: Mapping[str, Any]) -> tuple[str, ...]:
 def _round(name: str, cell: Mapping[str, Any]) -> tuple[str, ...]:
     over = {key: f"{ratio['median']:.3f}" for key, ratio in cell["over_free"].items()}
     free = f"{cell['variants']['free']['p50_us']:.0f}"
-    return name, free, *(over.get(key, "") for key in ("schema", "recursive", "schema, Python callbacks"))
+    return name, free, *(over.get(key, "") for key in ("schema", "recursive", "schema, host nodes", "schema, Python callbacks"))
 
 
 def _table(head: Sequence[str], rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]) -> Iterator[str]:

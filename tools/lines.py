@@ -15,13 +15,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = (".py", ".c", ".h", ".cpp")
 BUDGETS = {
-    "runtime": 8_140,
-    "graphs": 6_187,
-    "sampling": 12_812,  # 2,804 of these are grammar/automaton, the compiler of grammars to tables
-    "tools": 13_193,  # 112 of these are bench_automata.py
-    "tests": 36_580,  # raised from 35,919: tests of grammar/automaton, and the commands of the documentation are executed
+    # raised from 8,569: many rounds in one launch (loops.py), text and Python types in the public calls, check-schema, draft lengths
+    "runtime": 8_964,
+    # raised from 7,120: replay(until=...) on both back ends, results published by a kernel, fewer launches of sampled rounds
+    "graphs": 7_588,
+    # raised from 16,971: options of JSON schemas and their translation for llguidance, less the older readers of schemas
+    "sampling": 17_265,
+    "tools": 14_659,  # raised from 13,769: bench_adaptive.py, trace_picture.py (from runtime), comparisons of automata with xgrammar
+    "tests": 41_566,  # raised from 39,451: tests of loops, text, applications' schemas, schema drafts, and the stub's rounds and rules
 }
-DECODE_RING_BUDGET = 5_338
+DECODE_RING_BUDGET = 5_976  # raised from 5,729: loops, stop strings, draft lengths chosen by default; the goal of 5,500 is missed
 DECODE_RING = (
     "runtime/engine.py",
     "runtime/scheduler.py",
@@ -32,6 +35,7 @@ DECODE_RING = (
     "runtime/models/llama.py",
     "runtime/models/eagle3.py",
     "graphs/round.py",
+    "graphs/grammar_lane.py",
     "graphs/stages.py",
     "graphs/drafting.py",
     "graphs/batch.py",

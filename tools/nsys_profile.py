@@ -53,6 +53,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--draft", metavar="DRAFT", help="for --bench with --model: draft of Engine.from_pretrained (default: ngram)")
     add("--rows", type=int, default=4, metavar="N", help="for --bench: concurrent requests (default: %(default)s)")
     add("-k", "--drafts", type=int, default=4, metavar="K", help="for --bench: drafts per round (default: %(default)s)")
+    lanes = ("auto", "device", "host")
+    add("--grammar-lane", choices=lanes, default="auto", help="for --bench: where its grammar is followed (default: %(default)s)")
     options = parser.parse_args(arguments[:here])
     options.script = arguments[here + 1 :]
     return options
@@ -60,7 +62,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def script_of(options: argparse.Namespace, rounds: tuple[int, int]) -> list[str]:
     if options.bench == bool(options.script):
-        raise ValueError("got " + ("both" if options.bench else "neither") + " of --bench and -- SCRIPT, want one of them")
+        raise ValueError("got " + ("both" if options.bench else "neither") + " of --bench and -- SCRIPT, expected one of them")
     if not options.bench:
         return list(options.script)
     if options.draft and not options.model:
@@ -74,6 +76,8 @@ def script_of(options: argparse.Namespace, rounds: tuple[int, int]) -> list[str]
         str(options.rows),
         "-k",
         str(options.drafts),
+        "--grammar-lane",
+        options.grammar_lane,
         *model,
     ]
 

@@ -1,7 +1,7 @@
 """Rewrites the table of results of each grammar back end on the JSON-Schema-Test-Suite, and prints the totals.
 
     python tools/schema_suite.py            # after a change; review the difference, then commit it
-    python tools/schema_suite.py --import-from path/to/tests/draft2020-12
+    python tools/schema_suite.py --import-from path/to/tests
 
 The suite is in tests/data with its licence, one schema per line; --import-from updates it from a checkout.
 """
@@ -17,6 +17,24 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tests.*
 
 from tests.helpers import schema_cases
 
+DRAFTS = {  # in which the schemas of a folder are, as most of them do not say so
+    "draft4": "http://json-schema.org/draft-04/schema#",
+    "draft6": "http://json-schema.org/draft-06/schema#",
+    "draft7": "http://json-schema.org/draft-07/schema#",
+    "draft2019-09": "https://json-schema.org/draft/2019-09/schema",
+}
+
+
+def older_drafts(folder: Path) -> str:
+    lines = []
+    for draft, uri in DRAFTS.items():
+        for line in imported(folder / draft).splitlines():
+            entry = json.loads(line)
+            schema = entry["schema"] if isinstance(entry["schema"], dict) else {} if entry["schema"] else {"not": {}}
+            if entry["file"] != "refRemote":
+                lines.append(json.dumps({"draft": draft, **entry, "schema": {"$schema": uri} | schema}, separators=(",", ":")) + "\n")
+    return "".join(lines)
+
 
 def imported(folder: Path) -> str:
     """The required tests of one draft, one line per schema, without unused fields."""
@@ -31,10 +49,11 @@ def imported(folder: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--import-from", type=Path, help="update the suite from this folder of JSON files")
+    parser.add_argument("--import-from", type=Path, help="update the suite from this folder, which has one for each draft")
     options = parser.parse_args()
     if options.import_from:
-        schema_cases.SUITE.write_text(imported(options.import_from), encoding="utf-8")
+        schema_cases.SUITE.write_text(imported(options.import_from / "draft2020-12"), encoding="utf-8")
+        schema_cases.OLDER_DRAFTS.write_text(older_drafts(options.import_from), encoding="utf-8")
     found = schema_cases.outcomes()
     changed = schema_cases.differences(schema_cases.kept() if schema_cases.TABLE.exists() else {}, found)
     text = schema_cases.written(found)

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         return code
     weight = (head / "model.safetensors").stat().st_size
     if weight > MOST_BYTES:
-        raise ValueError(f"{head}: got {weight:,} bytes, expected at most {MOST_BYTES:,}; want less --draft-vocab or --intermediate-size")
+        raise ValueError(f"{head}: got {weight:,} bytes, expected at most {MOST_BYTES:,}; lower --draft-vocab or --intermediate-size")
     found = {
         "command": recipe(options),
         "answers": options.answers,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stepgraph.graphs.attention.paged import C_HEAD_SIZE
 from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous, same_float_type
-from stepgraph.sampling.kernels.operation import operation
+from stepgraph.sampling.kernels.operation import Contiguous, operation
 
 
 def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def _in_c(query: Tensor, key: Tensor, value: Tensor, cosines: Tensor, sines: Ten
 
 @operation(_outputs, writes=("keys", "values"), triton=True, c=CKernel("rope_and_write_kv", _in_c))
 def rope_and_write_kv(
-    query: Packed, key: Packed, value: Packed, cosines: Tensor, sines: Tensor, slots: Tensor, keys: Tensor, values: Tensor
+    query: Packed, key: Packed, value: Packed, cosines: Contiguous, sines: Contiguous, slots: Contiguous, keys: Tensor, values: Tensor
 ) -> Tensor:
     """The rotated queries, [N, heads, size]; writes the rotated keys and the values of N tokens into their slots.
 

@@ -15,12 +15,14 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step, setting
+from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step, checked_loop, setting
 from stepgraph.graphs.cuda.context import Streams
 from stepgraph.graphs.cuda.driver import Driver, open_driver
-from stepgraph.graphs.cuda.recorder import CudaRecorder, Recording
+from stepgraph.graphs.cuda.loop import LoopGraph, why_no_loops
+from stepgraph.graphs.cuda.recorder import CudaRecorder, Recording, broken_rule
 from stepgraph.graphs.cuda.trace import CudaTracer
 from stepgraph.graphs.errors import HostErrors, fail
 from stepgraph.graphs.spans import MakeRange, Span
@@ -109,21 +111,42 @@ class CudaEvent:
 class CudaGraph:
     """A captured step."""
 
-    def __init__(self, backend: CudaBackend, recording: Recording, retired: list[Recording]) -> None:
-        self._backend, self._graph = backend, recording.graph
-        self.report = recording.report
+    def __init__(self, backend: CudaBackend, recording: Recording, buffers: StaticBuffers, retired: list[Recording]) -> None:
+        self._backend, self._recording, self._buffers, self.report = backend, recording, buffers, recording.report
+        self._loop: LoopGraph | None = None  # the latest
         # The graph may be running when the last reference is dropped; its callbacks must outlive the run.
         self.retire = weakref.finalize(self, retired.append, recording)
         self.retire.atexit = False
 
-    def replay(self) -> None:
-        """Launch the captured step once on the current contents of the buffers. Does not wait."""
-        with self._backend.on_main("replay()"):
-            self._graph.replay()
+    def replay(self, *, until: Tensor | None = None, limit: int | None = None) -> None:
+        """Launch the captured step on the current contents of the buffers: once, or until a flag is set. Does not wait."""
+        recording, backend = self._recording, self._backend
+        loop = None
+        if until is not None or limit is not None:
+            loop = checked_loop(self._buffers, until, limit, recording.host_node, recording.draws)
+            if reason := backend.why_no_loops or ("a trace is running" if backend.tracer else ""):
+                raise RuntimeError(f"replay(until=...): {reason}")
+        with backend.on_main("replay()") as main:
+            if loop is None:
+                recording.graph.replay()
+            else:
+                self._loop = self._loop_of(*loop)
+                self._loop.launch(main)
         if self._backend.tracer is not None:
             self._backend.tracer.replayed(self.report.stages)
         self._backend.stats.replays += 1
         self._backend.stats.host_nodes += len(self.report.host_nodes)
+
+    @property
+    def rounds(self) -> int:
+        return self._loop.rounds if self._loop else 0
+
+    def _loop_of(self, until: Tensor, limit: int) -> LoopGraph:
+        """The first call for a flag and a limit builds the loop."""
+        key, recording = (until.data_ptr(), limit), self._recording
+        if key not in recording.loops:
+            recording.loops[key] = LoopGraph(self._backend.driver, recording.graph.raw_cuda_graph(), until, limit)
+        return recording.loops[key]
 
 
 class CudaBackend:
@@ -132,6 +155,8 @@ class CudaBackend:
     The main stream waits for the work that the caller issued before on its current stream. With `ordered`, the caller's stream
     also waits for the launched work, as for any torch operation; without, use events, `run` and `synchronize`. The next call that
     launches or waits raises the error of a host node, once; the nodes after it in that replay still run.
+
+    A step that cannot be captured is run once more under the rules of the tape, which name what its line does.
 
     `check="twice"` compares the nodes of two captures: kernels by identity and launch shape, not by arguments. The tape compares
     every argument and finds baked numbers. A capture may use torch's default generator; other generators must be in `generators`.
@@ -167,16 +192,26 @@ class CudaBackend:
         if torch.empty(0, device=buffers.device).device != self.device:
             raise ValueError(f"CudaBackend.capture: got buffers on {buffers.device}, expected {self.device}")
         with self._recording("capture()"):
-            self._recorder.warm_up(step, buffers, generators)
-            if check == "twice":
-                recording = self._recorder.record_twice(step, buffers, between, generators)
-            else:
-                recording = self._recorder.record(step, buffers, generators)
-        graph = CudaGraph(self, recording, self._resources.retired)
+            try:
+                draws = self._recorder.warm_up(step, buffers, generators)
+                if check == "twice":
+                    recording = self._recorder.record_twice(step, buffers, between, generators, draws)
+                else:
+                    recording = self._recorder.record(step, buffers, generators, draws)
+            except Exception as error:
+                broken = broken_rule(error, step, buffers, generators)
+                if broken is None:
+                    raise
+                raise broken from error
+        graph = CudaGraph(self, recording, buffers, self._resources.retired)
         self._graphs.add(graph)
         if hasattr(recording.graph, "raw_cuda_graph_exec"):  # not in torch 2.8
             self.driver.cuGraphUpload(recording.graph.raw_cuda_graph_exec(), self._main.cuda_stream)
         return graph
+
+    @property
+    def why_no_loops(self) -> str:
+        return why_no_loops(self.driver)
 
     def measure(self, step: Step, buffers: StaticBuffers) -> int:
         with self._recording("measure()"):
@@ -231,8 +266,8 @@ class CudaBackend:
     # for graphs and events of this backend
 
     @contextlib.contextmanager
-    def on_main(self, call: str) -> Iterator[None]:
-        """Issue the block on the main stream, ordered after the caller's earlier work."""
+    def on_main(self, call: str) -> Iterator[int]:
+        """Issue the block on the main stream, whose handle it gets, ordered after the caller's earlier work."""
         self._enter(call)
         self.errors.raise_first()
         caller, main = torch.cuda.current_stream(self.device).cuda_stream, self._main.cuda_stream
@@ -240,7 +275,7 @@ class CudaBackend:
             self.driver.cuEventRecord(self._order_event, caller)
             self.driver.cuStreamWaitEvent(main, self._order_event, 0)
         with torch.cuda.stream(self._main):
-            yield
+            yield main
         if self._ordered and caller != main:
             self.driver.cuEventRecord(self._order_event, main)
             self.driver.cuStreamWaitEvent(caller, self._order_event, 0)

@@ -13,8 +13,8 @@ from torch import Tensor
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import MAIN, NOTHING, StreamEvent, setting
 from stepgraph.graphs.cuda.driver import Driver, HostCallback
-from stepgraph.graphs.errors import HostErrors, fail
-from stepgraph.graphs.spans import STEP, Label, MakeRange
+from stepgraph.graphs.errors import HostErrors, Site, call_site, fail
+from stepgraph.graphs.spans import STEP, MakeRange, StageRun
 from stepgraph.sampling import cuda_graphs
 
 
@@ -56,7 +56,8 @@ class CudaCaptureContext:
         self._joined = {MAIN}
         self._events: list[int] = []
         self.callbacks: list[HostCallback] = []
-        self.labels: list[Label] = []  # one per captured node
+        self.first_host_node: tuple[str, Site] | None = None
+        self.labels: list[StageRun] = []  # one per captured node
 
     @contextlib.contextmanager
     def stream(self, name: str) -> Iterator[None]:
@@ -98,16 +99,17 @@ class CudaCaptureContext:
         if self._launch_host:
             callback = HostCallback(name, function, self._errors)
             self.callbacks.append(callback)
+            self.first_host_node = self.first_host_node or (name, call_site())
             self.label_nodes()
             with self._range(name):
                 self._driver.cuLaunchHostFunc(self._handle, callback.address, callback.data)
-            self.label_nodes(Label(self._current, name, "host"))
+            self.label_nodes(StageRun(self._current, name, "host"))
 
-    def label_nodes(self, label: Label | None = None) -> None:
-        """Label the nodes captured since the last call with the current stage, or with `label`."""
+    def label_nodes(self, label: StageRun | None = None) -> None:
+        """StageRun the nodes captured since the last call with the current stage, or with `label`."""
         if self._launch_host:
             new = self._driver.captured_nodes(self._streams[MAIN].cuda_stream) - len(self.labels)
-            self.labels += [label or Label(self._current, self._stage)] * new
+            self.labels += [label or StageRun(self._current, self._stage)] * new
 
     def join_all(self) -> None:
         """Join every side stream to the main stream, so that an interrupted capture can end."""

@@ -8,20 +8,35 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
 from stepgraph.graphs.capture import C_HOST_FUNCTION, native_entry
 from stepgraph.graphs.errors import HostErrors
+from stepgraph.sampling.cuda_graphs import without_collection
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY, the result of a query
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING; waits spin, for low latency
 
+
+class KernelParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = (
+        ("func", c_void_p),
+        ("shape", c_uint * 7),  # grid, block, dynamic shared memory
+        ("kernel_params", c_void_p),
+        ("extra", c_void_p),
+        ("kern", c_void_p),
+        ("ctx", c_void_p),
+    )
+
+
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
+    "cuDriverGetVersion": (POINTER(c_int),),
     "cuCtxGetCurrent": (POINTER(c_void_p),),
     "cuCtxSetCurrent": (c_void_p,),
     "cuStreamQuery": (c_void_p,),
@@ -48,11 +63,18 @@ class Driver:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        for name, signature in _SIGNATURES.items():
+        self._library = library
+        self.declare(_SIGNATURES, "12.0")
+
+    def declare(self, signatures: Mapping[str, tuple[Any, ...]], version: str) -> None:
+        """Make these calls, which the drivers from this version of CUDA on have."""
+        for name, signature in signatures.items():
             try:
-                call: Any = library[name]
+                call: Any = self._library[name]
             except AttributeError as error:
-                raise RuntimeError(f"the CUDA driver library has no {name}: {error}; expected a driver for CUDA 12.0 or newer") from error
+                raise RuntimeError(
+                    f"the CUDA driver library has no {name}: {error}; expected a driver for CUDA {version} or newer"
+                ) from error
             call.restype, call.argtypes = c_int, signature
             setattr(self, name, call)
             if name != "cuGetErrorName":
@@ -119,15 +141,10 @@ class HostCallback:
 
 def _python_entry(name: str, function: Callable[[], object], errors: HostErrors) -> Any:
     def enter(_: int | None) -> None:
-        # A host node must not call CUDA; a garbage collection could, by freeing a graph or an event.
-        collecting = gc.isenabled()
-        gc.disable()
         try:
-            function()
+            with without_collection():  # a host node must not call CUDA
+                function()
         except BaseException as error:
             errors.store(name, error)
-        finally:
-            if collecting:
-                gc.enable()
 
     return C_HOST_FUNCTION(enter)

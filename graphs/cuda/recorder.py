@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
-from ctypes import byref, c_int, c_size_t, c_uint, c_void_p
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import byref, c_int, c_size_t, c_void_p
+from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -17,9 +17,11 @@ from torch import Tensor
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import MAIN, Step, use_context
 from stepgraph.graphs.cuda.context import CudaCaptureContext, Streams
-from stepgraph.graphs.cuda.driver import Driver, HostCallback
-from stepgraph.graphs.errors import CaptureError, HostErrors, fail, site_of
-from stepgraph.graphs.spans import Label, MakeRange, RecordedReport, stage_runs
+from stepgraph.graphs.cuda.driver import Driver, HostCallback, KernelParams
+from stepgraph.graphs.cuda.loop import LoopGraph
+from stepgraph.graphs.errors import CaptureError, HostErrors, Site, fail, site_of
+from stepgraph.graphs.spans import MakeRange, RecordedReport, stage_runs
+from stepgraph.graphs.tape.recorder import Recorder
 from stepgraph.sampling.cuda_graphs import GraphPool, capturing, empty_cache
 
 _SMALL = 1 << 20  # bytes; smaller buffers are copied without a comparison
@@ -29,19 +31,6 @@ _NODE_KINDS = (  # in the order of CUgraphNodeType; shared kinds have the names 
     *("kernel", "copy", "fill", "host", "graph", "empty", "wait", "record", "semaphore-signal", "semaphore-wait"),
     *("alloc", "free", "memory-operations", "conditional"),
 )
-
-
-class _KernelParams(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS_v2."""
-
-    _fields_ = (
-        ("func", c_void_p),
-        ("shape", c_uint * 7),  # grid, block, dynamic shared memory
-        ("kernel_params", c_void_p),
-        ("extra", c_void_p),
-        ("kern", c_void_p),
-        ("ctx", c_void_p),
-    )
 
 
 class GraphNode(NamedTuple):
@@ -58,9 +47,14 @@ class Recording(NamedTuple):
     callbacks: list[HostCallback]
     nodes: list[GraphNode]
     report: RecordedReport
+    host_node: tuple[str, Site] | None  # the first one
+    draws: bool  # from a generator
+    loops: dict[tuple[int, int], LoopGraph]  # by address of the flag and limit
 
     def free(self) -> None:
         """Only while the device is idle."""
+        while self.loops:
+            self.loops.popitem()[1].free()
         self.graph.reset()
         self.callbacks.clear()
 
@@ -72,8 +66,8 @@ class CudaRecorder:
         self._driver, self._streams, self._pool, self._errors, self._ranges = driver, streams, pool, errors, ranges
         self._device = pool.stream.device
 
-    def warm_up(self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]) -> None:
-        """Run the step once on the streams of the capture, then restore the buffers.
+    def warm_up(self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]) -> bool:
+        """Run the step once on the streams of the capture, then restore the buffers. Returns whether it draws from a generator.
 
         Libraries create handles and workspaces and load kernels in their first call on a stream, which a capture does not allow.
         """
@@ -85,6 +79,8 @@ class CudaRecorder:
             try:
                 with use_context(context):
                     step(buffers)
+                pairs = zip(used, states, strict=True)
+                return not all(torch.equal(generator.get_state(), state) for generator, state in pairs)
             finally:
                 self.synchronize()
                 backup.restore()
@@ -94,13 +90,13 @@ class CudaRecorder:
                 context.close()
 
     def record_twice(
-        self, step: Step, buffers: StaticBuffers, between: Callable[[], None] | None, generators: Sequence[torch.Generator]
+        self, step: Step, buffers: StaticBuffers, between: Callable[[], None] | None, generators: Sequence[torch.Generator], draws: bool
     ) -> Recording:
         """Record and compare. CaptureError if the two differ."""
-        recording = self.record(step, buffers, generators)
+        recording = self.record(step, buffers, generators, draws)
         if between is not None:
             between()
-        second = self.record(step, buffers, generators)
+        second = self.record(step, buffers, generators, draws)
         error = difference(recording.nodes, second.nodes)
         second.free()
         if error is not None:
@@ -108,26 +104,25 @@ class CudaRecorder:
             raise error
         return recording
 
-    def record(self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]) -> Recording:
+    def record(self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator], draws: bool) -> Recording:
         begin, reserved = time.perf_counter(), torch.cuda.memory_reserved(self._device)
-        graph, callbacks, labels = self._capture(step, buffers, generators)
+        graph, context = self._capture(step, buffers, generators)
         graph.instantiate()
         nodes = graph_nodes(self._driver, graph.raw_cuda_graph())
         report = RecordedReport(
             nodes=dict(Counter(node.kind for node in nodes)),
-            host_nodes=tuple(callback.name for callback in callbacks),
+            host_nodes=tuple(callback.name for callback in context.callbacks),
             nbytes=max(0, torch.cuda.memory_reserved(self._device) - reserved),  # growth of the pool
             seconds=time.perf_counter() - begin,
-            stages=stage_runs(labels),
+            stages=stage_runs(context.labels),
         )
-        return Recording(graph, callbacks, nodes, report)
+        return Recording(graph, context.callbacks, nodes, report, context.first_host_node, draws, {})
 
     def measure(self, step: Step, buffers: StaticBuffers) -> int:
         """Bytes of a capture in its own pool, which is then freed."""
         pool = GraphPool(self._pool.stream)
         alone = CudaRecorder(self._driver, self._streams, pool, self._errors)
-        alone.warm_up(step, buffers, ())
-        recording = alone.record(step, buffers, ())
+        recording = alone.record(step, buffers, (), alone.warm_up(step, buffers, ()))
         recording.free()
         pool.release()
         empty_cache()
@@ -139,7 +134,7 @@ class CudaRecorder:
 
     def _capture(
         self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]
-    ) -> tuple[torch.cuda.CUDAGraph, list[HostCallback], list[Label]]:
+    ) -> tuple[torch.cuda.CUDAGraph, CudaCaptureContext]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         context = CudaCaptureContext(self._driver, self._streams, buffers, self._errors, launch_host=True, ranges=self._ranges)
         try:
@@ -158,7 +153,7 @@ class CudaRecorder:
             raise as_capture_error(error) from error
         finally:
             context.close()
-        return graph, context.callbacks, context.labels
+        return graph, context
 
 
 def graph_nodes(driver: Driver, graph: int) -> list[GraphNode]:
@@ -174,7 +169,7 @@ def _node(driver: Driver, handle: int) -> GraphNode:
     number = c_int()
     driver.cuGraphNodeGetType(handle, byref(number))
     kind = _NODE_KINDS[number.value] if number.value < len(_NODE_KINDS) else f"type-{number.value}"
-    params = _KernelParams()
+    params = KernelParams()
     if kind == "kernel":
         with contextlib.suppress(RuntimeError):  # not available for some kernels
             driver.cuGraphKernelNodeGetParams_v2(handle, byref(params))
@@ -194,10 +189,31 @@ def difference(first: Sequence[GraphNode], second: Sequence[GraphNode]) -> Captu
 
 def as_capture_error(error: Exception) -> CaptureError:
     """An error in the capture itself. The warm-up succeeded, so the step fails only while it is captured."""
-    text, site = str(error).split("\n", 1)[0], site_of(reversed(list(traceback.walk_tb(error.__traceback__))))
+    text, site = str(error).split("\n", 1)[0], site_of(_frames(error))
     if not isinstance(error, RuntimeError):
         return fail("exception", f"{type(error).__name__}: {text}", site)
     return fail("unjoined-fork" if "unjoined" in text else "cuda", text, site)
+
+
+def broken_rule(error: Exception, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]) -> CaptureError | None:
+    """The rule of the tape that the line of a failed capture breaks; None if it breaks none. CUDA names no rule, and no line of a fork."""
+    rule = error.rule if isinstance(error, CaptureError) else ""
+    if rule not in ("", "cuda", "exception", "unjoined-fork", "stream-outside-capture"):
+        return None
+    site = Site(error.file, error.line) if isinstance(error, CaptureError) else site_of(_frames(error))
+    try:
+        Recorder(buffers, [*generators, torch.default_generator], lambda key: False).record_step(step)
+    except CaptureError as found:
+        unknown = not site.file and not isinstance(error, torch.OutOfMemoryError)
+        if unknown or found.rule == rule or site == (found.file, found.line):
+            return found
+    except Exception:  # the error has been found without this
+        return None
+    return None
+
+
+def _frames(error: Exception) -> Iterator[tuple[FrameType, int]]:
+    return reversed(list(traceback.walk_tb(error.__traceback__)))
 
 
 class BufferBackup:

@@ -24,9 +24,8 @@ _LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 
 
 class Activity(NamedTuple):
-    """One kernel, copy or fill, with the correlation id of its launch."""
+    """One kernel, copy or fill."""
 
-    correlation: int
     stream: int
     start_ns: int
     end_ns: int
@@ -66,7 +65,7 @@ def spans_of(
         start = round(float(event["ts"]) * 1000)
         end, details = start + round(float(event.get("dur", 0)) * 1000), event.get("args", {})
         if event.get("cat") in _DEVICE:
-            activities.setdefault(details["correlation"], []).append(Activity(details["correlation"], details["stream"], start, end))
+            activities.setdefault(details["correlation"], []).append(Activity(details["stream"], start, end))
         elif event["name"] in _LAUNCHES and "correlation" in details:
             launches.append((start, end, details["correlation"]))
     launches.sort()

@@ -1,6 +1,8 @@
-"""Layers that work on each token alone: products, norms, SiLU. On the CPU in C for float32 and bfloat16, elsewhere in torch."""
+"""Layers that work on each token alone: products, norms, SiLU. One kernel each: in C on the CPU, Triton programs on a GPU."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +14,9 @@ from stepgraph.sampling.kernels.operation import Contiguous, operation
 LEAST_ROWS = 4  # of a matrix product in torch on the CPU: with fewer rows, MKL and oneDNN sum in another order
 
 
-def _product_in_c(states: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor | None) -> bool:
+def _product_in_c(states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """On one thread: with several, torch shares the product out among them."""
-    others = [each for each in (weight, bias, onto) if each is not None]
+    others = [each for each in (weight, bias) if each is not None]
     dense = states.dim() == 2 and states.stride(-1) == 1 and all(each.is_contiguous() for each in others)
     return torch.get_num_threads() == 1 and dense and same_float_type(states, *others)
 
@@ -24,13 +26,12 @@ def _product_outputs(states: Tensor, weight: Tensor, *_: object) -> Tensor:
 
 
 @operation(_product_outputs, c=CKernel("product", _product_in_c))
-def product(states: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Contiguous | None = None) -> Tensor:
-    """[N, in] by [out, in] -> [N, out], plus `bias` and `onto`. On the CPU a row has the same bits in any batch."""
+def product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[N, in] by [out, in] -> [N, out], plus `bias`. On the CPU a row has the same bits in any batch."""
     rows = len(states)
     if rows < LEAST_ROWS and states.device.type == "cpu":
         states = functional.pad(states, (0, 0, 0, LEAST_ROWS - rows))
-    result = functional.linear(states, weight, bias)[:rows]
-    return result if onto is None else onto + result
+    return functional.linear(states, weight, bias)[:rows]
 
 
 def _norm_in_c(states: Tensor, weight: Tensor, epsilon: float) -> bool:
@@ -43,11 +44,31 @@ def _norm_outputs(states: Tensor, *_: object) -> Tensor:
     return torch.empty_like(states, memory_format=torch.contiguous_format)
 
 
-@operation(_norm_outputs, c=CKernel("rms_norm", _norm_in_c))
+@operation(_norm_outputs, triton=True, c=CKernel("rms_norm", _norm_in_c))
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Scale the last dimension to a mean square of one, in float32, then multiply by `weight`."""
     wide = states.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(states.dtype)
+
+
+class Residual(NamedTuple):
+    states: Tensor  # with the update
+    normed: Tensor
+
+
+def _add_norm_outputs(states: Tensor, *_: object) -> Residual:
+    return Residual(torch.empty_like(states), torch.empty_like(states))
+
+
+def _add_norm_in_c(states: Tensor, update: Tensor, weight: Tensor, epsilon: float) -> bool:
+    return states.shape == update.shape and states.dim() == 2 and weight.is_contiguous() and same_float_type(states, update, weight)
+
+
+@operation(_add_norm_outputs, triton=True, c=CKernel("add_rms_norm", _add_norm_in_c))
+def add_rms_norm(states: Contiguous, update: Contiguous, weight: Tensor, epsilon: float) -> Residual:
+    """A residual connection: states plus their update, [N, size] each, and `rms_norm` of the sum."""
+    states = states + update
+    return Residual(states, rms_norm.reference(states, weight, epsilon))
 
 
 def _silu_outputs(pairs: Tensor) -> Tensor:
@@ -58,8 +79,8 @@ def _silu_in_c(pairs: Tensor) -> bool:
     return 2 <= pairs.dim() <= 4 and pairs.is_contiguous() and same_float_type(pairs)
 
 
-@operation(_silu_outputs, c=CKernel("silu_and_mul", _silu_in_c))
-def silu_and_mul(pairs: Tensor) -> Tensor:
+@operation(_silu_outputs, triton=True, c=CKernel("silu_and_mul", _silu_in_c))
+def silu_and_mul(pairs: Contiguous) -> Tensor:
     """silu of the first half of the last dimension, times the second half."""
     gate, up = pairs.chunk(2, -1)
     return functional.silu(gate) * up

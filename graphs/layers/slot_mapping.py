@@ -1,6 +1,6 @@
 """Positions and cache slots of the tokens of a call, their rotary angles, and the rows of grammar masks.
 
-In torch each of these is many small operations; on the CPU each is one kernel in C.
+In torch each of these is many small operations; here each is one kernel: in C on the CPU, a Triton program on a GPU.
 """
 
 from __future__ import annotations
@@ -22,34 +22,57 @@ class Placed(NamedTuple):
     slots: Tensor
 
 
-def _place_in_c(tokens: Tensor, live: Tensor, length: Tensor, end: Tensor, tables: Tensor, *_: int) -> bool:
-    return is_contiguous(torch.int64, tokens, tables) and live.is_contiguous()
+def _place_in_c(tokens: Tensor, length: Tensor, end: Tensor, tables: Tensor, *_: object) -> bool:
+    return is_contiguous(torch.int64, tokens, tables)
 
 
 def _place_outputs(tokens: Tensor, *_: object) -> Placed:
     return Placed(*(torch.empty_like(tokens, memory_format=torch.contiguous_format) for _ in range(3)))
 
 
-@operation(_place_outputs, c=CKernel("place_tokens", _place_in_c))
+@operation(_place_outputs, triton=True, c=CKernel("place_tokens", _place_in_c))
 def place_tokens(
-    tokens: Contiguous, live: Contiguous, length: Tensor, end: Tensor, tables: Tensor, offset: int, page_size: int, max_length: int
+    tokens: Contiguous,
+    length: Tensor,
+    end: Tensor,
+    tables: Contiguous,
+    offset: int,
+    page_size: int,
+    max_length: int,
+    live: Contiguous | None = None,
+    count: Contiguous | None = None,
 ) -> Placed:
-    """Consecutive positions from length + offset on; a token that is not live or lies beyond `end` gets a slot of the scratch page.
+    """Consecutive positions from length + offset on. A token that is inert or lies beyond `end` gets a slot of the scratch page.
 
-    tokens [B, Q] int64, live [B, Q] bool, length, end [B] int64, tables [B, pages] int64.
+    tokens [B, Q] int64, inert where negative; length, end [B] int64; tables [B, pages] int64; live [B] bool: rows that are not inert;
+    count [B] int64: how many tokens of a row are not inert.
     """
-    positions = (length[:, None] + offset) + torch.arange(tokens.shape[1], device=tokens.device)
-    live = live & (positions >= 0) & (positions < end[:, None])
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    positions = (length[:, None] + offset) + index
+    used = (tokens >= 0) & (positions >= 0) & (positions < end[:, None])
+    used = used if live is None else used & live[:, None]
+    used = used if count is None else used & (index < count[:, None])
     positions = positions.clamp(0, max_length - 1)
-    slots = torch.where(live, cache_slots(tables, positions, page_size), positions % page_size)
+    slots = torch.where(used, cache_slots(tables, positions, page_size), positions % page_size)
     return Placed(tokens.clamp(min=0), positions, slots)
 
 
-def shift_entries(positions: Tensor, slots: Tensor, tables: Tensor, page_size: int, by: int, shared: int) -> tuple[Tensor, Tensor]:
-    """Consecutive positions `by` earlier, and their slots, [B, Q] each. The first `by` entries and those below `shared` are inert."""
-    live, end = (slots >= page_size) & (positions >= by + shared), positions[:, -1] + 1
-    placed = place_tokens(positions, live, positions[:, 0], end, tables, -by, page_size, tables.shape[1] * page_size)
-    return placed.positions, placed.slots
+def _shift_in_c(*tensors: Tensor | int) -> bool:
+    return is_contiguous(torch.int64, *(each for each in tensors if isinstance(each, Tensor)))
+
+
+def _shift_outputs(positions: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(positions), torch.empty_like(positions)
+
+
+@operation(_shift_outputs, triton=True, c=CKernel("shift_entries", _shift_in_c))
+def shift_entries(
+    positions: Contiguous, slots: Contiguous, tables: Contiguous, page_size: int, by: int, shared: int
+) -> tuple[Tensor, Tensor]:
+    """Positions `by` earlier, and their slots, [B, Q] each. The first `by` entries and those below `shared` are inert."""
+    used = (slots >= page_size) & (positions >= by + shared)
+    earlier = (positions - by).clamp(min=0)
+    return earlier, torch.where(used, cache_slots(tables, earlier, page_size), earlier % page_size)
 
 
 def _angles_in_c(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> bool:
@@ -62,7 +85,7 @@ def _angles_outputs(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) 
     return cosines, sines
 
 
-@operation(_angles_outputs, c=CKernel("rope_angles", _angles_in_c))
+@operation(_angles_outputs, triton=True, c=CKernel("rope_angles", _angles_in_c))
 def rope_angles(positions: Contiguous, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines for `rotate`: positions [N] -> two of [N, 1, size]; frequencies [size / 2] float32."""
     angles = positions[:, None, None].float() * frequencies
@@ -73,9 +96,10 @@ def rope_angles(positions: Contiguous, frequencies: Tensor, dtype: torch.dtype) 
 @operation(
     lambda *_: None,
     writes=("row_tags", "row_masks"),
+    triton=True,
     c=CKernel("scatter_masks", lambda *tensors: all(each.is_contiguous() for each in tensors)),
 )
-def scatter_masks(rows: Tensor, tags: Tensor, masks: Tensor, row_tags: Tensor, row_masks: Tensor) -> None:
+def scatter_masks(rows: Contiguous, tags: Contiguous, masks: Contiguous, row_tags: Tensor, row_masks: Tensor) -> None:
     """Write masks [B, words] and tags [B, TAG_FIELDS] into their rows [R, positions, ...]; tags[:, 2] is the position."""
     row_masks.index_put_((rows, tags[:, 2]), masks)
     row_tags.index_put_((rows, tags[:, 2]), tags)

@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, NOTHING, BackendStats, Check, Step, setting
+from stepgraph.graphs.capture import MAIN, NOTHING, BackendStats, Check, Step, checked_loop, setting
 from stepgraph.graphs.errors import fail
 from stepgraph.graphs.spans import MakeRange, Span
 from stepgraph.graphs.tape.player import Delay, Item, Timed, Tracer, Worker, programs, report, stop, taken_lock
@@ -35,7 +36,7 @@ class Tape:
 
     def __init__(self, backend: TapeBackend, recorder: Recorder, seconds: float) -> None:
         self._backend = backend
-        self._memory = [tensor for tensor, _ in recorder.memory.made.values()]
+        self._memory = [tensor for tensor, *_ in recorder.memory.made.values()]
         self._keys = frozenset(recorder.memory.made)
         self._programs = programs(recorder, backend.delay, backend.verify_host_nodes, backend.stats)
         self._done = {stream: taken_lock() for stream in self._programs if stream != MAIN}
@@ -44,14 +45,19 @@ class Tape:
         self._error: BaseException | None = None
         self._poisoned = False
         self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        self.report = report(recorder, seconds)
+        self.report, self.rounds = report(recorder, seconds), 0
+        self._buffers, self._draws = recorder.memory.buffers, bool(recorder.rules.generators)
+        self._host_node = next(((node.name, node.site) for node in recorder.nodes if node.kind == "host"), None)
         _tapes.add(self)
 
-    def replay(self) -> None:
-        """Run the recorded step once on the current contents of the buffers."""
+    def replay(self, *, until: Tensor | None = None, limit: int | None = None) -> None:
+        """Run the recorded step on the current contents of the buffers: once, or until a flag is set (graphs/capture.py)."""
+        run = self._run
+        if until is not None or limit is not None:
+            run = functools.partial(self._run_until, *checked_loop(self._buffers, until, limit, self._host_node, self._draws))
         tracer = self._backend.tracer
         with NOTHING if tracer is None else tracer.launching() as timed:
-            self._backend.launch(functools.partial(self._run, timed), "replay()")
+            self._backend.launch(functools.partial(run, timed), "replay()")
         self._backend.stats.replays += 1
 
     def owns(self, key: int) -> bool:
@@ -60,6 +66,12 @@ class Tape:
 
     def free(self) -> None:
         self._memory, self._keys, self._programs, self._done = [], frozenset(), {}, {}
+
+    def _run_until(self, until: Tensor, limit: int, timed: Timed | None) -> None:
+        self.rounds = 0
+        while self.rounds < limit and not (self.rounds and until.item()):
+            self._run(timed)
+            self.rounds += 1
 
     def _run(self, timed: Timed | None) -> None:
         self._backend.replaying, self._timed = self, timed
@@ -132,7 +144,7 @@ class TapeBackend:
         where the launching thread may write these buffers.
     """
 
-    name = "tape"
+    name, why_no_loops = "tape", ""
     device = torch.device("cpu")
 
     def __init__(

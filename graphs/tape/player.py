@@ -21,7 +21,7 @@ from torch import Tensor
 from stepgraph.graphs.buffers import storage_key
 from stepgraph.graphs.capture import MAIN, BackendStats, host_call
 from stepgraph.graphs.errors import HostNodeError
-from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, STEP, Label, RecordedReport, Span, stage_runs
+from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, STEP, RecordedReport, Span, StageRun, stage_runs
 from stepgraph.graphs.tape.recorder import Node, Recorder
 from stepgraph.graphs.tape.replay_ops import same_bits
 from stepgraph.sampling.lifetimes import ExitStage, close_at_exit
@@ -223,19 +223,19 @@ def report(recorder: Recorder, seconds: float) -> RecordedReport:
     return RecordedReport(
         nodes=dict(Counter(node.kind for node in recorder.nodes if node.kind not in ("view", "record"))),
         host_nodes=tuple(node.name for node in recorder.nodes if node.kind == "host"),
-        nbytes=sum(tensor.untyped_storage().nbytes() for tensor, _ in recorder.memory.made.values()),
+        nbytes=sum(tensor.untyped_storage().nbytes() for tensor, *_ in recorder.memory.made.values()),
         seconds=seconds,
         stages=stage_runs(_labels(recorder.nodes)),
     )
 
 
-def _labels(nodes: Sequence[Node]) -> Iterator[Label]:
+def _labels(nodes: Sequence[Node]) -> Iterator[StageRun]:
     """Labels of the nodes that a CUDA graph would have as well."""
     for node in nodes:
         if node.kind == "host":
-            yield Label(node.stream, node.name, "host")
+            yield StageRun(node.stream, node.name, "host")
         elif node.kind not in ("view", "record", "wait"):
-            yield Label(node.stream, node.stage)
+            yield StageRun(node.stream, node.stage)
 
 
 def _watched(recorder: Recorder, node: Node) -> list[tuple[str, Tensor]]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from stepgraph.graphs.errors import Site
 
 Clock = Mapping[str, int]  # per stream: number of its nodes that have happened
 
@@ -73,11 +74,16 @@ def _elements(touched: Tensor, region: Region, base: int, unit: int) -> Tensor:
     return touched.as_strided(sizes, strides, (region.start - base) // unit)
 
 
-@dataclass(frozen=True)
-class Access:
+class Actor(Protocol):
+    """A node, whose text names its operation, stream and line."""
+
+    site: Site
+
+
+class Access(NamedTuple):
     """One node's access to one region, with the clock of its stream."""
 
-    actor: str  # for messages: operation or host node, stream, file:line
+    actor: Actor
     stream: str
     clock: Clock
     region: Region
@@ -94,7 +100,7 @@ class RaceChecker:
         self._main = main
         self._clocks: dict[str, dict[str, int]] = {main: {main: 0}}
         self._accesses: dict[int, dict[str, list[Access]]] = {}
-        self._last: dict[str, tuple[str, Clock]] = {}
+        self._last: dict[str, tuple[Actor, Clock]] = {}
 
     def joined(self, stream: str) -> bool:
         """Whether a stream belongs to the capture: the main stream, and a side stream after its first wait."""
@@ -108,7 +114,7 @@ class RaceChecker:
         for other, count in clock.items():
             own[other] = max(own.get(other, 0), count)
 
-    def begin(self, actor: str, stream: str) -> Clock:
+    def begin(self, actor: Actor, stream: str) -> Clock:
         """Count a new node of `stream`; its accesses carry the returned clock."""
         own = self._clocks[stream]
         own[stream] += 1
@@ -139,7 +145,7 @@ class RaceChecker:
             for access in accesses
         )
 
-    def unjoined(self) -> str | None:
+    def unjoined(self) -> Actor | None:
         """The last node of a side stream that the end of the main stream does not wait for."""
         end = self._clocks[self._main]
         for stream, (actor, clock) in self._last.items():

@@ -22,7 +22,7 @@ from stepgraph.graphs.capture import MAIN, Step, StreamEvent, setting, use_conte
 from stepgraph.graphs.errors import CaptureError, Site, call_site, fail
 from stepgraph.graphs.spans import STEP
 from stepgraph.graphs.tape.races import WHOLE, Access, Clock, RaceChecker, region_of
-from stepgraph.graphs.tape.replay_ops import bound, repeat, signature, tensors_in, whole, written
+from stepgraph.graphs.tape.replay_ops import Call, repeat, tensors_in, whole
 from stepgraph.graphs.tape.rules import Memory, Rules, generator_key
 
 Leaf = tuple[str, str]  # ("scalar" | "tensor", what it is)
@@ -53,8 +53,7 @@ class Node:
     clock: Clock = field(default_factory=dict)
     stage: str = STEP
 
-    @property
-    def actor(self) -> str:
+    def __str__(self) -> str:
         what = f"host node {self.name!r}" if self.kind == "host" else self.name
         return f"{what} on stream {self.stream!r} at {self.site}"
 
@@ -88,8 +87,7 @@ class Recorder(TorchDispatchMode):
                 raise self._failure
             loose = self.races.unjoined()
             if loose is not None:
-                site = next(node.site for node in reversed(self.nodes) if node.actor == loose)
-                raise fail("unjoined-fork", f"the main stream does not wait for {loose}", site)
+                raise fail("unjoined-fork", f"the main stream does not wait for {loose}", loose.site)
         finally:
             torch.clear_autocast_cache()
             for memory, saved in self._saved.values():
@@ -97,17 +95,9 @@ class Recorder(TorchDispatchMode):
             for generator, state in states:
                 generator.set_state(state)
 
-    @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
+    def working(self) -> _Working:
         """Run the recorder's own tensor operations unrecorded. Keeps a failure even if the step catches it."""
-        self.paused, before = True, self.paused
-        try:
-            yield
-        except CaptureError as error:
-            self._failure = self._failure or error
-            raise
-        finally:
-            self.paused = before
+        return _Working(self)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -123,47 +113,39 @@ class Recorder(TorchDispatchMode):
         if self.paused:
             return func(*args, **kwargs)
         with self.working():
-            self._join_or_fail(func._schema.name)
-            inputs, targets = tensors_in([args, kwargs]), written(func, args, kwargs)
-            self.rules.check_operation(func, args, kwargs, inputs, targets)
-            for tensor in targets:
+            call = Call(func, args, kwargs)
+            self._join_or_fail(call.schema.name)
+            self.rules.check_operation(call)
+            for tensor in call.targets:
                 self._save(tensor)
-            if signature(func).outs:
-                _check_out(func, args, kwargs)
+            if call.schema.outs:
+                _check_out(call)
             result = func(*args, **kwargs)
-            self._add_operation(func, args, kwargs, result, inputs, targets)
+            self._add_operation(call, result)
             return result
 
-    def _add_operation(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: object,
-        inputs: Sequence[Tensor],
-        targets: Sequence[Tensor],
-    ) -> None:
-        name, site = func._schema.name.removeprefix("aten::"), call_site()
-        if func._schema.name == "aten::lift_fresh":
-            for tensor in tensors_in(result):
+    def _add_operation(self, call: Call, result: object) -> None:
+        name, site, results, made = call.schema.name.removeprefix("aten::"), call_site(), tensors_in(result), self.memory.made
+        if name == "lift_fresh":
+            for tensor in results:
                 self.memory.literals[storage_key(tensor)] = tensor
             value = repr(result.item()) if isinstance(result, Tensor) else ""
             self._add(Node("view", name, self._stream, site, (("scalar", value),)))
             return
-        known = {storage_key(tensor) for tensor in inputs}
-        fresh = [tensor for tensor in tensors_in(result) if storage_key(tensor) not in known]
-        leaves = tuple(self._leaves(bound(func, args, kwargs))) if self.compared else ()
+        known = {storage_key(tensor) for tensor in call.inputs}
+        fresh = [tensor for tensor in results if storage_key(tensor) not in known]
+        leaves = tuple(self._leaves(call.values)) if self.compared else ()
         for tensor in fresh:
-            self.memory.made.setdefault(storage_key(tensor), (tensor, f"the result {len(self.memory.made)} of {name} ({site})"))
-        kind, call = repeat(func, args, kwargs, result, fresh)
-        node = Node(kind, name, self._stream, site, leaves, call)
+            made.setdefault(storage_key(tensor), (tensor, len(made), name, site))
+        kind, again = repeat(call, result, results, fresh)
+        node = Node(kind, name, self._stream, site, leaves, again)
         self._add(node)
-        if call is not None:
-            reads = [tensor for tensor in inputs if not any(tensor is target for target in targets)]
-            self._account(node, reads, [*targets, *fresh])
-            if signature(func).seeded and bound(func, args, kwargs).get("dropout_p") != 0:
-                generator = bound(func, args, kwargs).get("generator") or torch.default_generator
-                access = Access(node.actor, node.stream, node.clock, WHOLE, True)
+        if again is not None:
+            reads = [tensor for tensor in call.inputs if not any(tensor is target for target in call.targets)]
+            self._account(node, reads, [*call.targets, *fresh])
+            if call.schema.seeded and call.values.get("dropout_p") != 0:
+                generator = call.values.get("generator") or torch.default_generator
+                access = Access(node, node.stream, node.clock, WHOLE, True)
                 self._access(node, generator_key(generator), access, "a random generator")
 
     def _leaves(self, value: object) -> Iterator[Leaf]:
@@ -192,13 +174,12 @@ class Recorder(TorchDispatchMode):
             raise fail("stream-outside-capture", message)
 
     def _account(self, node: Node, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        actor = node.actor
-        node.clock = self.races.begin(actor, node.stream)
+        node.clock = self.races.begin(node, node.stream)
         for tensors, write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 region = region_of(tensor)
                 if region is not None:
-                    access = Access(actor, node.stream, node.clock, region, write)
+                    access = Access(node, node.stream, node.clock, region, write)
                     self._access(node, storage_key(tensor), access, tensor)
 
     def _access(self, node: Node, key: int, access: Access, what: Tensor | str) -> None:
@@ -249,6 +230,21 @@ class Recorder(TorchDispatchMode):
             self._account(node, reads, writes)
 
 
+class _Working:
+    """See Recorder.working(). A class, since a generator takes three times as long, and every operation enters one."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._before = recorder, recorder.paused
+
+    def __enter__(self) -> None:
+        self._recorder.paused = True
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if isinstance(error, CaptureError):
+            self._recorder._failure = self._recorder._failure or error
+        self._recorder.paused = self._before
+
+
 class _FunctionGuard(TorchFunctionMode):
     """Checks Python calls that do not become an operation."""
 
@@ -265,21 +261,23 @@ class _FunctionGuard(TorchFunctionMode):
         rules = self._recorder.rules
         with self._recorder.working():
             rules.check_function(func, args, kwargs)
-        rules.scalar_store = func is Tensor.__setitem__ and isinstance(args[2], (bool, int, float, complex))
+        if func is not Tensor.__setitem__:
+            return func(*args, **kwargs)
+        rules.scalar_store = isinstance(args[2], (bool, int, float, complex))
         try:
             return func(*args, **kwargs)
         finally:
             rules.scalar_store = False
 
 
-def _check_out(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    outs = {name: kwargs[name] for name in signature(func).outs if isinstance(kwargs.get(name), Tensor)}
+def _check_out(call: Call) -> None:
+    outs = {name: call.kwargs[name] for name in call.schema.outs if isinstance(call.kwargs.get(name), Tensor)}
     trial = {name: tensor.new_empty(0) for name, tensor in outs.items()}  # empty tensors are resized without a warning
-    func(*args, **{**kwargs, **trial})
+    call.func(*call.args, **{**call.kwargs, **trial})
     for name, tensor in outs.items():
         if trial[name].shape != tensor.shape:
             shapes = f"{tuple(tensor.shape)}, the result {tuple(trial[name].shape)}"
-            raise fail("out-resize", f"{func._schema.name} would resize {name}=: it has shape {shapes}")
+            raise fail("out-resize", f"{call.schema.name} would resize {name}=: it has shape {shapes}")
 
 
 def record_perturbed(record: Callable[[], Recorder], buffers: StaticBuffers) -> Recorder:
@@ -310,12 +308,12 @@ def first_difference(first: Sequence[Node], second: Sequence[Node]) -> CaptureEr
     """The first difference between two recordings: host state that a graph would freeze."""
     for a, b in zip(first, second, strict=False):
         if (a.kind, a.name, a.stream, len(a.leaves)) != (b.kind, b.name, b.stream, len(b.leaves)):
-            return fail("baked-branch", f"{a.actor} in one recording is {b.actor} in the other: it depends on host state", b.site)
+            return fail("baked-branch", f"{a} in one recording is {b} in the other: it depends on host state", b.site)
         changed = [(x, y) for x, y in zip(a.leaves, b.leaves, strict=True) if x != y]
         for x, y in sorted(changed):  # scalars first: tensor shapes may follow from them
             rule, kind = ("baked-scalar", "number") if x[0] == "scalar" else ("baked-branch", "tensor")
             return fail(rule, f"{a.name} got a different {kind} in each recording: {x[1]}, then {y[1]}", b.site)
     if len(first) != len(second):
         extra = max(first, second, key=len)[min(len(first), len(second))]
-        return fail("baked-branch", f"{extra.actor} is in one recording only: it depends on host state", extra.site)
+        return fail("baked-branch", f"{extra} is in one recording only: it depends on host state", extra.site)
     return None

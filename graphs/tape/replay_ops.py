@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,8 +43,9 @@ def tensors_in(value: object) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Signature:
-    """The parts of a schema that the tape uses, cached: torch builds a schema at every access."""
+    """The parts of a schema and the tags that the tape uses, cached: torch builds them at every access."""
 
+    name: str
     defaults: dict[str, Any]  # of every argument, in order; None without a default
     positional: tuple[str, ...]  # without keyword-only arguments
     outs: tuple[str, ...]
@@ -53,12 +54,16 @@ class Signature:
     mutable: bool
     view: bool
     seeded: bool
+    reads_data: bool
+    dynamic: bool  # the shape of its result depends on values
+    inplace_view: bool
 
 
 @functools.cache
 def signature(func: OpOverload) -> Signature:
     schema = func._schema
     return Signature(
+        schema.name,
         {a.name: a.default_value if a.has_default_value() else None for a in schema.arguments},
         tuple(a.name for a in schema.arguments if not a.kwarg_only),
         tuple(a.name for a in schema.arguments if a.is_out),
@@ -67,24 +72,28 @@ def signature(func: OpOverload) -> Signature:
         schema.is_mutable,
         not schema.is_mutable and any(r.alias_info is not None for r in schema.returns),
         torch.Tag.nondeterministic_seeded in func.tags,
+        torch.Tag.data_dependent_output in func.tags,
+        torch.Tag.dynamic_output_shape in func.tags,
+        torch.Tag.inplace_view in func.tags,
     )
 
 
-def bound(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their schema names, with defaults filled in."""
-    values = dict(signature(func).defaults)
-    values.update(zip(values, args, strict=False))
-    values.update(kwargs)
-    return values
+class Call:
+    """One call of an operation, with what its schema says about it."""
 
+    def __init__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.schema = signature(func)
+        self.inputs = tensors_in([args, kwargs])
+        self.targets = [tensor for name in self.schema.writes for tensor in tensors_in(self.values[name])]  # that it writes
 
-def written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensor arguments that the operation writes, by its schema."""
-    writes = signature(func).writes
-    if not writes:
-        return []
-    values = bound(func, args, kwargs)
-    return [tensor for name in writes for tensor in tensors_in(values[name])]
+    @functools.cached_property
+    def values(self) -> dict[str, Any]:
+        """The arguments by their schema names, with defaults filled in."""
+        values = dict(self.schema.defaults)
+        values.update(zip(values, self.args, strict=False))
+        values.update(self.kwargs)
+        return values
 
 
 class Repeat(NamedTuple):
@@ -94,47 +103,55 @@ class Repeat(NamedTuple):
     call: Callable[[], object] | None
 
 
-def repeat(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: object, fresh: Sequence[Tensor]) -> Repeat:
-    """How to repeat a call and rewrite its recorded `result` in place. `fresh`: the tensors that it created."""
-    name = func._schema.name
-    mutable = signature(func).mutable
-    if name in _EMPTY or (not fresh and not mutable and tensors_in(result)):
+def repeat(call: Call, result: object, results: Sequence[Tensor], fresh: Sequence[Tensor]) -> Repeat:
+    """How to repeat a call and rewrite its recorded `result` in place. `results`: its tensors; `fresh`: those that it created."""
+    func, args, kwargs, name, mutable = call.func, call.args, call.kwargs, call.schema.name, call.schema.mutable
+    if name in _EMPTY or (not fresh and not mutable and results):
         return Repeat("view", None)
     kind = "copy" if name in _COPIES else "fill" if name in _FILLS else "kernel"
     if not fresh:  # mutates its arguments, or is an assertion
         return Repeat(kind, (None if kwargs else operation.native_call(func, args)) or functools.partial(func, *args, **kwargs))
     if name == "aten::_to_copy":
         return Repeat(kind, functools.partial(fresh[0].copy_, args[0]))
-    call = None if mutable else _through_out(func, args, kwargs, result)
+    again = None if mutable else _through_out(call, result)
     # The second draw of a random operation differs from the first.
-    if call is not None and _repeats_exactly(call, fresh, compare=not signature(func).seeded):
-        return Repeat(kind, call)
-    return Repeat("copied", functools.partial(_run_and_copy, func, tuple(args), dict(kwargs), result))
+    if again is not None and _repeats_exactly(again, fresh, compare=not call.schema.seeded):
+        return Repeat(kind, again)
+    return Repeat("copied", functools.partial(_run_and_copy, func, args, dict(kwargs), result))
 
 
-def _through_out(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: object) -> Callable[[], object] | None:
-    found = out_overload(func)
+def _through_out(call: Call, result: object) -> Callable[[], object] | None:
+    found = out_overload(call.func)
     if found is None:
         return None
-    overload, outs = found
-    results = [result] if len(outs) == 1 else list(result) if isinstance(result, (tuple, list)) else []
-    if len(results) != len(outs) or any(value is None for value in results):
+    results = [result] if len(found.outs) == 1 else list(result) if isinstance(result, (tuple, list)) else []
+    if len(results) != len(found.outs) or any(value is None for value in results):
         return None
-    taken, first = signature(overload).defaults, signature(func).positional
-    values = {name: value for name, value in bound(func, args, kwargs).items() if name in taken}
-    positional = [values.pop(name) for name in first if name in taken]
-    return functools.partial(overload, *positional, **values, **dict(zip(outs, results, strict=True)))
+    positional = [call.values[name] for name in found.positional]
+    keywords = {name: call.values[name] for name in found.keywords}
+    return functools.partial(found.overload, *positional, **keywords, **dict(zip(found.outs, results, strict=True)))
+
+
+class OutOverload(NamedTuple):
+    """An overload that writes to given tensors, with the names of its arguments."""
+
+    overload: OpOverload
+    positional: tuple[str, ...]
+    keywords: tuple[str, ...]  # without outs
+    outs: tuple[str, ...]
 
 
 @functools.cache
-def out_overload(func: OpOverload) -> tuple[OpOverload, tuple[str, ...]] | None:
-    """The overload of `func` that writes to given tensors, and the names of their arguments; found by schema."""
+def out_overload(func: OpOverload) -> OutOverload | None:
+    """The overload of `func` that writes to given tensors; found by schema."""
     packet = func._overloadpacket
     for overload_name in packet.overloads():
         candidate: OpOverload = getattr(packet, overload_name)
         outs = signature(candidate).outs
         if outs and len(outs) == signature(func).returns and _same_inputs(func, candidate):
-            return candidate, outs
+            taken, first = signature(candidate).defaults, signature(func).positional
+            keywords = (name for name in signature(func).defaults if name in taken and name not in first)
+            return OutOverload(candidate, tuple(name for name in first if name in taken), tuple(keywords), outs)
     return None
 
 
@@ -149,17 +166,33 @@ def _same_inputs(func: OpOverload, candidate: OpOverload) -> bool:
 
 def _repeats_exactly(call: Callable[[], object], fresh: Sequence[Tensor], compare: bool) -> bool:
     """Try the replay once: an `.out` kernel may be missing, or its last bits may differ from the functional one."""
-    before = [tensor.clone() for tensor in fresh]
-    poison(fresh)
+    words = [_words(tensor) for tensor in fresh]
+    before = [tensor.clone() for tensor in words]
+    for tensor, word in zip(fresh, words, strict=True):
+        word.fill_(_poison_of(tensor.dtype))
     try:
         call()
     except (RuntimeError, TypeError):
         exact = False
     else:
-        exact = not compare or all(same_bits(old, new) for old, new in zip(before, fresh, strict=True))
+        exact = not compare or all(map(torch.equal, before, words))
     if not exact:
-        _copy_all(fresh, before)
+        _copy_all(words, before)
     return exact
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The memory of a tensor as integers of the size of its elements."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(_BITS[real.element_size()])
+
+
+@functools.cache
+def _poison_of(dtype: torch.dtype) -> int:
+    """What `poison` writes, as one of `_words`."""
+    number = torch.zeros(1, dtype=dtype)
+    poison([number])
+    return int(_words(number).flatten()[0])
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

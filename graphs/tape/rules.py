@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
-from stepgraph.graphs.errors import fail
-from stepgraph.graphs.tape.replay_ops import bound, signature, tensors_in
+from stepgraph.graphs.errors import Site, fail
+from stepgraph.graphs.tape.replay_ops import Call, tensors_in
+from stepgraph.sampling.kernels.operation import OPERATIONS
 
 Kind = Literal["device", "pinned", "constant", "made", "literal", "foreign", "unknown"]
 
@@ -40,6 +40,7 @@ _FACTORIES = {
     )
 }  # fmt: skip
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_CHECKED = {*_SYNCS, *_POINTERS, *_FACTORIES, Tensor.to, _SET_DATA}
 _SYNCING_OPS = {
     "aten::multinomial": "checks its probabilities on the host; draw with exponential noise and argmax instead",
     "aten::_linalg_check_errors": "reads an error code on the host; use the variant of the function that ends in _ex",
@@ -61,24 +62,28 @@ class Memory:
 
     def __init__(self, buffers: StaticBuffers, foreign: Callable[[int], bool]) -> None:
         self.buffers = buffers
-        self.made: dict[int, tuple[Tensor, str]] = {}  # storages created in this capture, kept alive so that keys stay unique
+        # storages created in this capture, kept alive so that keys stay unique; with number, operation and line
+        self.made: dict[int, tuple[Tensor, int, str, Site]] = {}
         self.literals: dict[int, Tensor] = {}  # 0-d tensors that torch creates from a Python scalar, as in x[0] = 5
         self._foreign = foreign
 
     def kind(self, tensor: Tensor) -> Kind:
-        owner = self.buffers.owner_of(tensor)
-        if owner is not None:
-            return owner[1]
         key = storage_key(tensor)
         if key in self.made:
             return "made"
+        owner = self.buffers.owner_of(tensor)
+        if owner is not None:
+            return owner[1]
         if key in self.literals:
             return "literal"
         return "foreign" if self._foreign(key) else "unknown"
 
     def name(self, tensor: Tensor) -> str:
         owner = self.buffers.owner_of(tensor)
-        return repr(owner[0]) if owner else self.made.get(storage_key(tensor), (tensor, "an unregistered tensor"))[1]
+        if owner is not None:
+            return repr(owner[0])
+        made = self.made.get(storage_key(tensor))
+        return "an unregistered tensor" if made is None else "the result {} of {} ({})".format(*made[1:])
 
 
 class Rules:
@@ -92,9 +97,11 @@ class Rules:
     def check_function(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Check a call at the Python level, for calls that do not reach the dispatcher."""
         try:
-            sync, pointer = _SYNCS.get(func), _POINTERS.get(func)
+            if func not in _CHECKED:
+                return
         except TypeError:  # unhashable callables have no rule
             return
+        sync, pointer = _SYNCS.get(func), _POINTERS.get(func)
         if sync is not None:
             raise fail("host-sync", f"{sync} copies a tensor's value to the host, which blocks until the device is done")
         if pointer is not None and not _called_by_buffers():
@@ -114,37 +121,35 @@ class Rules:
         if moves and self.memory.kind(args[0]) == "pinned":
             raise fail("mixed-residence", f"{self.memory.name(args[0])}.to(device) allocates; copy_ it into a device buffer instead")
 
-    def check_operation(
-        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor], targets: Sequence[Tensor]
-    ) -> None:
-        """Check an operation before it runs. inputs: its tensors; targets: those that it writes."""
-        name = func._schema.name
+    def check_operation(self, call: Call) -> None:
+        """Check an operation before it runs."""
+        name, schema = call.schema.name, call.schema
         if name == "aten::lift_fresh":
-            self._check_lift(args[0])
+            self._check_lift(call.args[0])
             return
-        if torch.Tag.data_dependent_output in func.tags:
+        if schema.reads_data:
             raise fail("host-sync", f"{name} copies a tensor's value to the host, which blocks until the device is done")
         if name in _SYNCING_OPS:
             raise fail("host-sync", f"{name} {_SYNCING_OPS[name]}")
         if name.startswith(_COLLECTIVES):
             raise fail("collective", f"{name} communicates with other processes, which a replay on the tape does not repeat")
-        self._check_shape(func, args, kwargs)
-        self._check_generator(func, args, kwargs)
-        pinned = self._check_inputs(name, inputs, targets)
-        if torch.Tag.inplace_view in func.tags:
+        self._check_shape(call)
+        self._check_generator(call)
+        pinned = self._check_inputs(call)
+        if schema.inplace_view:
             raise fail("inplace-view", f"{name} changes the shape or the address of a tensor in place; use a view instead")
-        if pinned and not signature(func).view:
-            self._check_residence(func, args, kwargs, pinned)
+        if pinned and not schema.view and not _is_mapped(name):
+            self._check_residence(call, pinned)
 
     def _check_lift(self, value: Tensor) -> None:
         if not (self.scalar_store and value.dim() == 0):
             raise fail("host-data", "Python data becomes a tensor here: a copy from pageable memory, which a graph cannot contain")
 
-    def _check_shape(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        name, dynamic = func._schema.name, torch.Tag.dynamic_output_shape in func.tags
+    def _check_shape(self, call: Call) -> None:
+        name, dynamic = call.schema.name, call.schema.dynamic
         if not dynamic and name not in _INDEX_PUT:
             return
-        values = bound(func, args, kwargs)
+        values = call.values
         if dynamic and (name != "aten::index" or _has_mask(values["indices"])):
             raise fail("dynamic-shape", f"{name} has a result whose shape depends on values; use a mask and torch.where")
         if name in _INDEX_PUT and _has_mask(values["indices"]):
@@ -152,21 +157,18 @@ class Rules:
             if not fill:  # with a Python scalar torch turns it into masked_fill_
                 raise fail("dynamic-shape", f"{name} with a bool mask counts the mask on the host; use torch.where or masked_fill_")
 
-    def _check_generator(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if not signature(func).seeded:
-            return
-        values = bound(func, args, kwargs)
-        if values.get("dropout_p") == 0:
+    def _check_generator(self, call: Call) -> None:
+        if not call.schema.seeded or call.values.get("dropout_p") == 0:
             return  # attention without dropout draws nothing
-        generator = values.get("generator") or torch.default_generator
+        generator = call.values.get("generator") or torch.default_generator
         if generator_key(generator) not in self.generators:
             which = "the default generator" if generator is torch.default_generator else "its generator"
-            raise fail("generator", f"{func._schema.name} draws from {which}, which is not among capture(generators=...)")
+            raise fail("generator", f"{call.schema.name} draws from {which}, which is not among capture(generators=...)")
 
-    def _check_inputs(self, name: str, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
+    def _check_inputs(self, call: Call) -> list[Tensor]:
         """Check residence and registration; returns the inputs in pinned memory."""
-        pinned = list[Tensor]()
-        for tensor in inputs:
+        name, pinned = call.schema.name, list[Tensor]()
+        for tensor in call.inputs:
             if tensor.layout is not torch.strided:
                 raise fail("unregistered-input", f"{name} uses a {tensor.layout} tensor; keep it inside a torch.library.custom_op")
             if tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0:
@@ -179,16 +181,15 @@ class Rules:
                 raise fail("unregistered-input", f"{name} uses {unknown}; a model's tensors must be parameters or registered buffers")
             if kind == "pinned":
                 pinned.append(tensor)
-        for tensor in targets:
+        for tensor in call.targets:
             if self.memory.kind(tensor) == "constant":
                 raise fail("constant-write", f"{name} writes the constant {self.memory.name(tensor)}; make it a buffer")
         return pinned
 
-    def _check_residence(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], pinned: Sequence[Tensor]) -> None:
-        name = func._schema.name
+    def _check_residence(self, call: Call, pinned: Sequence[Tensor]) -> None:
+        name, values = call.schema.name, call.values
         if name != "aten::copy_" or len(pinned) == 2:
             raise fail("mixed-residence", f"{name} computes on pinned {self.memory.name(pinned[0])}; only copy_ to or from the device may")
-        values = bound(func, args, kwargs)
         if not values["non_blocking"]:
             raise fail("blocking-copy", f"copy_ with pinned {self.memory.name(pinned[0])} blocks the host without non_blocking=True")
         repeated = values["src"] is pinned[0] and values["src"].numel() != values["self"].numel()
@@ -197,6 +198,11 @@ class Rules:
             raise fail(
                 "pinned-copy", f"copy_ with a strided or broadcast view of pinned {self.memory.name(pinned[0])} is staged on the host"
             )
+
+
+def _is_mapped(name: str) -> bool:
+    found = OPERATIONS.get(name)
+    return found is not None and found.mapped
 
 
 def _check_factory(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:

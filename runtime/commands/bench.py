@@ -30,7 +30,7 @@ COLUMNS = {
     "rounds": "rounds",
     "replays": "replays",
     "syncs": "host_syncs",
-    "mask fills": "mask_fills",
+    "host masks": "mask_fills",
 }
 
 

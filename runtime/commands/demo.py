@@ -17,7 +17,7 @@ from stepgraph.runtime.demo.variants import Case, Pair, open_pair, tokens_per_se
 from stepgraph.runtime.request import Job, StepEvent
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 
-PICTURE, TRACE = "timeline.png", "timeline.json"
+TRACE = "timeline.json"
 TRACED_ROUNDS = 6
 MIN_LENGTH = 512
 COLOURS = {"draft": "\x1b[32m", "look_up": "\x1b[36m", "forced": "\x1b[35m", "target": "\x1b[1m"}
@@ -122,22 +122,15 @@ class Demonstration:
 
     def timeline(self) -> dict[str, Any]:
         """Trace some rounds of the fastest variant on the first scenario."""
-        scenario, trace_path, picture_path = self.scenarios[0], self.options.out / TRACE, self.options.out / PICTURE
+        scenario, path = self.scenarios[0], self.options.out / TRACE
         case = self._suitable(scenario)[-1]
-        files = f"{picture_path}: the timeline; {trace_path}: the same for ui.perfetto.dev"
-        picture: str | None = str(picture_path)
         with self._bar("timeline", 1):
             with case.engine.trace(rounds=TRACED_ROUNDS) as trace:
                 self._run(case, scenario)
-            timeline, summary = trace.timeline, trace.timeline.summary()
-            timeline.save_perfetto(trace_path)
-            try:
-                timeline.save_picture(picture_path)
-            except RuntimeError as error:  # matplotlib is optional
-                picture, files = None, f"{trace_path}: the timeline, for ui.perfetto.dev; no picture: {error}"
-        totals = "\n".join(str(summary).splitlines()[-2:])  # without the table, which the picture shows
-        self._print(f"\n{totals}\n{files}")
-        return {"trace": str(trace_path), "picture": picture, "summary": summary.as_dict()}
+            trace.timeline.save_perfetto(path)
+        summary = trace.timeline.summary()
+        self._print(f"\n{summary}\n{path}: the timeline, for ui.perfetto.dev")
+        return {"trace": str(path), "summary": summary.as_dict()}
 
     def _bar(self, label: str, steps: int) -> Any:
         return tqdm(total=steps, desc=label, disable=not self._progress, leave=False)
@@ -167,7 +160,7 @@ class Demonstration:
 def table(cases: list[Case], rates: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Lines with tokens per second by scenario, and counts over all scenarios."""
     scenarios = list(dict.fromkeys(name for row in rates.values() for name in row))
-    counts = {"per round": "tokens_per_round", "mask fills": "mask_fills", "replays": "replays", "syncs": "host_syncs"}
+    counts = {"per round": "tokens_per_round", "host masks": "mask_fills", "replays": "replays", "syncs": "host_syncs"}
     rows = []
     for case in cases:
         if row := rates.get(case.variant.name):  # none for a variant with grammars, without a scenario that has one

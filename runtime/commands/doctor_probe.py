@@ -74,6 +74,18 @@ def filters() -> dict[str, str]:
     return {"triton": why_not("triton", torch.device("cuda:0")), "flashinfer": flashinfer}
 
 
+def grammar_lane() -> dict[str, str]:
+    """Where grammars with tables are followed, and why on the host."""
+    import torch
+
+    from stepgraph import EngineConfig, Vocabulary
+    from stepgraph.runtime.device_grammars import why_no_device_grammars
+
+    config, device = EngineConfig(), "cuda:0" if torch.cuda.is_available() else "cpu"
+    reason = why_no_device_grammars(config, torch.device(device), Vocabulary.printable(), forced=False)
+    return {"auto": f"host, {reason}" if reason else "device"}
+
+
 def self_test() -> dict[str, str] | str:
     """Decode one text under a schema, in recorded rounds on the tape."""
     from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
@@ -101,6 +113,7 @@ PROBES: tuple[Callable[[], object], ...] = (
     triton_launch,
     attention,
     filters,
+    grammar_lane,
     self_test,
 )
 

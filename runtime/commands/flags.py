@@ -59,8 +59,8 @@ def demo(parser: argparse.ArgumentParser) -> None:
     add_max_new_tokens(parser, 128)
     add("--repeats", type=int, default=3, metavar="N", help="measured answers of each variant (default: %(default)s)")
     add_threads(parser)
-    add("--out", type=Path, default=Path("stepgraph-demo"), metavar="FOLDER", help="for picture and trace (default: %(default)s)")
-    add("--no-timeline", action="store_true", help="do not write a picture and a trace")
+    add("--out", type=Path, default=Path("stepgraph-demo"), metavar="FOLDER", help="for the timeline (default: %(default)s)")
+    add("--no-timeline", action="store_true", help="do not write a timeline")
     add("--toy", action="store_true", help="use the toy pair: nothing to install, texts without meaning")
 
 
@@ -77,7 +77,7 @@ def check_demo(options: argparse.Namespace) -> None:
 
 
 def generate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, or a .gguf file")
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a .gguf file, or demo for the pair of the demonstration")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("prompt", metavar="PROMPT", nargs="?", help="the prompt; - reads it from standard input")
     prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file")
@@ -114,7 +114,11 @@ def check_generate(options: argparse.Namespace) -> None:
 
 
 def bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help=f"a Hugging Face folder, a .gguf file, or {TOY} for the seeded toy pair")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f"a Hugging Face folder, a .gguf file, demo for the pair of the demonstration, or {TOY} for the seeded toy pair",
+    )
     prompts = "JSON lines with text, messages or token_ids, and optionally a schema (default: two built-in prompts)"
     parser.add_argument("--prompts", metavar="FILE", help=prompts)
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="answers of each variant to each prompt (default: 3)")
@@ -134,6 +138,16 @@ def capture_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--buffers", metavar="MODULE:NAME", help="the step's StaticBuffers, or a function that returns them")
     parser.add_argument("--between", metavar="MODULE:NAME", help="called between the two recordings, to change host state")
     parser.add_argument("--replay", action="store_true", help="also run and replay the step from the same state, and compare all bits")
+
+
+def check_schema(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("schema", metavar="FILE|JSON", help="a JSON schema: a file, or the schema itself")
+    words = "closed: undeclared properties only where the schema mentions them; standard: as JSON Schema says (default: closed)"
+    parser.add_argument("--objects", choices=["closed", "standard"], default="closed", help=words)
+
+
+def read_checked_schema(options: argparse.Namespace) -> None:
+    options.schema = read_schema("FILE", options.schema)
 
 
 def replay(parser: argparse.ArgumentParser) -> None:
@@ -157,7 +171,7 @@ COMMANDS = {
         "decode with a small real model and its draft, and show where the speed comes from",
         "Answer three prompts with SmolLM2-135M-Instruct and the draft that is part of stepgraph: extract a record, call a tool,\n"
         "answer a question. Plain and speculative decoding alternate, with and without grammars; then a few rounds are traced and\n"
-        "written as a picture and as a file for ui.perfetto.dev. Exit code 1: an answer fails or breaks its schema.",
+        "written as a file for ui.perfetto.dev. Exit code 1: an answer fails or breaks its schema.",
         (
             "stepgraph demo --toy",
             "stepgraph demo --toy -k 2 --json --no-timeline --prompt 'pick some' --schema"
@@ -210,11 +224,23 @@ COMMANDS = {
         ),
         capture_check,
     ),
+    "check-schema": Command(
+        "check which parts of a JSON schema are enforced, and what to write instead of the others",
+        "Compile a JSON schema and print a line for each part that is refused: its place as a JSON pointer, keyword, value, reason\n"
+        "and a suggestion. A part that is narrowed is enforced, but not all of its texts are generated.\n"
+        "Exit code 0: all of the schema is enforced. 1: a part is refused. 2: FILE cannot be read.",
+        (
+            "stepgraph check-schema person.json",
+            """stepgraph check-schema '{"type": "string", "format": "date"}' --objects standard --json""",
+        ),
+        check_schema,
+        read_checked_schema,
+    ),
     "replay": Command(
         "submit the requests of a recording (record=FILE) again and compare the answers token by token",
-        "Submit the recorded requests to the same model at the same steps and compare the answers. Grammars are compiled in\n"
-        "advance, so requests may start earlier than they did; that changes rounds, never tokens. The text of a cancelled request\n"
-        "is compared up to the length of the shorter one. Exit code 1: an answer differs. 2: FILE is not a recording, or is one of\n"
+        "Submit the recorded requests to the same model at the steps at which they started, and compare the answers. Rounds have the\n"
+        "recorded numbers of drafts. The text of a cancelled request is compared up to the length of the shorter one.\n"
+        "Exit code 1: an answer differs. 2: FILE is not a recording, or is one of\n"
         "another model.",
         ("stepgraph replay toy.jsonl --toy", "stepgraph replay run.jsonl --model model --draft ngram --json"),
         replay,

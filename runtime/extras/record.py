@@ -81,6 +81,13 @@ class Recorder:
     def cancel_requested(self, job_id: int) -> None:
         self.write("cancel", step=self._steps, job=job_id)
 
+    def admitted(self, job: Job) -> None:
+        self.write("admit", step=self._steps, job=job.id)
+
+    def chosen(self, length: int) -> None:
+        """The number of drafts of the round of this step, where it is chosen for each round."""
+        self.write("round", step=self._steps, drafts=length)
+
     def step_begins(self) -> None:
         self._steps += 1
 

@@ -1,7 +1,7 @@
 """Reads a recording, submits its requests to another engine at the same steps, and compares tokens and finish reasons.
 
-In a replay all grammars are compiled beforehand, while the recorded engine may have waited for one. So a request may start sooner, in
-another row and batch, and may have more tokens when it is cancelled. This changes the number of rounds but no token.
+A request is submitted at the step at which it got a row, since its grammar is compiled beforehand while the recorded engine may have
+waited for it. So rounds have the same requests, and with the recorded draft lengths sampled tokens are the same as well.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class RecordedRequest:
     reason: FinishReason | None = None  # None: it had not ended when the recording did
     error: str = ""
     end_step: int = 0
+    admission: tuple[int, int] | None = None  # the step in which it got a row, and its number among the requests that got one
 
 
 @dataclass
@@ -43,6 +44,8 @@ class RecordedRun:
     path: Path
     header: dict[str, Any]
     by_id: dict[int, RecordedRequest] = field(default_factory=dict)  # in the order of submission
+    lengths: dict[int, int] = field(default_factory=dict)  # drafts of a step's round, where they were chosen for each round
+    admitted: int = 0
     steps: int = 0
     ending: str = "the process ended"  # why the recording ends
     closed: bool = False  # jobs that end later were cut off
@@ -58,6 +61,11 @@ class RecordedRun:
         if kind == "submit":
             job_id = int(event["job"])
             self.by_id[job_id] = RecordedRequest(job_id, int(event["step"]), _options(event))
+        elif kind == "admit":
+            self.by_id[event["job"]].admission = int(event["step"]), self.admitted
+            self.admitted += 1
+        elif kind == "round":
+            self.lengths[int(event["step"])] = int(event["drafts"])
         elif kind == "refused":
             self.by_id.pop(event["job"], None)
         elif kind == "tokens":
@@ -146,7 +154,7 @@ def replay(
 def replay_on(engine: Engine, run: RecordedRun) -> ReplayReport:
     """Replay a run on an engine that is captured and has no jobs."""
     before = engine.stats().rounds
-    jobs = _Schedule(run).execute(engine)
+    jobs = _execute(run, engine)
     return _compare(run, jobs, engine.stats().rounds - before)
 
 
@@ -160,51 +168,45 @@ def version_differences(run: RecordedRun) -> tuple[str, ...]:
     )
 
 
-class _Schedule:
-    """The submissions and cancellations between two steps, by the number of steps before them."""
+def _execute(run: RecordedRun, engine: Engine) -> dict[int, Job]:
+    """Submit and cancel the requests after as many steps as in the recording. Returns the jobs by recorded job id."""
+    requests, lengths = [request for request in run.requests if request.options], engine._parts.lengths
+    # At one time, submissions are first, and of these the requests that got a row, in the order of their admission.
+    submits = [(*(request.admission or (max(request.step + 1, request.end_step), run.admitted)), request, False) for request in requests]
+    cancelled = [request for request in requests if request.reason == FinishReason.CANCELLED]
+    cancels = [(max(request.end_step, request.step + 1), run.admitted + 1, request, True) for request in cancelled]
+    actions = collections.deque(sorted([*submits, *cancels], key=lambda action: action[:2]))
+    jobs, step = dict[int, Job](), 0
+    while actions or engine.has_work:
+        if actions and (actions[0][0] <= step + 1 or not engine.has_work):  # steps of an idle engine are skipped
+            time, _, request, cancels_it = actions.popleft()
+            step = max(step, time - 1)
+            if cancels_it:
+                engine.cancel(jobs[request.job_id])
+            else:
+                jobs[request.job_id] = _submit(request, engine)
+            continue
+        step += 1
+        if lengths:
+            lengths.fixed = run.lengths.get(step)
+        engine.step()
+        if step >= run.steps:
+            # Cancel the jobs that had not ended when the recording did, once all their recorded tokens are compared.
+            for request in requests:
+                job = jobs.get(request.job_id)
+                if job and request.reason is None and len(job.tokens) >= len(request.tokens):
+                    engine.cancel(job)
+    if lengths:
+        lengths.fixed = None
+    return jobs
 
-    def __init__(self, run: RecordedRun) -> None:
-        self._steps = run.steps
-        self._requests = {request.job_id: request for request in run.requests if request.options}
-        self._submits = collections.defaultdict[int, list[RecordedRequest]](list)
-        self._cancels = collections.defaultdict[int, list[RecordedRequest]](list)
-        for request in self._requests.values():
-            self._submits[request.step].append(request)
-            if request.reason == FinishReason.CANCELLED:
-                self._cancels[max(request.end_step - 1, request.step)].append(request)
-        self._jobs: dict[int, Job] = {}
 
-    def execute(self, engine: Engine) -> dict[int, Job]:
-        """The jobs by recorded job id."""
-        times = sorted({*self._submits, *self._cancels}, reverse=True)
-        step = 0
-        while times or engine.has_work:
-            if times and (times[-1] <= step or not engine.has_work):  # steps of an idle engine are skipped
-                step = max(step, times[-1])
-                self._apply(times.pop(), engine)
-                continue
-            engine.step()
-            step += 1
-            if step >= self._steps:
-                self._cancel_unfinished(engine)
-        return self._jobs
-
-    def _apply(self, time: int, engine: Engine) -> None:
-        for request in self._submits[time]:
-            if constraint := request.options["constraint"]:
-                with contextlib.suppress(ValueError):  # the request will end with this error
-                    engine.compile(constraint)
-            options = dict(request.options)
-            self._jobs[request.job_id] = engine.submit(options.pop("prompt_ids"), **options)
-        for request in self._cancels[time]:
-            engine.cancel(self._jobs[request.job_id])
-
-    def _cancel_unfinished(self, engine: Engine) -> None:
-        """Cancel the jobs that had not ended when the recording did, once all their recorded tokens are compared."""
-        for job_id, job in self._jobs.items():
-            request = self._requests[job_id]
-            if request.reason is None and not job.finished and len(job.tokens) >= len(request.tokens):
-                engine.cancel(job)
+def _submit(request: RecordedRequest, engine: Engine) -> Job:
+    options = dict(request.options)
+    if options["constraint"]:
+        with contextlib.suppress(ValueError):  # the request will end with this error
+            engine.compile(options["constraint"])
+    return engine.submit(options.pop("prompt_ids"), **options)
 
 
 def _compare(run: RecordedRun, jobs: Mapping[int, Job], rounds: int) -> ReplayReport:

@@ -80,6 +80,6 @@ class Eagle3(LlamaBase):
         normed = rms_norm(states, self.state_norm, epsilon)
         layer_input = torch.cat([rms_norm(embedded, layer.attention_norm, epsilon), normed], -1)
         residual = normed if config.norm_before_residual else states
-        attended = layer.attend(residual, layer_input, rotation, entries, buffers["draft_keys"][0], buffers["draft_values"][0])
-        states = layer.feed_forward(attended)
-        return ModelOutput(rms_norm(states, self.norm, epsilon).view(*shape, -1), states.view(*shape, -1))
+        attended = layer.attend(layer_input, rotation, entries, buffers["draft_keys"][0], buffers["draft_values"][0])
+        states, hidden = layer.finish(residual, attended, self.norm)
+        return ModelOutput(hidden.view(*shape, -1), states.view(*shape, -1))

@@ -15,7 +15,7 @@ from torch.nn import functional
 from stepgraph.graphs.attention.paged import AttentionShape, attention, cache_specs
 from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
-from stepgraph.graphs.layers.dense import product, rms_norm, silu_and_mul
+from stepgraph.graphs.layers.dense import Residual, add_rms_norm, product, rms_norm, silu_and_mul
 from stepgraph.graphs.layers.slot_mapping import rope_angles
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
@@ -93,15 +93,16 @@ class Llama(LlamaBase):
         if inputs.embeddings is not None:
             embeddings = inputs.embeddings
             states = torch.where(embeddings.given.flatten()[:, None], embeddings.values.flatten(0, 1), states)
-        rotation = self.rotation(inputs.positions, states.dtype)
-        layer_inputs: dict[int, Tensor] = {}
-        for index, layer in enumerate(self.layers):
-            if index in self.feature_layers:
-                layer_inputs[index] = states
-            states = layer(states, rotation, inputs, keys[index], values[index])
-        layer_inputs[len(self.layers)] = states
+        rotation, epsilon = self.rotation(inputs.positions, states.dtype), self.config.norm_epsilon
+        layer_inputs: list[Tensor] = []
+        first, *norms = [*(layer.get_parameter("attention_norm") for layer in self.layers), self.norm]
+        normed = rms_norm(states, first, epsilon)
+        for index, (layer, next_norm) in enumerate(zip(self.layers, norms, strict=True)):
+            layer_inputs.append(states)
+            states, normed = layer(states, normed, rotation, inputs, keys[index], values[index], next_norm)
+        layer_inputs.append(states)
         shape = inputs.tokens.shape
-        hidden = rms_norm(states, self.norm, self.config.norm_epsilon).view(*shape, -1)
+        hidden = normed.view(*shape, -1)
         features = [layer_inputs[layer] for layer in self.feature_layers]
         return ModelOutput(hidden, torch.cat(features, -1).view(*shape, -1) if features else hidden)
 
@@ -124,18 +125,28 @@ class LlamaLayer(nn.Module):
         self.gate_up = empty_weight(like, 2 * middle, hidden)
         self.down = empty_weight(like, hidden, middle)
 
-    def forward(self, states: Tensor, rotation: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor) -> Tensor:
-        normed = rms_norm(states, self.attention_norm, self.config.norm_epsilon)
-        return self.feed_forward(self.attend(states, normed, rotation, inputs, keys, values))
+    def forward(
+        self,
+        states: Tensor,
+        normed: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        inputs: ModelInput,
+        keys: Tensor,
+        values: Tensor,
+        next_norm: Tensor,
+    ) -> Residual:
+        """normed: the input of attention. next_norm: the weight of the norm after this layer, whose output is returned as `normed`."""
+        return self.finish(states, self.attend(normed, rotation, inputs, keys, values), next_norm)
 
-    def feed_forward(self, states: Tensor) -> Tensor:
-        middle = silu_and_mul(product(rms_norm(states, self.mlp_norm, self.config.norm_epsilon), self.gate_up))
-        return product(middle, self.down, onto=states)
+    def finish(self, states: Tensor, attended: Tensor, next_norm: Tensor) -> Residual:
+        """The residual connection around attention, the MLP and its residual connection."""
+        epsilon = self.config.norm_epsilon
+        states, normed = add_rms_norm(states, attended, self.mlp_norm, epsilon)
+        update = product(silu_and_mul(product(normed, self.gate_up)), self.down)
+        return add_rms_norm(states, update, next_norm, epsilon)
 
-    def attend(
-        self, residual: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """The attention output of the states, plus the residual."""
+    def attend(self, states: Tensor, rotation: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor) -> Tensor:
+        """The attention output of normalised states."""
         heads, kv_heads, size = self.config.num_heads, self.config.num_kv_heads, self.config.head_size
         mixed = product(states, self.qkv, self.qkv_bias).view(len(states), -1, size)
         query, key, value = mixed.split([heads, kv_heads, kv_heads], 1)
@@ -143,7 +154,7 @@ class LlamaLayer(nn.Module):
             query, key = (rms_norm(part, norm, self.config.norm_epsilon) for part, norm in ((query, self.query_norm), (key, self.key_norm)))
         query = rope_and_write_kv(query, key, value, *rotation, inputs.slots.flatten(), keys, values)
         attended = attention(query.view(*inputs.tokens.shape, heads, size), keys, values, inputs, self.window)
-        return product(attended.view(len(states), -1), self.output, self.output_bias, onto=residual)
+        return product(attended.view(len(states), -1), self.output, self.output_bias)
 
 
 def empty_weight(like: Tensor, *shape: int) -> nn.Parameter:

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from stepgraph.graphs.attention.paged import by_reference, cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
-from stepgraph.graphs.layers.dense import product, rms_norm
+from stepgraph.graphs.layers.dense import Residual, product, rms_norm
 from stepgraph.graphs.layers.slot_mapping import shift_entries
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
@@ -94,8 +94,10 @@ class MtpModule(nn.Module):
         self, states: Tensor, embedded: Tensor, rotation: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor
     ) -> Tensor:
         pair = [rms_norm(embedded, self.token_norm, self.epsilon), rms_norm(states, self.state_norm, self.epsilon)]
-        states = self.layer(product(torch.cat(pair, -1), self.join), rotation, inputs, keys, values)
-        return rms_norm(states, self.norm, self.epsilon)
+        joined = product(torch.cat(pair, -1), self.join)
+        normed = rms_norm(joined, self.layer.attention_norm, self.epsilon)
+        output: Residual = self.layer(joined, normed, rotation, inputs, keys, values, self.norm)
+        return output.normed
 
 
 def shift_inputs(inputs: ModelInput, count: int) -> ModelInput:

@@ -122,13 +122,13 @@ class Vocabulary:
 
     @cached_property
     def non_text_ids(self) -> frozenset[int]:
-        """Ids that stand for no text: control tokens, stop tokens, and tokens of zero bytes."""
+        """Ids that represent no text: control tokens, stop tokens, and tokens of zero bytes."""
         empty = (token_id for token_id, token in enumerate(self.tokens) if not token)
         return frozenset((*self.control_token_ids, *self.stop_token_ids, *empty))
 
     @cached_property
     def text_words(self) -> npt.NDArray[np.int32]:
-        """[mask_words] one bit per id that stands for text."""
+        """[mask_words] one bit per id that represents text."""
         return self._pack(token_id for token_id in range(len(self.tokens)) if token_id not in self.non_text_ids)
 
     @cached_property

@@ -4,22 +4,25 @@ import torch
 
 from stepgraph.sampling import native
 from stepgraph.sampling.kernels import triton as programs
+from stepgraph.sampling.kernels.advance import advance_fill
 from stepgraph.sampling.kernels.chain import Emission, chain_accept, mask_status
 from stepgraph.sampling.kernels.choice import GrammarMask, masked_argmax
 from stepgraph.sampling.kernels.filter_choice import choose_filters
 from stepgraph.sampling.kernels.filters import distribution, draw, race
-from stepgraph.sampling.kernels.processors import Processed, process
+from stepgraph.sampling.kernels.processors import Processed, log_probabilities, process
 from stepgraph.sampling.kernels.rejection import reject_sample
 
 __all__ = [
     "Emission",
     "GrammarMask",
     "Processed",
+    "advance_fill",
     "chain_accept",
     "choose_filters",
     "describe",
     "distribution",
     "draw",
+    "log_probabilities",
     "mask_status",
     "masked_argmax",
     "process",

@@ -15,7 +15,7 @@ from stepgraph.sampling.cuda_graphs import replayed
 from stepgraph.sampling.fields import reason
 from stepgraph.sampling.kernels import triton as programs
 
-FILTERS = ("auto", "flashinfer", "triton", "torch")
+FILTERS = ("auto", "triton", "flashinfer", "torch")
 FLASHINFER = "stepgraph.sampling.kernels.flashinfer"
 MODULES = {"flashinfer": FLASHINFER, "triton": "stepgraph.sampling.kernels.triton.filters", "torch": ""}  # "": the reference
 Filter = Callable[[Tensor, Tensor, Tensor], None]  # logits [B, Q, V], params [B, 4], probs [B, Q, V], written
@@ -36,7 +36,7 @@ _chosen: dict[torch.device, FilterChoice] = {}
 def choose_filters(device: torch.device | str, requested: str = "auto") -> FilterChoice:
     """Choose for `device` and keep the choice for later captures. May build FlashInfer's kernels, which takes a minute.
 
-    auto: flashinfer where a probe on the device finds it equal to the reference, else triton, else torch; on the CPU torch.
+    auto: triton, else flashinfer where a probe on the device finds it equal to the reference, else torch; on the CPU torch.
     ValueError if another implementation is requested and cannot run.
     """
     if requested not in FILTERS:

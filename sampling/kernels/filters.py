@@ -43,31 +43,37 @@ def distribution(logits: Dense, params: Dense) -> Tensor:
 
 
 def _draw_outputs(
-    logits: Tensor, params: Tensor, seed: Tensor, position: Tensor, purpose: int, ids: Tensor | None, width: int | None
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, params: Tensor, seed: Tensor, position: Tensor, purpose: int, rows: Tensor, row_probs: Tensor, ids: Tensor | None
+) -> Tensor:
     assert logits.dim() == 2, f"logits {logits.shape}"
-    assert (ids is None) == (width is None), "ids and width belong together"
     _check(logits, params)
-    probs = torch.empty(logits.shape[0], width or logits.shape[1], dtype=torch.float32, device=logits.device)
-    return probs, torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    width = row_probs.shape[1]
+    assert row_probs.dtype is torch.float32 and row_probs.stride(1) == 1, f"row_probs {row_probs.dtype}, strides {row_probs.stride()}"
+    assert logits.shape[1] == (width if ids is None else len(ids)) <= width, f"logits {logits.shape}, row_probs {row_probs.shape}"
+    return torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
 
 
-@operation(_draw_outputs, triton=filter_module, flashinfer=FLASHINFER)
+@operation(_draw_outputs, writes=("row_probs",), triton=filter_module, flashinfer=FLASHINFER)
 def draw(
     logits: Dense,
     params: Dense,
     seed: Contiguous,
     position: Contiguous,
     purpose: int,
+    rows: Contiguous,
+    row_probs: Tensor,
     ids: Contiguous | None = None,
-    width: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """sampler.distribution of logits [N, V], and `race` over it: probabilities [N, width] float32 and tokens [N] int64.
+) -> Tensor:
+    """sampler.distribution of logits [N, V], written to the rows of row_probs [R, W] float32, and `race` over it: tokens [N] int64.
 
-    With `ids` [V] int64 the logits belong to those tokens of a vocabulary of `width`: probabilities are written at these ids, zeros
-    elsewhere, and each token races with the noise of its id. Without a finite best logit the token is 0.
+    rows [N] int64. With `ids` [V] int64 the logits belong to those tokens of a vocabulary of W: probabilities are written at these
+    ids, the other columns have to be zeros already, and each token races with the noise of its id. Without a finite best logit the
+    token is 0.
     """
     probs = sampler.distribution(logits, params)
-    if ids is not None and width is not None:
-        probs = torch.zeros(len(logits), width, device=logits.device).index_copy_(1, ids, probs)
-    return probs, race.reference(probs, seed, position, purpose)
+    if ids is None:
+        row_probs.index_copy_(0, rows, probs)
+    else:
+        row_probs.index_put_((rows[:, None], ids), probs)
+        probs = torch.zeros(len(logits), row_probs.shape[1], device=logits.device).index_copy_(1, ids, probs)
+    return race.reference(probs, seed, position, purpose)

@@ -34,11 +34,10 @@ def distribution(logits: Tensor, params: Tensor, probs: Tensor) -> None:
 
 def draw(logits: Tensor, params: Tensor, *others: Any) -> None:
     """The arguments and outputs of kernels.filters.draw."""
-    seed, position, purpose, ids, _, probs, token = others
-    if ids is None:
-        distribution(logits[:, None], params, probs[:, None])
-    else:
-        own = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-        distribution(logits[:, None], params, own[:, None])
-        probs.zero_().index_copy_(1, ids, own)
+    seed, position, purpose, rows, row_probs, ids, token = others
+    probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    distribution(logits[:, None], params, probs[:, None])
+    if ids is not None:
+        probs = torch.zeros(len(logits), row_probs.shape[1], device=logits.device).index_copy_(1, ids, probs)
+    row_probs.index_copy_(0, rows, probs)
     race.out(probs, seed, position, purpose, token)

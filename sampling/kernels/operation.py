@@ -48,11 +48,12 @@ class Operation(Generic[P, R]):
         triton: bool | Callable[[torch.device], str],
         c: CKernel | None,
         flashinfer: str,
+        mapped: bool,
     ) -> None:
         functools.update_wrapper(self, reference)
         parameters, hints = inspect.signature(reference).parameters, typing.get_type_hints(reference, include_extras=True)
         package, _, module = reference.__module__.rpartition(".")
-        self.reference, self.c, self.flashinfer = reference, c, flashinfer
+        self.reference, self.c, self.flashinfer, self.mapped = reference, c, flashinfer, mapped
         self.name = name or reference.__name__
         self.triton = f"{package}.triton.{module}" if triton else ""  # the module of the program, which has the name of the operation
         self._module = triton if callable(triton) else lambda device: "" if programs.why_no_triton(device) else self.triton
@@ -78,15 +79,17 @@ class Operation(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         given: tuple[Any, ...] = args if len(args) == len(self._names) else self._complete(args, kwargs)
         in_c = self.c is not None and given[0].is_cpu and not native.why_not()
-        if not self.triton and not in_c:
+        if (not self.triton and not in_c) or _needs_gradient(given):
             return self.reference(*given)  # type: ignore[call-arg]
         arranged = [
             value if arrange is None or value is None else arrange(value) for arrange, value in zip(self._arrange, given, strict=True)
         ]
-        if not self.triton and not self._supported(arranged):
+        if not self.triton and not (self.c is not None and self.c.supports(*arranged)):
             return self.reference(*given)  # type: ignore[call-arg]
         outputs = self._outputs(*given)
-        self.out(*arranged, *_tensors(outputs))
+        # torch's dispatcher takes longer than the launch of a program, but a mode sees only what passes it
+        run = self._on_cuda if given[0].is_cuda and not torch._C._len_torch_dispatch_stack() else self.out
+        run(*arranged, *_tensors(outputs))
         return outputs
 
     def prepare(self, *arguments: Any) -> Run | None:
@@ -103,11 +106,6 @@ class Operation(Generic[P, R]):
     def _complete(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         values = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
         return tuple(values[name] for name in self._names)
-
-    def _supported(self, inputs: Sequence[Any]) -> bool:
-        """Whether the kernel in C may replace the reference, whose gradient torch knows."""
-        learning = torch.is_grad_enabled() and any([isinstance(value, Tensor) and value.requires_grad for value in inputs])
-        return self.c is not None and not learning and self.c.supports(*inputs)
 
     def _on_cpu(self, *arguments: Any) -> None:
         run = self.prepare(*arguments)
@@ -135,15 +133,22 @@ def operation(
     triton: bool | Callable[[torch.device], str] = False,
     c: CKernel | None = None,
     flashinfer: str = "",
+    mapped: bool = False,
 ) -> Callable[[Callable[P, R]], Operation[P, R]]:
     """Declare an operation by its reference: a function of tensors and numbers in plain torch, the first argument a tensor.
 
     outputs: checks the inputs and allocates what the reference returns. writes: inputs that it changes.
     triton: there is a program of the same name in PACKAGE/triton/MODULE.py; or a function that gives, for a device, the module
     of the program, empty for the reference. flashinfer: the module that uses FlashInfer instead, where it was chosen.
+    mapped: the device accesses pinned arguments in host memory.
     Without a program and without C for its arguments, a call is a call of the reference.
     """
-    return lambda reference: Operation(reference, outputs, name, writes, triton, c, flashinfer)
+    return lambda reference: Operation(reference, outputs, name, writes, triton, c, flashinfer, mapped)
+
+
+def _needs_gradient(inputs: Sequence[Any]) -> bool:
+    """Then only the reference will do, whose gradient torch knows."""
+    return torch.is_grad_enabled() and any([isinstance(value, Tensor) and value.requires_grad for value in inputs])
 
 
 def native_call(func: OpOverload, arguments: Sequence[Any]) -> Run | None:

@@ -1,4 +1,9 @@
-"""Grammar masks and the request's own settings applied to logits."""
+"""Grammar masks, biases, bans and penalties of a request applied to logits, at every position of a round.
+
+The order is vLLM's: logit_bias and bad tokens, min_new_tokens, then the repetition, frequency and presence penalties. A grammar's
+mask may be applied before or after: minus infinity stays minus infinity. A position counts the drafts before it as if they had been
+emitted, because its logits are only used if they are accepted.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stepgraph.sampling import bitmask, processors
+from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 from stepgraph.sampling.kernels.choice import GrammarMask
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
-from stepgraph.sampling.processors import RowSettings
+from stepgraph.sampling.sampler import Param
+
+
+class RowSettings(NamedTuple):
+    """Settings and histories of B rows. V is the target's vocabulary."""
+
+    params: Tensor  # [B, len(Param)] float32
+    bias_ids: Tensor  # [B, M] int64, distinct; the used ones first, then -1
+    biases: Tensor  # [B, M] float32, minus infinity for a bad token, 0 where unused
+    stop_ids: Tensor  # [B, S] int64, -1 where unused
+    prompt_seen: Tensor  # [B, V] bool
+    output_counts: Tensor  # [B, V] int32
+    generated: Tensor  # [B] int64, tokens emitted so far
 
 
 class Processed(NamedTuple):
@@ -31,10 +48,10 @@ def process(
     mask: GrammarMask | None = None,
     ids: Tensor | None = None,
 ) -> Processed:
-    """bitmask.apply, processors.process and processors.mark_dead_ends of logits [B, Q, V] at the positions from `first` on.
+    """bitmask.apply, apply_settings and mark_dead_ends of logits [B, Q, V] at the positions from `first` on.
 
     Row b reads the settings of row rows[b] ([B] int64; None: row b), except settings.generated and before [B, N], which are those of
-    the batch. Logits are float32, bfloat16 or float16; ids as for processors.process.
+    the batch. Logits are float32, bfloat16 or float16; ids as for apply_settings.
     """
     masks, mask_rows, constrained, status = mask or (None, None, None, None)
     return process_logits(logits, masks, mask_rows, constrained, status, ids, rows, *settings, before, first)
@@ -81,7 +98,64 @@ def process_logits(
         masked = bitmask.apply(logits, masks if mask_rows is None else masks[mask_rows], constrained, ids, status)
     tables = (params, bias_ids, biases, stop_ids, prompt_seen, output_counts)
     settings = RowSettings._make([*(table if rows is None else table[rows] for table in tables), generated])
-    processed = processors.process(masked, settings, before, first, ids)
+    processed = apply_settings(masked, settings, before, first, ids)
     known = torch.full(logits.shape[:2], int(MaskStatus.OK), device=logits.device) if status is None else status
-    judged = processors.mark_dead_ends(known, torch.isfinite(masked.amax(-1)), processed)
+    judged = mark_dead_ends(known, torch.isfinite(masked.amax(-1)), processed)
     return Processed(processed, torch.isfinite(processed.amax(-1)), judged)
+
+
+def apply_settings(logits: Tensor, rows: RowSettings, before: Tensor, first: int = 0, ids: Tensor | None = None) -> Tensor:
+    """Logits [B, Q, V] of the positions first, first + 1, ... as float32, after everything except temperature and filters.
+
+    before [B, N] int64: the drafts at the positions from 0 on, -1 where there is none. ids [V]: the target's token of each logit, for
+    a draft with a vocabulary of its own; None: its index.
+    """
+    positions = torch.arange(first, first + logits.shape[1], device=logits.device)
+    counts = _output_counts(rows.output_counts, before, positions)
+    bias = _scattered(rows.biases, rows.bias_ids, rows.prompt_seen.shape[1])
+    stops = _scattered((rows.stop_ids >= 0).to(torch.float32), rows.stop_ids, rows.prompt_seen.shape[1]) > 0
+    prompt_seen = rows.prompt_seen
+    if ids is not None:
+        counts, bias, stops, prompt_seen = counts[..., ids], bias[:, ids], stops[:, ids], prompt_seen[:, ids]
+    repetition, presence, frequency, least = (
+        rows.params[:, column, None, None]
+        for column in (Param.REPETITION_PENALTY, Param.PRESENCE_PENALTY, Param.FREQUENCY_PENALTY, Param.MIN_NEW_TOKENS)
+    )
+    result = logits.to(torch.float32) + bias[:, None]
+    early = (rows.generated[:, None] + positions)[:, :, None] < least
+    result = torch.where(early & stops[:, None], float("-inf"), result)
+    emitted = counts > 0
+    repeated = torch.where(result > 0, result / repetition, result * repetition)
+    result = torch.where(emitted | prompt_seen[:, None], repeated, result)
+    return result - frequency * counts - presence * emitted
+
+
+def mark_dead_ends(status: Tensor, finite: Tensor, processed: Tensor) -> Tensor:
+    """Status [B, Q], DEAD_END where a mask allows some token (finite [B, Q]) and the request's own bans forbid all of them."""
+    banned = finite & (processed.amax(-1) == float("-inf"))
+    return torch.where(banned & (status == int(MaskStatus.OK)), int(MaskStatus.DEAD_END), status)
+
+
+@operation(lambda *_: None, writes=("found",), triton=True)
+def log_probabilities(logits: Dense, probs: Dense, tokens: Contiguous, found: Tensor) -> None:
+    """Write to `found` [B, Q, 2] float32 those of tokens [B, Q]: under the model's logits [B, Q, V], and under `probs` [B, Q, V]."""
+    own = logits.to(torch.float32)
+    chosen = tokens[..., None]
+    found[..., :1] = own.gather(2, chosen) - own.logsumexp(-1, keepdim=True)
+    found[..., 1:] = probs.gather(2, chosen).log()
+
+
+def _output_counts(output_counts: Tensor, before: Tensor, positions: Tensor) -> Tensor:
+    """[B, Q, V] float32: occurrences of each token before each position."""
+    size, vocab = output_counts.shape
+    index = torch.arange(before.shape[1], device=before.device)
+    counted = (index < positions[:, None]) & (before >= 0)[:, None]
+    counts = output_counts[:, None].expand(size, len(positions), vocab).to(torch.float32, copy=True)
+    tokens = before.clamp(min=0)[:, None].expand(size, len(positions), before.shape[1])
+    return counts.scatter_add_(2, tokens, counted.to(torch.float32))
+
+
+def _scattered(values: Tensor, ids: Tensor, width: int) -> Tensor:
+    """[B, width] float32: each value at its id. Unused entries add 0 to id 0."""
+    dense = torch.zeros(len(ids), width, dtype=torch.float32, device=ids.device)
+    return dense.scatter_add_(1, ids.clamp(min=0), values)

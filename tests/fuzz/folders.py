@@ -29,7 +29,7 @@ from tests.fuzz.values import Value, blob, bytes_of, written
 from tests.helpers.draft_engines import DRAFTERS
 from tests.helpers.families import BASE, folder_of, random_model, save_tokenizer
 
-LIMITS = EngineConfig(max_rows=1, max_length=32, num_speculative_tokens=1)
+LIMITS = EngineConfig(max_rows=1, max_length=32, num_speculative_tokens=1, draft_length=1)
 FAMILIES = ("smollm2", "llama-3.1", "qwen2.5, two layers slide", "qwen3", "mistral")
 NAMED = re.compile(r"(/|Limits\.|config\.|draft: |feature_layers|chat_template|messages)[\w.]*")
 FIELDS = (

@@ -33,7 +33,7 @@ class RecordingDoor(FolderDoor):
     ).split()
     allowed = WORKER
     named = re.compile(
-        r"(/\S+:\d+: |/\S+: |(sampling|SamplingParams|Constraint)\b|constraint |prompt_ids|max_new_tokens|num_spec|draft_ids|cache_salt)"
+        r"(/\S+:\d+: |/\S+: |(sampling|SamplingParams|Constraint)\b|constraint |prompt|max_new_tokens|num_spec|draft_ids|cache_salt)"
     )
 
     def __init__(self, thorough: bool = False) -> None:

@@ -54,6 +54,7 @@ CONSTRAINTS: list[tuple[str, list[Value]]] = [
 CONFIG = EngineConfig(
     max_rows=2,
     num_speculative_tokens=2,
+    draft_length=2,
     max_length=48,
     page_size=8,
     buckets=(2,),
@@ -148,14 +149,14 @@ class SubmitDoor(Door):
     name = "submit"
     words: Sequence[str] = [
         *SAMPLING,
-        *"prompt_ids max_new_tokens num_speculative_tokens draft_ids cache_salt prompt_embeddings sampling constraint".split(),
+        *"prompt max_new_tokens num_speculative_tokens draft_ids cache_salt prompt_embeddings sampling constraint".split(),
         *{make for make, _ in CONSTRAINTS},
         "make",
         "with",
     ]
     hostile, allowed = True, WORKER
     named = re.compile(
-        r"((SamplingParams|Constraint)\.\w+|sampling\b|response_format|constraint\b|prompt_ids|max_new_tokens|num_speculative_tokens"
+        r"((SamplingParams|Constraint)\.\w+|sampling\b|response_format|constraint\b|prompt\b|Engine\.tokenizer|max_new_tokens|num_speculative_tokens"
         r"|draft_ids|cache_salt|prompt_embeddings)"
     )
     rounds = 4
@@ -166,15 +167,15 @@ class SubmitDoor(Door):
         self._engine = Engine(target.load("cpu"), NgramLookup(), vocabulary=target.vocabulary, config=CONFIG, backend=TapeBackend())
         self._engine.capture()
         row = [0.5] * 48
-        whole: Value = {"prompt_ids": [1, 5, 9], "max_new_tokens": 3, "num_speculative_tokens": 2, "draft_ids": [5, 6], "cache_salt": "a"}
+        whole: Value = {"prompt": [1, 5, 9], "max_new_tokens": 3, "num_speculative_tokens": 2, "draft_ids": [5, 6], "cache_salt": "a"}
         constraints = [{"make": make, "with": arguments} for make, arguments in CONSTRAINTS]
         self.seeds: Sequence[Value] = [
             whole,
-            {"prompt_ids": form("tensor", [1, 2], type="int64"), "sampling": SAMPLING | {"ignore_eos": False}},
-            {"prompt_ids": form("array", [1, 2]), "sampling": {"temperature": 0, "logprobs": True}},
-            {"prompt_ids": [5] * 30, "prompt_embeddings": form("pairs", [[0, form("tensor", [row])], [4, form("tensor", [row, row])]])},
+            {"prompt": form("tensor", [1, 2], type="int64"), "sampling": SAMPLING | {"ignore_eos": False}},
+            {"prompt": form("array", [1, 2]), "sampling": {"temperature": 0, "logprobs": True}},
+            {"prompt": [5] * 30, "prompt_embeddings": form("pairs", [[0, form("tensor", [row])], [4, form("tensor", [row, row])]])},
             *(whole | {"constraint": constraint} for constraint in constraints),
-            *({"prompt_ids": [4], "max_new_tokens": 2, "sampling": {name: value}} for name, value in SAMPLING.items()),
+            *({"prompt": [4], "max_new_tokens": 2, "sampling": {name: value}} for name, value in SAMPLING.items()),
         ]
 
     def enter(self, given: Value) -> None:
@@ -207,9 +208,9 @@ class SubmitDoor(Door):
 
 def _arguments(given: Value) -> dict[str, Any]:
     """Arguments of Engine.submit; sampling parameters and constraints are built from their fields."""
-    known = "prompt_ids max_new_tokens num_speculative_tokens draft_ids cache_salt prompt_embeddings sampling constraint".split()
+    known = "prompt max_new_tokens num_speculative_tokens draft_ids cache_salt prompt_embeddings sampling constraint".split()
     arguments = {name: built(value) for name, value in given.items() if name in known} if isinstance(given, dict) else {}
-    arguments.setdefault("prompt_ids", [1])
+    arguments.setdefault("prompt", [1])
     sampling, constraint = arguments.get("sampling"), arguments.get("constraint")
     if isinstance(sampling, dict) and sampling.keys() <= SAMPLING.keys():
         arguments["sampling"] = SamplingParams(**sampling)

@@ -64,11 +64,13 @@ RESTLESS = ToyTarget(VOCABULARY.logits_width, seed=3, biases={VOCABULARY.stop_to
 
 def rounds(draft: Any, prompt: Sequence[int], draft_ids: Sequence[int], expected: list[int], **options: Any) -> tuple[int, Engine]:
     """Number of rounds of a text, which must equal the oracle's."""
-    config = EngineConfig(max_rows=1, num_speculative_tokens=4, max_length=96, greedy_only=True, backend="tape", eager=True, **options)
-    given_ids = {"draft_ids": draft_ids} if isinstance(draft, str) or config.look_up else {}
+    config = EngineConfig(
+        max_rows=1, num_speculative_tokens=4, draft_length=4, max_length=96, greedy_only=True, backend="tape", eager=True, **options
+    )
+    given_ids = draft_ids if isinstance(draft, str) or config.look_up else None
     with Engine(RESTLESS, draft, vocabulary=VOCABULARY, config=config) as engine:
         engine.capture()
-        job = engine.generate(prompt, max_new_tokens=len(expected), **given_ids)
+        job = engine.generate(prompt, max_new_tokens=len(expected), draft_ids=given_ids)
         assert job.tokens == expected
         return job.rounds, engine
 
@@ -151,7 +153,8 @@ class Positions:
         logits[:, own] = 99.0
         chains = torch.tensor(chain).expand(len(logits), -1)
         alive = drafting.continuing(self.batch)
-        tokens = drafting.choose_draft(buffers, self.batch, 1, logits, alive, True, sampled, None, chains)
+        mask = drafting.grammar_mask_of(buffers, self.batch, 1)
+        tokens = drafting.choose_draft(buffers, self.batch, 1, logits, alive, mask, sampled, None, chains)
         return torch.stack([tokens, buffers.row_looked_up[self.batch.rows, 0], drafting.matching_chains(chains, 1, tokens)[:, 1]], 1)
 
 

@@ -205,7 +205,7 @@ def test_proposers_store_no_distributions() -> None:
 def test_invalid_draft_ids_raise_value_error(setup: Setup, options: dict[str, Any], message: str) -> None:
     engine = shared_engine(setup)
     with pytest.raises(ValueError, match=message):
-        engine.submit(**{"prompt_ids": [1], "draft_ids": [1, 2], "max_new_tokens": 4, **options})
+        engine.submit(**{"prompt": [1], "draft_ids": [1, 2], "max_new_tokens": 4, **options})
     assert not engine.has_work
 
 

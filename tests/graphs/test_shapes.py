@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.graphs import GraphKey, Limits
-from stepgraph.graphs.shapes import bucket_sizes, checked_buckets, dispatch, graph_keys
+from stepgraph.graphs.shapes import bucket_sizes, checked_buckets, dispatch, graph_keys, host_buckets
 
 SIZES: dict[str, Any] = {
     "max_rows": 3,
@@ -53,6 +53,19 @@ def test_buckets_and_keys() -> None:
     assert len(graph_keys((1, 4))) == 8
 
 
+def test_grammars_on_the_device_take_at_most_half_as_many_more_graphs() -> None:
+    keys = graph_keys(bucket_sizes(8), device=True)
+    assert len(keys) == len(set(keys)) == 20 and len(graph_keys(bucket_sizes(8))) == 16
+    assert [key.rows for key in keys if key.constrained and not key.device and not key.sampled] == [8, 2]
+    assert list(map(str, graph_keys((1, 2, 4), True, True)[:4])) == [
+        "rows=4 device greedy",
+        "rows=4 constrained greedy",
+        "rows=4 free greedy",
+        "rows=2 device greedy",
+    ]
+    assert [host_buckets(sizes) for sizes in ((4,), (1, 4), (1, 2, 4), (1, 2, 4, 8, 9))] == [(4,), (4,), (1, 4), (1, 4, 9)]
+
+
 def test_derived_limits() -> None:
     limits = Limits(**SIZES)
     assert (limits.rows, limits.dummy_row, limits.positions, limits.pages_per_row) == (4, 3, 5, 4)
@@ -68,3 +81,5 @@ def test_dispatch_is_total(max_rows: int, extra: list[int]) -> None:
                 key = dispatch(sizes, batch, constrained)
                 assert key.rows in sizes and key.rows >= batch and key.constrained == constrained
                 assert not any(batch <= size < key.rows for size in sizes), "the smallest key that fits"
+            assert dispatch(host_buckets(sizes), batch, True) in graph_keys(sizes, device=True)
+            assert dispatch(sizes, batch, True, device=True) in graph_keys(sizes, device=True)

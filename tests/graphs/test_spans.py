@@ -17,7 +17,7 @@ from stepgraph.graphs import BufferSpec, RecordedReport, StaticBuffers, TapeBack
 from stepgraph.graphs.backends import EagerContext
 from stepgraph.graphs.cuda.context import CudaCaptureContext
 from stepgraph.graphs.errors import HostErrors
-from stepgraph.graphs.spans import STEP, Label, StageRun, stage_runs
+from stepgraph.graphs.spans import STEP, StageRun, stage_runs
 from stepgraph.runtime.models.toy import ToyTarget
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY
 
@@ -40,8 +40,8 @@ class Ranges:
 
 
 def small_engine(k: int, drafter: str = "fair", *, backend: TapeBackend | None = None, **others: Any) -> Engine:
-    sizes = {"max_rows": 1, "num_speculative_tokens": k, "max_length": 64, "page_size": 8, "greedy_only": True}
-    config = EngineConfig(**sizes, compile_isolation="none", backend="tape", **others)  # type: ignore[arg-type]
+    sizes = {"max_rows": 1, "num_speculative_tokens": k, "draft_length": k, "max_length": 64, "page_size": 8, "greedy_only": True}
+    config = EngineConfig(**sizes, compile_isolation="none", backend="tape", grammar_lane="host", **others)  # type: ignore[arg-type]
     engine = Engine(TARGET, DRAFTERS[drafter](), vocabulary=VOCABULARY, config=config, backend=backend)
     engine.capture()
     return engine
@@ -125,7 +125,7 @@ def test_nodes_belong_to_the_innermost_stage_or_the_step() -> None:
 
 
 def test_host_nodes_are_separate_runs() -> None:
-    label, node = Label("main", "a"), Label("main", "a", "host")
+    label, node = StageRun("main", "a"), StageRun("main", "a", "host")
     assert [run.nodes for run in stage_runs([label, label, node, node, label])] == [2, 1, 1, 1]
     assert stage_runs([]) == ()
 

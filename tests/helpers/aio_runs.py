@@ -123,13 +123,13 @@ def check_alone(job: Job, answer: Answer) -> None:
 
 
 ASKS: list[dict[str, Any]] = [
-    {"prompt_ids": [index, 5], "constraint": CONSTRAINTS[index % 4], "max_new_tokens": 12 + index, "sampling": sampling}
+    {"prompt": [index, 5], "constraint": CONSTRAINTS[index % 4], "max_new_tokens": 12 + index, "sampling": sampling}
     for index, sampling in enumerate([LONG, None, None, None, SamplingParams(temperature=0, logprobs=True), None, None, None])
 ]
 
 
 def answers() -> list[Answer]:
-    return [plain(ask["prompt_ids"], ask["max_new_tokens"], ask["constraint"], sampling=ask["sampling"] or LONG_OFF) for ask in ASKS]
+    return [plain(ask["prompt"], ask["max_new_tokens"], ask["constraint"], sampling=ask["sampling"] or LONG_OFF) for ask in ASKS]
 
 
 LONG_OFF = SamplingParams(temperature=0)

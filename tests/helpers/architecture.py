@@ -11,6 +11,7 @@ from collections.abc import Callable
 from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.graphs import GraphKey, run_eager
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.sampling.grammar.automaton.library import functions
 from tests.helpers.documents import ROOT
 from tests.helpers.file_trace import file_trace
 
@@ -22,7 +23,9 @@ VOCABULARY = Vocabulary.printable()
 
 def make_engine() -> Engine:
     target = ToyTarget(VOCABULARY.logits_width)
-    config = EngineConfig(max_rows=1, num_speculative_tokens=2, max_length=128, prefill_chunk=4, rounds_in_flight=1, greedy_only=True)
+    config = EngineConfig(
+        max_rows=1, num_speculative_tokens=2, draft_length=2, max_length=128, prefill_chunk=4, rounds_in_flight=1, greedy_only=True
+    )
     engine = Engine(target, ToyDraft(target, agreement=0.8), vocabulary=VOCABULARY, config=config)
     engine.capture()
     return engine
@@ -60,6 +63,7 @@ def first_token_files(constraint: Constraint | None) -> list[str]:
 def constraint_files() -> list[str]:
     """From `submit` to the first masked token: the files that a request without a constraint does not enter."""
     free = set(first_token_files(None))
+    functions.cache_clear()  # the first constraint of a process loads the compiler
     return [path for path in first_token_files(Constraint.json_schema(SCHEMA)) if path not in free]
 
 
@@ -84,7 +88,7 @@ def result_files() -> list[str]:
 def draft_files() -> list[str]:
     """The device's part of a round, run eagerly: verify, mask, accept, draft."""
     with steady_engine() as engine:
-        step = engine._graphs._recorder.step_of(GraphKey(rows=1, constrained=True, sampled=False))
+        step = engine._graphs._recorder.step_of(GraphKey(rows=1, constrained=True, device=True))
         return traced(lambda: run_eager(step, engine.buffers))
 
 

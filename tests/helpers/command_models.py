@@ -41,7 +41,10 @@ def model_folder() -> Path:
 def recordings() -> Path:
     """A folder with two recordings: `run.jsonl` of the model above, `toy.jsonl` of the toy pair."""
     folder = model_folder().parent
-    config, pair = EngineConfig(max_rows=1, num_speculative_tokens=2, max_length=64, greedy_only=True, eager=True), toy_pair()
+    config, pair = (
+        EngineConfig(max_rows=1, num_speculative_tokens=2, draft_length=2, max_length=64, greedy_only=True, eager=True),
+        toy_pair(),
+    )
     for engine in (
         Engine.from_pretrained(model_folder(), "ngram", config=config, record=folder / "run.jsonl"),
         Engine(pair.target, pair.draft, vocabulary=pair.vocabulary, config=config, record=folder / "toy.jsonl"),

@@ -78,12 +78,12 @@ class Drafter:
 
     @functools.cached_property
     def loaded(self) -> Loaded:
-        return load_models(self.target, self.draft, replace(CONFIG, num_speculative_tokens=1))
+        return load_models(self.target, self.draft, replace(CONFIG, num_speculative_tokens=1, draft_length=1))
 
     def engine(self, k: int, **changes: Any) -> Engine:
         """A captured engine that runs in the caller's thread; all engines share the models."""
         target, draft, vocabulary, _ = self.loaded
-        config = replace(CONFIG, num_speculative_tokens=k, **changes)
+        config = replace(CONFIG, **{"num_speculative_tokens": k, "draft_length": k} | changes)
         engine = Engine(target, draft, vocabulary=vocabulary, config=config, backend=TapeBackend())
         engine.capture()
         return engine

@@ -43,6 +43,8 @@ def plain(family: str, prompt: tuple[int, ...], constraint: Constraint | None, c
 
 def decode(engine: Engine, prompts: list[list[int]], constraint: Constraint | None = None, **sampling: Any) -> list[Job]:
     params = SamplingParams(temperature=0, **sampling)
+    if constraint is not None:
+        engine.compile(constraint)  # no request waits for it: all get their rows in order
     jobs = [engine.submit(prompt, constraint=constraint, sampling=params, max_new_tokens=24) for prompt in prompts]
     for _ in engine.stream():
         pass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -97,8 +98,16 @@ class HistogramBuilder(NamedTuple):
 class Law:
     """Rounds with `k` drafts for `settings`; each setting has its own rows, positions and logits."""
 
-    def __init__(self, k: int, d2t: bool, settings: Sequence[Setting], draft_masks: bool = True, seed: int = 0) -> None:
-        self.k, self.settings, self.draft_masks = k, settings, draft_masks
+    def __init__(
+        self,
+        k: int,
+        d2t: bool,
+        settings: Sequence[Setting],
+        draft_masks: bool = True,
+        seed: int = 0,
+        verified: int | None = None,  # drafts that the round keeps, if fewer than k
+    ) -> None:
+        self.k, self.settings, self.draft_masks, self.verified = k, settings, draft_masks, k if verified is None else verified
         self.rows_each = BATCH // len(settings)
         size, length = len(settings) * self.rows_each, len(settings) * (k + 1) + 1
         self.limits = Limits(
@@ -175,10 +184,10 @@ class Law:
         drafts = self._drafts(batch)
         if drafts:
             drafting.store_chain(b, batch, torch.stack(drafts, 1))
-            batch = read_batch(b, rows)
-        logits, _ = stages.target_verify(b, batch, self.target, self.limits)
+            batch = read_batch(b, rows, most_drafts=self.verified)
+        logits, _ = stages.target_verify(b, batch, self.target, replace(self.limits, num_speculative_tokens=self.verified))
         emission, _ = stages.accept(b, batch, logits, constrained=True, sampled=True)
-        return emission.tokens, emission.emitted, emission.accepted
+        return torch.nn.functional.pad(emission.tokens, (0, self.k - self.verified)), emission.emitted, emission.accepted
 
     def _drafts(self, batch: Batch) -> list[Tensor]:
         b, drafts, position = self.buffers, [], batch.column(Column.LENGTH) - 1
@@ -188,7 +197,8 @@ class Law:
         for step in range(1, self.k + 1):
             before = tokens
             logits, features = drafting.draft_decode(b, batch, step - 1, before, features, self.draft, self.limits)
-            tokens = drafting.choose_draft(b, batch, step, logits, alive, self.draft_masks, True, self.draft.d2t, chain)
+            mask = drafting.grammar_mask_of(b, batch, step) if self.draft_masks else None
+            tokens = drafting.choose_draft(b, batch, step, logits, alive, mask, True, self.draft.d2t, chain)
             chain = None if chain is None else drafting.matching_chains(chain, step, tokens)
             b.batch_drafts[step - 1].copy_(tokens)
             alive = tokens >= 0
@@ -208,7 +218,7 @@ class Law:
         status = torch.where(legal, int(MaskStatus.OK), int(MaskStatus.ILLEGAL))
         tags = [batch.column(Column.OWNER), batch.column(Column.GENERATED), torch.full_like(status, index), status]
         b.batch_tags[index].copy_(torch.stack(tags, 1))
-        stages.place_masks(b, size, index)
+        stages.place_masks(b, b.batch_rows[:size], index)
 
     def tally(self, rounds: int) -> HistogramBuilder:
         """Count the results of at least `rounds` rounds of every setting."""

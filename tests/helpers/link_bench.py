@@ -13,18 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, Matcher, Vocabulary
 from stepgraph.sampling.grammar.link.library import load
 from stepgraph.sampling.grammar.link.native import NativeLink
 from stepgraph.sampling.grammar.link.native_row import NativeRow
-from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, MatcherRow, advance, fill_new
+from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, MatcherRow, advance, fill_next
 from stepgraph.sampling.grammar.link.python import PythonLink, PythonRow
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn
-from tests.helpers.toy_engines import COMPILER, CONSTRAINTS, VOCABULARY
+from tests.helpers.toy_engines import CONSTRAINTS, VOCABULARY
 
 WORDS = VOCABULARY.mask_words
 HAS_LLGUIDANCE = importlib.util.find_spec("llguidance") is not None
+XGRAMMAR_COMPILER = GrammarCompiler(VOCABULARY, backend="xgrammar")
 LLGUIDANCE_COMPILER = GrammarCompiler(VOCABULARY, backend="llguidance")
 AUTOMATON_COMPILER = GrammarCompiler(VOCABULARY, backend="automaton")
 A = VOCABULARY.tokens.index(b"a")
@@ -66,26 +67,6 @@ def native_link(memory: Memory, depth: int = 4, threads: int | None = None) -> N
     return NativeLink(load(), *memory.all, depth=depth, threads=threads, forcing=memory.forcing)
 
 
-class ForeignMatcher:
-    """Another matcher with nothing but the methods of the protocol: the native link calls back into Python for it."""
-
-    def __init__(self, inner: Matcher) -> None:
-        self._inner = inner
-
-    def accept_token(self, token_id: int) -> bool:
-        return self._inner.accept_token(token_id)
-
-    def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
-        return self._inner.fill_next_token_bitmask(masks, index)
-
-    def rollback(self, num_tokens: int) -> None:
-        self._inner.rollback(num_tokens)
-
-    @property
-    def fault(self) -> str:
-        return self._inner.fault
-
-
 @dataclass
 class Request:
     """A request in its slot as the device sees it, with one row of each link."""
@@ -115,13 +96,12 @@ class LinkPair:
 
     def admit_random(self, slot: int) -> None:
         constraint = self.random.choice([constraint for constraint in CONSTRAINTS if constraint] + [Constraint.regex("(ab|ac)+")])
-        grammar = COMPILER.compile(constraint)
+        grammar = XGRAMMAR_COMPILER.compile(constraint)
         if self.random.random() < 0.3 and HAS_LLGUIDANCE and constraint.kind in ("json_schema", "json_object", "regex", "choice"):
             grammar = LLGUIDANCE_COMPILER.compile(constraint)
         elif self.random.random() < 0.4:
             grammar = AUTOMATON_COMPILER.compile(constraint)
-        foreign = self.random.random() < 0.1
-        self.admit(slot, grammar, [ForeignMatcher(grammar.matcher()) if foreign else grammar.matcher() for _ in self.links])
+        self.admit(slot, grammar, [grammar.matcher() for _ in self.links])
 
     def admit(self, slot: int, grammar: CompiledConstraint, matchers: list[Matcher]) -> None:
         self.num_admitted += 1
@@ -172,7 +152,7 @@ class LinkPair:
             self.check()
             return
         self.copy_draft(self.drafts)
-        self.node(BEGIN_ROUND, fill_new(self.drafts), advance(self.drafts))
+        self.node(BEGIN_ROUND, fill_next(self.drafts))
         self.accept()
         self.copy_state()
         for request in filter(None, self.requests):
@@ -249,7 +229,7 @@ class LinkPair:
         for request in filter(None, self.requests):
             row, native_row = request.rows
             assert row.fault == native_row.fault
-            for name in ("last_mask_status", "committed", "pending_drafts"):
+            for name in ("last_mask_status", "committed", "pending_drafts", "next_mask"):
                 assert getattr(row, name) == getattr(native_row.struct, name)
         assert self.links[0].stats == self.links[1].stats
 
@@ -258,7 +238,7 @@ def set_running(memory: Memory, row: MatcherRow, slot: int = 0, history: int = 0
     memory.state[slot] = torch.tensor([row.owner, history, last, accepted, FinishCode.RUNNING])
 
 
-def letters_row(link: HostLink, owner: int = 9, compiler: GrammarCompiler = COMPILER) -> Any:
+def letters_row(link: HostLink, owner: int = 9, compiler: GrammarCompiler = XGRAMMAR_COMPILER) -> Any:
     return link.row(owner, compiler.compile(Constraint.regex("[a-z]+")).matcher())
 
 

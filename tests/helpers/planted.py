@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import ctypes
+import re
+import time
 from collections.abc import Callable
 from ctypes import c_void_p
 from typing import Any
 
-from stepgraph.sampling.grammar.link.layout import callbacks, structs
+from stepgraph.sampling.grammar.automaton.grammar import AutomatonMatcher
+from stepgraph.sampling.grammar.link import layout
+from stepgraph.sampling.grammar.link.layout import structs
 from stepgraph.sampling.grammar.link.native_row import NativeRow
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
+
+# The types of the functions in matcher_library.
+_LIBRARY = layout._text[layout._text.index("struct matcher_library {") :].partition("};")[0]
+callbacks = {
+    name: ctypes.CFUNCTYPE(ctypes.c_int, *layout._arguments(arguments))
+    for name, arguments in re.findall(r"\(\*(\w+)\)\((.*?)\);", _LIBRARY)
+}
+
+
+class _NoData(ctypes.Structure):
+    """A library of which the functions need no data of their own."""
+
+    _fields_ = (("functions", structs.matcher_library),)
 
 
 def innermost(matcher: Matcher) -> Matcher:
@@ -22,7 +39,10 @@ def innermost(matcher: Matcher) -> Matcher:
 
 def plant(row: NativeRow, name: str, bug: Callable[..., int]) -> None:
     """Replace one of the five functions that a native row calls with `bug(real, *arguments)`."""
-    struct = structs.xgrammar_library if isinstance(innermost(row.matcher), XGrammarMatcher) else structs.llguidance_library
+    matcher = innermost(row.matcher)
+    struct = structs.xgrammar_library if isinstance(matcher, XGrammarMatcher) else structs.llguidance_library
+    if isinstance(matcher, AutomatonMatcher):
+        struct = _NoData
     library = struct.from_buffer_copy(ctypes.string_at(row.struct.library, ctypes.sizeof(struct)))
     real = callbacks[name](getattr(library.functions, name))
     entry = callbacks[name](lambda *arguments: bug(real, *arguments))
@@ -51,6 +71,25 @@ def break_fill(row: MatcherRow, message: str, after: int = 0) -> None:
         return real(*arguments)
 
     row.matcher.fill_next_token_bitmask = explode  # type: ignore[method-assign, assignment]
+
+
+def slow_fill(row: MatcherRow, seconds: float) -> None:
+    """Make every mask take so long."""
+    if isinstance(row, NativeRow):
+
+        def wait_in_c(real: Callable[..., int], *arguments: int) -> int:
+            time.sleep(seconds)
+            return real(*arguments)
+
+        plant(row, "fill", wait_in_c)
+        return
+    real = row.matcher.fill_next_token_bitmask
+
+    def wait(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return real(*arguments)
+
+    row.matcher.fill_next_token_bitmask = wait  # type: ignore[method-assign, assignment]
 
 
 def take_fuel(row: MatcherRow) -> None:

@@ -24,7 +24,15 @@ from tools.random_weights import randomised
 
 PAGE, K = 4, 3
 CONFIG = EngineConfig(
-    max_rows=3, num_speculative_tokens=K, max_length=48, page_size=PAGE, num_pages=30, prefill_chunk=7, backend="tape", buckets=(3,)
+    max_rows=3,
+    num_speculative_tokens=K,
+    draft_length=K,
+    max_length=48,
+    page_size=PAGE,
+    num_pages=30,
+    prefill_chunk=7,
+    backend="tape",
+    buckets=(3,),
 )
 SYSTEM = [(index * 5 + 3) % 90 for index in range(17)]
 
@@ -66,7 +74,7 @@ DRAFTS: dict[str, Callable[[], DraftModel | None]] = {
 
 def make_engine(draft: str, asynchronous: bool = True, **changes: Any) -> Engine:
     drafts = K if draft != "none" else 0
-    config = replace(CONFIG, **{"num_speculative_tokens": drafts, "greedy_only": True} | changes)
+    config = replace(CONFIG, **{"num_speculative_tokens": drafts, "draft_length": drafts, "greedy_only": True} | changes)
     engine = Engine(TARGET, DRAFTS[draft](), vocabulary=VOCABULARY, config=config, backend=TapeBackend(asynchronous=asynchronous))
     engine.capture()
     return engine

@@ -1,4 +1,4 @@
-"""The JSON-Schema-Test-Suite (draft 2020-12, required tests) run against the grammars, and the class of each case.
+"""The JSON-Schema-Test-Suite (required tests) run against the grammars, and the class of each case.
 
 A value counts as accepted where one of its written forms is: object keys in any order, characters plain or escaped, numbers with or
 without an exponent. So a valid value is not rejected for its layout, and an invalid one is tried in all forms.
@@ -7,8 +7,9 @@ without an exponent. So a valid value is not rejected for its layout, and an inv
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import islice, permutations, product
@@ -17,14 +18,20 @@ from typing import Any
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, Vocabulary
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
+from stepgraph.sampling.grammar.schema.options import Objects
 
 DATA = Path(__file__).parent.parent / "data"
 SUITE = DATA / "json_schema_test_suite.jsonl"
+OLDER_DRAFTS = DATA / "json_schema_test_suite_older_drafts.jsonl"  # 4 to 2019-09, without references to other documents
 TABLE = DATA / "json_schema_test_suite_classes.json"
 
 PASS, FALSE_ACCEPT, FALSE_REJECT = ".AR"  # of one case; a rejected schema has its reason instead of one letter per case
 REFUSED = "refused: "
+CLASSES = {"pass": PASS, "refused": "refused", "false accept": FALSE_ACCEPT, "false reject": FALSE_REJECT}
 MAX_WRITINGS = 400
+OTHER_DOCUMENTS = re.compile(
+    r'"\$ref": "([^"]*/)?(tree|extendible-dynamic-ref|detached-dynamicref)\.json|"\$ref": "https?://json-schema\.org/'
+)
 
 BACKENDS: tuple[BackendChoice, ...] = ("xgrammar", "llguidance", "auto")
 BYTES = Vocabulary([*(bytes([code]) for code in range(256)), b"<eos>"], stop_token_ids=[256])
@@ -39,11 +46,18 @@ class Group:
     schema: Any
     cases: tuple[tuple[Any, bool], ...]  # value, valid
 
+    @property
+    def is_one_document(self) -> bool:
+        return self.file != "refRemote" and not OTHER_DOCUMENTS.search(json.dumps(self.schema))
 
-def groups() -> list[Group]:
+
+def groups(draft: str = "") -> list[Group]:
+    """Of draft 2020-12, or of an older one."""
     found = []
-    for line in SUITE.read_text(encoding="utf-8").splitlines():
+    for line in (OLDER_DRAFTS if draft else SUITE).read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
+        if entry.get("draft", "") != draft:
+            continue
         cases = tuple((test["data"], test["valid"]) for test in entry["tests"])
         found.append(Group(entry["file"], entry["description"], entry["schema"], cases))
     return found
@@ -80,10 +94,10 @@ def takes(compiled: CompiledConstraint, text: str) -> bool:
     return all(matcher.accept_token(byte) for byte in text.encode("utf-8", "surrogatepass")) and matcher.accept_token(256)
 
 
-def classed(group: Group, compiler: GrammarCompiler) -> str:
+def classed(group: Group, compiler: GrammarCompiler, objects: Objects = "closed") -> str:
     """One letter per case, or the reason why the schema is rejected."""
     try:
-        compiled = compiler.compile(Constraint.json_schema(group.schema))
+        compiled = compiler.compile(Constraint.json_schema(group.schema, objects=objects))
     except ValueError as error:
         return REFUSED + str(error).removeprefix("constraint json_schema: cannot be compiled: ")
     letters = ""
@@ -99,8 +113,16 @@ def totals(classes: dict[str, str]) -> dict[str, int]:
     for group in groups():
         outcome = classes[key(group)]
         counted.update(["refused"] * len(group.cases) if outcome.startswith(REFUSED) else outcome)
-    names = {"pass": PASS, "refused": "refused", "false accept": FALSE_ACCEPT, "false reject": FALSE_REJECT}
-    return {name: counted[key] for name, key in names.items()}
+    return {name: counted[key] for name, key in CLASSES.items()}
+
+
+def verdicts(found: Iterable[tuple[Group, str]]) -> dict[str, int]:
+    """The number of cases of each class. The error that no value satisfies a schema is right about invalid values."""
+    counted = Counter[str]()
+    for group, outcome in found:
+        right = "no value satisfies" in outcome and not any(valid for _, valid in group.cases)
+        counted.update(PASS * len(group.cases) if right else ["refused"] * len(group.cases) if outcome.startswith(REFUSED) else outcome)
+    return {name: counted[key] for name, key in CLASSES.items()}
 
 
 def key(group: Group) -> str:

@@ -43,6 +43,7 @@ class World:
     max_rows: int = 3
     look_up: int = 0
     forced_drafts: bool | None = None
+    grammar_lane: str = "auto"
     host_link: str = "auto"
     prefill_chunk: int = 5
     prefix_reuse: bool = True
@@ -52,16 +53,16 @@ class World:
 WORLDS = (
     World(4),
     World(3, "perfect", draft_masks=False, rounds_in_flight=3),
-    World(2, "ngram", max_rows=2),
+    World(2, "ngram", max_rows=2, grammar_lane="host"),
     World(0, rounds_in_flight=4),
-    World(3, look_up=2, forced_drafts=True),
+    World(3, look_up=2, forced_drafts=True, grammar_lane="host"),
     World(2, "adversarial", rounds_in_flight=1),
     World(5, "half", prefill_chunk=16),
-    World(3, "parrot", host_link="python"),
-    World(2, "stopper", prefix_reuse=False),
+    World(3, "parrot", grammar_lane="host", host_link="python"),
+    World(2, "stopper", prefix_reuse=False, grammar_lane="host"),
     World(8, "perfect", prefill_chunk=3),
     World(4, "noise", draft_masks=False),
-    World(1, "illegal", max_rows=4, host_link="python"),
+    World(1, "illegal", max_rows=4, grammar_lane="host", host_link="python"),
 )
 
 
@@ -157,6 +158,7 @@ def make_engine(world: World, delays: Delays | None = None) -> Engine:
     config = EngineConfig(
         max_rows=world.max_rows,
         num_speculative_tokens=world.k,
+        draft_length=world.k,
         max_length=MAX_LENGTH,
         page_size=PAGE_SIZE,
         num_pages=NUM_PAGES,
@@ -168,6 +170,7 @@ def make_engine(world: World, delays: Delays | None = None) -> Engine:
         look_up=world.look_up,
         max_queued=MAX_QUEUED,
         buckets=(world.max_rows,),
+        grammar_lane=world.grammar_lane,
         host_link=world.host_link,
         eager=world.eager,
         compile_isolation="none",

@@ -35,7 +35,7 @@ class Action(NamedTuple):
     """One action of a schedule."""
 
     kind: Literal["submit", "refused", "cancel", "fault", "steps"]
-    what: int  # request number (submit), submission index (cancel), choice of a request with a matcher (fault), or number of steps
+    what: int  # request number (submit), submission index (cancel), choice of a request with a grammar (fault), or number of steps
     fault: str = ""
 
 
@@ -128,25 +128,23 @@ class Simulation:
             by_job[event.job_id].events.append(event)
 
     def _plant(self, submissions: list[Entry | None], which: int, fault: str) -> None:
-        """Plant a fault in one running request with a working matcher, if there is one."""
+        """Plant a fault in one running request with a grammar, if there is one. On the device only its tags can be wrong."""
         by_job = {entry.job.id: entry for entry in submissions if entry}
         self.engine.backend.event().wait()  # otherwise thread timing decides which host nodes see the fault
         working = [
             request
             for request in self.engine._scheduler.active
-            if request.decoding and request.matcher and not by_job[request.job.id].fault
+            if request.decoding and request.constrained and not by_job[request.job.id].fault
         ]
         if not working:
             return
         request = working[which % len(working)]
         entry = by_job[request.job.id]
-        assert request.matcher is not None
-        entry.fault = fault
-        counts_fuel = isinstance(request.matcher, NativeRow) or isinstance(request.matcher.matcher, XGrammarMatcher)
-        if fault == "fill" or (fault == "fuel" and not counts_fuel):
-            break_fill(request.matcher, "planted", which)
-        elif fault == "fuel":
-            take_fuel(request.matcher)
+        entry.fault, matcher = fault, request.matcher
+        if matcher and fault == "fuel" and (isinstance(matcher, NativeRow) or isinstance(matcher.matcher, XGrammarMatcher)):
+            take_fuel(matcher)
+        elif matcher and fault != "tags":
+            break_fill(matcher, "planted", which)
         else:
             tags, row = self.engine.buffers.row_tags, request.row
             self.engine.backend.run(lambda: tags[row].add_(77))

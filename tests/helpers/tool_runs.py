@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import runpy
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,3 +34,9 @@ def parse_flags(path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
     with pytest.raises(ParsedError):
         run_tool(path, flags, monkeypatch)
+
+
+def examples(doc: str | None, name: str) -> list[list[str]]:
+    """Of a --help, without what the shell does."""
+    lines = [line.strip() for line in (doc or "").splitlines() if line.strip().startswith("python ")]
+    return [shlex.split(line.split(" > ")[0].removeprefix(f"python tools/{name}")) for line in lines]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ from torch import Tensor
 
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.graphs import TapeBackend
+from stepgraph.graphs.shapes import GraphKey
 from stepgraph.runtime.build import Drafter
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler
 from stepgraph.sampling.grammar.compile.compiler import Isolation
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.link.library import Unavailable, load
 from stepgraph.sampling.params import GREEDY
 from tests.helpers.oracles import Answer, greedy
@@ -115,6 +119,10 @@ class Setup:
     host_link: str = "auto"
     forced_drafts: bool = False
     look_up: int = 0
+    grammar_backend: BackendChoice = "auto"
+    grammar_lane: str = "auto"
+    switching: bool = False  # every round has a random draft length
+    loops: bool = False  # a launch runs rounds until an event
     compile_isolation: Isolation = "none"  # starting a worker per engine is slow
 
 
@@ -136,16 +144,34 @@ def make_engine(setup: Setup, backend: TapeBackend | None = None, **others: Any)
         forced_acceptance=setup.forced_acceptance,
         eager=setup.eager,
         host_link=setup.host_link,
+        grammar_backend=setup.grammar_backend,
+        grammar_lane=setup.grammar_lane,
         compile_isolation=setup.compile_isolation,
         backend="tape",
-        **others,
+        rounds_per_launch="until_event" if setup.loops else 1,
+        **{"draft_length": "auto" if setup.switching else setup.k} | others,
     )
     draft = DRAFTERS[setup.drafter]() if setup.k else None
     engine = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config, backend=backend or TapeBackend(asynchronous=setup.asynchronous))
     engine.capture()
+    if setup.switching:
+        switch_draft_lengths(engine)
     for constraint in filter(None, CONSTRAINTS):
         engine.compile(constraint)  # so that the step after a submit starts the job
     return engine
+
+
+def switch_draft_lengths(engine: Engine, seed: int = 0) -> None:
+    """Give every later round a random draft length."""
+    lengths, random = engine._parts.lengths, Random(seed)
+    assert lengths is not None
+    choose = lengths.choose
+
+    def choose_at_random(requests: Sequence[ActiveRequest], key: GraphKey) -> int:
+        lengths.fixed = random.choice(lengths.lengths)
+        return choose(requests, key)
+
+    lengths.choose = choose_at_random  # type: ignore[method-assign]
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import cast
 
@@ -30,12 +31,16 @@ FIELDS = {
     "address": {"type": "object", "properties": {"street": {"type": "string"}, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}}},
 }
 NESTED = {"type": "object", "properties": FIELDS, "required": [*FIELDS]}
+_BRACKETS = Constraint.ebnf('root ::= x+\nx ::= "(" x ")" | [a-z]+ | "[" x "]"')
+_EXPRESSIONS = Constraint.ebnf('root ::= e\ne ::= t (" "? [-+] " "? t)*\nt ::= [0-9]+ | "(" e ")" | "[" e ("," e)* "]"')
 BRACKETS = {
-    "xgrammar": Constraint.ebnf('root ::= x+\nx ::= "(" x ")" | [a-z]+ | "[" x "]"'),
+    "automaton": replace(_BRACKETS, backend="automaton"),
+    "xgrammar": replace(_BRACKETS, backend="xgrammar"),
     "llguidance": Constraint.lark('start: x+\nx: "(" x ")" | /[a-z]+/ | "[" x "]"'),
 }
 EXPRESSIONS = {
-    "xgrammar": Constraint.ebnf('root ::= e\ne ::= t (" "? [-+] " "? t)*\nt ::= [0-9]+ | "(" e ")" | "[" e ("," e)* "]"'),
+    "automaton": replace(_EXPRESSIONS, backend="automaton"),
+    "xgrammar": replace(_EXPRESSIONS, backend="xgrammar"),
     "llguidance": Constraint.lark('start: e\ne: t (/ ?[-+] ?/ t)*\nt: /[0-9]+/ | "(" e ")" | "[" e ("," e)* "]"'),
 }
 MAX_HISTORY = 40
@@ -151,7 +156,7 @@ def walk_all(name: str, backend: str, num_masks: int, seed: int, without: Sequen
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_masks_along_drafts_equal_those_of_a_fresh_matcher(backend: str) -> None:
     slow = [BRACKETS["xgrammar"], Constraint.json_object(backend="xgrammar")]  # 20 to 40 ms per mask
-    walkers = walk_all("synthetic", backend, 1000, 1, without=slow)
+    walkers = walk_all("synthetic", backend, 1200, 1, without=slow)
     assert [walker.differences for walker in walkers] == [0] * len(walkers)
     assert sum(walker.num_masks for walker in walkers) >= 1000
     assert sum(walker.illegal for walker in walkers) > 100 and sum(walker.rollbacks for walker in walkers) > 100

@@ -31,6 +31,7 @@ def make(folder: Path) -> Engine:
     config = EngineConfig(
         max_rows=2,
         num_speculative_tokens=2,
+        draft_length=2,
         max_length=64,
         page_size=8,
         greedy_only=True,

@@ -70,6 +70,7 @@ def test_unclosed_engine_ends_when_dropped(tmp_path: Path) -> None:
     config = EngineConfig(
         max_rows=2,
         num_speculative_tokens=2,
+        draft_length=2,
         max_length=64,
         rounds_in_flight=4,
         greedy_only=True,

@@ -75,12 +75,13 @@ SAMPLE = {"xgrammar accept": 2, "xgrammar fill": 8, "llguidance accept": 5, "llg
 
 def make(host_link: str = "python", draft: Any = None, **overrides: Any) -> Engine:
     target = FaultyTarget(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0})
-    sizes = {"max_rows": 3, "buckets": (3,), "num_speculative_tokens": 2}
+    sizes = {"max_rows": 3, "buckets": (3,), "num_speculative_tokens": 2, "draft_length": 2}
     options: dict[str, Any] = {**sizes, "compile_isolation": "none", **overrides}
     config = EngineConfig(
         max_length=48,
         page_size=8,
         prefill_chunk=5,
+        grammar_lane="host",
         host_link=host_link,
         max_compiles=1,
         backend="tape",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -28,6 +28,37 @@ SETUPS = [
     Setup(k=8, drafter="perfect", rounds_in_flight=4),
     Setup(k=3, drafter="half"),
     Setup(k=4, draft_masks=False, drafter="half"),
+    Setup(k=2, drafter="ngram", buckets=(4,)),
+    Setup(k=4, drafter="parrot", buckets=(4,)),
+    Setup(k=5, drafter="adversarial", look_up=2, buckets=(4,)),
+]
+ON_HOST = [
+    replace(setup, grammar_lane="host")
+    for setup in (
+        Setup(k=0),
+        Setup(k=1, drafter="illegal"),
+        Setup(k=4, drafter="fair", rounds_in_flight=3, buckets=(1, 2, 4)),
+        Setup(k=3, drafter="stopper", draft_masks=False),
+        Setup(k=8, drafter="perfect", buckets=(4,)),
+        Setup(k=3, drafter="half", eager=True),
+    )
+]
+SWITCHING = [
+    Setup(k=5, drafter="fair", buckets=(4,), switching=True),
+    Setup(k=7, drafter="perfect", buckets=(4,), switching=True, rounds_in_flight=3),
+    Setup(k=4, drafter="fair", buckets=(4,), switching=True, draft_masks=False),
+    Setup(k=3, drafter="ngram", buckets=(4,), switching=True, forced_drafts=True),
+    Setup(k=5, drafter="half", buckets=(4,), switching=True, look_up=2),
+    Setup(k=5, drafter="fair", buckets=(4,), switching=True, grammar_lane="host"),
+]
+LOOPS = [
+    replace(setup, loops=True, grammar_backend="automaton", grammar_lane="device", buckets=(4,))
+    for setup in (
+        Setup(k=0, rounds_in_flight=1),
+        Setup(k=4, drafter="fair"),
+        Setup(k=3, drafter="perfect", asynchronous=False),
+        Setup(k=3, drafter="ngram", rounds_in_flight=3),
+    )
 ]
 
 
@@ -72,6 +103,7 @@ def check(ask: Ask, job: Job) -> None:
 words = st.text("abx,0-", min_size=1, max_size=6)
 constraints = st.one_of(
     st.sampled_from(CONSTRAINTS),
+    st.sampled_from(CONSTRAINTS[1:]).map(lambda constraint: replace(constraint, backend="xgrammar")),
     st.lists(words, min_size=1, max_size=4, unique=True).map(Constraint.choice),
     st.builds(lambda low, extra: Constraint.regex(f"[ab]{{{low},{low + extra}}}(,[0-9]+)?"), st.integers(0, 4), st.integers(0, 4)),
 )
@@ -140,7 +172,7 @@ def run_schedule(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
 batches = st.lists(st.tuples(asks, st.integers(0, 3)), min_size=1, max_size=6)
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@pytest.mark.parametrize("setup", [*SETUPS, *ON_HOST, *SWITCHING, *LOOPS], ids=str)
 @settings(max_examples=16)
 @given(batch=batches)
 def test_every_job_equals_plain_greedy(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
@@ -148,7 +180,7 @@ def test_every_job_equals_plain_greedy(setup: Setup, batch: list[tuple[Ask, int]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@pytest.mark.parametrize("setup", [*SETUPS, *ON_HOST, *SWITCHING, *LOOPS], ids=str)
 @settings(max_examples=1000, derandomize=False)
 @given(batch=batches)
 def test_every_job_equals_plain_greedy_long(setup: Setup, batch: list[tuple[Ask, int]]) -> None:

@@ -53,7 +53,7 @@ def claims(compiler: GrammarCompiler) -> int:
 
 @pytest.mark.parametrize("kept", [True, False], ids=["found", "compiled"])
 def test_interrupt_in_submit_leaves_no_job_claim_or_lock(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    with make_engine(Setup(k=0, max_rows=2, asynchronous=False), grammar_cache_bytes=1 << 20 if kept else 1) as engine:
+    with make_engine(Setup(k=0, max_rows=2, asynchronous=False, grammar_lane="host"), grammar_cache_bytes=1 << 20 if kept else 1) as engine:
         compiler, queue, others = engine._parts.compiler, engine.queue, list[Job]()
         assert compiler is not None
         submit = functools.partial(engine.submit, [1], constraint=Constraint.regex("a+b"), max_new_tokens=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def active_request(engine: Engine, job: Job) -> ActiveRequest:
 
 @pytest.mark.parametrize("host_link", HOST_LINKS)
 def test_matcher_fault_is_one_requests_error(host_link: str) -> None:
-    engine = make_engine(Setup(k=3, drafter="perfect", host_link=host_link))
+    engine = make_engine(Setup(k=3, drafter="perfect", grammar_lane="host", host_link=host_link))
     requests = [([token], CONSTRAINTS[1]) for token in range(3)]
     jobs = [engine.submit(prompt, constraint=constraint, max_new_tokens=50) for prompt, constraint in requests]
     engine.step()
@@ -65,11 +66,15 @@ def test_wrong_mask_tag_ends_only_that_request(field: int) -> None:
     engine.close()
 
 
+LIMITED = replace(CONSTRAINTS[1], backend="xgrammar") if CONSTRAINTS[1] else None  # a library whose steps have a time limit
+
+
 @pytest.mark.parametrize("host_link", HOST_LINKS)
 @pytest.mark.parametrize("k", [0, 2])
 def test_exhausted_grammar_fuel_is_reported(k: int, host_link: str) -> None:
-    engine = make_engine(Setup(k=k, host_link=host_link))
-    job, other = engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=50), engine.submit([2], max_new_tokens=20)
+    engine = make_engine(Setup(k=k, grammar_lane="host", host_link=host_link))
+    assert LIMITED and engine.compile(LIMITED)
+    job, other = engine.submit([1], constraint=LIMITED, max_new_tokens=50), engine.submit([2], max_new_tokens=20)
     row = active_request(engine, job).matcher
     assert row is not None
     take_fuel(row)
@@ -94,7 +99,7 @@ class PoisonedTarget(ToyTarget):
 
 def test_non_finite_logits_are_one_requests_error() -> None:
     target = PoisonedTarget(VOCABULARY.logits_width, seed=3)
-    config = EngineConfig(max_rows=2, num_speculative_tokens=2, max_length=64, backend="tape")
+    config = EngineConfig(max_rows=2, num_speculative_tokens=2, draft_length=2, max_length=64, backend="tape")
     with Engine(target, ToyDraft(target), vocabulary=VOCABULARY, config=config) as engine:
         engine.capture()
         bad, good = engine.submit([1, 13], max_new_tokens=8), engine.submit([1, 2], max_new_tokens=8)
@@ -110,7 +115,7 @@ def test_a_dead_end_is_one_requests_finish_reason() -> None:
     tokens = [b"a", b"b", b"<eos>"]
     vocabulary = Vocabulary(tokens, [2], logits_width=4)
     target = ToyTarget(4, seed=1)
-    config = EngineConfig(max_rows=2, num_speculative_tokens=2, max_length=64, backend="tape")
+    config = EngineConfig(max_rows=2, num_speculative_tokens=2, draft_length=2, max_length=64, backend="tape")
     with Engine(target, ToyDraft(target), vocabulary=vocabulary, config=config) as engine:
         engine.capture()
         stuck = engine.submit([0], constraint=Constraint.regex("ab?z"), max_new_tokens=8)
@@ -127,7 +132,7 @@ def test_device_fault_ends_every_job_and_closes_the_engine() -> None:
             raise OSError("injected host failure")
 
     armed = threading.Event()
-    engine = make_engine(SETUP, TapeBackend(asynchronous=True, delay=fail_at_commit))
+    engine = make_engine(replace(SETUP, grammar_lane="host"), TapeBackend(asynchronous=True, delay=fail_at_commit))
     jobs = [engine.submit([token], constraint=CONSTRAINTS[1], max_new_tokens=30) for token in range(6)]
     engine.step()
     armed.set()
@@ -161,7 +166,7 @@ def raises_assertion(check: Callable[[], None]) -> bool:
 def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls: the oracle must detect each of these bugs."""
     from stepgraph.runtime.page_cache import PageCache
-    from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
+    from stepgraph.sampling.grammar.automaton.grammar import AutomatonMatcher
 
     if bug.startswith("native"):
         real_init = NativeRow.__init__
@@ -175,19 +180,20 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
 
         monkeypatch.setattr(NativeRow, "__init__", planted_init)
     elif bug == "rollback one short":
-        real_rollback = XGrammarMatcher.rollback
-        monkeypatch.setattr(XGrammarMatcher, "rollback", lambda self, count: real_rollback(self, count - 1))
+        real_rollback = AutomatonMatcher.rollback
+        monkeypatch.setattr(AutomatonMatcher, "rollback", lambda self, count: real_rollback(self, count - 1))
     elif bug == "mask one row off":
-        real_fill = XGrammarMatcher.fill_next_token_bitmask
+        real_fill = AutomatonMatcher.fill_next_token_bitmask
         monkeypatch.setattr(
-            XGrammarMatcher, "fill_next_token_bitmask", lambda self, masks, index: real_fill(self, masks, (index + 1) % len(masks))
+            AutomatonMatcher, "fill_next_token_bitmask", lambda self, masks, index: real_fill(self, masks, (index + 1) % len(masks))
         )
     else:
         real_free = PageCache.free
         monkeypatch.setattr(PageCache, "free", lambda self, pages: (real_free(self, pages), self._free.extend(pages))[0])
 
     def compare_with_oracle() -> None:
-        engine = make_engine(Setup(k=3, drafter="fair", host_link="native" if bug.startswith("native") else "python"))
+        host_link = "native" if bug.startswith("native") else "python"
+        engine = make_engine(Setup(k=3, drafter="fair", grammar_lane="host", host_link=host_link))
         jobs = [engine.submit([token, 3], constraint=CONSTRAINTS[1 + token % 4], max_new_tokens=40) for token in range(12)]
         for _ in engine.stream():
             pass

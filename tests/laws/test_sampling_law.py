@@ -20,7 +20,8 @@ from torch import Tensor
 from stepgraph.graphs import drafting
 from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import Column
-from stepgraph.sampling import processors, rejection, rng, sampler
+from stepgraph.sampling import kernels, rng, sampler
+from stepgraph.sampling.kernels import processors, rejection
 from stepgraph.sampling.params import SamplingParams
 from stepgraph.sampling.sampler import Param
 from tests.helpers.chi_square import likelihood_ratio, likelihood_ratio_bound
@@ -92,6 +93,11 @@ def test_rows_with_fewer_drafts_than_positions_keep_the_distribution() -> None:
     assert float(least_chance(Law(0, False, MIXED)).min()) > RARE
 
 
+@pytest.mark.parametrize("verified", [0, 2])
+def test_rounds_that_drop_drafts_keep_the_distribution(verified: int) -> None:
+    assert float(least_chance(Law(3, True, MIXED, verified=verified)).min()) > RARE
+
+
 @pytest.mark.parametrize("size", [1, 3, 10, 40, 200])
 @pytest.mark.parametrize("share", [0.5, 0.1, 0.01])
 def test_tail_bound_is_an_upper_bound(size: int, share: float) -> None:
@@ -130,13 +136,24 @@ class TestControls:
         monkeypatch.setattr(rng, "uniform", uniform)
         self.check_detected(Law(2, False, [of(good=False), of(good=False, top_k=4), of(good=False, masked=True)]), [True] * 3)
 
+    def test_dropped_drafts_counted_as_rejected(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = kernels.reject_sample
+
+        def reject_sample(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+            given = list(arguments)
+            given[6] = torch.full_like(given[6], 3)  # the number of drafts before the others were dropped
+            return real(*given)
+
+        monkeypatch.setattr(kernels, "reject_sample", reject_sample)
+        self.check_detected(Law(3, False, [of(good=False), of(0.0)], verified=2), [True, False])
+
     def test_draft_probabilities_without_the_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Drafts are sampled under the mask, but verified with their unmasked probabilities."""
         real = drafting.choose_draft
 
         def choose_draft(*arguments: Any, **named: Any) -> Tensor:
             tokens = real(*arguments, **named)
-            free = [*arguments[:5], False, *arguments[6:]]
+            free = [*arguments[:5], None, *arguments[6:]]
             real(*free, **named)
             return tokens
 
@@ -158,12 +175,12 @@ class TestControls:
         self.check_detected(Law(2, False, [of(), of(top_k=3), of(top_p=0.8), of(min_p=0.1)]), [False, True, True, True])
 
     def test_penalties_that_ignore_previous_drafts(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = processors.process
+        real = processors.apply_settings
 
         def without_drafts(logits: Tensor, rows: processors.RowSettings, before: Tensor, *others: Any) -> Tensor:
             return real(logits, rows, torch.full_like(before, -1), *others)
 
-        monkeypatch.setattr(processors, "process", without_drafts)
+        monkeypatch.setattr(processors, "apply_settings", without_drafts)
         cases = [of(min_p=0.1, logit_bias={1: 1.0}), of(presence_penalty=1.0), of(frequency_penalty=2.0), of(0.7, repetition_penalty=3.0)]
         self.check_detected(Law(2, False, cases), [False, True, True, True])
 
@@ -186,11 +203,11 @@ class TestControls:
 
     def test_replacement_drawn_from_the_full_target_distribution(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """After a rejection, the draft's probabilities are not subtracted from the distribution of the replacement."""
-        real: Callable[..., tuple[Tensor, Tensor]] = rejection.reject_sample
+        real: Callable[..., tuple[Tensor, Tensor]] = rejection.exact_rejection
 
         def reject_sample(probs: Tensor, draft_probs: Tensor, finite: Tensor, drafts: Tensor, count: Tensor, *others: Tensor) -> Any:
             _, held = real(probs, draft_probs, finite, drafts, count, *others)
             return real(probs, draft_probs, finite, drafts, held, *others)  # as if there were no further drafts
 
-        monkeypatch.setattr(rejection, "reject_sample", reject_sample)
+        monkeypatch.setattr(rejection, "exact_rejection", reject_sample)
         self.check_detected(Law(2, False, [of(), of(good=False), of(top_k=3, masked=True), of(presence_penalty=1.0)]), [True] * 4)

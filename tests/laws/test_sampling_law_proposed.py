@@ -18,7 +18,7 @@ from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import Column
 from stepgraph.graphs.proposer import History
 from stepgraph.graphs.round_specs import round_specs
-from stepgraph.sampling import rejection
+from stepgraph.sampling.kernels import rejection
 from stepgraph.sampling.params import SamplingParams
 from tests.helpers.law import GENERATED, TOKENS, Law, Setting, setting
 from tests.helpers.proposers import Proposes
@@ -94,7 +94,7 @@ class TestControls:
     SETTINGS = (of(), of(good=False), of(masked=True, top_k=3), of(temperature=0.0))
 
     def check_detected(self, monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Judge], Judge]) -> None:
-        monkeypatch.setattr(rejection, "reject_sample", wrong(rejection.reject_sample))
+        monkeypatch.setattr(rejection, "exact_rejection", wrong(rejection.exact_rejection))
         assert (least_chance(ProposedLaw(2, self.SETTINGS)) < RARE).tolist() == [True, True, True, False]
 
     def test_draft_judged_as_uniformly_sampled(self, monkeypatch: pytest.MonkeyPatch) -> None:

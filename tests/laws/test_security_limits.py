@@ -24,7 +24,8 @@ from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits, MaskStatu
 from stepgraph.sampling.grammar.compile.limits import named
 from stepgraph.sampling.grammar.constraints.constraint import MAX_GIVEN_CHARS, MAX_MARKER
 from stepgraph.sampling.grammar.constraints.pattern import MAX_REPEAT
-from stepgraph.sampling.grammar.constraints.schema import MAX_DEPTH, MAX_WHITESPACE
+from stepgraph.sampling.grammar.schema.grammar import MAX_WHITESPACE
+from stepgraph.sampling.grammar.schema.reader import MAX_DEPTH
 from stepgraph.sampling.grammar.tokenizers.gguf import MAX_GGUF_ENTRIES
 from stepgraph.sampling.grammar.tokenizers.table import MAX_IDS
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import MAX_JSON_BYTES
@@ -66,7 +67,7 @@ def test_limit_equals_the_table(what: str, name: str, default: str) -> None:
 def test_table_lists_every_limit() -> None:
     named = {name.strip("`") for _, name, _ in ROWS}
     assert {f"GrammarLimits.{field.name}" for field in fields(GrammarLimits)} <= named
-    assert FIXED.keys() == {what for what, name, _ in ROWS if name == "*fixed*"} and len(ROWS) == 35
+    assert FIXED.keys() == {what for what, name, _ in ROWS if name == "*fixed*"} and len(ROWS) == 36
     held = re.findall(
         r"^def test_promise_(\d+)_", (ROOT / "tests" / "laws" / "test_security_promises.py").read_text(encoding="utf-8"), re.MULTILINE
     )
@@ -87,17 +88,34 @@ def compiled(constraint: Constraint, isolation: Any = "none", **limits: Any) -> 
         compiler.close()
 
 
+def nested_text(depth: int) -> None:
+    """The target prefers the opening bracket."""
+    config = EngineConfig(
+        max_rows=1, num_speculative_tokens=0, grammar_backend="automaton", grammar_limits=GrammarLimits(automaton_depth=depth)
+    )
+    with Engine(TARGET, vocabulary=VOCABULARY, config=config) as engine:
+        engine.capture()
+        bracket = VOCABULARY.tokens.index(b"(")
+        constraint = Constraint.ebnf('root ::= "(" root ")" | "a"')
+        job = engine.submit([1], constraint=constraint, sampling=SamplingParams(logit_bias={bracket: 100.0}), max_new_tokens=20)
+        while engine.has_work:
+            engine.step()
+        assert job.tokens == [bracket] * (depth + 1)
+        raise ValueError(job.error)
+
+
 AUTOMATON_LIMITS = ("automaton_states", "automaton_bytes", "automaton_steps")
 LETTERS = Constraint.regex("[a-z]{1,9}", "llguidance")
 EXCEEDED: dict[str, Callable[[], object]] = {
     "max_chars": lambda: compiled(Constraint.regex("a" * 11), max_chars=10),
     "max_nesting": lambda: compiled(Constraint.regex("((a))"), max_nesting=1),
-    "compile_seconds": lambda: compiled(Constraint.regex("(a{1,90}b){1,90}"), "process", compile_seconds=1e-4),
-    "compile_bytes": lambda: compiled(Constraint.regex("(a{1,90}b){1,90}"), "process", compile_bytes=1 << 20),
+    "compile_seconds": lambda: compiled(Constraint.regex("(a{1,90}b){1,90}", "xgrammar"), "process", compile_seconds=1e-4),
+    "compile_bytes": lambda: compiled(Constraint.regex("(a{1,90}b){1,90}", "xgrammar"), "process", compile_bytes=1 << 20),
     "result_bytes": lambda: compiled(Constraint.regex("a"), "process", result_bytes=10),
     "least_bytes": lambda: compiled(Constraint.regex("a{300}"), least_bytes=200),
-    "step_seconds": lambda: compiled(Constraint.regex("a{9}"), step_seconds=1e-9),
+    "step_seconds": lambda: compiled(Constraint.regex("a{9}", "xgrammar"), step_seconds=1e-9),
     **{name: partial(compiled, Constraint.regex("[a-z]{9}", "automaton"), **{name: 1}) for name in AUTOMATON_LIMITS},
+    "automaton_depth": lambda: nested_text(1),
     "compile_fuel": lambda: compiled(LETTERS, compile_fuel=1),
     "grammar_symbols": lambda: compiled(LETTERS, grammar_symbols=1),
     "lexer_states": lambda: compiled(LETTERS, lexer_states=1),
@@ -134,7 +152,7 @@ def wide_tokenizer(path: Path) -> None:
 HUGE = {"hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 4096, "num_attention_heads": 128, "vocab_size": 9}
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "given": (lambda folder: Constraint.json_schema("{" + " " * MAX_GIVEN_CHARS + "}"), f"expected at most {MAX_GIVEN_CHARS}"),
-    "levels": (lambda folder: COMPILER.check(Constraint.json_schema(nested(MAX_DEPTH + 1))), f"more than {MAX_DEPTH} levels"),
+    "levels": (lambda folder: COMPILER.compile(Constraint.json_schema(nested(MAX_DEPTH + 1))), f"more than {MAX_DEPTH} levels"),
     "repetitions": (lambda folder: COMPILER.check(Constraint.regex(f"a{{{MAX_REPEAT + 1}}}")), f"at most {MAX_REPEAT} repetitions"),
     "marker": (lambda folder: Constraint.json_object().after("x" * (MAX_MARKER + 1)), f"expected at most {MAX_MARKER}"),
     "JSON file": (
@@ -171,9 +189,9 @@ def engine() -> Iterator[Engine]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompt_ids": [1] * 24}, "prompt_ids: got 24 tokens, expected fewer than max_length=24"),
-        ({"prompt_ids": [1], "sampling": SamplingParams(stop_token_ids=(5, 6))}, "stop_token_ids: got 3 .*, expected at most 2"),
-        ({"prompt_ids": [1], "sampling": SamplingParams(logit_bias={5: 1, 6: 1})}, "logit_bias: got 2 tokens, expected at most max_bias"),
+        ({"prompt": [1] * 24}, "prompt: got 24 tokens, expected fewer than EngineConfig.max_length=24"),
+        ({"prompt": [1], "sampling": SamplingParams(stop_token_ids=(5, 6))}, "stop_token_ids: got 3 .*, expected at most 2"),
+        ({"prompt": [1], "sampling": SamplingParams(logit_bias={5: 1, 6: 1})}, "logit_bias: got 2 tokens, expected at most max_bias"),
     ],
 )  # fmt: skip
 def test_engine_sizes_are_enforced(engine: Engine, arguments: dict[str, Any], message: str) -> None:

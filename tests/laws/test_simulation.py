@@ -9,7 +9,7 @@ import pytest
 
 from stepgraph import FinishReason
 from stepgraph.runtime.page_cache import PageCache
-from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
+from stepgraph.sampling.grammar.automaton.grammar import AutomatonMatcher
 from tests.helpers.simulated_worlds import World
 from tests.helpers.simulation import Failure, Simulation, plan, run_many, run_seed
 
@@ -51,13 +51,13 @@ def test_seed_is_independent_of_previous_runs() -> None:
 
 
 def mask_one_row_off(patch: pytest.MonkeyPatch) -> None:
-    real = XGrammarMatcher.fill_next_token_bitmask
-    patch.setattr(XGrammarMatcher, "fill_next_token_bitmask", lambda self, masks, index: real(self, masks, (index + 1) % len(masks)))
+    real = AutomatonMatcher.fill_next_token_bitmask
+    patch.setattr(AutomatonMatcher, "fill_next_token_bitmask", lambda self, masks, index: real(self, masks, (index + 1) % len(masks)))
 
 
 def rollback_one_short(patch: pytest.MonkeyPatch) -> None:
-    real = XGrammarMatcher.rollback
-    patch.setattr(XGrammarMatcher, "rollback", lambda self, count: real(self, count - 1))
+    real = AutomatonMatcher.rollback
+    patch.setattr(AutomatonMatcher, "rollback", lambda self, count: real(self, count - 1))
 
 
 def page_freed_twice(patch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def page_freed_twice(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bug", [mask_one_row_off, rollback_one_short, page_freed_twice])
 def test_planted_bugs_are_found(bug: Callable[[pytest.MonkeyPatch], None]) -> None:
     """Negative controls. The reference answers are computed without the bug."""
-    simulation = Simulation(World(3, host_link="python", eager=True))
+    simulation = Simulation(World(3, grammar_lane="host", host_link="python", eager=True))
     for seed in range(SEEDS_TO_FIND):
         try:
             with pytest.MonkeyPatch.context() as patch:

@@ -19,7 +19,7 @@ from tests.helpers.families import folder_of
 from tests.helpers.proposers import Proposes
 from tests.helpers.toy_engines import TARGET, VOCABULARY, plain
 
-CONFIG = EngineConfig(max_rows=1, num_speculative_tokens=2, max_length=32, page_size=8, greedy_only=True, backend="tape")
+CONFIG = EngineConfig(max_rows=1, num_speculative_tokens=2, draft_length=2, max_length=32, page_size=8, greedy_only=True, backend="tape")
 
 
 def wrong_shape(history: History, index: Tensor) -> Tensor:
@@ -118,7 +118,9 @@ def test_function_drafts_end_at_an_invalid_id() -> None:
         right = expected[len(job.tokens) :]
         return torch.tensor([*right[:1], len(VOCABULARY.tokens), *right[1:]]) if len(job.tokens) % 2 else [-1, *right]
 
-    with Engine(TARGET, parts, vocabulary=VOCABULARY, config=replace(CONFIG, rounds_in_flight=1, num_speculative_tokens=3)) as engine:
+    with Engine(
+        TARGET, parts, vocabulary=VOCABULARY, config=replace(CONFIG, rounds_in_flight=1, num_speculative_tokens=3, draft_length=3)
+    ) as engine:
         engine.capture()
         job, accepted = engine.submit([1, 2], max_new_tokens=20), []
         for event in engine.stream():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,18 @@ from torch.overrides import TorchFunctionMode
 from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Job
 from stepgraph.graphs import StaticBuffers, TapeBackend
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from tests.helpers.toy_engines import COMPILER, CONSTRAINTS, SCHEMA, STOP, VOCABULARY, Setup, make_engine, plain, shared_engine
+from tests.helpers.toy_engines import (
+    COMPILER,
+    CONSTRAINTS,
+    SCHEMA,
+    STOP,
+    VOCABULARY,
+    Setup,
+    make_engine,
+    needs_native,
+    plain,
+    shared_engine,
+)
 
 SETUP = Setup(k=3)
 
@@ -84,7 +96,7 @@ def test_a_burst_of_arrivals_does_not_wait_for_the_device() -> None:
 
 
 def test_matchers_are_freed_when_their_requests_end() -> None:
-    engine = shared_engine(SETUP)
+    engine = shared_engine(replace(SETUP, grammar_lane="host"))
     jobs = [engine.submit([index], constraint=CONSTRAINTS[1 + index % 3], max_new_tokens=20) for index in range(8)]
     engine.step()
     matchers = [weakref.ref(request.matcher.matcher) for request in engine._scheduler.active if request.matcher]
@@ -145,9 +157,8 @@ def test_k_plus_one_fills_per_constrained_row_and_round(k: int, draft_masks: boo
     target = ToyTarget(
         VOCABULARY.logits_width, seed=5, biases={STOP: -100.0, **dict.fromkeys(range(STOP + 1, VOCABULARY.logits_width), -100.0)}
     )
-    config = EngineConfig(
-        max_rows=4, buckets=(4,), num_speculative_tokens=k, max_length=96, draft_masks=draft_masks, greedy_only=True, backend="tape"
-    )
+    sizes: dict[str, Any] = {"max_rows": 4, "buckets": (4,), "num_speculative_tokens": k, "draft_length": k, "max_length": 96}
+    config = EngineConfig(**sizes, draft_masks=draft_masks, greedy_only=True, backend="tape", grammar_lane="host")
     with Engine(target, ToyDraft(target), vocabulary=VOCABULARY, config=config) as engine:
         engine.capture()
         endless = Constraint.regex(r"[ -~\n\t]*")
@@ -197,9 +208,17 @@ def test_request_may_reach_max_length(k: int) -> None:
     engine.close()
 
 
-def test_captured_and_eager_engines_have_equal_buffers_after_every_step() -> None:
-    engines = [make_engine(Setup(k=3, eager=eager, asynchronous=False)) for eager in (False, True)]
-    jobs = [[engine.submit([index, 4], constraint=CONSTRAINTS[index], max_new_tokens=25) for index in range(6)] for engine in engines]
+@pytest.mark.parametrize("device", [False, pytest.param(True, marks=needs_native)])
+def test_captured_and_eager_engines_have_equal_buffers_after_every_step(device: bool) -> None:
+    setup = Setup(k=3, asynchronous=False, grammar_lane="device" if device else "host")
+    engines = [make_engine(replace(setup, eager=eager)) for eager in (False, True)]
+    constraints = [*CONSTRAINTS[:6], replace(CONSTRAINTS[6], backend="xgrammar")] if device else CONSTRAINTS[:6]
+    jobs: list[list[Job]] = [[], []]
+    for index, constraint in enumerate(constraints):
+        for engine, submitted in zip(engines, jobs, strict=True):
+            if constraint:
+                engine.compile(constraint)
+            submitted.append(engine.submit([index, 4], constraint=constraint, max_new_tokens=25))
     while any(engine.has_work for engine in engines):
         captured, eager = (engine.step() for engine in engines)
         assert captured == eager

@@ -146,7 +146,7 @@ def test_complete_output_ends_before_min_new_tokens_and_no_legal_token_is_a_dead
     assert (len(early.tokens), early.finish_reason) == (2, "constraint_complete")
     longer = engine.generate([1], constraint=Constraint.regex("a{1,5}"), sampling=replace(GREEDY, min_new_tokens=4), max_new_tokens=20)
     assert longer.tokens[:4] == [a] * 4 and len(longer.tokens) == 5
-    for sampling in (replace(GREEDY, bad_token_ids=(a,)), SamplingParams(bad_token_ids=(a,))):
+    for sampling in (replace(GREEDY, bad_token_ids=(a,)), SamplingParams(temperature=1, bad_token_ids=(a,))):
         barred = engine.generate([1], constraint=Constraint.regex("[bc]{3}a"), sampling=sampling, max_new_tokens=20)
         assert (len(barred.tokens), barred.finish_reason, barred.error) == (3, "dead_end", "")
 
@@ -154,10 +154,9 @@ def test_complete_output_ends_before_min_new_tokens_and_no_legal_token_is_a_dead
 def test_ignore_eos_continues_after_eos_but_stops_at_stop_token_ids() -> None:
     engine = shared_engine(Setup(k=3, greedy_only=True))
     plain_text = next(job for job in (engine.generate([seed], max_new_tokens=40) for seed in range(50)) if job.finish_reason == "stop")
-    ask = {"prompt_ids": plain_text.prompt_ids, "max_new_tokens": 40}
-    on = engine.generate(**ask, sampling=replace(GREEDY, ignore_eos=True))
+    on = engine.generate(plain_text.prompt_ids, max_new_tokens=40, sampling=replace(GREEDY, ignore_eos=True))
     assert on.tokens[: len(plain_text.tokens)] == plain_text.tokens and len(on.tokens) == 40
-    own = engine.generate(**ask, sampling=replace(GREEDY, ignore_eos=True, stop_token_ids=(STOP,)))
+    own = engine.generate(plain_text.prompt_ids, max_new_tokens=40, sampling=replace(GREEDY, ignore_eos=True, stop_token_ids=(STOP,)))
     assert (own.tokens, own.finish_reason) == (plain_text.tokens, "stop")
 
 

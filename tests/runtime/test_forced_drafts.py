@@ -55,7 +55,7 @@ def config_of(k: int, **options: Any) -> EngineConfig:
         "backend": "tape",
         "compile_isolation": "none",
     }
-    return EngineConfig(num_speculative_tokens=k, **{**sizes, **options})
+    return EngineConfig(num_speculative_tokens=k, draft_length=k, **{**sizes, **options})
 
 
 def make(draft: ToyDraft, k: int = K, **options: Any) -> Engine:

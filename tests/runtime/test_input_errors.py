@@ -55,12 +55,14 @@ def host_buffers(slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def mapped(d2t: Tensor) -> Engine:
     draft = ToyDraft(TARGET, d2t=range(5))
     draft.d2t = d2t
-    return Engine(TARGET, draft, vocabulary=PRINTABLE, config=EngineConfig(max_rows=1, num_speculative_tokens=1, max_length=16))
+    return Engine(
+        TARGET, draft, vocabulary=PRINTABLE, config=EngineConfig(max_rows=1, num_speculative_tokens=1, draft_length=1, max_length=16)
+    )
 
 
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: make_backend("gpu"), r"backend: got 'gpu', expected 'auto', 'tape' or 'cuda'"),
-    (lambda: choose_filters("cpu", "fast"), r"filters: got 'fast', expected one of 'auto', 'flashinfer', 'triton', 'torch'"),
+    (lambda: choose_filters("cpu", "fast"), r"filters: got 'fast', expected one of 'auto', 'triton', 'flashinfer', 'torch'"),
     (
         lambda: choose_attention(CPU, "fast", (AttentionShape(torch.float32, 2, 1, 8),), 16),
         r"attention: got 'fast', expected one of 'auto', .*'reference'",
@@ -116,10 +118,10 @@ def test_native_link_refuses_a_depth_of_zero() -> None:
 NO_SCHEMAS: list[tuple[Any, dict[str, Any], str]] = [
     ("xgrammar", {"type": "string", "pattern": 1}, "#: pattern: got 1, expected a string"),
     ("xgrammar", {"type": "number", "minimum": "1"}, '#: minimum: got "1", expected a number'),
-    ("xgrammar", {"type": "array", "prefixItems": {}}, "#: prefixItems: got {}, expected a list of schemas"),
+    ("xgrammar", {"type": "array", "prefixItems": {}}, "#: prefixItems: got {}, expected a list"),
     ("xgrammar", {"type": "object", "required": "a"}, '#: required: got "a", expected a list of strings'),
     ("llguidance", {"type": "string", "pattern": 1}, "#: pattern: got 1, expected a string"),
-    ("llguidance", {"type": "array", "prefixItems": {}}, "#: prefixItems: got {}, expected a list of schemas"),
+    ("llguidance", {"type": "array", "prefixItems": {}}, "#: prefixItems: got {}, expected a list"),
     ("llguidance", {"type": "object", "properties": 1}, "#: properties: got 1, expected an object"),
     ("llguidance", {"anyOf": [5]}, "#/anyOf/0: schema: got 5, expected an object, true or false"),
 ]

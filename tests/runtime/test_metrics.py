@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from stepgraph import EngineStats
+from stepgraph import Constraint, EngineStats
 from stepgraph.graphs.shapes import GraphKey
 from stepgraph.runtime.counters import Loss
 from stepgraph.runtime.metrics import CONTENT_TYPE, prometheus_text
@@ -90,7 +90,7 @@ def value(families: dict[str, Family], name: str, **labels: object) -> float:
 
 def run_once() -> EngineStats:
     engine = shared_engine(Setup(3))
-    for index, constraint in enumerate(CONSTRAINTS[:5]):
+    for index, constraint in enumerate((*CONSTRAINTS[:5], Constraint.regex("[ab]{4}", backend="xgrammar"))):
         engine.submit([1, 2, index], constraint=constraint, max_new_tokens=10)
     for _ in engine.stream():
         pass
@@ -101,7 +101,7 @@ def run_once() -> EngineStats:
 def test_metrics_equal_stats() -> None:
     stats = run_once()
     read = parsed(prometheus_text(stats))
-    drafting, grammars = stats.drafting, stats.grammars
+    drafting, grammars, lanes = stats.drafting, stats.grammars, stats.lanes
     for name, figure in {
         "tokens_total": stats.tokens,
         "prompt_tokens_total": stats.prompt_tokens,
@@ -141,6 +141,10 @@ def test_metrics_equal_stats() -> None:
         "compile_workers_started_total": grammars.workers_started,
         "saved_texts_total": stats.saved_texts,
         "unsaved_texts_total": stats.unsaved_texts,
+        "arena_full_total": lanes.arena_full,
+        "arena_grammars": lanes.grammars,
+        "arena_bytes": lanes.nbytes,
+        "arena_evictions_total": lanes.evicted,
         "pages": stats.pages,
         "free_pages": stats.free_pages,
         "most_used_pages": stats.most_used_pages,
@@ -149,6 +153,8 @@ def test_metrics_equal_stats() -> None:
     }.items():
         assert value(read, name) == figure, name
     assert stats.tokens > 0 and stats.drafts.accepted > 0 and stats.mask_fills > 0
+    assert all(value(read, "lane_requests_total", lane=lane) == getattr(lanes, lane) for lane in ("device", "host"))
+    assert lanes.host > 0 and lanes.device > 0
     assert all(value(read, "finished_total", reason=reason) == count for reason, count in stats.finished)
     assert all(value(read, "lost_chains_total", cause=loss.value) == getattr(drafting, loss.value) for loss in Loss)
     for position in (1, 2, 3):
@@ -162,7 +168,8 @@ def test_metrics_equal_stats() -> None:
         assert (value(read, f"{name}_sum"), value(read, f"{name}_count")) == (histogram.total, histogram.count)
         assert [value(read, f"{name}_bucket", le=bound) for bound in (*histogram.bounds, "+Inf")] == list(histogram.cumulative)
     for graph in stats.graphs:
-        key = {"rows": graph.key.rows, "constrained": str(graph.key.constrained).lower(), "sampled": str(graph.key.sampled).lower()}
+        flags = {name: str(getattr(graph.key, name)).lower() for name in ("constrained", "sampled", "device")}
+        key = {"rows": graph.key.rows, **flags, "draft_length": graph.key.draft_length}
         figures = [value(read, f"graph_{name}_total", **key) for name in ("rounds", "padded_rounds", "padded_rows")]
         assert figures == [graph.rounds, graph.padded_rounds, graph.padded_rows]
 

@@ -192,7 +192,7 @@ def test_requests_without_free_pages_wait_in_order() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_are_bit_equal_with_reuse(dtype: torch.dtype) -> None:
     target = randomised(Llama(replace(small_llama().config, dtype=dtype)), 3)
-    config = replace(CONFIG, num_speculative_tokens=0)
+    config = replace(CONFIG, num_speculative_tokens=0, draft_length=0)
     with Engine(target, config=config, backend=TapeBackend()) as engine:
         engine.capture()
         jobs = []

@@ -85,8 +85,8 @@ def test_embeddings_are_copied_at_submit(engine: Engine) -> None:
 WIDTH = 48
 GOOD = torch.zeros(2, WIDTH)
 BAD: list[tuple[Any, str]] = [
-    (GOOD, r"prompt_embeddings: got Tensor, expected a mapping from positions in prompt_ids to tensors"),
-    ({-1: GOOD}, r"prompt_embeddings\[-1\]: got this key, expected a position in prompt_ids"),
+    (GOOD, r"prompt_embeddings: got Tensor, expected a mapping from positions in the prompt to tensors"),
+    ({-1: GOOD}, r"prompt_embeddings\[-1\]: got this key, expected a position in the prompt"),
     ({"a": GOOD}, r"prompt_embeddings\['a'\]: got this key"),
     ({True: GOOD}, r"prompt_embeddings\[True\]: got this key"),
     ({0: GOOD[0]}, r"prompt_embeddings\[0\]: got \(48,\), expected a tensor \[n, 48\]"),

@@ -144,7 +144,7 @@ def test_stats_are_consistent_after_faults_and_close() -> None:
             raise OSError("the host is on fire")
 
     armed = threading.Event()
-    engine = make_engine(Setup(2, asynchronous=False, max_rows=2), TapeBackend(delay=explode))
+    engine = make_engine(Setup(2, asynchronous=False, max_rows=2, grammar_lane="host"), TapeBackend(delay=explode))
     jobs = [engine.submit([index], constraint=CONSTRAINTS[1], max_new_tokens=30) for index in range(5)]
     engine.step()
     victim = next(request for request in engine._scheduler.active)
@@ -172,11 +172,12 @@ def test_stats_are_consistent_after_faults_and_close() -> None:
 
 def test_graph_stats_count_rounds_and_padded_rows() -> None:
     engine = shared_engine(Setup(3))
-    before, launched = {graph.key: graph for graph in engine.stats().graphs}, list[tuple[int, bool]]()
+    before, launched = {graph.key: graph for graph in engine.stats().graphs}, list[tuple[int, bool, bool]]()
     real = engine._in_flight.launch
 
     def launch(requests: tuple[ActiveRequest, ...]) -> None:
-        launched.append((len(requests), any(request.matcher for request in requests)))
+        constrained = any(request.constrained for request in requests)
+        launched.append((len(requests), constrained, constrained and not any(request.matcher for request in requests)))
         real(requests)
 
     vars(engine._in_flight)["launch"] = launch
@@ -186,20 +187,20 @@ def test_graph_stats_count_rounds_and_padded_rows() -> None:
     finally:
         del vars(engine._in_flight)["launch"]
     for graph in engine.stats().graphs:
-        size = graph.key.rows
-        served = [rows for rows, constrained in launched if constrained == graph.key.constrained and size // 2 < rows <= size]
+        size, kind = graph.key.rows, [graph.key.constrained, graph.key.device]
+        served = [rows for rows, *launch in launched if launch == kind and size // 2 < rows <= size]
         then = before.get(graph.key)
         rounds, padded, rows = (then.rounds, then.padded_rounds, then.padded_rows) if then else (0, 0, 0)
         assert graph.rounds - rounds == len(served)
         assert graph.padded_rounds - padded == sum(each < size for each in served)
         assert graph.padded_rows - rows == sum(size - each for each in served)
-    assert {3} < {rows for rows, _ in launched}, "three rows are served by the graph of four"
+    assert {3} < {rows for rows, *_ in launched}, "three rows are served by the graph of four"
     stats = engine.stats()
     assert (stats.eager_rounds, stats.eager_reason) == (0, "") and stats.replays == stats.rounds
 
 
 def test_eager_rounds_have_a_reason_and_expose_all_host_time() -> None:
-    with make_engine(Setup(2, eager=True, asynchronous=False)) as engine:
+    with make_engine(Setup(2, eager=True, asynchronous=False, grammar_lane="host")) as engine:
         run(engine, CONSTRAINTS[:2], tokens=6)
         stats = engine.stats()
     assert stats.eager_rounds == stats.rounds > 0 and (stats.replays, stats.eager_reason) == (0, "EngineConfig.eager")

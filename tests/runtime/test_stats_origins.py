@@ -27,6 +27,7 @@ def engine(draft: Any, k: int = 3, **options: Any) -> Engine:
     config = EngineConfig(
         max_rows=2,
         num_speculative_tokens=k,
+        draft_length=k,
         max_length=96,
         backend="tape",
         eager=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +15,8 @@ from stepgraph.graphs.tape.player import Await
 from stepgraph.runtime.stats import Histogram
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostLink
 from stepgraph.sampling.grammar.link.python import PythonLink
-from stepgraph.sampling.grammar.matchers.protocol import Matcher
-from stepgraph.sampling.grammar.status import MaskStatus
-from tests.helpers.link_bench import WALK, ForeignMatcher, Memory, native_link, set_running
+from tests.helpers.link_bench import WALK, Memory, native_link, set_running
+from tests.helpers.planted import slow_fill
 from tests.helpers.stat_checks import run
 from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, Setup, compiled, needs_native, shared_engine
 
@@ -66,7 +64,7 @@ def test_await_of_a_set_event_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_unconstrained_rounds_have_no_host_nodes_and_no_wait() -> None:
-    engine = shared_engine(Setup(3))
+    engine = shared_engine(Setup(3, grammar_lane="host"))
     engine.step()  # reads the rounds still in flight
     before = engine.stats()
     run(engine, [None] * 2, tokens=8)
@@ -79,24 +77,17 @@ def test_unconstrained_rounds_have_no_host_nodes_and_no_wait() -> None:
     assert engine.stats().host_nodes.count == engine.backend.stats.host_nodes > before.host_nodes.count
 
 
-class Slow(ForeignMatcher):
-    """Takes two milliseconds for a mask."""
-
-    def fill_next_token_bitmask(self, masks: torch.Tensor, index: int) -> MaskStatus:
-        time.sleep(0.002)
-        return super().fill_next_token_bitmask(masks, index)
-
-
 @pytest.mark.parametrize("which", ["python", pytest.param("native", marks=needs_native)])
 def test_slow_host_nodes_are_in_the_upper_buckets(which: str) -> None:
     memory = Memory.make(1, 3)
     link: HostLink = native_link(memory) if which == "native" else PythonLink(*memory.all)
     grammar = compiled(Constraint.regex("[ab]*"))
     assert grammar is not None and link.stats.nodes == (0,) * (len(NODE_BOUNDS_NS) + 1)
-    matcher: Matcher = Slow(grammar.matcher())
     memory.drafts[:] = CONTROL  # never legal: one mask a node
     for turn in range(3):
-        row = link.row(turn + 1, matcher if turn == 1 else grammar.matcher())
+        row = link.row(turn + 1, grammar.matcher())
+        if turn == 1:
+            slow_fill(row, 0.002)
         set_running(memory, row)
         link.push_batch([row])
         link.node(WALK)()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import struct
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -29,8 +27,8 @@ ASK: dict[str, Any] = {"constraint": Constraint.regex("[a-z]{50,60}"), "max_new_
 
 
 def small_engine(backend: TapeBackend | None = None, drafter: str = "fair", **others: Any) -> Engine:
-    sizes: dict[str, Any] = {"max_rows": 1, "num_speculative_tokens": 3, "max_length": 96, "page_size": 8, "greedy_only": True}
-    config = EngineConfig(**sizes, compile_isolation="none", backend="tape", **others)
+    sizes: dict[str, Any] = {"max_rows": 1, "num_speculative_tokens": 3, "draft_length": 3, "max_length": 96, "page_size": 8}
+    config = EngineConfig(**sizes, greedy_only=True, compile_isolation="none", backend="tape", grammar_lane="host", **others)
     engine = Engine(TARGET, DRAFTERS[drafter](), vocabulary=VOCABULARY, config=config, backend=backend)
     engine.capture()
     return engine
@@ -218,26 +216,6 @@ def test_perfetto_file_agrees_with_the_timeline(traced: Traced, tmp_path: Path) 
         for end, kind in ((tail, "host"), (head, "wait")):
             inside = [s["cat"] for s in slices if s["tid"] == end["tid"] and s["ts"] <= end["ts"] <= s["ts"] + s["dur"]]
             assert kind in inside
-
-
-@pytest.mark.parametrize("traced", ["fair"], indirect=True)
-def test_picture_is_a_png_of_the_expected_width(traced: Traced, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    traced.timeline.save_picture(tmp_path / "rounds.png", rounds=2, title="two rounds")
-    content = (tmp_path / "rounds.png").read_bytes()
-    assert content[:8] == b"\x89PNG\r\n\x1a\n"
-    assert struct.unpack(">I", content[16:20]) == (1600,)
-    with pytest.raises(ValueError, match="got a timeline without rounds"):
-        Timeline(()).save_picture(tmp_path / "none.png")
-    with pytest.raises(ValueError, match=r"Timeline\.save_picture\.rounds: got 0, expected an integer >= 1"):
-        traced.timeline.save_picture(tmp_path / "none.png", rounds=0)
-
-
-def test_picture_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(RuntimeError, match=r"matplotlib is not installed; pip install 'stepgraph\[pictures\]'"):
-        planted(3).save_picture(tmp_path / "rounds.png")
 
 
 @pytest.mark.parametrize("rounds", [0, -1, True, 2.0, None])

@@ -56,11 +56,13 @@ def make(hang: Callable[[str], object] | None, **others: Any) -> Engine:
     options: dict[str, Any] = {"max_rows": 2, "buckets": (2,), "round_timeout_seconds": LIMIT, **others}
     config = EngineConfig(
         num_speculative_tokens=1,
+        draft_length=1,
         max_length=48,
         page_size=8,
         greedy_only=True,
         backend="tape",
         compile_isolation="none",
+        grammar_lane="host",
         host_link="python",
         **options,
     )

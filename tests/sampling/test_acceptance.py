@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.sampling import acceptance, bitmask, rejection
+from stepgraph.sampling import acceptance, bitmask
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
+from stepgraph.sampling.kernels import rejection
 
 OK = MaskStatus.OK
 
@@ -106,12 +107,12 @@ def test_matcher_failure_after_a_draft_keeps_earlier_tokens(seed: int, k: int) -
     )
     finite, count = torch.ones(batch, k + 1, dtype=torch.bool), torch.full((batch,), k)
     clean = torch.full((batch, k + 1), int(MaskStatus.OK))
-    expected, held = rejection.reject_sample(target, offered, finite, drafts, count, clean, seeds, length)
+    expected, held = rejection.exact_rejection(target, offered, finite, drafts, count, clean, seeds, length)
     for index in range(k):
         failed = clean.clone()
         failed[:, index + 1 :] = int(MaskStatus.NONE)
         failed[:, index + 1] = int(MaskStatus.FAULT)
-        tokens, accepted = rejection.reject_sample(target, offered, finite, drafts, count, failed, seeds, length)
+        tokens, accepted = rejection.exact_rejection(target, offered, finite, drafts, count, failed, seeds, length)
         assert torch.equal(accepted, held.clamp(max=index + 1))
         compared = torch.arange(k + 1) < torch.minimum(held + 1, torch.tensor(index + 1))[:, None]
         assert torch.equal(tokens[compared], expected[compared])

@@ -44,6 +44,7 @@ def test_checks_accept_the_documented_values(check: Check, accepted: list[object
 class Sizes:
     rows: object = 1
     name: object = "auto"
+    loud: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, {"rows": fields.whole(1), "name": fields.one_of(("auto",))})
@@ -55,5 +56,5 @@ def test_error_names_class_field_value_and_accepted_values() -> None:
         Sizes(rows=0, name="")
     with pytest.raises(ValueError, match=r"^Sizes\.name: got \[\], expected one of 'auto'$"):
         Sizes(name=[])
-    with pytest.raises(ValueError, match=r"^Config\.rows: got 0"):
-        check_fields(type("Other", (), {"rows": 0}), {"rows": fields.whole(1)}, owner="Config")
+    with pytest.raises(ValueError, match=r"^Sizes\.loud: got 1, expected True or False$"):
+        Sizes(loud=1)  # type: ignore[arg-type]

@@ -18,11 +18,11 @@ SYNCS = (
 EAGER = ("eager_kernels", "eager_copies", "eager_fills", "eager_host_calls")  # work outside graphs
 LIVE = ("live_graphs", "live_graph_execs", "live_streams", "live_events", "live_device_bytes", "live_pinned_bytes", "live_cublas_handles")
 
-NODE_TYPES = {0: "kernel", 1: "copy", 2: "fill", 3: "host", 5: "empty", 6: "event_wait", 7: "event_record"}
+NODE_TYPES = {0: "kernel", 1: "copy", 2: "fill", 3: "host", 4: "graph", 5: "empty", 6: "event_wait", 7: "event_record", 13: "conditional"}
 
 
 class Node(NamedTuple):
-    """One node of a captured graph. `fields` depends on the type: a copy has source, destination, nbytes, pageable."""
+    """One node of a graph. `fields` depends on the type: a copy has source, destination, nbytes, pageable; a graph or conditional body."""
 
     type: str
     stream: int  # number of the stream that it was captured from
@@ -106,6 +106,8 @@ def graph_edges(graph: int) -> set[tuple[int, int]]:
 
 
 def _node(fields: dict[str, Any]) -> Node:
+    if "body" in fields:
+        fields["body"] = [_node(inner) for inner in fields["body"]]
     shape = fields.pop("shape", [0] * 7)
     arguments = fields.pop("arguments", None)
     return Node(

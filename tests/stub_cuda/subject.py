@@ -6,6 +6,7 @@ import torch
 
 from stepgraph import Constraint, Engine, EngineConfig
 from stepgraph.graphs import Backend, BufferSpec, CaptureError, StaticBuffers, current_context, make_backend
+from stepgraph.graphs.cuda import loop as cuda_loop
 from tools.gpu.checks.context import VOCABULARY, toy_draft, toy_target
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Constraint",
     "Engine",
     "StaticBuffers",
+    "cuda_loop",
     "current_context",
     "greedy_engine",
     "make_backend",
@@ -22,8 +24,16 @@ __all__ = [
 
 
 def greedy_engine(**changes: object) -> Engine:
-    """A small engine with a draft model on the CUDA device: two rows, two drafts."""
+    """A small engine with a draft model on the CUDA device: two rows, two drafts in every round, grammars on the host."""
     device = torch.device("cuda", 0)
-    settings = {"max_rows": 2, "num_speculative_tokens": 2, "max_length": 256, "page_size": 8, "compile_isolation": "none"}
+    settings = {
+        "max_rows": 2,
+        "num_speculative_tokens": 2,
+        "draft_length": changes.get("num_speculative_tokens", 2),
+        "max_length": 256,
+        "page_size": 8,
+        "compile_isolation": "none",
+        "grammar_lane": "host",
+    }
     config = EngineConfig(**{**settings, "greedy_only": True, **changes})  # type: ignore[arg-type]
     return Engine(toy_target(device), toy_draft(device, 0.7), vocabulary=VOCABULARY, config=config)

@@ -132,13 +132,13 @@ FOREIGN = "generator"
 @pytest.mark.parametrize(
     ("step", "rule", "line"),
     [
-        (host_sync, "cuda", "if b.x.sum().item() > 0:"),
-        (unjoined_fork, "unjoined-fork", ""),  # found at the end of the capture
+        (host_sync, "host-sync", "if b.x.sum().item() > 0:"),
+        (unjoined_fork, "unjoined-fork", "b.z.copy_(b.x)"),
         (stream_outside, "stream-outside-capture", "current_context().record()"),
-        (pageable_copy, "cuda", "b.y.copy_(torch.ones(4))"),
-        (pageable_result, "cuda", "b.x.cpu()"),
+        (pageable_copy, "missing-device", "b.y.copy_(torch.ones(4))"),
+        (pageable_result, "host-sync", "b.x.cpu()"),
         (device_sync, "cuda", "torch.cuda.synchronize()"),
-        (FOREIGN, "cuda", "b.y.copy_(torch.rand(4, device=b.x.device, generator=generator))"),
+        (FOREIGN, "generator", "b.y.copy_(torch.rand(4, device=b.x.device, generator=generator))"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -13,6 +13,7 @@ from tests.stub_cuda.device import set_result
 from tests.stub_cuda.subject import Constraint, Engine, greedy_engine
 
 RUNNING = 1  # FinishCode
+ROUNDS = 400
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def test_arguments_of_every_captured_kernel_are_known(engine: Engine) -> None:
     assert pointers & set(range(masks.data_ptr(), masks.data_ptr() + masks.numel() * masks.element_size()))
 
 
-def test_fifty_constrained_rounds_allocate_nothing_and_launch_one_graph_each(engine: Engine) -> None:
+def test_four_hundred_constrained_rounds_allocate_nothing_and_launch_one_graph_each(engine: Engine) -> None:
     engine.submit(list(range(1, 20)), max_new_tokens=200, constraint=Constraint.regex("[a-f]{150,200}"))
     results = np.zeros(engine.buffers.results.shape)
     results[:, ResultLayout(2).columns["finish"]] = RUNNING  # of every batch slot: no token, and it goes on
@@ -51,13 +52,36 @@ def test_fifty_constrained_rounds_allocate_nothing_and_launch_one_graph_each(eng
         engine.step()
     before = engine.stats().rounds
     with counters.counted() as counts:
-        for _ in range(50):
+        for _ in range(ROUNDS):
             engine.step()
-    assert engine.stats().rounds - before == 50
-    assert counts["graph_launches"] == 50
+    assert engine.stats().rounds - before == ROUNDS
+    assert counts["graph_launches"] == ROUNDS
     assert not counts.of(counters.ALLOCATIONS)
-    assert counts.of(counters.SYNCS) == {"cuEventSynchronize": 50}  # the results of an earlier round
-    assert counts.of(counters.EAGER) == {"eager_copies": 100}  # the batch in, the results out
-    assert counts["executed_host_nodes"] >= 3 * 49  # those of the last round may be under way
+    assert counts.of(counters.SYNCS) == {"cuEventSynchronize": ROUNDS}  # the results of an earlier round
+    assert counts.of(counters.EAGER) == {"eager_copies": 2 * ROUNDS}  # the batch in, the results out
+    assert counts["executed_host_nodes"] >= 3 * (ROUNDS - 1)  # those of the last round may be under way
     assert not counts.of(counters.LIVE)
-    print({name: count / 50 for name, count in sorted(counts.items())})
+    print({name: count / ROUNDS for name, count in sorted(counts.items())})
+
+
+def test_rounds_with_grammars_on_the_device_have_no_host_node_and_no_copy_of_their_own() -> None:
+    device = greedy_engine(grammar_backend="automaton", grammar_lane="device", grammar_arena_bytes=1 << 20)
+    captured = {str(key): report for key, report in device.capture().keys}
+    free, lane, host = (captured[f"rows=2 {kind} greedy"] for kind in ("free", "device", "constrained"))
+    assert (len(lane.host_nodes), len(host.host_nodes)) == (0, 3)
+    assert lane.nodes.get("copy", 0) == free.nodes.get("copy", 0) < host.nodes["copy"]
+    kernels = [node for graph in counters.live_graphs() for node in counters.graph_nodes(graph) if node.name == "advance_rows"]
+    assert len(kernels) == 3 * 3 and all(node.arguments is not None for node in kernels), "K + 1 in three graphs: host nodes in one"
+    device.submit(list(range(1, 20)), max_new_tokens=200, constraint=Constraint.regex("[a-f]{150,200}"))
+    results = np.zeros(device.buffers.results.shape)
+    results[:, ResultLayout(2).columns["finish"]] = RUNNING
+    set_result(device.buffers.results, results)
+    while not device.stats().rounds:
+        device.step()
+    with counters.counted() as counts:
+        for _ in range(20):
+            device.step()
+    assert counts["graph_launches"] == 20 and counts["executed_host_nodes"] == 0 and not counts.of(counters.ALLOCATIONS)
+    assert counts.of(counters.EAGER) == {"eager_copies": 40}, "the batch in, the results out"
+    assert [graph.key.device for graph in device.stats().graphs] == [True]
+    device.close()

@@ -17,7 +17,9 @@ import torch
 from stepgraph import Engine, EngineConfig
 from tools.gpu.checks.context import VOCABULARY, toy_draft, toy_target
 device = torch.device("cuda", 0)
-config = EngineConfig(max_rows=1, num_speculative_tokens=2, max_length=96, compile_isolation="none")
+config = EngineConfig(
+    max_rows=1, num_speculative_tokens=2, draft_length=2, grammar_lane="host", max_length=96, compile_isolation="none"
+)
 with Engine(toy_target(device), toy_draft(device, 0.7), vocabulary=VOCABULARY, config=config) as engine:
     report = engine.capture()
     print(*report.notes, f"{len(report.keys)} keys captured, {len(report.failed)} failed", sep="\\n")

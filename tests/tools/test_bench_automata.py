@@ -1,4 +1,4 @@
-"""The report on a folder of schemas: its counts, and that a mask that differs is reported."""
+"""The report on a folder of schemas, and the comparison of masks with xgrammar: what it covers, resumption, and planted errors."""
 
 from __future__ import annotations
 
@@ -6,35 +6,84 @@ import json
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, Vocabulary
 from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar
-from tools.bench_automata import different_masks, main, measure
+from stepgraph.sampling.grammar.automaton.library import Field
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammar
+from tests.helpers.automaton_cases import CONSTRAINTS
+from tests.helpers.automaton_cases import VOCABULARY as SMALL
+from tools.bench.automaton_masks import Comparer
+from tools.bench_automata import Case, cases, compare_all, main, measure
 
 VOCABULARY = Vocabulary.printable()
 SCHEMAS = {
     "fits": {"type": "object", "properties": {"a": {"type": "string", "maxLength": 300}}, "required": ["a"]},
-    "refused": {"type": "string", "contentEncoding": "base64", "if": {}},
+    "refused": {"$ref": "https://example.com/elsewhere.json"},
     "unfit": {"type": "string", "pattern": "^[ab]*a[ab]{40}$"},
 }
+BYTE_IDS = {code: code for code in range(256)}  # of SMALL
 
 
-def test_counts_of_a_folder(tmp_path: Path) -> None:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     for name, schema in SCHEMAS.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(schema))
-    found = measure(sorted(tmp_path.iterdir()), 30, VOCABULARY)
-    assert (found["schemas"], found["compiled"], found["refused"]) == (3, 1, 1)
-    assert list(found["unfit"]) == [str(tmp_path / "unfit.json")] and "automaton_states" in found["unfit"][str(tmp_path / "unfit.json")]
-    assert found["compared"] == 30 and found["different"] == []
+    return tmp_path
+
+
+def test_counts_of_a_folder(folder: Path) -> None:
+    found = measure(sorted(folder.iterdir()), VOCABULARY, repeats=1)
+    assert (found["schemas"], found["compiled"], found["refused"], found["fit"]) == (3, 1, 1, 0.5)
+    assert list(found["unfit"]) == [str(folder / "unfit.json")] and "automaton_states" in found["unfit"][str(folder / "unfit.json")]
     assert found["states"]["p50"] < 300 and found["kilobytes"]["p100"] > 0
 
 
-def test_a_mask_that_differs_is_reported() -> None:
-    grammar = GrammarCompiler(VOCABULARY, backend="automaton").compile(Constraint.regex("ab?c")).grammar
-    library = GrammarCompiler(VOCABULARY, backend="xgrammar").compile(Constraint.regex("a[bd]?c")).grammar
-    assert isinstance(grammar, AutomatonGrammar)
-    assert b"a" in different_masks(grammar, library, 10, Random(0))
+def both(constraint: Constraint) -> tuple[AutomatonGrammar, XGrammar]:
+    ours, library = (GrammarCompiler(SMALL, backend=backend).compile(constraint).grammar for backend in ("automaton", "xgrammar"))
+    assert isinstance(ours, AutomatonGrammar) and isinstance(library, XGrammar)
+    return ours, library
+
+
+@pytest.mark.parametrize("marker", [None, "<t>"])
+@pytest.mark.parametrize("field", [Field.NEXT, Field.CHANGE_VALUE])
+def test_a_corrupted_table_is_detected(field: Field, marker: str | None) -> None:
+    ours, library = both(CONSTRAINTS["brackets"])
+    image = ours.image.copy()
+    if field is Field.CHANGE_VALUE:
+        first, past = (int(image[image[Field.CHANGE_START] + row]) for row in (0, int(image[Field.ROWS])))
+        image[image[field] + first : image[field] + past] ^= 1 << ord("z") % 32
+    else:  # one move of each state leads to the start
+        moves = image[image[field] :][: image[Field.STATES] * image[Field.CLASSES]].reshape(image[Field.STATES], image[Field.CLASSES])
+        for row in moves:
+            row[np.flatnonzero(row >= 0)[:1]] = image[Field.START]
+    for grammar, is_right in ((ours, True), (AutomatonGrammar(image, ours.table, SMALL), False)):
+        comparer = Comparer(grammar, library, marker)
+        comparer.walk(600, Random(0))
+        if marker is None:
+            comparer.states(BYTE_IDS)
+        assert comparer.found.compared >= 600 and comparer.found.time_outs == 0
+        assert (comparer.found.different == []) is is_right
+
+
+def test_a_comparison_continues_after_the_positions_it_has(folder: Path) -> None:
+    progress, tokens = folder / "progress", {"small": SMALL}
+    todo = [Case("small", "states", pattern, Constraint.regex(pattern)) for pattern in ("a[ab]?c", "[ab]*a[ab]{40}")]
+    first = compare_all(todo[:1], tokens, 10, progress)
+    assert first["different"] == [] and first["compared"] == first["parts"]["small / states"]["compared"] > 3
+    second = compare_all(todo, tokens, 10, progress)
+    assert second["compared"] == first["compared"] and second["parts"]["small / states"]["refused"] == 1
+    assert [json.loads(line)["case"] for line in progress.read_text().splitlines()] == [case.key for case in todo]
+
+
+def test_cases_cover_states_markers_and_the_folder(folder: Path) -> None:
+    found = cases(("small", "large", "sparse"), folder, 10, 0)
+    kinds = {f"{case.vocabulary} {case.kind}" for case in found}
+    assert kinds == {"small states", "large states", "small marker", "large marker", "sparse walk", "large walk"}
+    assert {case.name for case in found if case.vocabulary == "large" and case.kind == "walk"} >= {"fits.json", "unfit.json"}
+    assert len({case.key for case in found}) == len(found)
 
 
 def test_a_folder_without_schemas_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

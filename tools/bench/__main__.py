@@ -55,6 +55,7 @@ class Case:
         config = EngineConfig(
             max_rows=rows,
             num_speculative_tokens=variant.drafts,
+            draft_length=variant.drafts,
             max_length=512,
             draft_masks=variant.draft_masks,
             eager=variant.eager,

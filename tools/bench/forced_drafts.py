@@ -44,6 +44,7 @@ def decode(
     config = EngineConfig(
         max_rows=1,
         num_speculative_tokens=drafts,
+        draft_length=drafts,
         max_length=128,
         greedy_only=True,
         eager=True,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import CFUNCTYPE, addressof, c_void_p
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -86,10 +87,19 @@ class LibraryBatch(PythonLoop):
 
 
 class Linked:
-    """A host link, called like the round's host node, with all checks and tags."""
+    """A host link, called like the round's host node, with all checks and tags. Grammars in `instead` are exchanged for their values."""
 
-    def __init__(self, name: str, make: Callable[..., HostLink], rows: int, words: int, drafts: int, from_c: bool = False) -> None:
-        self.name, self._from_c = name, from_c
+    def __init__(
+        self,
+        name: str,
+        make: Callable[..., HostLink],
+        rows: int,
+        words: int,
+        drafts: int,
+        from_c: bool = False,
+        instead: Mapping[CompiledConstraint, CompiledConstraint] = MappingProxyType({}),
+    ) -> None:
+        self.name, self._from_c, self._instead = name, from_c, instead
         self.state = torch.zeros(rows, len(HostColumn), dtype=torch.int64)
         self.drafts = torch.full((drafts, rows), -1, dtype=torch.int64)
         self.masks = torch.zeros(drafts + 1, rows, words, dtype=torch.int32)
@@ -108,7 +118,7 @@ class Linked:
 
     def start_document(self, slot: int, grammar: CompiledConstraint) -> None:
         self.owners += 1
-        self.rows[slot], self.generated[slot] = self.link.row(self.owners, grammar.matcher()), 0
+        self.rows[slot], self.generated[slot] = self.link.row(self.owners, self._instead.get(grammar, grammar).matcher()), 0
 
     def prepare(self, turns: Sequence[RowRound]) -> None:
         for slot, (turn, row) in enumerate(zip(turns, self.rows, strict=True)):

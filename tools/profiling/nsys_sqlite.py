@@ -93,7 +93,7 @@ def read_nsys(paths: Sequence[Path], sidecar: Sidecar) -> Profile:
         with_rounds = [(export, rounds) for export in exports if (rounds := _rounds(export))]
         if len(with_rounds) != 1:
             found = ", ".join(str(export.path) for export, _ in with_rounds) or "none"
-            raise ValueError(f"want one file with NVTX ranges 'round <n>', got {found}; {WANTED[NVTX]}")
+            raise ValueError(f"expected one file with NVTX ranges 'round <n>', got {found}; {WANTED[NVTX]}")
         export, rounds = with_rounds[0]
         return _profile(export, rounds, stages, sidecar, tuple(path.name for path in paths))
 
@@ -151,7 +151,7 @@ def _activities(export: Export, rounds: Rounds) -> list[Activity]:
             found.append(Activity(row["start"], row["end"], row["streamId"], number, row["graphNodeId"] or None))
     if not any(activity.node is not None for activity in found):
         got = "graphs as a whole" if GRAPHS in export.tables else "no graph"
-        raise ValueError(f"{export.path}: it shows {got}, want the nodes of graphs: profile captured rounds with --cuda-graph-trace=node")
+        raise ValueError(f"{export.path}: it shows {got}, expected nodes of graphs: profile captured rounds with --cuda-graph-trace=node")
     return found
 
 

@@ -12,15 +12,14 @@ from typing import Any
 from stepgraph.graphs import spans as marks
 from stepgraph.graphs.cuda import trace
 from stepgraph.runtime.trace import Timeline
+from tools.profiling import picture
 from tools.profiling.sidecar import Sidecar
 from tools.profiling.spans import Profile, Span
-
-DRAWN_ROUNDS = 3
 
 
 def save_picture(profile: Profile, path: Path) -> None:
     """Draw a few rounds from the middle; RuntimeError names the missing package."""
-    Timeline(stretches(profile.spans), profile.backend).save_picture(path, rounds=DRAWN_ROUNDS)
+    picture.draw(Timeline(stretches(profile.spans), profile.backend), path)
 
 
 def stretches(spans: Iterable[Span]) -> tuple[marks.Span, ...]:

@@ -14,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
+from stepgraph.runtime.config import GRAMMAR_LANES
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 
 MAX_NEW_TOKENS = 200
@@ -34,6 +35,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=45, help="number of rounds (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=4, help="concurrent requests (default: %(default)s)")
     parser.add_argument("-k", "--drafts", type=int, default=4, help="drafts per round (default: %(default)s)")
+    parser.add_argument(
+        "--grammar-lane", choices=GRAMMAR_LANES, default="auto", help="where the grammar is followed (default: %(default)s)"
+    )
     parser.add_argument("--model", type=Path, help="a model folder or .gguf file (default: the toy pair)")
     parser.add_argument("--draft", default="ngram", help="draft of the model (default: %(default)s)")
     return parser.parse_args(arguments)
@@ -44,9 +48,11 @@ def make_engine(options: argparse.Namespace) -> Engine:
     config = EngineConfig(
         max_rows=options.rows,
         num_speculative_tokens=options.drafts,
+        draft_length=options.drafts,
         max_length=512,
         buckets=(options.rows,),
         greedy_only=True,
+        grammar_lane=options.grammar_lane,
         compile_isolation="none",  # one small grammar: needs no worker process, which could disturb the measurement
     )
     if options.model:

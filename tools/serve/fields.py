@@ -79,7 +79,7 @@ def runtime_refusal(error: ValueError, prompt_field: str = "messages") -> HttpEr
     message = str(error)
     name = re.match(r"(?:SamplingParams\.|sampling\.)?(\w+)", message)
     runtime_field = name[1] if name else ""
-    field = prompt_field if runtime_field == "prompt_ids" else _REQUEST_FIELDS.get(runtime_field, runtime_field)
+    field = prompt_field if runtime_field == "prompt" else _REQUEST_FIELDS.get(runtime_field, runtime_field)
     return HttpError(400, message if field == runtime_field else f"{field}: {message}", field or None)
 
 
@@ -151,7 +151,8 @@ def _sampling(fields: Mapping[str, Any], logprobs: bool) -> SamplingParams:
     if not isinstance(biases, dict) or not all(re.fullmatch(r"\d{1,9}", token) for token in biases):
         _refuse("logit_bias", biases, "an object from token ids to numbers")
     try:
-        return SamplingParams(**params, logprobs=logprobs, logit_bias={int(token): bias for token, bias in biases.items()})
+        params = {"temperature": 1.0, **params, "logit_bias": {int(token): bias for token, bias in biases.items()}}
+        return SamplingParams(**params, logprobs=logprobs)
     except ValueError as error:
         raise runtime_refusal(error) from None
 

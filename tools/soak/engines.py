@@ -100,7 +100,13 @@ KINDS = (
     EngineKind(
         "toy pair and look-up", lambda models: models.toy_draft(0.7), 3, reads_text=True, changes={"look_up": 2, "forced_drafts": True}
     ),
-    EngineKind("toy pair, matchers in Python", lambda models: models.toy_draft(0.9), 2, eager=True, changes={"host_link": "python"}),
+    EngineKind(
+        "toy pair, matchers in Python",
+        lambda models: models.toy_draft(0.9),
+        2,
+        eager=True,
+        changes={"grammar_lane": "host", "host_link": "python"},
+    ),
     EngineKind("n-gram", lambda _: "ngram", 3, reads_text=True, changes={"prefix_cache_pages": 8}),
     EngineKind("forced", lambda _: "forced", 4, grammars="llguidance"),
     EngineKind("proposer", lambda _: parrot(), 3, reads_text=True, eager=True, changes={"forced_drafts": False}),
@@ -108,7 +114,9 @@ KINDS = (
     EngineKind("EAGLE-3", lambda models: models.eagle3(), 3, "llama"),
     EngineKind("MTP", lambda models: models.mtp(), 2, "llama", changes={"check_masks": True}),
     EngineKind("draft model", lambda models: models.smaller(), 2, "llama", eager=True, changes={"prefix_reuse": False}),
-    EngineKind("no drafter", lambda _: None, 0, eager=True, changes={"compile_isolation": "process", "rounds_in_flight": 3}),
+    EngineKind(
+        "no drafter", lambda _: None, 0, eager=True, changes={"grammar_lane": "host", "compile_isolation": "process", "rounds_in_flight": 3}
+    ),
 )
 _ALONE = {"max_rows": 1, "rounds_in_flight": 1, "prefix_reuse": False, "buckets": (1,)}
 PLAIN = {law: EngineKind(f"plain {law}", lambda _: None, 0, law, eager=True, changes=_ALONE) for law in get_args(Law)}

@@ -22,6 +22,7 @@ def measure(
     config = EngineConfig(
         max_rows=rows,
         num_speculative_tokens=drafts,
+        draft_length=drafts,
         max_length=longest,
         buckets=(rows,),
         eager=target.embedding.device.type == "cpu",  # the same tokens; capture would take longer than these few rounds

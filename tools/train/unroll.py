@@ -38,8 +38,8 @@ class Learner(Protocol):
 
     def enter(self, states: Tensor, embedded: Tensor) -> Entering: ...
 
-    def leave(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The state for the next step, and the input of the output head."""
+    def leave(self, shortcut: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """The state for the next step, and the input of the output head. attended [P, H]: the output of attention."""
 
 
 class Eagle3Learner:
@@ -56,8 +56,8 @@ class Eagle3Learner:
         taken = torch.cat([rms_norm(embedded, self.layer.attention_norm, epsilon), normed], -1)
         return Entering(taken, normed if self.head.config.norm_before_residual else states)
 
-    def leave(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        return states, rms_norm(states, self.head.norm, self.layer.config.norm_epsilon)
+    def leave(self, shortcut: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer.finish(shortcut, attended, self.head.norm)
 
 
 class MtpLearner:
@@ -78,8 +78,8 @@ class MtpLearner:
         joined = product(torch.cat(pair, -1), module.join)
         return Entering(rms_norm(joined, self.layer.attention_norm, epsilon), joined)
 
-    def leave(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = rms_norm(states, self.module.norm, self.module.epsilon)
+    def leave(self, shortcut: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.layer.finish(shortcut, attended, self.module.norm).normed
         return hidden, hidden
 
 
@@ -118,7 +118,7 @@ def unroll(
             for text in range(len(lengths))
         ]
         joined = torch.cat(attended).flatten(1)
-        states, hidden = learner.leave(layer.feed_forward(product(joined, layer.output, layer.output_bias, onto=shortcut)))
+        states, hidden = learner.leave(shortcut, product(joined, layer.output, layer.output_bias))
         yield hidden
 
 

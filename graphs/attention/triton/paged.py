@@ -7,12 +7,11 @@ a row, are rows of one matrix product.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from stepgraph.graphs.attention import paged
 
@@ -167,22 +166,12 @@ def combine_parts(sums, peaks, totals, output, parts, size, PARTS: tl.constexpr,
     tl.store(output + line * size + column, summed.to(output.dtype.element_ty), mask=column < size)
 
 
-def paged_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    tables: Tensor,
-    page_size: int,
-    window: int,
-    scale: float,
-    output: Tensor,
-    *,
-    least_part: int = LEAST_PART,
-) -> None:
+def paged_attention(*arguments: Any, least_part: int = LEAST_PART) -> None:
+    """The arguments of paged.paged_attention, and its output."""
+    *tensors, page_size, window, scale, output = arguments
+    query, keys, values, _, _, tables = tensors
     if query.dtype is torch.float32 and query.is_cuda:  # its products are made without tensor cores, and spill
-        return paged.paged_attention.run_reference(query, keys, values, positions, slots, tables, page_size, window, scale, output)
+        return paged.paged_attention.run_reference(*arguments)
     batch, count, heads, size = query.shape
     if size > MOST_HEAD_SIZE:
         raise ValueError(f"attention: got heads of size {size}, expected at most {MOST_HEAD_SIZE} for the Triton program")
@@ -195,12 +184,7 @@ def paged_attention(
     sums = torch.empty(lines, parts, tile.size, dtype=torch.float32, device=query.device)
     peaks, totals = (torch.empty(lines, parts, dtype=torch.float32, device=query.device) for _ in range(2))
     attend_part[(batch, kv_heads, triton.cdiv(groups * count, tile.rows) * parts)](
-        query,
-        keys,
-        values,
-        positions,
-        slots,
-        tables,
+        *tensors,
         output,
         sums,
         peaks,

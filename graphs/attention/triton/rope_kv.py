@@ -30,9 +30,9 @@ def rotate_heads(
     cosines,  # [N, size]
     sines,
     slots,  # [N] int64
-    output,  # [N, heads, size]
     keys,  # [slots, kv_heads, size], entries `cache_stride` apart
     values,
+    output,  # [N, heads, size]
     query_stride,
     key_stride,
     value_stride,
@@ -66,29 +66,13 @@ def rotate_heads(
         tl.store(values + entry + half + column, tl.load(source + half, mask=inside, other=0.0), mask=inside)
 
 
-def rope_and_write_kv(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cosines: Tensor,
-    sines: Tensor,
-    slots: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    output: Tensor,
-) -> None:
+def rope_and_write_kv(*tensors: Tensor) -> None:
+    """The arguments and the output of rope_kv.rope_and_write_kv, in the order of the program."""
+    query, key, value, _, _, _, keys, values, _ = tensors
     tokens, heads, size = query.shape
     assert size % 2 == 0 and keys.stride() == values.stride() and keys.stride()[1:] == (size, 1), f"keys {keys.stride()}"
     rotate_heads[(tokens, heads + key.shape[1])](
-        query,
-        key,
-        value,
-        cosines.contiguous(),
-        sines.contiguous(),
-        slots.contiguous(),
-        output,
-        keys,
-        values,
+        *tensors,
         query.stride(0),
         key.stride(0),
         value.stride(0),

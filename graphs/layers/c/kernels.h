@@ -1,21 +1,20 @@
 /* Numbers of the model layers: float32, or bfloat16 where `bfloat16` is 1; sums are float32. */
 
-#ifndef STEPGRAPH_KERNELS_H
-#define STEPGRAPH_KERNELS_H
+#pragma once
 
 #include "native.h"
 
 enum { MOST_SIZE = 256 };
 
 typedef struct {
-    const void *states, *weight, *bias, *onto; /* [rows, inner], rows `step` numbers apart; [outer, inner]; [outer] and [rows, outer], or NULL */
-    void *output;                              /* [rows, outer] */
+    const void *states, *weight, *bias; /* [rows, inner], rows `step` numbers apart; [outer, inner]; [outer] or NULL */
+    void *output;                       /* [rows, outer] */
     int64_t rows, inner, outer, step, bfloat16;
 } product_call;
 
 void product_by_pairs(const product_call *call, int64_t first, int64_t end); /* bfloat16, columns [first, end) */
 
-/* To the nearest, to even between two. A NaN made of bfloat16 has no low bits that would carry it away from being one. */
+/* Rounds to nearest, ties to even. A NaN that was widened from bfloat16 stays a NaN: its low bits are zero, so nothing is carried. */
 INLINED uint16_t narrowed(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
@@ -91,5 +90,3 @@ INLINED void summed_up(lanes *sums) {
     sums[0] = CHOSEN(sums[0], sums[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
               CHOSEN(sums[0], sums[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
-
-#endif

@@ -20,7 +20,7 @@ INLINED int all_columns(const product_call *call) {
 EXPORTED FOR_EACH_PROCESSOR int stepgraph_product(const argument *given) {
     const argument *states = given, *weight = given + 1;
     product_call call = {
-        .states = states->data, .weight = weight->data, .bias = given[2].data, .onto = given[3].data, .output = given[4].data,
+        .states = states->data, .weight = weight->data, .bias = given[2].data, .output = given[3].data,
         .rows = states->size[0], .inner = states->size[1], .outer = weight->size[0], .step = states->stride[0], .bfloat16 = states->bfloat16,
     };
     return all_columns(&call);

@@ -65,8 +65,6 @@ INLINED void tile(const product_call *call, int64_t row, int64_t column, int tal
     memcpy(found, sums, sizeof found);
     if (call->bias)
         for (int one = 0; one < tall * wide; one++) found[one] += number(call->bias, column + one % wide, bfloat16);
-    for (int one = 0; call->onto && one < tall * wide; one++)
-        found[one] = rounded(found[one], bfloat16) + number(call->onto, (row + one / wide) * call->outer + column + one % wide, bfloat16);
     uint16_t rounded_off[LANES];
     for (int one = 0; one < LANES; one++) rounded_off[one] = narrowed(found[one]);
     for (int one = 0; one < tall; one++) {

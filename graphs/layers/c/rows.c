@@ -8,23 +8,41 @@ INLINED int64_t slot_of(const int64_t *table, int64_t pages, int64_t position, i
     return page < pages ? table[page] * page_size + position % page_size : -1;
 }
 
-/* tokens, live [batch, count]; length, end [batch] of any stride; tables [batch, pages]; offset, page_size, max_length;
-   known, positions, slots [batch, count]. */
+/* tokens [batch, count]; length, end [batch] of any stride; tables [batch, pages]; offset, page_size, max_length; live, used [batch] or
+   NULL; known, positions, slots [batch, count]. */
 EXPORTED int stepgraph_place_tokens(const argument *given) {
-    const int64_t *tokens = given[0].data, *length = given[2].data, *end = given[3].data, *tables = given[4].data;
-    const bool *live = given[1].data;
-    int64_t batch = given[0].size[0], count = given[0].size[1], pages = given[4].size[1];
-    int64_t offset = given[5].integer, page_size = given[6].integer, max_length = given[7].integer;
-    int64_t *known = given[8].data, *positions = given[9].data, *slots = given[10].data;
+    const int64_t *tokens = given[0].data, *length = given[1].data, *end = given[2].data, *tables = given[3].data, *used = given[8].data;
+    const bool *live = given[7].data;
+    int64_t batch = given[0].size[0], count = given[0].size[1], pages = given[3].size[1];
+    int64_t offset = given[4].integer, page_size = given[5].integer, max_length = given[6].integer;
+    int64_t *known = given[9].data, *positions = given[10].data, *slots = given[11].data;
     for (int64_t i = 0; i < batch * count; i++) {
-        int64_t row = i / count, position = length[row * given[2].stride[0]] + offset + i % count;
-        bool inside = live[i] && position >= 0 && position < end[row * given[3].stride[0]];
+        int64_t row = i / count, position = length[row * given[1].stride[0]] + offset + i % count;
+        bool inside = tokens[i] >= 0 && position >= 0 && position < end[row * given[2].stride[0]];
+        inside = inside && (!live || live[row]) && (!used || i % count < used[row]);
         position = position < 0 ? 0 : position >= max_length ? max_length - 1 : position;
         int64_t slot = slot_of(tables + row * pages, pages, position, page_size);
         if (slot < 0 && inside) return 1;
         known[i] = tokens[i] < 0 ? 0 : tokens[i];
         positions[i] = position;
         slots[i] = inside ? slot : position % page_size;
+    }
+    return 0;
+}
+
+/* positions, slots [batch, count]; tables [batch, pages]; page_size, by, shared; earlier, earlier_slots [batch, count]. */
+EXPORTED int stepgraph_shift_entries(const argument *given) {
+    const int64_t *positions = given[0].data, *slots = given[1].data, *tables = given[2].data;
+    int64_t batch = given[0].size[0], count = given[0].size[1], pages = given[2].size[1];
+    int64_t page_size = given[3].integer, by = given[4].integer, shared = given[5].integer;
+    int64_t *earlier = given[6].data, *earlier_slots = given[7].data;
+    for (int64_t i = 0; i < batch * count; i++) {
+        bool used = slots[i] >= page_size && positions[i] >= by + shared;
+        int64_t position = positions[i] < by ? 0 : positions[i] - by;
+        int64_t slot = slot_of(tables + i / count * pages, pages, position, page_size);
+        if (slot < 0 && used) return 1;
+        earlier[i] = position;
+        earlier_slots[i] = used ? slot : position % page_size;
     }
     return 0;
 }
@@ -62,21 +80,81 @@ EXPORTED int stepgraph_scatter_masks(const argument *given) {
     return 0;
 }
 
-/* tokens, finite, alive, limit [batch]; step; looked_up_ids, forced_ids [batch], masks [batch, words], constrained, status [batch], or
-   NULL, the last three together; out: settled [batch], looked_up, forced [batch]. */
+/* As buffers.Column numbers them. */
+enum { GENERATED = 1, LAST_TOKEN, ACCEPTED, FINISH, DRAFT_COUNT, LENGTH };
+
+/* As buffers.ResultLayout orders a result; the tokens are followed by the statuses and the drafts. */
+enum { RESULT_EMITTED, RESULT_FINISH, RESULT_ACCEPTED, RESULT_DRAFT_COUNT, RESULT_TOKENS };
+
+/* rows [batch]; state [batch, columns]; tokens, status [batch, positions]; drafts [batch, positions - 1]; emitted, accepted, finish [batch];
+   row_state [table_rows, columns]; results [batch, width]; out: emitted, finish [batch], state [batch, columns]. */
+EXPORTED int stepgraph_write_emission(const argument *given) {
+    const int64_t *rows = given[0].data, *tokens = given[2].data, *status = given[3].data, *drafts = given[4].data;
+    int64_t columns = given[1].size[1], positions = given[2].size[1], table_rows = given[8].size[0], width = given[9].size[1];
+    size_t number = sizeof(int64_t);
+    for (int64_t i = 0; i < given[0].size[0]; i++) {
+        const int64_t *before = (const int64_t *)given[1].data + i * columns, *token = tokens + i * positions;
+        int64_t *after = (int64_t *)given[12].data + i * columns, *line = (int64_t *)given[9].data + i * width;
+        bool live = before[FINISH] == FINISH_RUNNING;
+        int64_t emitted = live ? ((const int64_t *)given[5].data)[i] : 0, accepted = ((const int64_t *)given[6].data)[i];
+        int64_t finish = live ? ((const int64_t *)given[7].data)[i] : before[FINISH];
+        if (rows[i] < 0 || rows[i] >= table_rows || emitted < 0 || emitted > positions) return 1;
+        memcpy(after, before, (size_t)columns * number);
+        if (live) {
+            after[GENERATED] += emitted;
+            if (emitted > 0) after[LAST_TOKEN] = token[emitted - 1];
+            after[ACCEPTED] = accepted;
+            after[FINISH] = finish;
+            after[DRAFT_COUNT] = 0;
+            after[LENGTH] += emitted;
+        }
+        memcpy((int64_t *)given[8].data + rows[i] * columns, after, (size_t)columns * number);
+        ((int64_t *)given[10].data)[i] = line[RESULT_EMITTED] = emitted;
+        ((int64_t *)given[11].data)[i] = line[RESULT_FINISH] = finish;
+        line[RESULT_ACCEPTED] = accepted;
+        line[RESULT_DRAFT_COUNT] = before[DRAFT_COUNT];
+        int64_t *written = line + RESULT_TOKENS;
+        memcpy(written, token, (size_t)positions * number);
+        memcpy(written + positions, status + i * positions, (size_t)positions * number);
+        memcpy(written + 2 * positions, drafts + i * (positions - 1), (size_t)(positions - 1) * number);
+    }
+    return 0;
+}
+
+/* rows [batch]; chain [batch, drafts], row_counts [table_rows] of any stride; row_drafts [table_rows, drafts]. */
+EXPORTED int stepgraph_store_drafts(const argument *given) {
+    const int64_t *rows = given[0].data, *chain = given[1].data;
+    int64_t drafts = given[1].size[1], table_rows = given[2].size[0], *row_drafts = given[2].data, *row_counts = given[3].data;
+    for (int64_t i = 0; i < given[0].size[0]; i++) {
+        int64_t row = rows[i], count = 0;
+        if (row < 0 || row >= table_rows) return 1;
+        for (int64_t j = 0; j < drafts; j++) {
+            int64_t token = chain[i * given[1].stride[0] + j * given[1].stride[1]];
+            row_drafts[row * drafts + j] = token;
+            count += token >= 0;
+        }
+        row_counts[row * given[3].stride[0]] = count;
+    }
+    return 0;
+}
+
+/* tokens, finite, alive, limit [batch]; step; looked_up_ids, forced_ids [batch], masks [rows, words], constrained, status [batch], or
+   NULL, the last three together; the row of masks [batch], or NULL; out: selected [batch], looked_up, forced [batch]. */
 EXPORTED int stepgraph_select_draft(const argument *given) {
     const int64_t *tokens = given[0].data, *limit = given[3].data, *found = given[5].data, *forced = given[6].data, *status = given[9].data;
     const bool *finite = given[1].data, *alive = given[2].data, *constrained = given[8].data;
     const int32_t *masks = given[7].data;
-    int64_t words = given[7].size[1], *selected = given[10].data;
-    bool *took_found = given[11].data, *took_forced = given[12].data;
+    const int64_t *mask_rows = given[10].data;
+    int64_t words = given[7].size[1], *selected = given[11].data;
+    bool *took_found = given[12].data, *took_forced = given[13].data;
     for (int64_t row = 0; row < given[0].size[0]; row++) {
         int64_t token = tokens[row], candidate = found ? found[row * given[5].stride[0]] : -1;
         bool masked = masks && constrained[row], valid = masks && status[row] == STATUS_OK;
         bool taken = candidate >= 0, is_forced = forced && forced[row] >= 0 && masked && valid;
         if (taken && masked) {
-            if (candidate / WORD >= words) return 1;
-            taken = valid && masks[row * given[7].stride[0] + candidate / WORD] >> (candidate % WORD) & 1;
+            int64_t mask_row = mask_rows ? mask_rows[row] : row;
+            if (candidate / WORD >= words || mask_row < 0 || mask_row >= given[7].size[0]) return 1;
+            taken = valid && masks[mask_row * given[7].stride[0] + candidate / WORD] >> (candidate % WORD) & 1;
         }
         if (taken) token = candidate;
         if (is_forced) token = forced[row];

@@ -75,6 +75,16 @@ INLINED int norm_all(const argument *given, int64_t bfloat16) {
 
 EXPORTED FOR_EACH_PROCESSOR int stepgraph_rms_norm(const argument *given) { return given->bfloat16 ? norm_all(given, 1) : norm_all(given, 0); }
 
+/* states, update [N, size]; weight [size]; epsilon; sums, normed as states. */
+INLINED int add_norm_all(const argument *given, int64_t bfloat16) {
+    const argument call[] = {given[4], given[2], given[3], given[5]};
+    for (int64_t i = 0; i < given->size[0] * given->size[1]; i++)
+        put(given[4].data, i, number(given->data, i, bfloat16) + number(given[1].data, i, bfloat16), bfloat16);
+    return norm_all(call, bfloat16);
+}
+
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_add_rms_norm(const argument *given) { return given->bfloat16 ? add_norm_all(given, 1) : add_norm_all(given, 0); }
+
 enum { STRETCH = 128 };
 
 INLINED void silu_stretch(const void *pairs, void *output, int64_t row, int64_t size, int64_t first, int64_t count, int64_t bfloat16) {

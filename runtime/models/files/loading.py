@@ -11,6 +11,7 @@ import torch
 
 from stepgraph.runtime.build import AUTO, DRAFTER_NAMES, NONE, Drafter, check_config, checked_drafter, named_proposer, without_drafts
 from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.demo.pair import DEMO, DRAFTS, head_path, path_of
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, open_checkpoint
 from stepgraph.runtime.models.files.draft import OWN_MTP, DraftCheckpoint, open_draft
 from stepgraph.runtime.models.llama import Llama
@@ -33,32 +34,27 @@ def load_models(
     feature_layers: Sequence[int] = (),
     progress: bool = False,
 ) -> Loaded:
-    """A target and its drafter on the device of the config's backend.
+    """A target and its drafter on the device of the config's backend. "demo" is the demonstration's pair.
 
     config: None for the defaults, reduced to the positions and drafts that the models support. draft: "auto" uses the MTP
     modules in the target's folder, or n-gram look-up if there are none.
     """
     check_config(config)
-    checkpoint = open_checkpoint(path, dtype)
-    if draft == AUTO and checkpoint.mtp_modules:
-        draft = OWN_MTP
-    if draft == NONE:
+    if draft == AUTO and config is not None and not config.num_speculative_tokens:
+        draft = NONE
+    if path == DEMO:
+        draft, dtype = head_path() if draft == AUTO else draft, dtype or torch.bfloat16
+    checkpoint = open_checkpoint(path_of(path), dtype)
+    if draft in (None, NONE):
         config = without_drafts(config)
-    drafter: Drafter | None = None
-    draft_checkpoint = None
-    if isinstance(draft, str) and draft in DRAFTER_NAMES:
-        drafter = named_proposer(draft, f"auto: {checkpoint.path.name} has no MTP modules")
-    elif isinstance(draft, (str, Path)):
-        draft_checkpoint = open_draft(draft, checkpoint, dtype)
-    else:
-        drafter = draft
+    drafter, draft_checkpoint = _open_drafter(draft, checkpoint, dtype)
     if draft_checkpoint is not None:
         fed = draft_checkpoint.feature_layers
         if tuple(feature_layers) not in ((), fed):
             raise ValueError(f"feature_layers: got {tuple(feature_layers)}, expected none, as the draft determines them: {fed}")
         feature_layers = fed
     if config is None:
-        config = _default_config(checkpoint, draft_checkpoint, drafter)
+        config = _default_config(checkpoint, draft_checkpoint, drafter, DRAFTS if path == DEMO else EngineConfig.num_speculative_tokens)
     if draft_checkpoint is None:
         drafter = checked_drafter(drafter, config)
     outline = checkpoint.outline(feature_layers)
@@ -77,10 +73,23 @@ def load_models(
     return Loaded(target, drafter, checkpoint.vocabulary, config)
 
 
-def _default_config(checkpoint: Checkpoint, draft: DraftCheckpoint | None, drafter: Drafter | None) -> EngineConfig:
-    max_drafts = draft.max_drafts if draft else 0 if drafter is None else EngineConfig.num_speculative_tokens
+def _open_drafter(
+    draft: Drafter | str | Path | None, checkpoint: Checkpoint, dtype: torch.dtype | None
+) -> tuple[Drafter | None, DraftCheckpoint | None]:
+    """A drafter that needs no files, or the checked files of one."""
+    if draft == AUTO and checkpoint.mtp_modules:
+        draft = OWN_MTP
+    if isinstance(draft, str) and draft in DRAFTER_NAMES:
+        return named_proposer(draft, f"auto: {checkpoint.path.name} has no MTP modules"), None
+    if isinstance(draft, (str, Path)):
+        return None, open_draft(draft, checkpoint, dtype)
+    return draft, None
+
+
+def _default_config(checkpoint: Checkpoint, draft: DraftCheckpoint | None, drafter: Drafter | None, drafts: int) -> EngineConfig:
+    max_drafts = draft.max_drafts if draft else 0 if drafter is None else drafts
     lengths = [EngineConfig.max_length, checkpoint.config.max_positions, draft.max_positions if draft else None]
     return EngineConfig(
-        num_speculative_tokens=min(EngineConfig.num_speculative_tokens, max_drafts),
+        num_speculative_tokens=min(drafts, max_drafts),
         max_length=min(length for length in lengths if length is not None),
     )

@@ -5,16 +5,17 @@ from __future__ import annotations
 import ctypes
 import weakref
 from ctypes import CFUNCTYPE, addressof, c_char, c_char_p, c_int, c_int64, c_void_p
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from torch import Tensor
 
 from stepgraph.sampling.grammar.automaton.library import Field, Image, TokenTable, functions, limits_of
+from stepgraph.sampling.grammar.automaton.marker import with_marker
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.grammar.matchers.marker import Marker
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder, library_errors, parse
@@ -101,8 +102,24 @@ class AutomatonGrammar:
     def states(self) -> int:
         return int(self.image[Field.STATES])
 
+    def after(self, marker: Marker) -> AutomatonGrammar:
+        """The same grammar after free text and a text marker."""
+        return replace(self, image=with_marker(self.image, marker))
+
     def matcher(self) -> AutomatonMatcher:
         return AutomatonMatcher(self)
+
+
+_tables: weakref.WeakKeyDictionary[Vocabulary, TokenTable] = weakref.WeakKeyDictionary()
+
+
+def token_table(vocabulary: Vocabulary) -> TokenTable:
+    """The tokens of a vocabulary, prepared once for all its grammars."""
+    table = _tables.get(vocabulary)
+    if table is None:
+        tokens, hidden = vocabulary.for_llguidance[: len(vocabulary.tokens)], sorted(vocabulary.xgrammar_unsafe_ids)
+        table = _tables[vocabulary] = TokenTable(tokens, vocabulary.stop_token_ids, vocabulary.mask_words, hidden)
+    return table
 
 
 class AutomatonBuilder:
@@ -125,13 +142,8 @@ class AutomatonBuilder:
         with library_errors():
             if worker is None:
                 parsed = str(parse(constraint, self._limits).serialize_json())
-                image = self._table.compile(parsed, limits_of(asdict(self._limits)))
+                image = token_table(self._vocabulary).compile(parsed, limits_of(asdict(self._limits)))
             else:
-                found = worker.call("automaton", constraint.kind, constraint.payload, constraint.any_whitespace)
+                found = worker.call("automaton", constraint.kind, constraint.payload, asdict(constraint.schema_options))
                 image = np.frombuffer(found, np.int32)
-        return AutomatonGrammar(image, self._table, self._vocabulary)
-
-    @cached_property
-    def _table(self) -> TokenTable:
-        vocabulary = self._vocabulary
-        return TokenTable(vocabulary.for_xgrammar, vocabulary.stop_token_ids, vocabulary.mask_words)
+        return AutomatonGrammar(image, token_table(self._vocabulary), self._vocabulary)

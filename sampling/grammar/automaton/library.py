@@ -18,6 +18,7 @@ from stepgraph.sampling.native import Unavailable, load
 
 Image = npt.NDArray[np.int32]
 
+IMAGE_VERSION, MOVE_INTS, SPECIAL = 3, 12, 1 << 30  # as in image.h
 REASON_BYTES = 400
 UNFIT = 1  # outcome of a call
 
@@ -35,26 +36,29 @@ class Field(IntEnum):
     START_COUNTERS = 7  # three
     ROWS = 10
     CROSSING = 11
-    CLASS_OF = 12
-    BYTE_OF = 13
-    NEXT = 14
-    MOVES = 15
-    LEAVE = 16
-    RETURN = 17
-    ROW_OF = 18
-    BASE_OF = 19
-    STATUS_OF = 20
-    CHANGE_START = 21
-    CHANGE_WORD = 22
-    CHANGE_VALUE = 23
-    DENSE = 24
-    CROSS_START = 25
-    CROSS = 26
+    DEPTH = 12
+    PUSHES = 13
+    FREE = 14
+    CLASS_OF = 15
+    BYTE_OF = 16
+    NEXT = 17
+    MOVES = 18
+    LEAVE = 19
+    RETURN = 20
+    ROW_OF = 21
+    BASE_OF = 22
+    STATUS_OF = 23
+    CHANGE_START = 24
+    CHANGE_WORD = 25
+    CHANGE_VALUE = 26
+    DENSE = 27
+    CROSS_START = 28
+    CROSS = 29
 
 
 def limits_of(limits: Mapping[str, Any]) -> npt.NDArray[np.int64]:
     """The fields of Limits in nfa.h that GrammarLimits sets."""
-    return np.array([limits[name] for name in ("automaton_states", "automaton_bytes", "automaton_steps")], np.int64)
+    return np.array([limits[name] for name in ("automaton_states", "automaton_bytes", "automaton_steps", "automaton_depth")], np.int64)
 
 
 class UnfitError(ValueError):
@@ -65,7 +69,7 @@ class VocabularyStruct(Structure):
     """image_vocabulary of image.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("text", "starts", "plain", "stop_words")),
+        *((name, c_void_p) for name in ("text", "starts", "plain", "stop_words", "hidden_words")),
         *((name, c_int64) for name in ("num_tokens", "plain_rows", "words", "longest")),
     )
 
@@ -87,7 +91,7 @@ def functions() -> ctypes.CDLL:
     if isinstance(library, Unavailable):
         raise library
     library.stepgraph_automaton_vocabulary.restype = c_void_p
-    library.stepgraph_automaton_vocabulary.argtypes = (c_void_p, c_void_p, c_int, c_void_p, c_int, c_int)
+    library.stepgraph_automaton_vocabulary.argtypes = (c_void_p, c_void_p, c_int, c_void_p, c_int, c_void_p, c_int, c_int)
     library.stepgraph_automaton_free_vocabulary.restype = None
     library.stepgraph_automaton_free_vocabulary.argtypes = (c_void_p,)
     library.stepgraph_automaton_view_vocabulary.restype = None
@@ -108,15 +112,18 @@ def functions() -> ctypes.CDLL:
 
 
 class TokenTable:
-    """The tokens of a vocabulary, prepared for compiling and matching. `tokens`: bytes of each id, empty for ids that are not text."""
+    """The tokens of a vocabulary, prepared for compiling and matching.
 
-    def __init__(self, tokens: Sequence[bytes], stop_token_ids: Sequence[int], mask_words: int) -> None:
+    `tokens`: bytes of each id, empty for ids that are not text. `hidden_ids`: ids that are text only before the end of a marker.
+    """
+
+    def __init__(self, tokens: Sequence[bytes], stop_token_ids: Sequence[int], mask_words: int, hidden_ids: Sequence[int] = ()) -> None:
         library = functions()
         text = np.frombuffer(b"".join(tokens) + b"\0", np.uint8)
         starts = np.cumsum([0, *map(len, tokens)], dtype=np.int32)
-        stops = np.array(stop_token_ids, np.int32)
+        stops, hidden = np.array(stop_token_ids, np.int32), np.array(hidden_ids, np.int32)
         self.handle: int | None = library.stepgraph_automaton_vocabulary(
-            text.ctypes.data, starts.ctypes.data, len(tokens), stops.ctypes.data, len(stops), mask_words
+            text.ctypes.data, starts.ctypes.data, len(tokens), stops.ctypes.data, len(stops), hidden.ctypes.data, len(hidden), mask_words
         )
         if not self.handle:
             raise MemoryError("TokenTable: out of memory")

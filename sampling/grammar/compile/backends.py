@@ -1,4 +1,4 @@
-"""The grammar libraries, the order in which they are tried, and the checks that apply to both."""
+"""The grammar libraries, the order in which they are tried, and the checks that apply to all."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from stepgraph.sampling.grammar.automaton.grammar import AutomatonBuilder
 from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, GrammarLimits, named, over
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice, Constraint
+from stepgraph.sampling.grammar.constraints.unsupported import UnsupportedError
 from stepgraph.sampling.grammar.llguidance_lib.lark import PIECE
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder
 
-# "auto" tries them in this order. xgrammar first: its compiled grammars store the masks of their states, so that a mask usually costs
-# about a microsecond. llguidance enforces more schemas but computes each mask anew.
-BACKENDS = ("xgrammar", "llguidance")
+# "auto" tries them in this order. An automaton has the language of xgrammar's grammar and costs least, but not every grammar fits in one.
+# xgrammar stores the masks of most states. llguidance computes each mask anew.
+BACKENDS = ("automaton", "xgrammar", "llguidance")
 MAX_REASON = 600  # characters of a library's reason in an error message
 
 _STRING, _CLASS = r'"(?:[^"\\]|\\.)*"', r"\[(?:[^\]\\]|\\.)*\]"
@@ -110,14 +111,14 @@ class Backends:
             for name in backends_for(constraint, self._choice):
                 try:
                     result = attempt(name)
-                except CompileAbortedError:
-                    raise  # a limit holds for every library
                 except Exception as error:  # also OverflowError and RecursionError: a constraint may not fail the engine
+                    if is_final(error, name, constraint.kind):
+                        raise
                     reasons[name] = reason_of(error)
                     continue
                 return result, name, _joined(reasons)
         except ValueError as error:
-            reasons = {"": str(error)}
+            reasons = {"": reason_of(error)}
         distinct = set(reasons.values())
         why = distinct.pop() if len(distinct) == 1 else _joined(reasons)
         raise ValueError(f"constraint {constraint.kind}: cannot be compiled: {why}")
@@ -166,8 +167,18 @@ def _depth(kind: str, text: str) -> int:
     return deepest
 
 
+def is_final(error: Exception, name: str, kind: str) -> bool:
+    """Whether no other library is tried: a limit that a library reaches holds for all, but a grammar need not fit in an automaton. A schema
+    is written as one grammar for all."""
+    if isinstance(error, UnsupportedError):
+        return kind in ("json_schema", "json_object", "structural_tag")
+    return isinstance(error, CompileAbortedError) and not (name == "automaton" and error.by_limit)
+
+
 def _joined(reasons: dict[str, str]) -> str:
-    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    """An automaton and xgrammar have the same checks: a reason of both is reported once."""
+    shown = {name: reason for name, reason in reasons.items() if name != "automaton" or reason != reasons.get("xgrammar")}
+    return "; ".join(f"{name}: {reason}" for name, reason in shown.items())
 
 
 def reason_of(error: Exception) -> str:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from stepgraph.sampling.fields import check_value, one_of, whole
+from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar
+from stepgraph.sampling.grammar.automaton.library import Image
 from stepgraph.sampling.grammar.compile.backends import Backends, Grammar
 from stepgraph.sampling.grammar.compile.limits import MIB, GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
@@ -40,12 +42,17 @@ class CompiledConstraint:
     backend: str  # the library that enforces it
     reason: str  # why the preferred library rejected the constraint; empty where that one enforces it
     seconds: float
-    marker: Marker | None = None
+    marker: Marker | None = None  # that is not part of the grammar
     check_masks: bool = False
 
     @property
     def nbytes(self) -> int:
         return self.grammar.nbytes + (self.marker.nbytes if self.marker else 0)
+
+    @property
+    def image(self) -> Image | None:
+        """The tables from which a device can follow it; None where there are none for all of it."""
+        return self.grammar.image if isinstance(self.grammar, AutomatonGrammar) and self.marker is None else None
 
     def matcher(self) -> Matcher:
         """A matcher at the start of a text, for one request."""
@@ -370,6 +377,10 @@ class GrammarCompiler:
         try:
             grammar, name, why = self._backends.build(constraint, worker)
             marker = None if constraint.marker is None else Marker(constraint.marker, self._vocabulary)
+            if marker and marker.of_text and isinstance(grammar, AutomatonGrammar):
+                after = grammar.after(marker)
+                if after.nbytes <= self.limits.automaton_bytes:
+                    grammar, marker = after, None
         except ValueError as error:
             return error
         except BaseException as error:  # the claims must be settled, whatever failed

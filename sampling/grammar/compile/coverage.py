@@ -9,13 +9,13 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from stepgraph.sampling.grammar.compile.backends import Builder, backends_for, builder, check_first_mask, check_size, reason_of
+from stepgraph.sampling.grammar.compile.backends import Builder, backends_for, builder, check_first_mask, check_size, is_final, reason_of
 from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError
+from stepgraph.sampling.grammar.schema.grammar import without
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 MAX_UNSUPPORTED = 100
@@ -26,12 +26,13 @@ _BYTES = Vocabulary([*(bytes([code]) for code in range(256)), b""], stop_token_i
 class Coverage:
     """What the libraries make of a constraint; `unsupported` is empty for a library that enforces all of it."""
 
-    backend: str | None  # the library that would enforce it; None where compiling it raises an error
+    backend: str | None  # the library that would be used; None where compiling it raises an error
     unsupported: Mapping[str, tuple[Unsupported, ...]]  # by library
 
     @property
     def enforced(self) -> bool:
-        return self.backend is not None
+        """Whether all of it is; of an approximate constraint parts may not be."""
+        return self.backend is not None and not self.unsupported[self.backend]
 
     @property
     def unenforced(self) -> tuple[Unsupported, ...]:
@@ -54,14 +55,18 @@ def coverage(constraint: Constraint, limits: GrammarLimits | None = None) -> Cov
     except ValueError as error:
         return Coverage(None, dict.fromkeys(names, (Unsupported("#", constraint.kind, str(error)),)))
     worker, unsupported, backend = CompileWorker(_BYTES, limits, max_threads=1), dict[str, tuple[Unsupported, ...]](), None
+    exact = replace(constraint, approximate=False)
     try:
         for name in names:
-            found, aborted = _unsupported(name, constraint, limits, worker)
+            found, final = _unsupported(name, exact, limits, worker)
             unsupported[name] = found
             if not found and backend is None:
                 backend = name
-            if aborted and backend is None:
-                break  # as in a compile, a limit holds for every library
+            if final and backend is None:
+                unsupported |= dict.fromkeys(names, found)
+                break
+        if backend is None and constraint.approximate:
+            backend = next((name for name in names if not _unsupported(name, constraint, limits, worker)[0]), None)
     finally:
         worker.close()
     return Coverage(backend, unsupported)
@@ -69,14 +74,15 @@ def coverage(constraint: Constraint, limits: GrammarLimits | None = None) -> Cov
 
 def _unsupported(name: str, constraint: Constraint, limits: GrammarLimits, worker: CompileWorker) -> tuple[tuple[Unsupported, ...], bool]:
     """The unsupported parts found in the time of one compile, by removing each from the schema and compiling the rest again; and
-    whether the whole constraint reached a limit."""
-    found, kind, end = list[Unsupported](), constraint.kind, time.monotonic() + limits.compile_seconds
+    whether they are those of every library."""
+    found, kind, end, final = list[Unsupported](), constraint.kind, time.monotonic() + limits.compile_seconds, False
     library: Builder | None = None
     while not found or (len(found) < MAX_UNSUPPORTED and time.monotonic() < end):
         try:
             library = library or builder(name, _BYTES, limits, max_threads=1)
             check_first_mask(library.build(constraint, worker), constraint, _BYTES)
         except UnsupportedError as error:
+            final = final or is_final(error, name, kind)
             found.append(error.unsupported)
             rest = _without(constraint.payload, error.unsupported) if kind == "json_schema" else None
             if rest is None:
@@ -84,23 +90,15 @@ def _unsupported(name: str, constraint: Constraint, limits: GrammarLimits, worke
             constraint = replace(constraint, payload=rest)
         except CompileAbortedError as error:
             found.append(Unsupported("#", kind, str(error)))
-            return tuple(found), len(found) == 1
+            return tuple(found), final or (len(found) == 1 and is_final(error, name, kind))
         except Exception as error:  # a library's error is a property of the constraint
             found.append(Unsupported("#", kind, reason_of(error)))
             break
         else:
             break
-    return tuple(found), False
+    return tuple(found), final
 
 
 def _without(payload: str, part: Unsupported) -> str | None:
-    """The schema without an unsupported keyword; None where that is not a keyword of an object."""
-    schema = json.loads(payload)
-    node: Any = schema
-    for step in part.where.split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        node = node[int(name)] if isinstance(node, list) else node[name]
-    if not isinstance(node, dict) or part.keyword not in node:
-        return None
-    del node[part.keyword]
-    return json.dumps(schema, separators=(",", ":"))
+    rest = without(json.loads(payload), part)
+    return None if rest is None else json.dumps(rest, separators=(",", ":"))

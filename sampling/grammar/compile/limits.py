@@ -9,9 +9,12 @@ from stepgraph.sampling.fields import Check, check_fields, clip_repr, is_int, is
 from stepgraph.sampling.grammar.constraints.constraint import MAX_PAYLOAD_CHARS
 
 MIB = 1 << 20
+MAX_DEPTH = 1 << 16
 
+TOO_DEEP = "the text nests deeper than the stack of its automaton"
 _SIGNS = {  # part of a message of llguidance, or of either matcher -> the limit that was reached
     "one step of the grammar took": "step_seconds",
+    TOO_DEEP: "automaton_depth",
     "initial lexer configuration": "compile_fuel",
     "grammar size": "grammar_symbols",
     "too many states": "lexer_states",
@@ -28,8 +31,12 @@ _SECONDS = Check(lambda value: is_number(value) and 0 < value < math.inf, "a num
 class CompileAbortedError(ValueError):
     """A compile that ended before the library decided: a limit was reached, it was cancelled, or the worker process died.
 
-    No other library is tried then.
+    No other library is tried then, except after a limit was reached for an automaton.
     """
+
+    @property
+    def by_limit(self) -> bool:
+        return str(self).startswith("GrammarLimits.")
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class GrammarLimits:
     same text is rejected on every machine, and `step_seconds`, which holds for both libraries.
     """
 
-    max_chars: int = MAX_PAYLOAD_CHARS  # of a schema, pattern or grammar
+    max_chars: int = 120_000  # of a schema, pattern or grammar
     max_nesting: int = 200  # brackets open at once in a pattern or grammar; schemas: 64 levels
     compile_seconds: float = 30.0  # wall-clock time of one compile in the worker
     compile_bytes: int = 1024 * MIB  # address space that one compile may add to that of the idle worker
@@ -52,6 +59,7 @@ class GrammarLimits:
     automaton_states: int = 200_000  # automaton: states before they are minimised
     automaton_bytes: int = 32 * MIB  # automaton: of its tables and mask rows
     automaton_steps: int = 1_000_000_000  # automaton: bytes of tokens that are followed to find its masks
+    automaton_depth: int = 256  # automaton: nested parts that are open at once in a text; a deeper text ends its request
     compile_fuel: int = 1_000_000  # llguidance: expressions built for a lexer
     grammar_symbols: int = 500_000  # llguidance: symbols of a grammar
     lexer_states: int = 250_000  # llguidance: states that a lexer may reach, at 1 to 2 kB each
@@ -65,6 +73,8 @@ class GrammarLimits:
             raise ValueError(f"GrammarLimits.max_chars: got {self.max_chars}, expected at most {MAX_PAYLOAD_CHARS}")
         if self.compile_seconds > 3600:
             raise ValueError(f"GrammarLimits.compile_seconds: got {clip_repr(self.compile_seconds)}, expected at most 3600")
+        if self.automaton_depth > MAX_DEPTH:
+            raise ValueError(f"GrammarLimits.automaton_depth: got {clip_repr(self.automaton_depth)}, expected at most {MAX_DEPTH}")
 
 
 DEFAULTS = GrammarLimits()

@@ -21,7 +21,7 @@ import types
 from collections.abc import Sequence
 from typing import IO, Any
 
-DONE, FAILED, ABORTED, NO_MEMORY, TOO_LARGE = "done", "failed", "aborted", "no memory", "too large"
+DONE, FAILED, ABORTED, UNSUPPORTED, NO_MEMORY, TOO_LARGE = "done", "failed", "aborted", "unsupported", "no memory", "too large"
 
 
 def send(connection: socket.socket, *parts: Any, body: bytes = b"") -> None:
@@ -45,19 +45,24 @@ class Libraries:
         import numpy
 
         # Here and not above: the script must first make the package importable, and the parent needs only the functions above.
+        from stepgraph.sampling.grammar.schema.options import Options
         from stepgraph.sampling.grammar.xgrammar_lib.ebnf import parsed_grammar
 
         self._options, width, raw = options, options["width"], 0  # the library's enum value for tokens that are bytes
         self._least_bytes = options["limits"]["least_bytes"]
-        self._parsed_grammar = parsed_grammar
-        self._core = _xgrammar_bindings()
+        self._core = core = _xgrammar_bindings()
+
+        def parse(kind: str, payload: str, options: dict[str, Any]) -> Any:
+            return parsed_grammar(core, kind, payload, Options(**options), self._least_bytes)
+
+        self._parse = parse
         self._for_xgrammar, self._for_llguidance = marshal.loads(tables)
         tokenizer = self._core.TokenizerInfo(self._for_xgrammar, raw, width, options["stop_token_ids"], False)
         self._compiler = self._core.GrammarCompiler(tokenizer, options["max_threads"], False, -1)
         self._mask = numpy.zeros((1, -(-width // 32)), dtype=numpy.int32)
         self._llguidance: Any = None
         self._table: Any = None
-        self.xgrammar("regex", "a", False)  # load everything that a compile needs before memory is limited
+        self.xgrammar("json_schema", "{}", {})  # load everything that a compile needs before memory is limited
 
     def prepare(self, name: str) -> bool:
         """Load the library of a call; True where that took memory that the call's limit should not include."""
@@ -74,27 +79,32 @@ class Libraries:
         self._llguidance = LLGuidance(self._for_llguidance, options["stop_token_ids"], options["non_text_ids"], fuel)
         return True
 
-    def automaton(self, kind: str, payload: str, any_whitespace: bool) -> bytes:
+    def automaton(self, kind: str, payload: str, options: dict[str, Any]) -> bytes:
         """The image of the automaton of a constraint."""
         from stepgraph.sampling.grammar.automaton.library import limits_of
 
-        parsed = self._parsed_grammar(self._core, kind, payload, any_whitespace, self._least_bytes)
+        parsed = self._parse(kind, payload, options)
         image: bytes = self._table.compile(str(parsed.serialize_json()), limits_of(self._options["limits"])).tobytes()
         return image
 
-    def xgrammar(self, kind: str, payload: str, any_whitespace: bool) -> bytes:
+    def xgrammar(self, kind: str, payload: str, options: dict[str, Any]) -> bytes:
         """The serialised compiled grammar of a constraint. Its first mask is filled here, as that may fail too."""
-        compiled = self._compiler.compile_grammar_ebnf(self._parsed_grammar(self._core, kind, payload, any_whitespace, self._least_bytes))
+        compiled = self._compiler.compile_grammar_ebnf(self._parse(kind, payload, options))
         matcher = self._core.GrammarMatcher(compiled, None, False, -1, None)
         matcher.fill_next_token_bitmask(self._mask, 0, False)
         return str(compiled.serialize_json()).encode()
 
-    def lark(self, grammar: str) -> bytes:
-        """Compile with llguidance and fill the first mask. Its grammars cannot be sent, so the parent compiles again."""
+    def lark(self, kind: str, payload: str, options: dict[str, Any]) -> bytes:
+        """The constraint in Lark notation, compiled with llguidance, and the first mask filled. Its grammars cannot be sent, so the
+        parent compiles again."""
+        from stepgraph.sampling.grammar.llguidance_lib.lark import lark_text
+        from stepgraph.sampling.grammar.schema.options import Options
+
+        grammar = lark_text(kind, payload, Options(**options))
         matcher = self._llguidance.matcher(grammar)
         if not matcher.is_error():  # the parent reports errors, which it finds in the same way
             matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        return b""
+        return grammar.encode()
 
 
 def _add_package(name: str, path: Sequence[str]) -> None:
@@ -132,6 +142,7 @@ def _limit_memory(num_bytes: int) -> None:
 
 def _answer(call: Any, arguments: Sequence[Any], result_bytes: int) -> tuple[str, bytes]:
     from stepgraph.sampling.grammar.compile.limits import CompileAbortedError
+    from stepgraph.sampling.grammar.constraints.unsupported import UnsupportedError
 
     try:
         result: bytes = call(*arguments)
@@ -139,6 +150,8 @@ def _answer(call: Any, arguments: Sequence[Any], result_bytes: int) -> tuple[str
         return NO_MEMORY, b""
     except CompileAbortedError as error:
         return ABORTED, str(error).encode(errors="replace")
+    except UnsupportedError as error:
+        return UNSUPPORTED, json.dumps([error.unsupported.where, error.unsupported.keyword, error.unsupported.reason]).encode()
     except Exception as error:  # the libraries raise RuntimeError and several types of their own
         message = str(error)
         return (NO_MEMORY, b"") if "bad_alloc" in message else (FAILED, message.encode(errors="replace"))

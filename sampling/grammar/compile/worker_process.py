@@ -6,6 +6,7 @@ One thread makes one call at a time; `kill` is for any thread. A process that wa
 from __future__ import annotations
 
 import contextlib
+import json
 import marshal
 import os
 import signal
@@ -20,7 +21,8 @@ from typing import Any
 
 from stepgraph.sampling.grammar.compile import worker as compile_worker
 from stepgraph.sampling.grammar.compile.limits import MIB, CompileAbortedError, GrammarLimits, over
-from stepgraph.sampling.grammar.compile.worker import ABORTED, DONE, NO_MEMORY, TOO_LARGE, receive, send
+from stepgraph.sampling.grammar.compile.worker import ABORTED, DONE, NO_MEMORY, TOO_LARGE, UNSUPPORTED, receive, send
+from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.lifetimes import call_after_fork
 
@@ -100,8 +102,8 @@ class CompileWorker:
         self._cancelled = False
 
     def call(self, name: str, *arguments: Any) -> bytes:
-        """The result of a method of `compile_worker.Libraries`; ValueError with the library's message, or CompileAbortedError where
-        a limit was reached or the process died."""
+        """The result of a method of `compile_worker.Libraries`; ValueError with the library's message or, where the part is known,
+        UnsupportedError; CompileAbortedError where a limit was reached or the process died."""
         process = self._process
         if process is None or self._kill_pending or process.owner != os.getpid() or process.popen.poll() is not None:
             self._start()
@@ -113,6 +115,8 @@ class CompileWorker:
             raise CompileAbortedError(self._no_memory())
         if status == TOO_LARGE:
             raise CompileAbortedError(over("result_bytes", f"{int(result):,} bytes of compiled grammar", limits.result_bytes))
+        if status == UNSUPPORTED:
+            raise UnsupportedError(Unsupported(*json.loads(result)))
         if status != DONE:
             raise (CompileAbortedError if status == ABORTED else ValueError)(result.decode())
         return result

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 CharSet = tuple[tuple[int, int], ...]  # first and last code points of ranges, ascending, not adjacent
 
 LAST, LAST_ASCII = 0x10FFFF, 0x7F
 _SURROGATES = (0xD800, 0xDFFF)
+EBNF_CHAR = re.compile(r"\\U([0-9a-fA-F]{8})|\\u([0-9a-fA-F]{4})|\\x([0-9a-fA-F]{2})|\\(.)|(.)", re.DOTALL)
+_ESCAPES = {"0": "\0", "n": "\n", "r": "\r", "t": "\t", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f", "v": "\v"}
 
 
 def charset(*parts: str | tuple[int, int]) -> CharSet:
@@ -87,6 +90,30 @@ def _cut(first: int, last: int, has_nul: bool) -> Iterator[tuple[int, int]]:
 def regex_class(chars: CharSet) -> str:
     """The class in the syntax of regular expressions."""
     return "[" + "".join(f"\\u{{{first:x}}}-\\u{{{last:x}}}" for first, last in chars) + "]"
+
+
+def class_members(members: str) -> CharSet:
+    """The characters that a class of EBNF lists, as xgrammar prints it: a hyphen that is not a range's has a backslash."""
+    found, pairs = list(EBNF_CHAR.finditer(members)), list[tuple[int, int]]()
+    index = 0
+    while index < len(found):
+        first = last = _code(found[index])
+        if index + 2 < len(found) and found[index + 1].group() == "-":
+            last = _code(found[index + 2])
+            index += 2
+        pairs.append((first, last))
+        index += 1
+    return union(pairs)
+
+
+def unescaped(text: str) -> str:
+    """The text of a literal of EBNF, without its quotes."""
+    return "".join(chr(_code(char)) for char in EBNF_CHAR.finditer(text))
+
+
+def _code(char: re.Match[str]) -> int:
+    digits = char[1] or char[2] or char[3]
+    return int(digits, 16) if digits else ord(_ESCAPES.get(char[4], char[4]) if char[4] else char[5])
 
 
 def _code_range(piece: tuple[int, int]) -> str:

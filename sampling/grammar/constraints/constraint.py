@@ -12,13 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from stepgraph.sampling.fields import Check, check_value, clip_name, clip_repr, is_int, one_of
+from stepgraph.sampling.fields import BOOL, Check, check_value, clip_name, clip_repr, is_int, one_of
 from stepgraph.sampling.grammar.constraints.structural_tag import checked_tag
+from stepgraph.sampling.grammar.schema.options import Objects, Options, PropertyOrder, Unknown
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf", "lark", "structural_tag"]
 BackendChoice = Literal["auto", "automaton", "xgrammar", "llguidance"]
 
-MAX_PAYLOAD_CHARS = 120_000
+MAX_PAYLOAD_CHARS = 1_000_000
 MAX_MARKER = 1000  # characters or ids
 MAX_GIVEN_CHARS = 1_000_000  # of JSON text, before its blanks are removed
 
@@ -27,6 +28,13 @@ _FORMATS = {  # the fields of response_format by its type
     "json_object": {"type"},
     "json_schema": {"type", "json_schema"},
     "structural_tag": {"type", "triggers", "structures"},
+}
+_OF_SCHEMAS = {  # fields for kind json_schema
+    "objects": one_of(get_args(Objects)),
+    "unknown_keywords": one_of(get_args(Unknown)),
+    "unknown_formats": one_of(get_args(Unknown)),
+    "property_order": one_of(get_args(PropertyOrder)),
+    "approximate": BOOL,
 }
 _NON_EMPTY = Check(lambda value: isinstance(value, str) and bool(value), "a non-empty string")
 _SCHEMA_FORMAT = {  # the fields of its json_schema
@@ -44,8 +52,9 @@ class Constraint:
     `any_whitespace` allows blanks between JSON tokens, up to a limit per run. It is off by default: a model that may emit blanks
     may do so until the request ends.
 
-    `backend` names the grammar library. "auto" is xgrammar, and llguidance for what xgrammar does not enforce. "automaton" compiles
-    the grammars of xgrammar to tables. The constraint begins after `marker`, see `after`.
+    `backend` names the grammar library. "automaton" compiles the grammars of xgrammar to tables. "auto" is an automaton; xgrammar for
+    what does not fit in one; and llguidance for what xgrammar does not enforce. The constraint begins after `marker`, see `after`.
+    `objects` and the fields after it are described at `json_schema`.
     """
 
     kind: ConstraintKind
@@ -53,6 +62,11 @@ class Constraint:
     any_whitespace: bool = False
     backend: BackendChoice = "auto"
     marker: str | tuple[int, ...] | None = None
+    objects: Objects = "closed"
+    unknown_keywords: Unknown = "annotation"
+    unknown_formats: Unknown = "annotation"
+    property_order: PropertyOrder = "declared"
+    approximate: bool = False
 
     def __post_init__(self) -> None:
         check_value("Constraint.kind", self.kind, one_of(get_args(ConstraintKind)))
@@ -65,6 +79,11 @@ class Constraint:
         if self.any_whitespace and self.kind not in ("json_schema", "json_object", "structural_tag"):
             raise ValueError(f"Constraint.any_whitespace: got True for {self.kind}, expected False: for kinds with JSON only")
         check_value("Constraint.backend", self.backend, one_of(get_args(BackendChoice)))
+        for name, check in _OF_SCHEMAS.items():
+            value, default = getattr(self, name), getattr(Options, name)
+            check_value(f"Constraint.{name}", value, check)
+            if value != default and self.kind != "json_schema":
+                raise ValueError(f"Constraint.{name}: got {value} for {self.kind}, expected {default}: for json_schema only")
         of_ids = isinstance(self.marker, tuple) and all(is_int(token_id) and token_id >= 0 for token_id in self.marker)
         if self.marker is not None and (not (of_ids or isinstance(self.marker, str)) or not self.marker):
             raise ValueError(f"Constraint.marker: got {clip_repr(self.marker)}, expected a text or token ids, at least one")
@@ -73,20 +92,50 @@ class Constraint:
         if isinstance(self.marker, str):
             _check_text("Constraint.marker", self.marker)
 
+    @property
+    def schema_options(self) -> Options:
+        """How its schemas are read."""
+        return Options(self.any_whitespace, **{name: getattr(self, name) for name in _OF_SCHEMAS})
+
     @classmethod
-    def json_schema(cls, schema: dict[str, Any] | str, any_whitespace: bool = False, backend: BackendChoice = "auto") -> Constraint:
-        """A JSON value that the schema accepts. Objects have their declared properties in the declared order, and others only with
-        `additionalProperties`, where a key may occur twice. A string with a length or a pattern is written without escapes, so it
-        contains no quotes, backslashes or newlines; a pattern is anchored at both ends, as in `regex`; a `format` is enforced by its
-        shape (a 30th of February is a date). Where llguidance combines several schemas for one value, undeclared properties are
-        allowed and strings may contain escapes. Compiling raises an error for a keyword that neither library enforces; `coverage`
-        lists them."""
+    def json_schema(
+        cls,
+        schema: dict[str, Any] | str,
+        any_whitespace: bool = False,
+        backend: BackendChoice = "auto",
+        *,
+        objects: Objects = "closed",
+        unknown_keywords: Unknown = "annotation",
+        unknown_formats: Unknown = "annotation",
+        property_order: PropertyOrder = "declared",
+        approximate: bool = False,
+    ) -> Constraint:
+        """A JSON value that the schema accepts, read as its draft says (3 to 2020-12): a keyword restricts values of its type only, and
+        schemas for one value are combined exactly. Declared properties come in their order and before others, of which a name may occur
+        twice. Compiling raises an error for what is not enforced; `coverage` lists it.
+
+        objects="closed": an object with `properties` has no others, unless the schema describes or requires them, and a pattern matches
+        the whole text of a string. "standard": other properties are allowed unless the schema forbids them, and a pattern is searched.
+        unknown_keywords, unknown_formats: "annotation", without effect, or "refuse", an error when the schema is compiled.
+        property_order: "any" for declared properties in any order, at most 8 of an object.
+        approximate: leave keywords out that cannot be enforced (pattern, uniqueItems, not, ...) instead of raising an error; texts
+        may violate them. `coverage` lists them."""
         if not isinstance(schema, (dict, str)):
             raise ValueError(f"Constraint.json_schema: got {type(schema).__name__}, expected a dict or JSON text")
         canonical = _canonical(schema, "Constraint.json_schema")
         if not canonical.startswith("{"):
             raise ValueError(f"Constraint.json_schema: got {canonical[:40]}, expected a JSON object")
-        return cls("json_schema", canonical, any_whitespace, backend)
+        return cls(
+            "json_schema",
+            canonical,
+            any_whitespace,
+            backend,
+            objects=objects,
+            unknown_keywords=unknown_keywords,
+            unknown_formats=unknown_formats,
+            property_order=property_order,
+            approximate=approximate,
+        )
 
     @classmethod
     def json_object(cls, any_whitespace: bool = False, backend: BackendChoice = "auto") -> Constraint:

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, NamedTuple
 
 from stepgraph.sampling.fields import clip_name, clip_repr
+from stepgraph.sampling.grammar.schema.reader import parsed
 
 
 class Tag(NamedTuple):
@@ -59,7 +59,7 @@ def _check_structure(tag: Any, triggers: list[str], name: str) -> None:
 
 def tag_groups(payload: str) -> list[TagGroup]:
     """The tags of a constraint's payload, by trigger."""
-    value = json.loads(payload)
+    value = parsed(payload)
     groups = []
     for trigger in value["triggers"]:
         tags = [

@@ -66,16 +66,9 @@ def _functions(text: str) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         yield name, kind, _arguments(arguments)
 
 
-def _callbacks(text: str) -> dict[str, Any]:
-    """The types of the functions in matcher_library."""
-    body = text[text.index("struct matcher_library {") :].partition("};")[0]
-    return {name: ctypes.CFUNCTYPE(c_int, *_arguments(arguments)) for name, arguments in re.findall(r"\(\*(\w+)\)\((.*?)\);", body)}
-
-
 _text = _read_headers()
 constants = SimpleNamespace(**_constants(_text))
 structs = SimpleNamespace(**dict(_structs(_text)))
-callbacks = _callbacks(_text)
 OWN_LAYOUT = (constants.LAYOUT_VERSION, *map(sizeof, vars(structs).values()))
 
 

@@ -18,7 +18,10 @@ __all__ = ["NativeLibrary", "Unavailable", "find_library", "load"]
 
 
 class NativeLibrary:
-    """The loaded library. Functions called on `quick` keep the GIL because they only access a few words; `waiting` releases it."""
+    """The loaded library, and the grammar libraries that it calls; Unavailable if one of them is installed and cannot be called.
+
+    Functions called on `quick` keep the GIL because they only access a few words; `waiting` releases it.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
@@ -30,22 +33,9 @@ class NativeLibrary:
         if layout_of(self.quick) != OWN_LAYOUT:
             raise Unavailable(f"{path.name} was built from other sources; install stepgraph again")
         self.xgrammar = XGrammarBinding(self.quick)
+        self.llguidance = LLGuidanceBinding(self.waiting, llguidance_api()) if installed("llguidance") else None
         self.node_address = int(ctypes.cast(self.waiting.stepgraph_node, c_void_p).value or 0)
         self.run_calls_address = int(ctypes.cast(self.waiting.stepgraph_run_calls, c_void_p).value or 0)
-
-    @functools.cached_property
-    def llguidance(self) -> LLGuidanceBinding:
-        """Raises Unavailable with the reason if llguidance cannot be called from C."""
-        return LLGuidanceBinding(self.waiting, llguidance_api())
-
-    @property
-    def llguidance_note(self) -> str:
-        """For the capture report: why llguidance rows take the GIL; empty if they do not or llguidance is not installed."""
-        try:
-            assert not installed("llguidance") or self.llguidance
-        except Unavailable as error:
-            return f" (rows of llguidance take it: {error})"
-        return ""
 
 
 def available_processors() -> int:

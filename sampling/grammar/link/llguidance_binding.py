@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_bool, c_char_p, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
 from types import ModuleType
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -32,17 +32,21 @@ _UNTOUCHED = 0xA5
 MAX_LEXER_UPDATES = 8
 
 
+_LIMITS: tuple[tuple[str, type, int], ...] = (  # name, type, default
+    ("max_items_in_row", c_size_t, 2000),
+    ("initial_lexer_fuel", c_uint64, 1_000_000),
+    ("step_lexer_fuel", c_uint64, 200_000),
+    ("step_max_items", c_size_t, 50_000),
+    ("max_lexer_states", c_size_t, 250_000),
+    ("max_grammar_size", c_size_t, 500_000),
+    ("precompute_large_lexemes", c_bool, True),
+    ("verbose_errors", c_bool, True),
+)
+DEFAULTS = {name: default for name, _, default in _LIMITS}
+
+
 class LimitsStruct(Structure):
-    _fields_ = (
-        ("max_items_in_row", c_size_t),
-        ("initial_lexer_fuel", c_uint64),
-        ("step_lexer_fuel", c_uint64),
-        ("step_max_items", c_size_t),
-        ("max_lexer_states", c_size_t),
-        ("max_grammar_size", c_size_t),
-        ("precompute_large_lexemes", c_bool),
-        ("verbose_errors", c_bool),
-    )
+    _fields_ = tuple((name, kind) for name, kind, _ in _LIMITS)
 
 
 class ConstraintStruct(Structure):
@@ -74,15 +78,15 @@ class TokenizerStruct(Structure):
     )
 
 
-DEFAULTS = {
-    "max_items_in_row": 2000,
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
-    "max_lexer_states": 250_000,
-    "max_grammar_size": 500_000,
-    "precompute_large_lexemes": True,
-    "verbose_errors": True,
+_SIGNATURES: dict[str, tuple[Any, ...]] = {  # of the functions called from Python: result, then arguments
+    "llg_get_version": (c_char_p,),
+    "llg_constraint_init_set_defaults": (None, c_void_p, c_void_p),
+    "llg_new_tokenizer_v2": (c_void_p, POINTER(TokenizerStruct), c_char_p, c_size_t),
+    "llg_free_tokenizer": (None, c_void_p),
+    "llg_new_matcher": (c_void_p, POINTER(ConstraintStruct), c_char_p, c_char_p),
+    "llg_matcher_get_error": (c_char_p, c_void_p),
+    "llg_matcher_get_mask_byte_size": (c_size_t, c_void_p),
+    "llg_free_matcher": (None, c_void_p),
 }
 
 
@@ -93,7 +97,9 @@ class LLGuidanceApi:
         path = module.__file__ or ""
         try:
             self.library = ctypes.CDLL(path, mode=getattr(os, "RTLD_NOLOAD", 0) | ctypes.DEFAULT_MODE)
-            self._declare()
+            for name, (result, *arguments) in _SIGNATURES.items():
+                function = getattr(self.library, name)
+                function.restype, function.argtypes = result, arguments
             self.addresses = {field: int(ctypes.cast(self.library[symbol], c_void_p).value or 0) for field, symbol in SYMBOLS.items()}
         except (OSError, AttributeError) as error:
             raise Unavailable(f"llguidance's module does not export its C API: {error}") from error
@@ -101,21 +107,6 @@ class LLGuidanceApi:
         if VERSION.match(version) is None:
             raise Unavailable(f"llguidance's C API: got {version.decode(errors='replace')}, expected llguidance@1.9.1 or a later 1.9")
         self._check_layout()
-
-    def _declare(self) -> None:
-        library = self.library
-        library.llg_get_version.restype, library.llg_get_version.argtypes = c_char_p, ()
-        library.llg_constraint_init_set_defaults.restype = None
-        library.llg_constraint_init_set_defaults.argtypes = (c_void_p, c_void_p)
-        library.llg_new_tokenizer_v2.restype = c_void_p
-        library.llg_new_tokenizer_v2.argtypes = (POINTER(TokenizerStruct), c_char_p, c_size_t)
-        library.llg_free_tokenizer.restype, library.llg_free_tokenizer.argtypes = None, (c_void_p,)
-        library.llg_new_matcher.restype = c_void_p
-        library.llg_new_matcher.argtypes = (POINTER(ConstraintStruct), c_char_p, c_char_p)
-        library.llg_matcher_get_error.restype, library.llg_matcher_get_error.argtypes = c_char_p, (c_void_p,)
-        library.llg_matcher_get_mask_byte_size.restype = c_size_t
-        library.llg_matcher_get_mask_byte_size.argtypes = (c_void_p,)
-        library.llg_free_matcher.restype, library.llg_free_matcher.argtypes = None, (c_void_p,)
 
     def _check_layout(self) -> None:
         """LlgConstraintInit has no version field. Its layout is inferred from where the library writes the default values."""
@@ -151,7 +142,7 @@ class LLGuidanceTokenizer:
         error = ctypes.create_string_buffer(_ERROR_BYTES)
         self.address: int | None = api.library.llg_new_tokenizer_v2(byref(config), error, _ERROR_BYTES)
         if not self.address:
-            raise Unavailable(f"llguidance's C API rejects this vocabulary: {error.value.decode(errors='replace')}")
+            raise ValueError(f"llguidance's C API rejects this vocabulary: {error.value.decode(errors='replace')}")
         weakref.finalize(self, api.library.llg_free_tokenizer, self.address).atexit = False
 
 

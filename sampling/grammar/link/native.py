@@ -76,7 +76,7 @@ class NativeLink:
                 f"NativeLink: got {slots} slots and depth {depth}, expected 1 to {constants.MAX_SLOTS} slots and a depth of at least 1"
             )
         threads = min(slots, threads or available_processors())
-        self.name = f"native, {threads} thread{'s' if threads > 1 else ''}, no GIL{library.llguidance_note}"
+        self.name = f"native, {threads} thread{'s' if threads > 1 else ''}, no GIL"
         self._library, self._slots, self._stages = library, slots, stages
         self._tokens, self._forcing = token_struct(forcing.table) if forcing else None, forcing
         pointers = {name.removesuffix("_host"): tensor.data_ptr() for name, (tensor, _, _) in self._tensors.items()}
@@ -115,7 +115,7 @@ class NativeLink:
         for index, step in enumerate(steps):
             assert step.action != HostAction.BEGIN_ROUND or index == 0, steps
             assert step.action != HostAction.END_ROUND or index == len(steps) - 1, steps
-            low, high = {HostAction.FILL_NEW: (0, self._stages - 1), HostAction.ADVANCE: (1, self._stages - 1)}.get(step.action, (0, 0))
+            low, high = (1, self._stages - 1) if step.action in (HostAction.NEXT, HostAction.ADVANCE) else (0, 0)
             assert low <= step.stage <= high, steps
         assert steps
         return NativeNode(self, self._library, self._address, steps)

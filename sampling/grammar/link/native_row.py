@@ -1,7 +1,4 @@
-"""Rows of the native host link: a matcher, and the structs through which C drives it.
-
-A row whose matcher is not from a known library calls back into Python and takes the GIL for that.
-"""
+"""Rows of the native host link: a matcher, and the structs through which C drives it."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ import numpy as np
 from torch import Tensor
 
 from stepgraph.sampling.grammar.automaton.grammar import AutomatonMatcher
-from stepgraph.sampling.grammar.link.callbacks import PythonCallbacks
 from stepgraph.sampling.grammar.link.layout import structs
 from stepgraph.sampling.grammar.link.library import NativeLibrary
 from stepgraph.sampling.grammar.link.llguidance_binding import CopiedMatcher
@@ -48,11 +44,11 @@ class NativeRow:
         elif isinstance(matcher, CopiedMatcher) and matcher.native_grammar is not None:
             self._set_vocabulary(matcher.vocabulary, matcher.fuel_seconds, masks_host)
             llguidance, stop_words = library.llguidance, self.struct.stop_words
+            assert llguidance is not None
             self.struct.library = llguidance.address
             self.struct.matcher = llguidance.open_matcher(self, matcher.native_grammar, matcher.accepted_tokens, stop_words)
         else:
-            self._callbacks = PythonCallbacks(matcher, masks_host)
-            self.struct.library, self.struct.fuel_seconds = self._callbacks.address, math.inf  # the matcher measures its own fuel
+            raise ValueError(f"row.matcher: got {type(matcher).__name__}, expected one of a grammar library; the Python link drives others")
 
     def _set_marker(self, matcher: MarkerMatcher, masks_host: Tensor) -> None:
         """A rollback takes at most as many tokens as a round has drafts: the ring has one state more than that."""

@@ -24,7 +24,7 @@ class HostAction(IntEnum):
     """What a step does to the batch or to each of its rows. Same values as in host_link.h."""
 
     BEGIN_ROUND = 0  # take the round's batch and invalidate all masks of earlier rounds
-    FILL_NEW = 1  # fill mask 0 of the requests that have no mask yet
+    NEXT = 1  # fill the next missing mask: mask 0 if the history has changed since or there is none, else the one after the next draft
     COMMIT = 2  # roll back rejected drafts, accept the token that the target added, fill mask 0
     ADVANCE = 3  # accept one draft, fill the mask after it
     END_ROUND = 4  # release the batch
@@ -32,14 +32,14 @@ class HostAction(IntEnum):
 
 class HostStep(NamedTuple):
     action: HostAction
-    stage: int = 0  # FILL_NEW, ADVANCE: where the mask is written; ADVANCE: also which draft is accepted, from 1
+    stage: int = 0  # NEXT, ADVANCE: where the mask is written; the draft before it is in row stage - 1; ADVANCE: it is this draft, from 1
 
 
 BEGIN_ROUND, COMMIT, END_ROUND = HostStep(HostAction.BEGIN_ROUND), HostStep(HostAction.COMMIT), HostStep(HostAction.END_ROUND)
 
 
-def fill_new(stage: int) -> HostStep:
-    return HostStep(HostAction.FILL_NEW, stage)
+def fill_next(stage: int) -> HostStep:
+    return HostStep(HostAction.NEXT, stage)
 
 
 def advance(index: int) -> HostStep:

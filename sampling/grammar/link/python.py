@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ class PythonRow:
     matcher: Matcher
     committed: int = 0  # tokens of the history that the matcher has accepted permanently
     pending_drafts: int = 0  # drafts accepted after them
+    next_mask: int = 0  # index after the mask that was last to be filled
     last_mask_status: MaskStatus = MaskStatus.NONE  # the walk over drafts continues only after OK
     fault: str = ""
     forced: ForcedText = field(default_factory=ForcedText)
@@ -104,34 +106,29 @@ class PythonLink:
             self._tags_np[:, :, 2] = np.arange(len(self._tags_np))[:, None]
             if self._forcing:
                 self._forcing.forced_host.fill_(-1)
-        elif step.action == HostAction.FILL_NEW:
-            self._each_row(lambda slot, row: self._fill_new_row(slot, row, step.stage))
+        elif step.action == HostAction.NEXT:
+            self._each_row(lambda slot, row: self._next_row(slot, row, step.stage))
         elif step.action == HostAction.COMMIT:
-            self._each_row(self._commit_row)
+            self._each_row(lambda slot, row: self._commit_row(slot, row, 0))
         elif step.action == HostAction.ADVANCE:
-            self._each_row(lambda slot, row: self._advance_row(slot, row, step.stage), step.stage)
+            self._each_row(lambda slot, row: self._advance_row(slot, row, step.stage, step.stage))
         else:
             self._batch = ()
 
-    def _each_row(self, work: Callable[[int, PythonRow], None], draft: int = 0) -> None:
+    def _each_row(self, work: Callable[[int, PythonRow], None]) -> None:
         for slot, row in enumerate(self._batch):
             state = self._state_np[slot]
             if row is None or row.fault or state[HostColumn.OWNER] != row.owner or state[HostColumn.FINISH] != FinishCode.RUNNING:
                 continue
-            try:
-                work(slot, row)
-            except Exception as error:  # a row's fault is its own: without a valid tag the device uses no mask of it
-                row.fault = f"{type(error).__name__}: {error}"
-            row.fault = row.matcher.fault or row.fault
-            if row.fault and draft:  # the draft itself was still verified, by the mask before it
-                row.last_mask_status = MaskStatus.FAULT
-                self._tags_np[draft, slot] = (row.owner, row.committed, draft, row.last_mask_status)
+            _guarded(row, functools.partial(work, slot, row))
 
-    def _fill_new_row(self, slot: int, row: PythonRow, stage: int) -> None:
-        if row.last_mask_status == MaskStatus.NONE:
-            self._fill(slot, row, 0, stage)
+    def _next_row(self, slot: int, row: PythonRow, stage: int) -> None:
+        if row.last_mask_status == MaskStatus.NONE or row.committed != self._state_np[slot, HostColumn.GENERATED]:
+            self._commit_row(slot, row, stage)
+        else:
+            self._advance_row(slot, row, row.next_mask, stage)
 
-    def _commit_row(self, slot: int, row: PythonRow) -> None:
+    def _commit_row(self, slot: int, row: PythonRow, stage: int) -> None:
         state = self._state_np[slot]
         generated = int(state[HostColumn.GENERATED])
         fresh = generated == row.committed
@@ -145,7 +142,7 @@ class PythonLink:
             if row.matcher.fault:
                 return
             self._rollbacks += 1
-        row.pending_drafts = 0
+        row.pending_drafts, row.next_mask = 0, 1
         if not fresh:
             token = int(state[HostColumn.LAST_TOKEN])
             self._accepts += 1
@@ -153,20 +150,23 @@ class PythonLink:
                 raise RuntimeError(f"token {token} was sampled under a mask of this grammar, and the matcher does not accept it")
             row.forced.accepted(generated - 1, token)
             row.committed = generated
-        self._fill(slot, row, 0, 0)
+        self._fill(slot, row, 0, stage)
 
-    def _advance_row(self, slot: int, row: PythonRow, index: int) -> None:
-        token = int(self._drafts_np[index - 1, slot])
+    def _advance_row(self, slot: int, row: PythonRow, index: int, stage: int) -> None:
+        token, row.next_mask = int(self._drafts_np[stage - 1, slot]), index + 1
         if token < 0 or row.pending_drafts != index - 1 or row.last_mask_status != MaskStatus.OK:
             return  # an earlier draft ended the walk
         self._accepts += 1
-        if not row.matcher.accept_token(token):
-            row.last_mask_status = MaskStatus.ILLEGAL
-            self._tags_np[index, slot] = (row.owner, row.committed, index, row.last_mask_status)
-            return
-        row.forced.accepted(row.committed + index - 1, token)
-        row.pending_drafts = index
-        self._fill(slot, row, index, index)
+        _guarded(row, lambda: self._accept_draft(slot, row, token, index, stage))
+        if row.fault or row.pending_drafts != index:  # the draft itself is still verified, by the mask before it
+            row.last_mask_status = MaskStatus.FAULT if row.fault else MaskStatus.ILLEGAL
+            self._tags_np[stage, slot] = (row.owner, row.committed, index, row.last_mask_status)
+
+    def _accept_draft(self, slot: int, row: PythonRow, token: int, index: int, stage: int) -> None:
+        if row.matcher.accept_token(token):
+            row.forced.accepted(row.committed + index - 1, token)
+            row.pending_drafts = index
+            self._fill(slot, row, index, stage)
 
     def _fill(self, slot: int, row: PythonRow, index: int, stage: int) -> None:
         self._fills += 1
@@ -184,3 +184,12 @@ class PythonLink:
             self._forcing.forced_host[index, slot] = row.forced.propose(row.committed + index, mask, self._forcing.table, row.matcher)
         finally:
             self._looks += row.forced.looks - looks
+
+
+def _guarded(row: PythonRow, work: Callable[[], None]) -> None:
+    """A row's fault is its own: without a valid tag the device uses no mask of it."""
+    try:
+        work()
+    except Exception as error:
+        row.fault = f"{type(error).__name__}: {error}"
+    row.fault = row.matcher.fault or row.fault

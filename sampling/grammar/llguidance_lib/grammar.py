@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 
 import llguidance
@@ -16,13 +15,10 @@ from torch import Tensor
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
-from stepgraph.sampling.grammar.constraints.pattern import pattern_to_regex
-from stepgraph.sampling.grammar.constraints.structural_tag import TagGroup, tag_groups
 from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceTokenizer, llguidance_api
-from stepgraph.sampling.grammar.llguidance_lib.lark import checked_lark, head
+from stepgraph.sampling.grammar.llguidance_lib.lark import checked_lark, lark_text
 from stepgraph.sampling.grammar.llguidance_lib.library import LLGuidance, fuel_of
-from stepgraph.sampling.grammar.llguidance_lib.schema import llguidance_schema
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.native import Unavailable
@@ -32,7 +28,6 @@ from stepgraph.sampling.native import Unavailable
 BYTES_PER_GRAMMAR, BYTES_PER_CHAR = 60_000, 120
 
 _NOISE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?|\n *1 \| .*|<(non-verbose|state).*", re.DOTALL)
-_HEAD = head({})
 LEXER_FULL = "too many states"
 
 
@@ -194,59 +189,26 @@ class LLGuidanceBuilder:
         self._fuel = fuel_of(asdict(limits))
         self._library = LLGuidance(vocabulary.for_llguidance, vocabulary.stop_token_ids, sorted(vocabulary.non_text_ids), self._fuel)
         try:
-            self._native: LLGuidanceTokenizer | None = LLGuidanceTokenizer(llguidance_api(), vocabulary)
-        except Unavailable:  # the native link reports why
-            self._native = None
+            api = llguidance_api()
+        except Unavailable:  # the host link is the Python one then, and reports why
+            api = None
+        self._native = LLGuidanceTokenizer(api, vocabulary) if api else None
 
     def check(self, constraint: Constraint) -> None:
         """ValueError, an UnsupportedError where the part is known, for what would not be enforced; without calling the library."""
-        lark_of(constraint)
+        if constraint.kind == "lark":
+            checked_lark(constraint.payload, [])
+        elif constraint.kind not in ("json_schema", "json_object", "structural_tag"):
+            lark_text(constraint.kind, constraint.payload, constraint.schema_options)
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> LLGuidanceGrammar:
         """Compile in the worker as a trial, then here: the library's grammars cannot be sent between processes."""
-        grammar = lark_of(constraint)
-        if worker:
-            worker.call("lark", grammar)
+        kind, payload, options = constraint.kind, constraint.payload, constraint.schema_options
+        grammar = worker.call("lark", kind, payload, asdict(options)).decode() if worker else lark_text(kind, payload, options)
         compiled = LLGuidanceGrammar(lambda: self._library.matcher(grammar), self._vocabulary, self._limits.step_seconds)
         if compiled.start.is_error():
-            reject("#", constraint.kind, _NOISE.sub("", compiled.start.get_error()).strip())
+            lines = _NOISE.sub("", compiled.start.get_error()).strip().splitlines()
+            reject("#", constraint.kind, "\n".join(lines) if kind == "lark" else lines[0])  # of the user's grammar, with its lines
         compiled.nbytes = BYTES_PER_GRAMMAR + BYTES_PER_CHAR * len(grammar)
         compiled.native = LLGuidanceNativeGrammar(self._native, grammar, self._fuel) if self._native else None
         return compiled
-
-
-def lark_of(constraint: Constraint) -> str:
-    """The constraint in the library's Lark notation; UnsupportedError where it would not be enforced."""
-    kind, payload = constraint.kind, constraint.payload
-    if kind == "lark":
-        return checked_lark(payload)
-    if kind == "ebnf":
-        reject("#", "ebnf", "is a notation of xgrammar; llguidance expects lark")
-    if kind == "regex":
-        return f"{_HEAD}start: TEXT\nTEXT: /(?:{pattern_to_regex(payload, 'pattern')})/\n"
-    if kind == "choice":
-        return f"{_HEAD}start: {' | '.join(json.dumps(option) for option in json.loads(payload))}\n"
-    if kind == "structural_tag":
-        return _tagged(tag_groups(payload), constraint.any_whitespace)
-    schema = {"type": "object"} if kind == "json_object" else json.loads(payload)
-    return f"{_HEAD}start: %json {llguidance_schema(schema, constraint.any_whitespace)}\n"
-
-
-def _tagged(groups: Sequence[TagGroup], any_whitespace: bool) -> str:
-    """Free text, and one of the tags after each trigger. The text after the last tag contains no trigger, which would lack its tag."""
-    rules, triggers = list[str](), list[str]()
-    for index, group in enumerate(groups):
-        trigger = pattern_to_regex(_quoted(group.trigger), "trigger")
-        triggers.append(trigger)
-        tags = [f"{_literal(tag.begin)} %json {llguidance_schema(tag.schema, any_whitespace)} {_literal(tag.end)}" for tag in group.tags]
-        rules.append(f"tag_{index}: trigger_{index} ({' | '.join(tags)})\ntrigger_{index}[lazy]: /(?s:.*){trigger}/\n")
-    names = " | ".join(f"tag_{index}" for index in range(len(rules)))
-    return f"{_HEAD}start: ({names})* TEXT\nTEXT: /(?s:.*)/ & ~/(?s:.*)(?:{'|'.join(triggers)})(?s:.*)/\n{''.join(rules)}"
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text) if text else ""
-
-
-def _quoted(text: str) -> str:
-    return "".join(f"\\u{{{ord(char):x}}}" for char in text)

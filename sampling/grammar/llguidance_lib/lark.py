@@ -1,13 +1,20 @@
-"""Checks grammars in the Lark notation of llguidance, and adds the options that are needed here."""
+"""Constraints in the Lark notation of llguidance, which the compile worker writes too, so this imports neither torch nor the library."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from decimal import Decimal
 
 from stepgraph.sampling.grammar.constraints.constraint import no_constants, unique_keys
+from stepgraph.sampling.grammar.constraints.pattern import pattern_to_regex
+from stepgraph.sampling.grammar.constraints.structural_tag import TagGroup, tag_groups
 from stepgraph.sampling.grammar.constraints.unsupported import reject
-from stepgraph.sampling.grammar.llguidance_lib.schema import llguidance_schema
+from stepgraph.sampling.grammar.llguidance_lib.schema import lark_rules
+from stepgraph.sampling.grammar.schema.grammar import schema_grammar
+from stepgraph.sampling.grammar.schema.options import Options
+from stepgraph.sampling.grammar.xgrammar_lib.ebnf import json_grammar
 
 PIECE = re.compile(
     r"""
@@ -23,7 +30,7 @@ PIECE = re.compile(
 )
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _REPEATS = re.compile(r"~[ \t]*[+-]?[0-9]")
-_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=no_constants)
+_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=no_constants, parse_float=Decimal)
 # Otherwise the library allows only one tokenization of forced bytes, by a tokenizer that it calls under the GIL.
 OPTIONS = {"no_forcing": True}
 _UNSUPPORTED = {
@@ -33,13 +40,71 @@ _UNSUPPORTED = {
 }
 
 
-def head(options: dict[str, object]) -> str:
+def _head(options: dict[str, object]) -> str:
     """The first line of a grammar."""
-    return f"%llguidance {json.dumps({**options, **OPTIONS})}\n"
+    return f"%llguidance {json.dumps({**options, **OPTIONS}, default=float)}\n"
 
 
-def checked_lark(grammar: str) -> str:
-    """The grammar with the options needed here and its JSON schemas checked; UnsupportedError for what cannot be enforced on text."""
+def lark_text(kind: str, payload: str, options: Options) -> str:
+    """The constraint in Lark notation; UnsupportedError where it would not be enforced."""
+    if kind == "lark":
+        return with_checked_schemas(payload)
+    if kind == "ebnf":
+        reject("#", "ebnf", "is a notation of xgrammar; llguidance expects lark")
+    if kind == "regex":
+        text = f"start: TEXT\nTEXT: /(?:{pattern_to_regex(payload, 'pattern')})/\n"
+    elif kind == "choice":
+        text = f"start: {' | '.join(json.dumps(option) for option in json.loads(payload))}\n"
+    elif kind == "structural_tag":
+        text = _tagged(tag_groups(payload), options)
+    else:
+        text = f"start: root\n{lark_rules(json_grammar(kind, payload, options))}"
+    return _head({}) + text
+
+
+def _tagged(groups: Sequence[TagGroup], options: Options) -> str:
+    """Free text, and one of the tags after each trigger. The text after the last tag contains no trigger, which would lack its tag."""
+    rules, triggers = list[str](), list[str]()
+    for number, group in enumerate(groups):
+        trigger = pattern_to_regex(_quoted(group.trigger), "trigger")
+        triggers.append(trigger)
+        tags = list[str]()
+        for index, tag in enumerate(group.tags):
+            prefix = f"tag_{number}_{index}_"
+            tags.append(f"{_literal(tag.begin)} {prefix}root {_literal(tag.end)}")
+            rules.append(lark_rules(schema_grammar(tag.schema, options, prefix)))
+        rules.append(f"tag_{number}: trigger_{number} ({' | '.join(tags)})\ntrigger_{number}[lazy]: /(?s:.*){trigger}/\n")
+    names = " | ".join(f"tag_{number}" for number in range(len(groups)))
+    return f"start: ({names})* TEXT\nTEXT: /(?s:.*)/ & ~/(?s:.*)(?:{'|'.join(triggers)})(?s:.*)/\n{''.join(rules)}"
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+def _quoted(text: str) -> str:
+    return "".join(f"\\u{{{ord(char):x}}}" for char in text)
+
+
+def with_checked_schemas(grammar: str) -> str:
+    """The grammar with its JSON schemas as rules."""
+    schemas = list[object]()
+    checked = checked_lark(grammar, schemas)
+    rules = [lark_rules(schema_grammar(schema, Options(), _prefix(grammar, index))) for index, schema in enumerate(schemas)]
+    return "\n".join([checked, *rules])
+
+
+def _prefix(grammar: str, index: int) -> str:
+    prefix = f"json_{index}_"
+    while prefix in grammar.lower():
+        prefix += "_"
+    return prefix
+
+
+def checked_lark(grammar: str, schemas: list[object]) -> str:
+    """The grammar with the options needed here; UnsupportedError for what cannot be enforced on text.
+
+    Each JSON schema is moved to `schemas` and replaced by the name of its rule."""
     if "\0" in grammar:
         reject("#", "lark", "contains a NUL character; write \\x00 in a regular expression")
     options: dict[str, object] | None = None
@@ -50,14 +115,17 @@ def checked_lark(grammar: str) -> str:
             value, end = _value(grammar, position, piece)
             if piece == "%llguidance":
                 options, piece = _checked_options(value, options), ""
+            elif piece == "%json":
+                piece = f"{_prefix(grammar, len(schemas))}root"
+                schemas.append(value)
             else:
-                piece += llguidance_schema(value, any_whitespace=False) if piece == "%json" else grammar[position:end]
+                piece += grammar[position:end]
             position = end
         elif kind != "blank":
             _check(piece, before, bool(_REPEATS.match(grammar, found.start())))
             before = piece
         written.append(piece)
-    return head(options or {}) + "".join(written)
+    return _head(options or {}) + "".join(written)
 
 
 def _check(piece: str, before: str, repeats: bool) -> None:

@@ -86,7 +86,7 @@ def _record_text(texts: dict[object, str], token_id: object, text: str, where: s
 
 
 def _unknown(model: Mapping[str, Any]) -> list[tuple[object, str]]:
-    """The token for unknown input, which stands for no text whether or not it is also an added token."""
+    """The token for unknown input, which represents no text whether or not it is also an added token."""
     vocab, name, token_id = model["vocab"], model.get("unk_token"), model.get("unk_id")
     if isinstance(vocab, dict):
         return [(vocab[name], name)] if isinstance(name, str) and name in vocab else []

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,12 +18,10 @@ from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, Gramm
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.constraints.pattern import pattern_to_ebnf
-from stepgraph.sampling.grammar.constraints.structural_tag import tag_groups
-from stepgraph.sampling.grammar.constraints.unsupported import reject
+from stepgraph.sampling.grammar.constraints.unsupported import UnsupportedError, reject
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.ebnf import parsed_grammar
-from stepgraph.sampling.grammar.xgrammar_lib.schema import check_schema
 
 _CORE: Any = importlib.import_module("xgrammar.base")._core  # the bindings that the compile worker uses too
 _SOURCE_PREFIX = re.compile(r"^(\[[\d:]+\] )?\S*\.(cc|h|cpp):\d+: (Check failed: \(.*?\) is false: )?")
@@ -134,7 +131,7 @@ def library_errors() -> Iterator[None]:
     """Raise errors of the library as ValueError with its message."""
     try:
         yield
-    except (MemoryError, CompileAbortedError):
+    except (MemoryError, CompileAbortedError, UnsupportedError):
         raise
     except Exception as error:  # the library raises RuntimeError and several types of its own
         raise ValueError(_SOURCE_PREFIX.sub("", str(error)).strip()) from error
@@ -142,7 +139,7 @@ def library_errors() -> Iterator[None]:
 
 def parse(constraint: Constraint, limits: GrammarLimits) -> Any:
     """The grammar of a checked constraint, parsed in this process."""
-    return parsed_grammar(_CORE, constraint.kind, constraint.payload, constraint.any_whitespace, limits.least_bytes)
+    return parsed_grammar(_CORE, constraint.kind, constraint.payload, constraint.schema_options, limits.least_bytes)
 
 
 class XGrammarBuilder:
@@ -160,12 +157,6 @@ class XGrammarBuilder:
             reject("#", "lark", "is a notation of llguidance; xgrammar expects ebnf")
         elif kind == "regex":
             pattern_to_ebnf(payload, "pattern")
-        elif kind == "json_schema":
-            check_schema(json.loads(payload))
-        elif kind == "structural_tag":
-            for group in tag_groups(payload):
-                for tag in group.tags:
-                    check_schema(tag.schema)
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> XGrammar:
         """Compile in the worker, or in this process without one. ValueError as by `check`, or with the library's message."""
@@ -180,7 +171,7 @@ class XGrammarBuilder:
         return compiled
 
     def _compiled_by(self, worker: CompileWorker, constraint: Constraint) -> xgrammar.CompiledGrammar:
-        serialised = worker.call("xgrammar", constraint.kind, constraint.payload, constraint.any_whitespace)
+        serialised = worker.call("xgrammar", constraint.kind, constraint.payload, asdict(constraint.schema_options))
         return xgrammar.CompiledGrammar.deserialize_json(serialised.decode(), self._vocabulary.tokenizer_info)
 
     @cached_property

@@ -4,8 +4,7 @@
    index lies outside of its table. Whether a kernel supports types and layouts is checked in Python, before it is called. A kernel knows
    neither torch nor the interpreter, allocates no memory and starts no thread. */
 
-#ifndef STEPGRAPH_NATIVE_H
-#define STEPGRAPH_NATIVE_H
+#pragma once
 
 #include <math.h>
 #include <stdbool.h>
@@ -50,5 +49,3 @@ INLINED float widened(uint16_t bits) {
 INLINED float number(const void *from, int64_t at, int64_t bfloat16) {
     return bfloat16 ? widened(((const uint16_t *)from)[at]) : ((const float *)from)[at];
 }
-
-#endif

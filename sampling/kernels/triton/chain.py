@@ -6,7 +6,6 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 
@@ -28,13 +27,13 @@ _LOGITS_FAULT = tl.constexpr(int(FinishCode.LOGITS_FAULT))
 @triton.jit
 def check_tags(
     tags,  # [R, N, 4] int64
-    rows,  # [B] int64; not read unless HAS_ROWS
     owner,  # [B] int64
     generated,  # [B] int64
     constrained,  # [B] bool
+    first,
+    rows,  # [B] int64; not read unless HAS_ROWS
     status,  # [B, N] int64, written
     positions,
-    first,
     tags_row_step,
     tags_position_step,
     owner_step,
@@ -58,19 +57,13 @@ def check_tags(
     tl.store(status + row * positions + position, tl.where(has_mask, tag_status, _OK), mask=inside)
 
 
-def mask_status(
-    tags: Tensor, owner: Tensor, generated: Tensor, constrained: Tensor, first: int, rows: Tensor | None, status: Tensor
-) -> None:
+def mask_status(*arguments: Any) -> None:
+    """The arguments and the output of kernels.chain.mask_status, in the order of the program."""
+    tags, owner, generated, _, _, rows, status = arguments
     batch, positions = status.shape
     check_tags[(batch,)](
-        tags,
-        owner if rows is None else rows,
-        owner,
-        generated,
-        constrained,
-        status,
+        *(owner if each is None else each for each in arguments),  # in place of None: not read
         positions,
-        first,
         *tags.stride()[:2],
         owner.stride(0),
         generated.stride(0),

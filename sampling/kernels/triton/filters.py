@@ -1,11 +1,10 @@
 """The Triton programs of race, distribution and draw, and their launches. Imported only where Triton can launch.
 
-One number decides which tokens are kept: the smallest kept weight. It is found without sorting. Weights from 0 to 1 have the order
-of their bits, so the number is found digit by digit: first the k-th largest weight by counting, then the smallest weight of the
-top-p set by summing units. A pass is one launch with a program per line and tile of the vocabulary. For each value of one digit it sums
-the tokens of its tile that are at least that large; in the next pass every program adds up the tiles of its line and continues from
-there. Sums are integers, so their order does not matter. The number of passes does not depend on the data; a tile that cannot
-contribute, or of a row without the filter, is not read.
+One number decides which tokens are kept: the smallest kept weight. Weights from 0 to 1 have the order of their bits, so the number is
+found digit by digit: first the k-th largest weight by counting, then the smallest weight of the top-p set by summing units. One launch
+sorts the weights of every tile of the vocabulary and keeps running sums; then one program per line finds both numbers by searches in
+its sorted tiles. Sums are integers, so their order does not matter. The number of steps does not depend on the data. A row without a
+filter is not sorted.
 """
 
 from __future__ import annotations
@@ -25,7 +24,9 @@ from stepgraph.sampling.sampler import Param
 
 FILTER_TILE = 2048  # tokens per program
 RACE_TILE = 1024
-DIGIT_BITS = 3
+FIND_WARPS = 16  # a line has one program
+KEEP_REGISTERS = 64  # no spills; sm_100 would take more
+DIGIT_BITS = 4  # of the smallest kept weight, found at a time
 WEIGHT_BITS = 30  # of a float32 from 0 to 1: sign and highest exponent bit are 0
 
 _TEMPERATURE = tl.constexpr(int(Param.TEMPERATURE))
@@ -35,10 +36,7 @@ _MIN_P = tl.constexpr(int(Param.MIN_P))
 _UNIT = tl.constexpr(2.0**sampler.UNIT_BITS)
 _FROM_UNIT = tl.constexpr(2.0**-sampler.UNIT_BITS)
 _LAST_ID = tl.constexpr(0x7FFFFFFF)
-_LOW = tl.constexpr(0)  # columns of the state: the smallest weight that may be kept, as bits
-_HELD = tl.constexpr(1)  # the units at or above it
-_TOTAL = tl.constexpr(2)  # the units before top-p
-_COLUMNS = tl.constexpr(3)
+_BLOCK = tl.constexpr(8)  # sorted weights per running sum
 
 
 @triton.jit
@@ -62,11 +60,6 @@ def _line_maximum(maxima, TILES: tl.constexpr):
 
 
 @triton.jit
-def _tile_maximum(maxima):
-    return value_of(tl.load(maxima + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)))
-
-
-@triton.jit
 def _weight(logit, temperature, best):
     """The weight's bits."""
     return portable_exp(tl.math.div_rn(logit - best, temperature)).to(tl.int32, bitcast=True)
@@ -86,42 +79,49 @@ def _logits(logits, positions, width, row_stride, position_stride, TILE: tl.cons
 
 
 @triton.jit
-def _has_filter(own, step, width, PASSES: tl.constexpr):
-    """Whether a row has the filter that pass `step` works on."""
-    top_k = tl.load(own + _TOP_K)
-    counts = (top_k > 0) & (top_k < width)
-    return ((step < PASSES) & counts) | ((step >= PASSES) & (tl.load(own + _TOP_P) < 1))
+def _units(weight_bits):
+    return (weight_bits.to(tl.float32, bitcast=True) * _UNIT).to(tl.int64)
 
 
 @triton.jit
-def _state(state, sums, own, line, lines, step, width, PASSES: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr):
-    """The state of a line at the start of pass `step`: low, held, total. Computed from the state and the sums of the pass before."""
-    BINS: tl.constexpr = 1 << BITS
-    tiles = tl.num_programs(1)
-    if step == 0:
-        least = tl.load(own + _MIN_P)
-        low, held, total = tl.where(least > 0, least, 0.0).to(tl.int32, bitcast=True), tl.zeros([], tl.int64), tl.zeros([], tl.int64)
-    else:
-        before = step - 1
-        earlier = state + (before.to(tl.int64) * lines + line) * _COLUMNS
-        low, held, total = tl.load(earlier + _LOW).to(tl.int32), tl.load(earlier + _HELD), tl.load(earlier + _TOTAL)
-        active, first = _has_filter(own, before, width, PASSES), before == PASSES
-        bins, tile = tl.arange(0, BINS), tl.arange(0, TILES)
-        index = ((before & 1).to(tl.int64) * lines + line) * tiles + tile
-        written = tl.where(active | first, tiles, 0)
-        found = tl.load(sums + index[:, None] * BINS + bins[None, :], mask=(tile < written)[:, None], other=0)
-        found = tl.sum(found, 0)
-        if first:
-            total = tl.sum(tl.where(bins == 0, found, 0), 0)
-            held = total
-        target = tl.load(own + _TOP_K).to(tl.float64)
-        if before >= PASSES:
-            target = tl.load(own + _TOP_P).to(tl.float64) * total.to(tl.float64)
-        enough = (bins > 0) & (found.to(tl.float64) >= tl.where(active, target, float("inf")))
-        digit = tl.sum(enough.to(tl.int32), 0)  # sums fall with the digit: the greatest that is enough
-        low += digit << (BITS * (PASSES - 1 - before % PASSES))
-        held = tl.where(digit > 0, tl.sum(tl.where(bins == digit, found, 0), 0), held)
-    return low, held, total
+def _counts_from(weights, edges, width, TILE: tl.constexpr, TILES: tl.constexpr):
+    """How many of the sorted weights of each tile are at least each edge, [TILES, edges]."""
+    start = tl.arange(0, TILES) * TILE
+    length, start = tl.minimum(width - start, TILE)[:, None], start[:, None]
+    found = tl.zeros([TILES, edges.shape[0]], tl.int32)
+    for step in tl.static_range(32):
+        if TILE >> step > 0:
+            probe = found + (TILE >> step)
+            bits = tl.load(weights + start + probe - 1, mask=probe <= length, other=-1)
+            found = tl.where(bits >= edges[None, :], probe, found)
+    return found
+
+
+@triton.jit
+def _units_from(weights, running, edges, width, TILE: tl.constexpr, TILES: tl.constexpr):
+    """The units of all weights of a line that are at least each edge."""
+    count = _counts_from(weights, edges, width, TILE, TILES)
+    tile = tl.arange(0, TILES)[:, None]
+    block = tl.minimum(count, TILE - 1) // _BLOCK  # of a whole tile the last one
+    total = tl.load(running + tile * (TILE // _BLOCK) + block, mask=count > 0, other=0)
+    for index in tl.static_range(_BLOCK):
+        offset = block * _BLOCK + index
+        total += _units(tl.load(weights + tile * TILE + offset, mask=offset < count, other=0))
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _raised(low, sums, target, shift):
+    """`low` plus the greatest digit at this shift whose sum is enough. Sums fall with the digit."""
+    digit = tl.arange(0, sums.shape[0])
+    enough = (digit > 0) & (sums.to(tl.float64) >= target)
+    return low + (tl.sum(enough.to(tl.int64), 0) << shift)
+
+
+@triton.jit
+def _edges(low, shift, BITS: tl.constexpr):
+    """The weights' bits at which a digit begins. Beyond the int32, above every weight."""
+    return tl.minimum(low + (tl.arange(0, 1 << BITS).to(tl.int64) << shift), _LAST_ID).to(tl.int32)
 
 
 @triton.jit
@@ -141,51 +141,78 @@ def tile_maxima(
     tl.store(maxima + line.to(tl.int64) * tl.num_programs(1) + tl.program_id(1), best)
 
 
-@triton.jit(do_not_specialize=["step"])
-def narrow(
+@triton.jit
+def sort_tile(
     logits,  # [B, Q, >= width]
     row_params,  # [B, >= 4] float32
     maxima,  # [B * Q, tiles] int64
-    state,  # [passes + 1, B * Q, 3] int64, line `step` written
-    sums,  # [2, B * Q, tiles, 2 ** BITS] int64, half of them written
-    step,  # of this pass: the first PASSES count, the others sum units
+    weights,  # [B * Q, weights_stride] int32, written: the bits of the weights of each tile, the largest first
+    running,  # [B * Q, tiles, TILE / _BLOCK] int64, written: the units before each block of these
     positions,
     width,
     row_stride,
     position_stride,
     row_params_stride,
+    weights_stride,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """The weights of one tile in falling order, where a row has a filter, and their running sums. TILES is a power of two >= tiles."""
+    line = tl.program_id(0).to(tl.int64)
+    own = row_params + (line // positions) * row_params_stride
+    temperature, top_k, least = tl.load(own + _TEMPERATURE), tl.load(own + _TOP_K), tl.load(own + _MIN_P)
+    if temperature > 0:
+        best = value_of(_line_maximum(maxima, TILES))
+        values = _logits(logits, positions, width, row_stride, position_stride, TILE)
+        ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        bits = tl.where(ids < width, _weight(values, temperature, best), -1)
+        if ((top_k > 0) & (top_k < width)) | (tl.load(own + _TOP_P) < 1) | (least > 0):
+            bits = tl.sort(bits, descending=True)
+        tl.store(weights + line * weights_stride + ids, bits, mask=ids < width)
+        sums = tl.sum(tl.reshape(tl.where(bits >= 0, _units(bits), 0), [TILE // _BLOCK, _BLOCK]), 1)
+        block = (line * tl.num_programs(1) + tl.program_id(1)) * (TILE // _BLOCK) + tl.arange(0, TILE // _BLOCK)
+        tl.store(running + block, tl.cumsum(sums, 0) - sums)
+
+
+@triton.jit
+def find_least(
+    row_params,  # [B, >= 4] float32
+    weights,  # [B * Q, weights_stride] int32
+    running,  # [B * Q, tiles, TILE / _BLOCK] int64
+    found,  # [B * Q, 2] int64, written: the bits of the smallest kept weight, and the units of all kept ones
+    positions,
+    width,
+    tiles,
+    row_params_stride,
+    weights_stride,
     PASSES: tl.constexpr,
     BITS: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One digit of the smallest kept weight: the sum that each of its values would keep of one tile. TILES is a power of two >= tiles."""
-    BINS: tl.constexpr = 1 << BITS
-    line, lines, tiles = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.num_programs(1)
+    """The smallest weight of a line that is kept. TILES is a power of two >= tiles."""
+    line = tl.program_id(0).to(tl.int64)
     own = row_params + (line // positions) * row_params_stride
-    low, held, total = _state(state, sums, own, line, lines, step, width, PASSES, BITS, TILES)
-    if tl.program_id(1) == 0:
-        kept = state + (step.to(tl.int64) * lines + line) * _COLUMNS
-        tl.store(kept + _LOW, low.to(tl.int64))
-        tl.store(kept + _HELD, held)
-        tl.store(kept + _TOTAL, total)
-
-    first, temperature = step == PASSES, tl.load(own + _TEMPERATURE)
-    if (_has_filter(own, step, width, PASSES) | first) & (temperature > 0):
-        shift = BITS * (PASSES - 1 - step % PASSES)
-        best = value_of(_line_maximum(maxima, TILES))
-        top = _weight(_tile_maximum(maxima), temperature, best)
-        half = sums + (((step & 1).to(tl.int64) * lines + line) * tiles + tl.program_id(1)) * BINS
-        if top.to(tl.int64) >= low + tl.where(first, 0, tl.full([], 1, tl.int64) << shift):
-            values = _logits(logits, positions, width, row_stride, position_stride, TILE)
-            weight = _weight(values, temperature, best)
-            units = (weight.to(tl.float32, bitcast=True) * _UNIT).to(tl.int64)
-            each = tl.where(step < PASSES, 1, units)
-            for digit in tl.static_range(BINS):
-                edge = tl.minimum(low + (tl.full([], digit, tl.int64) << shift), _LAST_ID)  # above every weight
-                tl.store(half + digit, tl.sum(tl.where(weight >= edge.to(tl.int32), each, 0), 0))
-        else:
-            tl.store(half + tl.arange(0, BINS), tl.zeros([BINS], tl.int64))
+    top_k, top_p, least = tl.load(own + _TOP_K), tl.load(own + _TOP_P), tl.load(own + _MIN_P)
+    weights += line * weights_stride
+    running += line * tiles * (TILE // _BLOCK)
+    low = tl.where(least > 0, least, 0.0).to(tl.int32, bitcast=True).to(tl.int64)
+    held = tl.zeros([], tl.int64)
+    if tl.load(own + _TEMPERATURE) > 0:
+        if (top_k > 0) & (top_k < width):
+            for step in range(PASSES):
+                shift = BITS * (PASSES - 1 - step)
+                counts = tl.sum(_counts_from(weights, _edges(low, shift, BITS), width, TILE, TILES), 0)
+                low = _raised(low, counts, top_k.to(tl.float64), shift)
+        held = tl.max(_units_from(weights, running, _edges(low, 0, 0), width, TILE, TILES), 0)
+        if top_p < 1:
+            target = top_p.to(tl.float64) * held.to(tl.float64)
+            for step in range(PASSES):
+                shift = BITS * (PASSES - 1 - step)
+                low = _raised(low, _units_from(weights, running, _edges(low, shift, BITS), width, TILE, TILES), target, shift)
+            held = tl.max(_units_from(weights, running, _edges(low, 0, 0), width, TILE, TILES), 0)
+    tl.store(found + line * 2, low)
+    tl.store(found + line * 2 + 1, held)
 
 
 @triton.jit
@@ -193,13 +220,13 @@ def keep(
     logits,  # [B, Q, >= width]
     row_params,  # [B, >= 4] float32
     maxima,  # [B * Q, tiles] int64
-    state,  # [passes + 1, B * Q, 3] int64
-    sums,  # [2, B * Q, tiles, 2 ** BITS] int64
+    least,  # [B * Q, 2] int64, of find_least
     token_of,  # [width] int64, the index of each probability; not read unless HAS_IDS
-    seed,  # [B * Q] int64; this and the next two only where DRAWS
+    rows,  # [B * Q] int64, where the probabilities go; this and the next three only where DRAWS
+    seed,  # [B * Q] int64
     position,  # [B * Q] int64
     candidates,  # [B * Q, tiles] int64, written
-    probs,  # [B * Q, probs_stride] float32, written
+    probs,  # [B * Q or R, >= width] float32, written
     positions,
     width,
     row_stride,
@@ -209,17 +236,13 @@ def keep(
     HAS_IDS: tl.constexpr,
     DRAWS: tl.constexpr,
     SALT: tl.constexpr,
-    PASSES: tl.constexpr,
-    BITS: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """The probabilities of one tile and, if DRAWS, the winner of its exponential race. A tile without a kept weight is not read."""
-    line, lines, tiles = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.num_programs(1)
-    own = row_params + (line // positions) * row_params_stride
-    step = tl.full([], 2 * PASSES, tl.int32)
-    low, held, _ = _state(state, sums, own, line, lines, step, width, PASSES, BITS, TILES)
-    found, temperature = _line_maximum(maxima, TILES), tl.load(own + _TEMPERATURE)
+    """The probabilities of one tile and, if DRAWS, the winner of its exponential race."""
+    line = tl.program_id(0).to(tl.int64)
+    low, held = tl.load(least + line * 2), tl.load(least + line * 2 + 1)
+    found, temperature = _line_maximum(maxima, TILES), tl.load(row_params + (line // positions) * row_params_stride + _TEMPERATURE)
     best = value_of(found)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
     rates = tl.zeros([TILE], tl.float32)
@@ -227,18 +250,17 @@ def keep(
         if temperature <= 0:
             rates = tl.where(ids == ((found & 0xFFFFFFFF) ^ _LAST_ID), 1.0, rates)
         else:
-            if _weight(_tile_maximum(maxima), temperature, best) >= low:
-                values = _logits(logits, positions, width, row_stride, position_stride, TILE)
-                weight = _weight(values, temperature, best)
-                kept = tl.where(weight >= low, weight.to(tl.float32, bitcast=True), 0.0)
-                rates = tl.math.div_rn(kept, held.to(tl.float32) * _FROM_UNIT)
+            weight = _weight(_logits(logits, positions, width, row_stride, position_stride, TILE), temperature, best)
+            kept = tl.where(weight >= low, weight.to(tl.float32, bitcast=True), 0.0)
+            rates = tl.math.div_rn(kept, held.to(tl.float32) * _FROM_UNIT)
     tokens = tl.load(token_of + ids, mask=ids < width, other=0) if HAS_IDS else ids.to(tl.int64)
-    tl.store(probs + line * probs_stride + tokens, rates, mask=ids < width)
+    target = tl.load(rows + line) if DRAWS else line
+    tl.store(probs + target * probs_stride + tokens, rates, mask=ids < width)
     if DRAWS:
         tokens = tl.where(rates > 0, tokens, 0)  # in a row where none can win, the winner is 0
         if tl.max((rates > 0).to(tl.int32), 0) != 0:
             rates = tl.math.div_rn(rates, exponential(tl.load(seed + line), tl.load(position + line), tokens, SALT))
-        tl.store(candidates + line * tiles + tl.program_id(1), tl.max(ordered(rates, tokens.to(tl.int32)), 0))
+        tl.store(candidates + line * tl.num_programs(1) + tl.program_id(1), tl.max(ordered(rates, tokens.to(tl.int32)), 0))
 
 
 def race(weights: Tensor, seed: Tensor, position: Tensor, purpose: int, token: Tensor, *, tile: int = RACE_TILE) -> None:
@@ -260,53 +282,74 @@ def race(weights: Tensor, seed: Tensor, position: Tensor, purpose: int, token: T
 
 
 def distribution(logits: Tensor, params: Tensor, probs: Tensor, *, tile: int = FILTER_TILE, digit_bits: int = DIGIT_BITS) -> None:
-    _filter(logits, params, probs, None, tile, digit_bits)
+    lines = probs.view(-1, probs.shape[2])
+    _filter(logits, params, lines, lines.view(torch.int32), None, tile, digit_bits)  # probabilities replace the sorted weights
 
 
 def draw(logits: Tensor, params: Tensor, *others: Any, tile: int = FILTER_TILE, digit_bits: int = DIGIT_BITS) -> None:
     """The arguments and outputs of kernels.filters.draw."""
-    seed, position, purpose, ids, _, probs, token = others
-    if ids is not None:
-        probs.zero_()
-    candidates = _filter(logits[:, None], params, probs, (seed, position, purpose, ids), tile, digit_bits)
+    *race, row_probs, ids, token = others
+    weights = torch.empty(logits.shape, dtype=torch.int32, device=logits.device)
+    candidates = _filter(logits[:, None], params, row_probs, weights, (*race, ids), tile, digit_bits)
     store_best(candidates, None, token)
 
 
 def _filter(
-    logits: Tensor, params: Tensor, probs: Tensor, race: tuple[Tensor, Tensor, int, Tensor | None] | None, tile: int, digit_bits: int
+    logits: Tensor,
+    params: Tensor,
+    probs: Tensor,
+    weights: Tensor,
+    race: tuple[Any, ...] | None,  # seed, position, purpose, rows, ids
+    tile: int,
+    digit_bits: int,
 ) -> Tensor:
     """Write the probabilities; return the candidates of the race if there is one."""
     batch, positions, width = logits.shape
     assert width <= 1 << (62 - sampler.UNIT_BITS), f"{width} weights of 2**{sampler.UNIT_BITS} units might not fit an int64"
-    lines, tiles, passes = batch * positions, triton.cdiv(width, tile), triton.cdiv(WEIGHT_BITS, digit_bits)
-    shapes = ((2, lines, tiles), (2 * passes + 1, lines, 3), (2, lines, tiles, 1 << digit_bits))
-    maxima_and_candidates, state, sums = (torch.empty(shape, dtype=torch.int64, device=logits.device) for shape in shapes)
+    lines, tiles, blocks = batch * positions, triton.cdiv(width, tile), tile // _BLOCK.value
+    shapes = ((2, lines, tiles), (lines, tiles, blocks), (lines, 2))
+    maxima_and_candidates, running, least = (torch.empty(shape, dtype=torch.int64, device=logits.device) for shape in shapes)
     maxima, candidates = maxima_and_candidates[0], maxima_and_candidates[1]
     sizes = (positions, width, *logits.stride()[:2])
-    digits = {"PASSES": passes, "BITS": digit_bits, "TILE": tile, "TILES": triton.next_power_of_2(tiles)}
+    shape = {"TILE": tile, "TILES": triton.next_power_of_2(tiles)}
     options = {"num_warps": 8, "enable_fp_fusion": False}
     tile_maxima[(lines, tiles)](logits, maxima, *sizes, TILE=tile, **options)
-    for step in range(2 * passes):
-        narrow[(lines, tiles)](logits, params, maxima, state, sums, step, *sizes, params.stride(0), **digits, **options)
-    seed, position, purpose, ids = race or (maxima, maxima, 0, None)
+    sort_tile[(lines, tiles)](logits, params, maxima, weights, running, *sizes, params.stride(0), weights.stride(0), **shape, **options)
+    find_least[(lines,)](
+        params,
+        weights,
+        running,
+        least,
+        positions,
+        width,
+        tiles,
+        params.stride(0),
+        weights.stride(0),
+        PASSES=triton.cdiv(WEIGHT_BITS, digit_bits),
+        BITS=digit_bits,
+        **shape,
+        num_warps=FIND_WARPS,
+    )
+    seed, position, purpose, rows, ids = race or (maxima, maxima, 0, maxima, None)
     keep[(lines, tiles)](
         logits,
         params,
         maxima,
-        state,
-        sums,
+        least,
         maxima if ids is None else ids,
+        rows,
         seed,
         position,
         candidates,
         probs,
         *sizes,
         params.stride(0),
-        probs.shape[-1],
+        probs.stride(0),
         HAS_IDS=ids is not None,
         DRAWS=race is not None,
         SALT=signed(purpose * GOLDEN),
-        **digits,
+        maxnreg=KEEP_REGISTERS,
+        **shape,
         **options,
     )
     return candidates

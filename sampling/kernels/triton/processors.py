@@ -1,4 +1,4 @@
-"""The Triton programs of process_logits, and their launches. Imported only where Triton can launch.
+"""The Triton programs of process_logits and log_probabilities, and their launches. Imported only where Triton can launch.
 
 The logits are split into tiles, one program each, so that a few rows fill a GPU. Each tile stores the greatest logit before and after
 the request's own processors; a second launch derives from these the status of a whole position.
@@ -11,12 +11,14 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels.triton.choice import rank
 from stepgraph.sampling.sampler import Param
 
 PROCESS_TILE = 512  # tokens per program
+SUM_TILE = 4096
 
 _OK = tl.constexpr(int(MaskStatus.OK))
 _DEAD_END = tl.constexpr(int(MaskStatus.DEAD_END))
@@ -139,7 +141,7 @@ def process_tile(
     WORDS: tl.constexpr,
     BIASES: tl.constexpr,
 ):
-    """bitmask.apply and processors.process for WORDS * 32 logits of one position. Tables that a row does not use are not read."""
+    """bitmask.apply and processors.apply_settings for WORDS * 32 logits of one position. Tables that a row does not use are not read."""
     line = tl.program_id(0)
     row, position = (line // positions).to(tl.int64), line % positions
     words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
@@ -193,6 +195,51 @@ def judge_positions(peaks, status, finite, judged, tiles, HAS_STATUS: tl.constex
     tl.store(finite + line, (left > _BOTTOM) & (left < _TOP))
 
 
+@triton.jit
+def sum_tile(logits, parts, positions, width, row_stride, position_stride, TILE: tl.constexpr):
+    """The greatest logit of one tile, and the sum of exponentials relative to it, to 0 if it is infinite. parts [B * Q, tiles, 2]."""
+    line = tl.program_id(0)
+    ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    source = logits + (line // positions).to(tl.int64) * row_stride + (line % positions).to(tl.int64) * position_stride
+    values = tl.load(source + ids, mask=ids < width, other=float("-inf")).to(tl.float32)
+    best = tl.max(values, 0)
+    part = parts + (line.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * 2
+    tl.store(part, best)
+    tl.store(part + 1, tl.sum(tl.exp(values - tl.where(tl.abs(best) == float("inf"), 0.0, best)), 0))
+
+
+@triton.jit
+def report_token(
+    logits,  # [B, Q, >= width]
+    probs,  # [B, Q, >= width] float32
+    tokens,  # [B, Q] int64
+    parts,  # [B * Q, tiles, 2] float32
+    found,  # [B, Q, 2] float32, written
+    positions,
+    tiles,
+    row_stride,
+    position_stride,
+    probs_row_stride,
+    probs_position_stride,
+    found_row_step,
+    TILES: tl.constexpr,
+):
+    """Both log-probabilities of one token. TILES is a power of two >= tiles."""
+    line = tl.program_id(0)
+    row, position = (line // positions).to(tl.int64), (line % positions).to(tl.int64)
+    tile = tl.arange(0, TILES)
+    part = parts + (line.to(tl.int64) * tiles + tile) * 2
+    best = tl.load(part, mask=tile < tiles, other=float("-inf"))
+    top = tl.max(best, 0)
+    top = tl.where(tl.abs(top) == float("inf"), 0.0, top)
+    total = tl.sum(tl.load(part + 1, mask=tile < tiles, other=0.0) * tl.exp(best - top), 0)
+    token = tl.load(tokens + line)
+    logit = tl.load(logits + row * row_stride + position * position_stride + token).to(tl.float32)
+    target = found + row * found_row_step + position * 2
+    tl.store(target, logit - (top + tl.log(total)))
+    tl.store(target + 1, tl.log(tl.load(probs + row * probs_row_stride + position * probs_position_stride + token)))
+
+
 def process_logits(*arguments: Any, tile: int = PROCESS_TILE) -> None:
     """The arguments and outputs of kernels.processors.process_logits; the program takes the inputs in the same order."""
     logits, masks, mask_rows, _, status, ids, rows, params, bias_ids, _, stop_ids, _, output_counts, *others = arguments
@@ -232,6 +279,29 @@ def process_logits(*arguments: Any, tile: int = PROCESS_TILE) -> None:
         judged,
         tiles,
         HAS_STATUS=status is not None,
+        TILES=triton.next_power_of_2(tiles),
+        num_warps=1,
+    )
+
+
+def log_probabilities(logits: Tensor, probs: Tensor, tokens: Tensor, found: Tensor, *, tile: int = SUM_TILE) -> None:
+    """The arguments of kernels.processors.log_probabilities."""
+    (batch, positions, width), strides = logits.shape, logits.stride()[:2]
+    assert found.stride()[1:] == (2, 1), f"found has strides {found.stride()}"
+    lines, tiles = batch * positions, triton.cdiv(width, tile)
+    parts = torch.empty(lines, tiles, 2, dtype=torch.float32, device=logits.device)
+    sum_tile[(lines, tiles)](logits, parts, positions, width, *strides, TILE=tile, num_warps=8)
+    report_token[(lines,)](
+        logits,
+        probs,
+        tokens,
+        parts,
+        found,
+        positions,
+        tiles,
+        *strides,
+        *probs.stride()[:2],
+        found.stride(0),
         TILES=triton.next_power_of_2(tiles),
         num_warps=1,
     )

@@ -218,7 +218,9 @@ def test_each_model_call_is_planned_for_its_tokens(monkeypatch: pytest.MonkeyPat
     sizes = LlamaConfig(50, 32, 48, 4, 2, 8, (None, 6))
     target, draft = randomised(Llama(sizes)), randomised(Draft(sizes, name="draft"), 1)
     assert isinstance(draft, Draft)
-    config = EngineConfig(max_rows=1, num_speculative_tokens=2, max_length=32, page_size=4, prefill_chunk=6, greedy_only=True)
+    config = EngineConfig(
+        max_rows=1, num_speculative_tokens=2, draft_length=2, max_length=32, page_size=4, prefill_chunk=6, greedy_only=True
+    )
     texts, calls = [], list[tuple[int, int]]()
     for watching in (False, True):
         if watching:

@@ -15,6 +15,7 @@ from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.graphs.attention.paged import AttentionShape, paged_attention
 from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.layers.dense import (
+    add_rms_norm,
     product,
     rms_norm,
     silu_and_mul,
@@ -119,7 +120,7 @@ def test_products_are_correct_and_independent_of_the_batch(inner: int, outer: in
     states, weight = random(73, 2 * inner, dtype=dtype)[:, :inner], random(outer, inner, dtype=dtype, seed=1)
     for bias in (None, random(outer, dtype=dtype, seed=2)):
         output = torch.full((73, outer), torch.nan, dtype=dtype)
-        run = product.prepare(states, weight, bias, None, output)
+        run = product.prepare(states, weight, bias, output)
         assert run is not None
         run()
         expected = torch.nn.functional.linear(states.double(), weight.double(), None if bias is None else bias.double())
@@ -131,11 +132,12 @@ def test_products_are_correct_and_independent_of_the_batch(inner: int, outer: in
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_product_adds_the_shortcut_like_torch(dtype: torch.dtype) -> None:
-    states, weight, bias = random(11, 37, dtype=dtype), random(70, 37, dtype=dtype, seed=1), random(70, dtype=dtype, seed=2)
-    onto = random(11, 140, dtype=dtype, seed=3)[:, :70]
-    assert torch.equal(product(states, weight, bias, onto), onto + product(states, weight, bias))
-    assert torch.equal(product(states, weight, onto=onto), onto + product(states, weight))
+@pytest.mark.parametrize("size", [33, 576])
+def test_residual_connection_equals_a_sum_and_its_norm(size: int, dtype: torch.dtype) -> None:
+    states, update, weight = random(11, size, dtype=dtype), random(11, 2 * size, dtype=dtype, seed=1)[:, :size], random(size, dtype=dtype)
+    found = add_rms_norm(states, update, weight, 1e-5)
+    assert torch.equal(found.states, states + update)
+    assert torch.equal(found.normed, rms_norm(states + update, weight, 1e-5))
 
 
 def test_product_runs_in_torch_with_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +185,8 @@ def test_layers_are_independent_of_the_batch(dtype: torch.dtype) -> None:
 
 def test_operations_pass_opcheck() -> None:
     opcheck(rms_norm.out, (random(3, 8), random(8), 1e-5, torch.empty(3, 8)))
-    opcheck(product.out, (random(3, 8), random(5, 8), None, None, torch.empty(3, 5)))
+    opcheck(add_rms_norm.out, (random(3, 8), random(3, 8), random(8), 1e-5, torch.empty(3, 8), torch.empty(3, 8)))
+    opcheck(product.out, (random(3, 8), random(5, 8), None, torch.empty(3, 5)))
     opcheck(silu_and_mul.out, (random(3, 8), torch.empty(3, 4)))
 
 

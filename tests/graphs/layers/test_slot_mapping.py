@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from stepgraph.graphs.layers import slot_mapping
 from stepgraph.sampling import native
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, TAG_FIELDS, MaskStatus
 from stepgraph.sampling.kernels import GrammarMask
+from tools.gpu.checks.layers import write_emission
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 PAGE, PAGES = 4, 5
@@ -31,11 +33,12 @@ def random(generator: torch.Generator, low: int, high: int, *shape: int) -> Tens
 def test_slots_equal_the_reference(seed: int, batch: int, count: int, offset: int) -> None:
     made = torch.Generator().manual_seed(seed)
     state = random(made, 0, PAGE * PAGES + 2, batch, 7)  # columns of a wider table
-    tokens, required = random(made, -2, 50, batch, count), random(made, 0, 2, batch, count).bool()
+    tokens, live, used = random(made, -2, 50, batch, count), random(made, 0, 2, batch).bool(), random(made, 0, count + 1, batch)
     tables = random(made, 1, 40, batch, PAGES)
-    arguments = (tokens, required, state[:, 3], state[:, 5], tables, offset, PAGE, PAGE * PAGES)
-    for found, expected in zip(slot_mapping.place_tokens(*arguments), slot_mapping.place_tokens.reference(*arguments), strict=True):
-        assert torch.equal(found, expected)
+    for given_live, given_count in itertools.product((None, live), (None, used)):
+        arguments = (tokens, state[:, 3], state[:, 5], tables, offset, PAGE, PAGE * PAGES, given_live, given_count)
+        for found, expected in zip(slot_mapping.place_tokens(*arguments), slot_mapping.place_tokens.reference(*arguments), strict=True):
+            assert torch.equal(found, expected)
 
 
 @given(SEEDS, st.integers(1, 3), st.integers(1, 6), st.integers(0, 3), st.integers(0, 9))
@@ -43,20 +46,21 @@ def test_shifted_entries_have_the_slots_of_earlier_positions(seed: int, batch: i
     made = torch.Generator().manual_seed(seed)
     positions = random(made, 0, PAGE * PAGES - count + 1, batch, 1) + torch.arange(count)
     slots, tables = random(made, 0, 3 * PAGE, batch, count), random(made, 1, 40, batch, PAGES)
-    earlier = (positions - by).clamp(min=0)
-    live = (slots >= PAGE) & (positions >= by + shared)
-    expected = torch.where(live, slot_mapping.cache_slots(tables, earlier, PAGE), earlier % PAGE)
     found = slot_mapping.shift_entries(positions, slots, tables, PAGE, by, shared)
-    assert torch.equal(found[0], earlier) and torch.equal(found[1], expected)
+    expected = slot_mapping.shift_entries.reference(positions, slots, tables, PAGE, by, shared)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
 def test_used_page_beyond_the_table_is_refused() -> None:
     tokens, length, end = torch.zeros(1, 3, dtype=torch.int64), torch.tensor([PAGE * PAGES - 1]), torch.tensor([99])
-    arguments = (length, end, torch.ones(1, PAGES, dtype=torch.int64), 0, PAGE, 99)
+    tables = torch.ones(1, PAGES, dtype=torch.int64)
+    arguments = (length, end, tables, 0, PAGE, 99)
     with pytest.raises(IndexError, match="outside of its table"):
-        slot_mapping.place_tokens(tokens, torch.ones(1, 3, dtype=torch.bool), *arguments)
-    inert = slot_mapping.place_tokens(tokens, torch.zeros(1, 3, dtype=torch.bool), *arguments)
+        slot_mapping.place_tokens(tokens, *arguments)
+    inert = slot_mapping.place_tokens(tokens - 1, *arguments)
     assert bool((inert.slots < PAGE).all())
+    with pytest.raises(IndexError, match="outside of its table"):
+        slot_mapping.shift_entries(tokens + PAGE * PAGES + 1, tokens + PAGE, tables, PAGE, 1, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -88,13 +92,14 @@ def test_masks_and_tags_are_scattered_by_tag_position(index: int) -> None:
         slot_mapping.scatter_masks(rows, tags, masks, *found)
 
 
-def settling_case(seed: int, batch: int, constrained: bool, looked_up: bool, forced: bool) -> tuple[Any, ...]:
+def settling_case(seed: int, batch: int, constrained: bool, looked_up: bool, forced: bool, by_row: bool = False) -> tuple[Any, ...]:
     made = torch.Generator().manual_seed(seed)
     width = 70
-    masks = random(made, -(2**31), 2**31, batch, 2, -(-width // BITS_PER_WORD)).to(torch.int32)[:, :1]
+    rows = random(made, 0, batch + 3, batch) if by_row else None
+    masks = random(made, -(2**31), 2**31, batch + 3 * by_row, 2, -(-width // BITS_PER_WORD)).to(torch.int32)[:, :1]
     status = random(made, int(MaskStatus.NONE), int(MaskStatus.FAULT) + 1, batch, 1)
     status[random(made, 0, 3, batch) > 0] = int(MaskStatus.OK)
-    mask = GrammarMask(masks, None, random(made, 0, 2, batch).bool(), status)
+    mask = GrammarMask(masks, rows, random(made, 0, 2, batch).bool(), status)
     flags = [random(made, 0, 4, batch) > 0 for _ in range(2)]
     return (
         random(made, -2, width, batch),
@@ -103,22 +108,36 @@ def settling_case(seed: int, batch: int, constrained: bool, looked_up: bool, for
         2,
         random(made, -width, width, batch, 5)[:, 2] if looked_up else None,
         random(made, -width, width, batch).clamp(min=-1) if constrained and forced else None,
-        *(drafting.rule_of(mask) if constrained else (None, None, None)),
+        *(drafting.rule_of(mask) if constrained else (None,) * 4),
     )
 
 
-@given(SEEDS, st.booleans(), st.booleans(), st.booleans())
-def test_draft_selection_equals_the_reference(seed: int, constrained: bool, looked_up: bool, forced: bool) -> None:
-    case = settling_case(seed, 8, constrained, looked_up, forced)
+@given(SEEDS, st.booleans(), st.booleans(), st.booleans(), st.booleans())
+def test_draft_selection_equals_the_reference(seed: int, constrained: bool, looked_up: bool, forced: bool, by_row: bool) -> None:
+    case = settling_case(seed, 8, constrained, looked_up, forced, by_row)
     found, expected = drafting.select_draft(*case), drafting.select_draft.reference(*case)
     assert torch.equal(found.tokens, expected.tokens)
     for mine, theirs in zip(found[1:], expected[1:], strict=True):
         assert theirs is None or (mine is not None and torch.equal(mine, theirs))
 
 
+@pytest.mark.parametrize("k", [0, 1, 3, 8])
+def test_written_emissions_equal_the_reference(k: int) -> None:
+    call = write_emission(torch.device("cpu"), 7, k)
+    assert call.operation.prepare(*call.inputs, *call.outputs) is not None
+    assert not any(call.different_rows())
+    call.inputs[5][3] = k + 2
+    with pytest.raises(IndexError):
+        call.kernel()
+
+
 def test_token_beyond_the_mask_is_not_used_as_an_index() -> None:
     case = list(settling_case(0, 8, True, True, False))
     case[5], case[8] = torch.full((8,), 10_000), torch.ones(8, dtype=torch.bool)
+    with pytest.raises(IndexError):
+        drafting.select_draft(*case)
+    case = list(settling_case(0, 8, True, True, False, by_row=True))
+    case[5], case[8], case[10] = torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=torch.bool), torch.full((8,), 11)
     with pytest.raises(IndexError):
         drafting.select_draft(*case)
 
@@ -127,11 +146,15 @@ def test_operations_pass_opcheck() -> None:
     positions = torch.ones(2, 3, dtype=torch.int64)
     column, flags = positions[:, 0], positions.bool()
     opcheck(
-        slot_mapping.place_tokens.out, (positions, flags, column, column, positions, 0, PAGE, 9, *(positions.clone() for _ in range(3)))
+        slot_mapping.place_tokens.out,
+        (positions, column, column, positions, 0, PAGE, 9, flags[:, 0].clone(), None, *(positions.clone() for _ in range(3))),
     )
+    opcheck(slot_mapping.shift_entries.out, (positions, positions, positions, PAGE, 1, 0, positions.clone(), positions.clone()))
     opcheck(slot_mapping.rope_angles.out, (torch.arange(3), torch.ones(2), torch.float32, torch.empty(3, 1, 4), torch.empty(3, 1, 4)))
     tags, masks = torch.ones(2, TAG_FIELDS, dtype=torch.int64), torch.ones(2, 6, dtype=torch.int32)
     opcheck(slot_mapping.scatter_masks.out, (torch.arange(2), tags, masks, tags[:, None].repeat(1, 3, 1), masks[:, None].repeat(1, 3, 1)))
+    call = write_emission(torch.device("cpu"), 4, 2)
+    opcheck(call.operation.out, (*call.inputs, *call.outputs))
     some = torch.arange(2)
-    alone = (some, some.bool(), some.bool(), some, 1, None, None, None, None, None, some.clone(), some.bool(), some.bool())
+    alone = (some, some.bool(), some.bool(), some, 1, None, None, None, None, None, None, some.clone(), some.bool(), some.bool())
     opcheck(drafting.select_draft.out, alone)

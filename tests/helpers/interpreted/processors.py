@@ -18,6 +18,7 @@ from stepgraph.sampling.kernels.triton import chain as chain_programs
 from stepgraph.sampling.kernels.triton import processors as programs
 from tests.helpers.pairs import pairs
 from tools.gpu.checks.masks import Case, make_case, tag_inputs
+from tools.gpu.checks.operations import log_probabilities
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
 WIDTHS = [32, 33, 100, 1000, 4097, 32_768, 131_071, 151_669, 151_936, 262_144]
@@ -129,3 +130,9 @@ def test_mask_status_equals_the_reference(positions: int) -> None:
         assert torch.equal(*outputs)
         statuses = outputs[0][constrained]
         assert int((statuses == MaskStatus.NONE).sum()) > 0 and (first == 0 or int((statuses != MaskStatus.NONE).sum()) > 0)
+
+
+@pytest.mark.parametrize(("width", "tile"), [(1, 32), (70, 32), (1_003, 256), (131_071, 4096)])
+def test_log_probabilities_equal_the_reference(width: int, tile: int) -> None:
+    call = log_probabilities(torch.device("cpu"), 3, 2, width)
+    assert not any(call.different_rows(lambda *arguments: programs.log_probabilities(*arguments, tile=tile)))

@@ -38,6 +38,7 @@ def test_doctor_checks_every_part(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         "threads",
         "auto attention",
         "auto filters",
+        "auto grammar lane",
         "nsys",
         "NVIDIA driver",
     } <= set(found)
@@ -140,7 +141,7 @@ def test_doctor_reports_probes_without_an_answer(monkeypatch: pytest.MonkeyPatch
     out, errors = capsys.readouterr()
     lines = {line[9:].split("  ")[0].strip(): line for line in out.splitlines() if line[:8].strip()}
     assert code == 1 and "loading torch and decoding a text" in errors
-    names = ("torch's CUDA", "threads", "auto attention", "auto filters", "self-test")
+    names = ("torch's CUDA", "threads", "auto attention", "auto filters", "auto grammar lane", "self-test")
     assert all(lines[name].startswith("failed") and "no libc10.so" in lines[name] for name in names)
 
 

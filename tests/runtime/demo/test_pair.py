@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from stepgraph import Constraint, FinishReason, Origin
+from stepgraph import Constraint, Engine, FinishReason, Origin
 from stepgraph.runtime.demo.pair import DRAFTS, target_path
 from stepgraph.runtime.demo.scenarios import SCENARIOS
 from stepgraph.runtime.demo.variants import Case, Pair, open_pair, variants
+from tests.helpers.application_schemas import APPLICATIONS, in_json_schema
 from tools import bench_demo
 from tools.train.demo.collect import LONGEST_PROMPT, encoded
 from tools.train.demo.prompts import prompt
@@ -62,8 +63,25 @@ def test_held_out_prompts_exceed_two_tokens_per_round(pair: Pair, cases: dict[st
     assert (after.tokens - before.tokens) / (after.rounds - before.rounds) > 2
 
 
+@pytest.mark.parametrize("name", APPLICATIONS)
+def test_answer_under_the_schema_of_an_application_validates(pair: Pair, cases: dict[str, Case], name: str) -> None:
+    schema = APPLICATIONS[name]
+    ids = pair.codec.chat([{"role": "user", "content": "Write a short example as JSON."}])
+    job = cases["speculative + grammar"].run(ids, Constraint.json_schema(schema, objects="standard"), NEW_TOKENS)
+    text = pair.vocabulary.decode(token for token in job.tokens if token not in pair.vocabulary.stop_token_ids)
+    assert job.finish_reason in (FinishReason.LENGTH, FinishReason.STOP, FinishReason.CONSTRAINT_COMPLETE), job.error
+    assert job.finish_reason is FinishReason.LENGTH or bench_demo.valid(text, in_json_schema(name)), text
+
+
 def test_bench_demo_reports_ratios_and_legality() -> None:
     found = bench_demo.report(DRAFTS, prompts=1, repeats=1, legal=1, threads=1)
     assert set(found["ratios"]) and json.dumps(found)
     assert all(row["legal_of_complete"] == row["complete"] for row in found["legality"].values())
     assert found["throughput"]["variants"]["speculative + grammar"]["host_syncs"] == 0
+
+
+def test_the_pair_has_a_name() -> None:
+    with Engine.from_pretrained("demo") as engine:
+        assert engine.config.num_speculative_tokens == DRAFTS
+        job = engine.generate([{"role": "user", "content": "Name a colour."}], constraint=Literal["red", "blue"])
+        assert job.parsed in ("red", "blue")

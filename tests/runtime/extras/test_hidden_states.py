@@ -30,7 +30,15 @@ def saving_engine(folder: Path, k: int, **changes: Any) -> Engine:
     checkpoint = open_checkpoint(folder_of("smollm2"))
     target = checkpoint.load("cpu", FEATURE_LAYERS)
     config = EngineConfig(
-        **{**vars(CONFIG), "num_speculative_tokens": k, "buckets": (3,), "save_hidden_states": folder, "greedy_only": True, **changes}
+        **{
+            **vars(CONFIG),
+            "num_speculative_tokens": k,
+            "draft_length": k,
+            "buckets": (3,),
+            "save_hidden_states": folder,
+            "greedy_only": True,
+            **changes,
+        }
     )
     draft = DraftLlama(checkpoint.load("cpu"), 0.05) if k else None
     engine = Engine(target, draft, vocabulary=checkpoint.vocabulary, config=config)
@@ -39,7 +47,7 @@ def saving_engine(folder: Path, k: int, **changes: Any) -> Engine:
 
 
 def toy_engine(folder: Path, **changes: Any) -> Engine:
-    sizes: dict[str, Any] = {"max_rows": 2, "num_speculative_tokens": 2, "max_length": 64}
+    sizes: dict[str, Any] = {"max_rows": 2, "num_speculative_tokens": 2, "draft_length": 2, "max_length": 64}
     config = EngineConfig(save_hidden_states=folder, greedy_only=True, eager=True, **sizes, **changes)
     engine = Engine(TARGET, ToyDraft(TARGET, 0.7), vocabulary=VOCABULARY, config=config)
     engine.capture()
@@ -86,7 +94,7 @@ def test_states_are_not_mixed_up_by_a_slow_device_and_prompt_bursts(tmp_path: Pa
     for lag in (0.0, 0.003):
         folder = tmp_path / f"lag {lag}"
         settings = EngineConfig(
-            num_speculative_tokens=2, max_length=64, save_hidden_states=folder, greedy_only=True, buckets=(4,), **config
+            num_speculative_tokens=2, draft_length=2, max_length=64, save_hidden_states=folder, greedy_only=True, buckets=(4,), **config
         )
         backend = TapeBackend(asynchronous=True, delay=lambda name, lag=lag: lag)  # type: ignore[misc]
         with Engine(TARGET, ToyDraft(TARGET, 0.7), vocabulary=VOCABULARY, config=settings, backend=backend) as engine:

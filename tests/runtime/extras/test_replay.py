@@ -24,7 +24,7 @@ from stepgraph.runtime.extras.replay import ReplayReport, read_recording, replay
 from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tests.helpers.command_models import model_folder
-from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY
+from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, switch_draft_lengths
 
 CONFIG = EngineConfig(
     max_rows=2,
@@ -37,6 +37,7 @@ CONFIG = EngineConfig(
     compile_isolation="none",
     look_up=2,
     eager=True,  # no captures
+    draft_length=2,
 )
 DRAFT = ToyDraft(TARGET, 0.8)
 
@@ -99,8 +100,23 @@ def test_replay_has_the_same_tokens(ready: bool, tmp_path: Path) -> None:
     found = replay(read_recording(path), TARGET, DRAFT, VOCABULARY)
     assert found.equal and (found.requests, found.skipped) == (14, 0), found.differences
     assert found.tokens > fixed == 50
-    if ready:  # then cancelled texts and scheduling are the same, too
-        assert (found.tokens, found.rounds) == (found.recorded_tokens, rounds)
+    assert (found.tokens, found.rounds) == (found.recorded_tokens, rounds)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_replay_repeats_the_draft_lengths_of_sampled_requests(ready: bool, tmp_path: Path) -> None:
+    """Sampled tokens without a seed depend on the draft lengths, which depend on time."""
+    path, config = tmp_path / "run.jsonl", replace(CONFIG, num_speculative_tokens=3, draft_length="auto")
+    with recorded_engine(path, config) as engine:
+        switch_draft_lengths(engine)
+        busy_run(engine, ready)
+        rounds = engine.stats().rounds
+        assert len({graph.key.draft_length for graph in engine.stats().graphs}) == 3
+    run = read_recording(path)
+    found = replay(run, TARGET, DRAFT, VOCABULARY)
+    assert found.equal and (found.tokens, found.rounds) == (found.recorded_tokens, rounds), found.differences
+    run.lengths.clear()
+    assert not replay(run, TARGET, DRAFT, VOCABULARY).equal, "the lengths have no effect"
 
 
 @functools.cache

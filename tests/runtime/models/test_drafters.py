@@ -54,6 +54,8 @@ def check_drafts(drafter: Drafter, job: Job, drafts: list[int]) -> None:
 
 
 def decode(engine: Engine, constraints: tuple[Constraint | None, ...], sampling: SamplingParams) -> list[Job]:
+    for constraint in filter(None, constraints):
+        engine.compile(constraint)  # no request waits for it: all get their rows in order
     requests = [(prompt, constraint) for constraint in constraints for prompt in PROMPTS]
     jobs = [engine.submit(prompt, constraint=constraint, sampling=sampling, max_new_tokens=TOKENS) for prompt, constraint in requests]
     for _ in engine.stream():
@@ -76,7 +78,7 @@ def test_texts_equal_plain_greedy_decoding(drafter: Drafter) -> None:
 
 @two_drafters
 def test_bfloat16_texts_do_not_depend_on_the_draft(drafter: Drafter) -> None:
-    config = replace(CONFIG, num_speculative_tokens=2, max_rows=4, buckets=(4,))
+    config = replace(CONFIG, num_speculative_tokens=2, draft_length=2, max_rows=4, buckets=(4,))
     texts = []
     for draft in (drafter.draft, "none"):
         with Engine.from_pretrained(drafter.target, draft, config=config, dtype=torch.bfloat16) as engine:
@@ -92,7 +94,6 @@ def test_replays_equal_eager_rounds(drafter: Drafter) -> None:
     for eager in (False, True):
         with drafter.engine(2, eager=eager, greedy_only=False) as engine:
             settings = (SamplingParams(temperature=0.9, top_p=0.9, seed=5), SamplingParams(temperature=0))
-            # One grammar at a time: who would wait for one beside others takes a row when it is compiled.
             jobs = [job for sampling in settings for constraint in CONSTRAINTS[:2] for job in decode(engine, (constraint,), sampling)]
             engine.backend.synchronize()
             names = [name for name in engine.buffers if name.startswith(("draft_", "target_", "row_draft")) or name == "results"]
@@ -119,7 +120,7 @@ def test_a_round_runs_the_draft_once_per_draft(k: int) -> None:
     target, head, vocabulary, _ = DRAFTERS[0].loaded
     assert isinstance(head, Eagle3)
     draft = Counted(head.config, d2t=head.d2t)
-    with Engine(target, draft, vocabulary=vocabulary, config=replace(CONFIG, num_speculative_tokens=k)) as engine:
+    with Engine(target, draft, vocabulary=vocabulary, config=replace(CONFIG, num_speculative_tokens=k, draft_length=k)) as engine:
         engine.capture()
         engine.submit([5], max_new_tokens=8)
         engine.step()
@@ -131,7 +132,9 @@ def test_a_round_runs_the_draft_once_per_draft(k: int) -> None:
 def test_capture_report_describes_the_draft() -> None:
     notes = []
     for drafter in DRAFTERS:
-        with Engine.from_pretrained(drafter.target, drafter.draft, config=replace(CONFIG, num_speculative_tokens=1)) as engine:
+        with Engine.from_pretrained(
+            drafter.target, drafter.draft, config=replace(CONFIG, num_speculative_tokens=1, draft_length=1)
+        ) as engine:
             notes += [note for note in engine.capture().notes if note.startswith("draft")]
     assert notes == [
         "draft: EAGLE-3 over the inputs of layers 3, 0, 2; proposes 54 of 160 tokens",

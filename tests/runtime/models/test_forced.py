@@ -67,5 +67,5 @@ def test_bad_forced_acceptance_is_refused(forced: object) -> None:
 
 def test_capture_report_names_forced_acceptance() -> None:
     engine = make_engine(Setup(k=1, forced_acceptance=(0.5,)))
-    assert capture_notes(engine._parts)[1] == "acceptance is forced: the texts are not the models'"
+    assert "acceptance is forced: the texts are not the models'" in capture_notes(engine._parts)
     engine.close()

@@ -30,7 +30,7 @@ class DraftLlama(Llama):
 def make_engine(family: str, k: int, noise: float = 0.1, **changes: Any) -> Engine:
     checkpoint = open_checkpoint(folder_of(family))
     target = checkpoint.load("cpu")
-    config = EngineConfig(**{**vars(CONFIG), "num_speculative_tokens": k, **changes})
+    config = EngineConfig(**{**vars(CONFIG), "num_speculative_tokens": k, "draft_length": k, **changes})
     draft = DraftLlama(target, noise) if k else None
     engine = Engine(target, draft, vocabulary=checkpoint.vocabulary, config=config)
     engine.capture()
@@ -89,5 +89,5 @@ def test_from_pretrained_decodes() -> None:
         assert "attention: native" in engine.capture().notes
         job = engine.generate(PROMPTS[0], max_new_tokens=24)
         assert job.tokens == plain("llama-2", tuple(PROMPTS[0]), None, 24)[0]
-    with pytest.raises(ValueError, match=r"Engine.draft: got None with num_speculative_tokens=2"):
-        Engine.from_pretrained(folder_of("llama-2"), config=EngineConfig(num_speculative_tokens=2))
+    with Engine.from_pretrained(folder_of("llama-2"), None, config=EngineConfig(num_speculative_tokens=2, max_length=64)) as engine:
+        assert engine.config.num_speculative_tokens == 0

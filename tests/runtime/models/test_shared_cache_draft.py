@@ -92,6 +92,7 @@ def test_a_draft_can_read_the_targets_cache(k: int) -> None:
         config = EngineConfig(
             max_rows=2,
             num_speculative_tokens=k,
+            draft_length=k,
             max_length=32,
             page_size=4,
             prefill_chunk=3,

@@ -67,7 +67,7 @@ def test_greedy_tokens_equal_a_computation_without_cache(judged: tuple[Any, list
     model, prompts = judged
     checkpoint = open_checkpoint(gguf_path(), torch.float32)
     target = checkpoint.load("cpu")
-    config = EngineConfig(max_rows=5, num_speculative_tokens=k, max_length=288, greedy_only=True, buckets=(5,))
+    config = EngineConfig(max_rows=5, num_speculative_tokens=k, draft_length=k, max_length=288, greedy_only=True, buckets=(5,))
     draft = DraftLlama(target, 0.02) if k else None
     with Engine(target, draft, vocabulary=checkpoint.vocabulary, config=config) as engine:
         engine.capture()
@@ -99,7 +99,7 @@ def test_look_up_drafts_copied_code(judged: tuple[Any, list[list[int]]]) -> None
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf_path().parent, gguf_file=gguf_path().name, local_files_only=True)
     question = f"Repeat this code exactly, but rename rows to people:\n{REPEATED}"
     prompt = tokenizer(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
-    config = EngineConfig(max_rows=1, num_speculative_tokens=5, max_length=288, greedy_only=True)
+    config = EngineConfig(max_rows=1, num_speculative_tokens=5, draft_length=5, max_length=288, greedy_only=True)
     with Engine(checkpoint.load("cpu"), "ngram", vocabulary=checkpoint.vocabulary, config=config) as engine:
         engine.capture()
         jobs = [engine.generate(prompt, max_new_tokens=100, draft_ids=given) for given in (None, tokenizer(REPEATED)["input_ids"])]

@@ -50,8 +50,10 @@ def test_mask_status_along_a_text(backend: BackendChoice) -> None:
     matcher.rollback(2)
     assert not matcher.is_terminated()
     assert filled(matcher) == (MaskStatus.OK, sorted([b, STOP]))
-    matcher.rollback(matcher.num_accepted)
-    assert filled(matcher) == (MaskStatus.OK, [a]) and matcher.num_accepted == 0
+    matcher.rollback(1)
+    assert filled(matcher) == (MaskStatus.OK, [a])
+    with pytest.raises(ValueError, match=r"rollback.num_tokens: got 1, expected 0\.\.0"):
+        matcher.rollback(1)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -71,7 +73,7 @@ def test_library_error_is_a_fault_with_an_empty_row(monkeypatch: pytest.MonkeyPa
     def fail(*_: object) -> bool:
         raise RuntimeError("planted")
 
-    matcher = matcher_of(Constraint.regex("a+"))
+    matcher = matcher_of(Constraint.regex("a+", "xgrammar"))
     monkeypatch.setattr(matcher.library_matcher, "fill_next_token_bitmask", fail, raising=False)
     assert filled(matcher) == (MaskStatus.FAULT, [])
     assert not matcher.accept_token(encode(b"a")[0])
@@ -80,7 +82,7 @@ def test_library_error_is_a_fault_with_an_empty_row(monkeypatch: pytest.MonkeyPa
 
 def test_slow_step_is_a_fault() -> None:
     compiler = GrammarCompiler(PRINTABLE, max_threads=1, limits=GrammarLimits(step_seconds=0.02))
-    matcher = compiler.compile(Constraint.regex("((a{1,50}){1,50}){1,50}")).matcher()
+    matcher = compiler.compile(Constraint.regex("((a{1,50}){1,50}){1,50}", "xgrammar")).matcher()
     steps = 0
     while matcher.accept_token(encode(b"a")[0]):
         steps += 1
@@ -229,7 +231,7 @@ def test_cache_is_bounded_and_dropped_grammars_stay_usable() -> None:
 
 def test_threads_share_one_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, calls, results = GrammarCompiler(PRINTABLE, max_threads=1), list[Constraint](), list[object]()
-    library, gate = compiler._backends._builder("xgrammar"), threading.Barrier(9)
+    library, gate = compiler._backends._builder("automaton"), threading.Barrier(9)
     build = library.build
 
     def counted(constraint: Constraint, worker: CompileWorker | None) -> Grammar:

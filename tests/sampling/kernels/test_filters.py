@@ -33,30 +33,35 @@ def test_operations_equal_plain_functions() -> None:
     assert torch.equal(kernels.distribution(logits, PARAMS), sampler.distribution(logits, PARAMS))
     seed, position = torch.arange(3), torch.arange(3) + 5
     ids = torch.randperm(300, generator=torch.Generator().manual_seed(2))[:101]
-    for own, width in ((None, None), (ids, 300)):
-        probs, token = kernels.draw(logits[:, 0], PARAMS, seed, position, Purpose.DRAFT, own, width)
+    rows = torch.tensor([4, 0, 2])
+    for own, width in ((None, 101), (ids, 300)):
+        table = torch.zeros(5, 2, width)
+        token = kernels.draw(logits[:, 0], PARAMS, seed, position, Purpose.DRAFT, rows, table[:, 1], own)
         expected = sampler.distribution(logits[:, 0], PARAMS)
         if own is not None:
             expected = torch.zeros(3, 300).index_copy(1, own, expected)
-        noise = rng.exponential(seed[:, None], position[:, None], Purpose.DRAFT, torch.arange(width or 101))
-        assert torch.equal(probs, expected) and torch.equal(token, sampler.race(expected, noise))
-    assert kernels.draw(torch.full((1, 9), -torch.inf), PARAMS[:1], seed[:1], position[:1], Purpose.DRAFT)[1].tolist() == [0]
+        noise = rng.exponential(seed[:, None], position[:, None], Purpose.DRAFT, torch.arange(width))
+        assert torch.equal(table[rows, 1], expected) and torch.equal(token, sampler.race(expected, noise))
+        assert not table[:, 0].any() and not table[[1, 3]].any(), "of other rows and drafts"
+    dead = kernels.draw(torch.full((1, 9), -torch.inf), PARAMS[:1], seed[:1], position[:1], Purpose.DRAFT, rows[1:2], torch.zeros(1, 9))
+    assert dead.tolist() == [0]
 
 
 def test_operations_pass_opcheck() -> None:
     logits, numbers = logits_of(3, 2, 33), torch.arange(3)
     opcheck(filters.distribution.out, (logits, PARAMS, torch.empty(3, 2, 33)))
     for ids, width in ((None, 33), (torch.arange(33) * 2, 80)):
-        outputs = (torch.empty(3, width), torch.empty(3, dtype=torch.int64))
-        opcheck(filters.draw.out, (logits[:, 0], PARAMS, numbers, numbers, 1, ids, None if ids is None else width, *outputs))
+        token = torch.empty(3, dtype=torch.int64)
+        opcheck(filters.draw.out, (logits[:, 0], PARAMS, numbers, numbers, 1, numbers, torch.zeros(3, width), ids, token))
 
 
 def test_arguments_of_wrong_shapes_are_refused() -> None:
     logits, numbers = logits_of(3, 2, 33), torch.arange(3)
     with pytest.raises(AssertionError, match="params"):
         kernels.distribution(logits, PARAMS[:2])
-    with pytest.raises(AssertionError, match="belong together"):
-        kernels.draw(logits[:, 0], PARAMS, numbers, numbers, Purpose.DRAFT, torch.arange(33))
+    for width, ids in ((34, None), (32, None), (40, torch.arange(32)), (20, torch.arange(33))):
+        with pytest.raises(AssertionError, match="row_probs"):
+            kernels.draw(logits[:, 0], PARAMS, numbers, numbers, Purpose.DRAFT, numbers, torch.zeros(3, width), ids)
 
 
 def test_tape_replays_the_operations_in_place() -> None:
@@ -66,17 +71,17 @@ def test_tape_replays_the_operations_in_place() -> None:
         BufferSpec("ids", (101,), torch.int64),
         BufferSpec("probs", (3, 3, 300), torch.float32),
         BufferSpec("token", (3,), torch.int64),
+        BufferSpec("rows", (3,), torch.int64),
     ]
     backend = TapeBackend(poison="every")
     buffers = StaticBuffers(specs, backend.device)
 
     def step(b: StaticBuffers) -> None:
         b.probs[:, :2, :101].copy_(kernels.distribution(b.logits, b.params))
-        probs, token = kernels.draw(b.logits[:, 0], b.params, b.token, b.token, Purpose.DRAFT, b.ids, 300)
-        b.probs[:, 2].copy_(probs)
-        b.token.copy_(token)
+        b.token.copy_(kernels.draw(b.logits[:, 0], b.params, b.token, b.token, Purpose.DRAFT, b.rows, b.probs[:, 2], b.ids))
 
     buffers.ids.copy_(torch.randperm(300)[:101])
+    buffers.rows.copy_(torch.tensor([2, 0, 1]))
     recorded = backend.capture(step, buffers)
     assert recorded.report.nodes.get("copied", 0) == 0
     for seed in range(3):
@@ -103,39 +108,41 @@ class TestChoice:
     def test_cpu_uses_torch_and_reports_the_reason(self) -> None:
         choice = kernels.choose_filters("cpu")
         assert choice.name == "torch" and filter_choice.filter_module(CPU) == ""
-        assert str(choice) == "torch; no flashinfer: it runs on CUDA devices, not on cpu; no triton: it runs on CUDA devices, not on cpu"
+        assert str(choice) == "torch; no triton: it runs on CUDA devices, not on cpu; no flashinfer: it runs on CUDA devices, not on cpu"
 
-    def test_missing_flashinfer_is_not_chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_libraries_are_not_chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "flashinfer", None)
         monkeypatch.delitem(sys.modules, "stepgraph.sampling.kernels.flashinfer", raising=False)
-        choice = kernels.choose_filters("cuda:0")
-        assert choice.name == "triton" and "no flashinfer: ModuleNotFoundError" in str(choice)
+        assert kernels.choose_filters("cuda:0") == ("triton", ())
         assert filter_choice.filter_module(torch.device("cuda:0")) == TRITON
         assert filter_choice.filter_module(torch.device("cuda:1")) == TRITON, "the default"
         monkeypatch.setattr(programs, "why_no_triton", lambda device: f"planted for {device}")
-        assert str(kernels.choose_filters("cuda:0")).endswith("no triton: planted for cuda:0")
+        choice = kernels.choose_filters("cuda:0")
+        assert choice.name == "torch" and "no triton: planted for cuda:0; no flashinfer: ModuleNotFoundError" in str(choice)
         assert filter_choice.filter_module(torch.device("cuda:0")) == "", "the reference"
 
     def test_flashinfer_that_fails_its_probe_is_not_chosen(self, stand_in: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(programs, "why_no_triton", lambda device: "planted")
         for failing, reason in (("differs", "it keeps other tokens"), ("breaks_in_a_graph", "its replay differs")):
             with monkeypatch.context() as patch:
                 patch.setattr(filter_choice, "differs", lambda *_: "")
                 patch.setattr(filter_choice, "breaks_in_a_graph", lambda *_: "")
                 assert kernels.choose_filters("cuda:0").name == "flashinfer"
                 patch.setattr(filter_choice, failing, lambda *_, why=reason: why)
-                assert kernels.choose_filters("cuda:0") == ("triton", (f"no flashinfer: {reason}",))
+                assert kernels.choose_filters("cuda:0") == ("torch", ("no triton: planted", f"no flashinfer: {reason}"))
 
     def test_error_of_a_compiler_or_driver_is_reported(self, stand_in: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         def breaks(*_: object) -> str:
             raise RuntimeError("nvcc: not found\nand much more")
 
         monkeypatch.setattr(filter_choice, "differs", breaks)
-        assert kernels.choose_filters("cuda:0").passed_over == ("no flashinfer: RuntimeError: nvcc: not found",)
+        monkeypatch.setattr(programs, "why_no_triton", lambda device: "planted")
+        assert kernels.choose_filters("cuda:0").passed_over == ("no triton: planted", "no flashinfer: RuntimeError: nvcc: not found")
 
     def test_unavailable_implementation_is_refused(self) -> None:
         with pytest.raises(ValueError, match=r"got 'triton', expected an implementation that runs on cpu: it runs on CUDA devices"):
             kernels.choose_filters("cpu", "triton")
-        with pytest.raises(ValueError, match=r"EngineConfig.filters: got 'fast', expected one of 'auto', 'flashinfer', 'triton', 'torch'"):
+        with pytest.raises(ValueError, match=r"EngineConfig.filters: got 'fast', expected one of 'auto', 'triton', 'flashinfer', 'torch'"):
             EngineConfig(filters="fast")
         target = ToyTarget(32)
         engine = Engine(target, ToyDraft(target), config=EngineConfig(filters="flashinfer", max_length=64))
@@ -146,12 +153,12 @@ class TestChoice:
     def test_capture_report_names_the_choice(self) -> None:
         target = ToyTarget(32)
         for greedy_only in (False, True):
-            config = EngineConfig(max_rows=1, num_speculative_tokens=1, max_length=64, greedy_only=greedy_only)
+            config = EngineConfig(max_rows=1, num_speculative_tokens=1, draft_length=1, max_length=64, greedy_only=greedy_only)
             engine = Engine(target, ToyDraft(target), config=config)
             notes = engine.capture().notes
             engine.close()
             assert f"kernels: {kernels.describe('cpu')}" in notes
-            assert any(note.startswith("filters: torch; no flashinfer: ") for note in notes) != greedy_only
+            assert any(note.startswith("filters: torch; no triton: ") for note in notes) != greedy_only
 
 
 @pytest.fixture
@@ -183,12 +190,13 @@ def test_flashinfer_adaptor_equals_the_reference(stand_in: ModuleType) -> None:
     """With plain torch instead of FlashInfer's kernels: dead rows, greedy rows, every setting, normalisation and d2t."""
     programs = importlib.import_module("stepgraph.sampling.kernels.flashinfer")
     assert filter_choice.differs(programs.distribution, CPU) == ""
-    ids, seed = torch.randperm(300)[:101], torch.arange(3)
-    expected, probs = torch.full((2, 3, 300), -7.5)
-    required, token = torch.full((2, 3), -9)
-    filters.draw.run_reference(logits_of(3, 101), PARAMS, seed, seed, Purpose.DRAFT, ids, 300, expected, required)
-    programs.draw(logits_of(3, 101), PARAMS, seed, seed, Purpose.DRAFT, ids, 300, probs, token)
-    assert torch.equal(probs, expected) and torch.equal(token, required)
+    rows, seed = torch.tensor([3, 0, 1]), torch.arange(3)
+    for ids, width in ((torch.randperm(300)[:101], 300), (None, 101)):
+        expected, probs = torch.zeros(2, 4, width)
+        required, token = torch.full((2, 3), -9)
+        filters.draw.run_reference(logits_of(3, 101), PARAMS, seed, seed, Purpose.DRAFT, rows, expected, ids, required)
+        programs.draw(logits_of(3, 101), PARAMS, seed, seed, Purpose.DRAFT, rows, probs, ids, token)
+        assert torch.equal(probs, expected) and torch.equal(token, required)
 
 
 @pytest.mark.parametrize("column", [sampler.Param.TOP_K, sampler.Param.TOP_P, sampler.Param.MIN_P, sampler.Param.TEMPERATURE])

@@ -13,11 +13,10 @@ from torch.library import opcheck
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, drafting, run_eager
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import Column
-from stepgraph.sampling import acceptance, bitmask, kernels, processors
+from stepgraph.sampling import acceptance, bitmask, kernels
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
-from stepgraph.sampling.kernels import GrammarMask, chain
-from stepgraph.sampling.kernels.processors import process_logits
-from stepgraph.sampling.processors import RowSettings
+from stepgraph.sampling.kernels import GrammarMask, chain, processors
+from stepgraph.sampling.kernels.processors import RowSettings, process_logits
 from stepgraph.sampling.sampler import Param
 from tools.gpu.checks.masks import make_case, tag_inputs
 from tools.gpu.checks.states import RoundBench
@@ -61,7 +60,7 @@ def test_process_equals_plain_functions(constrained: bool, own: int) -> None:
             shut = case.mask.constrained[:, None] & (status != MaskStatus.OK)
             masked[shut] = -math.inf
         settings = RowSettings._make([*(table[case.rows] for table in case.settings[:-1]), case.settings.generated])
-        logits = processors.process(masked, settings, case.before, case.first, case.ids)
+        logits = processors.apply_settings(masked, settings, case.before, case.first, case.ids)
         judged = processors.mark_dead_ends(status, masked.amax(-1).isfinite(), logits)
         found = kernels.process(*case)
         torch.testing.assert_close(found.logits, logits, rtol=0, atol=0, equal_nan=True)
@@ -164,5 +163,6 @@ def test_stale_mask_is_not_used_for_a_draft(backend: TapeBackend, wrong: int | N
     bench.buffers.batch_tags[0, 0] = tag
     batch = read_batch(bench.buffers, 1)
     logits = torch.zeros(1, bench.limits.num_tokens)
-    draft = drafting.choose_draft(bench.buffers, batch, 1, logits, drafting.continuing(batch), masked=True, sampled=sampled)
+    mask = drafting.grammar_mask_of(bench.buffers, batch, 1)
+    draft = drafting.choose_draft(bench.buffers, batch, 1, logits, drafting.continuing(batch), mask, sampled=sampled)
     assert draft.tolist() == [poison if wrong is None else -1]

@@ -47,7 +47,7 @@ def spread(tensor: Tensor) -> Tensor:
 OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
     "product": (
         dense.product,
-        [numbers(3, 8), numbers(5, 8), numbers(5), None],
+        [numbers(3, 8), numbers(5, 8), numbers(5)],
         [torch.zeros(3, 5)],
     ),
     "rms_norm": (
@@ -55,12 +55,18 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
         [numbers(3, 8), numbers(8), 1e-5],
         [torch.zeros(3, 8)],
     ),
+    "add_rms_norm": (
+        dense.add_rms_norm,
+        [numbers(3, 8), numbers(3, 8), numbers(8), 1e-5],
+        [torch.zeros(3, 8), torch.zeros(3, 8)],
+    ),
     "silu_and_mul": (dense.silu_and_mul, [numbers(3, 8)], [torch.zeros(3, 4)]),
     "place_tokens": (
         slot_mapping.place_tokens,
-        [torch.tensor([[7, 8, 9], [1, -1, 3]]), WANTED, torch.tensor([2, 9]), torch.tensor([4, 11]), TABLES, 0, PAGE, LONGEST],
+        [torch.tensor([[7, 8, 9], [1, -1, 3]]), torch.tensor([2, 9]), torch.tensor([4, 11]), TABLES, 0, PAGE, LONGEST, None, None],
         like(POSITIONS, POSITIONS, POSITIONS),
     ),
+    "shift_entries": (slot_mapping.shift_entries, [POSITIONS, SLOTS, TABLES, PAGE, 1, 2], like(POSITIONS, POSITIONS)),
     "rope_angles": (
         slot_mapping.rope_angles,
         [torch.tensor([0, 5]), torch.tensor([1.0, 0.25]), torch.float32],
@@ -71,9 +77,26 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
         [torch.tensor([2, 0]), torch.tensor([[0, 7, 1, 1], [1, 7, 0, 1]]), LEGAL],
         [torch.zeros(3, 2, TAG_FIELDS, dtype=torch.int64), torch.zeros(3, 2, 2, dtype=torch.int32)],
     ),
+    "store_drafts": (
+        drafting.store_drafts,
+        [torch.tensor([2, 0]), torch.tensor([[4, 5, -1], [7, -2, -1]])],
+        [torch.zeros(3, 3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)],
+    ),
     "select_draft": (
         drafting.select_draft,
-        [torch.tensor([4, 5]), ALIVE, ALIVE, torch.tensor([3, 3]), 1, torch.tensor([9, 9]), None, LEGAL, ALIVE, OK[:, 0].contiguous()],
+        [
+            torch.tensor([4, 5]),
+            ALIVE,
+            ALIVE,
+            torch.tensor([3, 3]),
+            1,
+            torch.tensor([9, 9]),
+            None,
+            LEGAL,
+            ALIVE,
+            OK[:, 0].contiguous(),
+            None,
+        ],
         [torch.zeros(2, dtype=torch.int64), *like(ALIVE, ALIVE)],
     ),
     "mask_status": (

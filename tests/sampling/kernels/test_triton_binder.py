@@ -27,7 +27,15 @@ from triton.runtime.jit import create_function_from_signature
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 FOLDERS = ("sampling", "graphs", "runtime", "tools")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "i64": torch.int64, "i32": torch.int32, "i1": torch.bool}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "i1": torch.bool,
+    "u8": torch.uint8,
+}
 
 
 def find_programs() -> dict[str, Any]:

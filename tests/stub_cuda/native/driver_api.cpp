@@ -34,6 +34,23 @@ struct MemsetNodeParams {  // CUDA_MEMSET_NODE_PARAMS
     size_t width, height;
 };
 
+struct ConditionalParams {  // CUDA_CONDITIONAL_NODE_PARAMS
+    uint64_t handle;
+    int type;
+    unsigned size;
+    void** bodies;
+    void* context;
+};
+
+struct NodeParams {  // CUgraphNodeParams
+    int type, reserved0[3];
+    union {
+        long long reserved1[29];
+        ConditionalParams conditional;
+    };
+    long long reserved2;
+};
+
 struct HostNodeParams {  // CUDA_HOST_NODE_PARAMS
     void (*callback)(void*);
     void* data;
@@ -541,6 +558,62 @@ int cuGraphHostNodeGetParams(Node* node, HostNodeParams* out) {
     if (node->type != NodeType::host) return INVALID_VALUE;
     *out = {node->callback, node->data};
     return SUCCESS;
+}
+
+int cuGraphCreate(void** graph, unsigned) {
+    STUB_ENTER_CONTEXT();
+    return create_graph(graph);
+}
+
+int cuGraphConditionalHandleCreate(uint64_t* handle, void* graph, void* context, unsigned, unsigned) {
+    STUB_ENTER_CONTEXT();
+    return context == &context_object ? create_condition(handle, graph) : int(INVALID_CONTEXT);
+}
+
+int cuGraphAddNode_v2(void** out, void* graph, Node* const* dependencies, const void*, size_t count, NodeParams* params) {
+    STUB_ENTER_CONTEXT();
+    enum { IF = 0, WHILE = 1 };
+    auto& conditional = params->conditional;
+    if (params->type != int(NodeType::conditional)) return NOT_SUPPORTED;
+    bool valid = (conditional.type == IF || conditional.type == WHILE) && conditional.size == 1 && conditional.context == &context_object;
+    if (!valid || !is_condition(conditional.handle, graph)) return INVALID_VALUE;
+    auto node = std::make_shared<Node>();
+    node->type = NodeType::conditional;
+    node->condition = conditional.handle;
+    node->condition_type = conditional.type;
+    if (int code = add_node(out, graph, dependencies, count, node)) return code;
+    conditional.bodies = &node->body_handle;
+    return SUCCESS;
+}
+
+int cuGraphAddChildGraphNode(void** out, void* graph, Node* const* dependencies, size_t count, void* child) {
+    STUB_ENTER_CONTEXT();
+    Lock lock(state);
+    Graph* found = find_graph(child);
+    if (!found) return INVALID_VALUE;
+    auto node = std::make_shared<Node>();
+    node->type = NodeType::child;
+    node->body = std::make_shared<Graph>(*found);
+    return add_node(out, graph, dependencies, count, node);
+}
+
+int cuGraphAddKernelNode_v2(void** out, void* graph, Node* const* dependencies, size_t count, const KernelNodeParams* params) {
+    STUB_ENTER_CONTEXT();
+    return add_node(out, graph, dependencies, count, kernel_node(static_cast<Function*>(params->function), params->shape, params->arguments));
+}
+
+int cuGraphAddMemsetNode(void** out, void* graph, Node* const* dependencies, size_t count, const MemsetNodeParams* params, void* context) {
+    STUB_ENTER_CONTEXT();
+    if (context != &context_object) return INVALID_CONTEXT;
+    auto node = std::make_shared<Node>();
+    node->type = NodeType::fill;
+    node->destination = reinterpret_cast<char*>(params->destination);
+    node->value = params->value;
+    node->element = params->element;
+    node->width = params->width;
+    node->height = params->height;
+    node->destination_pitch = params->pitch;
+    return add_node(out, graph, dependencies, count, node);
 }
 
 int cuGraphInstantiateWithFlags(void** exec, void* graph, unsigned long long) {

@@ -12,6 +12,7 @@ namespace {
 struct Alive {
     std::set<Graph*> graphs;
     std::set<Exec*> execs;
+    std::vector<void*> conditions;  // by handle - 1: the graph that a condition was created in
 };
 Alive& alive() {
     static Alive* one = new Alive;
@@ -71,6 +72,11 @@ std::string fields(const Node& node) {
         case NodeType::fill:
             return ",\"destination\":" + address(node.destination) + ",\"nbytes\":" + number(node.width * node.height * node.element) +
                    ",\"value\":" + number(node.value);
+        case NodeType::child:
+            return ",\"body\":" + describe(node.body->nodes);
+        case NodeType::conditional:
+            return ",\"condition\":" + number(node.condition) + ",\"condition_type\":" + number(uint64_t(node.condition_type)) + ",\"body\":" +
+                   describe(node.body->nodes);
         case NodeType::host:
             return ",\"callback\":" + address(reinterpret_cast<void*>(node.callback)) + ",\"data\":" + address(node.data);
         default:
@@ -111,16 +117,76 @@ int destroy_graph(void* handle) {
     Graph* graph = find_graph(handle);
     if (!graph) return INVALID_VALUE;
     unregister_graph(graph);
+    for (auto& node : graph->nodes)
+        if (node->type == NodeType::conditional) unregister_graph(node->body.get());
     counter("live_graphs").add(-1);
     delete graph;
     return SUCCESS;
 }
+
+int create_graph(void** handle) {
+    Lock lock(state);
+    auto graph = new Graph;
+    register_graph(graph);
+    counter("live_graphs").add();
+    *handle = graph;
+    return SUCCESS;
+}
+
+int create_condition(uint64_t* handle, void* graph) {
+    Lock lock(state);
+    if (!find_graph(graph)) return INVALID_VALUE;
+    alive().conditions.push_back(graph);
+    *handle = alive().conditions.size();
+    return SUCCESS;
+}
+
+bool is_condition(uint64_t handle, void* graph) {
+    Lock lock(state);
+    return handle >= 1 && handle <= alive().conditions.size() && alive().conditions[handle - 1] == graph;
+}
+
+int add_node(void** handle, void* graph_handle, Node* const* dependencies, size_t count, std::shared_ptr<Node> node) {
+    Lock lock(state);
+    Graph* graph = find_graph(graph_handle);
+    if (!graph) return INVALID_VALUE;
+    for (size_t index = 0; index < count; ++index) {
+        if (dependencies[index]->graph != graph) return INVALID_VALUE;
+        node->dependencies.push_back(dependencies[index]);
+    }
+    if (node->type == NodeType::conditional) {
+        node->body = std::make_shared<Graph>();
+        node->body_handle = node->body.get();
+        register_graph(node->body.get());
+    }
+    node->graph = graph;
+    node->index = graph->nodes.size();
+    *handle = node.get();
+    graph->nodes.push_back(std::move(node));
+    return SUCCESS;
+}
+
+namespace {
+// In a body, and recursively in its children: what CUDA allows there.
+bool allowed_in_body(const Nodes& nodes) {
+    for (auto& node : nodes) {
+        bool known = node->type == NodeType::kernel || node->type == NodeType::copy || node->type == NodeType::fill || node->type == NodeType::empty;
+        if (!known && !(node->body && allowed_in_body(node->body->nodes))) {
+            message("a node of type %d in the body of a conditional node", int(node->type));
+            return false;
+        }
+    }
+    return true;
+}
+}  // namespace
 
 int instantiate(void** handle, void* graph_handle) {
     if (int refused = unsafe_call("instantiation of a graph")) return refused;
     Lock lock(state);
     Graph* graph = find_graph(graph_handle);
     if (!graph) return INVALID_VALUE;
+    for (auto& node : graph->nodes)
+        if (node->type == NodeType::conditional && !allowed_in_body(node->body->nodes)) return INVALID_VALUE;
     auto exec = new Exec;
     exec->nodes = graph->nodes;
     alive().execs.insert(exec);

@@ -66,6 +66,22 @@ void read_cubin(Module& module, const uint8_t* image) {
     }
 }
 
+// PTX: the parameters of each entry are .param .u32 or .param .u64.
+void read_ptx(Module& module, const std::string& text) {
+    for (size_t entry = text.find(".entry "); entry != std::string::npos; entry = text.find(".entry ", entry + 1)) {
+        size_t open = text.find('(', entry), close = text.find(')', open), end = text.find_last_not_of(" \n", open - 1) + 1;
+        std::vector<Parameter> layout;
+        size_t offset = 0;
+        for (size_t at = text.find(".param .u", open); at < close; at = text.find(".param .u", at + 1)) {
+            size_t size = text.compare(at + 9, 2, "64") == 0 ? 8 : 4;
+            offset = (offset + size - 1) / size * size;
+            layout.push_back({offset, size});
+            offset += size;
+        }
+        module.layouts[text.substr(entry + 7, end - entry - 7)] = layout;
+    }
+}
+
 using Decompress = size_t (*)(void*, size_t, const void*, size_t);
 
 Decompress open_zstd() {
@@ -138,7 +154,8 @@ Module* load_module(const void* image) {
     auto bytes = static_cast<const uint8_t*>(image);
     if (std::memcmp(bytes, ELFMAG, SELFMAG) == 0) read_cubin(*module, bytes);
     else if (read<uint32_t>(bytes) == 0xBA55ED50) read_fat_binary(*module, bytes);
-    else message("cuModuleLoadData: neither a cubin nor a fat binary; arguments of its kernels are not kept");
+    else if (std::strstr(static_cast<const char*>(image), ".version")) read_ptx(*module, static_cast<const char*>(image));
+    else message("cuModuleLoadData: neither PTX, a cubin nor a fat binary; arguments of its kernels are not kept");
     return module;
 }
 

@@ -84,7 +84,7 @@ const std::vector<Parameter>* parameters_of(Function* function);  // null: not k
 // ---- graphs (graph.cpp) ----
 
 // Values of CUgraphNodeType.
-enum class NodeType : int { kernel = 0, copy = 1, fill = 2, host = 3, empty = 5, event_wait = 6, event_record = 7 };
+enum class NodeType : int { kernel = 0, copy = 1, fill = 2, host = 3, child = 4, empty = 5, event_wait = 6, event_record = 7, conditional = 13 };
 
 struct Graph;
 struct Event;
@@ -113,6 +113,11 @@ struct Node {
     void* data = nullptr;
     // event
     Event* event = nullptr;
+    // child: a copy of the graph; conditional: the graph that the caller fills, and its handle as the caller gets it
+    std::shared_ptr<Graph> body;
+    void* body_handle = nullptr;
+    uint64_t condition = 0;
+    int condition_type = 0;
 };
 
 // A description that a graph exec and a queued launch share with the graph, whichever goes last.
@@ -135,6 +140,10 @@ int instantiate(void** exec, void* graph);
 int destroy_exec(void* exec);
 int upload(void* exec, void* stream);
 int launch_graph(void* exec, void* stream);
+int add_node(void** handle, void* graph, Node* const* dependencies, size_t count, std::shared_ptr<Node> node);
+int create_graph(void** graph);
+int create_condition(uint64_t* handle, void* graph);
+bool is_condition(uint64_t handle, void* graph);
 Graph* find_graph(void* graph);  // null: no such graph; also while it is captured
 Exec* find_exec(void* exec);
 std::vector<void*> live_graphs();
@@ -203,6 +212,7 @@ int invalidate(Capture& capture, int code, const char* why);
 // ---- work: becomes a node if the stream captures, else runs in order (work.cpp) ----
 
 int issue(void* stream, std::shared_ptr<Node> node);
+std::shared_ptr<Node> kernel_node(Function* function, const unsigned shape[7], void** arguments);
 int launch_kernel(void* stream, Function* function, const unsigned shape[7], void** arguments);
 int copy(void* stream, void* destination, const void* source, size_t width, size_t height, size_t destination_pitch, size_t source_pitch);
 int fill(void* stream, void* destination, unsigned value, unsigned element, size_t width, size_t height, size_t pitch);

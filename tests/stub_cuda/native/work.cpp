@@ -81,6 +81,10 @@ void run_fill(const Node& node) {
 
 void run(const Node& node) {
     switch (node.type) {
+        case NodeType::conditional:  // kernels set no condition, so a body runs once
+        case NodeType::child:
+            for (auto& inner : node.body->nodes) run(*inner);
+            break;
         case NodeType::copy:
             run_copy(node);
             break;
@@ -166,16 +170,7 @@ int issue(void* handle, std::shared_ptr<Node> node) {
     return SUCCESS;
 }
 
-int launch_kernel(void* stream, Function* function, const unsigned shape[7], void** arguments) {
-    for (int axis = 0; axis < 6; ++axis)
-        if (!shape[axis]) {
-            message("launch of %s with an empty grid or block", function->symbol.c_str());
-            return INVALID_VALUE;
-        }
-    if (shape[1] > 65535 || shape[2] > 65535 || uint64_t(shape[3]) * shape[4] * shape[5] > 1024) {
-        message("launch of %s with grid %u %u %u, block %u %u %u", function->symbol.c_str(), shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]);
-        return 9;  // invalid configuration
-    }
+std::shared_ptr<Node> kernel_node(Function* function, const unsigned shape[7], void** arguments) {
     auto node = std::make_shared<Node>();
     node->type = NodeType::kernel;
     node->function = function;
@@ -189,7 +184,20 @@ int launch_kernel(void* stream, Function* function, const unsigned shape[7], voi
         }
         for (auto& argument : node->arguments) node->argument_pointers.push_back(argument.data());
     }
-    return issue(stream, std::move(node));
+    return node;
+}
+
+int launch_kernel(void* stream, Function* function, const unsigned shape[7], void** arguments) {
+    for (int axis = 0; axis < 6; ++axis)
+        if (!shape[axis]) {
+            message("launch of %s with an empty grid or block", function->symbol.c_str());
+            return INVALID_VALUE;
+        }
+    if (shape[1] > 65535 || shape[2] > 65535 || uint64_t(shape[3]) * shape[4] * shape[5] > 1024) {
+        message("launch of %s with grid %u %u %u, block %u %u %u", function->symbol.c_str(), shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]);
+        return 9;  // invalid configuration
+    }
+    return issue(stream, kernel_node(function, shape, arguments));
 }
 
 int copy(void* stream, void* destination, const void* source, size_t width, size_t height, size_t destination_pitch, size_t source_pitch) {

@@ -6,17 +6,16 @@ import json
 
 import pytest
 
-from stepgraph.sampling.grammar.compile.backends import BACKENDS
 from tests.helpers.grammar_texts import PRINTABLE
 from tests.helpers.toy_engines import needs_native
 from tools import bench_grammar
 from tools.bench.grammar_variants import PythonLoop
 
-NATIVE = ("native link", "native link, called from C", "native link, forced drafts")
+NATIVE = ("native link", "native link, called from C", "native link, forced drafts", "native link, automata")
 
 
 @needs_native
-@pytest.mark.parametrize("library", BACKENDS)
+@pytest.mark.parametrize("library", bench_grammar.LIBRARIES)
 def test_every_variant_is_reported(library: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(bench_grammar, "vocabulary", lambda: (PRINTABLE, "printable"))
     assert bench_grammar.main(["--rows", "1", "3", "--rounds", "20", "-k", "2", "--library", library]) == 0
@@ -27,6 +26,7 @@ def test_every_variant_is_reported(library: str, monkeypatch: pytest.MonkeyPatch
         assert batch["rows"] == rows and batch["fills_per_round"] == 3 * rows and 2 * rows < batch["accepts_per_round"] <= 3 * rows
         assert set(batch["us_per_round"]) == {"python loop", "library batch", "python link", *NATIVE}
         assert all(figures["p50"] <= figures["p99"] <= figures["p99.9"] for figures in batch["us_per_round"].values())
+        assert batch["automata_over_native_link"] > 0
         assert batch["bytecodes_in_the_host_node"]["native link"] == 0 < batch["bytecodes_in_the_host_node"]["python link"]
 
 

@@ -46,7 +46,7 @@ def test_every_operation_of_the_sampled_path_is_reported(capsys: pytest.CaptureF
     assert [(shape["rows"], shape["drafts"]) for shape in document["shapes"]] == [(2, 0), (2, 2)]
     names = {entry["name"] for shape in document["shapes"] for entry in shape["operations"]}
     assert {"whole stage", "reject_sample", "masked_argmax", "chain_accept"} <= names
-    assert names <= {"whole stage", "select_draft", "process_logits", "scatter_masks", *kernels.__all__}
+    assert names <= {"whole stage", "count_output", "select_draft", "write_emission", "process_logits", "scatter_masks", *kernels.__all__}
     for shape in document["shapes"]:
         assert shape["turns"] >= 3
         assert shape["accept_over_plain"]["p50"] > 0

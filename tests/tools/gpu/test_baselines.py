@@ -56,7 +56,9 @@ def test_tokens_equal_those_of_the_engine(backend: Backend, k: int, drafter: str
     requested += [*zip(PROMPTS[::-1], CONSTRAINTS[1:], strict=False)]
     loop = ThreeGraphs(backend, TARGET, DRAFTS.get(drafter), VOCABULARY, Sizes(3, k, 96))
     found = decode_in_loop(loop, requested, 14)
-    config = EngineConfig(num_speculative_tokens=k, max_rows=4, max_length=96, draft_masks=False, greedy_only=True, eager=True)
+    config = EngineConfig(
+        num_speculative_tokens=k, draft_length=k, max_rows=4, max_length=96, draft_masks=False, greedy_only=True, eager=True
+    )
     with Engine(TARGET, DRAFTS.get(drafter), vocabulary=VOCABULARY, config=replace(config, compile_isolation="none")) as engine:
         engine.capture()
         jobs = [engine.submit(prompt, constraint=constraint, max_new_tokens=14) for prompt, constraint in requested]
@@ -75,7 +77,7 @@ def test_llama_and_eagle3_tokens_equal_those_of_the_engine(backend: Backend) -> 
     pair = pair_of(TINY, torch.device("cpu"))
     loop = ThreeGraphs(backend, pair.target, pair.draft, pair.vocabulary, Sizes(2, 3, 96))
     found = decode_in_loop(loop, [(prompt, None) for prompt in PROMPTS], 24)
-    config = EngineConfig(max_rows=2, num_speculative_tokens=3, max_length=96, buckets=(2,), greedy_only=True, eager=True)
+    config = EngineConfig(max_rows=2, num_speculative_tokens=3, draft_length=3, max_length=96, buckets=(2,), greedy_only=True, eager=True)
     with Engine(pair.target, pair.draft, vocabulary=pair.vocabulary, config=config) as engine:
         engine.capture()
         jobs = [engine.submit(prompt, max_new_tokens=24) for prompt in PROMPTS]

@@ -12,14 +12,14 @@ from types import ModuleType
 
 import pytest
 
-from stepgraph.graphs.cuda import driver, recorder
+from stepgraph.graphs.cuda import driver, loop, recorder
 from tools.gpu.checks import driver_calls
 
 STRUCTURES = {
-    "CUDA_KERNEL_NODE_PARAMS": recorder._KernelParams,
-    "CUDA_CONDITIONAL_NODE_PARAMS": driver_calls.ConditionalParams,
-    "CUgraphNodeParams": driver_calls.NodeParams,
-    "CUDA_MEMSET_NODE_PARAMS": driver_calls.MemsetParams,
+    "CUDA_KERNEL_NODE_PARAMS": driver.KernelParams,
+    "CUDA_CONDITIONAL_NODE_PARAMS": loop.ConditionalParams,
+    "CUgraphNodeParams": loop.NodeParams,
+    "CUDA_MEMSET_NODE_PARAMS": loop.MemsetParams,
 }
 KINDS = (
     *("KERNEL", "MEMCPY", "MEMSET", "HOST", "GRAPH", "EMPTY", "WAIT_EVENT", "EVENT_RECORD", "EXT_SEMAS_SIGNAL", "EXT_SEMAS_WAIT"),
@@ -30,9 +30,10 @@ NUMBERS = {
     "CU_EVENT_DISABLE_TIMING": driver._NO_TIMING,
     "CUDA_ERROR_NOT_READY": driver._NOT_READY,
     "CU_STREAM_WAIT_VALUE_EQ": driver_calls.WAIT_EQUAL,
-    "CU_GRAPH_NODE_TYPE_CONDITIONAL": driver_calls.CONDITIONAL_NODE,
+    "CU_GRAPH_NODE_TYPE_CONDITIONAL": loop.CONDITIONAL_NODE,
     "CU_GRAPH_COND_TYPE_IF": driver_calls.IF,
-    "CU_GRAPH_COND_ASSIGN_DEFAULT": driver_calls.ASSIGN_DEFAULT,
+    "CU_GRAPH_COND_TYPE_WHILE": loop.WHILE,
+    "CU_GRAPH_COND_ASSIGN_DEFAULT": loop.ASSIGN_DEFAULT,
 }
 
 
@@ -66,7 +67,7 @@ def test_structures_and_constants_match_the_header(tmp_path: Path) -> None:
     assert len(recorder._NODE_KINDS) == len(KINDS)
 
 
-@pytest.mark.parametrize("module", [driver, driver_calls])
+@pytest.mark.parametrize("module", [driver, loop, driver_calls])
 def test_signatures_match_the_header(module: ModuleType) -> None:
     """Same number and sizes of arguments, in order. A driver has all versions of a call whose arguments changed."""
     text = re.sub(r"\s+", " ", (header() / "cuda.h").read_text(encoding="utf-8"))

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -20,6 +21,7 @@ from stepgraph.runtime import profiled
 from stepgraph.runtime.in_flight import InFlight
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tests.helpers import nsys_files
+from tests.helpers.tool_runs import examples
 from tests.helpers.toy_engines import VOCABULARY
 from tools import nsys_profile, nsys_report
 from tools.profiling import command
@@ -63,17 +65,11 @@ def test_nsys_command_has_the_flags_the_report_needs(capsys: pytest.CaptureFixtu
     assert (command.ROUNDS, command.FILE, command.TOOL) == (profiled.ROUNDS, profiled.FILE, profiled.TOOL)
 
 
-def examples(doc: str | None, name: str) -> list[list[str]]:
-    """Of a --help, without what the shell does."""
-    lines = [line.strip() for line in (doc or "").splitlines() if line.strip().startswith("python ")]
-    return [shlex.split(line.split(" > ")[0].removeprefix(f"python tools/{name}")) for line in lines]
-
-
 def test_profile_of_the_bench_end_to_end(tmp_path: Path) -> None:
     """The first example of --help, as a process, by the engine's own timeline: its report is as it is written down, and adds up."""
     out, first = tmp_path / "folder" / "bench", examples(nsys_profile.__doc__, "nsys_profile.py")[0]
     assert first[:4] == ["--rounds", "20-40", "--out", "/tmp/bench"]
-    done = tool(*(word.replace("/tmp/bench", str(out)) for word in first), "--with", "trace", "--json", "-k", "2")
+    done = tool(*(word.replace("/tmp/bench", str(out)) for word in first), "--with", "trace", "--json", "-k", "2", "--grammar-lane", "host")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     jsonschema.validate(report, SCHEMA)
@@ -116,9 +112,8 @@ def test_profile_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], argu
 
 
 def toy_engine(eager: bool = False) -> Engine:
-    config = EngineConfig(
-        max_rows=2, num_speculative_tokens=2, max_length=96, buckets=(2,), greedy_only=True, compile_isolation="none", eager=eager
-    )
+    sizes: dict[str, Any] = {"max_rows": 2, "num_speculative_tokens": 2, "draft_length": 2, "max_length": 96, "buckets": (2,)}
+    config = EngineConfig(**sizes, greedy_only=True, compile_isolation="none", eager=eager, grammar_lane="host")
     target = ToyTarget(VOCABULARY.logits_width, seed=3)
     return Engine(target, ToyDraft(target, 0.7), vocabulary=VOCABULARY, config=config)
 

@@ -203,11 +203,11 @@ def no_database(path: Path) -> Path:
     [
         (no_kernels, "no table CUPTI_ACTIVITY_KIND_KERNEL; profile with --trace=cuda,nvtx, and a range in which rounds ran"),
         (no_end, "table NVTX_EVENTS has no column end; expected an export of nsys 2023.4 or newer"),
-        (no_ranges, "want one file with NVTX ranges 'round <n>', got none; --trace=cuda,nvtx, and an engine with nvtx on"),
+        (no_ranges, "expected one file with NVTX ranges 'round <n>', got none; --trace=cuda,nvtx, and an engine with nvtx on"),
         (no_database, "file is not a database; expected a file that `nsys export --type sqlite` wrote"),
         (
             lambda path: nsys_files.rounds(path, graph_only=True),
-            "it shows graphs as a whole, want the nodes of graphs: profile captured rounds with --cuda-graph-trace=node",
+            "it shows graphs as a whole, expected nodes of graphs: profile captured rounds with --cuda-graph-trace=node",
         ),
     ],
 )

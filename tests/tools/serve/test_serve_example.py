@@ -188,8 +188,8 @@ def test_unsupported_fields_are_refused_by_name(server: Running) -> None:
         with pytest.raises(openai.NotFoundError, match="expected 'toy'"):
             client.completions.create(model="gpt", prompt="a")
         assert server.engine.stats().submitted == submitted
-        unknown = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"unevaluatedItems": False}}}
-        with pytest.raises(openai.BadRequestError, match="unevaluatedItems"):
+        unknown = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}
+        with pytest.raises(openai.BadRequestError, match="uniqueItems"):
             client.chat.completions.create(**{"model": "toy", "messages": ASK, "response_format": unknown, "stream": True})
 
 

@@ -201,7 +201,7 @@ def test_train_from_prompts_and_load_in_an_engine(
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert document["trained"] == {"steps": 8, "resumed_at": 4} and [each["drafts"] for each in document["acceptance"]] == [1, 2]
     assert document == json.loads((flags["out"] / "training" / "report.json").read_text())
-    config = EngineConfig(max_rows=1, num_speculative_tokens=2, max_length=64, greedy_only=True, eager=True)
+    config = EngineConfig(max_rows=1, num_speculative_tokens=2, draft_length=2, max_length=64, greedy_only=True, eager=True)
     prompt = document["example"]
     with Engine.from_pretrained(flags["target"], flags["out"], config=config) as engine:
         job = engine.generate(prompt, max_new_tokens=24)

@@ -55,6 +55,7 @@ class Variant:
     grammar: str = ""
     drafts: int = 3
     draft_masks: bool = True
+    grammar_lane: str = "auto"
     host_link: str = "auto"
     eager: bool = False
 
@@ -69,12 +70,14 @@ class Case:
         config = EngineConfig(
             max_rows=rows,
             num_speculative_tokens=variant.drafts,
+            draft_length=variant.drafts,
             max_length=self.length,
             buckets=(rows,),
             greedy_only=True,
             prefill_chunk=256,
             forced_acceptance=(ACCEPTANCE,) * variant.drafts if variant.drafts else None,
             draft_masks=variant.draft_masks,
+            grammar_lane=variant.grammar_lane,
             host_link=variant.host_link,
             eager=variant.eager,
             compile_isolation="none",

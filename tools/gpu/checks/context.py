@@ -133,17 +133,23 @@ class Context:
         rows: int = 4,
         library: BackendChoice = "auto",
         buckets: bool = False,
+        sampled: bool = False,
     ) -> Iterator[Engine]:
-        """A captured engine over the toy pair; captures the largest batch only, unless `buckets` is set, since captures are slow."""
+        """A captured engine over the toy pair; captures the largest batch only, unless `buckets` is set, since captures are slow.
+
+        Rehearsals capture sampled rounds only if `sampled` is set.
+        """
         config = EngineConfig(
             max_rows=rows,
             num_speculative_tokens=k,
+            draft_length=k,
             max_length=96,
             page_size=8,
             num_pages=12 * rows,
             prefill_chunk=5,
             draft_masks=draft_masks,
             eager=eager,
+            greedy_only=self.rehearsal and not sampled,
             grammar_backend=library,
             buckets=None if buckets else (rows,),
             compile_isolation="process" if library == "auto" else "none",

@@ -78,6 +78,7 @@ GOALS = (
     Goal("8B: captured / eager tokens per second", "captured_against_eager", ("8B", "batch 1", "ratio", "median"), 1.65),
     Goal("share of host mask time hidden", "mask_time_is_hidden", ("share_hidden",), 0.99, False, ("noise",)),
     Goal("idle gap between rounds, us", "idle_between_rounds", ("gap_us", "median"), 5.0, True),
+    Goal("a grammar's token and mask, us", "grammar_rows_equal_reference", ("advance_fill B=8 V=131072 mask 1", "kernel_us"), 5.0, True),
     Goal("1B: weights read per second / copy bandwidth, batch 1", "weights_per_second", ("1B", "share"), 0.78),
     Goal("8B: weights read per second / copy bandwidth, batch 1", "weights_per_second", ("8B", "share"), 0.88),
 )

@@ -3,43 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, byref, c_int, c_longlong, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
+from stepgraph.graphs.cuda.loop import ASSIGN_DEFAULT, CONDITIONAL_NODE, ConditionalParams, MemsetParams, NodeParams
+
 WAIT_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
-CONDITIONAL_NODE = 13  # CU_GRAPH_NODE_TYPE_CONDITIONAL
 IF = 0  # CU_GRAPH_COND_TYPE_IF
-ASSIGN_DEFAULT = 1  # CU_GRAPH_COND_ASSIGN_DEFAULT: every launch begins with the handle's default value
-
-
-class ConditionalParams(ctypes.Structure):
-    """CUDA_CONDITIONAL_NODE_PARAMS."""
-
-    _fields_ = (("handle", c_uint64), ("type", c_int), ("size", c_uint), ("phGraph_out", POINTER(c_void_p)), ("ctx", c_void_p))
-
-
-class _NodeUnion(ctypes.Union):
-    _fields_ = (("reserved1", c_longlong * 29), ("conditional", ConditionalParams))
-
-
-class NodeParams(ctypes.Structure):
-    """CUgraphNodeParams."""
-
-    _anonymous_ = ("of",)
-    _fields_ = (("type", c_int), ("reserved0", c_int * 3), ("of", _NodeUnion), ("reserved2", c_longlong))
-
-
-class MemsetParams(ctypes.Structure):
-    """CUDA_MEMSET_NODE_PARAMS."""
-
-    _fields_ = (
-        ("dst", c_uint64),
-        ("pitch", c_size_t),
-        ("value", c_uint),
-        ("elementSize", c_uint),
-        ("width", c_size_t),
-        ("height", c_size_t),
-    )
 
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {

@@ -39,13 +39,20 @@ MARKED = tuple(Constraint.regex("[a-c]{1,9}x?", library).after("b") for library 
 
 
 CONFIG = EngineConfig(
-    max_rows=2, num_speculative_tokens=3, max_length=96, page_size=8, prefill_chunk=5, buckets=(2,), compile_isolation="none"
+    max_rows=2,
+    num_speculative_tokens=3,
+    draft_length=3,
+    max_length=96,
+    page_size=8,
+    prefill_chunk=5,
+    buckets=(2,),
+    compile_isolation="none",
 )
 
 
-def _drafters(context: Context) -> Iterator[tuple[str, object, Drafter | str, dict[str, object]]]:
+def drafters_of(device: torch.device) -> Iterator[tuple[str, object, Drafter | str, dict[str, object]]]:
     """Name, target, drafter, config changes, for every kind of drafter."""
-    pair, toy, device = pair_of(TINY, context.device), toy_target(context.device), context.device
+    pair, toy = pair_of(TINY, device), toy_target(device)
     yield "EAGLE-3", pair.target, pair.draft, {}
     plain = Llama(TINY.target, device=device)
     fill(plain, 3)
@@ -74,7 +81,7 @@ def every_drafter_replays_as_eager(context: Context) -> Figures:
     """Captured engines emit the tokens of eager ones and leave equal caches: EAGLE-3, MTP, models, look-up, functions."""
     found = context.found
     kinds = (False,) if context.rehearsal else (False, True)
-    for sampled, (name, target, drafter, changes) in itertools.product(kinds, list(_drafters(context))):
+    for sampled, (name, target, drafter, changes) in itertools.product(kinds, list(drafters_of(context.device))):
         if sampled and not context.fits(f"{name}, sampled keys"):
             continue
         outcomes = []

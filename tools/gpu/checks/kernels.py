@@ -13,7 +13,7 @@ from stepgraph.sampling import kernels, rng
 from stepgraph.sampling.kernels import filters
 from stepgraph.sampling.kernels.filter_choice import FILTERS
 from stepgraph.sampling.rng import Purpose
-from tools.gpu.checks import operations
+from tools.gpu.checks import grammar_rows, operations
 from tools.gpu.checks.context import Context, Figures
 from tools.gpu.checks.operations import Call
 from tools.gpu.checks.stopwatch import device_us, times_of
@@ -53,6 +53,18 @@ def rejection_equals_reference(context: Context) -> Figures:
         small = batch * (k + 1) * width <= 160_000
         if small if context.rehearsal else context.fits(f"B={batch} K={k} V={width}"):
             found |= _drawn(context, operations.reject_sample(context.device, batch, k, width))
+    return found
+
+
+def grammar_rows_equal_reference(context: Context) -> Figures:
+    """Rows that follow grammars in device memory: places, stacks, masks and tags equal the reference; time of a token and its mask."""
+    found: Figures = {"implementation": kernels.describe(context.device)}
+    for batch, width, index in itertools.product((1, 8) if context.rehearsal else (1, 8, 64), (131_072, 151_669), (1, 0)):
+        if (context.rehearsal and width > 131_072) or not context.fits(f"advance_fill B={batch} V={width}"):
+            continue
+        call = grammar_rows.call_of(context.device, batch, width, index)
+        assert not any(different := call.different_rows()), f"{call.name}: rows that differ, of each output: {different}"
+        found[call.name] = {"kernel_us": device_us(context, call.kernel)["median"]}
     return found
 
 
@@ -112,15 +124,14 @@ def filters_equal_references(context: Context) -> Figures:
 def _expected_draw(batch: int, width: int) -> tuple[Tensor, Tensor]:
     """Distribution and draw on the CPU. Cached, since the largest sizes take seconds."""
     call = operations.draw(torch.device("cpu"), batch, width)
-    call.reference()
-    probs, token = call.outputs
+    token, probs = call.results(call.operation.run_reference)
     return probs, token
 
 
 def _check_filters(context: Context, name: str, batch: int, width: int) -> Figures:
     """flashinfer sums in float32: rows where this changes the kept set are counted; no other row may differ."""
     draw, alone = operations.draw(context.device, batch, width), operations.distribution(context.device, batch, width)
-    (probs, token), (expected, expected_token) = filters.draw(*draw.inputs), _expected_draw(batch, width)
+    (token, probs), (expected, expected_token) = draw.results(draw.operation.out), _expected_draw(batch, width)
     rows = (probs.cpu() != expected).any(-1) | (filters.distribution(*alone.inputs)[:, 0].cpu() != expected).any(-1)
     draws = (token.cpu() != expected_token) & ~rows
     assert name == "flashinfer" or not bool(rows.any()), f"V={width}: {int(rows.sum())} of {batch} rows differ from the CPU's"

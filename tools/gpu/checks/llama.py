@@ -17,6 +17,7 @@ from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.model import ModelInput
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
+from tools.gpu.checks import layers
 from tools.gpu.checks.context import Context, Figures, summary
 from tools.gpu.checks.operations import Call
 from tools.gpu.checks.stopwatch import device_us, times_of, until_done
@@ -131,8 +132,8 @@ def attention_choices_equal_reference(context: Context) -> Figures:
         assert not why, f"{label}: {why}"
         found[label] = _times(context, chosen, size)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        call = rope_call(context.device, dtype, 40, 128)
-        assert not any(call.different_rows()), f"{call.name}: queries or caches differ"
+        for call in (rope_call(context.device, dtype, 40, 128), *layers.calls(context.device, 40, 4096, dtype)):
+            assert not any(call.different_rows()), f"{call.name}: differs from the reference"
     shapes = (AttentionShape(torch.bfloat16, 8, 2, 64),)
     found["auto"] = str(choose_attention(context.device, "auto", shapes, PAGE))
     return found

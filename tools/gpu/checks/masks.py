@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stepgraph.sampling import bitmask, kernels
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
-from stepgraph.sampling.processors import RowSettings
+from stepgraph.sampling.kernels.processors import RowSettings
 from stepgraph.sampling.sampler import Param
 
 MAX_BIASES, MAX_STOPS = 32, 4

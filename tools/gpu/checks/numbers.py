@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 
 from stepgraph.graphs.spans import OUTSIDE
 from stepgraph.runtime.trace import Timeline
-from tools.gpu.checks import operations
+from tools.gpu.checks import grammar_rows, layers, operations
 from tools.gpu.checks.cases import Case, Variant, case_of, cell, ratio, take_turns
 from tools.gpu.checks.context import Context, Figures, summary
 from tools.gpu.checks.llama import attention_call
@@ -24,7 +25,8 @@ SIZES = ("1B", "8B")
 MOST_NOISE = 0.05  # limit of the noise allowance of a share
 FREE, AGAIN = Variant("free"), Variant("free again")
 SCHEMA, RECURSIVE = Variant("schema", "schema"), Variant("recursive", "recursive")
-PYTHON = Variant("schema, Python callbacks", "schema", host_link="python")
+HOST = Variant("schema, host nodes", "schema", grammar_lane="host")
+PYTHON = Variant("schema, Python callbacks", "schema", grammar_lane="host", host_link="python")
 ANYTHING = Variant("anything", "anything")
 UNMASKED = Variant("schema, drafts not masked", "schema", draft_masks=False)
 
@@ -37,15 +39,15 @@ def _cells(context: Context) -> list[tuple[int, int, str]]:
 
 
 def constrained_rounds(context: Context) -> Figures:
-    """Rounds with a schema or a recursive grammar over rounds without; native and Python host nodes, masked and unmasked drafts."""
+    """Rounds with a schema or a recursive grammar over rounds without; grammars on the host as well, masked and unmasked drafts."""
     cells = _cells(context)
     figures: dict[str, list[Excess]] = {size: [] for size in SIZES}
     for index, (rows, drafts, size) in enumerate(cells, 1):
         name = f"{size} batch {rows} K={drafts}"
         if index > len(SIZES) and not context.fits(name):
             continue
-        more = (PYTHON, UNMASKED) if (rows, drafts) == (16, 3) or context.rehearsal else ()
-        variants = [_drafting(variant, drafts) for variant in (FREE, AGAIN, SCHEMA, RECURSIVE, *more)]
+        more = (HOST, PYTHON, UNMASKED) if (rows, drafts) == (16, 3) or context.rehearsal else ()
+        variants = [replace(variant, drafts=drafts) for variant in (FREE, AGAIN, SCHEMA, RECURSIVE, *more)]
         with cell(context, name):
             cases = [case_of(context, shape_of(context, size), rows, variant) for variant in variants]
             blocks = take_turns(context, cases, 24, share=index / len(cells))
@@ -82,10 +84,6 @@ def worst_of(cells: Sequence[Excess]) -> Figures:
     return {"p50": middle.p50, "noise": middle.noise, "p99": tail.p99, "noise_p99": tail.noise_p99}
 
 
-def _drafting(variant: Variant, drafts: int) -> Variant:
-    return Variant(variant.name, variant.grammar, drafts, variant.draft_masks, variant.host_link, variant.eager)
-
-
 def captured_against_eager(context: Context) -> Figures:
     """Tokens per second of captured over eager rounds, K = 3."""
     batches = (1,) if context.rehearsal else (1, 16)
@@ -105,10 +103,11 @@ def captured_against_eager(context: Context) -> Figures:
 
 
 def mask_time_is_hidden(context: Context) -> Figures:
-    """Share of matcher time hidden by device work, relative to a grammar that allows everything."""
+    """Share of matcher time in host nodes that device work hides, relative to a grammar that allows everything."""
+    variants = [replace(variant, grammar_lane="host") for variant in (ANYTHING, SCHEMA, RECURSIVE)]
     for rows, size in itertools.product((1,) if context.rehearsal else (1, 16), SIZES):
         with cell(context, f"{size} batch {rows}"):
-            cases = [case_of(context, shape_of(context, size), rows, variant) for variant in (ANYTHING, SCHEMA, RECURSIVE)]
+            cases = [case_of(context, shape_of(context, size), rows, variant) for variant in variants]
             before = [_host(case) for case in cases]
             blocks = take_turns(context, cases, 16)
             base, *host_us = (_host_us(case, then) for case, then in zip(cases, before, strict=True))
@@ -185,7 +184,7 @@ def weights_per_second(context: Context) -> Figures:
     found["copy_gigabytes_per_second"] = round(bandwidth / 1e9, 1)
     for size, drafts in itertools.product(SIZES, (3,) if context.rehearsal else (5, 3, 0)):
         with cell(context, f"{size} K={drafts}"):
-            case = case_of(context, shape_of(context, size), 1, _drafting(FREE, drafts))
+            case = case_of(context, shape_of(context, size), 1, replace(FREE, drafts=drafts))
             blocks = take_turns(context, [case], 16)["free"]
             read = case.pair.round_bytes(drafts)
             share = read / (statistics.median(blocks) * 1e-6) / bandwidth
@@ -223,5 +222,7 @@ def _measured(context: Context) -> Iterator[Call]:
         yield operations.reject_sample(device, batch, 3, width)
         yield operations.chain_accept(device, batch, 3)
         yield operations.mask_status(device, batch, 4)
+        yield grammar_rows.call_of(device, batch, width)
+        yield from (call for call in layers.calls(device, 4 * batch, 4096) if call.least_bytes)
         for length in (60,) if context.rehearsal else (1000, 8000):
             yield attention_call(device, batch, 4, length, 128)[0]

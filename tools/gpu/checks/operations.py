@@ -19,7 +19,7 @@ from stepgraph.sampling.sampler import Param
 from tools.gpu.checks.masks import MAX_BIASES, make_case, tag_inputs
 
 CHOICE_TILE, RACE_TILE, REJECTION_TILE, PROCESS_TILE = 4096, 1024, 1024, 512  # as in sampling/kernels/triton, which needs triton
-FILTER_TILE, FILTER_DIGIT_BITS, FILTER_PASSES = 2048, 3, 10
+FILTER_TILE, FILTER_BLOCK = 2048, 8
 SETTINGS = [[0.7, 50, 0.9, 0.01], [1.0, 0, 1, 0], [0.0, 0, 1, 0], [1.3, 0, 0.95, 0], [1.0, 5, 1, 0], [2.0, 0, 0.5, 0.05], [1.0, 0, 1e-6, 0]]
 FILTERED, UNFILTERED = SETTINGS[:2]
 Run = Callable[..., object]
@@ -27,7 +27,7 @@ Run = Callable[..., object]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operation. Outputs have arbitrary content; `writes`: positions of inputs that it changes.
+    """One call of an operation. Outputs have arbitrary content; `writes`: positions of inputs that it changes; near: tolerance.
 
     Bytes are counted without caches: the least that any implementation moves, and what the Triton program moves in addition.
     """
@@ -39,6 +39,7 @@ class Call:
     least_bytes: int = 0
     additional_bytes: int = 0
     writes: tuple[int, ...] = ()
+    near: float = 0.0
 
     @property
     def name(self) -> str:
@@ -64,7 +65,7 @@ class Call:
     def different_rows(self, run: Run | None = None) -> list[int]:
         """Rows of every result in which `run` (default: the operation on this device) differs from the reference; NaN equals NaN."""
         found, expected = self.results(run or self.operation.out), self.results(self.operation.run_reference)
-        equal = [(one == other) | (one.isnan() & other.isnan()) for one, other in zip(found, expected, strict=True)]
+        equal = [one.isclose(other, self.near, self.near, equal_nan=True) for one, other in zip(found, expected, strict=True)]
         return [int((~each).reshape(len(each), -1).any(1).sum()) for each in equal]
 
     def at(self, step: int) -> Call:
@@ -122,23 +123,35 @@ def filter_inputs(batch: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def draw(device: torch.device, batch: int, width: int, setting: list[float] | None = None) -> Call:
-    """The draw of a token. setting: of all rows, else of every kind; tiles that a pass may skip are counted as read."""
+    """The draw of a token. setting: of all rows, else of every kind. The searches in sorted weights are not counted: they read few."""
     logits, params = (tensor.to(device) for tensor in filter_inputs(batch, width))
     if setting is not None:
         params = torch.tensor([setting] * batch, device=device)
     seed = torch.arange(batch, device=device)
-    inputs = (logits, params, seed, seed, int(Purpose.DRAFT), None, None)
-    reads = 1 if setting == UNFILTERED else 2 * FILTER_PASSES
-    scratch = batch * -(-width // FILTER_TILE) * (16 + reads * 2**FILTER_DIGIT_BITS * 16)
+    inputs = (logits, params, seed, seed, int(Purpose.DRAFT), seed, torch.zeros_like(logits), None)
+    scratch = batch * -(-width // FILTER_TILE) * (16 + 8 * FILTER_TILE // FILTER_BLOCK)
     shape = f"N={batch} V={width}{' top-k top-p' if setting == FILTERED else ''}"
-    outputs = torch.full_like(logits, 7.5), numbers(device, batch)
-    return Call(filters.draw, shape, inputs, outputs, logits.nbytes * 2 + batch * 40, logits.nbytes * (1 + reads) + scratch)
+    outputs = (numbers(device, batch),)
+    return Call(filters.draw, shape, inputs, outputs, logits.nbytes * 2 + batch * 40, logits.nbytes * 3 + scratch, writes=(6,))
 
 
 def distribution(device: torch.device, batch: int, width: int) -> Call:
     logits, params = (tensor.to(device) for tensor in filter_inputs(batch, width))
     outputs = (torch.full((batch, 1, width), 7.5, device=device),)
     return Call(filters.distribution, f"N={batch} V={width}", (logits[:, None], params), outputs)
+
+
+def log_probabilities(device: torch.device, batch: int, positions: int, width: int) -> Call:
+    """Logits with infinities and a NaN; results in a part of a wider table."""
+    made = torch.Generator().manual_seed(width)
+    logits = torch.randn(batch, positions, width + 5, generator=made) * 9
+    logits[0], logits[1, 0, : width // 2], logits[-1, -1, 3] = float("-inf"), float("-inf"), float("nan")
+    probs = torch.rand(batch, positions, width, generator=made)
+    tokens = torch.randint(0, width, (batch, positions), generator=made)
+    found = torch.full((batch, positions + 1, 2), 7.5, device=device)[:, :positions]
+    inputs = (logits.to(device)[..., :width], probs.to(device), tokens.to(device), found)
+    least = batch * positions * (width * 4 + 28)
+    return Call(processors.log_probabilities, f"B={batch} Q={positions} V={width}", inputs, (), least, writes=(3,), near=1e-5)
 
 
 def chain_accept(device: torch.device, batch: int, k: int) -> Call:

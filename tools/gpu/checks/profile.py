@@ -53,14 +53,14 @@ def _under_nsys(out: Path, rounds: tuple[int, int]) -> Profile:
     package.parent.mkdir()
     package.symlink_to(ROOT, target_is_directory=True)
     with _environment({"PYTHONPATH": str(package.parent)}):
-        code = nsys_profile.main(["--bench", "--rounds", f"{rounds[0]}-{rounds[1]}", "--out", str(out)])
+        code = nsys_profile.main(["--bench", "--grammar-lane", "host", "--rounds", f"{rounds[0]}-{rounds[1]}", "--out", str(out)])
     assert code == 0, f"nsys_profile ended with {code}; the nsys is {shutil.which('nsys')}"
     return sources.read_profile([out.with_name(out.name + ".2.nsys-rep")])
 
 
 def _by_itself(out: Path, rounds: tuple[int, int]) -> Profile:
     with _environment(command.environment(rounds, out, with_nsys=False)):
-        workload.main(["--rounds", str(rounds[1] + 1 + command.EXTRA_ROUNDS), "--rows", "2"])
+        workload.main(["--rounds", str(rounds[1] + 1 + command.EXTRA_ROUNDS), "--rows", "2", "--grammar-lane", "host"])
     return sources.read_profile([command.rounds_file(out)])
 
 

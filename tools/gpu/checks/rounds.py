@@ -9,9 +9,11 @@ from functools import partial
 
 import torch
 
-from stepgraph import Job
+from stepgraph import Constraint, EngineConfig, Job
 from stepgraph.graphs import GraphKey
+from stepgraph.graphs.limits import UNTIL_EVENT
 from stepgraph.runtime.models.ngram import NgramLookup
+from stepgraph.sampling.kernels.triton import why_no_triton
 from tests.helpers.oracles import accepts, greedy
 from tools.gpu.checks.context import (
     CONSTRAINTS,
@@ -26,6 +28,8 @@ from tools.gpu.checks.context import (
     outcome,
     random_asks,
     serve,
+    toy_draft,
+    toy_target,
 )
 from tools.gpu.checks.states import ROWS, RoundBench
 
@@ -33,9 +37,10 @@ from tools.gpu.checks.states import ROWS, RoundBench
 def replay_equals_eager(context: Context) -> Figures:
     """Replays equal eager runs bit for bit: every stage by itself and the whole round for every key, from random states."""
     states, compared = 1 if context.rehearsal else context.count(4, 2), 0
+    kinds = list(itertools.product((False, True), (False, True)))[:: 3 if context.rehearsal else 1]  # constrained, sampled
     with context.backend() as backend:
         bench = RoundBench(backend, 3)
-        for kind in itertools.product((False, True), (False, True)):
+        for kind in kinds:
             steps = bench.stage_steps(*kind)
             compared += sum(bench.compare(step, states) for step in steps.values())
     shapes = [(0, True), (1, True), (3, True), (3, False), (8, True), (8, False)]
@@ -44,7 +49,7 @@ def replay_equals_eager(context: Context) -> Figures:
             continue
         with context.backend() as backend:
             bench = RoundBench(backend, k, draft_masks)
-            for rows, constrained, sampled in itertools.product((1, ROWS), (False, True), (False, True)):
+            for rows, (constrained, sampled) in itertools.product((1, ROWS), kinds):
                 push_batch = partial(bench.push_batch, rows) if constrained else lambda: None
                 compared += bench.compare(bench.round.step(GraphKey(rows, constrained, sampled)), states, push_batch)
     drafters = (NgramLookup(), False, None), (NgramLookup(), True, None), (None, True, None), (None, True, NgramLookup(min_ngram=2))
@@ -53,9 +58,15 @@ def replay_equals_eager(context: Context) -> Figures:
             continue
         with context.backend() as backend:
             bench = RoundBench(backend, 4, proposer=proposer, forced_drafts=forced_drafts, look_up=look_up)
-            for kind in itertools.product((False, True), (False, True)):
+            for kind in kinds:
                 push_batch = partial(bench.push_batch, ROWS) if kind[0] else lambda: None
                 compared += bench.compare(bench.round.step(GraphKey(ROWS, *kind)), states, push_batch)
+    if context.fits("grammars on the device") and (context.rehearsal or not why_no_triton(context.device)):
+        with context.backend() as backend:
+            bench = RoundBench(backend, 3, device_grammars=True)
+            for sampled, device in itertools.product((False, True), (False, True)):
+                push_batch = (lambda: None) if device else partial(bench.push_batch, ROWS)
+                compared += bench.compare(bench.round.step(GraphKey(ROWS, True, sampled, device)), states, push_batch)
     return {"replays_compared": compared, "stages": sorted(steps)}
 
 
@@ -104,6 +115,39 @@ def one_replay_per_round(context: Context) -> Figures:
     return {"rounds": rounds, "event_waits": waits, "tokens": after.tokens - before.tokens}
 
 
+def one_launch_per_answer(context: Context) -> Figures:
+    """Launches of many rounds: one per answer, free and with a grammar on the device, and the tokens of one round per launch."""
+    if not context.rehearsal and why_no_triton(context.device):
+        raise Skipped(why_no_triton(context.device))
+    asks = random_asks(3, context.count(12, 3), 3)
+    tokens, launches = list[list[tuple[list[int], str, str]]](), list[int]()
+    for rounds in (1, UNTIL_EVENT):
+        config = EngineConfig(
+            max_rows=4,
+            num_speculative_tokens=3,
+            draft_length=3,
+            max_length=96,
+            page_size=8,
+            buckets=(4,),
+            greedy_only=True,
+            grammar_lane="device",
+            compile_isolation="none",
+            rounds_per_launch=rounds,
+        )
+        with context.engine_of(toy_target(context.device), toy_draft(context.device, 0.7), config) as engine:
+            jobs = []
+            for constraint in (None, Constraint.regex("[a-c]{20}-[0-9]{9}")):
+                if constraint:
+                    engine.compile(constraint)
+                before = engine.stats().replays
+                jobs.append(engine.generate([7, 1], max_new_tokens=60, constraint=constraint))
+                launches.append(engine.stats().replays - before)
+            tokens.append([outcome(job) for job in (*jobs, *serve(engine, [ask._replace(cancel_after=None) for ask in asks]))])
+    assert tokens[0] == tokens[1]
+    assert launches[2:] == [1, 1]
+    return {"launches_of_single_rounds": launches[:2], "launches_of_loops": launches[2:], "answers": len(tokens[0])}
+
+
 def profiler_counts_one_launch_per_round(context: Context) -> Figures:
     """One cudaGraphLaunch per round in torch's profiler; on the tape, one replay per round."""
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (not context.rehearsal)
@@ -129,7 +173,7 @@ def _expected(ask: Ask) -> tuple[list[int], str]:
     return answer.tokens, answer.reason
 
 
-def _check_against_oracle(ask: Ask, job: Job) -> None:
+def check_against_oracle(ask: Ask, job: Job) -> None:
     tokens, reason = _expected(ask)
     if str(job.finish_reason) == "cancelled":
         assert job.tokens == tokens[: len(job.tokens)], f"{ask}: got {job.tokens}, expected a prefix of {tokens}"
@@ -152,7 +196,7 @@ def engine_matches_oracle(context: Context) -> Figures:
             for seed in context.turns(context.count(4, 1)):
                 asks = random_asks(100 * k + seed, 8, k)
                 for ask, job in zip(asks, serve(engine, asks), strict=True):
-                    _check_against_oracle(ask, job)
+                    check_against_oracle(ask, job)
                     jobs += 1
             stats = engine.stats()
             assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, engine.limits.num_pages)
@@ -206,7 +250,7 @@ def _two_engines(context: Context) -> int:
                 if engine.has_work:
                     engine.step()
         for ask, job in jobs:
-            _check_against_oracle(ask, job)
+            check_against_oracle(ask, job)
         assert any(ask.constraint is not None for ask, _ in jobs) and len(CONSTRAINTS) > 1
         return len(jobs)
 

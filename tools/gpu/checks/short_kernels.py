@@ -4,6 +4,7 @@ TRITON_INTERPRET=1 selects interpretation for the whole process. Prints one JSON
 
     TRITON_INTERPRET=1 python -m tools.gpu.checks.short_kernels
     compute-sanitizer python -m tools.gpu.checks.short_kernels
+    python -m tools.gpu.checks.short_kernels masked_argmax race
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent.parent.parent))
@@ -23,7 +26,7 @@ if __name__ == "__main__":
 import torch
 import triton
 
-from tools.gpu.checks import operations, spin
+from tools.gpu.checks import grammar_rows, layers, operations, spin
 from tools.gpu.checks.llama import attention_call, rope_call
 from tools.gpu.checks.operations import Call
 from tools.gpu.checks.timing import answering
@@ -32,7 +35,7 @@ WIDTH = 1_003  # a prime
 
 
 def calls(device: torch.device) -> tuple[Call, ...]:
-    """RoPE runs in float32, since the interpreter truncates bfloat16."""
+    """Layers run in float32, since the interpreter truncates bfloat16."""
     return (
         operations.masked_argmax(device, 3, 2, WIDTH),
         operations.race(device, 3, WIDTH),
@@ -41,16 +44,28 @@ def calls(device: torch.device) -> tuple[Call, ...]:
         operations.process_logits(device, 4, 2, WIDTH),
         operations.distribution(device, 3, WIDTH),
         operations.draw(device, 3, WIDTH),
+        operations.log_probabilities(device, 3, 2, WIDTH),
         operations.reject_sample(device, 3, 2, WIDTH),
+        grammar_rows.call_of(device, 8, WIDTH),
         rope_call(device, torch.float32, 6, 64),
+        *layers.calls(device, 3, 72, torch.float32),
     )
 
 
-def compare_all(device: torch.device) -> dict[str, str]:
-    """Kernel name to `equal` or `differs`."""
-    equal = {call.operation.name: not any(call.different_rows(call.triton)) for call in calls(device)}
-    equal |= {"attention": _attention_is_close(device), "signal_and_spin": _spin_ends(device)}
-    return {name: "equal" if same else "differs" for name, same in equal.items()}
+def programs(device: torch.device) -> dict[str, Callable[[], bool]]:
+    """Kernel name to its comparison with the reference."""
+    equal = {call.operation.name: partial(_is_equal, call) for call in calls(device)}
+    return {**equal, "attention": partial(_attention_is_close, device), "signal_and_spin": partial(_spin_ends, device)}
+
+
+def compare(device: torch.device, names: Collection[str]) -> dict[str, str]:
+    """Kernel name to `equal` or `differs`. names: of kernels; empty for all."""
+    checks = programs(device)
+    return {name: "equal" if checks[name]() else "differs" for name in names or checks}
+
+
+def _is_equal(call: Call) -> bool:
+    return not any(call.different_rows(call.triton))
 
 
 def _spin_ends(device: torch.device) -> bool:
@@ -76,7 +91,7 @@ def main() -> int:
     interpreted = bool(triton.knobs.runtime.interpret)
     if interpreted:
         import tests.helpers.fast_interpreter  # noqa: F401
-    found = compare_all(torch.device("cpu" if interpreted else "cuda"))
+    found = compare(torch.device("cpu" if interpreted else "cuda"), sys.argv[1:])
     print(json.dumps({"interpreted": interpreted, "programs": found}))
     return 0 if set(found.values()) == {"equal"} else 1
 

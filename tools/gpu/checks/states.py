@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stepgraph.graphs import Backend, BufferSpec, Limits, StaticBuffers, drafting, run_eager, stages
 from stepgraph.graphs.batch import read_batch
@@ -16,17 +17,30 @@ from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.proposer import Proposer
 from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.round import Round
-from stepgraph.graphs.round_specs import forced_specs, look_up_specs, round_specs
+from stepgraph.graphs.round_specs import forced_specs, grammar_specs, look_up_specs, round_specs
 from stepgraph.runtime.models.toy import ToyDraft
-from stepgraph.sampling.grammar import Constraint
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler
+from stepgraph.sampling.grammar.automaton.device_tables import token_tensors
+from stepgraph.sampling.grammar.automaton.library import Field, Image
+from stepgraph.sampling.grammar.compile.limits import DEFAULTS
 from stepgraph.sampling.grammar.link.choose import open_host_link
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
+from stepgraph.sampling.kernels.advance import PlaceColumn
 from stepgraph.sampling.sampler import Param
 from tools.gpu.checks.context import VOCABULARY, compiled, toy_target
 
 ROWS = 4
 GRAMMAR = Constraint.regex("[a-f]{0,12}(x|yy)")
+ARENA_INTS, IMAGE_OFFSET = 1 << 14, 64
+
+
+@functools.cache
+def image_of(constraint: Constraint) -> Image:
+    """Its tables over VOCABULARY."""
+    image = GrammarCompiler(VOCABULARY, backend="automaton").compile(constraint).image
+    assert image is not None and len(image) <= ARENA_INTS - IMAGE_OFFSET
+    return image
 
 
 class RoundBench:
@@ -41,6 +55,7 @@ class RoundBench:
         forced_drafts: bool = False,
         look_up: Proposer | None = None,
         host_link: str = "auto",
+        device_grammars: bool = False,
     ) -> None:
         self.backend = backend
         num_tokens = len(VOCABULARY.tokens)
@@ -68,11 +83,14 @@ class RoundBench:
         specs += (*outputs, *text_specs(self.limits)) if self.models.reads_text else outputs
         specs += look_up_specs(self.limits) if look_up else ()
         specs += forced_specs(self.limits) if forced_drafts else ()
-        self.buffers = StaticBuffers(specs, backend.device, constants={"target": target, "draft": draft})
+        tables = token_tensors(VOCABULARY, backend.device) if device_grammars else None
+        specs += grammar_specs(self.limits, ARENA_INTS, DEFAULTS.automaton_depth) if device_grammars else ()
+        constants: dict[str, Tensor | nn.Module] = {"target": target, "draft": draft}
+        self.buffers = StaticBuffers(specs, backend.device, constants=constants | (tables._asdict() if tables else {}))
         b = self.buffers
         forcing = Forcing(token_table(VOCABULARY), b.forced_host) if forced_drafts else None
         self.host = open_host_link(host_link, b.state_host, b.drafts_host, b.masks_host, b.tags_host, depth=256, forcing=forcing)
-        self.round = Round(self.limits, self.models, self.host, draft_masks)
+        self.round = Round(self.limits, self.models, self.host, draft_masks, tables=tables)
 
     def randomise(self, seed: int) -> None:
         """A random valid state. At most one slot is padding: two would race for the dummy row, which is harmless but not reproducible."""
@@ -94,6 +112,11 @@ class RoundBench:
         if "row_looked_up" in b:
             numbers("row_looked_up", 0, 2)
         self._randomise_sampling(made)
+        if "grammar_arena" in b:
+            image = image_of(GRAMMAR)
+            b.grammar_arena[IMAGE_OFFSET : IMAGE_OFFSET + len(image)].copy_(torch.tensor(image))
+            numbers("row_places", 0, int(image[Field.STATES]))
+            b.row_places[:, :, PlaceColumn.DEPTH].fill_(0)  # of a grammar without a stack
         states, tags = b.row_state.cpu(), b.row_tags.cpu()
         for row in range(ROWS):
             length = pick.randint(1, 40)
@@ -109,6 +132,8 @@ class RoundBench:
                 Column.DRAFT_LIMIT: pick.randint(0, k),
                 Column.SEED: pick.getrandbits(63),
             }
+            if "grammar_arena" in b:
+                state[Column.IMAGE] = state[Column.CONSTRAINED] * pick.choice([0, IMAGE_OFFSET, IMAGE_OFFSET])
             states[row] = torch.tensor([state.get(column, 0) for column in Column])
             for index in range(k + 1):
                 owner = row + 1 if pick.random() < 0.8 else 99
@@ -157,7 +182,7 @@ class RoundBench:
         states = self.buffers.row_state.cpu()
         for row in self.buffers.batch_rows[:size].tolist():
             grammar = compiled(GRAMMAR)
-            constrained = grammar is not None and row != self.limits.dummy_row and bool(states[row, Column.CONSTRAINED])
+            constrained = row != self.limits.dummy_row and bool(states[row, Column.CONSTRAINED]) and not states[row, Column.IMAGE]
             committed = int(states[row, Column.GENERATED])
             rows.append(self.host.row(int(states[row, Column.OWNER]), grammar.matcher(), committed) if grammar and constrained else None)
         self.host.push_batch(rows)
@@ -189,12 +214,13 @@ class RoundBench:
             drafted, features = drafting.draft_decode(b, batch, 2, batch.drafts[:, 0], b.in_features[:, :1], draft, limits)
             b.out_logits[:, 0].copy_(drafted)
             b.out_features[:, :1].copy_(features)
-            b.out_tokens.copy_(drafting.choose_draft(b, batch, 3, drafted, drafting.continuing(batch), constrained, sampled))
+            mask = drafting.grammar_mask_of(b, batch, 3) if constrained else None
+            b.out_tokens.copy_(drafting.choose_draft(b, batch, 3, drafted, drafting.continuing(batch), mask, sampled))
 
         def place_masks(b: StaticBuffers) -> None:
             b.batch_tags[1, :, 2].copy_(b.batch_rows % 4)
             b.batch_masks[1].copy_(b.row_masks[:ROWS, 0])
-            stages.place_masks(b, ROWS, 1)
+            stages.place_masks(b, b.batch_rows[:ROWS], 1)
 
         return {step.__name__: step for step in (target_verify, accept, draft_prefill, draft_decode, place_masks)}
 

@@ -90,21 +90,19 @@ class Supervisor:
         return self.worker.ask({"rehearsal": self.rehearsal}, seconds)
 
     def run(self, entry: Entry, deadline: float = math.inf, share: float = 1.0) -> Row:
-        """The report row of one check, also if the worker is lost. `share`: of the budget. Ends at `deadline` at the latest."""
+        """The report row of one check, also if the worker is lost. `share`: of the budget. It is ended at `deadline` at the latest."""
         budget = entry.budget(self.quick) * share
         request = {"name": entry.name, "module": entry.module, "budget": budget, "folder": self.folder}
         begin = time.monotonic()
         try:
             if self.worker is None:
-                self.describe(min(START_SECONDS, deadline - begin))
+                self.describe(min(START_SECONDS, max(1.0, deadline - begin)))
                 begin = time.monotonic()
             assert self.worker is not None
             limit = min(entry.limit(self.quick, self.rehearsal), max(1.0, deadline - begin))
             row = self.worker.ask({**request, "limit": limit, "rehearsal": self.rehearsal, "quick": self.quick}, limit)
         except Lost as lost:
             self.end()
-            if lost.verdict == "timed out" and time.monotonic() >= deadline:
-                return row_of(entry, "not run", f"{SPENT} before it ended", time.monotonic() - begin, budget)
             return row_of(entry, lost.verdict, str(lost), time.monotonic() - begin, budget)
         if row.pop("device_lost"):
             self.end()  # a device context is unusable after a fault
@@ -137,9 +135,10 @@ def rows(supervisor: Supervisor, entries: Sequence[Entry], seconds: float) -> It
         elif begin >= deadline:
             yield row_of(entry, "not run", SPENT)
         else:
-            remaining = sum(each.budget(supervisor.quick) for each in entries[index:])
-            try:  # after slow checks the remaining ones share the remaining time
-                row = supervisor.run(entry, deadline, min(1.0, (deadline - begin) / remaining))
+            later = sum(each.budget(supervisor.quick) for each in entries[index + 1 :])
+            share = min(1.0, (deadline - begin) / (later + entry.budget(supervisor.quick)))
+            try:  # a check that hangs or builds for long is ended before it takes what the later ones are to have
+                row = supervisor.run(entry, deadline - later * share, share)
             except KeyboardInterrupt:
                 interrupted = True
                 supervisor.end()

@@ -44,6 +44,7 @@ def _variant(
     config = EngineConfig(
         max_rows=ROWS,
         num_speculative_tokens=DRAFTS,
+        draft_length=DRAFTS,
         max_length=LONGEST_PROMPT + NEW_TOKENS,
         buckets=(ROWS,),
         greedy_only=True,

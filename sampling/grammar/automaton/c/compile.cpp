@@ -34,9 +34,14 @@ Automaton automaton_of(const Grammar &grammar, const Limits &limits) {
 } // namespace
 
 EXPORTED void *stepgraph_automaton_vocabulary(
-    const uint8_t *text, const int32_t *starts, int32_t num_tokens, const int32_t *stops, int32_t num_stops, int32_t words
+    const uint8_t *text, const int32_t *starts, int32_t num_tokens, const int32_t *stops, int32_t num_stops, const int32_t *hidden,
+    int32_t num_hidden, int32_t words
 ) {
-    return new (std::nothrow) Vocabulary(text, starts, num_tokens, stops, num_stops, words);
+    try {
+        return new Vocabulary(text, starts, num_tokens, Ints(stops, stops + num_stops), Ints(hidden, hidden + num_hidden), words);
+    } catch (const std::bad_alloc &) {
+        return nullptr;
+    }
 }
 
 EXPORTED void stepgraph_automaton_free_vocabulary(void *vocabulary) { delete (Vocabulary *)vocabulary; }
@@ -54,6 +59,9 @@ template <class Work> static int outcome_of(char *reason, int64_t reason_size, c
         return UNFIT;
     } catch (const std::bad_alloc &) {
         return NO_MEMORY;
+    } catch (const std::exception &error) { // none may leave through the C interface
+        snprintf(reason, (size_t)reason_size, "the automaton compiler failed: %s", error.what());
+        return UNFIT;
     }
 }
 
@@ -63,7 +71,7 @@ struct grammar_source {
     int32_t num_expressions, num_rules, root;
     const int64_t *limits; // the fields of Limits but the last
     Grammar grammar() const { return {data, offsets, bodies, num_expressions, num_rules, root}; }
-    Limits bounds(int64_t longest) const { return {limits[0], limits[1], limits[2], longest}; }
+    Limits bounds(int64_t longest) const { return {limits[0], limits[1], limits[2], limits[3], longest}; }
 };
 
 // Sets *image to the compiled grammar.
@@ -90,7 +98,7 @@ EXPORTED int stepgraph_automaton_combine(
     const void *left, const void *right, int operation, const int64_t *limits, void **automaton, char *reason, int64_t reason_size
 ) {
     return outcome_of(reason, reason_size, [&] {
-        Limits bounds{limits[0], limits[1], limits[2], 0};
+        Limits bounds{limits[0], limits[1], limits[2], limits[3], 0};
         *automaton = new Automaton(combine(*(const Automaton *)left, *(const Automaton *)right, (Operation)operation, bounds));
         return true;
     });

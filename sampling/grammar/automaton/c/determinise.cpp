@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <unordered_map>
 
 namespace stepgraph {
@@ -20,6 +21,8 @@ struct Hash {
         return hash;
     }
 };
+
+constexpr int64_t STEPS_PER_MEMBER = 16; // sorting sets takes longer than following the bytes of tokens
 
 void sort_unique(Ints &values) {
     std::sort(values.begin(), values.end());
@@ -75,30 +78,36 @@ private:
     // States from which the end of their automaton can be reached.
     void find_live() {
         size_t count = nfa.states.size();
-        std::vector<Ints> before(count);
-        std::vector<std::vector<std::pair<int32_t, int32_t>>> calls_before(count); // (caller, automaton) by the state after the call
+        std::vector<std::pair<int32_t, int32_t>> moves; // to, from
+        std::unordered_map<int32_t, std::vector<std::pair<int32_t, int32_t>>> calls_before; // (caller, automaton) by the state after the call
         live.assign(count, 0);
         Ints stack;
         for (size_t index = 0; index < count; index++) {
             const Nfa::State &state = nfa.states[index];
-            for (const Nfa::Edge &edge : state.edges) before[edge.to].push_back((int32_t)index);
-            for (int32_t to : state.next) before[to].push_back((int32_t)index);
+            for (const Nfa::Edge &edge : state.edges) moves.push_back({edge.to, (int32_t)index});
+            for (int32_t to : state.next) moves.push_back({to, (int32_t)index});
             for (const Nfa::Call &call : state.calls) calls_before[call.back].push_back({(int32_t)index, call.automaton});
-            if (state.kind != Nfa::PLAIN) before[nfa.loops[state.target_loop].head].push_back((int32_t)index);
-            if (state.kind == Nfa::AGAIN) before[nfa.loops[state.target_loop].exit].push_back((int32_t)index);
+            if (state.kind != Nfa::PLAIN) moves.push_back({nfa.loops[state.target_loop].head, (int32_t)index});
+            if (state.kind == Nfa::AGAIN) moves.push_back({nfa.loops[state.target_loop].exit, (int32_t)index});
             if (state.final_of >= 0) stack.push_back((int32_t)index), live[index] = 1;
         }
+        Ints begin(count + 1, 0), before(moves.size()); // states before each state
+        for (auto &[to, from] : moves) begin[to + 1]++;
+        std::partial_sum(begin.begin(), begin.end(), begin.begin());
+        Ints fill(begin.begin(), begin.end() - 1);
+        for (auto &[to, from] : moves) before[fill[to]++] = from;
         std::vector<char> productive(nfa.starts.size(), 0);
         std::vector<Ints> waiting(nfa.starts.size());
         auto mark = [&](int32_t state) { if (!live[state]) live[state] = 1, stack.push_back(state); };
         while (!stack.empty()) {
             int32_t state = stack.back();
             stack.pop_back();
-            for (int32_t from : before[state]) mark(from);
-            for (auto &[caller, called] : calls_before[state]) {
-                if (productive[called]) mark(caller);
-                else waiting[called].push_back(caller);
-            }
+            for (int32_t at = begin[state]; at < begin[state + 1]; at++) mark(before[at]);
+            if (auto calls = calls_before.find(state); calls != calls_before.end())
+                for (auto &[caller, called] : calls->second) {
+                    if (productive[called]) mark(caller);
+                    else waiting[called].push_back(caller);
+                }
             if (!stack.empty()) continue;
             for (size_t called = 0; called < nfa.starts.size(); called++) {
                 if (productive[called] || !live[nfa.starts[called]]) continue;
@@ -128,6 +137,7 @@ private:
             int32_t index = stack.back();
             const Nfa::State &state = nfa.states[index];
             stack.pop_back();
+            spend(1);
             if (!live[index]) continue;
             if (state.kind == Nfa::ENTER) found.enters.push_back(state.target_loop);
             if (state.kind == Nfa::AGAIN) found.agains.push_back(state.target_loop);
@@ -136,14 +146,24 @@ private:
                 if (stamps[to] != stamp) stamps[to] = stamp, stack.push_back(to);
         }
         found.sort();
+        store(found.members);
         return found;
     }
 
     Reached closure_of(const Ints &states) {
         Reached found;
         for (int32_t state : states) found.add(closure(state));
+        spend((int64_t)found.members.size());
         found.sort();
         return found;
+    }
+
+    void spend(int64_t members) {
+        if ((steps += members * STEPS_PER_MEMBER) > limits.steps) exceeded("steps", limits.steps);
+    }
+
+    void store(const Ints &members) {
+        if ((stored += (int64_t)(members.size() * sizeof members[0])) > limits.bytes) exceeded("bytes", limits.bytes);
     }
 
     int32_t intern(const Ints &members) {
@@ -152,6 +172,7 @@ private:
         if (is_new) {
             if ((int64_t)sets.size() >= limits.states) exceeded("states", limits.states);
             sets.push_back(&at->first);
+            store(members);
         }
         return at->second;
     }
@@ -364,6 +385,7 @@ private:
     std::vector<char> live, known;
     std::vector<Reached> closures;
     Ints stamps;
+    int64_t steps = 0, stored = 0; // stored: bytes
     int32_t stamp = 0;
     std::unordered_map<Ints, int32_t, Hash> index_of;
     std::vector<const Ints *> sets;

@@ -4,11 +4,13 @@
 
 #include <string.h>
 
-enum { OK = 1, COMPLETE = 2, TERMINATED = 3, DEAD_END = 4 }; /* mask status, as in status.py */
+enum { OK = 1, COMPLETE = 2, TERMINATED = 3, DEAD_END = 4, FAULT = 6 }; /* mask status, as in status.py */
 enum { TARGET, PUSH, COUNTER, LAST_TARGET, SETS, LAST_SETS = 8 }; /* of a move */
+enum { CAN_END = -2 }; /* in IMAGE_LEAVE */
+enum { TOO_DEEP = -1 };
 
 image_place image_start(const int32_t *image) {
-    image_place place = {.state = image[IMAGE_START], .top = -1, .free = 0};
+    image_place place = {.state = image[IMAGE_START], .depth = 0};
     memcpy(place.counters, image + IMAGE_START_COUNTERS, sizeof place.counters);
     return place;
 }
@@ -17,7 +19,9 @@ static void set_counters(image_place *place, const int32_t *pairs) {
     for (int at = 0; at < 4 && pairs[at] >= 0; at += 2) place->counters[pairs[at]] = pairs[at + 1];
 }
 
-static int special_move(image_place *place, image_stack *stack, const int32_t *move) {
+/* 1, 0 if the move is not legal, or TOO_DEEP. */
+static int special_move(const int32_t *image, image_walk *walk, const int32_t *move, int32_t most_pushed) {
+    image_place *place = &walk->place;
     if (move[COUNTER] >= 0 && --place->counters[move[COUNTER]] == 0) {
         place->state = move[LAST_TARGET];
         set_counters(place, move + LAST_SETS);
@@ -26,43 +30,82 @@ static int special_move(image_place *place, image_stack *stack, const int32_t *m
         set_counters(place, move + SETS);
     }
     if (move[PUSH] >= 0) {
-        if (place->free >= stack->capacity) return -1;
-        stack->symbols[place->free] = move[PUSH];
-        stack->parents[place->free] = place->top;
-        place->top = place->free++;
+        int32_t pushed = place->depth - walk->kept;
+        if (pushed >= most_pushed) return 0;
+        if (place->depth >= image[IMAGE_DEPTH]) return TOO_DEEP;
+        walk->pushed[pushed] = move[PUSH];
+        place->depth++;
     }
     return place->state >= 0;
 }
 
-int image_walk(const int32_t *image, image_place *place, image_stack *stack, const uint8_t *text, int64_t size) {
+static int32_t pop(image_walk *walk) {
+    int32_t at = --walk->place.depth;
+    if (at >= walk->kept) return walk->pushed[at - walk->kept];
+    walk->kept = at;
+    return walk->stack[at];
+}
+
+/* Follow bytes. 1, 0 if they are not legal, or TOO_DEEP. */
+static int follow(const int32_t *image, image_walk *walk, const uint8_t *text, int64_t size, int32_t most_pushed) {
     const int32_t *class_of = image + image[IMAGE_CLASS_OF], *next = image + image[IMAGE_NEXT], *leave = image + image[IMAGE_LEAVE];
     const int64_t classes = image[IMAGE_CLASSES];
-    image_place now = *place;
+    image_place *place = &walk->place;
     for (int64_t at = 0; at < size; at++) {
-        int32_t entry = next[now.state * classes + class_of[text[at]]];
+        int32_t entry = next[place->state * classes + class_of[text[at]]];
         if (entry < 0) return 0;
         if (entry < IMAGE_SPECIAL) {
-            now.state = entry;
+            place->state = entry;
         } else {
-            int done = special_move(&now, stack, image + image[IMAGE_MOVES] + (entry - IMAGE_SPECIAL) * IMAGE_MOVE_INTS);
+            int done = special_move(image, walk, image + image[IMAGE_MOVES] + (entry - IMAGE_SPECIAL) * IMAGE_MOVE_INTS, most_pushed);
             if (done <= 0) return done;
         }
-        while (leave[now.state] >= 0) {
-            int32_t symbol = stack->symbols[now.top];
-            now.top = stack->parents[now.top];
-            now.state = image[image[IMAGE_RETURN] + leave[now.state] * image[IMAGE_SYMBOLS] + symbol];
-            if (now.state < 0) return 0;
+        while (leave[place->state] >= 0) {
+            place->state = image[image[IMAGE_RETURN] + leave[place->state] * image[IMAGE_SYMBOLS] + pop(walk)];
+            if (place->state < 0) return 0;
         }
     }
-    *place = now;
     return 1;
 }
 
-int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, const image_place *place, image_stack *stack, int32_t *mask) {
+/* The same for free text, of which no token extends beyond the end of the marker. */
+static int follow_free(const int32_t *image, image_walk *walk, const uint8_t *text, int64_t size) {
+    for (int64_t at = 0; at < size; at++)
+        if (walk->place.state < image[IMAGE_FREE] || follow(image, walk, text + at, 1, 0) <= 0) return 0;
+    return 1;
+}
+
+static int follow_token(const int32_t *image, const image_vocabulary *vocabulary, image_walk *walk, int64_t token) {
+    const int32_t *start = vocabulary->starts + token;
+    if (start[0] == start[1]) return 0; /* not text */
+    if (walk->place.state >= image[IMAGE_FREE]) return follow_free(image, walk, vocabulary->text + start[0], start[1] - start[0]);
+    return follow(image, walk, vocabulary->text + start[0], start[1] - start[0], image[IMAGE_PUSHES]);
+}
+
+int image_accept(const int32_t *image, const image_vocabulary *vocabulary, image_walk *walk, int64_t token) {
+    if (token < 0 || token >= vocabulary->num_tokens || walk->place.state < 0) return 0;
+    if (vocabulary->stop_words[token / 32] >> (token % 32) & 1) {
+        if (image[image[IMAGE_LEAVE] + walk->place.state] != CAN_END) return 0;
+        walk->place.state = IMAGE_ENDED;
+        return 1;
+    }
+    const int32_t *hidden = walk->place.state < image[IMAGE_FREE] ? vocabulary->hidden_words : 0;
+    if (hidden && hidden[token / 32] >> (token % 32) & 1) return 0;
+    int found = follow_token(image, vocabulary, walk, token);
+    if (found == TOO_DEEP) walk->place.state = IMAGE_TOO_DEEP;
+    return found != 0;
+}
+
+void image_copy_stack(const image_walk *walk, int32_t *stack) {
+    if (stack != walk->stack) memcpy(stack, walk->stack, (size_t)walk->kept * sizeof *stack);
+    memcpy(stack + walk->kept, walk->pushed, (size_t)(walk->place.depth - walk->kept) * sizeof *stack);
+}
+
+int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, const image_place *place, const int32_t *stack, int32_t *mask) {
     const size_t words = (size_t)vocabulary->words, row_bytes = words * sizeof *mask;
     if (place->state < 0) {
         memset(mask, 0, row_bytes);
-        return TERMINATED;
+        return place->state == IMAGE_ENDED ? TERMINATED : FAULT;
     }
     const int32_t row = image[image[IMAGE_ROW_OF] + place->state], base = image[image[IMAGE_BASE_OF] + row];
     if (base == -1) memset(mask, 0, row_bytes);
@@ -74,30 +117,30 @@ int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, con
     if (!image[IMAGE_SYMBOLS]) return status;
     const int32_t *crossing = image + image[IMAGE_CROSS_START] + place->state, *tokens = image + image[IMAGE_CROSS];
     for (int32_t at = crossing[0]; at < crossing[1]; at++) {
-        image_place after = *place; /* nodes that this pushes are not used later */
-        const int32_t *start = vocabulary->starts + tokens[at];
-        if (image_walk(image, &after, stack, vocabulary->text + start[0], start[1] - start[0]) <= 0) continue;
+        image_walk walk = image_begin(place, stack);
+        if (follow_token(image, vocabulary, &walk, tokens[at]) <= 0) continue;
         mask[tokens[at] / 32] |= (int32_t)(1u << (tokens[at] % 32));
         status = OK;
     }
     return status;
 }
 
-int64_t image_forced(const int32_t *image, const image_place *place, image_stack *stack, uint8_t *text, int64_t room) {
+int64_t image_forced(const int32_t *image, const image_place *place, const int32_t *stack, uint8_t *text, int64_t room) {
     const int32_t *byte_of = image + image[IMAGE_BYTE_OF], *next = image + image[IMAGE_NEXT], *leave = image + image[IMAGE_LEAVE];
     const int64_t classes = image[IMAGE_CLASSES];
-    image_place now = *place;
+    image_walk walk = image_begin(place, stack);
+    const image_place *now = &walk.place;
     int64_t size = 0;
-    for (; size < room && now.state >= 0 && leave[now.state] == -1; size++) {
+    for (; size < room && now->state >= 0 && leave[now->state] == -1; size++) {
         int64_t only = -1;
         for (int64_t at = 0; at < classes; at++) {
-            if (next[now.state * classes + at] < 0) continue;
+            if (next[now->state * classes + at] < 0) continue;
             if (only >= 0 || byte_of[at] < 0) return size;
             only = at;
         }
         if (only < 0) break;
         text[size] = (uint8_t)byte_of[only];
-        if (image_walk(image, &now, stack, text + size, 1) <= 0) break;
+        if (follow(image, &walk, text + size, 1, IMAGE_MAX_PUSHES) <= 0) break;
     }
     return size;
 }

@@ -5,9 +5,9 @@
 
 #include <stdint.h>
 
-enum { IMAGE_VERSION = 1, IMAGE_COUNTERS = 3, IMAGE_MOVE_INTS = 12 };
+enum { IMAGE_VERSION = 3, IMAGE_COUNTERS = 3, IMAGE_MOVE_INTS = 12, IMAGE_MAX_PUSHES = 64 };
 
-/* The header. Names in capitals after IMAGE_CROSSING are offsets of tables, in int32 from the start of the image. */
+/* The header. Fields after IMAGE_FREE are offsets of tables, in int32 from the start of the image. */
 enum image_field {
     IMAGE_FORMAT, /* IMAGE_VERSION */
     IMAGE_SIZE,
@@ -19,6 +19,9 @@ enum image_field {
     IMAGE_START_COUNTERS, /* [IMAGE_COUNTERS] */
     IMAGE_ROWS = IMAGE_START_COUNTERS + IMAGE_COUNTERS, /* distinct mask rows */
     IMAGE_CROSSING, /* the largest number of crossing tokens of a state */
+    IMAGE_DEPTH, /* the most symbols on the stack of a text; 0 without symbols */
+    IMAGE_PUSHES, /* the most symbols that a legal token has on the stack at a time; at most IMAGE_MAX_PUSHES */
+    IMAGE_FREE, /* the first of the states before the end of a marker, in which the text is free; IMAGE_STATES without a marker */
     IMAGE_CLASS_OF, /* [256] byte class of each byte */
     IMAGE_BYTE_OF, /* [classes] the only byte of a class, or -1 */
     IMAGE_NEXT, /* [states, classes] state, -1, or IMAGE_SPECIAL + index of a move */
@@ -31,7 +34,7 @@ enum image_field {
     IMAGE_CHANGE_START, /* [rows + 1] into the next two */
     IMAGE_CHANGE_WORD, /* word of the row that differs from the base */
     IMAGE_CHANGE_VALUE,
-    IMAGE_DENSE, /* [dense rows, mask words] */
+    IMAGE_DENSE, /* [dense rows, mask words]; at a multiple of four */
     IMAGE_CROSS_START, /* [states + 1]; tokens whose legality depends on the stack; only with symbols */
     IMAGE_CROSS,
     IMAGE_HEADER, /* number of header fields */
@@ -45,30 +48,50 @@ typedef struct {
     const int32_t *starts; /* [num_tokens + 1] */
     const int32_t *plain; /* [plain_rows, words] row n: tokens of at most n characters that are plain inside any JSON string */
     const int32_t *stop_words; /* [words] one bit per stop token */
+    const int32_t *hidden_words; /* [words] one bit per token that is text only before the end of a marker; NULL: the caller has a mask */
     int64_t num_tokens, plain_rows, words, longest; /* longest: bytes of the longest token */
 } image_vocabulary;
 
-/* Where a text is in a grammar. Saved per token, so that a rollback restores one; stack nodes are never changed. */
+enum {
+    IMAGE_ENDED = -1, /* a stop token ended the text */
+    IMAGE_TOO_DEEP = -2, /* the text nests deeper than IMAGE_DEPTH */
+};
+
+/* Where a text is in a grammar. */
 typedef struct {
-    int32_t state; /* -1: a stop token ended the text */
-    int32_t top, free; /* node on top of the stack, or -1, and the next node to use */
+    int32_t state; /* or one of the above */
+    int32_t depth; /* symbols on the stack */
     int32_t counters[IMAGE_COUNTERS];
 } image_place;
 
+/* A place that moves. The stack of the place where it began is read and not changed. */
 typedef struct {
-    int32_t *symbols, *parents; /* [capacity] */
-    int32_t capacity;
-} image_stack;
+    image_place place;
+    const int32_t *stack;
+    int32_t kept; /* symbols of `stack` that are on the stack now, below the pushed ones */
+    int32_t pushed[IMAGE_MAX_PUSHES]; /* [place.depth - kept] */
+} image_walk;
 
 image_place image_start(const int32_t *image);
 
-/* Follow bytes. 1; 0 and no change of `place` if they are not legal; -1 if the stack has no room. */
-int image_walk(const int32_t *image, image_place *place, image_stack *stack, const uint8_t *text, int64_t size);
+static inline image_walk image_begin(const image_place *place, const int32_t *stack) {
+    image_walk walk;
+    walk.place = *place;
+    walk.stack = stack;
+    walk.kept = place->depth;
+    return walk;
+}
+
+/* Append a token. 1, or 0 if it is not legal: then the walk is no longer at a place of the grammar. */
+int image_accept(const int32_t *image, const image_vocabulary *vocabulary, image_walk *walk, int64_t token);
+
+/* Write the stack of the walk's place. */
+void image_copy_stack(const image_walk *walk, int32_t *stack);
 
 /* Write the mask row [words] of a place and return its status. */
-int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, const image_place *place, image_stack *stack, int32_t *mask);
+int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, const image_place *place, const int32_t *stack, int32_t *mask);
 
 /* Write bytes that must come next, at most `room`; returns their number. The text may not end before them. */
-int64_t image_forced(const int32_t *image, const image_place *place, image_stack *stack, uint8_t *text, int64_t room);
+int64_t image_forced(const int32_t *image, const image_place *place, const int32_t *stack, uint8_t *text, int64_t room);
 
 #endif

@@ -1,13 +1,15 @@
-// See masks.h. The row of a state is found by walking the tree of tokens from it. Two things make that cheap: most tokens are plain text,
-// whose rows inside strings are known beforehand by their number of characters; and the other tokens have few different suffixes from their
-// first character that is not plain.
+// See masks.h. The row of a state is found by walking the tree of tokens from it. Three things make that cheap: most tokens are plain text,
+// whose rows inside strings are known beforehand by their number of characters; the other tokens have few different suffixes from their
+// first character that is not plain; and a part of the tree is walked once for all states that behave alike for every text of its height.
 
 #include "masks.h"
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <numeric>
 #include <unordered_map>
+#include <utility>
 
 namespace stepgraph {
 
@@ -83,6 +85,7 @@ static Trie make_trie(const std::vector<Entry> &sorted) {
             trie.byte.push_back(text[at]);
             trie.depth.push_back(at);
             trie.skip.push_back(-1);
+            trie.height.push_back(0);
             trie.reach.push_back(0);
             trie.plain_characters.push_back(0);
             trie.starts_plain.push_back(0);
@@ -91,6 +94,7 @@ static Trie make_trie(const std::vector<Entry> &sorted) {
         int32_t from = plain_text.plain_from(text, size);
         for (int32_t at = 0; at < size; at++) {
             trie.reach[path[at]] = std::max(trie.reach[path[at]], from);
+            trie.height[path[at]] = std::max(trie.height[path[at]], size - at - 1);
             if (at + 1 < from) continue;
             if (at + 1 == from && from < size) trie.starts_plain[path[at]] = 1;
             int32_t &most = trie.plain_characters[path[at]];
@@ -102,10 +106,17 @@ static Trie make_trie(const std::vector<Entry> &sorted) {
     }
     for (; !path.empty(); path.pop_back()) trie.skip[path.back()] = (int32_t)trie.byte.size();
     trie.first_token.push_back((int32_t)trie.tokens.size());
+    trie.top.fill(-1);
+    for (size_t node = 0; node < trie.byte.size(); node = (size_t)trie.skip[node]) trie.top[trie.byte[node]] = (int32_t)node;
     return trie;
 }
 
 constexpr int32_t FEW_TOKENS = 16; // below a node: they are set one by one
+constexpr int32_t MAX_ALIKE = 32; // bytes
+constexpr int64_t ALIKE_STEPS = 50'000'000; // moves that are compared to find states that are alike
+constexpr int32_t SHARED_TOKENS = 100; // below a node
+constexpr int64_t STEPS_PER_MOVE = 2; // followed before states that are alike are searched for: few grammars take so many
+constexpr size_t MAX_BELOW = 8'000'000; // words
 
 static void add_bits(Trie &trie, int32_t words) {
     std::vector<uint32_t> row((size_t)words, 0);
@@ -130,12 +141,21 @@ static void add_bits(Trie &trie, int32_t words) {
     trie.bits_start.push_back((int32_t)trie.bit_words.size());
 }
 
-Vocabulary::Vocabulary(const uint8_t *bytes, const int32_t *offsets, int32_t num_tokens, const int32_t *stop_ids, int32_t num_stops, int32_t words)
-    : text(bytes, bytes + offsets[num_tokens]), starts(offsets, offsets + num_tokens + 1), stops(stop_ids, stop_ids + num_stops),
-      stop_words(words, 0), words(words) {
+static Ints bits_of(const Ints &tokens, int32_t words) {
+    Ints row((size_t)words, 0);
+    for (int32_t id : tokens) row[id / 32] |= (int32_t)(1u << (id % 32));
+    return row;
+}
+
+Vocabulary::Vocabulary(
+    const uint8_t *bytes, const int32_t *offsets, int32_t num_tokens, const Ints &stop_ids, const Ints &hidden_ids, int32_t words
+)
+    : text(bytes, bytes + offsets[num_tokens]), starts(offsets, offsets + num_tokens + 1), stops(stop_ids), stop_words(bits_of(stop_ids, words)),
+      hidden_words(bits_of(hidden_ids, words)), words(words) {
     std::vector<Entry> entries;
     for (int32_t id = 0; id < num_tokens; id++) {
         int32_t size = starts[id + 1] - starts[id];
+        if (hidden_words[id / 32] >> (id % 32) & 1) continue;
         if (size) entries.push_back({text.data() + starts[id], size, id});
         longest = std::max(longest, size);
     }
@@ -171,11 +191,10 @@ Vocabulary::Vocabulary(const uint8_t *bytes, const int32_t *offsets, int32_t num
     }
     suffix_start.push_back((int32_t)suffix_tokens.size());
     suffixes = make_trie(distinct);
-    for (int32_t id : stops) stop_words[id / 32] |= (int32_t)(1u << (id % 32));
 }
 
 image_vocabulary Vocabulary::view() const {
-    return {text.data(), starts.data(), plain.data(), stop_words.data(), (int64_t)starts.size() - 1, longest_plain + 1, words, longest};
+    return {text.data(), starts.data(), plain.data(), stop_words.data(), hidden_words.data(), (int64_t)starts.size() - 1, longest_plain + 1, words, longest};
 }
 
 namespace {
@@ -186,11 +205,38 @@ uint64_t mixed(uint64_t value) {
     return value ^ value >> 31;
 }
 
+// A row of bits.
+struct Row {
+    std::vector<uint32_t> bits; // [words]
+    Ints touched; // words that are not zero
+
+    explicit Row(std::vector<uint32_t> zeros) : bits(std::move(zeros)) {}
+
+    void set(int32_t word, uint32_t more) {
+        if (!bits[word]) touched.push_back(word);
+        bits[word] |= more;
+    }
+
+    void sort_touched() {
+        if (touched.size() * 8 < bits.size()) return std::sort(touched.begin(), touched.end());
+        touched.clear();
+        for (size_t word = 0; word < bits.size(); word++)
+            if (bits[word]) touched.push_back((int32_t)word);
+    }
+
+    void clear() {
+        for (int32_t word : touched) bits[word] = 0;
+        touched.clear();
+    }
+};
+
 class Masks {
 public:
     Masks(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits)
-        : automaton(automaton), vocabulary(vocabulary), limits(limits), row((size_t)vocabulary.words, 0),
-          changed((size_t)vocabulary.words, 0) {}
+        : automaton(automaton), vocabulary(vocabulary), limits(limits), bytes_of(automaton.classes), row(std::vector<uint32_t>((size_t)vocabulary.words, 0)),
+          state_at(vocabulary.longest + 1), known_at(vocabulary.longest + 1), stack_at(vocabulary.longest + 1) {
+        for (int byte = 0; byte < 256; byte++) bytes_of[automaton.class_of[byte]].push_back((uint8_t)byte);
+    }
 
     std::vector<int32_t> image() {
         find_plain_rows();
@@ -198,11 +244,15 @@ public:
         crossing.resize(automaton.symbols ? automaton.states : 0);
         for (int32_t state = 0; state < automaton.states; state++) {
             if (automaton.pop[state] >= 0) continue; // a text is never in it
+            if (alike.empty() && steps > STEPS_PER_MOVE * (int64_t)automaton.next.size()) find_alike();
             int32_t base = plain_row[state] > 0 ? -2 - plain_row[state] : -1;
-            if (base == -1 || !add_suffixes(state)) walk_tokens(state, base == -1 ? -1 : 0);
+            if (automaton.symbols) crossed = &crossing[state];
+            if (base == -1) walk_tokens(state, -1);
+            else if (!add_suffixes(state) && !add_like_rest(state)) walk_tokens(state, 0);
             if (automaton.accepts[state])
                 for (int32_t stop : vocabulary.stops) set(stop);
             row_of[state] = take_row(base);
+            if (automaton.symbols) std::sort(crossing[state].begin(), crossing[state].end());
         }
         return assembled();
     }
@@ -213,9 +263,7 @@ private:
     int32_t target_of(int32_t entry) const { return entry >= SPECIAL ? automaton.moves[entry - SPECIAL].target : entry; }
     int32_t entry_of(int32_t state, int32_t c) const { return automaton.next[(size_t)state * automaton.classes + c]; }
 
-    void set(int32_t token) {
-        set_bits(token / 32, 1u << (token % 32));
-    }
+    void set(int32_t token) { set_bits(token / 32, 1u << (token % 32)); }
 
     // For each state the number n such that its plain tokens are exactly those of at most n characters; 0 if there is no such number.
     void find_plain_rows() {
@@ -223,6 +271,7 @@ private:
         plain_row.assign(states, 0);
         surely.assign(states, 0);
         after_plain.assign(states, -1);
+        rest_of.assign(states, -1);
         if (!longest) return;
         std::vector<std::pair<uint8_t, int8_t>> moves[PlainText::STATES];
         for (int state = 0; state < PlainText::STATES; state++) {
@@ -258,6 +307,9 @@ private:
         }
         for (int32_t state = 0; state < states; state++)
             if (all[state] && some[state] && after[state].size() == 1) after_plain[state] = after[state][0];
+        for (int32_t state = 0; state < states; state++)
+            for (int32_t to : after[state])
+                if (after_plain[to] == to) rest_of[state] = to;
         // surely: texts of so many plain characters are all legal; maybe: some text of so many is.
         Ints maybe(states, 0), next_surely(states), next_maybe(states);
         for (int32_t round = 0; round < longest; round++) {
@@ -283,10 +335,95 @@ private:
             if (surely[state] == maybe[state] || (surely[state] == longest && maybe[state] >= longest)) plain_row[state] = surely[state];
     }
 
-    void set_bits(int32_t word, uint32_t bits) {
-        if (!changed[word]) changed[word] = 1, touched.push_back(word);
-        row[word] |= bits;
+    // Classes of states from which the same texts of at most n bytes can be read, with the same symbols left and added, for n from 0 on. After
+    // the last n all are final, or as many as the work allows. Each round divides the classes of the one before that have several states.
+    void find_alike() {
+        size_t classes = (size_t)automaton.classes;
+        alike.assign(1, automaton.pop);
+        int32_t count = automaton.finish_sets;
+        std::vector<Ints> open((size_t)count + 1), still; // classes of several states
+        for (int32_t state = 0; state < automaton.states; state++) open[(size_t)automaton.pop[state] + 1].push_back(state);
+        open.erase(std::remove_if(open.begin(), open.end(), [](const Ints &states) { return states.size() < 2; }), open.end());
+        std::unordered_map<uint64_t, std::vector<Ints>> parts; // of one class
+        std::vector<uint64_t> factors(classes); // of a hash whose terms do not wait for each other
+        for (size_t c = 0; c < classes; c++) factors[c] = mixed(c + 1);
+        for (int64_t work = 0; alike.size() <= MAX_ALIKE && !is_final && work <= ALIKE_STEPS;) {
+            const Ints &last = alike.back();
+            auto class_after = [&](int32_t state, size_t c) -> int64_t {
+                int32_t entry = automaton.next[(size_t)state * classes + c];
+                if (entry < 0) return -2;
+                const Move *move = special(entry);
+                return !move ? last[entry] : move->target < 0 ? -2 : last[move->target] | ((int64_t)move->push + 1) << 32;
+            };
+            auto is_equal = [&](int32_t state, int32_t other) {
+                size_t c = 0;
+                while (c < classes && class_after(state, c) == class_after(other, c)) c++;
+                return c == classes;
+            };
+            Ints found = last;
+            is_final = true;
+            still.clear();
+            for (const Ints &members : open) {
+                parts.clear();
+                for (int32_t state : members) {
+                    uint64_t hash = 0;
+                    for (size_t c = 0; c < classes; c++) hash += (uint64_t)class_after(state, c) * factors[c];
+                    std::vector<Ints> &same = parts[hash];
+                    auto part = std::find_if(same.begin(), same.end(), [&](const Ints &states) { return is_equal(state, states[0]); });
+                    if (part == same.end()) part = same.insert(part, Ints());
+                    part->push_back(state);
+                }
+                work += (int64_t)(members.size() * classes);
+                int32_t number = last[members[0]]; // of the first part
+                for (auto &[hash, same] : parts)
+                    for (Ints &part : same) {
+                        for (int32_t state : part) found[state] = number;
+                        if (part.size() > 1) still.push_back(std::move(part));
+                        is_final &= number == last[members[0]];
+                        number = count++;
+                    }
+                count--; // the last was not used
+            }
+            open.swap(still);
+            alike.push_back(std::move(found));
+        }
     }
+
+    // Whether tokens below a node are found for a class of states at a time.
+    bool is_shared(const Trie &trie, int32_t node) const {
+        bool is_large = trie.first_token[trie.skip[node]] - trie.first_token[node + 1] >= SHARED_TOKENS;
+        return is_large && !alike.empty() && (trie.height[node] < (int32_t)alike.size() || is_final);
+    }
+
+    // Find the tokens below a node of the tree in a state after it, in which they began. False where they are unknown and there is no room for them.
+    bool add_below(int32_t node, int32_t state) {
+        const Trie &trie = vocabulary.trie;
+        const Ints &classes = alike[std::min((size_t)trie.height[node], alike.size() - 1)];
+        uint64_t key = (uint64_t)node << 32 | (uint32_t)classes[state];
+        auto known = below.find(key);
+        if (known == below.end()) {
+            if (below_bits.size() + below_crossed.size() > MAX_BELOW) return false;
+            if (level == spares.size()) spares.emplace_back(std::vector<uint32_t>(row.bits.size(), 0));
+            Row &spare = spares[level++];
+            std::swap(row, spare);
+            Ints found, *outer = std::exchange(crossed, &found);
+            walk_part(trie, state, -1, node + 1, trie.skip[node]);
+            crossed = outer;
+            size_t bits_begin = below_bits.size(), crossed_begin = below_crossed.size();
+            for (int32_t word : row.touched) below_bits.push_back({word, row.bits[word]});
+            below_crossed.insert(below_crossed.end(), found.begin(), found.end());
+            row.clear();
+            known = below.emplace(key, Below{bits_begin, below_bits.size(), crossed_begin, below_crossed.size()}).first;
+            std::swap(row, spare);
+            level--;
+        }
+        const Below &at = known->second;
+        for (size_t index = at.bits_begin; index < at.bits_end; index++) row.set(below_bits[index].first, below_bits[index].second);
+        if (at.crossed_begin < at.crossed_end) crossed->insert(crossed->end(), below_crossed.begin() + (int64_t)at.crossed_begin, below_crossed.begin() + (int64_t)at.crossed_end);
+        return true;
+    }
+
+    void set_bits(int32_t word, uint32_t bits) { row.set(word, bits); }
 
     // Set the tokens below a node whose text after it is plain.
     void set_plain(int32_t node) {
@@ -298,18 +435,17 @@ private:
             if (trie.plain_from[at] <= trie.depth[node] + 1) set(trie.tokens[at]);
     }
 
-    // Visits the tokens that a text may continue with in `start`: `found` gets those that are legal, `crosses` those whose legality depends on
+    // Visits the tokens in nodes begin..end that a text may continue with in `start`: `found` gets those that are legal, `crosses` those whose legality depends on
     // the stack. With `known` >= 0, tokens that are plain from that byte on are left out. With `covers` tokens that are plain from some later
     // byte on are set at once where all are legal.
-    template <class Found, class Crosses> void walk(const Trie &trie, int32_t start, int32_t known, bool covers, const Found &found, const Crosses &crosses) {
-        int32_t nodes = (int32_t)trie.byte.size();
-        state_at.resize((size_t)vocabulary.longest + 1);
-        known_at.resize((size_t)vocabulary.longest + 1);
-        stack_at.resize((size_t)vocabulary.longest + 1);
-        state_at[0] = start;
-        known_at[0] = known;
-        stack_at[0].clear();
-        for (int32_t node = 0; node < nodes;) {
+    template <class Found, class Crosses> void walk(const Trie &trie, int32_t start, int32_t known, bool covers, const Found &found, const Crosses &crosses,
+                                                         int32_t begin, int32_t end) {
+        if (begin == end) return;
+        int32_t first = trie.depth[begin];
+        state_at[first] = start;
+        known_at[first] = known;
+        stack_at[first].clear();
+        for (int32_t node = begin; node < end;) {
             int32_t depth = trie.depth[node], entry = entry_of(state_at[depth], automaton.class_of[trie.byte[node]]);
             steps++;
             if (entry < 0 || trie.reach[node] <= known_at[depth]) {
@@ -320,9 +456,10 @@ private:
             bool below = false; // whether the move leaves a part that the token did not begin
             if (automaton.symbols) {
                 Ints &stack = stack_at[depth + 1];
-                stack = stack_at[depth];
+                if (stack_at[depth].empty()) stack.clear();
+                else stack = stack_at[depth];
                 const Move *move = special(entry);
-                if (move && move->push >= 0) stack.push_back(move->push);
+                if (move && move->push >= 0) stack.push_back(move->push), pushes = std::max(pushes, (int32_t)stack.size());
                 while (to >= 0 && automaton.pop[to] >= 0 && !(below = stack.empty())) {
                     to = automaton.go[(size_t)automaton.pop[to] * automaton.symbols + stack.back()];
                     stack.pop_back();
@@ -338,6 +475,10 @@ private:
                 node = trie.skip[node];
                 continue;
             }
+            if (covers && known_at[depth] < 0 && stack_at[depth + 1].empty() && is_shared(trie, node) && add_below(node, to)) {
+                node = trie.skip[node];
+                continue;
+            }
             state_at[depth + 1] = to;
             known_at[depth + 1] = known_at[depth];
             if (covers && surely[to] > 0 && surely[to] >= trie.plain_characters[node]) {
@@ -349,8 +490,20 @@ private:
         if (steps > limits.steps) exceeded("steps", limits.steps);
     }
 
+    // The same for all nodes. Only those of bytes that `start` reads are visited at the top, where a tree has most children.
+    template <class Found, class Crosses> void walk_all(const Trie &trie, int32_t start, int32_t known, bool covers, const Found &found, const Crosses &crosses) {
+        for (int32_t c = 0; c < automaton.classes; c++)
+            if (entry_of(start, c) >= 0)
+                for (uint8_t byte : bytes_of[c])
+                    if (int32_t node = trie.top[byte]; node >= 0) walk(trie, start, known, covers, found, crosses, node, trie.skip[node]);
+    }
+
     void walk_tokens(int32_t start, int32_t known) {
-        walk(vocabulary.trie, start, known, true, [&](int32_t token) { set(token); }, [&](int32_t token) { crossing[start].push_back(token); });
+        walk_all(vocabulary.trie, start, known, true, [&](int32_t token) { set(token); }, [&](int32_t token) { crossed->push_back(token); });
+    }
+
+    void walk_part(const Trie &trie, int32_t start, int32_t known, int32_t begin, int32_t end) {
+        walk(trie, start, known, true, [&](int32_t token) { set(token); }, [&](int32_t token) { crossed->push_back(token); }, begin, end);
     }
 
     struct Suffixes { // that are legal in a state
@@ -364,7 +517,7 @@ private:
         size_t count = vocabulary.suffix_start.size() - 1;
         found.legal.assign(count + 1, 0);
         found.crosses.assign(automaton.symbols ? count : 0, 0);
-        walk(vocabulary.suffixes, state, -1, false, [&](int32_t suffix) { found.legal[suffix] = 1, found.list.push_back(suffix); },
+        walk_all(vocabulary.suffixes, state, -1, false, [&](int32_t suffix) { found.legal[suffix] = 1, found.list.push_back(suffix); },
              [&](int32_t suffix) { found.crosses[suffix] = 1, found.list.push_back(suffix); });
         return found;
     }
@@ -390,6 +543,50 @@ private:
         return true;
     }
 
+    // The tokens that are not plain, in a state where most plain characters lead to a state that they do not leave: the tokens of that
+    // state, but for texts that lead elsewhere. False, and nothing done, in others.
+    bool add_like_rest(int32_t start) {
+        int32_t rest = rest_of[start];
+        if (rest < 0 || plain_row[start] != plain_row[rest]) return false;
+        const Suffixes &known = suffixes_of(rest);
+        for (int32_t suffix : known.list)
+            for (int32_t at = vocabulary.suffix_start[suffix]; at < vocabulary.suffix_start[suffix + 1]; at++)
+                add_suffix(start, known, suffix, vocabulary.suffix_tokens[at]);
+        left_out.clear();
+        added.clear();
+        crossed = &added;
+        const Trie &trie = vocabulary.trie;
+        for (int32_t c = 0; c < automaton.classes; c++)
+            if (entry_of(start, c) != entry_of(rest, c))
+                for (uint8_t byte : bytes_of[c])
+                    if (int32_t node = trie.top[byte]; node >= 0) exchange(start, rest, node, trie.skip[node]);
+        if (left_out.empty() && added.empty()) return true;
+        Ints &tokens = crossing[start];
+        std::sort(left_out.begin(), left_out.end());
+        auto is_left_out = [&](int32_t token) { return std::binary_search(left_out.begin(), left_out.end(), token); };
+        tokens.erase(std::remove_if(tokens.begin(), tokens.end(), is_left_out), tokens.end());
+        tokens.insert(tokens.end(), added.begin(), added.end());
+        return true;
+    }
+
+    // In nodes begin..end, exchange the tokens of state `from` that are not plain for those of `to`.
+    void exchange(int32_t to, int32_t from, int32_t begin, int32_t end) {
+        const Trie &trie = vocabulary.trie;
+        auto is_simple = [&](int32_t entry) { return entry >= 0 && entry < SPECIAL && automaton.pop[entry] < 0; };
+        for (int32_t node = begin; node < end; node = trie.skip[node]) {
+            int32_t c = automaton.class_of[trie.byte[node]], entry = entry_of(to, c), other = entry_of(from, c);
+            steps++;
+            if (trie.reach[node] <= 0 || entry == other) continue;
+            if (is_simple(entry) && is_simple(other)) {
+                exchange(entry, other, node + 1, trie.skip[node]);
+                continue;
+            }
+            auto unset = [&](int32_t token) { row.bits[token / 32] &= ~(1u << (token % 32)); };
+            walk(trie, from, 0, false, unset, [&](int32_t token) { left_out.push_back(token); }, node, trie.skip[node]);
+            walk_part(trie, to, 0, node, trie.skip[node]);
+        }
+    }
+
     void add_suffix(int32_t start, const Suffixes &known, int32_t suffix, int32_t token) {
         if (known.legal[suffix]) set(token);
         else crossing[start].push_back(token);
@@ -397,63 +594,82 @@ private:
 
     // The number of the row that was built over a base: an equal one, or a new one.
     int32_t take_row(int32_t base) {
+        row.sort_touched();
         if (base != -1) { // words that the base has anyway are no change
             const int32_t *plain = vocabulary.plain.data() + (size_t)(-2 - base) * vocabulary.words;
             auto is_same = [&](int32_t word) {
-                row[word] |= (uint32_t)plain[word];
-                if (row[word] != (uint32_t)plain[word]) return false;
-                row[word] = 0, changed[word] = 0;
+                row.bits[word] |= (uint32_t)plain[word];
+                if (row.bits[word] != (uint32_t)plain[word]) return false;
+                row.bits[word] = 0;
                 return true;
             };
-            touched.erase(std::remove_if(touched.begin(), touched.end(), is_same), touched.end());
+            row.touched.erase(std::remove_if(row.touched.begin(), row.touched.end(), is_same), row.touched.end());
         }
-        std::sort(touched.begin(), touched.end());
         uint64_t hash = mixed((uint64_t)(base + 1000));
-        for (int32_t word : touched) hash = mixed(hash ^ ((uint64_t)word << 32 | row[word]));
+        for (int32_t word : row.touched) hash += (row.bits[word] + 1ull) * (2 * (uint64_t)word + 0x9e3779b97f4a7c15ull);
+        hash = mixed(hash);
         int32_t found = -1;
         for (int32_t other : rows_by_hash[hash])
             if (is_equal(other, base)) found = other;
         if (found < 0) found = add_row(base), rows_by_hash[hash].push_back(found);
-        for (int32_t word : touched) row[word] = 0, changed[word] = 0;
-        touched.clear();
+        row.clear();
         return found;
     }
 
     bool is_equal(int32_t other, int32_t base) const {
-        if (built_on[other] != base || (size_t)built_size[other] != touched.size()) return false;
+        if (built_on[other] != base || (size_t)built_size[other] != row.touched.size()) return false;
         if (base_of[other] >= 0) { // dense
             const uint32_t *dense_row = dense.data() + (size_t)base_of[other] * vocabulary.words;
-            return std::all_of(touched.begin(), touched.end(), [&](int32_t word) { return dense_row[word] == row[word]; });
+            return std::all_of(row.touched.begin(), row.touched.end(), [&](int32_t word) { return dense_row[word] == row.bits[word]; });
         }
-        for (size_t at = 0; at < touched.size(); at++) {
+        for (size_t at = 0; at < row.touched.size(); at++) {
             size_t from = (size_t)change_start[other] + at;
-            if (change_word[from] != touched[at] || change_value[from] != (int32_t)row[touched[at]]) return false;
+            if (change_word[from] != row.touched[at] || change_value[from] != (int32_t)row.bits[row.touched[at]]) return false;
         }
         return true;
     }
 
     int32_t add_row(int32_t base) {
         bool any_text = false, any_stop = false;
-        for (int32_t word : touched) {
-            any_text |= (row[word] & ~(uint32_t)vocabulary.stop_words[word]) != 0;
-            any_stop |= (row[word] & (uint32_t)vocabulary.stop_words[word]) != 0;
+        for (int32_t word : row.touched) {
+            any_text |= (row.bits[word] & ~(uint32_t)vocabulary.stop_words[word]) != 0;
+            any_stop |= (row.bits[word] & (uint32_t)vocabulary.stop_words[word]) != 0;
         }
         status_of.push_back(any_text || base != -1 ? 1 : any_stop ? 2 : 4); // MaskStatus OK, COMPLETE, DEAD_END
         built_on.push_back(base);
-        built_size.push_back((int32_t)touched.size());
+        built_size.push_back((int32_t)row.touched.size());
         change_start.push_back((int32_t)change_word.size());
-        if (touched.size() * 4 > (size_t)vocabulary.words) { // a change takes two words
+        if (row.touched.size() * 4 > (size_t)vocabulary.words) { // a change takes two words
             base_of.push_back((int32_t)(dense.size() / (size_t)vocabulary.words));
             size_t at = dense.size();
             dense.resize(at + (size_t)vocabulary.words, 0);
             if (base != -1) memcpy(dense.data() + at, vocabulary.plain.data() + (size_t)(-2 - base) * vocabulary.words, (size_t)vocabulary.words * 4);
-            for (int32_t word : touched) dense[at + (size_t)word] = row[word];
+            for (int32_t word : row.touched) dense[at + (size_t)word] = row.bits[word];
         } else {
             base_of.push_back(base);
-            for (int32_t word : touched) change_word.push_back(word), change_value.push_back((int32_t)row[word]);
+            for (int32_t word : row.touched) change_word.push_back(word), change_value.push_back((int32_t)row.bits[word]);
         }
         check_size(4 * (int64_t)(dense.size() + 2 * change_word.size() + automaton.next.size()));
         return (int32_t)base_of.size() - 1;
+    }
+
+    // The most symbols that a legal token has on the stack at a time. After a token has left the part in which it began, its next moves are
+    // not known, and every byte that some move pushes for counts.
+    int32_t most_pushes() const {
+        std::vector<char> may_push(automaton.classes, 0), seen(vocabulary.starts.size(), 0);
+        for (size_t at = 0; at < automaton.next.size(); at++)
+            if (const Move *move = special(automaton.next[at]); move && move->push >= 0) may_push[at % automaton.classes] = 1;
+        int32_t most = pushes;
+        for (const Ints &tokens : crossing)
+            for (int32_t token : tokens) {
+                if (seen[token]) continue;
+                seen[token] = 1;
+                auto pushing = [&](uint8_t byte) { return may_push[automaton.class_of[byte]]; };
+                const uint8_t *text = vocabulary.text.data();
+                most = std::max(most, (int32_t)std::count_if(text + vocabulary.starts[token], text + vocabulary.starts[token + 1], pushing));
+            }
+        if (most > IMAGE_MAX_PUSHES) throw Unfit("a token that opens more than " + std::to_string(IMAGE_MAX_PUSHES) + " nested parts");
+        return most;
     }
 
     void check_size(int64_t bytes) const {
@@ -481,12 +697,13 @@ private:
             most = std::max(most, (int32_t)tokens.size());
         }
         cross_start.push_back((int32_t)cross.size());
-        std::vector<int32_t> image(IMAGE_HEADER, 0);
+        std::vector<int32_t> image((IMAGE_HEADER + 3) / 4 * 4, 0);
         auto table = [&](int field, const auto &values) {
             image[field] = (int32_t)image.size();
             image.insert(image.end(), values.begin(), values.end());
             check_size(4 * (int64_t)image.size());
         };
+        table(IMAGE_DENSE, dense);
         table(IMAGE_CLASS_OF, automaton.class_of);
         table(IMAGE_BYTE_OF, byte_of);
         table(IMAGE_NEXT, automaton.next);
@@ -499,7 +716,6 @@ private:
         table(IMAGE_CHANGE_START, change_start);
         table(IMAGE_CHANGE_WORD, change_word);
         table(IMAGE_CHANGE_VALUE, change_value);
-        table(IMAGE_DENSE, dense);
         table(IMAGE_CROSS_START, cross_start);
         table(IMAGE_CROSS, cross);
         image[IMAGE_FORMAT] = IMAGE_VERSION;
@@ -512,27 +728,39 @@ private:
         std::copy(automaton.counters.begin(), automaton.counters.end(), image.begin() + IMAGE_START_COUNTERS);
         image[IMAGE_ROWS] = (int32_t)base_of.size();
         image[IMAGE_CROSSING] = most;
+        image[IMAGE_DEPTH] = automaton.symbols ? (int32_t)limits.depth : 0;
+        image[IMAGE_FREE] = automaton.states;
+        image[IMAGE_PUSHES] = automaton.symbols ? most_pushes() : 0;
         return image;
     }
 
     const Automaton &automaton;
     const Vocabulary &vocabulary;
     const Limits &limits;
+    std::vector<std::vector<uint8_t>> bytes_of; // [classes]
     Ints plain_row, row_of; // [states]
     std::vector<Ints> crossing; // [states]
     Ints after_plain; // [states] the state after any plain character, or -1 if it is not one
+    Ints rest_of; // [states] a state after some plain character that no plain character leaves, or -1
     std::unordered_map<int32_t, Suffixes> suffixes; // by state
     Ints surely; // [states] every plain text of so many characters is legal
-    Ints known_at; // by depth: plain_from up to which tokens are set already
-    std::vector<uint32_t> row; // being built, [words]
-    std::vector<char> changed; // [words]
-    Ints touched; // words that are not zero
+    std::vector<Ints> alike; // [bytes][states]
+    bool is_final = false; // whether the last classes are the same for texts of any length
+    struct Below { size_t bits_begin, bits_end, crossed_begin, crossed_end; };
+    std::unordered_map<uint64_t, Below> below; // by node and class: ranges of the next two
+    std::vector<std::pair<int32_t, uint32_t>> below_bits; // words of rows
+    Ints below_crossed, *crossed = nullptr; // tokens whose legality depends on the stack; of the state or the part that is being walked
+    std::deque<Row> spares; // of the parts of the tree that are being walked
+    size_t level = 0; // of these
+    Row row; // being built
+    Ints state_at, known_at; // by depth; known: plain_from up to which tokens are set already
+    std::vector<Ints> stack_at; // by depth
     Ints base_of, status_of, built_on, built_size, change_start, change_word, change_value; // rows
     std::vector<uint32_t> dense;
     std::unordered_map<uint64_t, Ints> rows_by_hash;
-    Ints state_at; // by depth
-    std::vector<Ints> stack_at;
+    Ints left_out, added; // crossing tokens of the state that is being exchanged
     int64_t steps = 0;
+    int32_t pushes = 0; // the most symbols that the tokens walked so far had on the stack at a time
 };
 
 } // namespace

@@ -16,6 +16,8 @@ struct Trie {
     std::vector<uint8_t> byte;
     Ints depth; // [nodes]
     Ints skip; // [nodes] the next node that is not below this one
+    Ints height; // [nodes] the most bytes that a token has after this node
+    std::array<int32_t, 256> top; // the node of a first byte, or -1
     Ints first_token; // [nodes + 1] tokens that end at a node: first_token[node] .. first_token[node + 1]
     Ints tokens;
     Ints plain_from; // [tokens] the text of a token is plain from this byte on
@@ -28,11 +30,11 @@ struct Trie {
 };
 
 struct Vocabulary {
-    Vocabulary(const uint8_t *text, const int32_t *starts, int32_t num_tokens, const int32_t *stops, int32_t num_stops, int32_t words);
+    Vocabulary(const uint8_t *text, const int32_t *starts, int32_t num_tokens, const Ints &stops, const Ints &hidden, int32_t words);
     image_vocabulary view() const;
 
     std::vector<uint8_t> text;
-    Ints starts, stops, stop_words, plain;
+    Ints starts, stops, stop_words, hidden_words, plain;
     int32_t words, longest = 0, longest_plain = 0; // bytes, characters
     Trie trie;
     // Tokens that are not plain, by the suffix from their first character that is not plain.

@@ -1,4 +1,4 @@
-/* The matcher of an automaton: its place after each token, so that a rollback drops places. */
+/* The matcher of an automaton: its place after each token and the symbols that each token popped, so that a rollback restores a place. */
 
 #include "image.h"
 
@@ -9,11 +9,18 @@
 #include <string.h>
 
 typedef struct {
+    image_place place;
+    int32_t kept; /* symbols of the stack before the token that are on the stack after it */
+} token_place;
+
+typedef struct {
     const int32_t *image;
     const image_vocabulary *vocabulary;
-    image_place *places; /* [room]; the last one is places[tokens] */
+    token_place *places; /* [room]; the last one is places[tokens] */
     int64_t tokens, room;
-    image_stack stack;
+    int32_t *stack; /* [IMAGE_DEPTH] */
+    int32_t *popped; /* [popped_room] the symbols popped by each token, in the order of the tokens */
+    int64_t num_popped, popped_room;
 } automaton_matcher;
 
 enum { FIRST_ROOM = 64 };
@@ -23,87 +30,73 @@ static int no_memory(char *error) {
     return -1;
 }
 
-static int grow_stack(automaton_matcher *matcher, int64_t nodes) {
-    if (!matcher->image[IMAGE_SYMBOLS] || nodes <= matcher->stack.capacity) return 0;
-    int32_t capacity = (int32_t)(nodes * 2);
-    int32_t *symbols = realloc(matcher->stack.symbols, (size_t)capacity * sizeof *symbols);
-    if (!symbols) return -1;
-    matcher->stack.symbols = symbols;
-    int32_t *parents = realloc(matcher->stack.parents, (size_t)capacity * sizeof *parents);
-    if (!parents) return -1;
-    matcher->stack.parents = parents;
-    matcher->stack.capacity = capacity;
-    return 0;
-}
-
-/* Room for one more place, and for as many nodes as a token may push. */
-static int reserve(automaton_matcher *matcher) {
-    if (matcher->tokens + 1 >= matcher->room) {
-        image_place *places = realloc(matcher->places, (size_t)matcher->room * 2 * sizeof *places);
-        if (!places) return -1;
-        matcher->places = places;
-        matcher->room *= 2;
-    }
-    return grow_stack(matcher, matcher->places[matcher->tokens].free + matcher->vocabulary->longest);
+/* `array` with room for `size` > 0 elements, moved if it had less. NULL without memory; then nothing has changed. */
+static void *with_room(void *array, int64_t *room, int64_t size, size_t element) {
+    if (size <= *room) return array;
+    void *grown = realloc(array, (size_t)size * 2 * element);
+    if (grown) *room = size * 2;
+    return grown;
 }
 
 static int accept(const matcher_library *self, void *handle, int64_t token, char *error) {
     (void)self;
     automaton_matcher *matcher = handle;
-    const image_vocabulary *vocabulary = matcher->vocabulary;
-    if (token < 0 || token >= vocabulary->num_tokens || matcher->places[matcher->tokens].state < 0) return 0;
-    if (reserve(matcher)) return no_memory(error);
-    image_place now = matcher->places[matcher->tokens];
-    if (vocabulary->stop_words[token / 32] >> (token % 32) & 1) {
-        if (matcher->image[matcher->image[IMAGE_LEAVE] + now.state] != -2) return 0;
-        now.state = -1;
-    } else {
-        const int32_t *start = vocabulary->starts + token;
-        if (start[0] == start[1]) return 0; /* not text */
-        if (image_walk(matcher->image, &now, &matcher->stack, vocabulary->text + start[0], start[1] - start[0]) <= 0) return 0;
-    }
-    matcher->places[++matcher->tokens] = now;
+    const image_place *before = &matcher->places[matcher->tokens].place;
+    image_walk walk = image_begin(before, matcher->stack);
+    if (!image_accept(matcher->image, matcher->vocabulary, &walk, token)) return 0;
+    int32_t num_popped = before->depth - walk.kept;
+    int32_t *popped = with_room(matcher->popped, &matcher->popped_room, matcher->num_popped + num_popped + 1, sizeof *popped);
+    if (!popped) return no_memory(error);
+    matcher->popped = popped;
+    token_place *places = with_room(matcher->places, &matcher->room, matcher->tokens + 2, sizeof *places);
+    if (!places) return no_memory(error);
+    matcher->places = places;
+    memcpy(popped + matcher->num_popped, matcher->stack + walk.kept, (size_t)num_popped * sizeof *matcher->popped);
+    matcher->num_popped += num_popped;
+    image_copy_stack(&walk, matcher->stack);
+    places[++matcher->tokens] = (token_place){walk.place, walk.kept};
     return 1;
 }
 
 static int fill(const matcher_library *self, void *handle, int32_t *words, int64_t count, char *error) {
-    (void)self, (void)count;
+    (void)self, (void)count, (void)error;
     automaton_matcher *matcher = handle;
-    if (reserve(matcher)) return no_memory(error);
-    return image_fill(matcher->image, matcher->vocabulary, matcher->places + matcher->tokens, &matcher->stack, words);
+    return image_fill(matcher->image, matcher->vocabulary, &matcher->places[matcher->tokens].place, matcher->stack, words);
 }
 
 static int rollback(const matcher_library *self, void *handle, int64_t tokens, char *error) {
     (void)self;
     automaton_matcher *matcher = handle;
     if (tokens < 0 || tokens > matcher->tokens) {
-        snprintf(error, FAULT_BYTES, "rollback: got %lld tokens, expected 0..%lld", (long long)tokens, (long long)matcher->tokens);
+        snprintf(error, FAULT_BYTES, "rollback.num_tokens: got %lld, expected 0..%lld, the number of accepted tokens", (long long)tokens, (long long)matcher->tokens);
         return -1;
     }
-    matcher->tokens -= tokens;
+    for (; tokens > 0; tokens--) {
+        int32_t kept = matcher->places[matcher->tokens--].kept, popped = matcher->places[matcher->tokens].place.depth - kept;
+        matcher->num_popped -= popped;
+        memcpy(matcher->stack + kept, matcher->popped + matcher->num_popped, (size_t)popped * sizeof *matcher->stack);
+    }
     return 0;
 }
 
 static int is_terminated(const matcher_library *self, void *handle, char *error) {
     (void)self, (void)error;
     const automaton_matcher *matcher = handle;
-    return matcher->places[matcher->tokens].state < 0;
+    return matcher->places[matcher->tokens].place.state == IMAGE_ENDED;
 }
 
 static int forced(const matcher_library *self, void *handle, char *text, int64_t room, char *error) {
-    (void)self;
+    (void)self, (void)error;
     automaton_matcher *matcher = handle;
-    const image_place *now = matcher->places + matcher->tokens;
-    if (grow_stack(matcher, now->free + room)) return no_memory(error);
-    return (int)image_forced(matcher->image, now, &matcher->stack, (uint8_t *)text, room);
+    return (int)image_forced(matcher->image, &matcher->places[matcher->tokens].place, matcher->stack, (uint8_t *)text, room);
 }
 
 STEPGRAPH_API void stepgraph_close_automaton(void *handle) {
     automaton_matcher *matcher = handle;
     if (!matcher) return;
     free(matcher->places);
-    free(matcher->stack.symbols);
-    free(matcher->stack.parents);
+    free(matcher->stack);
+    free(matcher->popped);
     free(matcher);
 }
 
@@ -113,11 +106,12 @@ STEPGRAPH_API void *stepgraph_open_automaton(const int32_t *image, const image_v
     if (!matcher) return NULL;
     *matcher = (automaton_matcher){.image = image, .vocabulary = vocabulary, .room = FIRST_ROOM};
     matcher->places = malloc(FIRST_ROOM * sizeof *matcher->places);
-    if (!matcher->places) {
+    matcher->stack = malloc((size_t)(image[IMAGE_DEPTH] + 1) * sizeof *matcher->stack); /* not of 0 bytes */
+    if (!matcher->places || !matcher->stack) {
         stepgraph_close_automaton(matcher);
         return NULL;
     }
-    matcher->places[0] = image_start(image);
+    matcher->places[0] = (token_place){.place = image_start(image)};
     return matcher;
 }
 

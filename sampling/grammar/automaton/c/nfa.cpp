@@ -1,5 +1,5 @@
 // See nfa.h. States are created per (expression, continuation), so that right recursion becomes a loop. Left-linear rules are built
-// apart. Other recursion must be between literal bytes: such alternatives become automata of their own, which are called.
+// apart. Other recursion must be between literal bytes: such parts of alternatives become automata of their own, which are called.
 
 #include "nfa.h"
 
@@ -104,6 +104,8 @@ public:
     explicit GrammarGraph(const Grammar &grammar) : grammar(grammar) {}
 
     View view(int32_t expression) const {
+        auto found = sequences.find(expression);
+        if (found != sequences.end()) return {SEQUENCE, (int32_t)found->second.size(), found->second.data()};
         const int32_t *at = grammar.data + grammar.offsets[expression];
         return {at[0], at[1], at + 2};
     }
@@ -200,6 +202,29 @@ public:
         return first.data != last.data || first.size > 1 ? first.data[0] & 255 : -1;
     }
 
+    // Makes a sequence of its own of the part of an alternative that begins and ends with literal bytes and refers to the component in
+    // between: what is around it may recurse at its start or at its end. Returns the sequence, or -1.
+    int32_t split(int32_t alternative, const std::set<int32_t> &component) {
+        View at = view(alternative);
+        if (at.kind != SEQUENCE) return -1;
+        int first = -1, last = -1; // literals
+        bool inside = false; // whether a reference was found after `first`
+        for (int index = 0; index < at.size; index++) {
+            bool is_bytes = view(at.data[index]).kind == BYTES;
+            if (is_bytes && inside) last = index;
+            else if (is_bytes) first = index;
+            each_reference(at.data[index], {}, [&](int32_t to) { inside |= first >= 0 && component.count(to) > 0; });
+        }
+        if (last < 0) return -1;
+        Ints parts(at.data, at.data + at.size), part(at.data + first, at.data + last + 1);
+        int32_t made = grammar.num_expressions + (int32_t)sequences.size();
+        parts.erase(parts.begin() + first + 1, parts.begin() + last + 1);
+        parts[first] = made;
+        sequences[made] = part;
+        sequences[alternative] = parts;
+        return made;
+    }
+
     // The number of bytes of the shortest text of each rule, at most MANY.
     static constexpr int32_t MANY = 1 << 20;
     Ints shortest_texts() const {
@@ -233,6 +258,9 @@ public:
     }
 
     const Grammar &grammar;
+
+private:
+    std::map<int32_t, Ints> sequences; // added, or changed, by `split`
 };
 
 class Builder {
@@ -276,7 +304,9 @@ private:
                 graph.each_alternative(graph.grammar.bodies[rule], [&](int32_t alternative) {
                     bool recursive = false;
                     graph.each_reference(alternative, {}, [&](int32_t to) { recursive |= component.count(to) > 0; });
-                    if (recursive && graph.bracket_of(alternative) >= 0) called.insert(alternative);
+                    if (!recursive) return;
+                    if (graph.bracket_of(alternative) >= 0) called.insert(alternative);
+                    else if (int32_t part = graph.split(alternative, component); part >= 0) called.insert(part);
                 });
         for (auto &component : graph.recursive_components(called)) {
             char kind = graph.linearity(component, called);
@@ -610,7 +640,8 @@ private:
 
     struct PairHash {
         size_t operator()(const std::pair<int32_t, int32_t> &pair) const {
-            return std::hash<int64_t>()((int64_t)pair.first << 32 | (uint32_t)pair.second);
+            uint64_t key = ((uint64_t)pair.first << 32 | (uint32_t)pair.second) * 0x9e3779b97f4a7c15ull;
+            return (size_t)(key ^ key >> 32);
         }
     };
 
@@ -621,7 +652,7 @@ private:
     Nfa nfa;
     std::unordered_map<std::pair<int32_t, int32_t>, int32_t, PairHash> memo; // (expression, or ~rule, and continuation) -> state
     std::map<std::vector<Range>, Shape> shapes;
-    std::set<int32_t> called; // alternatives with an automaton of their own
+    std::set<int32_t> called; // expressions with an automaton of their own
     std::map<int32_t, int32_t> automaton_of;
     std::map<int32_t, std::set<int32_t>> left_linear; // by rule
     int depth = 0;

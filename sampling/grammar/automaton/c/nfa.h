@@ -25,7 +25,7 @@ struct Unfit : std::runtime_error {
 }
 
 struct Limits {
-    int64_t states, bytes, steps; // as in GrammarLimits
+    int64_t states, bytes, steps, depth; // as in GrammarLimits
     int64_t longest_token; // bytes: no token goes through more iterations of a loop than that
 };
 

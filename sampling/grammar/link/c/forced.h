@@ -1,7 +1,6 @@
 /* Forced tokens: if the grammar allows only one text, the tokens in which the tokenizer would write it. forced.py is the reference. */
 
-#ifndef STEPGRAPH_FORCED_H
-#define STEPGRAPH_FORCED_H
+#pragma once
 
 #include <stdint.h>
 
@@ -38,5 +37,3 @@ void follow_forced(matcher_row *row, int64_t position, int64_t token);
    is asked for forced text. */
 int64_t forced_token(matcher_row *row, const token_table *table, int64_t position, const int32_t *mask, int64_t words,
                      _Atomic int64_t *looks);
-
-#endif

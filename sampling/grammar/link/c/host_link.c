@@ -49,7 +49,7 @@ static void fill(host_link *link, int64_t slot, matcher_row *row, int64_t index,
         forced_token(row, link->shape.tokens, row->committed + index, mask, link->shape.words, &link->counts[LOOKS]);
 }
 
-static void commit(host_link *link, int64_t slot, matcher_row *row, const int64_t *state) {
+static void commit(host_link *link, int64_t slot, matcher_row *row, const int64_t *state, int64_t stage) {
     int64_t generated = state[GENERATED];
     int fresh = generated == row->committed;
     int64_t accepted = fresh ? 0 : state[ACCEPTED];
@@ -63,6 +63,7 @@ static void commit(host_link *link, int64_t slot, matcher_row *row, const int64_
         count(link, ROLLBACKS, 1);
     }
     row->pending_drafts = 0;
+    row->next_mask = 1;
     if (!fresh) {
         count(link, ACCEPTS, 1);
         if (accept_token(row, state[LAST_TOKEN]) != 1) {
@@ -73,22 +74,30 @@ static void commit(host_link *link, int64_t slot, matcher_row *row, const int64_
         follow_forced(row, generated - 1, state[LAST_TOKEN]);
         row->committed = generated;
     }
-    fill(link, slot, row, 0, 0);
+    fill(link, slot, row, 0, stage);
 }
 
-static void advance(host_link *link, int64_t slot, matcher_row *row, int64_t index) {
-    int64_t token = link->shape.drafts[(index - 1) * link->shape.slots + slot];
+/* Mask `index` after the draft in row `stage` - 1. */
+static void advance(host_link *link, int64_t slot, matcher_row *row, int64_t index, int64_t stage) {
+    int64_t token = link->shape.drafts[(stage - 1) * link->shape.slots + slot];
+    row->next_mask = index + 1;
     if (token < 0 || row->pending_drafts != index - 1 || row->last_mask_status != OK) return; /* an earlier draft ended the walk */
     count(link, ACCEPTS, 1);
     int accepted = accept_token(row, token);
     if (accepted > 0) {
         follow_forced(row, row->committed + index - 1, token);
         row->pending_drafts = index;
-        fill(link, slot, row, index, index);
+        fill(link, slot, row, index, stage);
     }
     if (accepted > 0 && !faulted(row)) return;
     row->last_mask_status = faulted(row) ? FAULT : ILLEGAL; /* the draft itself was still verified, by the mask before it */
-    tag(link, slot, row, index, index);
+    tag(link, slot, row, index, stage);
+}
+
+/* The next missing mask: the history may have changed since the last fill. */
+static void fill_next(host_link *link, int64_t slot, matcher_row *row, const int64_t *state, int64_t stage) {
+    if (row->last_mask_status == NONE || row->committed != state[GENERATED]) commit(link, slot, row, state, stage);
+    else advance(link, slot, row, row->next_mask, stage);
 }
 
 /* one node */
@@ -125,14 +134,14 @@ static void process_row(void *context, unsigned item) {
     for (int64_t step = 0; step < node->count && !faulted(row); step++) {
         int32_t stage = node->steps[step].stage;
         switch (node->steps[step].action) {
-        case FILL_NEW:
-            if (row->last_mask_status == NONE) fill(link, slot, row, 0, stage);
+        case NEXT:
+            fill_next(link, slot, row, link->shape.state + slot * HOST_COLUMNS, stage);
             break;
         case COMMIT:
-            commit(link, slot, row, link->shape.state + slot * HOST_COLUMNS);
+            commit(link, slot, row, link->shape.state + slot * HOST_COLUMNS, 0);
             break;
         case ADVANCE:
-            advance(link, slot, row, stage);
+            advance(link, slot, row, stage, stage);
             break;
         }
     }

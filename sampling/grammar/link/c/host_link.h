@@ -3,8 +3,7 @@
 
    Nothing here uses the Python interpreter: a host node runs without the GIL on whatever thread calls it. */
 
-#ifndef STEPGRAPH_HOST_LINK_H
-#define STEPGRAPH_HOST_LINK_H
+#pragma once
 
 #include "forced.h"
 #include "marker.h"
@@ -14,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { LAYOUT_VERSION = 11, FAULT_BYTES = 480, MAX_SLOTS = 4096, NODE_BOUNDS = 9 };
+enum { LAYOUT_VERSION = 12, FAULT_BYTES = 480, MAX_SLOTS = 4096, NODE_BOUNDS = 9 };
 
 /* Same values as in status.py. */
 enum { OWNER, GENERATED, LAST_TOKEN, ACCEPTED, FINISH, HOST_COLUMNS };
@@ -22,7 +21,7 @@ enum { TAG_FIELDS = 4, ROW_RUNNING = 1 };
 enum { NONE, OK, COMPLETE, TERMINATED, DEAD_END, ILLEGAL, FAULT };
 
 /* protocol.HostAction, same values: the steps of a host node. */
-enum { BEGIN_ROUND, FILL_NEW, COMMIT, ADVANCE, END_ROUND };
+enum { BEGIN_ROUND, NEXT, COMMIT, ADVANCE, END_ROUND };
 
 /* The functions of a grammar library. A function that fails returns -1 and writes the reason to `error` (FAULT_BYTES). */
 typedef struct matcher_library matcher_library;
@@ -49,6 +48,7 @@ struct matcher_row {
     int64_t owner;
     int64_t committed;        /* tokens of the history that the matcher has accepted permanently */
     int64_t pending_drafts;   /* drafts accepted after them */
+    int64_t next_mask;        /* index after the mask that was last to be filled */
     double fuel_seconds;      /* processor time limit of one library call */
     int32_t last_mask_status; /* the walk over drafts continues only after OK */
     int32_t known_open;       /* the library has reported "not terminated" and no stop token was accepted since */
@@ -78,7 +78,7 @@ typedef struct host_link host_link;
 
 typedef struct {
     int32_t action;
-    int32_t stage; /* FILL_NEW, ADVANCE: the mask row to fill; ADVANCE: also the draft to accept, from 1 */
+    int32_t stage; /* NEXT, ADVANCE: the mask row to fill, and the draft before it, from 1 */
 } host_step;
 
 /* The data of one host node. */
@@ -127,5 +127,3 @@ STEPGRAPH_API const char *stepgraph_fault(matcher_row *row);
 STEPGRAPH_API void stepgraph_node(void *node);
 STEPGRAPH_API void stepgraph_bind_xgrammar(xgrammar_library *library);
 STEPGRAPH_API void stepgraph_run_calls(void *list);
-
-#endif

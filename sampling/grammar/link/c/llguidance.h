@@ -1,7 +1,6 @@
 /* llguidance's C API, and the matcher that a row holds for it. */
 
-#ifndef STEPGRAPH_LLGUIDANCE_H
-#define STEPGRAPH_LLGUIDANCE_H
+#pragma once
 
 #include "host_link.h"
 
@@ -26,5 +25,3 @@ STEPGRAPH_API llguidance_matcher *stepgraph_open_llguidance(const llguidance_lib
                                                                 const void *cold_start, const int32_t *stop_words,
                                                                 const uint32_t *tokens, int64_t count);
 STEPGRAPH_API void *stepgraph_close_llguidance(const llguidance_library *library, llguidance_matcher *matcher, int keep);
-
-#endif

@@ -1,7 +1,6 @@
 /* Free text up to a marker, after which the grammar applies. marker.py is the reference. */
 
-#ifndef STEPGRAPH_MARKER_H
-#define STEPGRAPH_MARKER_H
+#pragma once
 
 #include <stdint.h>
 
@@ -38,5 +37,3 @@ int32_t fill_free_mask(const marker_progress *marker, int32_t *mask, int64_t wor
 
 /* Roll back the latest tokens. Returns how many of them the grammar must roll back: those after the marker. */
 int64_t roll_back_marker(marker_progress *marker, int64_t tokens);
-
-#endif

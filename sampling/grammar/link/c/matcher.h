@@ -1,7 +1,6 @@
 /* The matcher of one row: accepts tokens, rolls them back and fills masks within its fuel. XGrammarMatcher is the reference. */
 
-#ifndef STEPGRAPH_MATCHER_H
-#define STEPGRAPH_MATCHER_H
+#pragma once
 
 #include "host_link.h"
 
@@ -27,5 +26,3 @@ double start_of_call(const matcher_row *row);
 void end_of_call(matcher_row *row, double start);
 
 int64_t ns_of(clockid_t clock);
-
-#endif

@@ -1,7 +1,6 @@
 /* Worker threads that share the items of one job with the calling thread. */
 
-#ifndef STEPGRAPH_POOL_H
-#define STEPGRAPH_POOL_H
+#pragma once
 
 typedef struct pool pool;
 typedef void (*pool_work)(void *context, unsigned item);
@@ -14,5 +13,3 @@ pool *pool_open(unsigned helpers);
 void pool_run(pool *pool, pool_work work, void *context, unsigned items);
 
 void pool_close(pool *pool);
-
-#endif

@@ -25,7 +25,9 @@ LAYER = LlamaConfig(64, 32, 40, 4, 2, 8, (None,), rope=RopeConfig(500.0), dtype=
 def test_a_draft_may_be_a_gguf_file(tmp_path: Path) -> None:
     """The target's own file: almost all drafts are accepted."""
     path = write(tmp_path / "model.gguf", "qwen2", "qwen2")
-    config = EngineConfig(max_rows=1, num_speculative_tokens=2, max_length=24, greedy_only=True, eager=True, prefix_reuse=False)
+    config = EngineConfig(
+        max_rows=1, num_speculative_tokens=2, draft_length=2, max_length=24, greedy_only=True, eager=True, prefix_reuse=False
+    )
     with Engine.from_pretrained(path, path, config=config) as engine:
         job = engine.generate([5, 6, 7], max_new_tokens=9)
         stats = engine.stats()

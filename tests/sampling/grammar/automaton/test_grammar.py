@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from random import Random
 
@@ -18,74 +19,9 @@ from stepgraph.sampling.grammar.automaton.library import Field
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
+from tests.helpers.automaton_cases import CONSTRAINTS, VOCABULARY
 from tests.helpers.automaton_reference import MOVE_INTS, ReferenceAutomaton
 
-# All single bytes, so that every text can be spelled; tokens that begin or end in the middle of a string or a character; long runs.
-PIECES = (b'{"', b'":', b'": ', b'", "', b'"}', b"}]", b"]}", b"[[", b", ", b"true", b"null", b"12", b"aa", b"aaaa", b"ab", b'a"', b'a",')
-PARTS = (
-    "é".encode()[:1],
-    "é".encode()[1:] + b"x",
-    "日本".encode(),
-    "日".encode()[:2],
-    b"a" * 8,
-    b"\\n",
-    b"\\u00",
-    b"))",
-    b"((",
-    b"<t>",
-    b"t>1",
-)
-VOCABULARY = Vocabulary(
-    [*(bytes([code]) for code in range(256)), *PIECES, *PARTS, b"", b"<control>", b"<stop>"], [286], control_token_ids=[285]
-)
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 5},
-        "age": {"type": "integer"},
-        "tags": {"type": "array", "items": {"type": "string"}},
-    },
-    "required": ["name", "tags"],
-}
-TREE = {
-    "$ref": "#/$defs/tree",
-    "$defs": {
-        "tree": {
-            "type": "object",
-            "properties": {"value": {"type": "integer"}, "below": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
-            "required": ["value", "below"],
-        }
-    },
-}
-COUNTED = {
-    "type": "object",
-    "properties": {
-        "text": {"type": "string", "minLength": 20, "maxLength": 40},
-        "list": {"type": "array", "items": {"type": "string", "maxLength": 22}, "maxItems": 14},
-    },
-    "required": ["text", "list"],
-}
-CONSTRAINTS = {
-    "schema": Constraint.json_schema(PERSON),
-    "any JSON": Constraint.json_object(),
-    "blanks": Constraint.json_schema(PERSON, any_whitespace=True),
-    "recursive schema": Constraint.json_schema(TREE),
-    "counters": Constraint.json_schema(COUNTED),
-    "enum": Constraint.json_schema({"enum": ["a", "aa", 12, None, {"a": [1]}, "é"]}),
-    "choice": Constraint.choice(["a", "aaaa", "ab", "日本"]),
-    "regex": Constraint.regex(r"(ab?|a{2,4}\.)*[^a-z]é?"),
-    "long counter": Constraint.regex("[ab]{30,150}é?"),
-    "two counters": Constraint.regex("(a{3,24}b){12,30}"),
-    "counter that overlaps its end": Constraint.regex("[ab]{0,60}a{0,60}c"),
-    "characters of several lengths": Constraint.regex("[¢-𐍈]{1,3}"),
-    "right recursion": Constraint.ebnf('root ::= "a" root | "b"'),
-    "left recursion": Constraint.ebnf('root ::= root "a" | "b"'),
-    "brackets": Constraint.ebnf('root ::= "(" root ")" | "[" list "]" | "a"\nlist ::= root | root "," list'),
-    "expression": Constraint.ebnf('root ::= term | root "+" term\nterm ::= "(" root ")" | [0-9]+ | "(" ")"'),
-    "tags": Constraint.structural_tag(
-        {"triggers": ["<t>"], "structures": [{"begin": "<t>", "schema": {"type": "integer"}, "end": "</t>"}]}
-    ),
-}
 COMPILERS = {name: GrammarCompiler(VOCABULARY, backend=name) for name in ("automaton", "xgrammar")}
 
 
@@ -189,7 +125,7 @@ def test_rollback_restores_the_matcher(name: str, actions: list[tuple[bool, int]
     fresh = automaton(name).matcher()
     assert all(fresh.accept_token(token) for token in history)
     assert mask(matcher) == mask(fresh) and matcher.is_terminated() == fresh.is_terminated()
-    with pytest.raises(ValueError, match=f"rollback: got {len(history) + 1} tokens, expected 0..{len(history)}"):
+    with pytest.raises(ValueError, match=f"rollback.num_tokens: got {len(history) + 1}, expected 0..{len(history)}"):
         matcher.rollback(len(history) + 1)
 
 
@@ -233,6 +169,13 @@ def test_a_bound_of_32767_takes_no_more_states_than_one_of_500() -> None:
         (Constraint.regex("[ab]*a[ab]{40}"), {}, "GrammarLimits.automaton_states: got a grammar that takes more, expected at most 200000"),
         (Constraint.ebnf('root ::= "a" root "b" root | "c" | root root'), {}, "recursion that is not enclosed in literal text"),
         (Constraint.ebnf('root ::= "a" root "a" | "a"'), {}, "with the same text|after the same text"),
+        (
+            Constraint.ebnf('root ::= "[" root "]" root | "[" [0-9]* "]" root | "a"'),
+            {},
+            "begin a nested part or continue, with the same text",
+        ),
+        (Constraint.ebnf('root ::= root "[" root "]" root | "a"'), {}, "recursion that is not enclosed in literal text"),
+        (Constraint.ebnf("root ::= " + "[a]*" * 9000), {}, "GrammarLimits.automaton_bytes: got a grammar that takes more"),
         (CONSTRAINTS["schema"], {"automaton_states": 50}, "GrammarLimits.automaton_states: .* at most 50"),
         (CONSTRAINTS["schema"], {"automaton_bytes": 500}, "GrammarLimits.automaton_bytes: .* at most 500"),
         (CONSTRAINTS["schema"], {"automaton_steps": 500}, "GrammarLimits.automaton_steps: .* at most 500"),
@@ -255,6 +198,28 @@ def test_the_worker_returns_the_same_image() -> None:
             compiler.compile(Constraint.ebnf('root ::= "a" root "b" root | "c" | root root'))
     finally:
         compiler.close()
+
+
+ALL_TEXTS = [bytes(letters) for size in range(1, 8) for letters in itertools.product(b"abc", repeat=size)]
+DENSE = Vocabulary([*ALL_TEXTS, b"<stop>"], [len(ALL_TEXTS)])  # a tree with many tokens below its nodes
+
+
+@pytest.mark.parametrize(
+    ("pattern", "steps"),  # from each state alone: 71,334, 13,152, 57,372
+    [(r"[ab]{1,14}(c[ab]{1,14}){0,3}", 20_000), (r"(a(b|ca)*|[bc]c{0,9}a)*", 5_000), (r"([abc]{2}){0,11}", 20_000)],
+)
+def test_tokens_are_found_once_for_states_that_are_alike(pattern: str, steps: int) -> None:
+    compiler = GrammarCompiler(DENSE, backend="automaton", limits=GrammarLimits(automaton_steps=steps))
+    grammar = compiler.compile(Constraint.regex(pattern)).grammar
+    assert isinstance(grammar, AutomatonGrammar)
+    reference = ReferenceAutomaton(grammar.image)
+    for place, text in reference.texts(per_state=1):
+        matcher, row = grammar.matcher(), torch.zeros((1, DENSE.mask_words), dtype=torch.int32)
+        assert all(matcher.accept_token(ALL_TEXTS.index(bytes([byte]))) for byte in text)
+        matcher.fill_next_token_bitmask(row, 0)
+        found = np.flatnonzero(np.unpackbits(row.numpy().view(np.uint8), bitorder="little")).tolist()
+        expected = [token_id for token_id, token in enumerate(ALL_TEXTS) if reference.walk(place, token) is not None]
+        assert found == expected + [len(ALL_TEXTS)] * reference.accepts(place)
 
 
 def test_nbytes_is_the_size_of_the_image() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 
 VOCABULARY = Vocabulary.printable()
@@ -28,6 +31,7 @@ def texts(backend: BackendChoice, host_link: str) -> list[bytes]:
     config = EngineConfig(
         max_rows=2,
         num_speculative_tokens=3,
+        draft_length=3,
         max_length=128,
         compile_isolation="none",
         grammar_backend=backend,
@@ -45,6 +49,33 @@ def texts(backend: BackendChoice, host_link: str) -> list[bytes]:
             engine.step()
         assert not any(job.error for job in jobs)
         return [VOCABULARY.decode(job.tokens) for job in jobs]
+
+
+@pytest.mark.parametrize("host_link", ["native", "python"])
+def test_a_text_that_nests_too_deep_ends_with_an_error(host_link: str) -> None:
+    """A draft that nests too deep and is rejected is no error. The last legal bracket fills the stack, and the next one is emitted."""
+    limits = GrammarLimits(automaton_depth=9)
+    config = EngineConfig(
+        max_rows=2, num_speculative_tokens=3, draft_length=3, grammar_backend="automaton", host_link=host_link, grammar_limits=limits
+    )
+    opening, letter = VOCABULARY.tokens.index(b"("), VOCABULARY.tokens.index(b"a")
+    grammar = Constraint.ebnf('root ::= "(" root ")" | "a"')
+    with Engine(TARGET, ToyDraft(TARGET, agreement=0.5), vocabulary=VOCABULARY, config=config) as engine:
+        engine.capture()
+        jobs = [
+            engine.submit(
+                [1, 2], constraint=grammar, max_new_tokens=60, sampling=SamplingParams(temperature=1.0, seed=seed, logit_bias=bias)
+            )
+            for seed, bias in enumerate([{opening: 100.0}, *[{opening: 1.5, letter: -1.5}] * 12])
+        ]
+        while engine.has_work:
+            engine.step()
+    too_deep = "no valid grammar mask: the text nests deeper than the stack of its automaton (GrammarLimits.automaton_depth)"
+    for job in jobs:
+        depth = job.tokens.count(opening)
+        assert job.error == (too_deep if depth == 10 else "") and depth <= 10
+        assert depth == 10 or job.tokens == [opening] * depth + [letter] + [VOCABULARY.tokens.index(b")")] * depth
+    assert jobs[0].error and not all(job.error for job in jobs)
 
 
 def test_tokens_are_those_of_xgrammar() -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Unsupported, Vocabulary, coverage
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Vocabulary, coverage
+from stepgraph.sampling.grammar.automaton.grammar import AutomatonBuilder
 from stepgraph.sampling.grammar.compile import backends
-from stepgraph.sampling.grammar.compile.limits import MIB
+from stepgraph.sampling.grammar.compile.compiler import Isolation
+from stepgraph.sampling.grammar.compile.limits import MIB, CompileAbortedError
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from tests.helpers.grammar_bombs import PATTERNS, SCHEMAS
@@ -19,24 +21,60 @@ from tests.helpers.schema_cases import BYTES, takes
 from tests.sampling.grammar.compile.test_compiler import GREEDY, SLOW
 
 AUTO = GrammarCompiler(BYTES, max_threads=1)
-COMBINED = {"allOf": [{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"required": ["b"]}]}
-NEITHER = {"type": "object", "properties": {"a/b": {"type": "array", "uniqueItems": True}}, "not": {}, "patternProperties": {"^x": {}}}
+COMBINED: dict[str, Any] = {"allOf": [{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"required": ["b"]}]}
+NEITHER = {"type": "object", "properties": {"a/b": {"type": "array", "uniqueItems": True}}, "patternProperties": {"(?<=a)": {}}}
 
 
-def test_auto_chooses_xgrammar_without_a_reason() -> None:
+def test_auto_chooses_an_automaton_without_a_reason() -> None:
     compiled = AUTO.compile(Constraint.json_schema({"type": "integer"}))
-    assert (compiled.backend, compiled.reason) == ("xgrammar", "")
+    assert (compiled.backend, compiled.reason) == ("automaton", "")
+
+
+@pytest.mark.parametrize(
+    ("constraint", "limits", "reason"),
+    [
+        (Constraint.regex("[ab]*a[ab]{40}"), {}, "GrammarLimits.automaton_states: got a grammar that takes more, expected at most 200000"),
+        (Constraint.ebnf('root ::= root "+" root | "a"'), {}, "it has a recursion that is not enclosed in literal text"),
+        (Constraint.json_schema(COMBINED["allOf"][0]), {"automaton_bytes": 100}, "GrammarLimits.automaton_bytes: got a grammar that takes"),
+    ],
+)
+@pytest.mark.parametrize("isolation", ["none", "process"])
+def test_auto_falls_back_to_xgrammar_where_no_automaton_fits(
+    constraint: Constraint, limits: dict[str, int], reason: str, isolation: Isolation
+) -> None:
+    bounds = GrammarLimits(**limits)
+    compiler = GrammarCompiler(BYTES, max_threads=1, limits=bounds, isolation=isolation)
+    compiled = compiler.compile(constraint)
+    assert compiled.backend == "xgrammar" and compiled.reason.startswith(f"automaton: {reason}")
+    compiler.close()
+    found = coverage(constraint, bounds)
+    assert found.backend == "xgrammar" and found.unsupported["xgrammar"] == ()
+    assert [part.reason.startswith(reason) for part in found.unsupported["automaton"]] == [True]
+
+
+def test_a_limit_that_only_the_automaton_reaches_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def aborted(*_: object) -> None:
+        raise CompileAbortedError("GrammarLimits.compile_seconds: got no answer")
+
+    monkeypatch.setattr(AutomatonBuilder, "build", aborted)
+    compiled = GrammarCompiler(BYTES, max_threads=1).compile(Constraint.regex("a"))
+    assert (compiled.backend, compiled.reason) == ("xgrammar", "automaton: GrammarLimits.compile_seconds: got no answer")
 
 
 def test_auto_falls_back_to_llguidance_with_the_reason() -> None:
-    compiled = AUTO.compile(Constraint.json_schema(COMBINED))
+    compiled = AUTO.compile(Constraint.lark('start: "a"'))
     assert compiled.backend == "llguidance"
-    assert compiled.reason == "xgrammar: #: allOf: got 2 schemas; only one is enforced, merge them"
+    assert compiled.reason == "xgrammar: #: lark: is a notation of llguidance; xgrammar expects ebnf"
+
+
+@pytest.mark.parametrize("backend", backends.BACKENDS)
+def test_backends_have_one_grammar_of_a_schema(backend: BackendChoice) -> None:
+    compiled = AUTO.compile(Constraint.json_schema(COMBINED, backend=backend))
     assert takes(compiled, '{"a": 1, "b": null}') and not takes(compiled, '{"a": 1}') and not takes(compiled, '{"a": "", "b": 1}')
 
 
 @pytest.mark.parametrize(
-    ("constraint", "backend"), [(Constraint.ebnf('root ::= "a"'), "xgrammar"), (Constraint.lark('start: "a"'), "llguidance")]
+    ("constraint", "backend"), [(Constraint.ebnf('root ::= "a"'), "automaton"), (Constraint.lark('start: "a"'), "llguidance")]
 )
 def test_notation_selects_its_library(constraint: Constraint, backend: str) -> None:
     compiled = AUTO.compile(constraint)
@@ -48,31 +86,28 @@ def test_explicit_backend_is_the_only_one_tried(backend: BackendChoice) -> None:
     constraint = Constraint.json_schema({"type": "integer"}, backend=backend)
     assert AUTO.compile(constraint).backend == backend
     assert GrammarCompiler(BYTES, max_threads=1, backend=backend).compile(Constraint.regex("a")).backend == backend
-    other = Constraint.lark('start: "a"') if backend == "xgrammar" else Constraint.ebnf('root ::= "a"')
+    other = Constraint.ebnf('root ::= "a"') if backend == "llguidance" else Constraint.lark('start: "a"')
     with pytest.raises(ValueError, match=f"constraint {other.kind}: cannot be compiled: #: {other.kind}: is a notation of"):
         GrammarCompiler(BYTES, max_threads=1, backend=backend).compile(other)
 
 
-def test_error_lists_the_reasons_of_both_libraries() -> None:
-    with pytest.raises(ValueError, match="cannot be compiled: #: not: is not enforced"):
-        AUTO.compile(Constraint.json_schema({"not": {}, "type": "string"}))
-    with pytest.raises(
-        ValueError, match=r"cannot be compiled: xgrammar: #: minLength: needs type string.*; llguidance: #: not: is not enf"
-    ):
-        AUTO.compile(Constraint.json_schema({"not": {}, "minLength": 1}))
+def test_error_lists_the_reasons_of_all_libraries() -> None:
+    with pytest.raises(ValueError, match="cannot be compiled: #/not: not: is not enforced with uniqueItems"):
+        AUTO.compile(Constraint.json_schema({"not": {"uniqueItems": True}}))
+    with pytest.raises(ValueError, match=r"cannot be compiled: xgrammar: .*; llguidance: #: ebnf: is a notation of xgrammar"):
+        AUTO.compile(Constraint.ebnf('root ::= "a'))
 
 
 def test_coverage_lists_every_keyword_with_its_pointer() -> None:
     found = coverage(Constraint.json_schema(NEITHER))
     assert not found.enforced and found.backend is None
-    assert {(part.where, part.keyword) for part in found.unenforced} == {("#", "not"), ("#/properties/a~1b", "uniqueItems")}
-    assert Unsupported("#", "patternProperties", "is not enforced; remove it or express it otherwise") in found.unsupported["xgrammar"]
+    assert {(part.where, part.keyword) for part in found.unenforced} == {("#", "patternProperties"), ("#/properties/a~1b", "uniqueItems")}
+    assert found.unsupported["automaton"] == found.unsupported["xgrammar"] == found.unsupported["llguidance"]
     found = coverage(Constraint.json_schema(COMBINED))
-    assert found.backend == "llguidance" and found.unsupported["llguidance"] == () and found.unenforced == ()
-    assert [part.keyword for part in found.unsupported["xgrammar"]] == ["allOf"]
-    assert coverage(Constraint.json_schema(COMBINED, backend="xgrammar")).backend is None
-    assert coverage(Constraint.regex("a+")).unsupported == {"xgrammar": (), "llguidance": ()}
-    assert [part.where for part in coverage(Constraint.regex("(")).unenforced] == ["#", "#"]
+    assert found.backend == "automaton" and found.unsupported == dict.fromkeys(backends.BACKENDS, ()) and found.unenforced == ()
+    assert coverage(Constraint.lark('start: "a"')).backend == "llguidance"
+    assert coverage(Constraint.regex("a+")).unsupported == {"automaton": (), "xgrammar": (), "llguidance": ()}
+    assert [part.where for part in coverage(Constraint.regex("(")).unenforced] == ["#", "#", "#"]
 
 
 BOMBS = {
@@ -111,10 +146,10 @@ def test_coverage_stops_after_the_time_of_one_compile() -> None:
 def test_missing_llguidance_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "installed", lambda name: False)
     alone = GrammarCompiler(BYTES, max_threads=1)
-    assert alone.compile(Constraint.json_schema({"type": "integer"})).backend == "xgrammar"
+    assert alone.compile(Constraint.json_schema({"type": "integer"})).backend == "automaton"
     with pytest.raises(ValueError, match=r"llguidance: llguidance is not installed; pip install 'stepgraph\[llguidance\]'"):
-        alone.compile(Constraint.json_schema(COMBINED))
-    assert "not installed" in coverage(Constraint.json_schema(COMBINED)).unsupported["llguidance"][0].reason
+        alone.compile(Constraint.lark('start: "a"'))
+    assert "not installed" in coverage(Constraint.lark('start: "a"')).unsupported["llguidance"][0].reason
 
 
 @pytest.mark.parametrize("backend", backends.BACKENDS)
@@ -126,7 +161,7 @@ def test_structural_tags_in_free_text_enforce_their_schemas(backend: BackendChoi
         assert not accepts(constraint, bad), bad
     unenforced = {"begin": "<f=a>", "schema": {"type": "array", "uniqueItems": True}, "end": ""}
     refused = Constraint.structural_tag({"triggers": ["<f="], "structures": [unenforced]}, backend=backend)
-    with pytest.raises(ValueError, match="constraint structural_tag: cannot be compiled: #: uniqueItems: is not enforced"):
+    with pytest.raises(ValueError, match="constraint structural_tag: cannot be compiled: #: uniqueItems: is enforced for a list"):
         AUTO.compile(refused)
 
 
@@ -227,6 +262,7 @@ def test_coverage_stops_at_a_part_that_cannot_be_removed() -> None:
     found = coverage(Constraint.json_schema({"anyOf": [5, {"type": "string", "pattern": 1}]}))
     assert found.backend is None
     assert {name: [part.where for part in parts] for name, parts in found.unsupported.items()} == {
+        "automaton": ["#/anyOf/0"],
         "xgrammar": ["#/anyOf/0"],
         "llguidance": ["#/anyOf/0"],
     }

@@ -19,11 +19,12 @@ from stepgraph.sampling.grammar.link.layout import constants
 from stepgraph.sampling.grammar.link.native_row import NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, NODE_BOUNDS_NS, HostAction, HostLink, advance
 from stepgraph.sampling.grammar.link.python import PythonLink
+from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher
 from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn, MaskStatus
-from tests.helpers.link_bench import WALK, A, ForeignMatcher, LinkPair, Memory, letters_row, native_link, resident, set_running
+from tests.helpers.link_bench import WALK, XGRAMMAR_COMPILER, A, LinkPair, Memory, letters_row, native_link, resident, set_running
 from tests.helpers.planted import fail, plant
-from tests.helpers.toy_engines import COMPILER, STOP, needs_native
+from tests.helpers.toy_engines import STOP, needs_native
 
 pytestmark = needs_native
 
@@ -193,7 +194,7 @@ def test_the_librarys_error_is_reported_and_freed() -> None:
 def test_a_message_of_the_maximum_length_is_kept() -> None:
     memory = Memory.make(1, 3)
     link = native_link(memory)
-    row = link.row(9, COMPILER.compile(Constraint.regex("a+")).matcher())
+    row = link.row(9, XGRAMMAR_COMPILER.compile(Constraint.regex("a+")).matcher())
     assert isinstance(row, NativeRow)
     plant(row, "fill", lambda real, *arguments: fail(arguments[-1], b"x" * (constants.FAULT_BYTES - 1)))
     set_running(memory, row)
@@ -243,21 +244,10 @@ def test_push_batch_is_limited_by_the_depth_and_required_for_each_round() -> Non
 # arguments
 
 
-def test_python_matchers_take_part_and_their_faults_are_reported_unchanged() -> None:
-    memory = Memory.make(2, 3)
-    link = native_link(memory)
-    inner: Any = COMPILER.compile(Constraint.regex("a+")).matcher()
-    rows = [link.row(1, ForeignMatcher(inner)), letters_row(link, 2)]
-    for slot, row in enumerate(rows):
-        set_running(memory, row, slot)
-    memory.drafts[:] = A
-    link.push_batch(rows)
-    link.node(WALK)()
-    assert memory.tags[:, :, 3].tolist() == [[MaskStatus.OK] * 2] * 4
-    inner.fuel_seconds = -1.0
-    link.push_batch(rows)
-    link.node(WALK)()
-    assert rows[0].fault.startswith("one step of the grammar took") and rows[1].fault == ""
+def test_a_matcher_without_a_library_is_rejected() -> None:
+    checked = CheckedMatcher(XGRAMMAR_COMPILER.compile(Constraint.regex("a+")).matcher(), "xgrammar")
+    with pytest.raises(ValueError, match=r"row\.matcher: got CheckedMatcher, expected one of a grammar library"):
+        native_link(Memory.make(2, 3)).row(1, checked)
 
 
 @pytest.mark.parametrize("name", ["state", "drafts", "masks", "tags"])
@@ -273,7 +263,7 @@ def test_a_matcher_of_another_width_or_with_a_fault_is_rejected() -> None:
     link = native_link(Memory.make(2, 3, words=9))
     with pytest.raises(ValueError, match=r"row.matcher: got masks of \d words, expected 9"):
         letters_row(link)
-    matcher: Any = COMPILER.compile(Constraint.regex("a+")).matcher()
+    matcher: Any = XGRAMMAR_COMPILER.compile(Constraint.regex("a+")).matcher()
     matcher.fault = "spent"
     with pytest.raises(ValueError, match=r"row.matcher: got a failed matcher \(spent\)"):
         native_link(Memory.make(2, 3)).row(1, matcher)

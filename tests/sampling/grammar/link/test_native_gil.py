@@ -21,10 +21,13 @@ from stepgraph.sampling.grammar import MaskStatus
 from stepgraph.sampling.grammar.link.layout import structs
 from stepgraph.sampling.grammar.link.library import load
 from stepgraph.sampling.grammar.link.native import NativeLink
+from stepgraph.sampling.grammar.link.native_row import NativeRow
 from stepgraph.sampling.grammar.link.protocol import HostLink, MatcherRow
 from stepgraph.sampling.grammar.link.python import PythonLink
-from tests.helpers.link_bench import WALK, A, ForeignMatcher, Memory, letters_row, native_link, set_running
-from tests.helpers.toy_engines import COMPILER, CONTROL, Setup, make_engine, needs_native, plain
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
+from tests.helpers.link_bench import WALK, XGRAMMAR_COMPILER, A, Memory, letters_row, native_link, set_running
+from tests.helpers.planted import plant
+from tests.helpers.toy_engines import CONTROL, Setup, make_engine, needs_native, plain
 
 pytestmark = needs_native
 BOTH_LIBRARIES = [Constraint.regex("[a-z]+", "xgrammar"), Constraint.regex("[a-z]+", "llguidance")]
@@ -68,7 +71,7 @@ def test_rounds_complete_while_another_thread_holds_the_gil(threads: int) -> Non
     link = native_link(memory, depth=rounds, threads=threads)
     constraints = BOTH_LIBRARIES + [constraint.after(marker) for marker in ("aa", [A], "b") for constraint in BOTH_LIBRARIES]
     rows: list[MatcherRow] = [
-        link.row(owner, COMPILER.compile(constraint).matcher()) for owner, constraint in enumerate(2 * constraints, 1)
+        link.row(owner, XGRAMMAR_COMPILER.compile(constraint).matcher()) for owner, constraint in enumerate(2 * constraints, 1)
     ]
     for slot, row in enumerate(rows):
         set_running(memory, row, slot)
@@ -118,7 +121,7 @@ def bytecodes_in_host_nodes(host_link: str, constraints: Sequence[Constraint]) -
     before = threading.gettrace()  # of a coverage run
     threading.settrace(trace)  # for threads started from now on: the tape's
     try:
-        engine = make_engine(Setup(k=3, host_link=host_link))
+        engine = make_engine(Setup(k=3, host_link=host_link, grammar_lane="host"))
         jobs = [engine.submit([index], constraint=constraint, max_new_tokens=8) for index, constraint in enumerate(constraints)]
         for _ in engine.stream():
             pass
@@ -138,12 +141,18 @@ def test_no_bytecode_runs_inside_a_host_node() -> None:
     assert calls > 10 and bytecodes == 0
 
 
-def test_bytecodes_of_the_python_link_and_of_python_matchers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytecodes_of_the_python_link_and_of_python_functions_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the test above."""
     constraint = Constraint.json_object()
     calls, bytecodes = bytecodes_in_host_nodes("python", [constraint])
     assert calls > 10 and bytecodes > 100
     real = NativeLink.row
-    monkeypatch.setattr(NativeLink, "row", lambda link, owner, matcher, committed=0: real(link, owner, ForeignMatcher(matcher), committed))
+
+    def in_python(link: NativeLink, owner: int, matcher: Matcher, committed: int = 0) -> NativeRow:
+        row = real(link, owner, matcher, committed)
+        plant(row, "fill", lambda fill, *arguments: int(fill(*arguments)))
+        return row
+
+    monkeypatch.setattr(NativeLink, "row", in_python)
     calls, bytecodes = bytecodes_in_host_nodes("native", [constraint])
-    assert calls > 10 and bytecodes > 100
+    assert calls > 10 and bytecodes > calls

@@ -18,7 +18,7 @@ from torch import Tensor
 from stepgraph import Constraint, Vocabulary
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher
 from stepgraph.sampling.grammar.link import choose, llguidance_binding
-from stepgraph.sampling.grammar.link.layout import callbacks, constants, structs
+from stepgraph.sampling.grammar.link.layout import constants, structs
 from stepgraph.sampling.grammar.link.library import NativeLibrary, find_library
 from stepgraph.sampling.grammar.link.llguidance_binding import MAX_LEXER_UPDATES, LLGuidanceApi
 from stepgraph.sampling.grammar.link.native import NativeLink
@@ -28,6 +28,7 @@ from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceGrammar,
 from stepgraph.sampling.native import Unavailable
 from tests.helpers.link_bench import LLGUIDANCE_COMPILER, WALK, A, LinkPair, Memory, resident, set_running
 from tests.helpers.link_bench import native_link as open_link
+from tests.helpers.planted import callbacks
 from tests.helpers.toy_engines import STOP, VOCABULARY, Setup, make_engine, needs_native, plain
 from tests.sampling.grammar.llguidance_lib.test_llguidance import differences
 
@@ -58,12 +59,13 @@ class LLGuidancePair(LinkPair):
         request = self.requests[slot]
         assert request is not None
         row = request.rows[1]
-        assert isinstance(row, NativeRow) and not hasattr(row, "_callbacks")
+        assert isinstance(row, NativeRow)
         if self.bug:
             replace_function(row, *self.bug)
 
 
 def replace_function(row: NativeRow, name: str, entry: Any) -> None:
+    assert row._library.llguidance is not None
     library = structs.llguidance_library.from_buffer_copy(row._library.llguidance.struct)
     setattr(library, name, c_void_p.from_buffer(entry).value)
     row.struct.library, row.planted = ctypes.addressof(library), library  # type: ignore[attr-defined]
@@ -240,15 +242,18 @@ def test_a_library_that_differs_is_not_called(monkeypatch: pytest.MonkeyPatch, n
         LLGuidanceApi(llguidance._lib)
 
 
-def test_rows_of_an_unknown_llguidance_take_the_gil_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_llguidance_is_driven_from_python_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llguidance_binding, "VERSION", re.compile(b"llguidance@2"))
     monkeypatch.setattr(choose, "load", lambda: NativeLibrary(find_library()))
     llguidance_binding.llguidance_api.cache_clear()
     constraint = Constraint.regex("[a-c]{3,6}x", backend="llguidance")
-    engine = make_engine(Setup(k=2, host_link="native"))
+    why = r"llguidance's C API: got llguidance@1\.9\.\d+ .*, expected "
+    with pytest.raises(RuntimeError, match=f"host_link 'native': {why}"):
+        make_engine(Setup(k=2, host_link="native"))
+    with pytest.warns(RuntimeWarning, match=f"driven from Python, under the GIL: no native link, {why}"):
+        engine = make_engine(Setup(k=2))
     try:
-        note = r"no GIL \(rows of llguidance take it: llguidance's C API: got llguidance@1\.9\.\d+ .*, expected .*\)"
-        assert re.search(note, engine._parts.host_link.name)
+        assert re.search(f"python, under the GIL: no native link, {why}", engine._parts.host_link.name)
         job = engine.submit([1], constraint=constraint, max_new_tokens=20)
         for _ in engine.stream():
             pass

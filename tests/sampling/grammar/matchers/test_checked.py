@@ -41,7 +41,7 @@ def test_a_correct_matcher_gets_no_fault(kind: str) -> None:
 @pytest.mark.parametrize("verdict", ["rejects", "accepts"])
 def test_a_disagreement_is_a_fault_that_names_both_verdicts(verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(XGrammarMatcher, "accept_token", lambda self, token_id: verdict == "accepts")
-    matcher = CHECKED.compile(Constraint.regex("a+" if verdict == "rejects" else "b+")).matcher()
+    matcher = CHECKED.compile(Constraint.regex("a+" if verdict == "rejects" else "b+", "xgrammar")).matcher()
     filled(matcher)
     assert matcher.accept_token(A) == (verdict == "accepts")
     of_mask = "forbids" if verdict == "accepts" else "allows"
@@ -104,7 +104,7 @@ def test_a_wrong_bit_is_found_along_a_random_walk_with_rollbacks(token: int, mar
 
 
 def test_a_token_after_a_rollback_is_compared_with_the_mask_of_its_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    matcher = CHECKED.compile(Constraint.regex("a{3}b*")).matcher()
+    matcher = CHECKED.compile(Constraint.regex("a{3}b*", "xgrammar")).matcher()
     for _ in range(3):
         filled(matcher)
         assert matcher.accept_token(A)
@@ -129,6 +129,7 @@ def test_a_disagreement_in_the_engine_is_one_requests_error(check: bool, monkeyp
     config = EngineConfig(
         max_rows=2,
         num_speculative_tokens=2,
+        draft_length=2,
         max_length=96,
         backend="tape",
         greedy_only=True,
@@ -139,7 +140,7 @@ def test_a_disagreement_in_the_engine_is_one_requests_error(check: bool, monkeyp
     )
     with Engine(TARGET, ToyDraft(TARGET, 1.0), vocabulary=VOCABULARY, config=config) as engine:
         engine.capture()
-        constraint = Constraint.regex("[^]{9}")
+        constraint = Constraint.regex("[^]{9}", "xgrammar")
         assert engine.compile(constraint) and engine.compile(CONSTRAINTS[4])
         # The drafter ignores masks and proposes the token that the mask lacks.
         prompt = next([token] for token in range(99) if plain([token], 2).tokens == plain([token], 2, constraint).tokens)
@@ -169,7 +170,9 @@ def test_a_disagreement_in_the_engine_is_one_requests_error(check: bool, monkeyp
 
 
 def test_check_masks_changes_no_output() -> None:
-    config = EngineConfig(max_rows=4, num_speculative_tokens=3, max_length=96, backend="tape", greedy_only=True, check_masks=True)
+    config = EngineConfig(
+        max_rows=4, num_speculative_tokens=3, draft_length=3, max_length=96, backend="tape", greedy_only=True, check_masks=True
+    )
     with Engine(TARGET, ToyDraft(TARGET, 0.7), vocabulary=VOCABULARY, config=config) as engine:
         engine.capture()
         jobs = [engine.submit([index], constraint=constraint, max_new_tokens=40) for index, constraint in enumerate(CONSTRAINTS)]

@@ -267,7 +267,7 @@ def test_marker_and_check_use_the_inner_matcher() -> None:
 
 
 def test_a_matcher_out_of_fuel_forces_nothing() -> None:
-    matcher: Any = COMPILER.compile(Constraint.choice(["name"])).matcher()
+    matcher: Any = COMPILER.compile(Constraint.choice(["name"], "xgrammar")).matcher()
     matcher.fuel_seconds = -1.0
     assert matcher.forced_bytes() == b"" and matcher.fault.startswith("one step of the grammar took")
 

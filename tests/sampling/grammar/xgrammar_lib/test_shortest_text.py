@@ -12,15 +12,12 @@ from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.xgrammar_lib import ebnf
 
 VOCABULARY = Vocabulary.printable()
-BEGUN = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 ENDLESS = {
     "endless": Constraint.ebnf('root ::= "x" | "b" endless\nendless ::= "c" endless'),
     "z": Constraint.ebnf('root ::= "x" z{0,5}\nz ::= "a" z'),
     "tag": Constraint.ebnf('root ::= TagDispatch(("x", tag), loop_after_dispatch=true, excludes=())\ntag ::= "c" tag'),
     "marked": Constraint.ebnf('root ::= TokenTagDispatch((3, marked), loop_after_dispatch=true, excludes=())\nmarked ::= "c" marked'),
     "start": Constraint.ebnf('start ::= "a" start', root="start"),
-    "root": Constraint.json_schema(BEGUN),
-    "tag_0_0_root": Constraint.structural_tag({"triggers": ["<"], "structures": [{"begin": "<a>", "schema": BEGUN, "end": ""}]}),
 }
 ROWS = {"type": "array", "minItems": 1000}
 DOUBLING = [f"r{index} ::= r{index + 1} r{index + 1}" for index in range(60)]
@@ -52,7 +49,7 @@ LEAST = [
 
 
 def compiler(isolation: Literal["process", "none"] = "none", **limits: int) -> GrammarCompiler:
-    return GrammarCompiler(VOCABULARY, 1, isolation=isolation, limits=GrammarLimits(**limits))
+    return GrammarCompiler(VOCABULARY, 1, "xgrammar", isolation=isolation, limits=GrammarLimits(**limits))
 
 
 def after(compiler: GrammarCompiler, constraint: Constraint, text: str) -> Matcher:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stepgraph import SamplingParams
-from stepgraph.sampling import processors
+from stepgraph.sampling import kernels
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.processors import RowSettings
+from stepgraph.sampling.kernels import processors
+from stepgraph.sampling.kernels.processors import RowSettings
 from stepgraph.sampling.sampler import Param
 from tests.helpers.oracles import processed
 
@@ -79,9 +80,9 @@ def test_processed_logits_equal_the_oracle_at_every_position(batch: list[Any], i
     logits = torch.tensor([row[-1] for row in batch])
     own = torch.arange(VOCAB) if ids is None else torch.tensor(ids)
     d2t = None if ids is None else own
-    result = processors.process(logits[..., own], settings, before, ids=d2t)
+    result = processors.apply_settings(logits[..., own], settings, before, ids=d2t)
     for index in range(4):  # one at a time, as the draft's own steps have it
-        alone = processors.process(logits[:, index : index + 1, own], settings, before[:, :index], index, d2t)
+        alone = processors.apply_settings(logits[:, index : index + 1, own], settings, before[:, :index], index, d2t)
         assert torch.equal(alone[:, 0], result[:, index])
     for row, (sampling, prompt, output, stops, drafts, count, positions) in enumerate(batch):
         for index in range(count + 1):
@@ -91,8 +92,8 @@ def test_processed_logits_equal_the_oracle_at_every_position(batch: list[Any], i
 
 def test_defaults_change_no_bit() -> None:
     logits = torch.randn(1, 4, VOCAB, generator=torch.Generator().manual_seed(1))
-    settings = settings_of(SamplingParams(), [1, 2], [3, 3, 4], [5])
-    assert torch.equal(processors.process(logits, settings, torch.tensor([[3, 1, -1]])), logits)
+    settings = settings_of(SamplingParams(temperature=1), [1, 2], [3, 3, 4], [5])
+    assert torch.equal(processors.apply_settings(logits, settings, torch.tensor([[3, 1, -1]])), logits)
 
 
 def test_large_vocabularies_and_half_precision() -> None:
@@ -101,7 +102,7 @@ def test_large_vocabularies_and_half_precision() -> None:
     counts[0, [7, width - 1]] = torch.tensor([2, 1], dtype=torch.int32)
     settings = settings_of(SamplingParams(frequency_penalty=1.5), [0], [], [])
     settings = settings._replace(prompt_seen=torch.zeros(1, width, dtype=torch.bool), output_counts=counts)
-    result = processors.process(torch.ones(1, 2, width, dtype=torch.bfloat16), settings, torch.tensor([[width - 1]]))
+    result = processors.apply_settings(torch.ones(1, 2, width, dtype=torch.bfloat16), settings, torch.tensor([[width - 1]]))
     assert result.dtype == torch.float32
     assert (result[0, :, 7].tolist(), result[0, :, width - 1].tolist()) == ([-2.0, -2.0], [-0.5, -2.0])
     assert float(result.sum()) == 2 * width - 6 - 1.5 - 3
@@ -123,7 +124,9 @@ def test_log_probabilities_equal_float64(scale: float) -> None:
     logits: Tensor = torch.randn(2, 3, VOCAB, generator=made) * scale
     probs = torch.rand(2, 3, VOCAB, generator=made).softmax(-1)
     chosen = torch.randint(0, VOCAB, (2, 3), generator=made)
-    raw, masked = processors.log_probabilities(logits, probs, chosen).unbind(-1)
+    found = torch.full((2, 5, 2), -9.0)
+    kernels.log_probabilities(logits, probs, chosen, found[:, :3])
+    raw, masked = found[:, :3].unbind(-1)
     expected = logits.double().log_softmax(-1).gather(2, chosen[..., None])[..., 0]
     assert torch.allclose(raw.double(), expected, rtol=1e-5, atol=1e-5)
     assert torch.allclose(masked.exp(), probs.gather(2, chosen[..., None])[..., 0])

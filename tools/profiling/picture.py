@@ -1,13 +1,14 @@
-"""Draws a timeline: some rounds, and below them one round in detail. Needs matplotlib, which no other module imports."""
+"""Draws a timeline: some rounds, and below them one round in detail. Needs matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from stepgraph.graphs.capture import MAIN
 from stepgraph.graphs.spans import BETWEEN, LAUNCHER, Span
+from stepgraph.runtime.trace import Timeline
 
 DPI = 100
 SIZE = (16.0, 7.2)  # inches
@@ -34,18 +35,19 @@ OTHER = "#b0b7bf"
 Interval = tuple[int, int]  # start and end in nanoseconds
 
 
-def draw(spans: Sequence[Span], streams: Sequence[str], extents: Mapping[int, Interval], path: Path, title: str) -> None:
-    """Write a PNG of the rounds in `extents`, which holds each round's interval on the main stream, in order."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError("Timeline.save_picture(): matplotlib is not installed; pip install 'stepgraph[pictures]'") from error
+def draw(timeline: Timeline, path: Path, *, rounds: int = 3, title: str = "") -> None:
+    """Write a PNG of some rounds from the middle of a timeline. RuntimeError if matplotlib is not installed."""
+    figure = _figure()
+    if rounds < 1:
+        raise ValueError(f"rounds: got {rounds}, expected an integer >= 1")
+    spans, streams, all_rounds = timeline.spans, timeline.streams, timeline.extents()
+    if not all_rounds:
+        raise ValueError("got a timeline without rounds, expected at least one")
+    first = max(0, (len(all_rounds) - rounds) // 2)
+    extents = dict(list(all_rounds.items())[first : first + rounds])
 
-    figure = Figure(figsize=SIZE, dpi=DPI, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
     overview, detail = figure.subplots(2, 1)
-    figure.suptitle(title, fontsize=13)
+    figure.suptitle(title or _title(timeline), fontsize=13)
 
     numbers = tuple(extents)
     begin, end = extents[numbers[0]][0], extents[numbers[-1]][1]
@@ -62,6 +64,46 @@ def draw(spans: Sequence[Span], streams: Sequence[str], extents: Mapping[int, In
     detail.set_xlabel(f"ms; detail of round {middle}, the yellow part of the upper panel")
     _legend(figure, spans)
     figure.savefig(path, format="png")
+
+
+def draw_lengths(timeline: Timeline, path: Path, title: str = "") -> None:
+    """Write a PNG of the draft length and the account of every round. RuntimeError if matplotlib is not installed."""
+    figure, extents = _figure(), timeline.extents()
+    points = [(extents[each.round][0] / 1e6, each.drafts, each.account * 1e3) for each in timeline.lengths if each.round in extents]
+    if not points:
+        raise ValueError("got a timeline without draft lengths, expected one of an engine with draft_length='auto'")
+    times, drafts, accounts = zip(*points, strict=True)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    figure.suptitle(title or f"{len(points)} rounds, on average {sum(drafts) / len(drafts):.2f} drafts", fontsize=13)
+    upper.step([time - times[0] for time in times], drafts, where="post", color=COLOURS["draft_prefill"])
+    upper.set_ylabel("drafts of a round")
+    lower.plot([time - times[0] for time in times], accounts, color=COLOURS["target_verify"])
+    lower.set_ylabel("account, ms")
+    lower.set_xlabel("ms")
+    figure.savefig(path, format="png")
+
+
+def _figure() -> Any:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RuntimeError("a picture needs matplotlib: pip install 'stepgraph[pictures]'") from error
+    figure = Figure(figsize=SIZE, dpi=DPI, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _title(timeline: Timeline) -> str:
+    summary = timeline.summary()
+    title = f"{summary.rounds} rounds of {summary.round_ns / 1e6:.2f} ms on {timeline.backend}"
+    if summary.share_hidden is None:
+        return title
+    per_round = max(summary.rounds, 1) * 1e6
+    return (
+        f"{title}: host nodes {summary.host_ns / per_round:.2f} ms per round, {summary.share_hidden:.0%} of it hidden under the "
+        f"main stream, which waits {summary.exposed_wait_ns / per_round:.2f} ms per round"
+    )
 
 
 def _detail_window(spans: Sequence[Span], number: int, extent: Interval) -> Interval:

@@ -1,0 +1,94 @@
+"""The Triton programs of rms_norm, add_rms_norm and silu_and_mul: each number is read and written once.
+
+Each step is rounded as torch rounds it. Sums and reciprocal roots may differ from torch's in the last bits of float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SILU_TILE = 1024
+
+
+def warps_of(width: int) -> int:
+    return min(32, max(1, width // 256))
+
+
+@triton.jit
+def normalise_row(
+    states,  # [N, inner, size], the inner ones adjacent
+    update,  # [N, size]; not read unless HAS_UPDATE
+    weight,  # [size]
+    sums,  # [N, size]; written if HAS_UPDATE
+    output,  # [N * inner, size]
+    row_stride,
+    inner,
+    size,
+    epsilon,
+    HAS_UPDATE: tl.constexpr,
+    SIZE: tl.constexpr,  # rounded up
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE)
+    inside = column < size
+    state = tl.load(states + row // inner * row_stride + row % inner * size + column, mask=inside, other=0.0)
+    if HAS_UPDATE:
+        change = tl.load(update + row * size + column, mask=inside, other=0.0)
+        state = (state.to(tl.float32) + change.to(tl.float32)).to(state.dtype)
+        tl.store(sums + row * size + column, state, mask=inside)
+    wide = state.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + epsilon)
+    scaled = (wide * scale).to(state.dtype).to(tl.float32)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(output + row * size + column, (factor * scaled).to(state.dtype), mask=inside)
+
+
+def rms_norm(states: Tensor, weight: Tensor, epsilon: float, output: Tensor) -> None:
+    if states.dim() != 3 or states.stride()[1:] != (states.shape[2], 1):
+        states = states.contiguous().view(-1, 1, states.shape[-1])
+    _launch(states, None, weight, epsilon, None, output)
+
+
+def add_rms_norm(states: Tensor, update: Tensor, weight: Tensor, epsilon: float, sums: Tensor, output: Tensor) -> None:
+    _launch(states[:, None], update, weight, epsilon, sums, output)
+
+
+def _launch(states: Tensor, update: Tensor | None, weight: Tensor, epsilon: float, sums: Tensor | None, output: Tensor) -> None:
+    tokens, inner, size = states.shape
+    width = triton.next_power_of_2(size)
+    normalise_row[(tokens * inner,)](
+        states,
+        states if update is None else update,
+        weight,
+        output if sums is None else sums,
+        output,
+        states.stride(0),
+        inner,
+        size,
+        epsilon,
+        HAS_UPDATE=update is not None,
+        SIZE=width,
+        num_warps=warps_of(width),
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def gate_tile(pairs, output, size, TILE: tl.constexpr):
+    """A part of one token's MLP. pairs [N, 2 * size], output [N, size]."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < size
+    gate = tl.load(pairs + row * 2 * size + column, mask=inside, other=0.0)
+    up = tl.load(pairs + row * 2 * size + size + column, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    opened = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    tl.store(output + row * size + column, (opened * up.to(tl.float32)).to(gate.dtype), mask=inside)
+
+
+def silu_and_mul(pairs: Tensor, output: Tensor) -> None:
+    size = output.shape[-1]
+    grid = (output.numel() // size, triton.cdiv(size, SILU_TILE))
+    gate_tile[grid](pairs, output, size, TILE=SILU_TILE, num_warps=4, enable_fp_fusion=False)

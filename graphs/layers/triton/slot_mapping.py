@@ -1,0 +1,161 @@
+"""The Triton programs of place_tokens, shift_entries, rope_angles and scatter_masks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stepgraph.sampling.grammar.status import TAG_FIELDS
+
+SHIFT_TILE = 128
+MASK_TILE = 1024
+_TAG_FIELDS = tl.constexpr(TAG_FIELDS)
+_QUARTER = tl.constexpr(math.pi / 2)
+
+
+@triton.jit
+def entry_of(table, position, page_size, used):
+    """The cache slot of a position; in the scratch page where it is not used."""
+    page = tl.load(table + position // page_size, mask=used, other=0)
+    return page * page_size + position % page_size
+
+
+@triton.jit
+def place_row(
+    tokens,  # [B, Q] int64
+    length,  # [B] int64
+    end,  # [B] int64
+    tables,  # [B, pages] int64
+    offset,
+    page_size,
+    max_length,
+    live,  # [B] bool; not read unless HAS_LIVE
+    count,  # [B] int64; not read unless HAS_COUNT
+    known,  # [B, Q] int64 each, written
+    positions,
+    slots,
+    width,  # Q
+    pages,
+    length_step,
+    end_step,
+    HAS_LIVE: tl.constexpr,
+    HAS_COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,  # rounded up
+):
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, WIDTH)
+    inside = index < width
+    token = tl.load(tokens + row * width + index, mask=inside, other=-1)
+    position = tl.load(length + row * length_step) + offset + index
+    limit = tl.load(end + row * end_step)
+    if HAS_LIVE:
+        limit = tl.where(tl.load(live + row).to(tl.int32) != 0, limit, 0)
+    used = (token >= 0) & (position >= 0) & (position < limit)
+    if HAS_COUNT:
+        used = used & (index < tl.load(count + row))
+    position = tl.minimum(tl.maximum(position, 0), max_length - 1)
+    tl.store(known + row * width + index, tl.maximum(token, 0), mask=inside)
+    tl.store(positions + row * width + index, position, mask=inside)
+    tl.store(slots + row * width + index, entry_of(tables + row * pages, position, page_size, used), mask=inside)
+
+
+def place_tokens(*arguments: Any) -> None:
+    """The arguments and outputs of slot_mapping.place_tokens, in the order of the program."""
+    tokens, length, end, tables, _, _, _, live, count, *_ = arguments
+    batch, width = tokens.shape
+    place_row[(batch,)](
+        *(tokens if each is None else each for each in arguments),  # in place of None: not read
+        width,
+        tables.shape[1],
+        length.stride(0),
+        end.stride(0),
+        HAS_LIVE=live is not None,
+        HAS_COUNT=count is not None,
+        WIDTH=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+
+
+@triton.jit
+def shift_tile(positions, slots, tables, earlier, earlier_slots, width, pages, page_size, by, shared, TILE: tl.constexpr):
+    """A part of one row. positions, slots, earlier, earlier_slots [B, Q] int64, tables [B, pages] int64."""
+    row, index = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = index < width
+    position = tl.load(positions + row * width + index, mask=inside, other=0)
+    used = (tl.load(slots + row * width + index, mask=inside, other=0) >= page_size) & (position >= by + shared)
+    position = tl.maximum(position - by, 0)
+    tl.store(earlier + row * width + index, position, mask=inside)
+    tl.store(earlier_slots + row * width + index, entry_of(tables + row * pages, position, page_size, used), mask=inside)
+
+
+def shift_entries(
+    positions: Tensor, slots: Tensor, tables: Tensor, page_size: int, by: int, shared: int, earlier: Tensor, earlier_slots: Tensor
+) -> None:
+    batch, width = positions.shape
+    tile = min(SHIFT_TILE, triton.next_power_of_2(width))
+    grid = (batch, triton.cdiv(width, tile))
+    pages = tables.shape[1]
+    shift_tile[grid](positions, slots, tables, earlier, earlier_slots, width, pages, page_size, by, shared, TILE=tile, num_warps=1)
+
+
+@triton.jit
+def sine_and_cosine(angle):
+    """Of a float64, to the last bit of a float32: the angle is reduced to an eighth of a turn on either side of a multiple of a quarter."""
+    quarter = tl.full([], _QUARTER, tl.float64)
+    turns = tl.floor(angle / quarter + 0.5)
+    rest = angle - turns * quarter
+    square = rest * rest
+    sine = rest * (1 - square / 6 * (1 - square / 20 * (1 - square / 42 * (1 - square / 72 * (1 - square / 110)))))
+    cosine = 1 - square / 2 * (1 - square / 12 * (1 - square / 30 * (1 - square / 56 * (1 - square / 90 * (1 - square / 132)))))
+    number = turns.to(tl.int64) & 3
+    swapped = (number & 1) != 0
+    first, second = tl.where(swapped, cosine, sine), tl.where(swapped, sine, cosine)
+    return tl.where(number >= 2, -first, first), tl.where((number == 1) | (number == 2), -second, second)
+
+
+@triton.jit
+def angles_of(positions, frequencies, cosines, sines, half, HALF: tl.constexpr):
+    """One token's. positions [N] int64, frequencies [half] float32; cosines, sines [N, 2 * half], written. HALF: half, rounded up."""
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
+    inside = column < half
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + column, mask=inside, other=0.0)
+    sine, cosine = sine_and_cosine(angle.to(tl.float64))
+    sine, cosine = sine.to(tl.float32).to(sines.dtype.element_ty), cosine.to(tl.float32).to(cosines.dtype.element_ty)
+    at = token * 2 * half + column
+    tl.store(cosines + at, cosine, mask=inside)
+    tl.store(cosines + at + half, cosine, mask=inside)
+    tl.store(sines + at, sine, mask=inside)
+    tl.store(sines + at + half, sine, mask=inside)
+
+
+def rope_angles(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, cosines: Tensor, sines: Tensor) -> None:
+    half = len(frequencies)
+    width = triton.next_power_of_2(half)
+    warps = max(1, width // 32)
+    angles_of[(len(positions),)](positions, frequencies, cosines, sines, half, HALF=width, num_warps=warps, enable_fp_fusion=False)
+
+
+@triton.jit
+def scatter_row(rows, tags, masks, row_tags, row_masks, positions, words, TILE: tl.constexpr):
+    """A part of one mask, and with the first part its tag. A tag of an unknown position is not written."""
+    place, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    position = tl.load(tags + place * _TAG_FIELDS + 2)
+    known = (position >= 0) & (position < positions)
+    to = tl.load(rows + place) * positions + position
+    inside = column < tl.where(known, words, 0)
+    tl.store(row_masks + to * words + column, tl.load(masks + place * words + column, mask=inside, other=0), mask=inside)
+    if tl.program_id(1) == 0:
+        field = tl.arange(0, _TAG_FIELDS)
+        tag = tl.load(tags + place * _TAG_FIELDS + field)
+        tl.store(row_tags + to * _TAG_FIELDS + field, tag, mask=field < tl.where(known, _TAG_FIELDS, 0))
+
+
+def scatter_masks(rows: Tensor, tags: Tensor, masks: Tensor, row_tags: Tensor, row_masks: Tensor) -> None:
+    words = masks.shape[1]
+    grid = (len(rows), triton.cdiv(words, MASK_TILE))
+    scatter_row[grid](rows, tags, masks, row_tags, row_masks, row_masks.shape[1], words, TILE=MASK_TILE, num_warps=4)

@@ -1,0 +1,113 @@
+"""The Triton programs of write_emission and count_output: one instance per row."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stepgraph.graphs.buffers import Column, ResultLayout
+from stepgraph.sampling.grammar.status import FinishCode
+
+_RUNNING = tl.constexpr(int(FinishCode.RUNNING))
+_GENERATED = tl.constexpr(int(Column.GENERATED))
+_LAST_TOKEN = tl.constexpr(int(Column.LAST_TOKEN))
+_ACCEPTED = tl.constexpr(int(Column.ACCEPTED))
+_FINISH = tl.constexpr(int(Column.FINISH))
+_DRAFT_COUNT = tl.constexpr(int(Column.DRAFT_COUNT))
+_LENGTH = tl.constexpr(int(Column.LENGTH))
+
+# columns of a result, whatever the number of drafts; the tokens are followed by the statuses and the drafts
+_RESULT = ResultLayout(num_drafts=0).columns
+_RESULT_EMITTED = tl.constexpr(_RESULT["emitted"].start)
+_RESULT_FINISH = tl.constexpr(_RESULT["finish"].start)
+_RESULT_ACCEPTED = tl.constexpr(_RESULT["accepted"].start)
+_RESULT_DRAFT_COUNT = tl.constexpr(_RESULT["draft_count"].start)
+_RESULT_TOKENS = tl.constexpr(_RESULT["tokens"].start)
+
+
+@triton.jit
+def write_row(
+    rows,  # [B] int64, as all of these
+    state,  # [B, columns]
+    tokens,  # [B, Q]
+    status,  # [B, Q]
+    drafts,  # [B, Q - 1]
+    emitted,  # [B]
+    accepted,  # [B]
+    finish,  # [B]
+    row_state,  # [R, columns], written
+    results,  # [B, width], written
+    emitted_after,  # [B], written, as the next two
+    finish_after,  # [B]
+    state_after,  # [B, columns]
+    positions,  # Q
+    columns,
+    width,
+    COLUMNS: tl.constexpr,  # rounded up
+    POSITIONS: tl.constexpr,  # Q, rounded up
+):
+    place = tl.program_id(0).to(tl.int64)
+    column, index = tl.arange(0, COLUMNS), tl.arange(0, POSITIONS)
+    own, line = state + place * columns, results + place * width
+    before = tl.load(own + column, mask=column < columns, other=0)
+    live = tl.load(own + _FINISH) == _RUNNING
+    count = tl.where(live, tl.load(emitted + place), 0)
+    code = tl.where(live, tl.load(finish + place), tl.load(own + _FINISH))
+    kept = tl.load(accepted + place)
+    token = tl.load(tokens + place * positions + index, mask=index < positions, other=0)
+    last = tl.sum(tl.where(index == count - 1, token, 0), 0)
+
+    after = tl.where((column == _GENERATED) | (column == _LENGTH), before + count, before)
+    after = tl.where((column == _LAST_TOKEN) & (count > 0), last, after)
+    after = tl.where(column == _ACCEPTED, kept, after)
+    after = tl.where(column == _FINISH, code, after)
+    after = tl.where(column == _DRAFT_COUNT, 0, after)
+    after = tl.where(live, after, before)
+    tl.store(row_state + tl.load(rows + place) * columns + column, after, mask=column < columns)
+    tl.store(state_after + place * columns + column, after, mask=column < columns)
+    tl.store(emitted_after + place, count)
+    tl.store(finish_after + place, code)
+
+    tl.store(line + _RESULT_EMITTED, count)
+    tl.store(line + _RESULT_FINISH, code)
+    tl.store(line + _RESULT_ACCEPTED, kept)
+    tl.store(line + _RESULT_DRAFT_COUNT, tl.load(own + _DRAFT_COUNT))
+    written = line + _RESULT_TOKENS + index
+    tl.store(written, token, mask=index < positions)
+    valid = tl.load(status + place * positions + index, mask=index < positions, other=0)
+    tl.store(written + positions, valid, mask=index < positions)
+    draft = tl.load(drafts + place * (positions - 1) + index, mask=index < positions - 1, other=0)
+    tl.store(written + 2 * positions, draft, mask=index < positions - 1)
+
+
+@triton.jit
+def count_row(rows, tokens, emitted, output_counts, positions, vocabulary, POSITIONS: tl.constexpr):
+    """Count the emitted tokens of one row. tokens [B, positions]; POSITIONS is a power of two >= positions."""
+    place = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, POSITIONS)
+    counted = index < tl.minimum(tl.load(emitted + place), positions)
+    token = tl.load(tokens + place * positions + index, mask=counted, other=0)
+    tl.atomic_add(output_counts + tl.load(rows + place) * vocabulary + token, 1, mask=counted, sem="relaxed")
+
+
+def write_emission(*tensors: Tensor) -> None:
+    """The arguments and outputs of stages.write_emission, in the order of the program."""
+    _, state, tokens, *_ = tensors
+    results, positions, columns = tensors[9], tokens.shape[1], state.shape[1]
+    write_row[(len(state),)](
+        *tensors,
+        positions,
+        columns,
+        results.stride(0),
+        COLUMNS=triton.next_power_of_2(columns),
+        POSITIONS=triton.next_power_of_2(positions),
+        num_warps=1,
+    )
+
+
+def count_output(rows: Tensor, tokens: Tensor, emitted: Tensor, output_counts: Tensor) -> None:
+    """The arguments of stages.count_output."""
+    (batch, positions), vocabulary = tokens.shape, output_counts.shape[1]
+    padded = triton.next_power_of_2(positions)
+    count_row[(batch,)](rows, tokens, emitted, output_counts, positions, vocabulary, POSITIONS=padded, num_warps=1)

@@ -1,0 +1,78 @@
+"""`stepgraph check-schema`: which parts of a JSON schema are refused or narrowed, and what to write instead."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from stepgraph.runtime.commands import terminal
+from stepgraph.sampling.grammar import Constraint, coverage
+from stepgraph.sampling.grammar.constraints.unsupported import Unsupported
+from stepgraph.sampling.grammar.schema.grammar import narrowed_parts
+from stepgraph.sampling.grammar.schema.options import Options
+from stepgraph.sampling.grammar.schema.reader import parsed
+
+HEAD = ("place", "keyword", "value", "result", "reason", "suggestion")
+MAX_VALUE = 40  # characters of a value in the table
+
+
+def run(options: argparse.Namespace) -> int:
+    document = _checked(options.schema, options.objects)
+    if options.json:
+        terminal.print_json(document)
+    else:
+        terminal.print_text("\n".join(_table(document)))
+    return 0 if document["enforced"] else terminal.FAILED
+
+
+def _checked(schema: dict[str, Any], objects: Any) -> dict[str, Any]:
+    constraint = Constraint.json_schema(schema, objects=objects)
+    with terminal.waiting("compiling ..."):
+        found = coverage(constraint)
+    if found.enforced:
+        parts = narrowed_parts(parsed(constraint.payload), Options(objects=objects))
+    else:
+        parts = sorted(set(found.unenforced or next(iter(found.unsupported.values()))), key=lambda part: (part.where, part.keyword))
+    result = "narrowed" if found.enforced else "refused"
+    rows = [_row(part, schema, result) for part in parts]
+    return {"enforced": found.enforced, "backend": found.backend, "objects": objects, "parts": rows}
+
+
+def _row(part: Unsupported, schema: dict[str, Any], result: str) -> dict[str, Any]:
+    """A line of the table. A reason says what is expected after its last semicolon or comma."""
+    for mark in ("; ", ", expected "):
+        reason, found, suggestion = part.reason.rpartition(mark)
+        if found:
+            break
+    else:
+        reason, suggestion = part.reason, "nothing to do" if result == "narrowed" else "remove it, and check it in the finished text"
+    suggestion = f"use {suggestion}" if found == ", expected " else suggestion
+    return dict(zip(HEAD, (part.where, part.keyword, _value(schema, part), result, reason, suggestion), strict=True))
+
+
+def _value(schema: Any, part: Unsupported) -> Any:
+    """What a keyword is given in the schema; None where a part is not one keyword."""
+    try:
+        for step in part.where.split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            schema = schema[int(name)] if isinstance(schema, list) else schema[name]
+    except (KeyError, IndexError, ValueError, TypeError):
+        return None
+    return schema.get(part.keyword) if isinstance(schema, dict) else None
+
+
+def _table(document: dict[str, Any]) -> list[str]:
+    rows = [[_cell(row[name], name) for name in HEAD] for row in document["parts"]]
+    widths = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in (HEAD, *rows)]
+    if not document["enforced"]:
+        return [*lines, f"not enforced: {len(rows)} {'part is' if len(rows) == 1 else 'parts are'} refused"]
+    summary = f"enforced by {document['backend']}"
+    return [*lines, f"{summary}; fewer texts are generated than the schema accepts"] if rows else [f"{summary}: every keyword"]
+
+
+def _cell(value: Any, name: str) -> str:
+    text = value if name != "value" else "" if value is None else json.dumps(value, ensure_ascii=False)
+    text = " ".join(str(text).split())
+    return f"{text[: MAX_VALUE - 3]}..." if name == "value" and len(text) > MAX_VALUE else text

@@ -1,0 +1,98 @@
+"""Which constrained requests have their grammar in device memory, and where. Others use the host link."""
+
+from __future__ import annotations
+
+import torch
+
+from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.request import ActiveRequest, Job
+from stepgraph.sampling import native
+from stepgraph.sampling.grammar.automaton.arena import ImageArena
+from stepgraph.sampling.grammar.automaton.library import Field
+from stepgraph.sampling.grammar.compile.backends import BACKENDS
+from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
+from stepgraph.sampling.grammar.link.protocol import HostLink, MatcherRow
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.kernels.advance import MAX_PUSHES, MAX_SYMBOLS
+from stepgraph.sampling.kernels.triton import why_no_triton
+
+INT_BYTES = 4
+
+
+class DeviceGrammars:
+    """Chooses the lane of each constrained request. `off`: why all grammars use the host link; empty if they can be on the device."""
+
+    def __init__(self, off: str, config: EngineConfig, host: HostLink) -> None:
+        self.off, self._host = off, host
+        self.arena = ImageArena(0 if off else config.grammar_arena_bytes // INT_BYTES)
+        self.on_device = self.on_host = self.arena_full = 0  # admitted requests; arena_full: of those on the host
+
+    @property
+    def note(self) -> str:
+        """For the capture report."""
+        size = self.arena.size * INT_BYTES
+        return f"host, {self.off}" if self.off else f"device, for grammars with tables, in an arena of {size:,} bytes"
+
+    def why_host(self, compiled: CompiledConstraint) -> str:
+        """Why requests with this grammar use the host link; empty if they may use the device."""
+        image = compiled.image
+        if self.off or image is None:
+            return self.off or ("a marker starts the grammar" if compiled.marker else f"{compiled.backend} has no tables")
+        limits = (Field.PUSHES, MAX_PUSHES, "nested parts at once"), (Field.SYMBOLS, MAX_SYMBOLS, "kinds of nested parts")
+        for field, limit, what in limits:
+            if image[field] > limit:
+                return f"a token may open {image[field]} {what}, at most {limit} are supported"
+        return ""
+
+    def prepare(self, job: Job, compiled: CompiledConstraint) -> MatcherRow | None:
+        """Called from any thread when the grammar is compiled: a row of the host link, None where the admission decides."""
+        return self._host.row(job.id, compiled.matcher()) if self.why_host(compiled) else None
+
+    def admit(self, request: ActiveRequest, compiled: CompiledConstraint) -> None:
+        """Give an admitted request the block of its grammar; a row of the host link if it has none and the arena is full."""
+        job, reason = request.job, self.why_host(compiled)
+        if compiled.image is not None and not reason:
+            request.block = self.arena.acquire(compiled.image)
+            if request.block is not None:
+                self.on_device += 1
+                job.grammar_lane = "device"
+                return
+            size = self.arena.size * INT_BYTES
+            reason = f"the arena is full: it has {size:,} bytes (EngineConfig.grammar_arena_bytes), the grammar {compiled.image.nbytes:,}"
+            self.arena_full += 1
+            request.matcher = self._host.row(job.id, compiled.matcher())
+        self.on_host += 1
+        job.grammar_lane = f"host: {reason}"
+
+    def release(self, request: ActiveRequest) -> None:
+        """The request has ended."""
+        if request.block is not None:
+            self.arena.release(request.block)
+
+
+def why_no_device_grammars(config: EngineConfig, device: torch.device, vocabulary: Vocabulary | None, forced: bool) -> str:
+    """Why all grammars use the host link; empty if they can be on the device. ValueError if the config requires the device.
+
+    forced: whether grammars propose forced drafts.
+    """
+    reason = _why_not(config, device, vocabulary, forced)
+    if reason and config.grammar_lane == "device":
+        raise ValueError(f"EngineConfig.grammar_lane: got 'device', expected 'auto' or 'host': {reason}")
+    return reason
+
+
+def _why_not(config: EngineConfig, device: torch.device, vocabulary: Vocabulary | None, forced: bool) -> str:
+    backends = BACKENDS if config.grammar_backend == "auto" else (config.grammar_backend,)
+    if config.grammar_lane == "host":
+        return "EngineConfig.grammar_lane is 'host'"
+    if vocabulary is None:
+        return "the engine has no vocabulary"
+    if config.check_masks:
+        return "EngineConfig.check_masks compares masks on the host"
+    if forced:
+        return "forced drafts are found on the host"
+    if "automaton" not in backends:
+        return f"grammar_backend {config.grammar_backend!r} compiles no automata"
+    if device.type == "cuda":
+        return why_no_triton(device) and f"no Triton kernel: {why_no_triton(device)}"
+    return native.why_not() and f"no kernel in C: {native.why_not()}"

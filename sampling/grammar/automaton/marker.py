@@ -1,0 +1,95 @@
+"""Free text up to a marker: states that find the marker, whose masks allow all text that does not pass its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stepgraph.sampling.grammar.automaton.library import MOVE_INTS, SPECIAL, Field, Image
+from stepgraph.sampling.grammar.matchers.marker import Marker
+from stepgraph.sampling.grammar.status import MaskStatus
+
+Ints = npt.NDArray[np.int32]
+Tables = dict[Field, npt.NDArray[Any]]
+TABLES = tuple(field for field in Field if field >= Field.CLASS_OF)
+OTHER = 256  # in place of a byte: all bytes that do not occur in the marker
+
+
+def with_marker(image: Image, marker: Marker) -> Image:
+    """The image of the same grammar after a text marker. The new states follow those of the grammar, from Field.FREE on."""
+    states, rows = int(image[Field.STATES]), int(image[Field.ROWS])
+    text, words = marker.vocabulary.text_words, marker.vocabulary.mask_words
+    tables = _tables(image, words)
+    # Every byte of the marker gets a class of its own.
+    pairs = np.where(np.isin(np.arange(256), marker.symbols), np.arange(256), OTHER) + tables[Field.CLASS_OF] * (OTHER + 1)
+    found, class_of, counts = np.unique(pairs, return_inverse=True, return_counts=True)
+    byte_of = np.full(len(found), -1)
+    byte_of[class_of[counts[class_of] == 1]] = np.flatnonzero(counts[class_of] == 1)
+    next_states = tables[Field.NEXT].reshape(states, -1)[:, found // (OTHER + 1)]
+    free = np.full((marker.complete, len(found)), states)
+    for state in range(marker.complete):
+        free[state] = free[marker.fallback[state]] if state else states
+        free[state, class_of[marker.symbols[state]]] = states + state + 1
+    free[free == states + marker.complete] = image[Field.START]
+    # The rows of the masks are text_words with some bits changed.
+    places = [np.flatnonzero(mask != text) for mask in marker.masks]
+    values = [mask[place] for mask, place in zip(marker.masks, places, strict=True)]
+    status = np.where(marker.masks.any(1), MaskStatus.OK, MaskStatus.DEAD_END)
+    changes = tables[Field.CHANGE_START][-1] + np.cumsum([len(place) for place in places])
+    crossing = np.repeat(tables[Field.CROSS_START][-1:], marker.complete)
+    added: dict[Field, list[npt.NDArray[Any]]] = {
+        Field.LEAVE: [np.full(marker.complete, -1)],
+        Field.ROW_OF: [rows + marker.mask_index],
+        Field.BASE_OF: [np.full(len(marker.masks), len(tables[Field.DENSE]) // words)],
+        Field.STATUS_OF: [status],
+        Field.CHANGE_START: [changes],
+        Field.CHANGE_WORD: places,
+        Field.CHANGE_VALUE: values,
+        Field.DENSE: [text],
+        Field.CROSS_START: [crossing],
+    }
+    tables |= {field: np.concatenate([tables[field], *more]) for field, more in added.items()}
+    tables |= {Field.CLASS_OF: class_of, Field.BYTE_OF: byte_of, Field.NEXT: np.concatenate([next_states, free])}
+    header = image[: Field.CLASS_OF].copy()
+    for field, value in (
+        (Field.STATES, states + marker.complete),
+        (Field.CLASSES, len(found)),
+        (Field.START, states),
+        (Field.ROWS, rows + len(marker.masks)),
+        (Field.FREE, states),
+    ):
+        header[field] = value
+    return _assembled(header, tables)
+
+
+def _tables(image: Image, words: int) -> Tables:
+    states, classes, symbols, rows = (int(image[field]) for field in (Field.STATES, Field.CLASSES, Field.SYMBOLS, Field.ROWS))
+
+    def table(field: Field, size: int) -> Ints:
+        found: Ints = image[image[field] : image[field] + size]
+        return found
+
+    next_states, base_of = table(Field.NEXT, states * classes), table(Field.BASE_OF, rows)
+    moves, dense = max(int(next_states.max()) - SPECIAL + 1, 0), max(int(base_of.max()) + 1, 0)
+    changes = int(table(Field.CHANGE_START, rows + 1)[-1])
+    crossing = states + 1 if symbols else 0
+    finish_sets = int(image[Field.FINISH_SETS])
+    of_states = 256, classes, states * classes, moves * MOVE_INTS, states, finish_sets * symbols, states
+    sizes = *of_states, rows, rows, rows + 1, changes, changes, dense * words, crossing
+    tables = {field: table(field, size) for field, size in zip(TABLES, sizes, strict=False)}
+    return tables | {Field.CROSS: table(Field.CROSS, int(tables[Field.CROSS_START][-1]) if symbols else 0)}
+
+
+def _assembled(header: Ints, tables: Tables) -> Image:
+    parts, offsets, size = list[Ints](), list[int](), len(header) + len(tables)
+    for field, table in tables.items():
+        padding = -size % 4 if field is Field.DENSE else 0
+        offsets.append(size + padding)
+        parts += [np.zeros(padding, np.int32), table.astype(np.int32).ravel()]
+        size += padding + table.size
+    image: Image = np.concatenate([header, np.array(offsets, np.int32), *parts])
+    image[Field.SIZE] = size
+    image.setflags(write=False)
+    return image

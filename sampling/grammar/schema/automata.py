@@ -1,0 +1,197 @@
+"""Minimal automata of languages, and whether a language is empty."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from stepgraph.sampling.grammar.constraints.charset import CharSet, union
+from stepgraph.sampling.grammar.schema.language import ANY_CHAR, NOTHING, START, SURROGATES, Label, Term, both, counts
+
+MAX_STATES = 20_000  # of one automaton
+MAX_LENGTH_STATES = 5_000  # of one that counts characters
+
+
+class TooComplexError(ValueError):
+    """A language whose automaton takes more states than are allowed."""
+
+
+@dataclass(frozen=True)
+class Automaton:
+    """State 0 is the start. From each state at least one text is accepted, except where the language is empty: it has no states then."""
+
+    edges: list[list[tuple[CharSet, int]]]  # by state
+    accepts: list[bool]
+
+
+_Ranges = list[tuple[int, int, int]]  # first and last character of a range, and the state that it leads to; ascending
+
+
+@functools.lru_cache(maxsize=512)
+def automaton(term: Term) -> Automaton:
+    """The minimal automaton; TooComplexError."""
+    bounds, rest = split_length(term)
+    if bounds is not None:
+        return _of_length(automaton(rest), *counts(bounds))
+    states, order, edges = {term: 0}, [term], list[_Ranges]()
+    for state in order:  # grows
+        starts, terms = state.steps()
+        found: _Ranges = []
+        for index, target in enumerate(terms):
+            if target is NOTHING:
+                continue
+            if target not in states:
+                if len(states) >= MAX_STATES:
+                    raise TooComplexError(f"takes more than {MAX_STATES} states")
+                states[target] = len(order)
+                order.append(target)
+            first, last = starts[index], min(starts[index + 1] - 1, START - 1)
+            if first < SURROGATES[0] <= last:
+                found.append((first, SURROGATES[0] - 1, states[target]))
+            if not SURROGATES[0] <= first <= SURROGATES[1] or last > SURROGATES[1]:
+                first = max(first, SURROGATES[1] + 1) if last >= SURROGATES[0] else first
+                found += [(first, last, states[target])] if first <= last else []
+        edges.append(found)
+    return _minimal(edges, [state.nullable for state in order])
+
+
+def split_length(term: Term) -> tuple[Term | None, Term]:
+    """The part of an intersection that is only about the length, if there is one, and the rest."""
+    bounds = (
+        next((part for part in term.parts if part.kind == "repeat" and part.parts[0] is ANY_CHAR), None) if term.kind == "and" else None
+    )
+    return bounds, term if bounds is None else both(*(part for part in term.parts if part is not bounds))
+
+
+def _of_length(found: Automaton, low: int, high: int | None) -> Automaton:
+    """The texts of these lengths. A state is one of the automaton and the number of characters so far.
+
+    Longer texts come first, so that equal states are found in one pass: the number grows with each edge, up to the one from which on all
+    lengths are accepted, where the states differ as those of the minimal automaton do.
+    """
+    if not found.edges:
+        return found
+    last = low if high is None else high
+    layers: list[set[int]] = [{0}]
+    total = 1
+    while len(layers) <= last and layers[-1]:
+        layers.append({target for state in layers[-1] for _, target in found.edges[state]})
+        total += len(layers[-1])
+        if total > MAX_LENGTH_STATES:
+            raise TooComplexError(f"takes more than {MAX_LENGTH_STATES} states with its length; write smaller bounds")
+    numbers, kept = dict[Label, int](), Automaton([], [])
+    if high is None and len(layers) > last:
+        reachable = _closure(found, layers[-1])
+        after = {state: index for index, state in enumerate(reachable)}
+        kept = Automaton(
+            [[(members, after[target]) for members, target in found.edges[state]] for state in reachable],
+            [found.accepts[state] for state in reachable],
+        )
+        layers.pop()
+    else:
+        after = {}
+    for length in range(len(layers) - 1, -1, -1):
+        here = dict[int, int]()
+        for state in layers[length]:
+            leads = defaultdict[int, list[tuple[int, int]]](list)
+            for members, target in found.edges[state] if high is None or length < high else ():
+                if target in after:
+                    leads[after[target]] += members
+            accepts = found.accepts[state] and length >= low
+            if not leads and not accepts:
+                continue
+            edges = [(union(pairs), target) for target, pairs in leads.items()]
+            key = accepts, frozenset(edges)
+            if key not in numbers:
+                numbers[key] = len(kept.edges)
+                kept.edges.append(edges)
+                kept.accepts.append(accepts)
+            here[state] = numbers[key]
+        after = here
+    return _from_start(kept, after[0]) if 0 in after else Automaton([], [])
+
+
+def _closure(found: Automaton, start: Iterable[int]) -> list[int]:
+    """The states that are reached, in the order in which they are."""
+    order = list(dict.fromkeys(start))
+    seen = set(order)
+    for state in order:  # grows
+        for _, target in found.edges[state]:
+            if target not in seen:
+                seen.add(target)
+                order.append(target)
+    return order
+
+
+def _from_start(found: Automaton, start: int) -> Automaton:
+    """With the states in the order in which they are reached."""
+    order = _closure(found, [start])
+    numbers = {state: index for index, state in enumerate(order)}
+    edges = [[(members, numbers[target]) for members, target in found.edges[state]] for state in order]
+    return Automaton(edges, [found.accepts[state] for state in order])
+
+
+def _minimal(edges: list[_Ranges], accepts: list[bool]) -> Automaton:
+    alive = _alive(edges, accepts)
+    if 0 not in alive:
+        return Automaton([], [])
+    block, count = [alive.get(state, -1) for state in range(len(edges))], 0
+    while True:  # split blocks until the edges of all states of a block lead to the same blocks
+        keys, split = dict[Label, int](), [-1] * len(edges)
+        for state in alive:
+            key = block[state], *_joined((first, last, block[target]) for first, last, target in edges[state] if block[target] >= 0)
+            split[state] = keys.setdefault(key, len(keys))
+        block = split
+        if len(keys) == count:
+            break
+        count = len(keys)
+    found = Automaton([], [])
+    numbers, order = {block[0]: 0}, [0]
+    for state in order:  # grows
+        leads = defaultdict[int, list[tuple[int, int]]](list)
+        for first, last, target in edges[state]:
+            if block[target] < 0:
+                continue
+            if block[target] not in numbers:
+                numbers[block[target]] = len(order)
+                order.append(target)
+            leads[numbers[block[target]]].append((first, last))
+        found.edges.append([(union(pairs), target) for target, pairs in leads.items()])
+        found.accepts.append(accepts[state])
+    return found
+
+
+def _alive(edges: list[_Ranges], accepts: list[bool]) -> dict[int, int]:
+    """The states that lead to an accepting one, with the distance: it is equal for equal languages, so that few splits are left."""
+    before = defaultdict[int, set[int]](set)
+    for state, ranges in enumerate(edges):
+        for _, _, target in ranges:
+            before[target].add(state)
+    found = [state for state, accept in enumerate(accepts) if accept]
+    distance = dict.fromkeys(found, 0)
+    for state in found:  # grows
+        for other in before[state]:
+            if other not in distance:
+                distance[other] = distance[state] + 1
+                found.append(other)
+    return distance
+
+
+def _joined(ranges: Iterable[tuple[int, int, int]]) -> _Ranges:
+    """With adjacent ranges that lead to one state as one."""
+    found: _Ranges = []
+    for first, last, target in ranges:
+        if found and found[-1][1] == first - 1 and found[-1][2] == target:
+            found[-1] = (found[-1][0], last, target)
+        else:
+            found.append((first, last, target))
+    return found
+
+
+def is_empty(term: Term) -> bool:
+    """Whether no text is in the language."""
+    if term.is_plain:
+        return term is NOTHING
+    return not (term.kind == "not" and term.parts[0].kind == "words") and not automaton(term).accepts

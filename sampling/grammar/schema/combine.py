@@ -1,0 +1,245 @@
+"""Intersections and complements of canonical forms.
+
+`simplify` returns an expression of the same values: NEVER where no value is known to satisfy it, or one that was used before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import TypeVar
+
+from stepgraph.sampling.grammar.constraints.unsupported import reject
+from stepgraph.sampling.grammar.schema.automata import is_empty
+from stepgraph.sampling.grammar.schema.forms import (
+    ANYTHING,
+    NEVER,
+    TRUE,
+    Array,
+    Contains,
+    Expr,
+    Form,
+    Keys,
+    Object,
+    all_of,
+    exactly,
+    negations,
+    single,
+)
+from stepgraph.sampling.grammar.schema.language import ANY_TEXT, both, complement, either, words
+from stepgraph.sampling.grammar.schema.numbers import Numbers
+
+MAX_ALTERNATIVES = 2_000  # of arrays or objects in one form
+
+Item = TypeVar("Item")
+Simplify = Callable[[Expr], Expr]
+
+
+def meet(left: Form, right: Form, simplify: Simplify, where: str) -> Form:
+    """The values of both forms; UnsupportedError where that takes too many alternatives."""
+    if left == ANYTHING or right == ANYTHING:
+        return left if right == ANYTHING else right
+    for items in (len(left.arrays) * len(right.arrays), len(left.objects) * len(right.objects)):
+        if items > MAX_ALTERNATIVES:
+            reject(
+                where, "schema", f"its combined schemas have {items} cases, expected at most {MAX_ALTERNATIVES}; write fewer alternatives"
+            )
+    numbers = dict.fromkeys(one.meet(other) for one, other in product(left.numbers, right.numbers))
+    arrays = _pairs(left.arrays, right.arrays, lambda one, other: meet_arrays(one, other, simplify), lambda *_: False)
+    objects = _pairs(
+        left.objects,
+        right.objects,
+        lambda one, other: meet_objects(one, other, simplify),
+        lambda one, other: one.closable and other.closable,  # a closed object has properties of both
+    )
+    return Form(
+        left.null and right.null,
+        left.booleans & right.booleans,
+        tuple(filter(None, numbers)),
+        left.strings.meet(right.strings),
+        arrays,
+        objects,
+    )
+
+
+def _pairs(
+    left: tuple[Item, ...], right: tuple[Item, ...], met: Callable[[Item, Item], Item | None], is_kept: Callable[[Item, Item], bool]
+) -> tuple[Item, ...]:
+    """The intersections of all pairs, without those inside an alternative that is itself an intersection. Some are kept."""
+    found, whole = dict[Item, None](), dict[Item, None]()  # alternatives on the right that one on the left includes
+    for one in left:
+        row = list[Item]()
+        for other in right:
+            if other in whole and not is_kept(one, other):
+                continue
+            common = met(one, other)
+            if common is None:
+                continue
+            if common == one and not any(is_kept(one, another) for another in right):
+                row = [one]
+                break
+            row.append(common)
+            if common == other:
+                whole[other] = None
+        found.update(dict.fromkeys(row))
+    return tuple(found)
+
+
+def meet_arrays(left: Array, right: Array, simplify: Simplify) -> Array | None:
+    if left == Array():
+        return possible_array(right, simplify)
+    size = max(len(left.prefix), len(right.prefix))
+    evaluated = None if None in (left.evaluated, right.evaluated) else max(left.evaluated or 0, right.evaluated or 0)
+    found = Array(
+        tuple(all_of(left.item(index), right.item(index)) for index in range(size)),
+        all_of(left.rest, right.rest),
+        max(left.low, right.low),
+        _least(left.high, right.high),
+        tuple(dict.fromkeys((*left.contains, *right.contains))),
+        left.unique or right.unique,
+        evaluated,
+        left.is_subset or right.is_subset,
+    )
+    return possible_array(found, simplify)
+
+
+def possible_array(array: Array, simplify: Simplify) -> Array | None:
+    """The array without the lengths that its items make impossible; None where there is no array left."""
+    prefix, rest, high = tuple(map(simplify, array.prefix[: array.high])), simplify(array.rest), array.high
+    impossible = next((index for index, item in enumerate(prefix) if item == NEVER), None)
+    if impossible is not None:
+        high, prefix = impossible, prefix[:impossible]
+    elif rest == NEVER:
+        high = len(prefix) if high is None else min(high, len(prefix))
+    needed = max((found.low + found.start for found in array.contains if found.low), default=0)
+    low = max(array.low, needed)
+    if high is not None and low > high:
+        return None
+    if any(found.high is not None and found.low > found.high for found in array.contains):
+        return None
+    return replace(array, prefix=prefix, rest=rest, low=low, high=high)
+
+
+def meet_objects(left: Object, right: Object, simplify: Simplify) -> Object | None:
+    if left == Object():
+        return possible_object(right, simplify)
+    if right == Object():
+        return possible_object(left, simplify)
+    names = dict.fromkeys(name for one in (left, right) for name, _ in one.declared)
+    if len(left.others) == len(right.others) == 1:  # both of all names
+        (one,), (other,) = left.others, right.others
+        others = [Keys(ANY_TEXT, all_of(one.value, other.value), one.is_default and other.is_default)]
+    else:
+        others = []
+        for one, other in product(left.others, right.others):
+            if not is_empty(common := both(one.names, other.names)):
+                others.append(Keys(common, all_of(one.value, other.value), one.is_default and other.is_default))
+    found = Object(
+        tuple((name, all_of(left.value(name), right.value(name))) for name in names),
+        left.required | right.required,
+        _merged(others),
+        max(left.low, right.low),
+        _least(left.high, right.high),
+        left.closable or right.closable,
+        tuple(dict.fromkeys((*left.witnesses, *right.witnesses))),
+        either(left.evaluated, right.evaluated),
+        left.is_subset or right.is_subset,
+    )
+    return possible_object(found, simplify)
+
+
+def _merged(others: list[Keys]) -> tuple[Keys, ...]:
+    """Classes with the same values as one."""
+    found = dict[tuple[Expr, bool], Keys]()
+    for keys in others:
+        before = found.get(keys[1:])
+        found[keys[1:]] = keys if before is None else keys._replace(names=either(before.names, keys.names))
+    if len(found) == 1:
+        return (next(iter(found.values()))._replace(names=ANY_TEXT),)
+    return tuple(found.values())
+
+
+def possible_object(found: Object, simplify: Simplify) -> Object | None:
+    """The object with the required names among the declared ones; None where there is no object."""
+    names = {name for name, _ in found.declared}
+    if undeclared := sorted(found.required - names):
+        found = replace(found, declared=(*found.declared, *((name, found.value(name)) for name in undeclared)))
+    low = max(found.low, len(found.required))
+    if found.high is not None and low > found.high:
+        return None
+    declared = tuple((name, simplify(value) if name in found.required else value) for name, value in found.declared)
+    if any(value == NEVER for name, value in declared if name in found.required):
+        return None
+    if any(simplify(keys.value) == NEVER for keys in found.witnesses):
+        return None
+    if all(keys.value == NEVER for keys in found.others):
+        allowed = sum(value != NEVER for _, value in found.declared)
+        if low > allowed:
+            return None
+    return replace(found, declared=declared, low=low)
+
+
+def complemented(form: Form, simplify: Simplify, where: str) -> Form:
+    """All other values."""
+    numbers: tuple[Numbers, ...] = (Numbers(),)
+    for piece in form.numbers:
+        numbers = tuple(filter(None, dict.fromkeys(one.meet(other) for one, other in product(numbers, list(piece.complement())))))
+    if form.strings.is_subset:
+        reject(where, "not", "is not enforced with a format of which not all texts are known; write a pattern")
+    strings = exactly(complement(form.strings.exact))
+    found = Form(not form.null, frozenset([False, True]) - form.booleans, numbers, strings, (Array(),), (Object(),))
+    for array in form.arrays:
+        found = meet(found, replace(ANYTHING, arrays=tuple(_other_arrays(array, where))), simplify, where)
+    for item in form.objects:
+        found = meet(found, replace(ANYTHING, objects=tuple(_other_objects(item, where))), simplify, where)
+    return found
+
+
+def _other_arrays(array: Array, where: str) -> Iterator[Array]:
+    if array.is_subset:
+        reject(where, "not", "is not enforced with unevaluatedItems; write the items out")
+    if array.unique:
+        reject(where, "not", "is not enforced with uniqueItems")
+    if array.low:
+        yield Array(high=array.low - 1)
+    if array.high is not None:
+        yield Array(low=array.high + 1)
+    for index, item in enumerate(array.prefix):
+        for other in negations(item) if item else ():
+            yield Array(prefix=(*(TRUE for _ in range(index)), other), low=index + 1)
+    for other in negations(array.rest) if array.rest else ():
+        yield Array(contains=(Contains(other, 1, None, len(array.prefix)),))
+    for found in array.contains:
+        if found.low:
+            yield Array(contains=(found._replace(low=0, high=found.low - 1),))
+        if found.high is not None:
+            yield Array(contains=(found._replace(low=found.high + 1, high=None),))
+
+
+def _other_objects(item: Object, where: str) -> Iterator[Object]:
+    if item.is_subset:
+        reject(where, "not", "is not enforced with unevaluatedProperties; write the properties out")
+    for name in sorted(item.required):
+        yield single(name, NEVER, required=False)
+    if item.low > len(item.required):
+        yield Object(high=item.low - 1)
+    if item.high is not None:
+        yield Object(low=item.high + 1)
+    for name, value in item.declared:
+        for other in negations(value) if value else ():
+            yield single(name, other, required=True)
+    declared = complement(words(name for name, _ in item.declared))
+    for keys in item.others:
+        for other in negations(keys.value) if keys.value else ():
+            if not is_empty(names := both(keys.names, declared)):
+                yield Object(witnesses=(Keys(names, other),))
+    for keys in item.witnesses:
+        others = negations(keys.value)
+        if len(others) > 1:
+            reject(where, "not", "is not enforced with this combination of properties")
+        yield Object(others=(Keys(keys.names, others[0] if others else NEVER), Keys(complement(keys.names), TRUE, True)))
+
+
+def _least(left: int | None, right: int | None) -> int | None:
+    return min((high for high in (left, right) if high is not None), default=None)

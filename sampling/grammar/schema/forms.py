@@ -1,0 +1,178 @@
+"""The canonical form of a schema: for each type of JSON, what a value of it must satisfy.
+
+Arrays and objects are lists of alternatives; the values inside them are described by `Expr`, conjunctions of schemas and negated schemas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import NamedTuple, TypeVar
+
+from stepgraph.sampling.grammar.schema.language import ANY_TEXT, NOTHING, Term, both, either, matches
+from stepgraph.sampling.grammar.schema.numbers import Numbers
+from stepgraph.sampling.grammar.schema.reader import Node
+
+Item = TypeVar("Item")
+
+
+class Literal(NamedTuple):
+    number: int  # of the node, so that an Expr has one order
+    positive: bool
+    node: Node
+
+
+Expr = tuple[Literal, ...]  # sorted; all of them hold
+TRUE: Expr = ()
+NEVER: Expr = (Literal(-1, True, Node(False, "#", "", -1)),)
+
+
+def expr(node: Node, positive: bool = True) -> Expr:
+    if isinstance(node.schema, bool):
+        return TRUE if node.schema is positive else NEVER
+    return (Literal(node.number, positive, node),)
+
+
+def all_of(*parts: Expr) -> Expr:
+    """The conjunction."""
+    found = {literal[:2]: literal for part in parts for literal in part}
+    if (-1, True) in found or any((number, not positive) in found for number, positive in found):
+        return NEVER
+    return tuple(found[key] for key in sorted(found))
+
+
+def negations(part: Expr) -> list[Expr]:
+    """Expressions of which a value satisfies at least one where it does not satisfy the conjunction."""
+    return [TRUE] if part == NEVER else [expr(literal.node, not literal.positive) for literal in part]
+
+
+class Strings(NamedTuple):
+    """`narrow` is the part of the exact language that is generated where it is not empty: patterns match whole texts."""
+
+    exact: Term
+    narrow: Term
+    is_subset: bool = False  # the schema accepts more, so that a complement would be wrong
+
+    def meet(self, other: Strings) -> Strings:
+        return Strings(both(self.exact, other.exact), both(self.narrow, other.narrow), self.is_subset or other.is_subset)
+
+    def join(self, other: Strings) -> Strings:
+        return Strings(either(self.exact, other.exact), either(self.narrow, other.narrow), self.is_subset or other.is_subset)
+
+
+def exactly(term: Term) -> Strings:
+    return Strings(term, term)
+
+
+class Contains(NamedTuple):
+    """From position `start` on, at least `low` and at most `high` items satisfy the schema."""
+
+    items: Expr
+    low: int
+    high: int | None
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Array:
+    prefix: tuple[Expr, ...] = ()
+    rest: Expr = TRUE  # the items after the prefix
+    low: int = 0
+    high: int | None = None
+    contains: tuple[Contains, ...] = ()
+    unique: bool = False
+    evaluated: int | None = 0  # items that a keyword describes, for unevaluatedItems; None: all of them
+    is_subset: bool = False  # the schema accepts more, so that a complement would be wrong
+
+    def item(self, index: int) -> Expr:
+        return self.prefix[index] if index < len(self.prefix) else self.rest
+
+
+class Keys(NamedTuple):
+    """A class of names of properties that are not declared, and what their values satisfy."""
+
+    names: Term
+    value: Expr
+    is_default: bool = False  # allowed only because no keyword forbids it
+
+
+@dataclass(frozen=True)
+class Object:
+    declared: tuple[tuple[str, Expr], ...] = ()
+    required: frozenset[str] = frozenset()
+    others: tuple[Keys, ...] = (Keys(ANY_TEXT, TRUE, True),)  # disjoint classes of all names; declared ones are excluded
+    low: int = 0
+    high: int | None = None
+    closable: bool = False  # `properties` is given, so that default classes are left out when objects are closed
+    witnesses: tuple[Keys, ...] = ()  # of each, at least one property has such a name and value
+    evaluated: Term = NOTHING  # names that a keyword describes, for unevaluatedProperties
+    is_subset: bool = False
+
+    @cached_property
+    def values(self) -> dict[str, Expr]:
+        return dict(self.declared)
+
+    def value(self, name: str) -> Expr:
+        """What the value of a property satisfies, by its name."""
+        if name in self.values:
+            return self.values[name]
+        return (
+            self.others[0].value
+            if len(self.others) == 1
+            else next((keys.value for keys in self.others if matches(keys.names, name)), NEVER)
+        )
+
+
+def single(name: str, value: Expr, required: bool) -> Object:
+    """Objects in which one property is described."""
+    return Object(((name, value),), frozenset([name] if required else []))
+
+
+@dataclass(frozen=True)
+class Form:
+    null: bool
+    booleans: frozenset[bool]
+    numbers: tuple[Numbers, ...]
+    strings: Strings
+    arrays: tuple[Array, ...]
+    objects: tuple[Object, ...]
+
+    @property
+    def is_nothing(self) -> bool:
+        return not (self.null or self.booleans or self.numbers or self.arrays or self.objects or self.strings.exact is not NOTHING)
+
+
+_NO_STRINGS, _ANY_STRINGS = exactly(NOTHING), exactly(ANY_TEXT)
+NOTHING_AT_ALL = Form(False, frozenset(), (), _NO_STRINGS, (), ())
+ANYTHING = Form(True, frozenset([False, True]), (Numbers(),), _ANY_STRINGS, (Array(),), (Object(),))
+
+
+def of_one_type(form: Form) -> Form:
+    """The values of the only type that a form restricts, and the form itself where that is not one type of all."""
+    others = dict[str, object]()
+    for field in fields(Form):
+        if getattr(form, field.name) == getattr(ANYTHING, field.name):
+            others[field.name] = getattr(NOTHING_AT_ALL, field.name)
+    return replace(form, **others) if len(others) == len(fields(Form)) - 1 else form  # type: ignore[arg-type]
+
+
+def join(*forms: Form) -> Form:
+    """The values of any of the forms."""
+    found = NOTHING_AT_ALL
+    for form in forms:
+        found = Form(
+            found.null or form.null,
+            found.booleans | form.booleans,
+            _absorbed((*found.numbers, *form.numbers), Numbers()),
+            found.strings.join(form.strings),
+            _absorbed((*found.arrays, *form.arrays), Array()),
+            _absorbed((*found.objects, *form.objects), Object(), lambda item: item.closable),
+        )
+    return found
+
+
+def _absorbed(items: Iterable[Item], everything: Item, is_kept: Callable[[Item], bool] = lambda _: False) -> tuple[Item, ...]:
+    """The items, or `everything` in place of those that it includes. Some are kept, as they may become narrower."""
+    found = tuple(dict.fromkeys(items))
+    return tuple(item for item in found if item == everything or is_kept(item)) if everything in found else found

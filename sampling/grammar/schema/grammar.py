@@ -1,0 +1,291 @@
+"""The grammar of the JSON texts that a schema accepts, in the EBNF notation that all grammar libraries here read."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError, reject
+from stepgraph.sampling.grammar.schema.automata import TooComplexError, is_empty
+from stepgraph.sampling.grammar.schema.forms import Array, Expr, Form, Object, all_of, expr, negations, of_one_type
+from stepgraph.sampling.grammar.schema.items import items_text
+from stepgraph.sampling.grammar.schema.language import ANY_TEXT, NOTHING, Term, both, either, matches
+from stepgraph.sampling.grammar.schema.members import members_texts
+from stepgraph.sampling.grammar.schema.normalise import Normaliser, contradiction
+from stepgraph.sampling.grammar.schema.numbers import Numbers
+from stepgraph.sampling.grammar.schema.options import Options
+from stepgraph.sampling.grammar.schema.reader import Document
+from stepgraph.sampling.grammar.schema.spelling import Speller, generated, literal
+
+MAX_WHITESPACE = 32  # the longest run of blanks between JSON tokens under any_whitespace
+MAX_RULES = 50_000
+MAX_LEFT_OUT = 100
+LEFT_OUT = frozenset(  # keywords that are left out of an approximate grammar where they are not enforced
+    "contains divisibleBy format if maxContains maxProperties minContains minProperties multipleOf not pattern patternProperties"
+    " propertyNames unevaluatedItems unevaluatedProperties uniqueItems".split()
+)
+MAX_STATES = 2_000  # of an array or object with counts
+MAX_INLINE = 60  # characters
+MAX_UNIQUE = 6  # values in any order; more are generated in the order of the schema
+
+_SHORTER = "with the pattern takes too many states, so that shorter texts are generated; write a smaller maxLength, or none"
+_HEX = "[0-9A-Fa-f]"
+# After a string, tokens that go on otherwise are ruled out when a grammar is compiled: the assertion at the end spares a check per mask.
+# It is left out in a part of a grammar, where any text may follow.
+_STRING = (
+    r'(["] | [\U00000020-\U00000021\U00000023-\U0000005b\U0000005d-\U0000d7ff\U0000e000-\U0010ffff] {0}string_rest'
+    r' | "\\" {0}escape {0}string_rest)'
+)
+AFTER_STRING = r" (=([ \n\r\t,}\]:]))"
+_BASICS = {
+    "string": r'"\"" {0}string_rest',
+    "string_rest": _STRING,
+    "escape": (
+        rf'["\\/bfnrt] | "u" ([0-9A-CE-Fa-ce-f] {_HEX} {_HEX} {_HEX} | [Dd] [0-7] {_HEX} {_HEX}'
+        rf' | [Dd] [89ABab] {_HEX} {_HEX} "\\u" [Dd] [C-Fc-f] {_HEX} {_HEX})'
+    ),
+    "integer": '"0" | "-"? [1-9] [0-9]*',
+    "number": '"-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [+\\-]? [0-9]+)?',
+    "boolean": '"true" | "false"',
+}
+
+
+def schema_grammar(schema: Any, options: Options, prefix: str = "") -> str:
+    """The rules of the grammar; the first one is `root`. UnsupportedError for what is not enforced, or satisfied by no value.
+
+    Names of rules start with the prefix. Numbers of the schema are int and Decimal.
+    """
+    left = MAX_LEFT_OUT if options.approximate else 0
+    while True:
+        try:
+            rules = _rules(Normaliser(Document(schema, options.unknown_keywords), options.unknown_formats), options, prefix)
+        except UnsupportedError as error:
+            rest = without(schema, error.unsupported) if left and error.unsupported.keyword in LEFT_OUT else None
+            if rest is None:
+                raise
+            schema, left = rest, left - 1
+        else:
+            return "".join(f"{name} ::= {rule}\n" for name, rule in rules.items())
+
+
+def without(schema: Any, part: Unsupported) -> Any | None:
+    """A schema without one of its keywords, which is at the place of a part or leads to it; None where there is none."""
+    for where in (part.where, part.where.removesuffix(f"/{part.keyword}")):
+        changed = node = copy.deepcopy(schema)
+        for step in where.split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            node = node[int(name)] if isinstance(node, list) else node[name]
+        if isinstance(node, dict) and part.keyword in node:
+            del node[part.keyword]
+            return changed
+    return None
+
+
+def narrowed_parts(schema: Any, options: Options) -> list[Unsupported]:
+    """The parts of a schema that is enforced of which not all texts are generated, with the reasons."""
+    normaliser = Normaliser(Document(schema, options.unknown_keywords), options.unknown_formats)
+    _rules(normaliser, options, "")
+    return list(normaliser.narrowed)
+
+
+def _rules(normaliser: Normaliser, options: Options, prefix: str) -> dict[str, str]:
+    root = expr(normaliser.document.node("#"))
+    try:
+        writer = GrammarWriter(normaliser, options, prefix, implies_types=options.objects == "closed")
+        if not writer.is_alive(root):
+            writer = GrammarWriter(normaliser, options, prefix, implies_types=False)
+        return writer.rules_of(root)
+    except RecursionError:
+        reject("#", "nesting", "its schemas are nested too deeply; write fewer levels")
+
+
+class GrammarWriter:
+    """A `Writer` of items.py."""
+
+    def __init__(self, normaliser: Normaliser, options: Options, prefix: str, implies_types: bool) -> None:
+        self._normaliser, self._prefix, self._implies_types = normaliser, prefix, implies_types
+        blank = f"[ \\n\\r\\t]{{0,{MAX_WHITESPACE}}}" if options.any_whitespace else ""
+        self.comma, self.colon = (f'{blank} "," {blank}', f'{blank} ":" {blank}') if blank else ('", "', '": "')
+        self.is_closed, self.any_order = options.objects == "closed", options.property_order == "any"
+        self.opening = f"{blank} " if blank else ""
+        self.rules: dict[str, str] = {f"{prefix}root": ""}
+        self._speller = Speller(self.rules, prefix)
+        self._names = dict[Form, str]()
+        self._waiting = deque[tuple[str, Form, str]]()
+        self.where = "#"  # of the schema that is written
+        self._alive = dict[Expr, bool]()
+
+    def rules_of(self, root: Expr) -> dict[str, str]:
+        if not self.is_alive(root):
+            raise UnsupportedError(contradiction(self._normaliser))
+        self.rules[f"{self._prefix}root"] = self.value(root)
+        while self._waiting:
+            name, form, self.where = self._waiting.popleft()
+            self.rules[name] = self._alternatives(form)
+            if len(self.rules) > MAX_RULES:
+                reject("#", "schema", f"its grammar takes more than {MAX_RULES} rules; write fewer alternatives or smaller counts")
+        return self.rules
+
+    # Which expressions have values at all: the least fixed point, so that no rule leads into an endless text.
+
+    def _find_alive(self, root: Expr) -> None:
+        forms, waiting = dict[Expr, Form](), [root]
+        used_by = dict[Expr, list[Expr]]()
+        while waiting:
+            part = waiting.pop()
+            if part in forms or part in self._alive:
+                continue
+            forms[part] = form = self.form(part)
+            for child in self._children(form):
+                used_by.setdefault(child, []).append(part)
+                waiting.append(child)
+        self._alive |= dict.fromkeys(forms, False)
+        pending = list(forms)
+        while pending:
+            part = pending.pop()
+            if not self._alive[part] and self._is_satisfied(part, forms[part]):
+                self._alive[part] = True
+                pending += used_by.get(part, ())
+
+    def _children(self, form: Form) -> Iterator[Expr]:
+        for array in form.arrays:
+            for item in (*array.prefix, array.rest):
+                yield item
+                for found in array.contains:
+                    yield all_of(item, found.items)
+                    for other in negations(found.items) if found.high is not None else ():
+                        yield all_of(item, other)
+        for one in form.objects:
+            yield from (value for _, value in one.declared)
+            yield from (keys.value for keys in one.others)
+            for witness in one.witnesses:
+                yield from (all_of(witness.value, value) for name, value in one.declared if matches(witness.names, name))
+                yield from (all_of(witness.value, keys.value) for keys in one.others)
+
+    def _is_satisfied(self, part: Expr, form: Form) -> bool:
+        try:
+            return self._has_value(form)
+        except TooComplexError as error:
+            reject(part[-1].node.where, "pattern", str(error))
+
+    def _has_value(self, form: Form) -> bool:
+        if form.null or form.booleans or form.numbers or any(map(self._array_has_value, form.arrays)):
+            return True
+        return not is_empty(generated(form.strings.exact)) or any(map(self._object_has_value, form.objects))
+
+    def _array_has_value(self, array: Array) -> bool:
+        if not all(self._alive[array.item(index)] for index in range(min(array.low, len(array.prefix) + 1))):
+            return False
+        return all(
+            not found.low or any(self._alive[all_of(item, found.items)] for item in (*array.prefix[found.start :], array.rest))
+            for found in array.contains
+        )
+
+    def _object_has_value(self, item: Object) -> bool:
+        values = dict(item.declared)
+        if not all(self._alive[values[name]] for name in item.required):
+            return False
+        others = [keys for keys in item.others if self._alive[keys.value]]
+        for witness in item.witnesses:
+            declared = any(matches(witness.names, name) and self._alive[all_of(witness.value, value)] for name, value in item.declared)
+            if not declared and not any(
+                self._alive[all_of(witness.value, keys.value)] and not is_empty(both(witness.names, keys.names)) for keys in item.others
+            ):
+                return False
+        return bool(others) or item.low <= sum(self._alive[value] for value in values.values())
+
+    # Values
+
+    def value(self, part: Expr) -> str:
+        form = self.form(part)
+        if form not in self._names:
+            simple, where = not form.arrays and not form.objects, part[-1].node.where if part else self.where
+            text = self._simple(form, where) if simple else ""
+            if simple and len(text) <= MAX_INLINE:
+                self._names[form] = f"({text})" if "|" in text else text
+            else:
+                name = self._names[form] = f"{self._prefix}v{len(self._names)}"
+                self.rules[name] = ""  # in the order of the schema
+                self._waiting.append((name, form, where))
+        return self._names[form]
+
+    def _basic(self, name: str) -> str:
+        if f"{self._prefix}{name}" not in self.rules:
+            rule = _BASICS[name].replace("{0}", self._prefix)
+            self.rules[f"{self._prefix}{name}"] = rule + AFTER_STRING if name == "string_rest" and not self._prefix else rule
+            for other in _BASICS:
+                if f"{self._prefix}{other}" in rule.split():
+                    self._basic(other)
+        return f"{self._prefix}{name}"
+
+    def _simple(self, form: Form, where: str) -> str:
+        before, self.where = self.where, where
+        text = self._alternatives(form)
+        self.where = before
+        return text
+
+    def _alternatives(self, form: Form) -> str:
+        cases = list[str]()
+        if form.null:
+            cases.append('"null"')
+        cases += [self._basic("boolean")] if len(form.booleans) == 2 else [literal(str(value).lower()) for value in form.booleans]
+        cases += self._numbers(form.numbers)
+        cases += self._strings(form)
+        for array in form.arrays:
+            inside = items_text(self, array) if self._array_has_value(array) else None
+            cases += [] if inside is None else [f'"[" {inside} {self.opening}"]"']
+        for item in form.objects:
+            texts = members_texts(self, item) if self._object_has_value(item) else ()
+            cases += [f'"{{" {inside} {self.opening}"}}"' for inside in texts]
+        if not cases:
+            reject(self.where, "minProperties", "is enforced as far as properties are declared: others may have one name twice")
+        return " | ".join(dict.fromkeys(cases))
+
+    def _numbers(self, numbers: tuple[Numbers, ...]) -> list[str]:
+        if not numbers:
+            return []
+        if Numbers() in numbers:
+            return [self._basic("number")]
+        if numbers == (Numbers(multiple=Fraction(1)),):
+            return [self._basic("integer")]
+        try:
+            language = either(*(item.language() for item in numbers))
+            return [self._speller.body(language, in_string=False)] if not is_empty(language) else []
+        except ValueError as error:
+            reject(self.where, "multipleOf", str(error))
+
+    def _strings(self, form: Form) -> list[str]:
+        exact, narrow, _ = form.strings
+        try:
+            term = generated(narrow) if self.is_closed else NOTHING
+            wanted = exact if is_empty(term) else narrow
+            term = generated(exact) if is_empty(term) else term
+            if term is not wanted:
+                self.narrow("maxLength", _SHORTER)
+        except TooComplexError as error:
+            reject(self.where, "pattern", str(error))
+        return [] if is_empty(term) else [self.string(term)]
+
+    def string(self, term: Term) -> str:
+        return self._basic("string") if term is ANY_TEXT else f'"\\"" {self._speller.body(term, in_string=True)} "\\""'
+
+    def form(self, part: Expr) -> Form:
+        """A schema that names no type and restricts the values of one is written for that type, if types are implied."""
+        form = self._normaliser.form(part)
+        return of_one_type(form) if self._implies_types else form
+
+    def is_alive(self, part: Expr) -> bool:
+        if part not in self._alive:
+            self._find_alive(part)
+        return self._alive[part]
+
+    def narrow(self, keyword: str, reason: str) -> None:
+        self._normaliser.narrowed[Unsupported(self.where, keyword, reason)] = None
+
+    def rule(self, text: str) -> str:
+        name = f"{self._prefix}r{len(self.rules)}"
+        self.rules[name] = text
+        return name

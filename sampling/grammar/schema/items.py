@@ -1,0 +1,174 @@
+"""The items of an array as EBNF."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from stepgraph.sampling.grammar.constraints.unsupported import reject
+from stepgraph.sampling.grammar.schema.forms import TRUE, Array, Expr, Form, all_of, negations
+from stepgraph.sampling.grammar.schema.language import Term
+from stepgraph.sampling.grammar.schema.numbers import decimal
+from stepgraph.sampling.grammar.schema.spelling import json_literal, literal, optional, repeated
+
+MAX_STATES = 2_000  # of an array or object with counts
+MAX_UNIQUE = 6  # values in any order; more are generated in the order of the schema
+MAX_LISTED = 200  # values of unique items
+MAX_NESTED = 1_000  # characters of optional items inside each other
+
+State = tuple[int, ...]
+
+
+class Writer(Protocol):
+    """What the parts of a grammar are written with."""
+
+    comma: str
+    colon: str
+    opening: str  # before the first item or property
+    is_closed: bool
+    any_order: bool  # of declared properties
+    where: str
+    rules: dict[str, str]
+
+    def rule(self, text: str) -> str:
+        """The name of a new rule."""
+
+    def value(self, part: Expr) -> str:
+        """An element of EBNF for the values of an expression."""
+
+    def string(self, term: Term) -> str:
+        """JSON strings of these texts."""
+
+    def form(self, part: Expr) -> Form: ...
+
+    def narrow(self, keyword: str, reason: str) -> None:
+        """Record that not all texts of the schema that is written are generated."""
+
+    def is_alive(self, part: Expr) -> bool:
+        """Whether any value satisfies the expression."""
+
+
+def items_text(writer: Writer, array: Array) -> str | None:
+    """What is between the brackets; None where no array is possible."""
+    if array.unique and (array.high is None or array.high > 1):
+        return _unique(writer, array)
+    if array.contains:
+        return _containing(writer, array)
+    high, size = array.high, len(array.prefix)
+    dead = next((index for index in range(size + 1) if not writer.is_alive(array.item(index))), None)
+    if dead is not None:
+        high = dead if high is None else min(high, dead)
+    text = ""
+    if high is None or high > size:
+        rest, low = writer.value(array.rest), max(array.low - size, 0)
+        if size:
+            text = repeated(f"{writer.comma} {rest}", low, None if high is None else high - size)
+        else:
+            more = repeated(f"{writer.comma} {rest}", max(low - 1, 0), None if high is None else high - 1)
+            text = optional(f"{writer.opening}{rest} {more}".strip(), not low)
+    for index in range(min(size, size if high is None else high) - 1, -1, -1):  # from the last one backwards
+        comma = f"{writer.comma} " if index else writer.opening
+        text = optional(f"{comma}{writer.value(array.prefix[index])} {text}".strip(), index >= array.low)
+        if text.startswith("(") and len(text) > MAX_NESTED:
+            text = writer.rule(text)
+    return text
+
+
+def _containing(writer: Writer, array: Array) -> str | None:
+    """A state has the number of items so far and, for each `contains`, of those that satisfy it."""
+    longest = max(1, len(array.prefix), array.low, array.high or 0, *(one.start for one in array.contains))
+
+    def steps(state: State) -> tuple[bool, list[tuple[str, State]]]:
+        index, counts = state[0], state[1:]
+        enough = index >= array.low and all(count >= one.low for count, one in zip(counts, array.contains, strict=True))
+        if array.high is not None and index >= array.high:
+            return enough, []
+        comma = f"{writer.comma} " if index else writer.opening
+        choices = _choices(writer, array, index, counts)
+        return enough, [(comma + writer.value(item), (min(index + 1, longest), *after)) for item, after in choices]
+
+    return states_text(writer, (0,) * (1 + len(array.contains)), steps, "contains")
+
+
+def _choices(writer: Writer, array: Array, index: int, counts: State) -> Iterator[tuple[Expr, State]]:
+    """What the next item may satisfy, and the counts after it."""
+    cases: list[tuple[Expr, State]] = [(array.item(index), ())]
+    for count, one in zip(counts, array.contains, strict=True):
+        grown = list[tuple[Expr, State]]()
+        for item, after in cases:
+            if index < one.start or (one.high is None and count >= one.low):
+                grown.append((item, (*after, count)))
+                continue
+            if one.high is None or count < one.high:
+                grown.append((all_of(item, one.items), (*after, count + 1)))
+            others = [TRUE] if one.high is None else negations(one.items)
+            grown += [(all_of(item, other), (*after, count)) for other in others]
+        cases = grown
+    return ((item, after) for item, after in cases if writer.is_alive(item))
+
+
+def _unique(writer: Writer, array: Array) -> str | None:
+    """A state has the number of items and either the set of values so far, or the first value that may still come."""
+    values = _finite(writer.form(array.rest))
+    if array.prefix or array.contains or values is None:
+        reject(
+            writer.where,
+            "uniqueItems",
+            "is enforced for a list of values, or at most one item; give items an enum, or leave uniqueItems out",
+        )
+    listed, high = values, len(values) if array.high is None else array.high
+    any_order = len(values) <= MAX_UNIQUE
+    if not any_order:
+        writer.narrow("uniqueItems", f"of more than {MAX_UNIQUE} values are generated in the order of the schema")
+
+    def steps(state: State) -> tuple[bool, list[tuple[str, State]]]:
+        count, used = state
+        comma = f"{writer.comma} " if count else writer.opening
+        found = list[tuple[str, State]]()
+        for index, value in enumerate(listed if count < high else ()):
+            if any_order and not used >> index & 1:
+                found.append((comma + value, (count + 1, used | 1 << index)))
+            elif not any_order and index >= used:
+                found.append((comma + value, (min(count + 1, max(array.low, high if array.high is not None else 1)), index + 1)))
+        return count >= array.low, found
+
+    return states_text(writer, (0, 0), steps, "uniqueItems")
+
+
+def _finite(form: Form) -> list[str] | None:
+    """The texts of all values; None where they are not listed."""
+    texts = form.strings.exact
+    if form.arrays or form.objects or texts.kind != "words" or any(item.low is None or item.low != item.high for item in form.numbers):
+        return None
+    found = ['"null"'] * form.null + [literal(str(value).lower()) for value in sorted(form.booleans)]
+    found += [literal(decimal(item.low)) for item in form.numbers if item.low is not None]
+    found += [json_literal(str(text)) for text in texts.values]
+    return found if len(found) <= MAX_LISTED else None
+
+
+def states_text(writer: Writer, start: State, steps: Callable[[State], tuple[bool, list[tuple[str, State]]]], keyword: str) -> str | None:
+    """One rule for each state from which an end is reached, by what may come next; None where the start is no such state."""
+    cases, before, alive = dict[State, tuple[bool, list[tuple[str, State]]]](), dict[State, list[State]](), list[State]()
+    waiting = [start]
+    while waiting:
+        state = waiting.pop()
+        if state in cases:
+            continue
+        if len(cases) >= MAX_STATES:
+            reject(writer.where, keyword, f"takes more than {MAX_STATES} combinations of counts; write smaller ones")
+        cases[state] = steps(state)
+        alive += [state] * cases[state][0]
+        for _, after in cases[state][1]:
+            before.setdefault(after, []).append(state)
+            waiting.append(after)
+    names = {state: writer.rule("") for state in alive}
+    for state in alive:  # grows
+        for other in before.get(state, ()):
+            if other not in names:
+                names[other] = writer.rule("")
+                alive.append(other)
+    for state, name in names.items():
+        is_end, following = cases[state]
+        texts = [f"{text} {names[after]}" for text, after in following if after in names]
+        writer.rules[name] = " | ".join([*texts, *['""'] * is_end])
+    return names.get(start)

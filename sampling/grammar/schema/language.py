@@ -1,0 +1,334 @@
+"""Regular languages of texts, closed under intersection and complement: terms with derivatives (Brzozowski 1964), and automata of terms.
+
+Equal terms are one object. A text is a sequence of Unicode characters without surrogates, so escapes of JSON do not matter here.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from stepgraph.sampling.grammar.constraints.charset import EVERY, CharSet, union
+
+SURROGATES = 0xD800, 0xDFFF
+START, END = 0x110000, 0x110001  # before the first and after the last character: what `^` and `$` of a pattern match
+Kind = Literal["chars", "words", "cat", "alt", "and", "not", "repeat", "end", "multiple"]
+Label = tuple[object, ...]
+
+
+class Term:
+    """A regular language; created by the functions below. `values` are those of its kind:
+
+    chars: a CharSet. words: texts, sorted. repeat: the least and the largest count. multiple: see `multiple_of`. end: the language that
+    leads, with END appended, to a text of the part.
+    """
+
+    __slots__ = ("__weakref__", "_steps", "is_plain", "kind", "nullable", "parts", "values")
+
+    def __init__(self, kind: Kind, parts: tuple[Term, ...], values: Label) -> None:
+        self.kind, self.parts, self.values = kind, parts, values
+        self.nullable = self._is_nullable()
+        self.is_plain: bool = kind not in ("and", "not", "end", "multiple") and all(part.is_plain for part in parts)  # a regular expression
+        self._steps: tuple[Sequence[int], Sequence[Term]] | None = None
+
+    def _is_nullable(self) -> bool:
+        nullable = [part.nullable for part in self.parts]
+        match self.kind:
+            case "words":
+                return self.values[:1] == ("",)
+            case "cat" | "and":
+                return all(nullable)
+            case "alt":
+                return any(nullable)
+            case "not":
+                return not nullable[0]
+            case "repeat":
+                return not self.values[0] or nullable[0]
+            case "end":
+                return any(term.nullable for term in _marked(self.parts[0], END))
+            case "multiple":
+                multiple, decimals, rest, seen = self.values
+                assert isinstance(multiple, int) and isinstance(decimals, int) and isinstance(rest, int) and isinstance(seen, int)
+                return seen not in (-2, 0) and rest * 10 ** (decimals - max(seen, 0)) % multiple == 0
+        return False
+
+    def after(self, char: int) -> Term:
+        """The rests of the texts that start with this character."""
+        starts, terms = self.steps()
+        return terms[bisect_right(starts, char) - 1]
+
+    def steps(self) -> tuple[Sequence[int], Sequence[Term]]:
+        """The first characters of ranges that cover all characters and START and END, and what follows a character of each."""
+        if self._steps is None:
+            starts = sorted({0, END + 1, *self._bounds()})
+            self._steps = starts, [self._derivative(start) for start in starts[:-1]]
+        return self._steps
+
+    def _bounds(self) -> Iterable[int]:
+        match self.kind:
+            case "chars":
+                return (bound for first, last in _ranges(self) for bound in (first, last + 1))
+            case "words":
+                return (bound for char in _tails(self) for bound in (ord(char), ord(char) + 1))
+            case "multiple":
+                return (*range(ord("0"), ord("9") + 2), ord("."), ord(".") + 1)
+            case "cat" if not self.parts[0].nullable:
+                return self.parts[0].steps()[0]
+        return (bound for part in self.parts for bound in part.steps()[0])
+
+    def _derivative(self, char: int) -> Term:
+        match self.kind:
+            case "chars":
+                return EPSILON if any(first <= char <= last for first, last in _ranges(self)) else NOTHING
+            case "words":
+                return words(_tails(self).get(chr(char), ())) if char < START else NOTHING
+            case "cat":
+                head, tail = self.parts
+                derived = cat(head.after(char), tail)
+                return either(derived, tail.after(char)) if head.nullable else derived
+            case "alt":
+                return either(*(part.after(char) for part in self.parts))
+            case "and":
+                return both(*(part.after(char) for part in self.parts))
+            case "not":
+                return complement(self.parts[0].after(char))
+            case "repeat":
+                low, high = counts(self)
+                rest = repeat(self.parts[0], max(low - 1, 0), None if high is None else high - 1)
+                return cat(self.parts[0].after(char), rest)
+            case "end":
+                return _term("end", (self.parts[0].after(char),), ()) if char < START else NOTHING
+        return _multiple_after(self, char)
+
+
+_TERMS: weakref.WeakValueDictionary[Label, Term] = weakref.WeakValueDictionary()
+
+
+def _term(kind: Kind, parts: tuple[Term, ...], values: Label) -> Term:
+    key = (kind, *map(id, parts), *values) if kind != "alt" and kind != "and" else (kind, frozenset(map(id, parts)))
+    found = _TERMS.get(key)
+    if found is None:
+        found = _TERMS[key] = Term(kind, parts, values)
+    return found
+
+
+def _ranges(term: Term) -> CharSet:
+    return term.values  # type: ignore[return-value]
+
+
+def counts(term: Term) -> tuple[int, int | None]:
+    """The bounds of a repetition."""
+    return term.values  # type: ignore[return-value]
+
+
+def texts_of(term: Term) -> tuple[str, ...]:
+    return term.values  # type: ignore[return-value]
+
+
+@functools.lru_cache(maxsize=64)
+def _tails(term: Term) -> dict[str, list[str]]:
+    tails = defaultdict[str, list[str]](list)
+    for text in texts_of(term):
+        if text:
+            tails[text[0]].append(text[1:])
+    return tails
+
+
+def chars(members: CharSet) -> Term:
+    """Texts of one of these characters."""
+    return _term("chars", (), members) if members else NOTHING
+
+
+def words(texts: Iterable[str]) -> Term:
+    """A finite set of texts."""
+    return _term("words", (), tuple(sorted(set(texts))))
+
+
+NOTHING, EPSILON = words(()), words(("",))
+_SENTINELS: CharSet = ((START, END),)
+ANY_CHAR = chars(EVERY)
+ANY_MARKED = chars(union((*EVERY, *_SENTINELS)))  # also START and END
+
+
+def cat(first: Term, *rest: Term) -> Term:
+    """Texts of the first language followed by texts of the others."""
+    if not rest:
+        return first
+    tail = cat(*rest)
+    if first is NOTHING or tail is NOTHING:
+        return NOTHING
+    if first is EPSILON or tail is EPSILON:
+        return tail if first is EPSILON else first
+    if first.kind == "cat":
+        return cat(first.parts[0], cat(first.parts[1], tail))
+    if first.kind == "repeat" and first is tail and first.values == (0, None):
+        return first
+    return _term("cat", (first, tail), ())
+
+
+def either(*terms: Term) -> Term:
+    """Texts of any of the languages."""
+    found, finite = dict[Term, None](), set[str]()
+    for term in terms:
+        for part in term.parts if term.kind == "alt" else (term,):
+            if part.kind == "words":
+                finite.update(texts_of(part))
+            else:
+                found[part] = None
+    if ANY_TEXT in found:
+        return ANY_TEXT
+    parts = tuple(found)
+    if finite:
+        parts = (*parts, words(finite))
+    return parts[0] if len(parts) == 1 else _term("alt", parts, ()) if parts else NOTHING
+
+
+def both(*terms: Term) -> Term:
+    """Texts of all the languages."""
+    found = dict.fromkeys(part for term in terms for part in (term.parts if term.kind == "and" else (term,)))
+    found.pop(ANY_TEXT, None)
+    if any(complement(term) in found for term in found):
+        return NOTHING
+    finite = next((term for term in found if term.kind == "words"), None)
+    if finite is not None:
+        return words(text for text in texts_of(finite) if all(matches(term, text) for term in found if term is not finite))
+    parts = list[Term]()
+    for term in found:
+        parts = _narrowed(parts, term)
+        if NOTHING in parts:
+            return NOTHING
+    return parts[0] if len(parts) == 1 else _term("and", tuple(parts), ()) if parts else ANY_TEXT
+
+
+def _narrowed(parts: list[Term], term: Term) -> list[Term]:
+    """The parts of an intersection with another one. Bounds on the length are merged with other repetitions of characters, and left out
+    where the other part implies them."""
+    for index, part in enumerate(parts):
+        for bound, other in ((part, term), (term, part)):
+            if not (bound.kind == "repeat" and bound.parts[0] is ANY_CHAR):
+                continue
+            low, high = counts(bound)
+            least, most = length_range(other)
+            if least >= low and (high is None or (most is not None and most <= high)):
+                return [*parts[:index], *parts[index + 1 :], *([other] if other is term else [part])]
+            if (most is not None and most < low) or (high is not None and least > high):
+                return [NOTHING]
+            merged = of_length(other, low, high)
+            if merged is not None:
+                return _narrowed([*parts[:index], *parts[index + 1 :]], merged)
+    return [*parts, term]
+
+
+def of_length(term: Term, low: int, high: int | None) -> Term | None:
+    """The texts of a language of a length in these bounds; None where that takes more than other counts."""
+    least, most = length_range(term)
+    if least >= low and (high is None or (most is not None and most <= high)):
+        return term
+    if (most is not None and most < low) or (high is not None and least > high):
+        return NOTHING
+    match term.kind:
+        case "words":
+            return words(text for text in texts_of(term) if low <= len(text) and (high is None or len(text) <= high))
+        case "alt":
+            found = [of_length(part, low, high) for part in term.parts]
+            return None if None in found else either(*(part for part in found if part is not None))
+        case "repeat" if length_range(term.parts[0])[0] == length_range(term.parts[0])[1] == 1:
+            ends = [end for end in (high, counts(term)[1]) if end is not None]
+            return repeat(term.parts[0], max(low, counts(term)[0]), min(ends, default=None))
+        case "cat":
+            for part, rest in (term.parts, term.parts[::-1]):
+                size, longest = length_range(part)
+                if size == longest:
+                    bounded = of_length(rest, max(low - size, 0), None if high is None else high - size)
+                    return None if bounded is None else cat(part, bounded) if part is term.parts[0] else cat(bounded, part)
+    return None
+
+
+def complement(term: Term) -> Term:
+    """All texts that are not of the language."""
+    if term.kind == "not":
+        return term.parts[0]
+    return ANY_TEXT if term is NOTHING else NOTHING if term is ANY_TEXT else _term("not", (term,), ())
+
+
+def repeat(term: Term, low: int, high: int | None) -> Term:
+    """Texts that consist of `low` to `high` texts of the language; None: without a limit."""
+    if high is not None and high < low:
+        return NOTHING
+    if high == 0 or term is EPSILON:
+        return EPSILON
+    if term is NOTHING:
+        return NOTHING if low else EPSILON
+    if (low, high) == (1, 1):
+        return term
+    if term.kind == "repeat" and term.values == (0, None):
+        return term
+    return _term("repeat", (term,), (low, high))
+
+
+ANY_TEXT = _term("repeat", (ANY_CHAR,), (0, None))
+MARKED_TEXT = _term("repeat", (ANY_MARKED,), (0, None))
+
+
+def unmarked(term: Term) -> Term:
+    """The texts that are in the language with START once or several times before, and END after them."""
+    return either(*(_term("end", (found,), ()) for found in _marked(term, START)))
+
+
+def _marked(term: Term, mark: int) -> dict[Term, None]:
+    """What follows the mark, once or several times."""
+    found = dict[Term, None]()
+    while (term := term.after(mark)) not in found and term is not NOTHING:
+        found[term] = None
+    return found
+
+
+def multiple_of(numerator: int, decimals: int) -> Term:
+    """Unsigned decimal numbers that are multiples of numerator / 10**decimals."""
+    return _term("multiple", (), (numerator, decimals, 0, -2))  # -2: no digit yet, -1: no point yet, else: digits after the point
+
+
+def _multiple_after(term: Term, char: int) -> Term:
+    multiple, decimals, rest, seen = term.values
+    assert isinstance(multiple, int) and isinstance(decimals, int) and isinstance(rest, int) and isinstance(seen, int)
+    if char == ord(".") and seen == -1:
+        return _term("multiple", (), (multiple, decimals, rest, 0)) if decimals else NOTHING
+    if not ord("0") <= char <= ord("9"):
+        return NOTHING
+    if seen == decimals:  # more digits: zeros only
+        return term if char == ord("0") else NOTHING
+    return _term("multiple", (), (multiple, decimals, (rest * 10 + char - ord("0")) % multiple, -1 if seen < 0 else seen + 1))
+
+
+@functools.lru_cache(maxsize=4096)
+def length_range(term: Term) -> tuple[int, int | None]:
+    """Bounds of the length of a text; not always the best ones."""
+    ranges = [length_range(part) for part in term.parts]
+    match term.kind:
+        case "chars":
+            return 1, 1
+        case "words":
+            lengths = [len(text) for text in texts_of(term)]
+            return min(lengths, default=0), max(lengths, default=0)
+        case "cat":
+            return ranges[0][0] + ranges[1][0], None if ranges[0][1] is None or ranges[1][1] is None else ranges[0][1] + ranges[1][1]
+        case "alt":
+            ends = [most for _, most in ranges if most is not None]
+            return min(least for least, _ in ranges), max(ends) if len(ends) == len(ranges) else None
+        case "and":
+            return max(least for least, _ in ranges), min((most for _, most in ranges if most is not None), default=None)
+        case "repeat":
+            low, high = counts(term)
+            (least, most) = ranges[0]
+            return low * least, None if high is None or most is None else high * most
+    return 0, None
+
+
+def matches(term: Term, text: str) -> bool:
+    for char in text:
+        term = term.after(ord(char))
+    return term.nullable

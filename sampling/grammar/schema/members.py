@@ -1,0 +1,169 @@
+"""The properties of an object as EBNF: declared ones in their order, then others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from stepgraph.sampling.grammar.constraints.unsupported import reject
+from stepgraph.sampling.grammar.schema.automata import is_empty
+from stepgraph.sampling.grammar.schema.forms import Expr, Keys, Object, all_of
+from stepgraph.sampling.grammar.schema.items import MAX_STATES, State, Writer, states_text
+from stepgraph.sampling.grammar.schema.language import Term, both, complement, matches, words
+from stepgraph.sampling.grammar.schema.spelling import json_literal, optional, repeated
+
+MAX_ANY_ORDER = 8  # declared properties
+MAX_INLINE = 60  # characters that are repeated instead of becoming a rule
+
+
+def members_texts(writer: Writer, item: Object) -> list[str]:
+    """What is between the braces, by case."""
+    found = [_properties(writer, one, witness) for one, witness in _witnessed(writer, item)]
+    return [text for text in found if text is not None]
+
+
+def _witnessed(writer: Writer, item: Object) -> Iterator[tuple[Object, Keys | None]]:
+    """The cases of an object by the declared properties that are its witnesses. One witness may be an undeclared property."""
+    if not item.witnesses:
+        yield item, None
+        return
+    first, rest = item.witnesses[0], replace(item, witnesses=item.witnesses[1:])
+    for index, (name, value) in enumerate(item.declared):
+        both_of = all_of(value, first.value)
+        if matches(first.names, name) and writer.is_alive(both_of):
+            declared = (*item.declared[:index], (name, both_of), *item.declared[index + 1 :])
+            yield from _witnessed(writer, replace(rest, declared=declared, required=item.required | {name}))
+    if any(writer.is_alive(all_of(first.value, keys.value)) and not is_empty(both(first.names, keys.names)) for keys in item.others):
+        if rest.witnesses:
+            reject(writer.where, "not", "asks for several undeclared properties, which might have one name; declare them in properties")
+        yield rest, first
+
+
+def _properties(writer: Writer, item: Object, witness: Keys | None) -> str | None:
+    """What is between the braces; None where no object is possible."""
+    closed = writer.is_closed and item.closable
+    declared = [(name, value) for name, value in item.declared if writer.is_alive(value)]
+    excluded = complement(words(name for name, _ in item.declared))
+    others = _other_pairs(writer, [keys for keys in item.others if not (closed and keys.is_default)], excluded)
+    last = [
+        keys._replace(names=both(keys.names, witness.names), value=all_of(keys.value, witness.value)) for keys in item.others if witness
+    ]
+    ends = _other_pairs(writer, last, excluded) if witness else None
+    if ends == "":
+        return None
+    pairs = [(_pair(writer, json_literal(name), value), name in item.required) for name, value in declared]
+    text = _Members(writer, pairs, others, ends, item.low, item.high).text()
+    if text is None and closed and any(keys.is_default for keys in item.others):
+        return _properties(writer, replace(item, closable=False), witness)
+    return text
+
+
+def _other_pairs(writer: Writer, classes: list[Keys], excluded: Term) -> str:
+    """A property with a name of one of the classes; empty where there is none."""
+    found = list[str]()
+    for keys in classes:
+        names = both(keys.names, excluded)
+        if writer.is_alive(keys.value) and not is_empty(names):
+            key = writer.string(names)
+            found.append(_pair(writer, key, keys.value))
+    return found[0] if len(found) == 1 else f"({' | '.join(found)})" if found else ""
+
+
+def _pair(writer: Writer, key: str, value: Expr) -> str:
+    return f"{key} {writer.colon} {writer.value(value)}"
+
+
+class _Members:
+    """The properties of an object: declared ones in their order, then others. `ends`: the last one of the others, which must be there."""
+
+    def __init__(self, writer: Writer, pairs: list[tuple[str, bool]], others: str, ends: str | None, low: int, high: int | None) -> None:
+        self._writer, self._pairs, self._others, self._ends = writer, pairs, others, ends
+        self._comma = f"{writer.comma} "
+        required = sum(is_required for _, is_required in pairs)
+        capacity = None if others or ends else len(pairs)
+        self._low = low if low > required else 0
+        self._high = None if high is None or (capacity is not None and high >= capacity) else high
+        self._most = max(1, self._low, self._high or 0)  # counts up to here are distinguished
+        if self._most > 1 and (self._most + 1) * (len(pairs) + 1) > MAX_STATES:
+            reject(
+                writer.where,
+                "minProperties" if self._low else "maxProperties",
+                f"takes more than {MAX_STATES} rules; write a smaller count",
+            )
+
+    def text(self) -> str | None:
+        if self._writer.any_order and len(self._pairs) > 1:
+            return self._in_any_order()
+        counted = self._most > 1
+        first_required = next((index for index, (_, is_required) in enumerate(self._pairs) if is_required), len(self._pairs))
+        after: list[list[str] | None] = [self._end(count) for count in range(self._most + 1)]
+        for index in range(len(self._pairs) - 1, -1, -1):
+            if counted or index < first_required:  # several rules lead to what follows
+                after = [
+                    after[0],
+                    *([self._writer.rule(_cases(cases))] if cases and self._is_long(cases) else cases for cases in after[1:]),
+                ]
+            after = [self._tail(index, count, after) for count in range(self._most + 1)]
+        found = after[0]
+        return None if found is None else _grouped(found)
+
+    def _in_any_order(self) -> str | None:
+        """A state has the declared properties so far as bits."""
+        if len(self._pairs) > MAX_ANY_ORDER:
+            reject(self._writer.where, "properties", f"got {len(self._pairs)}, expected at most {MAX_ANY_ORDER} with property_order='any'")
+        required = sum(is_required << index for index, (_, is_required) in enumerate(self._pairs))
+        ended = (-1,)
+
+        def steps(state: State) -> tuple[bool, list[tuple[str, State]]]:
+            (used,) = state
+            if state == ended:
+                return True, []
+            count, found = used.bit_count(), list[tuple[str, State]]()
+            if self._high is None or count < self._high:
+                comma = self._comma if count else self._writer.opening
+                pairs = enumerate(self._pairs)
+                found += [(comma + pair, (used | 1 << index,)) for index, (pair, _) in pairs if not used >> index & 1]
+            ends = (self._end(min(count, self._most)) or []) if used & required == required else []
+            return "" in ends, [*found, *((end, ended) for end in ends if end)]
+
+        return states_text(self._writer, (0,), steps, "properties")
+
+    @staticmethod
+    def _is_long(cases: list[str]) -> bool:
+        return len(cases) > 1 or len(cases[0]) > MAX_INLINE
+
+    def _tail(self, index: int, count: int, after: list[list[str] | None]) -> list[str] | None:
+        """The cases from a declared property on, with `count` of them before it."""
+        pair, is_required = self._pairs[index]
+        comma = self._comma if count else self._writer.opening
+        next_count = min(count + 1, self._most)
+        taken, skipped = after[next_count] if self._high is None or count < self._high else None, None if is_required else after[count]
+        if taken is not None and taken is skipped:
+            return [f"({comma}{pair})? {_grouped(taken)}"]
+        cases = [f"{comma}{pair} {_grouped(taken)}"] if taken is not None else []
+        return [*cases, *(skipped or [])] or None
+
+    def _end(self, count: int) -> list[str] | None:
+        """The cases after all declared properties. Equal names may occur among the others, so no more than one of them is counted as
+        another property."""
+        needed, comma = max(self._low - count, 0), self._comma if count else self._writer.opening
+        room = None if self._high is None else self._high - count
+        if needed > 1 or (self._ends is not None and room == 0):
+            return None if needed or self._ends is not None else [""]
+        if self._ends is not None:
+            before = repeated(f"{self._others} {self._comma}", 0, None if room is None else room - 1) if self._others else ""
+            return [f"{comma}{before} {self._ends}"]
+        if not self._others or room == 0:
+            return None if needed else [""]
+        if count:
+            return [repeated(f"{comma}{self._others}", needed, room)]
+        more = repeated(f"{self._comma}{self._others}", 0, None if room is None else room - 1)
+        return [optional(f"{comma}{self._others} {more}".strip(), not needed)]
+
+
+def _grouped(cases: list[str]) -> str:
+    return cases[0] if len(cases) == 1 else f"({_cases(cases)})"
+
+
+def _cases(cases: list[str]) -> str:
+    return " | ".join(case or '""' for case in cases)

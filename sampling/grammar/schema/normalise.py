@@ -1,0 +1,386 @@
+"""The canonical form of each schema of a document: what its keywords say together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, Literal
+
+from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError, reject
+from stepgraph.sampling.grammar.schema import patterns
+from stepgraph.sampling.grammar.schema.automata import TooComplexError, is_empty
+from stepgraph.sampling.grammar.schema.combine import complemented, meet, possible_array, possible_object
+from stepgraph.sampling.grammar.schema.formats import FORMATS, NARROWED
+from stepgraph.sampling.grammar.schema.forms import (
+    ANYTHING,
+    NEVER,
+    NOTHING_AT_ALL,
+    TRUE,
+    Array,
+    Contains,
+    Expr,
+    Form,
+    Keys,
+    Object,
+    Strings,
+    all_of,
+    exactly,
+    expr,
+    join,
+    single,
+)
+from stepgraph.sampling.grammar.schema.language import ANY_CHAR, ANY_TEXT, NOTHING, Term, both, complement, either, matches, repeat, words
+from stepgraph.sampling.grammar.schema.numbers import Numbers
+from stepgraph.sampling.grammar.schema.reader import TYPES, Document, Node, fraction
+
+MAX_FORMS = 20_000  # schemas and conjunctions of schemas
+MAX_PAIRS = 30_000  # intersections of alternatives
+
+_NUMBER_WORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_ARRAY_WORDS = ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains")
+_OBJECT_WORDS = ("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties")
+_IN_PLACE = frozenset("$ref $dynamicRef $recursiveRef allOf anyOf oneOf not if dependencies dependentSchemas extends".split())
+_OF_TYPE = {
+    "null": replace(NOTHING_AT_ALL, null=True),
+    "boolean": replace(NOTHING_AT_ALL, booleans=ANYTHING.booleans),
+    "number": replace(NOTHING_AT_ALL, numbers=ANYTHING.numbers),
+    "integer": replace(NOTHING_AT_ALL, numbers=(Numbers(multiple=Fraction(1)),)),
+    "string": replace(NOTHING_AT_ALL, strings=ANYTHING.strings),
+    "array": replace(NOTHING_AT_ALL, arrays=ANYTHING.arrays),
+    "object": replace(NOTHING_AT_ALL, objects=ANYTHING.objects),
+}
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two schemas that no value satisfies both of."""
+
+    where: str
+    other: str
+
+
+class Normaliser:
+    """Finds forms on demand: a form refers to those of the values inside by expressions, so recursion ends there."""
+
+    def __init__(self, document: Document, unknown_formats: Literal["annotation", "refuse"] = "annotation") -> None:
+        self.document, self._unknown_formats = document, unknown_formats
+        self.conflicts = list[Conflict]()
+        self.narrowed = dict[Unsupported, None]()  # parts of which not all texts are generated
+        self._forms: dict[Expr, Form] = {TRUE: ANYTHING, NEVER: NOTHING_AT_ALL}
+        self._open = dict[Expr, None]()  # being computed
+        self._simplified = dict[Expr, Expr]()
+        self._pairs = 0
+        self._canonical = dict[Form, Expr]()
+
+    def form(self, part: Expr) -> Form:
+        """What an expression accepts; UnsupportedError."""
+        found = self._forms.get(part)
+        if found is not None:
+            return found
+        node = part[-1].node
+        if part in self._open:
+            reject(node.where, "$ref", "refers to itself and to nothing else")
+        if len(self._forms) > MAX_FORMS:
+            reject(node.where, "schema", f"takes more than {MAX_FORMS} combinations of schemas; write fewer alternatives")
+        self._open[part] = None
+        try:
+            if len(part) > 1:
+                found = self._met([(literal.node.where, self.form((literal,))) for literal in part])
+            elif part[0].positive:
+                found = self._node(node)
+            else:
+                found = complemented(self.form(expr(node)), self.simplify, node.where)
+        except TooComplexError as error:
+            reject(node.where, "pattern", str(error))
+        finally:
+            del self._open[part]
+        self._forms[part] = found
+        return found
+
+    def simplify(self, part: Expr) -> Expr:
+        """An expression of the same values, the same one for equal forms: NEVER where surely no value satisfies it. Contradictions between
+        schemas are found, not those inside one."""
+        if len(part) < 2 or part in self._open:
+            return part
+        if part not in self._simplified:
+            self._simplified[part] = part  # for recursion
+            with contextlib.suppress(UnsupportedError):  # reported where the expression is reached
+                form = self.form(part)
+                same = next(((literal,) for literal in part if self._forms.get((literal,)) == form), part)
+                self._simplified[part] = NEVER if form.is_nothing else self._canonical.setdefault(form, same)
+        return self._simplified[part]
+
+    def meet(self, left: Form, right: Form, where: str) -> Form:
+        self._pairs += len(left.arrays) * len(right.arrays) + len(left.objects) * len(right.objects)
+        if self._pairs > MAX_PAIRS:
+            reject(where, "schema", f"takes more than {MAX_PAIRS} intersections of alternatives; write fewer alternatives")
+        return meet(left, right, self.simplify, where)
+
+    def _met(self, parts: list[tuple[str, Form]]) -> Form:
+        """The intersection; contradictions are recorded with both places."""
+        found, before = ANYTHING, "#"
+        for where, form in parts:
+            met = self.meet(found, form, where)
+            if met.is_nothing and not found.is_nothing and not form.is_nothing:
+                self.conflicts.append(Conflict(before, where))
+            found, before = met, where
+        return found
+
+    def _node(self, node: Node) -> Form:
+        if isinstance(node.schema, bool):
+            return ANYTHING if node.schema else NOTHING_AT_ALL
+        words_of, child = node.keywords, self.document.child
+        where = node.where
+        parts = [(f"{where}: {keyword}", form) for keyword, form in self._simple(node)]
+        for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
+            if keyword in words_of:
+                parts.append((f"{where}: {keyword}", self.form(expr(self.document.target(node, keyword)))))
+        for keyword in ("allOf", "extends"):
+            given = words_of.get(keyword, [])
+            below = [child(node, keyword, index) for index in range(len(given))] if isinstance(given, list) else [child(node, keyword)]
+            parts += [(part.where, self.form(expr(part))) for part in below]
+        if "not" in words_of:
+            parts.append((f"{where}/not", self.form(expr(child(node, "not"), False))))
+        if "disallow" in words_of:
+            parts.append((f"{where}: disallow", complemented(self._types(node, "disallow"), self.simplify, where)))
+        parts += self._dependent(node)
+        if "anyOf" in words_of:
+            branches = [child(node, "anyOf", index) for index in range(len(words_of["anyOf"]))]
+            parts.append((f"{where}/anyOf", join(*(self.form(expr(branch)) for branch in branches))))
+        if "oneOf" in words_of:
+            parts.append((f"{where}/oneOf", self._exactly_one([child(node, "oneOf", index) for index in range(len(words_of["oneOf"]))])))
+        if "if" in words_of and {"then", "else"} & words_of.keys():
+            parts.append((f"{where}/if", self._conditional(node)))
+        order = {keyword: index for index, keyword in enumerate(node.schema)}  # also that of the properties
+        found = self._met(sorted(parts, key=lambda part: order.get(part[0][len(where) + 1 :].strip(" /").partition("/")[0], 0)))
+        for keyword in ("unevaluatedProperties", "unevaluatedItems"):
+            if keyword in words_of:
+                found = self._without_unevaluated(found, expr(child(node, keyword)), keyword, bool(_IN_PLACE & words_of.keys()))
+        return found
+
+    def _conditional(self, node: Node) -> Form:
+        condition, cases = self.document.child(node, "if"), list[Expr]()
+        for positive, keyword in ((True, "then"), (False, "else")):
+            then = expr(self.document.child(node, keyword)) if keyword in node.keywords else TRUE
+            cases.append(all_of(expr(condition, positive), then))
+        return join(*map(self.form, cases))
+
+    def _exactly_one(self, branches: list[Node]) -> Form:
+        """Each branch without the others, as far as they have values in common."""
+        parts = [expr(branch) for branch in branches]
+        cases = list[Expr]()
+        for index, part in enumerate(parts):
+            overlapping = [
+                expr(branch, False)
+                for other, branch in enumerate(branches)
+                if other != index and (part == parts[other] or self.simplify(all_of(part, parts[other])) != NEVER)
+            ]
+            cases.append(all_of(part, *overlapping))
+        return join(*map(self.form, cases))
+
+    def _simple(self, node: Node) -> Iterator[tuple[str, Form]]:
+        """The keywords about one type, and lists of values."""
+        given = node.keywords
+        if "type" in given:
+            yield "type", self._types(node, "type")
+        for keyword in ("enum", "const"):
+            if keyword in given:
+                values = given["enum"] if keyword == "enum" else [given["const"]]
+                yield keyword, self._values(values, f"{node.where}/{keyword}")
+        if any(word in given for word in _NUMBER_WORDS):
+            yield "minimum", self._numbers(node)
+        strings = [given[word] for word in ("minLength", "maxLength") if word in given]
+        if strings:
+            term = repeat(ANY_CHAR, given.get("minLength", 0), given.get("maxLength"))
+            yield "minLength", replace(ANYTHING, strings=exactly(term))
+        if "pattern" in given:
+            yield "pattern", replace(ANYTHING, strings=self._pattern(node, "pattern", given["pattern"]))
+        if "format" in given and (texts := self._format(node, given["format"])):
+            yield "format", replace(ANYTHING, strings=texts)
+        if any(word in given for word in _ARRAY_WORDS):
+            array = possible_array(self._array(node), self.simplify)
+            yield "items", replace(ANYTHING, arrays=(array,) if array else ())
+        if any(word in given for word in _OBJECT_WORDS) or self._required_children(node):
+            item = possible_object(self._object(node), self.simplify)
+            yield "properties", replace(ANYTHING, objects=(item,) if item else ())
+        if "propertyNames" in given:
+            names = self.form(expr(self.document.child(node, "propertyNames"))).strings.exact
+            others = (Keys(names, TRUE, True), Keys(complement(names), NEVER))
+            yield "propertyNames", replace(ANYTHING, objects=(Object(others=tuple(keys for keys in others if keys.names is not NOTHING)),))
+
+    def _types(self, node: Node, keyword: str) -> Form:
+        given, found = node.schema[keyword], NOTHING_AT_ALL
+        names = given if isinstance(given, list) else [given]
+        for index, name in enumerate(names):
+            if isinstance(name, dict) and self.document.draft in (0, 3):
+                found = join(
+                    found,
+                    self.form(expr(self.document.child(node, keyword, index) if given is names else self.document.child(node, keyword))),
+                )
+            elif name == "any" and self.document.draft in (0, 3):
+                found = ANYTHING
+            elif isinstance(name, str) and name in TYPES:
+                found = join(found, _OF_TYPE[name])
+            else:
+                reject(node.where, keyword, f"got {json.dumps(given, default=str)[:60]}, expected one or several of {', '.join(TYPES)}")
+        return replace(found, null=True) if node.schema.get("nullable") is True and keyword == "type" else found
+
+    def _values(self, values: list[Any], where: str) -> Form:
+        """Exactly these values."""
+        texts, numbers, arrays, objects = list[str](), list[Numbers](), list[Array](), list[Object]()
+        others = {value for value in values if value is None or isinstance(value, bool)}
+        for value in values:
+            if isinstance(value, str):
+                texts.append(value)
+            elif isinstance(value, (int, Decimal)) and not isinstance(value, bool):
+                numbers.append(Numbers.single(fraction(value, where, "enum")))
+            elif isinstance(value, list):
+                items = tuple(expr(self.document.constant(item, where)) for item in value)
+                arrays.append(Array(items, NEVER, len(items), len(items)))
+            elif isinstance(value, dict):
+                declared = tuple((name, expr(self.document.constant(item, where))) for name, item in value.items())
+                objects.append(Object(declared, frozenset(value), (Keys(ANY_TEXT, NEVER),), len(value)))
+        booleans = frozenset(value for value in others if isinstance(value, bool))
+        return Form(None in others, booleans, tuple(dict.fromkeys(numbers)), exactly(words(texts)), tuple(arrays), tuple(objects))
+
+    def _numbers(self, node: Node) -> Form:
+        given = node.keywords
+        found: Numbers | None = Numbers(multiple=given.get("multipleOf"))
+        for bound in (
+            Numbers(low=given.get("minimum"), high=given.get("maximum")),
+            Numbers(low=given.get("exclusiveMinimum"), low_open=True) if "exclusiveMinimum" in given else Numbers(),
+            Numbers(high=given.get("exclusiveMaximum"), high_open=True) if "exclusiveMaximum" in given else Numbers(),
+        ):
+            found = found.meet(bound) if found else None
+        return replace(ANYTHING, numbers=(found,) if found else ())
+
+    def _format(self, node: Node, name: str) -> Strings | None:
+        """The texts of a format; None where the format is only an annotation."""
+        if name in FORMATS:
+            if name in NARROWED:
+                self.narrowed[Unsupported(node.where, "format", f"{name}: {NARROWED[name]}")] = None
+            return exactly(patterns.full(FORMATS[name]))._replace(is_subset=name in NARROWED)
+        if self._unknown_formats == "refuse":
+            reject(
+                node.where,
+                "format",
+                f"{name[:40]!r} is not known; expected one of {', '.join(sorted(FORMATS))}, or unknown_formats='annotation'",
+            )
+        return None
+
+    def _pattern(self, node: Node, keyword: str, pattern: str) -> Strings:
+        try:
+            return Strings(patterns.search(pattern), patterns.full(pattern))
+        except patterns.PatternError as error:
+            reject(node.where, keyword, str(error))
+
+    def _array(self, node: Node) -> Array:
+        given, child = node.keywords, self.document.child
+        items, prefix, rest = given.get("items"), tuple[Expr, ...](), TRUE
+        described: int | None = 0
+        if isinstance(items, list):
+            prefix = tuple(expr(child(node, "items", index)) for index in range(len(items)))
+            described = len(prefix)
+            if "additionalItems" in given:
+                rest, described = expr(child(node, "additionalItems")), None
+        else:
+            prefix = tuple(expr(child(node, "prefixItems", index)) for index in range(len(given.get("prefixItems", ()))))
+            described = len(prefix)
+            if items is not None:
+                rest, described = expr(child(node, "items")), None
+        contains = tuple[Contains, ...]()
+        if "contains" in given:
+            contains = (Contains(expr(child(node, "contains")), given.get("minContains", 1), given.get("maxContains")),)
+        unique = given.get("uniqueItems", False) and given.get("maxItems", 2) > 1
+        return Array(prefix, rest, given.get("minItems", 0), given.get("maxItems"), contains, unique, described)
+
+    def _required_children(self, node: Node) -> list[str]:
+        """Draft 3: `required` of a property's own schema."""
+        if self.document.draft not in (0, 3):
+            return []
+        below = node.keywords.get("properties", {})
+        return [name for name, schema in below.items() if isinstance(schema, dict) and schema.get("required") is True]
+
+    def _object(self, node: Node) -> Object:
+        given, child = node.keywords, self.document.child
+        classes = [Keys(ANY_TEXT, TRUE)]
+        names = list(given.get("properties", {}))
+        declared = {name: expr(child(node, "properties", name)) for name in names}
+        evaluated = list[Term]([words(names)])
+        for pattern in given.get("patternProperties", {}):
+            value, term = expr(child(node, "patternProperties", pattern)), self._pattern(node, "patternProperties", pattern).exact
+            inside = [Keys(both(keys.names, term), all_of(keys.value, value), True) for keys in classes]
+            outside = [keys._replace(names=both(keys.names, complement(term))) for keys in classes]
+            classes = [keys for keys in (*inside, *outside) if not is_empty(keys.names)]
+            declared = {name: all_of(before, value) if matches(term, name) else before for name, before in declared.items()}
+            evaluated.append(term)
+        # Until here `is_default` marks the classes that a pattern describes.
+        additional = expr(child(node, "additionalProperties")) if "additionalProperties" in given else None
+        if additional is not None:
+            evaluated = [ANY_TEXT]
+        others = tuple(
+            Keys(keys.names, keys.value)
+            if keys.is_default
+            else Keys(keys.names, TRUE if additional is None else additional, additional is None)
+            for keys in classes
+        )
+        required = frozenset((*given.get("required", ()), *self._required_children(node)))
+        low, high = given.get("minProperties", 0), given.get("maxProperties")
+        return Object(tuple(declared.items()), required, others, low, high, "properties" in given, (), either(*evaluated))
+
+    def _dependent(self, node: Node) -> Iterator[tuple[str, Form]]:
+        """Properties that call for others, or for a schema of the whole object."""
+        for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
+            for name, value in node.keywords.get(keyword, {}).items():
+                where = f"{node.where}/{keyword}/{name}"
+                absent = replace(ANYTHING, objects=(single(name, NEVER, required=False),))
+                names = [value] if isinstance(value, str) else value
+                if isinstance(names, list):
+                    if not all(isinstance(other, str) for other in names):
+                        reject(node.where, keyword, f"got {json.dumps(value, default=str)[:60]}, expected a list of strings")
+                    present = replace(NOTHING_AT_ALL, objects=(_requiring([name, *names]),))
+                else:
+                    below = self.form(expr(self.document.child(node, keyword, name)))
+                    present = self.meet(replace(NOTHING_AT_ALL, objects=(_requiring([name]),)), below, where)
+                yield where, join(absent, present)
+
+    def _without_unevaluated(self, form: Form, value: Expr, keyword: str, several: bool) -> Form:
+        """The alternatives, each with a rule for what its own keywords do not describe. A value may satisfy several alternatives, which
+        describe more of it together, so this is a part of what the schema accepts."""
+        found: list[Any] = []
+        if keyword == "unevaluatedProperties":
+            for item in form.objects:
+                rest = Keys(complement(item.evaluated), value)
+                rule = Object(others=tuple(keys for keys in (rest, Keys(item.evaluated, TRUE, True)) if not is_empty(keys.names)))
+                met = self._both_objects(item, rule)
+                found += [replace(met, evaluated=ANY_TEXT, is_subset=item.is_subset or several)] if met else []
+            return replace(form, objects=tuple(found))
+        for array in form.arrays:
+            if array.evaluated is not None:
+                limit = Array(tuple(TRUE for _ in range(array.evaluated)), value)
+                form_of = replace(NOTHING_AT_ALL, arrays=(array,))
+                met_form = self.meet(form_of, replace(NOTHING_AT_ALL, arrays=(limit,)), keyword)
+                found += [replace(one, evaluated=None, is_subset=array.is_subset or several) for one in met_form.arrays]
+            else:
+                found.append(array)
+        return replace(form, arrays=tuple(found))
+
+    def _both_objects(self, left: Object, right: Object) -> Object | None:
+        met = self.meet(replace(NOTHING_AT_ALL, objects=(left,)), replace(NOTHING_AT_ALL, objects=(right,)), "unevaluatedProperties")
+        return met.objects[0] if met.objects else None
+
+
+def _requiring(names: list[str]) -> Object:
+    return Object(required=frozenset(names), declared=tuple((name, TRUE) for name in names))
+
+
+def contradiction(normaliser: Normaliser) -> Unsupported:
+    """Why no value satisfies a schema."""
+    if not normaliser.conflicts:
+        return Unsupported("#", "schema", "no value satisfies it")
+    found = normaliser.conflicts[0]
+    return Unsupported(found.where.partition(":")[0], "schema", f"no value satisfies both {found.where} and {found.other}")

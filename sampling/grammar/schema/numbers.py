@@ -1,0 +1,198 @@
+"""Sets of numbers as schemas describe them, and the languages of their decimal texts."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from stepgraph.sampling.grammar.constraints.charset import charset
+from stepgraph.sampling.grammar.schema.language import (
+    EPSILON,
+    NOTHING,
+    Term,
+    both,
+    cat,
+    chars,
+    complement,
+    either,
+    multiple_of,
+    repeat,
+    words,
+)
+
+MAX_MULTIPLE = 4_000  # states of an automaton over remainders
+MAX_LISTED = 1_000  # multiples that are listed instead
+MAX_DIGITS = 400  # of a bound
+
+_ZERO, _DIGIT, _ONE_UP = words(["0"]), chars(charset((48, 57))), chars(charset((49, 57)))
+_DIGITS = repeat(_DIGIT, 0, None)
+_FRACTION = either(EPSILON, cat(words(["."]), repeat(_DIGIT, 1, None)))
+_WHOLE = either(_ZERO, cat(_ONE_UP, _DIGITS))
+_UNSIGNED = cat(_WHOLE, _FRACTION)
+_EXPONENT = either(EPSILON, cat(words("eE"), either(EPSILON, words("+-")), repeat(_DIGIT, 1, None)))
+_POSITIVE = either(
+    cat(_ONE_UP, _DIGITS, _FRACTION), cat(words(["0."]), repeat(_ZERO, 0, None), _ONE_UP, _DIGITS)
+)  # as _UNSIGNED, but not zero
+_MINUS = words(["-"])
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers between two bounds that are multiples of one number and not of others. Integers are the multiples of 1."""
+
+    low: Fraction | None = None
+    high: Fraction | None = None
+    low_open: bool = False
+    high_open: bool = False
+    multiple: Fraction | None = None
+    not_multiples: frozenset[Fraction] = frozenset()
+
+    @classmethod
+    def single(cls, value: Fraction) -> Numbers:
+        return cls(value, value)
+
+    def __contains__(self, value: Fraction) -> bool:
+        return (
+            (self.low is None or value > self.low or (value == self.low and not self.low_open))
+            and (self.high is None or value < self.high or (value == self.high and not self.high_open))
+            and (self.multiple is None or (value / self.multiple).denominator == 1)
+            and all((value / other).denominator > 1 for other in self.not_multiples)
+        )
+
+    def meet(self, other: Numbers) -> Numbers | None:
+        """The numbers in both sets; None where there are none."""
+        low, low_open = max(((item.low, item.low_open) for item in (self, other) if item.low is not None), default=(None, False))
+        highs = [(item.high, not item.high_open) for item in (self, other) if item.high is not None]
+        high, high_closed = min(highs, default=(None, True))
+        multiples = [item.multiple for item in (self, other) if item.multiple is not None]
+        multiple = _least_common(*multiples) if len(multiples) == 2 else multiples[0] if multiples else None
+        found = Numbers(low, high, low_open, not high_closed, multiple, self.not_multiples | other.not_multiples)
+        return None if found._is_empty() else found
+
+    def _is_empty(self) -> bool:
+        if self.low is not None and self.high is not None:
+            if self.low > self.high or (self.low == self.high and self.low not in self):
+                return True
+            if self.multiple is not None and self._first_multiple() > self._last_multiple():
+                return True
+        return self.multiple is not None and any((self.multiple / other).denominator == 1 for other in self.not_multiples)
+
+    def _first_multiple(self) -> int:
+        assert self.low is not None and self.multiple is not None
+        count = self.low / self.multiple
+        return math.floor(count) + 1 if self.low_open else math.ceil(count)
+
+    def _last_multiple(self) -> int:
+        assert self.high is not None and self.multiple is not None
+        count = self.high / self.multiple
+        return math.ceil(count) - 1 if self.high_open else math.floor(count)
+
+    def complement(self) -> Iterator[Numbers]:
+        """The numbers that are not in the set."""
+        if self.low is not None:
+            yield Numbers(high=self.low, high_open=not self.low_open)
+        if self.high is not None:
+            yield Numbers(low=self.high, low_open=not self.high_open)
+        if self.multiple is not None:
+            yield Numbers(not_multiples=frozenset([self.multiple]))
+        for other in self.not_multiples:
+            yield Numbers(multiple=other)
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether the numbers are few multiples, which are listed."""
+        return None not in (self.multiple, self.low, self.high) and self._last_multiple() - self._first_multiple() < MAX_LISTED
+
+    def language(self) -> Term:
+        """The texts of the numbers; those with an exponent only where the bounds are about the sign. ValueError where it is too large."""
+        if self.is_listed:
+            assert self.multiple is not None
+            values = (self.multiple * count for count in range(self._first_multiple(), self._last_multiple() + 1))
+            return words(decimal(value) for value in values if value in self)
+        if self.low is not None and self.low == self.high:
+            return words([decimal(self.low)])
+        for multiple in (self.multiple, *self.not_multiples):
+            if multiple is not None and _scaled(multiple)[0] > MAX_MULTIPLE:
+                raise ValueError(f"got {decimal(multiple)}, expected at most {MAX_MULTIPLE} without the point, or bounds on both sides")
+        if not self.multiple and not self.not_multiples and self.low in (None, 0) and self.high in (None, 0):
+            return self._signed()
+        mirrored = replace(
+            self,
+            low=None if self.high is None else -self.high,
+            high=None if self.low is None else -self.low,
+            low_open=self.high_open,
+            high_open=self.low_open,
+        ).meet(Numbers(low=Fraction(0), low_open=True))
+        positive = self.meet(Numbers(low=Fraction(0)))
+        return either(
+            cat(_MINUS, mirrored._unsigned()) if mirrored else NOTHING,
+            positive._unsigned() if positive else NOTHING,
+        )
+
+    def _signed(self) -> Term:
+        """Bounds at zero only, so that an exponent does not matter."""
+        zero = not (self.low_open if self.low is not None else self.high_open)
+        unsigned = cat(_UNSIGNED if zero else _POSITIVE, _EXPONENT)
+        if self.low is not None:
+            return unsigned
+        if self.high is None:
+            return cat(either(EPSILON, _MINUS), cat(_UNSIGNED, _EXPONENT))
+        return either(cat(_MINUS, _POSITIVE, _EXPONENT), _ZERO if zero else NOTHING)
+
+    def _unsigned(self) -> Term:
+        """The texts of these numbers, none of them negative, without an exponent."""
+        assert self.low is not None and self.low >= 0
+        found = _WHOLE if self.multiple is not None and self.multiple.denominator == 1 else _UNSIGNED
+        if self.low > 0 or self.low_open:
+            found = both(found, _at_least(self.low, self.low_open))
+        if self.high is not None:
+            found = both(found, complement(_at_least(self.high, not self.high_open)))
+        if self.multiple is not None and self.multiple != 1:
+            found = both(found, multiple_of(*_scaled(self.multiple)))
+        return both(found, *(complement(multiple_of(*_scaled(other))) for other in self.not_multiples))
+
+
+def _least_common(first: Fraction, second: Fraction) -> Fraction:
+    return Fraction(math.lcm(first.numerator, second.numerator), math.gcd(first.denominator, second.denominator))
+
+
+def _scaled(value: Fraction) -> tuple[int, int]:
+    """A decimal number as an integer and the number of its decimals."""
+    decimals = 0
+    while (value * 10**decimals).denominator > 1:
+        decimals += 1
+    return int(value * 10**decimals), decimals
+
+
+def decimal(value: Fraction) -> str:
+    """The decimal text of a number that has one."""
+    scaled, decimals = _scaled(abs(value))
+    digits = str(scaled).rjust(decimals + 1, "0")
+    text = f"{digits[: len(digits) - decimals]}.{digits[len(digits) - decimals :]}" if decimals else digits
+    return f"-{text}" if value < 0 else text
+
+
+@functools.lru_cache(maxsize=256)
+def _at_least(bound: Fraction, is_open: bool) -> Term:
+    """Texts of unsigned numbers that are greater than the bound, or equal where it is not open."""
+    whole, _, fraction = decimal(bound).partition(".")
+    if len(whole) + len(fraction) > MAX_DIGITS:
+        raise ValueError(f"got a number of {len(whole) + len(fraction)} digits, expected at most {MAX_DIGITS}")
+    found = [cat(_ONE_UP, repeat(_DIGIT, len(whole), None), _FRACTION)]  # more digits
+    for index, digit in enumerate(whole):
+        found.append(cat(words([whole[:index]]), _above(digit), repeat(_DIGIT, len(whole) - index - 1, len(whole) - index - 1), _FRACTION))
+    for index, digit in enumerate(fraction):
+        found.append(cat(words([f"{whole}.{fraction[:index]}"]), _above(digit), _DIGITS))
+    more = cat(_DIGITS, _ONE_UP, _DIGITS) if is_open else _DIGITS
+    if fraction:
+        found.append(cat(words([f"{whole}.{fraction}"]), more))
+    else:
+        found.append(cat(words([whole]), cat(words(["."]), more) if is_open else _FRACTION))
+    return either(*found)
+
+
+def _above(digit: str) -> Term:
+    return chars(charset((ord(digit) + 1, ord("9")))) if digit < "9" else NOTHING

@@ -1,0 +1,22 @@
+"""How a JSON schema is read, and which texts of its values are generated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Objects = Literal["closed", "standard"]
+Unknown = Literal["annotation", "refuse"]
+PropertyOrder = Literal["declared", "any"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """As in `Constraint.json_schema`, which describes them."""
+
+    any_whitespace: bool = False
+    objects: Objects = "closed"
+    unknown_keywords: Unknown = "annotation"
+    unknown_formats: Unknown = "annotation"
+    property_order: PropertyOrder = "declared"
+    approximate: bool = False

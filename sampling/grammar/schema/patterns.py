@@ -1,0 +1,279 @@
+"""Regular expressions of schemas as languages: the syntax of JavaScript with look-ahead, searched anywhere in a text unless anchored."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import unicodedata
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
+
+from stepgraph.sampling.grammar.constraints.charset import EVERY, CharSet, charset, complement, intersection, union
+from stepgraph.sampling.grammar.schema import language
+from stepgraph.sampling.grammar.schema.language import ANY_TEXT, END, EPSILON, MARKED_TEXT, START, Term, both, cat, chars, either
+
+MAX_COUNT = 100_000
+_DIGITS, _WORD = charset((48, 57)), charset((48, 57), (65, 90), (97, 122), "_")
+_SPACE = charset("\t\n\v\f\r \u00a0\u1680", (0x2000, 0x200A), "\u2028\u2029\u202f\u205f\u3000\ufeff")
+_SETS = {"d": _DIGITS, "D": complement(_DIGITS), "w": _WORD, "W": complement(_WORD), "s": _SPACE, "S": complement(_SPACE)}
+_CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
+_DOT = complement(charset("\n\r\u2028\u2029"))
+_COUNT = re.compile(r"\{(\d+)(,?)(\d*)\}")
+_ESCAPE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]+)\}|c([a-zA-Z])|([pP])\{(?:\w+=)?(\w+)\}", re.DOTALL)
+_LOW_HALF = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
+_SCRIPTS = {"Latin": "LATIN", "Greek": "GREEK", "Cyrillic": "CYRILLIC", "Han": "CJK", "Hebrew": "HEBREW", "Arabic": "ARABIC"}
+
+
+class PatternError(ValueError):
+    """A pattern that is malformed, or not a regular language."""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """Look-ahead."""
+
+    alternatives: list[_Sequence]
+    negative: bool
+
+
+class _Group(NamedTuple):
+    alternatives: list[_Sequence]
+
+
+class _Repeat(NamedTuple):
+    item: _Item
+    low: int
+    high: int | None
+
+
+_Item = CharSet | int | _Look | _Group | _Repeat  # an int is START or END
+_Sequence = list[_Item]
+
+
+@functools.lru_cache(maxsize=256)
+def search(pattern: str) -> Term:
+    """The texts in which the pattern is found; PatternError."""
+    return either(*(_searched(sequence) for sequence in _Parser(pattern).parsed()))
+
+
+@functools.lru_cache(maxsize=256)
+def full(pattern: str) -> Term:
+    """The texts that the pattern matches from their start to their end."""
+    return either(*(_anchored([_STARTS, *sequence, _ENDS]) for sequence in _Parser(pattern).parsed()))
+
+
+def _searched(sequence: _Sequence) -> Term:
+    return _anchored([*([] if sequence[:1] == [START] else [_ANYTHING]), *sequence, *([] if sequence[-1:] == [END] else [_ANYTHING])])
+
+
+def _anchored(sequence: _Sequence) -> Term:
+    """The texts of a sequence in which START and END are the ends of the text. Those in other places need terms with marks."""
+    inner = list(sequence)
+    while inner[:1] in ([START], [_STARTS]):
+        del inner[0]
+    while inner[-1:] in ([END], [_ENDS]):
+        del inner[-1]
+    if not any(map(_has_mark, inner)):
+        return _term(inner, EPSILON, ANY_TEXT)
+    return language.unmarked(_term([_MARKED if item is _ANYTHING else item for item in sequence], EPSILON, MARKED_TEXT))
+
+
+def _has_mark(item: _Item) -> bool:
+    if isinstance(item, (_Look, _Group)):
+        return any(any(map(_has_mark, sequence)) for sequence in item.alternatives)
+    return _has_mark(item.item) if isinstance(item, _Repeat) else isinstance(item, int)
+
+
+def _has_look(item: _Item) -> bool:
+    if isinstance(item, _Group):
+        return any(any(map(_has_look, sequence)) for sequence in item.alternatives)
+    return isinstance(item, _Look) or (isinstance(item, _Repeat) and _has_look(item.item))
+
+
+def _term(sequence: _Sequence, then: Term, anything: Term) -> Term:
+    """The texts of a sequence, followed by those of `then`: a look-ahead restricts all that follows it."""
+    for item in reversed(sequence):
+        if isinstance(item, int):
+            then = cat(chars(((item, item),)), then)
+        elif isinstance(item, _Look):
+            ahead = cat(either(*(_term(inner, EPSILON, anything) for inner in item.alternatives)), anything)
+            then = both(language.complement(ahead) if item.negative else ahead, then)
+        elif isinstance(item, _Group):
+            looks = _has_look(item)
+            inner_then = then if looks else EPSILON
+            group = either(*(_term(inner, inner_then, anything) for inner in item.alternatives))
+            then = group if looks else cat(group, then)
+        elif isinstance(item, _Repeat):
+            if _has_look(item.item):
+                if item.low > 1 or item.high != 1:
+                    raise PatternError("a look-ahead is repeated")
+                then = either(*([] if item.low else [then]), _term([item.item], then, anything))
+            else:
+                then = cat(language.repeat(_term([item.item], EPSILON, anything), item.low, item.high), then)
+        else:
+            then = cat(chars(item), then)
+    return then
+
+
+_ANYTHING = _Repeat(EVERY, 0, None)
+_STARTS, _ENDS = _Repeat(((START, START),), 0, None), _Repeat(((END, END),), 0, None)
+_MARKED = _Repeat(union((*EVERY, (START, END))), 0, None)
+
+
+class _Parser:
+    def __init__(self, pattern: str) -> None:
+        self._pattern, self._at = pattern, 0
+
+    def parsed(self) -> list[_Sequence]:
+        found = self._alternatives()
+        if self._at < len(self._pattern):
+            self._fail("a parenthesis that was opened")
+        return found
+
+    def _fail(self, expected: str) -> NoReturn:
+        raise PatternError(f"got {self._pattern[self._at : self._at + 10]!r} at position {self._at}, expected {expected}")
+
+    def _took(self, text: str) -> bool:
+        found = self._pattern.startswith(text, self._at)
+        self._at += len(text) if found else 0
+        return found
+
+    def _alternatives(self) -> list[_Sequence]:
+        found: list[_Sequence] = [[]]
+        while self._at < len(self._pattern) and self._pattern[self._at] != ")":
+            if self._took("|"):
+                found.append([])
+            else:
+                found[-1].append(self._repeated(self._item()))
+        return found
+
+    def _item(self) -> _Item:
+        start, char = self._at, self._pattern[self._at]
+        if char in "*+?" or _COUNT.match(self._pattern, start):
+            self._fail("an element before it")
+        self._at += 1
+        match char:
+            case "^":
+                return START
+            case "$":
+                return END
+            case ".":
+                return _DOT
+            case "[":
+                return self._set()
+            case "\\":
+                return self._escape(in_set=False)
+            case "(":
+                return self._group()
+        return charset(char)
+
+    def _group(self) -> _Item:
+        look = next((mark for mark in ("?=", "?!") if self._took(mark)), "")
+        if not look and not self._took("?:"):
+            if named := re.compile(r"\?P?<[A-Za-z_]\w*>").match(self._pattern, self._at):
+                self._at = named.end()
+            elif self._pattern.startswith("?", self._at):
+                self._fail("no look-behind and no flags")
+        alternatives = self._alternatives()
+        if not self._took(")"):
+            self._fail("the end of a parenthesis")
+        return _Look(alternatives, look == "?!") if look else _Group(alternatives)
+
+    def _repeated(self, item: _Item) -> _Item:
+        found = _COUNT.match(self._pattern, self._at)
+        char = self._pattern[self._at : self._at + 1]
+        if found:
+            low = int(found[1])
+            high = None if found[2] and not found[3] else int(found[3]) if found[2] else low
+            if max(low, high or 0) > MAX_COUNT:
+                self._fail(f"at most {MAX_COUNT} repetitions")
+            if high is not None and high < low:
+                self._fail("bounds that ascend")
+            self._at = found.end()
+        elif char and char in "*+?":
+            low, high = int(char == "+"), 1 if char == "?" else None
+            self._at += 1
+        else:
+            return item
+        if isinstance(item, int):
+            self._fail("no repetition of an anchor")
+        self._took("?")  # a lazy repetition matches the same texts
+        if self._pattern[self._at : self._at + 1] in ("*", "+", "?") or _COUNT.match(self._pattern, self._at):
+            self._fail("one repetition only")
+        return _Repeat(item, low, high)
+
+    def _set(self) -> CharSet:
+        negated, found = self._took("^"), list[tuple[int, int]]()
+        while not self._took("]"):
+            first = self._member()
+            dash = self._at
+            if self._took("-") and self._pattern[self._at : self._at + 1] != "]":
+                last = self._member()
+                if _size(first) == _size(last) == 1:
+                    if last[0][0] < first[0][0]:
+                        self._at = dash
+                        self._fail("a range that ascends")
+                    found.append((first[0][0], last[0][0]))
+                else:
+                    found += [*first, (ord("-"), ord("-")), *last]
+            else:
+                self._at = dash
+                found += first
+        return complement(union(found)) if negated else intersection(union(found), EVERY)
+
+    def _member(self) -> CharSet:
+        if self._at >= len(self._pattern):
+            self._fail("the end of a class")
+        self._at += 1
+        char = self._pattern[self._at - 1]
+        return self._escape(in_set=True) if char == "\\" else charset(char)
+
+    def _escape(self, in_set: bool) -> CharSet:
+        self._at += 1
+        name = self._pattern[self._at - 1 : self._at]
+        if in_set and name == "b":
+            return charset("\b")
+        if name in _SETS:
+            return _SETS[name]
+        if found := _ESCAPE.match(self._pattern, self._at - 1):
+            self._at = found.end()
+            if found[5]:
+                members = _property(found[6])
+                if not members:
+                    self._fail(f"a Unicode property other than {found[6]!r}")
+                return complement(members) if found[5] == "P" else members
+            code = ord(found[4]) % 32 if found[4] else int(found[1] or found[2] or found[3], 16)
+            return self._character(code)
+        if name in _CONTROLS and not (name == "0" and self._pattern[self._at : self._at + 1].isdigit()):
+            return charset(_CONTROLS[name])
+        if not name or name.isalnum():
+            self._at -= 2 if name else 1
+            self._fail("an escape that is supported")
+        return charset(name)
+
+    def _character(self, code: int) -> CharSet:
+        if 0xD800 <= code < 0xDC00 and (low := _LOW_HALF.match(self._pattern, self._at)):  # of a character beyond 16 bits
+            self._at = low.end()
+            code = 0x10000 + ((code - 0xD800) << 10) + int(low[1], 16) - 0xDC00
+        if not intersection(((code, code),), EVERY):
+            self._fail("a Unicode character other than a surrogate")
+        return ((code, code),)
+
+
+def _size(members: CharSet) -> int:
+    return sum(last - first + 1 for first, last in members)
+
+
+@functools.lru_cache(maxsize=16)
+def _property(name: str) -> CharSet:
+    """The characters of a general category of Unicode, or of some scripts by the names of the characters."""
+    name = {"Letter": "L", "Number": "N", "Punctuation": "P", "Symbol": "S", "Mark": "M", "Separator": "Z"}.get(name, name)
+    if name not in _SCRIPTS and not re.fullmatch("[LMNPSZC][a-z]?", name):
+        return ()
+    found = list[tuple[int, int]]()
+    for code in range(sys.maxunicode + 1):
+        char = chr(code)
+        if unicodedata.name(char, "").startswith(_SCRIPTS[name]) if name in _SCRIPTS else unicodedata.category(char).startswith(name):
+            found.append((code, code))
+    return intersection(union(found), EVERY)

@@ -1,0 +1,244 @@
+"""A schema document as its draft reads it: references, identifiers, and each schema's keywords in the spelling of draft 2020-12."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, Literal
+from urllib.parse import unquote, urljoin
+
+from stepgraph.sampling.grammar.constraints.unsupported import pointer, reject
+
+TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
+ANNOTATIONS = frozenset(
+    "$schema $id id $anchor $dynamicAnchor $recursiveAnchor $comment $vocabulary title description default example examples deprecated"
+    " readOnly readonly writeOnly $defs definitions"
+    " nullable discriminator xml externalDocs contentEncoding contentMediaType contentSchema".split()
+)
+MAX_COUNT = 10**9
+MAX_DEPTH = 400  # objects and lists of a schema inside each other
+_DRAFTS = {"3": 3, "4": 4, "6": 6, "7": 7, "2019-09": 8, "2020-12": 9}
+_SINCE = {
+    "contains": 6,
+    "const": 6,
+    "propertyNames": 6,
+    "if": 7,
+    "then": 7,
+    "else": 7,
+}  # drafts with new keywords that older schemas may contain
+_DRAFT = re.compile(r"https?://json-schema\.org/draft[-/]0?(3|4|6|7|2019-09|2020-12)/(?:hyper-)?schema#?$")
+
+KNOWN = frozenset(
+    "$ref $dynamicRef $recursiveRef additionalItems additionalProperties allOf anyOf const contains dependencies dependentRequired"
+    " dependentSchemas disallow divisibleBy else enum exclusiveMaximum exclusiveMinimum extends format if items maxContains maxItems"
+    " maxLength maxProperties maximum minContains minItems minLength minProperties minimum multipleOf not oneOf pattern patternProperties"
+    " prefixItems properties propertyNames required then type unevaluatedItems unevaluatedProperties uniqueItems".split()
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A schema at its place in a document. Nodes are compared by identity; `Document.node` returns the same one for the same place."""
+
+    schema: Any
+    where: str  # JSON pointer
+    base: str  # URI that references are relative to
+    number: int  # in the order of creation
+    keywords: dict[str, Any] = field(default_factory=dict)  # asserted ones, as of draft 2020-12
+
+
+@dataclass
+class Document:
+    root: Any
+    unknown_keywords: Literal["annotation", "refuse"] = "annotation"
+    _nodes: dict[str, Node] = field(default_factory=dict)
+    _places: dict[str, str] = field(default_factory=dict)  # JSON pointer by URI, of identifiers and anchors
+
+    def __post_init__(self) -> None:
+        schema = self.root.get("$schema") if isinstance(self.root, dict) else None
+        found = _DRAFT.match(schema) if isinstance(schema, str) else None
+        self.draft = _DRAFTS[found[1]] if found else 0  # 0: none is named, so every spelling is read
+        self._bases = {"#": ""}
+        self._dynamic = Counter[str]()
+        self._index(self.root, "#", "", 0)
+
+    def _index(self, value: Any, where: str, base: str, depth: int) -> None:
+        """Find all identifiers, wherever a schema may be; also where none is, which no valid reference leads to."""
+        if depth > MAX_DEPTH:
+            reject(where[:200], "nesting", f"got more than {MAX_DEPTH} levels, expected fewer")
+        if isinstance(value, list):
+            for index, child in enumerate(value):
+                self._index(child, f"{where}/{index}", base, depth + 1)
+        elif isinstance(value, dict):
+            base = self._register(value, where, base)
+            for name, child in value.items():
+                if isinstance(child, (dict, list)) and name not in ("enum", "const", "default", "examples", "example"):
+                    self._index(child, pointer(where, name), base, depth + 1)
+
+    def _register(self, value: dict[str, Any], where: str, base: str) -> str:
+        """Note the identifiers and anchors of a schema. Returns the URI that references inside it are relative to."""
+        for name in ("$id", "id"):
+            identifier = value.get(name)
+            if not isinstance(identifier, str) or (name == "id" and self.draft not in (0, 3, 4)) or self._is_named_property(where):
+                continue
+            if 0 < self.draft < 8 and isinstance(value.get("$ref"), str):
+                continue  # the siblings of a reference are ignored
+            if identifier.startswith("#"):
+                self._places.setdefault(base.partition("#")[0] + identifier, where)
+            else:
+                base = self._bases[where] = urljoin(base, identifier)
+                self._places.setdefault(base.rstrip("#"), where)
+        self._dynamic.update(["$recursiveRef"] * (value.get("$recursiveAnchor") is True))
+        for name in ("$anchor", "$dynamicAnchor"):
+            if isinstance(value.get(name), str):
+                self._dynamic.update([value[name]] * (name == "$dynamicAnchor"))
+                self._places.setdefault(f"{base.partition('#')[0]}#{value[name]}", where)
+        return base
+
+    @staticmethod
+    def _is_named_property(where: str) -> bool:
+        """Whether a value is a table of schemas by name, so that "id" is one of the names."""
+        return where.rpartition("/")[2] in ("properties", "patternProperties", "definitions", "$defs")
+
+    def node(self, where: str) -> Node:
+        """The schema at a JSON pointer of this document, which exists."""
+        found = self._nodes.get(where)
+        if found is None:
+            value: Any = self.root
+            base = self._bases["#"]
+            at = "#"
+            for step in where.split("/")[1:]:
+                at = f"{at}/{step}"
+                value = value[int(step)] if isinstance(value, list) else value[step.replace("~1", "/").replace("~0", "~")]
+                base = self._bases.get(at, base)
+            found = self._nodes[where] = Node(value, where, base, len(self._nodes))
+            _check_schema(value, where)
+            if isinstance(value, dict):
+                found.keywords.update(self._modern(value, where))
+        return found
+
+    def constant(self, value: Any, where: str) -> Node:
+        """A schema of this value only, which is at `where` or inside of the value there."""
+        key = f"= {json.dumps(value, default=str, sort_keys=True)}"
+        if key not in self._nodes:
+            self._nodes[key] = Node({"const": value}, where, "", len(self._nodes), {"const": value})
+        return self._nodes[key]
+
+    def child(self, node: Node, *names: str | int) -> Node:
+        return self.node(pointer(node.where, *names))
+
+    def target(self, node: Node, keyword: str) -> Node:
+        """The schema that a reference leads to."""
+        reference = node.schema[keyword]
+        if not isinstance(reference, str):
+            reject(node.where, keyword, f"got {_clip(reference)}, expected a string")
+        relative = reference.startswith("#")
+        where = self._resolved(node.base.partition("#")[0] + reference if relative else urljoin(node.base, reference))
+        if where is None and relative:  # inside a schema with an identifier of its own, which generators write without meaning a document
+            where = self._resolved(self._bases["#"].partition("#")[0] + reference)
+        if keyword != "$ref" and self._dynamic[keyword if keyword == "$recursiveRef" else reference.rpartition("#")[2]] > 1:
+            reject(node.where, keyword, f"got {_clip(reference)}, to which several anchors of one name may apply; write $ref")
+        if where is None:
+            reject(node.where, keyword, f"got {_clip(reference)}, expected a reference to a schema in the same document")
+        return self.node(where)
+
+    def _resolved(self, uri: str) -> str | None:
+        if uri.rstrip("#") in self._places:
+            return self._places[uri.rstrip("#")]
+        base, _, fragment = uri.partition("#")
+        start = "#" if base in ("", self._bases["#"].partition("#")[0]) else self._places.get(base)
+        if start is None or (fragment and not fragment.startswith("/")):
+            return None
+        value, where = self.node(start).schema, start
+        for step in fragment.split("/")[1:]:
+            name = unquote(step).replace("~1", "/").replace("~0", "~")
+            try:
+                value = value[int(name)] if isinstance(value, list) else value[name]
+            except (KeyError, IndexError, ValueError, TypeError):
+                return None
+            where = pointer(where, name)
+        return where
+
+    def _modern(self, schema: dict[str, Any], where: str) -> Iterator[tuple[str, Any]]:
+        """The keywords that assert something, each checked. Older spellings are replaced; a schema in a value stays where it is."""
+        draft = self.draft
+        if "$ref" in schema and 0 < draft < 8 and isinstance(schema["$ref"], str):
+            yield "$ref", schema["$ref"]  # its siblings are ignored
+            return
+        for keyword, value in schema.items():
+            if keyword not in KNOWN:
+                if self.unknown_keywords == "refuse" and keyword not in ANNOTATIONS and not keyword.startswith("x-"):
+                    reject(where, keyword, "is no keyword of JSON Schema; remove it, or set unknown_keywords='annotation'")
+            elif keyword == "required" and isinstance(value, bool):
+                pass  # draft 3: a keyword of the object's schema, see `required_by_children`
+            elif keyword in ("exclusiveMinimum", "exclusiveMaximum") and isinstance(value, bool):
+                pass  # draft 4: said of the bound
+            elif keyword in ("minimum", "maximum") and schema.get(f"exclusive{keyword.capitalize()}") is True:
+                yield f"exclusive{keyword.capitalize()}", _number(value, where, keyword)
+            elif keyword == "divisibleBy":
+                yield "multipleOf", _number(value, where, keyword)
+            elif 0 < draft < _SINCE.get(keyword, 0):
+                pass  # not a keyword yet
+            else:
+                yield keyword, _checked(keyword, value, where)
+
+
+def _check_schema(value: Any, where: str) -> None:
+    if not isinstance(value, (dict, bool)):
+        reject(where, "schema", f"got {_clip(value)}, expected an object, true or false")
+
+
+def _checked(keyword: str, value: Any, where: str) -> Any:
+    def expect(found: bool, expected: str) -> None:
+        if not found:
+            reject(where, keyword, f"got {_clip(value)}, expected {expected}")
+
+    if keyword.startswith(("min", "max")) and keyword not in ("minimum", "maximum"):
+        expect(_is_number(value) and int(value) == value and 0 <= value <= MAX_COUNT, f"an integer in 0..{MAX_COUNT}")
+        return int(value)
+    if keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
+        return _number(value, where, keyword)
+    if keyword in ("properties", "patternProperties", "dependentSchemas", "dependentRequired", "dependencies"):
+        expect(isinstance(value, dict), "an object")
+    elif keyword in ("allOf", "anyOf", "oneOf"):
+        expect(isinstance(value, list) and bool(value), "a list of at least one schema")
+    elif keyword in ("prefixItems", "enum"):
+        expect(isinstance(value, list), "a list")
+    elif keyword == "required":
+        expect(isinstance(value, list) and all(isinstance(name, str) for name in value), "a list of strings")
+    elif keyword in ("pattern", "format"):
+        expect(isinstance(value, str), "a string")
+    elif keyword == "uniqueItems":
+        expect(isinstance(value, bool), "true or false")
+    return value
+
+
+def _number(value: Any, where: str, keyword: str) -> Fraction:
+    if not _is_number(value) or (keyword in ("multipleOf", "divisibleBy") and value <= 0):
+        reject(where, keyword, f"got {_clip(value)}, expected a number{' > 0' if keyword in ('multipleOf', 'divisibleBy') else ''}")
+    return fraction(value, where, keyword)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, Decimal)) and not isinstance(value, bool)
+
+
+def fraction(value: int | Decimal, where: str, keyword: str) -> Fraction:
+    """A number of a schema, exactly; rejected where it has too many digits."""
+    if isinstance(value, Decimal) and not -400 <= value.adjusted() <= 400:
+        reject(where, keyword, f"got {value}, expected a number of at most 400 digits")
+    return Fraction(value)
+
+
+def _clip(value: Any) -> str:
+    return json.dumps(value, default=str)[:60]
+
+
+def parsed(text: str) -> Any:
+    """JSON with decimal numbers as they are written."""
+    return json.loads(text, parse_float=Decimal)

@@ -1,0 +1,132 @@
+"""Languages of texts as EBNF of JSON strings and numbers: characters that JSON escapes are written with their shortest escape."""
+
+from __future__ import annotations
+
+import json
+
+from stepgraph.sampling.grammar.constraints.charset import IN_JSON, CharSet, charset, complement, intersection, readable_ebnf_class
+from stepgraph.sampling.grammar.schema.automata import Automaton, TooComplexError, automaton, is_empty, split_length
+from stepgraph.sampling.grammar.schema.language import ANY_CHAR, Term, both, counts, repeat, texts_of
+
+MAX_PRINTED = 200  # texts of a finite language that are written out; more become an automaton, which shares what is equal
+_ESCAPED = complement(IN_JSON)
+_SHORT = {code: char for code, char in ((8, "b"), (9, "t"), (10, "n"), (12, "f"), (13, "r"), (34, '"'), (92, "\\"))}
+
+
+def literal(text: str) -> str:
+    """A text as it is, as a literal of EBNF."""
+    return '"' + "".join(f"\\{char}" if char in '"\\' else char if " " <= char <= "~" else f"\\U{ord(char):08x}" for char in text) + '"'
+
+
+def json_literal(text: str) -> str:
+    """A JSON string, as a literal of EBNF."""
+    return literal(json.dumps(text, ensure_ascii=False))
+
+
+def json_class(chars: CharSet) -> str:
+    """One of these characters inside a JSON string."""
+    found = []
+    if raw := intersection(chars, IN_JSON):
+        found.append(readable_ebnf_class(raw))
+    escaped = [code for first, last in intersection(chars, _ESCAPED) for code in range(first, last + 1)]
+    if short := [_SHORT[code] for code in escaped if code in _SHORT]:
+        found.append(f'"\\\\" {readable_ebnf_class(charset("".join(short)))}')
+    for high in (0, 1):
+        digits = [f"{code % 16:x}" for code in escaped if code not in _SHORT and code // 16 == high]
+        if digits:
+            found.append(f'"\\\\u00{high}" {readable_ebnf_class(charset("".join(digits), "".join(digits).upper()))}')
+    return found[0] if len(found) == 1 and " " not in found[0] else f"({' | '.join(found)})"
+
+
+def generated(term: Term) -> Term:
+    """The language, or of one whose automaton is too large the texts up to a smaller length; TooComplexError."""
+    while True:
+        try:
+            is_empty(term)
+            return term
+        except TooComplexError:
+            limit, rest = split_length(term)
+            if limit is None or not (high := counts(limit)[1]) or high // 2 < max(counts(limit)[0], 1):
+                raise
+            term = both(repeat(ANY_CHAR, counts(limit)[0], high // 2), rest)
+
+
+class Speller:
+    """Writes languages; `rules` receives what is needed more than once."""
+
+    def __init__(self, rules: dict[str, str], prefix: str) -> None:
+        self._rules, self._prefix = rules, prefix
+        self._bodies = dict[tuple[Term, bool], str]()
+        self._classes = dict[CharSet, str]()
+
+    def body(self, term: Term, in_string: bool) -> str:
+        """The texts of a language, inside a JSON string or as they are."""
+        key = term, in_string
+        if key not in self._bodies:
+            simple = term.is_plain and not (term.kind == "words" and len(term.values) > MAX_PRINTED)
+            self._bodies[key] = self._plain(term, in_string) if simple else self._automaton(term, in_string)
+        return self._bodies[key]
+
+    def _class(self, chars: CharSet, in_string: bool) -> str:
+        if not in_string:
+            return readable_ebnf_class(chars)
+        if chars not in self._classes:
+            text = json_class(chars)
+            if len(text) > 60:
+                name = f"{self._prefix}chars{len(self._classes)}"
+                self._rules[name], text = text, name
+            self._classes[chars] = text
+        return self._classes[chars]
+
+    def _plain(self, term: Term, in_string: bool) -> str:
+        parts = term.parts
+        match term.kind:
+            case "chars":
+                return self._class(term.values, in_string)  # type: ignore[arg-type]
+            case "words":
+                texts = [json.dumps(text, ensure_ascii=False)[1:-1] if in_string else text for text in texts_of(term)]
+                return _alternatives([literal(text) for text in texts])
+            case "cat":
+                return " ".join(self._plain(part, in_string) for part in parts)
+            case "alt":
+                return _alternatives([self._plain(part, in_string) for part in parts])
+        return f"{self._grouped(parts[0], in_string)}{bounds(*counts(term))}"
+
+    def _grouped(self, term: Term, in_string: bool) -> str:
+        text = self._plain(term, in_string)
+        return text if term.kind == "chars" or (text.startswith("(") and term.kind == "alt") else f"({text})"
+
+    def _automaton(self, term: Term, in_string: bool) -> str:
+        """One rule for each state."""
+        found = automaton(term)
+        name = f"{self._prefix}s{len(self._rules)}_"
+        for state, edges in enumerate(found.edges):
+            if edges or not state:
+                cases = [self._edge(chars, target, found, name, in_string) for chars, target in edges]
+                self._rules[f"{name}{state}"] = " | ".join([*cases, *['""'][: found.accepts[state]]])
+        return f"{name}0"
+
+    def _edge(self, chars: CharSet, target: int, found: Automaton, name: str, in_string: bool) -> str:
+        text = self._class(chars, in_string)
+        return f"{text} {name}{target}" if found.edges[target] else text
+
+
+def _alternatives(texts: list[str]) -> str:
+    return texts[0] if len(texts) == 1 else f"({' | '.join(texts)})"
+
+
+def optional(text: str, is_optional: bool) -> str:
+    return f"({text})?" if is_optional and text else text
+
+
+def repeated(text: str, low: int, high: int | None) -> str:
+    if high == 0:
+        return ""
+    if (low, high) == (1, 1):
+        return text
+    return f"({text}){bounds(low, high)}"
+
+
+def bounds(low: int, high: int | None) -> str:
+    """The sign of a repetition."""
+    return {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((low, high), f"{{{low},{'' if high is None else high}}}")

@@ -1,0 +1,285 @@
+"""Grammar masks without matchers: rows follow the image of an automaton in device memory, and a mask is a row of its tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from stepgraph.sampling.grammar.automaton.library import IMAGE_VERSION, MOVE_INTS, SPECIAL, Field
+from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn, MaskStatus
+from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
+from stepgraph.sampling.kernels.operation import Contiguous, operation
+
+MAX_PUSHES, MAX_SYMBOLS = 4, 1 << 16  # of an image: a Triton program keeps the symbols that a token pushes in one register
+ENDED, TOO_DEEP = -1, -2  # in place of a state: a stop token ended the text; it nests deeper than IMAGE_DEPTH
+PLACE_INTS = 8
+HEADER_INTS = Field.CROSS + 1
+COUNTERS = 3
+
+Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+
+
+class PlaceColumn(IntEnum):
+    """Columns of `row_places`. The last ones are not used."""
+
+    STATE = 0
+    DEPTH = 1  # symbols on the stack
+    FIRST_COUNTER = 2
+
+
+def _outputs(state: Tensor, images: Tensor, rows: Tensor, drafts: Tensor, *others: Any) -> None:
+    *_, places, stacks, masks, tags, statuses, first, last, _, by_row = others
+    num_rows, positions, _ = masks.shape
+    assert places.shape == (num_rows, positions + 1, PLACE_INTS), f"row_places {places.shape}, row_masks {masks.shape}"
+    assert stacks.shape[:2] == (num_rows, positions + 1), f"row_stacks {stacks.shape}, row_masks {masks.shape}"
+    assert tags.shape == (num_rows, positions, TAG_FIELDS), f"row_tags {tags.shape}, row_masks {masks.shape}"
+    assert statuses.shape[0] == positions and statuses.shape[1] >= len(rows), f"batch_status {statuses.shape}, rows {rows.shape}"
+    assert drafts.shape[1] == positions - 1 and len(drafts) >= (num_rows if by_row else len(rows)), f"drafts {drafts.shape}"
+    assert 0 <= first <= last < positions, f"first {first}, last {last}, row_masks {masks.shape}"
+
+
+def _in_c(state: Tensor, images: Tensor, rows: Tensor, drafts: Tensor, *others: Any) -> bool:
+    arena, text, starts, plain, stops, places, stacks, masks, tags, statuses, *_ = others
+    numbers = state.dtype is images.dtype is drafts.dtype is torch.int64
+    tables = is_contiguous(torch.int32, arena, starts, plain, stops, places, stacks, masks)
+    return numbers and tables and is_contiguous(torch.int64, rows, tags, statuses) and is_contiguous(torch.uint8, text)
+
+
+@operation(
+    _outputs,
+    writes=("row_places", "row_stacks", "row_masks", "row_tags", "batch_status"),
+    triton=True,
+    c=CKernel("advance_fill", _in_c),
+)
+def advance_fill(
+    state: Tensor,
+    images: Tensor,
+    rows: Contiguous,
+    drafts: Tensor,
+    arena: Tensor,
+    token_text: Tensor,
+    token_starts: Tensor,
+    plain_rows: Tensor,
+    stop_words: Tensor,
+    row_places: Tensor,
+    row_stacks: Tensor,
+    row_masks: Tensor,
+    row_tags: Tensor,
+    batch_status: Tensor,
+    first: int,
+    last: int,
+    fill_new: int = 0,
+    by_row: int = 0,
+) -> None:
+    """Masks `first` to `last` of every row that has an image, as the host link writes them with the matcher of that image.
+
+    Of R rows, the batch has B; K drafts, W words of a mask.
+    state [R, columns] int64: HostColumn. images [R] int64: offset of the row's image in `arena`; 0: no image, the row is not touched.
+    rows [B] int64. drafts [B, K] int64, or [R, K] if by_row; negative: no draft. All of these may have any strides.
+    arena [ints] int32: images at multiples of arena.ALIGNMENT. token_text [bytes] uint8, token_starts [tokens + 1] int32, plain_rows
+    [n, W] int32, stop_words [W] int32: the token table that the images were compiled for.
+    row_places [R, K + 2, PLACE_INTS], row_stacks [R, K + 2, depth] int32: the place after n tokens, drafts included, is in slot
+    n % (K + 2). So a rejected draft takes no work: the place before it is still there. `depth` is at least the IMAGE_DEPTH of every image.
+    row_masks [R, K + 1, W] int32, row_tags [R, K + 1, TAG_FIELDS] int64. batch_status [K + 1, >= B] int64: gets the statuses of these
+    masks, by slot; NONE for a row without an image.
+
+    Mask 0 follows the row's history (a row without tokens is at the start of its grammar), mask i > 0 its draft i, if mask i - 1
+    is OK. A draft that is not legal gives an ILLEGAL tag; any other mask that cannot be filled gets a tag without owner, as do the
+    masks of a row that is not running. A text that nests deeper than IMAGE_DEPTH has the status FAULT; if it was a draft that did,
+    the row continues without it. fill_new: also mask 0, before the others, of rows that do not have it yet.
+    """
+    written = (row_places, row_stacks, row_masks, row_tags, batch_status)
+    inputs = (state, images, rows, drafts, arena, token_text, token_starts, plain_rows, stop_words)
+    with torch._C.DisableTorchFunction():  # a tape checks the calls of a step, not those of an operation
+        states, offsets, batch, tokens, ints, *tables = (tensor.cpu().numpy() for tensor in inputs)
+        arrays = [tensor.cpu().numpy() for tensor in written]
+        for slot, row in enumerate(batch.tolist()):
+            offset, (*by_row_arrays, statuses) = int(offsets[row]), arrays
+            statuses[first : last + 1, slot] = MaskStatus.NONE
+            if 0 < offset <= len(ints) - HEADER_INTS and ints[offset] == IMAGE_VERSION:
+                one = _Row(states[row], ints[offset:], *tables, *(array[row] for array in by_row_arrays))
+                one.run(tokens[row if by_row else slot], first, last, bool(fill_new))
+                statuses[first : last + 1, slot] = one.tags[first : last + 1, 3]
+        for tensor, array in zip(written, arrays, strict=True):
+            tensor.copy_(torch.from_numpy(array))
+
+
+@dataclass
+class _Place:
+    """Where a text is in a grammar."""
+
+    state: int
+    counters: list[int]
+    stack: list[int]
+
+
+class _TooDeepError(Exception):
+    """The text nests deeper than IMAGE_DEPTH."""
+
+
+@dataclass
+class _Row:
+    """One row of the reference."""
+
+    state: Longs
+    image: Ints
+    text: npt.NDArray[np.uint8]
+    starts: Ints
+    plain: Ints
+    stop_words: Ints
+    places: Ints
+    stacks: Ints
+    masks: Ints
+    tags: Longs
+
+    def run(self, drafts: Longs, first: int, last: int, fill_new: bool) -> None:
+        running = self.state[HostColumn.FINISH] == FinishCode.RUNNING and self.image[Field.DEPTH] <= self.stacks.shape[1]
+        if running and fill_new and not self._is_filled(self._generated, 0):
+            self._commit()
+        for index in range(first, last + 1):
+            if running and index == 0:
+                self._commit()
+            elif not running or drafts[index - 1] < 0 or not self._is_open(self._generated, index - 1):
+                self.tags[index] = (0, 0, index, MaskStatus.NONE)
+            elif self._step(self._generated + index - 1, index - 1, int(drafts[index - 1])):
+                self._fill(index)
+            else:
+                self._tag(index, MaskStatus.ILLEGAL)
+
+    @property
+    def _generated(self) -> int:
+        return int(self.state[HostColumn.GENERATED])
+
+    def _tag(self, index: int, status: MaskStatus) -> None:
+        self.tags[index] = (self.state[HostColumn.OWNER], self._generated, index, status)
+
+    def _is_filled(self, generated: int, index: int) -> bool:
+        """Whether mask `index` was filled when the history had `generated` tokens."""
+        owner, tokens, at, status = (int(value) for value in self.tags[index])
+        return (owner, tokens, at) == (self.state[HostColumn.OWNER], generated, index) and status != MaskStatus.NONE
+
+    def _is_open(self, generated: int, index: int) -> bool:
+        """And whether it allows a token. Then the place is valid too."""
+        return self._is_filled(generated, index) and bool(self.tags[index, 3] == MaskStatus.OK)
+
+    def _commit(self) -> None:
+        """Accept the token that a round has added to the history since mask 0 was filled, and fill mask 0."""
+        legal, before = True, int(self.tags[0, 1])
+        if self._is_filled(self._generated, 0):
+            pass
+        elif self._generated == 0:
+            counters = self.image[Field.START_COUNTERS : Field.START_COUNTERS + COUNTERS].tolist()
+            self._store(0, _Place(int(self.image[Field.START]), counters, []))
+        else:
+            emitted = self._generated - before
+            legal = 0 < emitted <= len(self.masks) and self._is_open(before, emitted - 1)
+            legal = legal and self._step(self._generated - 1, emitted - 1, int(self.state[HostColumn.LAST_TOKEN]))
+        if legal:
+            self._fill(0)
+        else:
+            self.tags[0] = (0, 0, 0, MaskStatus.NONE)
+
+    def _load(self, tokens: int) -> _Place:
+        slot = tokens % len(self.places)
+        state, depth, *counters = self.places[slot, : PlaceColumn.FIRST_COUNTER + COUNTERS].tolist()
+        return _Place(state, counters, self.stacks[slot, :depth].tolist())
+
+    def _store(self, tokens: int, place: _Place) -> None:
+        slot, depth = tokens % len(self.places), len(place.stack)
+        self.places[slot, : PlaceColumn.FIRST_COUNTER + COUNTERS] = (place.state, depth, *place.counters)
+        self.stacks[slot, :depth] = place.stack
+
+    def _step(self, tokens: int, index: int, token: int) -> bool:
+        """From the place after `tokens` tokens, whose mask is mask `index`, to the next one; False, and no change, if the token is not
+        legal."""
+        place = self._load(tokens)
+        if not 0 <= token < len(self.starts) - 1 or not self.masks[index, token // 32] >> token % 32 & 1:
+            return False
+        if self.stop_words[token // 32] >> token % 32 & 1:
+            place.state = ENDED
+        else:
+            try:
+                if not self._follow(place, token):
+                    return False
+            except _TooDeepError:
+                place.state = TOO_DEEP
+        self._store(tokens + 1, place)
+        return True
+
+    def _at(self, table: Field, index: int) -> int:
+        return int(self.image[self.image[table] + index])
+
+    def _follow(self, place: _Place, token: int) -> bool:
+        """Read the bytes of a token; False if they are not legal, or if there are none."""
+        text = self.text[self.starts[token] : self.starts[token + 1]].tolist()
+        kept = len(place.stack)  # symbols that the token has not popped
+        for byte in text:
+            entry = self._at(Field.NEXT, place.state * int(self.image[Field.CLASSES]) + self._at(Field.CLASS_OF, byte))
+            if entry < 0:
+                return False
+            if entry < SPECIAL:
+                place.state = entry
+            elif not self._move(place, entry - SPECIAL, kept):
+                return False
+            while (finish_set := self._at(Field.LEAVE, place.state)) >= 0:
+                symbol = place.stack.pop()
+                kept = min(kept, len(place.stack))
+                place.state = self._at(Field.RETURN, finish_set * int(self.image[Field.SYMBOLS]) + symbol)
+                if place.state < 0:
+                    return False
+        return bool(text)
+
+    def _move(self, place: _Place, index: int, kept: int) -> bool:
+        """A move that does more than enter a state."""
+        start = int(self.image[Field.MOVES]) + index * MOVE_INTS
+        target, push, counter, last_target, *pairs = self.image[start : start + MOVE_INTS].tolist()
+        sets = pairs[:4]
+        if counter >= 0:
+            place.counters[counter] -= 1
+            if place.counters[counter] == 0:
+                target, sets = last_target, pairs[4:]
+        for which, value in zip(sets[::2], sets[1::2], strict=True):
+            if which >= 0:
+                place.counters[which] = value
+        if push >= 0:
+            if len(place.stack) - kept >= self.image[Field.PUSHES]:
+                return False
+            if len(place.stack) >= self.image[Field.DEPTH]:
+                raise _TooDeepError
+            place.stack.append(push)
+        place.state = target
+        return bool(target >= 0)
+
+    def _fill(self, index: int) -> None:
+        place, mask = self._load(self._generated + index), self.masks[index]
+        if place.state < 0:
+            mask[:] = 0
+            return self._tag(index, MaskStatus.TERMINATED if place.state == ENDED else MaskStatus.FAULT)
+        row, words = self._at(Field.ROW_OF, place.state), len(mask)
+        base, dense = self._at(Field.BASE_OF, row), int(self.image[Field.DENSE])
+        mask[:] = 0 if base == -1 else self.plain[-2 - base] if base < 0 else self.image[dense + base * words : dense + (base + 1) * words]
+        for change in range(self._at(Field.CHANGE_START, row), self._at(Field.CHANGE_START, row + 1)):
+            mask[self._at(Field.CHANGE_WORD, change)] = self._at(Field.CHANGE_VALUE, change)
+        status = MaskStatus(self._at(Field.STATUS_OF, row))
+        for token in self._crossing(place.state):
+            try:
+                legal = self._follow(_Place(place.state, [*place.counters], [*place.stack]), token)
+            except _TooDeepError:
+                legal = False
+            if legal:
+                mask[token // 32] |= np.uint32(1 << token % 32).astype(np.int32)
+                status = MaskStatus.OK
+        self._tag(index, status)
+
+    def _crossing(self, state: int) -> list[int]:
+        """The tokens whose legality depends on the stack."""
+        if not self.image[Field.SYMBOLS]:
+            return []
+        return [self._at(Field.CROSS, at) for at in range(self._at(Field.CROSS_START, state), self._at(Field.CROSS_START, state + 1))]

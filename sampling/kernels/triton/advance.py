@@ -1,0 +1,263 @@
+"""The Triton program of advance_fill, and its launch. Imported only where Triton can launch.
+
+One program follows one row. What one thread stores, others read after a barrier only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from stepgraph.sampling.grammar.automaton.arena import ALIGNMENT
+from stepgraph.sampling.grammar.automaton.library import IMAGE_VERSION, Field
+from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn, MaskStatus
+from stepgraph.sampling.kernels import advance
+from stepgraph.sampling.kernels.advance import PlaceColumn
+from stepgraph.sampling.kernels.triton.automaton import fill, follow, symbol_at
+
+_VERSION = tl.constexpr(IMAGE_VERSION)
+_HEADER_INTS = tl.constexpr(advance.HEADER_INTS)
+_PLACE_INTS = tl.constexpr(advance.PLACE_INTS)
+_TAG_FIELDS = tl.constexpr(TAG_FIELDS)
+_ENDED = tl.constexpr(advance.ENDED)
+_TOO_DEEP = tl.constexpr(advance.TOO_DEEP)
+_ALIGNMENT = tl.constexpr(ALIGNMENT)
+_POSITIONS = tl.constexpr(16)  # a power of two, at least those of 8 drafts
+
+_OWNER = tl.constexpr(int(HostColumn.OWNER))
+_GENERATED = tl.constexpr(int(HostColumn.GENERATED))
+_LAST_TOKEN = tl.constexpr(int(HostColumn.LAST_TOKEN))
+_FINISH = tl.constexpr(int(HostColumn.FINISH))
+_RUNNING = tl.constexpr(int(FinishCode.RUNNING))
+_STATE = tl.constexpr(int(PlaceColumn.STATE))
+_DEPTH = tl.constexpr(int(PlaceColumn.DEPTH))
+_COUNTER = tl.constexpr(int(PlaceColumn.FIRST_COUNTER))
+_START = tl.constexpr(int(Field.START))
+_START_COUNTERS = tl.constexpr(int(Field.START_COUNTERS))
+_MOST_DEPTH = tl.constexpr(int(Field.DEPTH))
+_NONE = tl.constexpr(int(MaskStatus.NONE))
+_OK = tl.constexpr(int(MaskStatus.OK))
+_ILLEGAL = tl.constexpr(int(MaskStatus.ILLEGAL))
+
+WARPS = 8
+REGISTERS = 128  # of a thread: without a bound ptxas takes fewer and spills
+WORDS = 4096  # of a mask at a time
+LANES = 256  # crossing tokens, changed words or symbols at a time
+
+
+@triton.jit
+def _status_of(tag, owner, generated, index):
+    """The status of a tag, NONE where it names another owner, history or index."""
+    valid = (tl.load(tag) == owner) & (tl.load(tag + 1) == generated) & (tl.load(tag + 2) == index)
+    return tl.where(valid, tl.load(tag + 3), _NONE)
+
+
+@triton.jit
+def _write_tag(tag, owner, generated, index, status):
+    """Without owner and history if the mask is not valid."""
+    valid = status != _NONE
+    tl.store(tag, tl.where(valid, owner, 0))
+    tl.store(tag + 1, tl.where(valid, generated, 0))
+    tl.store(tag + 2, index)
+    tl.store(tag + 3, status)
+
+
+@triton.jit
+def _kind_of(tags, owner, generated, index, token, positions, running):
+    """How the place of mask `index` is reached: by a token from the place before, at the start of the grammar, or known already; and the
+    index of the mask at the place before."""
+    filled = _status_of(tags, owner, generated, 0) != _NONE
+    before = tl.load(tags + 1)  # tokens of the history when mask 0 was filled
+    is_draft, emitted = index > 0, generated - before
+    guide = tl.where(is_draft, index - 1, tl.minimum(tl.maximum(emitted - 1, 0), positions - 1).to(tl.int32))
+    is_open = _status_of(tags + guide * _TAG_FIELDS, owner, tl.where(is_draft, generated, before), guide) == _OK
+    advances = ~filled & (generated > 0) & (emitted > 0) & (emitted <= positions)
+    by_token = is_open & ((is_draft & (token >= 0)) | (~is_draft & advances))
+    return running & by_token, running & ~is_draft & ~filled & (generated == 0), running & ~is_draft & filled, guide
+
+
+@triton.jit
+def _accept(image, mask, text, token_starts, stop_words, num_tokens, active, token, state, one, two, three, stack, depth):
+    """Append a token to a place with this mask where `active`: whether it is legal, and the place as by `follow`."""
+    active = active & (token >= 0) & (token < num_tokens) & (state >= 0)
+    allowed = ((tl.load(mask + (token >> 5), mask=active, other=0) >> (token & 31).to(tl.int32)) & 1) != 0
+    begin, end = tl.load(token_starts + token, mask=active, other=0), tl.load(token_starts + token + 1, mask=active, other=0)
+    stop_word = tl.load(stop_words + (token >> 5), mask=active, other=0)
+    is_stop = ((stop_word >> (token & 31).to(tl.int32)) & 1) != 0
+    end, none = tl.where(is_stop, begin, end), begin * 0
+    legal, deep, state, one, two, three, kept, own, pushed = follow(
+        image, text, begin, end, state, one, two, three, stack, depth, none, none.to(tl.int64), 0
+    )
+    state = tl.where(deep, _TOO_DEEP, tl.where(is_stop, _ENDED, state))
+    return allowed & (legal | deep | is_stop), state, one, two, three, kept, own, pushed
+
+
+@triton.jit
+def _write_place(place, state, one, two, three, stack, source, kept, own, pushed, LANES: tl.constexpr):
+    """`kept` symbols of the stack at `source`, and `own` ones in `pushed`."""
+    tl.store(place + _STATE, state)
+    tl.store(place + _DEPTH, kept + own)
+    tl.store(place + _COUNTER, one)
+    tl.store(place + _COUNTER + 1, two)
+    tl.store(place + _COUNTER + 2, three)
+    depth, level = kept + own, 0
+    while level < depth:
+        at = level + tl.arange(0, LANES)
+        below = tl.load(source + at, mask=at < kept, other=0)
+        tl.store(stack + at, tl.where(at < kept, below, symbol_at(pushed, tl.maximum(depth - 1 - at, 0))), mask=at < depth)
+        level += LANES
+
+
+@triton.jit
+def _clear(statuses, step, first, last):
+    """Write NONE as the status of the masks `first` to `last`."""
+    index = tl.arange(0, _POSITIONS)
+    tl.store(statuses + index * step, tl.zeros((_POSITIONS,), tl.int64) + _NONE, mask=(index >= first) & (index <= last))
+
+
+@triton.jit
+def advance_rows(
+    state,  # [R, columns] int64
+    images,  # [R] int64
+    rows,  # [B] int64
+    drafts,  # [B or R, K] int64
+    arena,  # int32
+    token_text,  # uint8
+    token_starts,  # int32
+    plain_rows,  # [n, words] int32
+    stop_words,  # [words] int32
+    row_places,  # [R, ring, PLACE_INTS] int32
+    row_stacks,  # [R, ring, room] int32
+    row_masks,  # [R, positions, words] int32
+    row_tags,  # [R, positions, TAG_FIELDS] int64
+    batch_status,  # [positions, >= B] int64
+    arena_ints,
+    num_tokens,
+    room,
+    positions,
+    words,
+    first,
+    last,
+    state_row_step,
+    state_column_step,
+    image_step,
+    draft_line_step,
+    draft_position_step,
+    status_step,
+    FILL_NEW: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """advance_fill for one row. WORDS is a power of two; ALIGNED: `words` is a multiple of four."""
+    if ALIGNED:  # in a form that the compiler knows, for loads and stores of 16 bytes
+        words = words // _ALIGNMENT * _ALIGNMENT
+    slot = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + slot)
+    offset = tl.load(images + row * image_step)
+    columns, line = state + row * state_row_step, row if BY_ROW else slot
+    owner, generated = tl.load(columns + _OWNER * state_column_step), tl.load(columns + _GENERATED * state_column_step)
+    last_token, finish = tl.load(columns + _LAST_TOKEN * state_column_step), tl.load(columns + _FINISH * state_column_step)
+    _clear(batch_status + slot, status_step, first, last)
+    inside, image = (offset > 0) & (offset <= arena_ints - _HEADER_INTS), arena + offset
+    if tl.load(image, mask=inside, other=0) == _VERSION:
+        running = (finish == _RUNNING) & (tl.load(image + _MOST_DEPTH) <= room)
+        tags, ring, step = row_tags + row * positions * _TAG_FIELDS, positions + 1, first
+        if FILL_NEW:
+            step = first - (running & (_status_of(tags, owner, generated, 0) == _NONE)).to(tl.int32)
+        while step <= last:
+            index = tl.where(step < first, 0, step)
+            token = tl.where(
+                index > 0,
+                tl.load(drafts + line * draft_line_step + (index - 1) * draft_position_step, mask=index > 0, other=-1),
+                last_token,
+            )
+            by_token, starts, known, guide = _kind_of(tags, owner, generated, index, token, positions, running)
+            tokens = (generated + index).to(tl.int32)
+            source, target = row * ring + (tokens - by_token.to(tl.int32)) % ring, row * ring + tokens % ring
+            place, stack = row_places + source * _PLACE_INTS, row_stacks + source * room
+            now = tl.load(tl.where(starts, image + _START, place + _STATE), mask=by_token | starts | known, other=_TOO_DEEP)
+            counters, depth = (
+                tl.where(starts, image + _START_COUNTERS, place + _COUNTER),
+                tl.load(place + _DEPTH, mask=by_token | known, other=0),
+            )
+            one, two, three = tl.load(counters), tl.load(counters + 1), tl.load(counters + 2)
+            legal, now, one, two, three, kept, own, pushed = _accept(
+                image,
+                row_masks + (row * positions + guide) * words,
+                token_text,
+                token_starts,
+                stop_words,
+                num_tokens,
+                by_token,
+                token,
+                now,
+                one,
+                two,
+                three,
+                stack,
+                depth,
+            )
+            status = tl.where(by_token & (index > 0), _ILLEGAL, _NONE).to(tl.int64)
+            if legal | starts:
+                target_place, target_stack = row_places + target * _PLACE_INTS, row_stacks + target * room
+                _write_place(target_place, now, one, two, three, target_stack, stack, kept, own, pushed, LANES)
+            if legal | starts | known:
+                mask = row_masks + (row * positions + index) * words
+                found = fill(
+                    image,
+                    offset,
+                    arena,
+                    plain_rows,
+                    token_text,
+                    token_starts,
+                    mask,
+                    words,
+                    now,
+                    one,
+                    two,
+                    three,
+                    stack,
+                    kept,
+                    own,
+                    pushed,
+                    WORDS,
+                    LANES,
+                )
+                status = found.to(tl.int64)
+            tl.debug_barrier()  # all threads have read the tags of this step
+            _write_tag(tags + index * _TAG_FIELDS, owner, generated, index.to(tl.int64), status)
+            tl.store(batch_status + slot + step * status_step, status, mask=step >= first)
+            tl.debug_barrier()  # the next step reads them, and the place
+            step += 1
+
+
+def advance_fill(*tensors: Any, tile: int = WORDS, lanes: int = LANES) -> None:
+    """The arguments of kernels.advance.advance_fill."""
+    *arguments, first, last, fill_new, by_row = tensors
+    state, images, rows, drafts, arena, _, starts, _, _, _, stacks, masks, _, statuses = arguments
+    _, positions, words = masks.shape
+    advance_rows[(len(rows),)](
+        *arguments,
+        len(arena),
+        len(starts) - 1,
+        stacks.shape[2],
+        positions,
+        words,
+        first,
+        last,
+        *state.stride(),
+        images.stride(0),
+        *drafts.stride(),
+        statuses.stride(0),
+        FILL_NEW=fill_new,
+        BY_ROW=by_row,
+        ALIGNED=words % ALIGNMENT == 0,
+        WORDS=min(tile, triton.next_power_of_2(words)),
+        LANES=lanes,
+        num_warps=WARPS,
+        maxnreg=REGISTERS,
+    )

@@ -1,0 +1,257 @@
+"""What advance_fill does with an image: read a token from a place, and fill the mask of a place. Functions of its Triton program.
+
+The time is that of a chain of dependent loads. The classes of a token's bytes do not depend on the state and are loaded ahead; the
+symbols that a token pushes stay in a register.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from stepgraph.sampling.grammar.automaton.arena import ALIGNMENT
+from stepgraph.sampling.grammar.automaton.library import MOVE_INTS, SPECIAL, Field
+from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.kernels import advance
+
+_MOVE_INTS = tl.constexpr(MOVE_INTS)
+_SPECIAL = tl.constexpr(SPECIAL)
+_ENDED = tl.constexpr(advance.ENDED)
+_ALIGNMENT = tl.constexpr(ALIGNMENT)
+_OK = tl.constexpr(int(MaskStatus.OK))
+_TERMINATED = tl.constexpr(int(MaskStatus.TERMINATED))
+_FAULT = tl.constexpr(int(MaskStatus.FAULT))
+
+# fields of an image
+_CLASSES = tl.constexpr(int(Field.CLASSES))
+_SYMBOLS = tl.constexpr(int(Field.SYMBOLS))
+_DEPTH = tl.constexpr(int(Field.DEPTH))
+_PUSHES = tl.constexpr(int(Field.PUSHES))
+_CLASS_OF = tl.constexpr(int(Field.CLASS_OF))
+_NEXT = tl.constexpr(int(Field.NEXT))
+_MOVES = tl.constexpr(int(Field.MOVES))
+_LEAVE = tl.constexpr(int(Field.LEAVE))
+_RETURN = tl.constexpr(int(Field.RETURN))
+_ROW_OF = tl.constexpr(int(Field.ROW_OF))
+_BASE_OF = tl.constexpr(int(Field.BASE_OF))
+_STATUS_OF = tl.constexpr(int(Field.STATUS_OF))
+_CHANGE_START = tl.constexpr(int(Field.CHANGE_START))
+_CHANGE_WORD = tl.constexpr(int(Field.CHANGE_WORD))
+_CHANGE_VALUE = tl.constexpr(int(Field.CHANGE_VALUE))
+_DENSE = tl.constexpr(int(Field.DENSE))
+_CROSS_START = tl.constexpr(int(Field.CROSS_START))
+_CROSS = tl.constexpr(int(Field.CROSS))
+
+# columns of a move; the last two begin two (counter, value) pairs each
+_TARGET = tl.constexpr(0)
+_PUSH = tl.constexpr(1)
+_COUNTER = tl.constexpr(2)
+_LAST_TARGET = tl.constexpr(3)
+_SETS = tl.constexpr(4)
+_LAST_SETS = tl.constexpr(8)
+
+_SYMBOL_BITS = tl.constexpr(16)
+_SYMBOL = tl.constexpr(0xFFFF)
+_AHEAD = tl.constexpr(8)  # bytes of a token whose classes are loaded at a time, into one int64
+
+
+@triton.jit
+def table(image, FIELD: tl.constexpr):
+    return image + tl.load(image + FIELD)
+
+
+@triton.jit
+def symbol_at(pushed, below):
+    """The symbol that was pushed before the `below` latest ones."""
+    return ((pushed >> (below * _SYMBOL_BITS).to(tl.int64)) & _SYMBOL).to(tl.int32)
+
+
+@triton.jit
+def _any(condition, LANES: tl.constexpr):
+    """Whether a condition holds in any lane; of a scalar (LANES 0) itself."""
+    if LANES == 0:
+        return condition
+    else:  # not compiled for a scalar
+        return tl.max(condition.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def _set_counter(which, value, one, two, three, when):
+    """A (counter, value) pair of a move."""
+    one = tl.where(when & (which == 0), value, one)
+    two = tl.where(when & (which == 1), value, two)
+    three = tl.where(when & (which == 2), value, three)
+    return one, two, three
+
+
+@triton.jit
+def _class_codes(class_of, text, at, end, live):
+    """The classes of the next _AHEAD bytes, one byte each."""
+    codes, kinds = (at * 0).to(tl.int64), (at * 0).to(tl.int64)
+    for ahead in tl.static_range(_AHEAD):
+        codes |= tl.load(text + at + ahead, mask=live & (at + ahead < end), other=0).to(tl.int64) << (8 * ahead)
+    for ahead in tl.static_range(_AHEAD):
+        code = ((codes >> (8 * ahead)) & 255).to(tl.int32)
+        kinds |= tl.load(class_of + code, mask=live & (at + ahead < end), other=0).to(tl.int64) << (8 * ahead)
+    return kinds
+
+
+@triton.jit
+def _special_move(image, move, special, live, deep, state, one, two, three, kept, own, pushed):
+    """A move that does more than enter a state, where `special`."""
+    counter = tl.load(move + _COUNTER, mask=special, other=-1)
+    left = tl.where(counter == 0, one, tl.where(counter == 1, two, three)) - 1
+    one, two, three = _set_counter(counter, left, one, two, three, special)
+    is_last = (counter >= 0) & (left == 0)
+    state = tl.where(special, tl.load(move + tl.where(is_last, _LAST_TARGET, _TARGET), mask=special, other=0), state)
+    sets = move + tl.where(is_last, _LAST_SETS, _SETS)
+    for pair in tl.static_range(2):
+        which = tl.load(sets + 2 * pair, mask=special, other=-1)
+        value = tl.load(sets + 2 * pair + 1, mask=special, other=0)
+        one, two, three = _set_counter(which, value, one, two, three, special)
+    push = tl.load(move + _PUSH, mask=special, other=-1)
+    live = live & ~((push >= 0) & (own >= tl.load(image + _PUSHES)))
+    deep = deep | (live & (push >= 0) & (kept + own >= tl.load(image + _DEPTH)))
+    pushes = (push >= 0) & live & ~deep
+    pushed = tl.where(pushes, (pushed << _SYMBOL_BITS) | push.to(tl.int64), pushed)
+    live = live & ~deep & (~special | (state >= 0))
+    return live, deep, state, one, two, three, own + pushes.to(tl.int32), pushed
+
+
+@triton.jit
+def _leave(image, reads, live, state, kept, own, own_pushed, stack, stored, held, pushed, LANES: tl.constexpr):
+    """Return from nested parts that have ended, where `reads`."""
+    leave_of, return_of, symbols = table(image, _LEAVE), table(image, _RETURN), tl.load(image + _SYMBOLS)
+    finish_set = tl.load(leave_of + state, mask=reads, other=-1)
+    leaving = reads & (finish_set >= 0)
+    while _any(leaving, LANES):
+        is_own, is_old = leaving & (own > 0), leaving & (own <= 0)
+        kept -= is_old.to(tl.int32)
+        symbol = tl.load(stack + kept, mask=is_old & (kept < stored), other=0)
+        symbol = tl.where(kept < stored, symbol, symbol_at(pushed, tl.maximum(stored + held - 1 - kept, 0)))
+        symbol = tl.where(is_own, (own_pushed & _SYMBOL).to(tl.int32), symbol)
+        own_pushed = tl.where(is_own, own_pushed >> _SYMBOL_BITS, own_pushed)
+        own -= is_own.to(tl.int32)
+        state = tl.where(leaving, tl.load(return_of + finish_set * symbols + symbol, mask=leaving, other=0), state)
+        live = live & (~leaving | (state >= 0))
+        finish_set = tl.load(leave_of + state, mask=leaving & live, other=-1)
+        leaving = leaving & (finish_set >= 0)
+    return live, state, kept, own, own_pushed
+
+
+@triton.jit
+def follow(
+    image,
+    text,
+    begin,  # of the token's bytes; `end` equals it where there are none
+    end,
+    state,
+    one,  # counters
+    two,
+    three,
+    stack,  # the symbols of the place: `stored` ones in memory, then `held` ones in `pushed`
+    stored,
+    held,
+    pushed,
+    LANES: tl.constexpr,
+):
+    """Read the bytes of one token, a scalar, or of LANES tokens.
+
+    Returns whether they are legal, whether they nest too deep, and the place after them: the state, the counters, how many symbols
+    of `stored` + `held` are kept, and how many symbols were pushed after these, and which.
+    """
+    class_of, next_of, moves, classes = table(image, _CLASS_OF), table(image, _NEXT), table(image, _MOVES), tl.load(image + _CLASSES)
+    nests = tl.load(image + _SYMBOLS) > 0
+    live, deep = begin < end, begin > end  # never too deep yet
+    at, kept, own = begin, state * 0 + stored + held, state * 0
+    own_pushed = own.to(tl.int64)
+    while _any(live & (at < end), LANES):
+        kinds = _class_codes(class_of, text, at, end, live)
+        until = tl.minimum(at + _AHEAD, end)
+        reads = live & (at < until)
+        while _any(reads, LANES):
+            entry = tl.load(next_of + state * classes + (kinds & 255).to(tl.int32), mask=reads, other=0)
+            kinds = kinds >> 8
+            live = live & (~reads | (entry >= 0))
+            special = reads & (entry >= _SPECIAL)
+            state = tl.where(reads & live & ~special, entry, state)
+            if _any(special, LANES):
+                move = moves + (entry - _SPECIAL) * _MOVE_INTS
+                live, deep, state, one, two, three, own, own_pushed = _special_move(
+                    image, move, special, live, deep, state, one, two, three, kept, own, own_pushed
+                )
+            if nests:
+                live, state, kept, own, own_pushed = _leave(
+                    image, reads & live, live, state, kept, own, own_pushed, stack, stored, held, pushed, LANES
+                )
+            at += reads.to(tl.int32)
+            reads = reads & live & (at < until)
+    return live, deep, state, one, two, three, kept, own, own_pushed
+
+
+@triton.jit
+def _copy_row(mask, source, source_words, words, WORDS: tl.constexpr):
+    """Copy `source_words` words, 0 or all; the rest of the mask is zero."""
+    start = 0
+    while start < words:
+        word = start + tl.arange(0, WORDS)
+        tl.store(mask + word, tl.load(source + word, mask=word < source_words, other=0), mask=word < words)
+        start += WORDS
+
+
+@triton.jit
+def fill(
+    image,
+    offset,  # of the image in the arena
+    arena,
+    plain_rows,
+    text,
+    token_starts,
+    mask,  # [words], written
+    words,
+    state,
+    one,
+    two,
+    three,
+    stack,  # as in `follow`
+    stored,
+    held,
+    pushed,
+    WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Write the mask row of a place and return its status."""
+    known = state >= 0
+    line = tl.load(table(image, _ROW_OF) + state, mask=known, other=0)
+    base = tl.load(table(image, _BASE_OF) + line, mask=known, other=-1)
+    status = tl.load(table(image, _STATUS_OF) + line, mask=known, other=_FAULT)
+    status = tl.where(state == _ENDED, _TERMINATED, status)
+    changes = table(image, _CHANGE_START) + line
+    change, last_change = tl.load(changes, mask=known, other=0), tl.load(changes + 1, mask=known, other=0)
+    dense = (offset + tl.load(image + _DENSE)) // _ALIGNMENT * _ALIGNMENT + tl.maximum(base, 0).to(tl.int64) * words
+    plain = tl.maximum(-2 - base, 0).to(tl.int64) * words
+    source = tl.where(base < -1, plain_rows + plain, arena + dense)
+    _copy_row(mask, source, tl.where(base == -1, 0, words), words, WORDS)
+    lane = tl.arange(0, LANES)
+    tl.debug_barrier()  # before another thread changes a word
+    while change < last_change:
+        at = change + lane
+        word = tl.load(table(image, _CHANGE_WORD) + at, mask=at < last_change, other=0)
+        tl.store(mask + word, tl.load(table(image, _CHANGE_VALUE) + at, mask=at < last_change, other=0), mask=at < last_change)
+        change += LANES
+    if known & (tl.load(image + _SYMBOLS) > 0):
+        tl.debug_barrier()
+        crossing, none = table(image, _CROSS_START) + state, tl.zeros((LANES,), tl.int32)
+        cross, last_cross = tl.load(crossing), tl.load(crossing + 1)
+        while cross < last_cross:
+            at = cross + lane
+            token = tl.load(table(image, _CROSS) + at, mask=at < last_cross, other=0)
+            begin = tl.load(token_starts + token, mask=at < last_cross, other=0)
+            end = tl.load(token_starts + token + 1, mask=at < last_cross, other=0)
+            legal, _, _, _, _, _, _, _, _ = follow(
+                image, text, begin, end, none + state, none + one, none + two, none + three, stack, stored, held, pushed, LANES
+            )
+            tl.atomic_or(mask + (token >> 5), (none + 1) << (token & 31), mask=legal)
+            status = tl.where(_any(legal, LANES), _OK, status)
+            cross += LANES
+    return status

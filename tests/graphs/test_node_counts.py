@@ -1,0 +1,50 @@
+"""How many nodes a round has on CUDA: counted on the meta device. tests/stub_cuda compares these counts with captured graphs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stepgraph.graphs.shapes import GraphKey
+from tests.helpers.node_counts import count_round
+from tools.gpu.checks.shapes import SHAPES
+
+ONE = GraphKey(1, constrained=False)
+
+
+def test_a_layer_has_ten_nodes() -> None:
+    shape = SHAPES["1B"]
+    fewer = replace(shape, target=replace(shape.target, windows=(None,) * (shape.target.num_layers - 1)))
+    assert count_round(shape, ONE).stages.total() - count_round(fewer, ONE).stages.total() == 10
+
+
+@pytest.mark.parametrize(
+    ("size", "constrained", "sampled", "most"),
+    [
+        ("1B", False, False, 266),
+        ("1B", True, False, 313),
+        ("1B", False, True, 293),
+        ("1B", True, True, 340),
+        ("8B", False, False, 426),
+        ("8B", True, False, 473),
+        ("8B", False, True, 453),
+        ("8B", True, True, 500),
+    ],
+)
+def test_nodes_of_a_round(size: str, constrained: bool, sampled: bool, most: int) -> None:
+    counter = count_round(SHAPES[size], GraphKey(1, constrained, sampled))
+    assert counter.stages.total() <= most, counter.operations
+
+
+def test_predictions_start_from_these_counts() -> None:
+    notes = (Path(__file__).parents[2] / "tools/results/NOTES.md").read_text(encoding="utf-8")
+    found = re.search(
+        r"it has (\d+) nodes at 1B and (\d+) at 8B, (\d+) and (\d+) with a grammar; sampled (\d+), (\d+), (\d+) and (\d+)", notes
+    )
+    assert found is not None
+    keys = [(size, GraphKey(1, *key)) for key in ((False,), (True,), (False, True), (True, True)) for size in ("1B", "8B")]
+    counts = [count_round(SHAPES[size], key).stages.total() for size, key in keys]
+    assert [int(number) for number in found.groups()] == counts

@@ -1,0 +1,90 @@
+"""publish_results: slots, headers, and the end of a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepgraph.graphs.buffers import ResultLayout
+from stepgraph.graphs.publishing import FINISH, Counter, publish_results
+from stepgraph.sampling.grammar.status import FinishCode
+
+DUMMY, SLOTS, CAPACITY, DRAFTS = 6, 5, 3, 2
+RUNNING, STOP = int(FinishCode.RUNNING), int(FinishCode.STOP)
+Publish = Callable[..., Any]
+
+
+class Case(NamedTuple):
+    """Arguments of publish_results: a batch of 3 in rings with room for 6 rows."""
+
+    results: Tensor
+    logprobs: Tensor
+    rows: Tensor
+    control: Tensor
+    counters: Tensor
+    done: Tensor
+    ring: Tensor
+    logprobs_ring: Tensor
+    headers: Tensor
+    dummy_row: int = DUMMY
+    capacity: int = CAPACITY
+
+
+def case(published: int, finish: tuple[int, ...], control: tuple[int, int, int] = (0, 0, 0), launch: int = 7) -> Case:
+    made, width = torch.Generator().manual_seed(published), ResultLayout(DRAFTS).width
+    results = torch.randint(0, 99, (3, width), generator=made)
+    results[:, FINISH] = torch.tensor(finish)
+    logprobs = torch.randn(3, DRAFTS + 1, 2, generator=made)
+    return Case(
+        results,
+        logprobs,
+        torch.tensor([4, 1, DUMMY]),
+        torch.tensor(control),
+        torch.tensor([launch, published]),
+        torch.full((1,), 9, dtype=torch.int32),
+        torch.full((SLOTS, 6, width), -1),
+        torch.full((SLOTS, 6, DRAFTS + 1, 2), -1.0),
+        torch.full((SLOTS, len(Counter)), -1),
+    )
+
+
+def check_slot(publish: Publish) -> None:
+    for published in (0, 4, 5, 13):
+        one = case(published, (RUNNING, RUNNING, 0), (0, 0, published))
+        before, slot = [one.ring.clone(), one.logprobs_ring.clone(), one.headers.clone()], published % SLOTS
+        publish(*one)
+        before[0][slot, :3], before[1][slot, :3], before[2][slot] = one.results, one.logprobs, torch.tensor([7, published + 1])
+        assert all(map(torch.equal, before, (one.ring, one.logprobs_ring, one.headers)))
+        assert one.counters.tolist() == [7, published + 1] and one.done.tolist() == [0]
+
+
+ENDS = [  # finish codes of the batch, whose third row is the dummy; control in the order of Control; whether the launch ends
+    ((RUNNING, RUNNING, 0), (0, 0, 8), False),
+    ((RUNNING, STOP, 0), (0, 0, 8), False),
+    ((RUNNING, STOP, 0), (0, 1, 8), True),
+    ((RUNNING, RUNNING, 0), (0, 1, 8), False),
+    ((STOP, STOP, 0), (0, 0, 8), True),
+    ((RUNNING, RUNNING, 0), (7, 0, 8), False),
+    ((RUNNING, RUNNING, 0), (8, 0, 8), True),
+    ((RUNNING, RUNNING, 0), (0, 0, 9 - CAPACITY), True),
+    ((RUNNING, RUNNING, 0), (0, 0, 10 - CAPACITY), False),
+]
+
+
+def check_end(publish: Publish, finish: tuple[int, ...], control: tuple[int, int, int], ends: bool) -> None:
+    one = case(8, finish, control)
+    publish(*one)
+    assert one.done.tolist() == [int(ends)]
+
+
+def test_results_and_header_are_in_the_next_slot() -> None:
+    check_slot(publish_results)
+
+
+@pytest.mark.parametrize(("finish", "control", "ends"), ENDS)
+def test_end_of_a_launch(finish: tuple[int, ...], control: tuple[int, int, int], ends: bool) -> None:
+    check_end(publish_results, finish, control, ends)

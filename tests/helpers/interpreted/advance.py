@@ -1,0 +1,43 @@
+"""advance_fill in Triton's interpreter, against C and a host link. test_kernels.py runs this file in a process of its own."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+import tests.helpers.fast_interpreter  # noqa: F401
+from stepgraph.sampling.kernels.advance import advance_fill
+from stepgraph.sampling.kernels.triton import advance as advance_programs
+from tests.helpers.grammar_rows import World
+from tests.sampling.kernels.test_advance import grammars, inputs, without_a_valid_image
+
+assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
+
+
+@pytest.mark.parametrize(("drafts", "rounds", "seed", "aligned"), [(0, 16, 1, False), (2, 5, 2, True), (2, 5, 3, False)])
+def test_program_equals_c(drafts: int, rounds: int, seed: int, aligned: bool) -> None:
+    """Tiles and blocks of four, so that all loops take several turns."""
+    program = functools.partial(advance_programs.advance_fill, tile=4, lanes=4)
+    World(grammars(aligned), 4, drafts, seed, [advance_fill.out, program]).run(rounds)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(12))
+def test_program_equals_c_in_long_runs(seed: int) -> None:
+    World(grammars(seed % 3 == 0), 6, seed % 4, seed + 50, [advance_fill.out, advance_programs.advance_fill]).run(40)
+
+
+def test_program_finds_the_limits_of_an_image() -> None:
+    """An error in a table is found by the comparison; a row without a valid image is not touched."""
+
+    def wrong(*arguments: Any) -> None:
+        *before, arena = arguments[:5]
+        advance_programs.advance_fill(*before, torch.where(arena == 1, 2, arena), *arguments[5:])
+
+    with pytest.raises((AssertionError, IndexError)):
+        World(grammars(), 4, 1, 1, [advance_fill.out, wrong]).run(20)
+    without_a_valid_image(advance_programs.advance_fill, inputs())

@@ -1,0 +1,141 @@
+"""The programs of layers and of draft selection in Triton's interpreter, against the references. test_kernels.py runs this file."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+import tests.helpers.fast_interpreter  # noqa: F401
+from stepgraph.graphs import drafting
+from stepgraph.graphs.layers import dense, slot_mapping
+from stepgraph.graphs.layers.triton import dense as dense_programs
+from stepgraph.graphs.layers.triton import slot_mapping as slot_programs
+from stepgraph.graphs.triton import drafting as draft_programs
+from stepgraph.graphs.triton.publishing import publish_results
+from stepgraph.sampling.grammar.status import TAG_FIELDS
+from stepgraph.sampling.kernels.operation import Operation
+from tests.graphs.layers.test_slot_mapping import settling_case
+from tests.graphs.test_publishing import ENDS, check_end, check_slot
+from tools.gpu.checks.layers import count_output, write_emission
+
+assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
+MADE = torch.Generator().manual_seed(1)
+NEAR = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}  # the interpreter truncates bfloat16
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=MADE).to(dtype)
+
+
+def whole(low: int, high: int, *shape: int) -> Tensor:
+    return torch.randint(low, high, shape, generator=MADE)
+
+
+def compare(operation: Operation[..., Any], program: Any, *inputs: Any, near: float = 0.0) -> None:
+    """On outputs with arbitrary content."""
+    expected = operation.reference(*inputs)
+    expected = (expected,) if isinstance(expected, Tensor) else tuple(expected)
+    found = [torch.full_like(tensor, 7) for tensor in expected]
+    program(*inputs, *found)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("dtype", NEAR)
+def test_norms_and_silu_equal_the_references(dtype: torch.dtype) -> None:
+    near = NEAR[dtype]
+    for size in (1, 33, 600):
+        weight = random(size, dtype=dtype)
+        for states in (random(5, size, dtype=dtype), random(3, 7, size, dtype=dtype)[:, 2:6], random(4, 2, size, dtype=dtype) * 1e-4):
+            compare(dense.rms_norm, dense_programs.rms_norm, states, weight, 1e-5, near=near)
+        both = random(5, size, dtype=dtype), random(5, size, dtype=dtype)
+        compare(dense.add_rms_norm, dense_programs.add_rms_norm, *both, weight, 1e-5, near=near)
+    for size in (3, dense_programs.SILU_TILE + 5):
+        compare(dense.silu_and_mul, dense_programs.silu_and_mul, random(2, 3, 2 * size, dtype=dtype) * 4, near=near)
+
+
+def test_silu_of_large_numbers() -> None:
+    pairs = torch.cat([torch.linspace(-80, 120, 350).view(5, 70), random(5, 70)], 1)
+    compare(dense.silu_and_mul, dense_programs.silu_and_mul, pairs, near=1e-6)
+
+
+def test_slots_equal_the_reference() -> None:
+    page, pages = 4, 5
+    for batch, width, offset in itertools.product((1, 3), (1, 4, 9), (-3, -1, 0, 2)):
+        state, tables = whole(0, page * pages + 2, batch, 7), whole(1, 40, batch, pages)  # columns of a wider table
+        tokens, live, count = whole(-2, 50, batch, width), whole(0, 2, batch).bool(), whole(0, width + 1, batch)
+        for given_live, given_count in itertools.product((None, live), (None, count)):
+            arguments = (tokens, state[:, 3], state[:, 5], tables, offset, page, page * pages, given_live, given_count)
+            compare(slot_mapping.place_tokens, slot_programs.place_tokens, *arguments)
+
+
+@pytest.mark.parametrize("width", [1, 4, slot_programs.SHIFT_TILE + 3])
+def test_shifted_entries_equal_the_reference(width: int) -> None:
+    page, pages = 4, 50
+    for by, shared in itertools.product((0, 1, 3), (0, 9)):
+        positions = whole(0, page * pages - width + 1, 2, 1) + torch.arange(width)
+        arguments = (positions, whole(0, 3 * page, 2, width), whole(1, 40, 2, pages), page, by, shared)
+        compare(slot_mapping.shift_entries, slot_programs.shift_entries, *arguments)
+
+
+def test_angles_equal_the_reference() -> None:
+    """To the last bits of float32, also at positions far beyond a turn."""
+    positions = torch.cat([torch.arange(9), whole(9, 1 << 17, 40), torch.tensor([(1 << 20) - 1])])
+    for half in (6, 32):
+        frequencies = 10_000.0 ** -(torch.arange(half) / half)
+        compare(slot_mapping.rope_angles, slot_programs.rope_angles, positions, frequencies, torch.float32, near=2e-7)
+    exact = positions[:, None].float() * frequencies
+    cosines, sines = torch.empty(len(positions), 1, 2 * half), torch.empty(len(positions), 1, 2 * half)
+    slot_programs.rope_angles(positions, frequencies, torch.float32, cosines, sines)
+    assert torch.equal(cosines[:, 0, :half], exact.double().cos().float()) and torch.equal(sines[:, 0, half:], exact.double().sin().float())
+
+
+@pytest.mark.parametrize("words", [3, slot_programs.MASK_TILE + 5])
+def test_scattered_masks_equal_the_reference(words: int) -> None:
+    rows, masks, tags = torch.tensor([3, 0]), whole(-(2**31), 2**31, 2, words).to(torch.int32), whole(0, 3, 2, TAG_FIELDS)
+    found, expected = ([torch.zeros(4, 3, TAG_FIELDS, dtype=torch.int64), torch.zeros(4, 3, words, dtype=torch.int32)] for _ in range(2))
+    slot_programs.scatter_masks(rows, tags, masks, found[0], found[1])
+    slot_mapping.scatter_masks.reference(rows, tags, masks, expected[0], expected[1])
+    assert all(map(torch.equal, found, expected))
+    tags[:, 2] = torch.tensor([3, -1])
+    before = [each.clone() for each in found]
+    slot_programs.scatter_masks(rows, tags, masks + 1, found[0], found[1])
+    assert all(map(torch.equal, found, before)), "a tag without a position of the row is not written"
+
+
+def test_draft_selection_equals_the_reference() -> None:
+    for seed, (constrained, looked_up, forced) in itertools.product(range(6), itertools.product((False, True), repeat=3)):
+        case = settling_case(seed, 5, constrained, looked_up, forced)
+        expected = drafting.select_draft.reference(*case)
+        found = [torch.full_like(case[0], 7), torch.zeros_like(case[1]), torch.zeros_like(case[1])]
+        draft_programs.select_draft(*case, *found)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert theirs is None or torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 8])
+def test_stored_drafts_equal_the_reference(drafts: int) -> None:
+    """Chains and counts in columns of wider tables."""
+    rows, chain = torch.tensor([4, 0, 2]), whole(-2, 9, drafts, 6)[:, :3].T
+    found, expected = ((torch.zeros(5, drafts, dtype=torch.int64), torch.zeros(5, 4, dtype=torch.int64)) for _ in range(2))
+    draft_programs.store_drafts(rows, chain, found[0], found[1][:, 2])
+    drafting.store_drafts.reference(rows, chain, expected[0], expected[1][:, 2])
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3, 8])
+def test_written_emissions_equal_the_reference(drafts: int) -> None:
+    for make in (write_emission, count_output):
+        call = make(torch.device("cpu"), 7, drafts)
+        assert not any(call.different_rows(call.triton))
+
+
+def test_published_rounds_equal_the_reference() -> None:
+    check_slot(publish_results)
+    for end in ENDS:
+        check_end(publish_results, *end)

@@ -1,0 +1,62 @@
+"""A draft model that paused in rounds without drafts has the same cache afterwards as one that ran in every round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepgraph import Engine
+from stepgraph.graphs.round_specs import MAX_SKIPPED
+from stepgraph.graphs.shapes import GraphKey
+from stepgraph.runtime.request import ActiveRequest
+from tests.helpers.draft_engines import DRAFTERS, Drafter
+
+PROMPT, K = [3, 9, 4, 21, 7], 3
+
+
+def decode(drafter: Drafter, lengths: Sequence[int], tokens: int) -> tuple[Engine, list[int]]:
+    """The engine after a text, whose first rounds have these draft lengths and the others K; and the text."""
+    engine = drafter.engine(K, draft_length="auto", max_length=96, max_rows=1, buckets=(1,))
+    chooser, script = engine._parts.lengths, iter(lengths)
+    assert chooser is not None
+    choose = chooser.choose
+
+    def next_length(requests: Sequence[ActiveRequest], key: GraphKey) -> int:
+        choose(requests, key)
+        return next(script, K)
+
+    chooser.choose = next_length  # type: ignore[method-assign]
+    return engine, engine.generate(PROMPT, max_new_tokens=tokens).tokens
+
+
+def entries(engine: Engine, name: str, count: int) -> Tensor:
+    """[layers, count, ...]: the first entries of row 0 in a cache."""
+    size, table = engine.limits.page_size, engine.buffers.row_block_tables[0]
+    slots = [int(table[position // size]) * size + position % size for position in range(count)]
+    return engine.buffers[name][:, slots]
+
+
+def largest_difference(drafter: Drafter, pause: int) -> float:
+    paused, text = decode(drafter, [0] * pause, pause + 12)
+    always, other = decode(drafter, [], pause + 12)
+    assert text == other and len(text) > pause
+    names = [name for name in paused.buffers if name in ("draft_keys", "draft_values", "draft_states")]
+    count = len(PROMPT) + pause
+    pairs = [(entries(paused, name, count), entries(always, name, count)) for name in names]
+    paused.close()
+    always.close()
+    return max(float((one - two).abs().max()) for one, two in pairs if one.numel())
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda drafter: drafter.name)
+@pytest.mark.parametrize("pause", [3, MAX_SKIPPED + 9])
+def test_cache_after_a_pause_equals_that_of_every_round(drafter: Drafter, pause: int) -> None:
+    assert largest_difference(drafter, pause) < 1e-5
+
+
+def test_pause_without_processing_the_skipped_tokens_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepgraph.runtime.build.process_skipped", lambda *_, **__: torch.empty(0))
+    assert largest_difference(DRAFTERS[0], 5) > 1e-2

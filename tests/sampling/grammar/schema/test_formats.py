@@ -1,0 +1,94 @@
+"""The formats against independent validators, and the grammars of both libraries against the formats."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
+from stepgraph.sampling.grammar.schema.formats import FORMATS, NARROWED
+from tests.helpers.format_texts import LENIENT, NARROWED_TEXTS, STRICT, VALID, accepts, texts
+from tests.helpers.schema_cases import BYTES, DATA
+
+SLOW = ("iri", "iri-reference")  # their validator takes 10 ms for a text
+
+
+def compared(name: str, count: int, seed: int) -> tuple[int, int]:
+    """Compare; the numbers of accepted and of rejected texts."""
+    accepted = rejected = 0
+    narrowed, lenient = NARROWED_TEXTS.get(name, lambda text: False), LENIENT.get(name, lambda text: True)
+    strict = STRICT.get(name, lambda text: False)
+    for text in texts(name, count, seed):
+        found, valid = accepts(name, text), VALID[name](text)
+        assert valid or not found, f"{name}: accepts {text[:200]!r}"
+        assert found or not valid or narrowed(text), f"{name}: rejects {text[:200]!r}"
+        assert lenient(text) if found else not strict(text), f"{name}: {'accepts' if found else 'rejects'} {text[:200]!r}"
+        accepted, rejected = accepted + found, rejected + (not found)
+    return accepted, rejected
+
+
+@pytest.mark.filterwarnings("ignore:Possible:FutureWarning")  # of the validator for regular expressions
+@pytest.mark.parametrize("name", FORMATS)
+def test_format_agrees_with_a_validator(name: str) -> None:
+    accepted, rejected = compared(name, 200 if name in SLOW else 1000, 1)
+    assert accepted >= 20 and rejected >= 5
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:Possible:FutureWarning")
+@pytest.mark.parametrize("name", FORMATS)
+def test_format_agrees_with_a_validator_long(name: str) -> None:
+    accepted, rejected = compared(name, 10_000, 2)
+    assert accepted > 4000 and rejected > 500
+
+
+def test_suite_of_the_standard() -> None:
+    """Its optional tests of formats. A valid text is rejected only where the format is narrowed."""
+    rejected = dict[str, int]()
+    for line in (DATA / "json_schema_test_suite_formats.jsonl").read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        name, cases = entry["format"], entry["tests"]
+        assert [case["data"] for case in cases if not case["valid"] and accepts(name, case["data"])] == []
+        rejected[name] = sum(case["valid"] and not accepts(name, case["data"]) for case in cases)
+    assert {name: count for name, count in rejected.items() if count} == {
+        "time": 4, "date-time": 1, "hostname": 15, "idn-email": 2, "regex": 6,
+    }  # fmt: skip
+    assert rejected.keys() == FORMATS.keys() and {name for name in rejected if rejected[name]} <= NARROWED.keys()
+
+
+COMPILER = {backend: GrammarCompiler(BYTES, max_threads=1, backend=backend) for backend in ("xgrammar", "llguidance", "automaton")}
+
+
+def generates(backend: BackendChoice, schema: dict[str, Any], values: list[str]) -> list[bool]:
+    """Whether a grammar accepts each value as JSON."""
+    compiled = COMPILER[backend].compile(Constraint.json_schema(schema))
+    found = []
+    for value in values:
+        matcher = compiled.matcher()
+        found.append(all(map(matcher.accept_token, [*json.dumps(value, ensure_ascii=False).encode(), BYTES.stop_token_ids[0]])))
+    return found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
+def test_grammars_accept_the_texts_of_a_format(backend: BackendChoice, name: str) -> None:
+    values = [value for value in texts(name, 40, 3) if value.isprintable()]
+    assert generates(backend, {"type": "string", "format": name}, values) == [accepts(name, value) for value in values]
+
+
+def test_a_format_beside_a_pattern_is_enforced() -> None:
+    schema = {"type": "string", "format": "date", "pattern": ".{9}9"}
+    assert generates("llguidance", schema, ["2024-02-29", "2023-02-29", "2024-02-28"]) == [True, False, False]
+
+
+@pytest.mark.parametrize("backend", COMPILER)
+def test_dates_are_those_of_the_calendar(backend: BackendChoice) -> None:
+    dates = ["2024-02-29", "2023-02-29", "2000-02-29", "1900-02-29", "2024-02-30", "2024-04-31", "2024-12-31", "0000-01-01"]
+    expected = [True, False, True, False, False, False, True, False]
+    assert generates(backend, {"type": "string", "format": "date"}, dates) == expected
+    times = [date + "T23:59:60Z" for date in dates]
+    assert generates(backend, {"type": "string", "format": "date-time"}, times) == expected
+    assert generates(backend, {"type": "string", "format": "time"}, ["22:59:60Z", "23:59:59+24:00", "24:00:00Z"]) == [False] * 3

@@ -1,0 +1,169 @@
+"""Languages by derivatives and their automata, against Python's re and arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from fractions import Fraction
+
+import pytest
+
+from stepgraph.sampling.grammar.constraints.charset import EVERY, charset
+from stepgraph.sampling.grammar.schema import automata, patterns
+from stepgraph.sampling.grammar.schema.automata import MAX_STATES, TooComplexError, automaton, is_empty
+from stepgraph.sampling.grammar.schema.language import (
+    ANY_CHAR,
+    ANY_TEXT,
+    NOTHING,
+    Term,
+    both,
+    cat,
+    chars,
+    complement,
+    either,
+    length_range,
+    matches,
+    repeat,
+    words,
+)
+from stepgraph.sampling.grammar.schema.numbers import Numbers, decimal
+
+TEXTS = ["".join(letters) for size in range(5) for letters in itertools.product("ab1", repeat=size)]
+
+
+def accepts(term: Term, text: str) -> bool:
+    """By the automaton."""
+    found, state = automaton(term), 0
+    for char in text:
+        edges = found.edges[state] if found.edges else []
+        targets = [target for ranges, target in edges if any(first <= ord(char) <= last for first, last in ranges)]
+        if not targets:
+            return False
+        (state,) = targets
+    return bool(found.accepts) and found.accepts[state]
+
+
+PATTERNS = ["a*b", "^a|b$", "(a|b1)+", "^(?:a|b){2,3}$", "a{2}", "[^a]b", "\\d", "^$", "", "(^a|1$)b?"]
+PATTERNS += ["^(?!ab).*1", "a(?=1)", "b(?!1)", "a??b+?"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_pattern_is_searched_as_by_re(pattern: str) -> None:
+    term, found = patterns.search(pattern), re.compile(pattern)
+    for text in TEXTS:
+        assert matches(term, text) == accepts(term, text) == bool(found.search(text)), text
+    whole = patterns.full(pattern)
+    for text in TEXTS:
+        assert matches(whole, text) == bool(found.fullmatch(text)), text
+
+
+@pytest.mark.parametrize(("left", "right"), [*itertools.combinations(["a*b", "^a|b$", "^(?!ab).*1", "^.{2,4}$", "^[ab]+$"], 2)])
+def test_operations_on_languages_are_those_on_sets(left: str, right: str) -> None:
+    one, other = patterns.search(left), patterns.search(right)
+    for text in TEXTS:
+        first, second = matches(one, text), matches(other, text)
+        assert accepts(both(one, other), text) == (first and second)
+        assert accepts(either(one, other), text) == (first or second)
+        assert accepts(both(one, complement(other)), text) == (first and not second)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("(?<=a)b", "look-behind"),
+        ("(?i)a", "flags"),
+        (r"(a)\1", "an escape that is supported"),
+        (r"\bword", "an escape that is supported"),
+        ("a(b", "end of a parenthesis"),
+        ("a)b", "parenthesis that was opened"),
+        ("[b-a]", "ascends"),
+        ("*a", "an element before it"),
+        ("a**", "one repetition only"),
+        ("a{3,2}", "ascend"),
+        ("^*", "no repetition of an anchor"),
+        ("[a", "end of a class"),
+        (r"\p{Nonsense}", "property"),
+        (r"(?:a(?=b))*c", "look-ahead is repeated"),
+        (r"\ud800", "surrogate"),
+    ],
+)
+def test_pattern_that_is_not_regular_is_an_error(pattern: str, reason: str) -> None:
+    with pytest.raises(patterns.PatternError, match=reason):
+        patterns.search(pattern)
+
+
+def test_escapes_and_properties_are_those_of_javascript() -> None:
+    assert matches(patterns.full(r"\u{1F600}\ud83d\ude00\x41\cJ\/\-[\b]"), "😀😀A\n/-\b")
+    assert matches(patterns.full(r"\p{Lu}\P{L}\p{Script=Greek}"), "É1α") and not matches(patterns.full(r"\p{Lu}"), "é")
+
+
+def test_equal_languages_have_the_same_automaton() -> None:
+    long, short = automaton(patterns.full("(ab|ab)*(ab)?|a?b?|(abab)*")), automaton(patterns.full("(ab)*|a|b"))
+    assert long.edges == short.edges and long.accepts == short.accepts
+
+
+def test_automaton_has_no_surrogates_and_no_state_without_an_end() -> None:
+    found = automaton(complement(words(["a"])))
+    labels = {piece for edges in found.edges for ranges, _ in edges for piece in ranges}
+    assert labels and not any(first <= 0xDFFF and last >= 0xD800 for first, last in labels)
+    assert automaton(both(patterns.full("a+"), complement(patterns.full("aa*")))).accepts == []
+    assert is_empty(both(patterns.full("a.*"), patterns.full("[^a].*"))) and not is_empty(complement(words(["", "a"])))
+
+
+def test_terms_are_simplified() -> None:
+    assert both(ANY_TEXT, words(["a"])) is words(["a"]) and both(words(["a", "b"]), patterns.full("b+")) is words(["b"])
+    assert either(words(["b"]), words(["a"])) is words(["a", "b"]) and complement(complement(words(["a"]))) is words(["a"])
+    assert both(repeat(ANY_CHAR, 2, 9), repeat(chars(charset("x")), 1, 4)) is repeat(chars(charset("x")), 2, 4)
+    assert both(repeat(ANY_CHAR, 0, 3), cat(words(["abcd"]), ANY_TEXT)) is NOTHING
+    assert length_range(patterns.full("a{2,3}(bc|d)")) == (3, 5) and chars(EVERY) is ANY_CHAR
+
+
+def test_too_large_automaton_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(automata, "MAX_STATES", 50)
+    with pytest.raises(TooComplexError, match="more than 50 states"):
+        automaton(both(patterns.search("a.{7}b"), repeat(ANY_CHAR, 0, 99)))
+    assert MAX_STATES > 50
+
+
+BOUNDS = [
+    Numbers(low=Fraction(3), high=Fraction(250)),
+    Numbers(low=Fraction("-1.25"), high=Fraction("0.5"), high_open=True),
+    Numbers(low=Fraction("0.105"), low_open=True),
+    Numbers(high=Fraction(-7)),
+    Numbers(low=Fraction(-20), multiple=Fraction(1)),
+    Numbers(multiple=Fraction("0.25"), low=Fraction("-3.5")),
+    Numbers(multiple=Fraction(7)),
+    Numbers(not_multiples=frozenset([Fraction(1)]), low=Fraction(0)),
+    Numbers(low=Fraction(10), high=Fraction(99), multiple=Fraction(5)),
+    Numbers(low=Fraction(0), low_open=True),
+    Numbers(high=Fraction(0)),
+]
+SAMPLES = [Fraction(number, 200) for number in range(-6000, 60000, 35)]
+
+
+@pytest.mark.parametrize("numbers", BOUNDS)
+def test_language_of_numbers_has_exactly_the_numbers_of_the_set(numbers: Numbers) -> None:
+    language = numbers.language()
+    outside = list(numbers.complement())
+    for value in SAMPLES:
+        assert matches(language, decimal(value)) == (value in numbers), value
+        assert any(value in other for other in outside) != (value in numbers)
+
+
+def test_exponents_only_where_the_bound_is_a_sign() -> None:
+    assert matches(Numbers(low=Fraction(0), low_open=True).language(), "0.5e-3") and matches(Numbers(high=Fraction(0)).language(), "-1E5")
+    assert not matches(Numbers(low=Fraction(0), low_open=True).language(), "0.0e3") and not matches(
+        Numbers(low=Fraction(2)).language(), "1e5"
+    )
+
+
+def test_numbers_meet() -> None:
+    halves, thirds = Numbers(multiple=Fraction("0.5")), Numbers(multiple=Fraction("0.3"))
+    assert halves.meet(thirds) == Numbers(multiple=Fraction("1.5"))
+    assert Numbers(low=Fraction(2)).meet(Numbers(high=Fraction(2), high_open=True)) is None
+    assert Numbers(low=Fraction(1), high=Fraction(9), multiple=Fraction(10)).meet(Numbers()) is None
+    assert Numbers(multiple=Fraction(4)).meet(Numbers(not_multiples=frozenset([Fraction(2)]))) is None
+    with pytest.raises(ValueError, match="at most 4000 without the point"):
+        Numbers(multiple=Fraction(4001)).language()
+    with pytest.raises(ValueError, match="number of 500 digits"):
+        Numbers(low=Fraction(10) ** 499).language()

@@ -1,0 +1,182 @@
+"""Masks without matchers: the reference and C are bit-equal, and equal to a host link with the matchers of the same images."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch.library import opcheck
+
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, Vocabulary
+from stepgraph.sampling.grammar.automaton.arena import ALIGNMENT
+from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar
+from stepgraph.sampling.grammar.automaton.library import Field
+from stepgraph.sampling.grammar.compile.limits import GrammarLimits
+from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.kernels import advance, advance_fill
+from tests.helpers import automaton_cases
+from tests.helpers.grammar_rows import World
+
+NO_TOKEN = b"%"  # a byte that no token has, so a text that needs it next is at a dead end
+TOKENS = [*(b"" if token == NO_TOKEN else token for token in automaton_cases.VOCABULARY.tokens), b"\n\r", b"\r\r\n"]
+MARKED = [
+    automaton_cases.CONSTRAINTS["brackets"].after("a"),
+    Constraint.regex("[ab]{0,3}").after("]]"),
+    Constraint.json_object().after('",'),
+]
+CONSTRAINTS = [*automaton_cases.CONSTRAINTS.values(), Constraint.regex("[ab]{1,3}%"), *MARKED]
+
+
+@functools.cache
+def grammars(aligned: bool = False) -> list[AutomatonGrammar]:
+    """Over a vocabulary whose masks have nine words; or twelve, so that rows are aligned."""
+    stops, control = automaton_cases.VOCABULARY.stop_token_ids, [NO_TOKEN[0], 285]
+    vocabulary = Vocabulary(TOKENS, stops, logits_width=384 if aligned else None, control_token_ids=control)
+    compiler = GrammarCompiler(vocabulary, backend="automaton", limits=GrammarLimits(automaton_depth=5))
+    found = [compiler.compile(constraint).grammar for constraint in CONSTRAINTS]
+    assert all(isinstance(grammar, AutomatonGrammar) for grammar in found)
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("drafts", "rounds"), [(0, 150), (1, 100), (4, 50)])
+def test_reference_and_c_equal_the_host_link(drafts: int, rounds: int) -> None:
+    counts = Counter[MaskStatus]()
+    for seed in range(4):
+        world = World(grammars(), 7, drafts, seed, [advance_fill.run_reference, advance_fill.out])
+        world.run(rounds)
+        counts += world.counts
+    assert set(counts) == set(MaskStatus) - ({MaskStatus.ILLEGAL} if drafts == 0 else set())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(40))
+def test_reference_and_c_equal_the_host_link_in_long_runs(seed: int) -> None:
+    World(grammars(), 9, seed % 6, seed + 100, [advance_fill.run_reference, advance_fill.out]).run(300)
+
+
+# planted errors
+
+
+def run_until_found(program: Any, drafts: int = 3) -> None:
+    def run() -> None:
+        for seed in range(20):
+            World(grammars(), 7, drafts, seed, [program]).run(100)
+
+    with pytest.raises((AssertionError, IndexError)):
+        run()
+
+
+@pytest.mark.parametrize("table", ["NEXT", "LEAVE", "RETURN", "MOVES", "ROW_OF", "STATUS_OF", "CHANGE_VALUE", "CROSS", "START"])
+def test_an_error_in_a_table_is_found(table: str) -> None:
+    """In every image one entry of sixteen is another one of the same table."""
+
+    def program(*arguments: Any) -> None:
+        *before, arena = arguments[:5]
+        advance_fill.out(*before, arena if world_arena is None else world_arena(arena), *arguments[5:])
+
+    @functools.cache
+    def changed(key: int) -> torch.Tensor:
+        arena, offset = held[key].clone(), ALIGNMENT
+        for grammar in grammars():
+            image = arena[offset : offset + len(grammar.image)].numpy()
+            begin = int(image[Field[table]]) if table != "START" else int(Field.START)
+            ends = [int(image[other]) for other in Field if other >= Field.CLASS_OF and image[other] > begin]
+            end = min([len(image), *ends]) if table != "START" else begin + 1
+            some = image[begin:end:16]
+            if table == "LEAVE":  # a state that is left at once has a symbol on the stack: only where a text may end is changed
+                some[some < 0] = -3 - some[some < 0]
+            else:
+                some[:] = np.roll(image[begin:end], 1)[::16] if end - begin > 1 else (image[begin] + 1) % image[Field.STATES]
+            offset += -(-len(image) // ALIGNMENT) * ALIGNMENT
+        return arena
+
+    held = dict[int, torch.Tensor]()
+
+    def world_arena(arena: torch.Tensor) -> torch.Tensor:
+        held[arena.data_ptr()] = arena
+        return changed(arena.data_ptr())
+
+    run_until_found(program)
+
+
+@pytest.mark.parametrize(
+    ("method", "bug"),
+    [
+        ("_is_open", lambda real, row, generated, index: row._is_filled(generated, index)),
+        ("_is_filled", lambda real, row, generated, index: True),
+        ("_load", lambda real, row, tokens: real(row, max(0, tokens - 1))),
+        ("_store", lambda real, row, tokens, place: real(row, tokens, advance._Place(place.state, place.counters, place.stack[:1]))),
+        ("_crossing", lambda real, row, state: real(row, state)[1:]),
+        ("_follow", lambda real, row, place, token: real(row, place, token) or place.state == 0),
+        ("_commit", lambda real, row: row._fill(0) if row._generated else real(row)),
+    ],
+)
+def test_an_error_in_the_rules_is_found(method: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = getattr(advance._Row, method)
+    monkeypatch.setattr(advance._Row, method, lambda row, *arguments: bug(real, row, *arguments))
+    run_until_found(advance_fill.run_reference)
+
+
+# arguments
+
+
+def inputs(drafts: int = 2) -> list[Any]:
+    """Arguments of a round that is not the first."""
+    kept = list[Any]()
+
+    def keep(*arguments: Any) -> None:
+        advance_fill.out(*arguments)
+        kept[:] = arguments
+
+    World(grammars(), 4, drafts, 1, [keep]).run(3)
+    return [value.clone() if isinstance(value, torch.Tensor) else value for value in kept]
+
+
+def test_operation_passes_opcheck() -> None:
+    opcheck(advance_fill.out, tuple(inputs()))
+
+
+def without_a_valid_image(call: Any, given: list[Any]) -> None:
+    """No image, outside of the arena, or of another format: nothing is written."""
+    offset = int(given[1].max())
+    for place, arena in ((0, None), (-5, None), (len(given[4]), None), (len(given[4]) - 3, None), (offset, given[4].clone())):
+        given[1] = torch.full_like(given[1], place)
+        if arena is not None:
+            arena[offset] += 1
+            given[4] = arena
+        before = [tensor.clone() for tensor in given[9:13]]
+        call(*given)
+        assert all(map(torch.equal, given[9:13], before))
+        assert (given[13][given[14] : given[15] + 1, : len(given[2])] == MaskStatus.NONE).all()
+
+
+@pytest.mark.parametrize("call", [advance_fill.run_reference, advance_fill.out])
+def test_a_row_without_a_valid_image_is_not_touched(call: Any) -> None:
+    without_a_valid_image(call, inputs())
+
+
+@pytest.mark.parametrize("call", [advance_fill.run_reference, advance_fill.out])
+def test_an_image_with_a_deeper_stack_gets_no_mask(call: Any) -> None:
+    given = inputs()
+    given[10] = given[10][..., :4].contiguous()
+    call(*given)
+    touched = given[2][(given[1][given[2]] > 0) & (given[4][given[1][given[2]] + Field.DEPTH] == 5)]
+    assert len(touched) and (given[12][touched, given[14], 3] == MaskStatus.NONE).all()
+
+
+def test_arguments_of_wrong_shapes_are_refused() -> None:
+    good, call = inputs(), cast(Any, advance_fill)
+    for index, wrong in (
+        (9, good[9][:, 1:]),
+        (10, good[10][:, 1:]),
+        (12, good[12][..., 1:]),
+        (3, good[3][:, 1:]),
+        (13, good[13][1:]),
+        (15, 3),
+    ):
+        with pytest.raises(AssertionError):
+            call(*good[:index], wrong, *good[index + 1 :])

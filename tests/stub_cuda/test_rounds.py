@@ -1,0 +1,193 @@
+"""Rounds of every key and drafter on the real torch: captured twice, the edges between their streams, and several engines at once."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stepgraph import Engine
+from stepgraph.graphs.buffers import ResultLayout
+from stepgraph.graphs.shapes import LONGEST, GraphKey, graph_keys
+from stepgraph.sampling.grammar.status import FinishCode
+from tests.stub_cuda import counters
+from tests.stub_cuda.device import device_array
+from tests.stub_cuda.subject import Backend, greedy_engine, make_backend
+from tools.gpu.checks.context import VOCABULARY
+from tools.gpu.checks.engines import CONFIG, drafters_of
+
+DEVICE = torch.device("cuda", 0)
+DRAFTERS = [name for name, *_ in drafters_of(torch.device("cpu"))]
+TURNS = 50
+
+
+def make(name: str, backend: Backend, **changes: Any) -> Engine:
+    """An engine that was not captured."""
+    _, target, drafter, own = next(one for one in drafters_of(DEVICE) if one[0] == name)
+    settings = {"grammar_lane": "host", **own, **changes}
+    settings.setdefault("draft_length", settings.get("num_speculative_tokens", CONFIG.num_speculative_tokens))
+    config = replace(CONFIG, filters="triton", **settings)
+    return Engine(target, drafter, vocabulary=VOCABULARY, config=config, backend=backend)  # type: ignore[arg-type]
+
+
+def replay_every_key_twice(engine: Engine, lengths: tuple[int, ...] = (LONGEST,), device: bool = False) -> int:
+    """Capture, replay, drop and capture every key again. Two recordings of a key have the same nodes."""
+    graphs, backend = engine._graphs, engine.backend
+    keys = graph_keys(graphs.buckets, False, device, lengths)
+    for key in keys:
+        reports = []
+        for _ in range(2):
+            recorded = backend.capture(graphs._recorder.step_of(key), engine.buffers)
+            reports.append((recorded.report.nodes, recorded.report.host_nodes, recorded.report.stages))
+            with counters.counted() as counts:
+                for _ in range(2):
+                    if key.constrained and not key.device:
+                        engine._in_flight._host.push_batch([None] * key.rows)
+                    recorded.replay()
+                    backend.synchronize()
+            assert counts["graph_launches"] == 2, key
+            assert not counts.of(counters.ALLOCATIONS) and not counts.of(counters.EAGER), key
+            assert counts["executed_host_nodes"] == 2 * len(recorded.report.host_nodes), key
+            del recorded
+            gc.collect()
+            backend.synchronize()
+        assert reports[0] == reports[1], key
+    return len(keys)
+
+
+@pytest.fixture
+def backend() -> Iterator[Backend]:
+    made = make_backend("cuda")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_key_of_every_drafter_is_captured_twice(backend: Backend, name: str) -> None:
+    engine = make(name, backend)
+    assert replay_every_key_twice(engine) == 4
+    engine.close()
+    assert not counters.take_messages()
+
+
+@pytest.mark.parametrize("changes", [{}, {"draft_masks": False}], ids=["masked", "unmasked"])
+def test_every_key_of_every_draft_length_is_captured_twice(backend: Backend, changes: dict[str, Any]) -> None:
+    engine = make("own vocabulary", backend, num_speculative_tokens=8, draft_length="auto", **changes)
+    assert replay_every_key_twice(engine, (0, 1, 3, 5, LONGEST)) == 20
+    engine.close()
+    assert not counters.take_messages()
+
+
+def test_every_key_with_grammars_on_the_device_is_captured_twice(backend: Backend) -> None:
+    lane = {"grammar_backend": "automaton", "grammar_lane": "device", "grammar_arena_bytes": 1 << 20}
+    engine = make("own vocabulary", backend, **lane)
+    assert replay_every_key_twice(engine, device=True) == 6
+    engine.close()
+    assert not counters.take_messages()
+
+
+def test_rounds_that_save_hidden_states_are_captured_twice(backend: Backend, tmp_path: Path) -> None:
+    engine = make("EAGLE-3", backend, save_hidden_states=tmp_path)
+    assert "results_states" in engine.buffers
+    assert replay_every_key_twice(engine) == 4
+    engine.close()
+
+
+def edges_between_streams(engine: Engine, key: GraphKey) -> Counter[tuple[str, str]]:
+    """The stages that an edge from one stream to the other connects."""
+    recorded: Any = engine.backend.capture(engine._graphs._recorder.step_of(key), engine.buffers)
+    graph = recorded._recording.graph.raw_cuda_graph()
+    nodes, stages = counters.graph_nodes(graph), [run.name for run in recorded.report.stages for _ in range(run.nodes)]
+    assert len(nodes) == len(stages)
+    assert len({node.stream for node in nodes}) == (2 if key.constrained else 1)
+    return Counter((stages[a], stages[b]) for a, b in counters.graph_edges(graph) if nodes[a].stream != nodes[b].stream)
+
+
+HEAD = [("read_batch", "show head"), ("place head", "accept")]
+COMMIT = [("accept", "show commit"), ("place commit", "choose_draft 1")]
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+def test_streams_wait_for_each_other_where_round_describes_it(backend: Backend, drafts: int, sampled: bool) -> None:
+    """Each mask is filled after the stage before it, beside the model, and awaited by the stage that reads it; nothing else is."""
+    engine = make("own vocabulary", backend, num_speculative_tokens=max(drafts, 1), forced_drafts=False)
+    key = GraphKey(2, True, sampled, draft_length=LONGEST if drafts else 0)
+    rest = [(f"choose_draft {step}", f"show advance {step}") for step in range(1, drafts)]
+    rest += [(f"place advance {step}", f"choose_draft {step + 1}") for step in range(1, drafts)]
+    assert edges_between_streams(engine, key) == Counter([*HEAD, *(COMMIT if drafts else []), *rest])
+    assert not edges_between_streams(engine, GraphKey(2, False, sampled))
+    engine.close()
+
+
+def test_rounds_with_unmasked_drafts_wait_for_one_host_node(backend: Backend) -> None:
+    engine = make("own vocabulary", backend, draft_masks=False)
+    assert edges_between_streams(engine, GraphKey(2, True)) == Counter(HEAD)
+    engine.close()
+
+
+def test_device_grammars_wait_in_the_same_places(backend: Backend) -> None:
+    lane = {"grammar_backend": "automaton", "grammar_lane": "device", "grammar_arena_bytes": 1 << 20, "num_speculative_tokens": 1}
+    engine = make("own vocabulary", backend, **lane)
+    expected = [("read_batch", "fill head"), ("fill head", "accept"), ("accept", "fill commit"), ("fill commit", "choose_draft 1")]
+    assert edges_between_streams(engine, GraphKey(2, True, device=True)) == Counter(expected)
+    engine.close()
+
+
+class Together:
+    """Engines that are made, captured, used in threads of their own at once, and closed in any order."""
+
+    def __init__(self, order: random.Random, count: int = 2) -> None:
+        self.raised: list[BaseException] = []
+        self.engines: list[Engine] = []
+        threads = [threading.Thread(target=self._serve, args=(turn,)) for turn in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        order.shuffle(self.engines)
+        for engine in self.engines:
+            engine.close()
+
+    def _serve(self, turn: int) -> None:
+        try:
+            engine = greedy_engine(buckets=(2,), num_speculative_tokens=1, look_up=0)
+            self.engines.append(engine)
+            engine.capture()
+            results = device_array(engine.buffers.results)
+            results[:] = 0
+            results[:, ResultLayout(1).columns["finish"]] = FinishCode.RUNNING
+            engine.submit([turn + 1, 5, 9], max_new_tokens=50)
+            while engine.stats().rounds < 5:
+                engine.step()
+            assert engine.stats().running == 1
+        except BaseException as error:
+            self.raised.append(error)
+
+
+def settle() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def test_engines_in_threads_are_closed_in_any_order_without_a_leak() -> None:
+    order = random.Random(5)
+    for _ in range(2):  # what torch and Triton make once
+        assert not Together(order).raised
+    settle()
+    counters.take_messages()
+    with counters.counted() as counts:
+        for _ in range(TURNS):
+            assert not Together(order).raised
+        settle()
+    assert not counts.of(counters.LIVE)
+    assert counts["invalidated_captures"] == 0 and not counters.take_messages()

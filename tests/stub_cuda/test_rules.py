@@ -1,0 +1,55 @@
+"""The illegal steps of tests/graphs/tape/test_rules.py on the real torch: refused with the same rule, file and line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.graphs.tape import test_rules as tape
+from tests.stub_cuda.subject import Backend, CaptureError, StaticBuffers, current_context, make_backend
+
+STEPS = {step.__name__: (rule, step) for rule, step in tape.ILLEGAL}
+# What a CUDA graph can hold: the tape refuses these because of its own replay, or because a replay would use memory that changes.
+ACCEPTED = frozenset(
+    "to_cpu_by_keyword one_hot_with_classes tensor_of_number default_generator dropout attention_dropout rebind_data data_ptr "
+    "storage_pointer cuda_array_interface foreign constant_write weight_write fill_pinned pinned_to_pinned pinned_to_device "
+    "set_storage".split()
+)
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[Backend]:
+    made = make_backend("cuda")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def buffers(backend: Backend) -> StaticBuffers:
+    return StaticBuffers(tape.SPECS, backend.device)
+
+
+@pytest.fixture
+def _of_this_backend(backend: Backend, buffers: StaticBuffers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the steps take from another capture."""
+    monkeypatch.setattr(tape, "BACKEND", backend)
+    events: list[object] = []
+    backend.capture(lambda b: events.append(current_context().record()), buffers)
+    monkeypatch.setattr(tape, "EVENTS", events)
+    monkeypatch.setattr(tape, "ESCAPED", [buffers.y])
+
+
+@pytest.mark.usefixtures("_of_this_backend")
+@pytest.mark.parametrize("name", [name for name in STEPS if name not in ACCEPTED])
+def test_illegal(name: str, backend: Backend, buffers: StaticBuffers) -> None:
+    rule, step = STEPS[name]
+    with pytest.raises(CaptureError) as caught:
+        backend.capture(step, buffers)  # type: ignore[arg-type]
+    error = caught.value
+    assert error.rule == rule, str(error)
+    assert error.file == tape.__file__ and "# illegal" in error.source, str(error)
+
+
+def test_both_back_ends_refuse_most_steps() -> None:
+    assert set(STEPS) > ACCEPTED and len(STEPS) - len(ACCEPTED) >= 68

@@ -1,0 +1,42 @@
+"""The bench of schemas with instances: classes of outcomes, continuing, and the orders of properties."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.bench_schemas import Orders, main
+
+ENTRIES: list[dict[str, Any]] = [
+    {
+        "name": "good",
+        "schema": {"properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a"]},
+        "tests": [{"valid": True, "data": {"b": 1, "a": 1}}, {"valid": False, "data": {"b": 1}}],
+    },
+    {"name": "refused", "schema": {"uniqueItems": True}, "tests": []},
+    {"name": "long", "schema": {"type": "integer"}, "tests": [{"valid": True, "data": 1.0}]},
+    {"name": "mislabelled", "schema": {"type": "integer"}, "tests": [{"valid": False, "data": 1}]},
+]
+
+
+def test_outcomes_are_counted_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, out = tmp_path / "data.jsonl", tmp_path / "out.jsonl"
+    data.write_text("".join(json.dumps(entry) + "\n" for entry in ENTRIES))
+    assert main(["--data", str(data), "--out", str(out), "--backend", "xgrammar"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["counts"] == {"pass": 1, "refused": 1, "valid rejected": 1, "invalid accepted": 1}
+    assert list(found["refused"]) == [
+        "_: uniqueItems: is enforced for a list of values, or at most one item; give items an enum, or leave uniqueItems out"
+    ]
+    lines = out.read_text()
+    out.write_text("".join(lines.splitlines(keepends=True)[:-1]))  # the last one is found again, and only that one
+    assert main(["--data", str(data), "--out", str(out), "--backend", "xgrammar"]) == 1
+    assert [json.loads(line)["name"] for line in out.read_text().splitlines()] == [entry["name"] for entry in ENTRIES]
+
+
+def test_instances_are_written_in_declared_orders() -> None:
+    orders = Orders({"properties": {"b": {"properties": {"y": {}, "x": {}}}, "a": {}}})
+    assert orders.texts({"a": 1, "z": 0, "b": {"x": 1, "y": 2}})[0] == '{"b": {"y": 2, "x": 1}, "a": 1, "z": 0}'

@@ -1,0 +1,315 @@
+"""Benchmark of automatic draft lengths: plain decoding, every fixed length and "auto" in one engine, interleaved; one JSON document last.
+
+    python tools/bench_adaptive.py                   the toy pair, two minutes
+    python tools/bench_adaptive.py --demo            the demonstration's pair on prompts with held-out names, places and topics
+    python tools/bench_adaptive.py --demo --only json "free text" --turns 2
+
+Costs are processor times of the whole process, since other processes may share the machine; the choice itself uses the clock. Rounds,
+tokens per round and draft lengths are counts. Ratios are medians over turns; the first turn, in which "auto" learns, is listed apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
+from stepgraph.runtime.demo.variants import LOOK_UP, Pair, open_pair, toy_pair
+from tools.train.demo.prompts import prompt
+from tools.train.demo.schemas import MEASURED, SCHEMAS
+
+AUTO = "auto"
+FIRST_SEED = 2000  # not used by other measurements
+PROSE = r"[A-Za-z ,.\n]{150,200}"
+RECORD = r'\{"name": "[A-Za-z ]{3,16}", "age": [1-9][0-9], "city": "[A-Za-z ]{3,16}", "remote": (true|false)\}\n'
+CODE = """def total_price(items, discount):
+    total = 0
+    for item in items:
+        if item.quantity > 0:
+            total = total + item.price * item.quantity
+    if discount > 0:
+        total = total - total * discount
+    return total
+"""
+
+
+class Ask(NamedTuple):
+    prompt: tuple[int, ...]
+    constraint: Constraint | None = None
+    draft_ids: tuple[int, ...] | None = None
+
+
+class Workload(NamedTuple):
+    asks: Callable[[int], Sequence[Ask]]  # by turn: the requests, submitted together
+    new_tokens: int
+    wrong: bool = False  # no draft of the model is right
+    data: str = ""
+
+
+class NeverRight(nn.Module):
+    """A draft model whose choice is the token that it finds least likely."""
+
+    def __init__(self, draft: nn.Module) -> None:
+        super().__init__()
+        self.draft = draft
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "draft" else getattr(super().__getattr__("draft"), name)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.draft(*inputs)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.draft.logits(hidden)  # type: ignore[operator]
+        return -logits
+
+
+@dataclass
+class Sample:
+    """One turn of one variant."""
+
+    tokens: int
+    row_rounds: int  # rounds, counted once for each request
+    rounds: dict[int, int]  # by draft length
+    seconds: float  # of the processor
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Bench:
+    """One engine; a variant is a fixed length of all its rounds, or AUTO."""
+
+    def __init__(self, pair: Pair, drafts: int, rows: int, max_length: int, wrong: bool, look_up: int) -> None:
+        config = EngineConfig(
+            max_rows=rows,
+            num_speculative_tokens=drafts,
+            max_length=max_length,
+            greedy_only=True,
+            buckets=(rows,),
+            prefix_reuse=False,
+            look_up=0 if wrong else look_up,
+            forced_drafts=not wrong,
+        )
+        assert isinstance(pair.draft, nn.Module)
+        self.engine = Engine(pair.target, NeverRight(pair.draft) if wrong else pair.draft, vocabulary=pair.vocabulary, config=config)
+        self.engine.capture()
+        chooser = self.engine._parts.lengths
+        assert chooser is not None
+        self.chooser = chooser
+
+    @property
+    def variants(self) -> tuple[int | str, ...]:
+        return (*self.chooser.lengths, AUTO)
+
+    def run(self, asks: Sequence[Ask], new_tokens: int, variant: int | str) -> Sample:
+        engine, before = self.engine, self._rounds()
+        self.chooser.fixed = None if isinstance(variant, str) else variant
+        for ask in asks:
+            if ask.constraint is not None:
+                engine.compile(ask.constraint)  # not measured
+        jobs = [
+            engine.submit(
+                ask.prompt,
+                constraint=ask.constraint,
+                draft_ids=ask.draft_ids,
+                max_new_tokens=new_tokens,
+                sampling=SamplingParams(temperature=0, ignore_eos=ask.constraint is None),
+            )
+            for ask in asks
+        ]
+        while any(not job.tokens and not job.finished for job in jobs):  # prompts cost all variants the same
+            engine.step()
+        tokens, begin = sum(len(job.tokens) for job in jobs), time.process_time()
+        for _ in engine.stream():
+            pass
+        seconds = time.process_time() - begin
+        self.chooser.fixed = None
+        wrong = [job.error for job in jobs if job.error]
+        assert not wrong, wrong
+        rounds = {length: count - before.get(length, 0) for length, count in self._rounds().items()}
+        return Sample(
+            sum(len(job.tokens) for job in jobs) - tokens,
+            sum(job.rounds for job in jobs),
+            {length: count for length, count in sorted(rounds.items()) if count},
+            seconds,
+        )
+
+    def _rounds(self) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for graph in self.engine.stats().graphs:
+            found[graph.key.draft_length] = found.get(graph.key.draft_length, 0) + graph.rounds
+        return found
+
+
+def figures(samples: Mapping[int | str, Sequence[Sample]]) -> dict[str, Any]:
+    """Per variant the counts and the rate relative to plain decoding in the same turn; "auto" also relative to the best fixed length."""
+    found: dict[str, Any] = {}
+    for variant, turns in samples.items():
+        later = turns[1:] or turns
+        rounds: dict[int, int] = {}
+        for length, count in [pair for turn in later for pair in turn.rounds.items()]:
+            rounds[length] = rounds.get(length, 0) + count
+        found[str(variant)] = {
+            "tokens_per_round": round(sum(turn.tokens for turn in turns) / max(1, sum(turn.row_rounds for turn in turns)), 3),
+            "rounds": sum(rounds.values()),
+            "rounds_by_length": {str(length): count for length, count in sorted(rounds.items())},
+            "cpu_seconds": round(sum(turn.seconds for turn in later), 3),
+            "over_plain": _ratio(turns, samples[0]),
+            "over_plain_first_turn": round(turns[0].rate / samples[0][0].rate, 3),
+        }
+    best = max((variant for variant in samples if variant != AUTO), key=lambda variant: found[str(variant)]["over_plain"])
+    return {"variants": found, "best_fixed": best, "auto_over_best_fixed": _ratio(samples[AUTO], samples[best])}
+
+
+def _ratio(turns: Sequence[Sample], others: Sequence[Sample]) -> float:
+    """The median over turns, without the first."""
+    pairs = list(zip(turns, others, strict=True))
+    return round(statistics.median(one.rate / other.rate for one, other in pairs[1:] or pairs), 3)
+
+
+def toy_workloads(pair: Pair) -> dict[str, Workload]:
+    record = Constraint.json_schema(SCHEMAS["person"])
+
+    def ask(turn: int, row: int, constraint: Constraint | None = None) -> Ask:
+        return Ask((turn % 90 + 1, row + 1, 3), constraint)
+
+    made: dict[str, Workload] = {
+        "never right": Workload(lambda turn: [ask(turn, 0)], 200, wrong=True),
+        "json": Workload(lambda turn: [ask(turn, 0, record)], 120),
+        "switching": Workload(lambda turn: [ask(turn, 0, Constraint.regex(f"({RECORD}{PROSE}){{2}}"))], 400),
+        "mixed batch of 8": Workload(lambda turn: [ask(turn, row, record if row < 4 else None) for row in range(8)], 100),
+    }
+    for rows in (1, 4, 8):
+        made[f"free text, batch of {rows}"] = Workload(lambda turn, rows=rows: [ask(turn, row) for row in range(rows)], 150)  # type: ignore[misc]
+    return made
+
+
+def demo_workloads(pair: Pair) -> dict[str, Workload]:
+    """Prompts of the held-out word lists: names, places, things and topics that the head was not trained on; its schemas are."""
+    held_out = "held-out names, places and topics"
+
+    def ids(*messages: Mapping[str, str]) -> tuple[int, ...]:
+        return tuple(pair.codec.chat(messages))
+
+    def of(kind: str, turn: int, row: int = 0) -> Ask:
+        made = prompt(FIRST_SEED + 100 * turn + row, kind, held_out=True)
+        return Ask(ids(*made.messages), Constraint.json_schema(made.schema) if made.schema else None)
+
+    def record(turn: int, row: int = 0) -> Ask:
+        return of(MEASURED[(turn + row) % len(MEASURED)], turn, row)
+
+    def edit(turn: int, row: int = 0) -> Ask:
+        name = ("amount", "sum_of_prices", "result", "cost")[turn % 4]
+        request = f"Rewrite this function with the variable total renamed to {name}. Answer with the function only.\n\n{CODE}"
+        return Ask(ids({"role": "user", "content": request}), None, tuple(pair.codec.encode(CODE, begins=False)))
+
+    def summary(turn: int, row: int = 0) -> Ask:
+        texts = [prompt(FIRST_SEED + 100 * turn + index, MEASURED[index], held_out=True).messages[0]["content"] for index in range(4)]
+        notes = "\n\n".join(text.split("\n\n", 1)[1] for text in texts)
+        return Ask(ids({"role": "user", "content": f"Summarise these notes in detail, one after the other.\n\n{notes}"}))
+
+    def switching(turn: int, row: int = 0) -> Ask:
+        request = prompt(FIRST_SEED + turn, "person", held_out=True).messages[0]["content"]
+        return Ask(ids({"role": "user", "content": request}), Constraint.regex(f"({RECORD}{PROSE}){{2}}"))
+
+    def batch(one: Callable[[int, int], Ask], rows: int) -> Callable[[int], Sequence[Ask]]:
+        return lambda turn: [one(turn, row) for row in range(rows)]
+
+    def talk(turn: int, row: int = 0) -> Ask:
+        return of("talk", turn, row)
+
+    made = {
+        "never right": Workload(batch(talk, 1), 150, wrong=True, data=f"talk, {held_out}"),
+        "json": Workload(batch(record, 1), 120, data=f"five schemas of the head's training, {held_out}"),
+        "tool calls": Workload(batch(lambda turn, row: of("tool call", turn, row), 1), 80, data=held_out),
+        "free text": Workload(batch(talk, 1), 150, data=held_out),
+        "code editing": Workload(batch(edit, 1), 120, data="one function of 9 lines, given as draft_ids; four new names"),
+        "long summaries": Workload(batch(summary, 1), 250, data=f"four notes, {held_out}"),
+        "switching": Workload(batch(switching, 1), 300, data=f"two records and two texts by a regular expression, {held_out}"),
+    }
+    for rows in (4, 8):
+        made[f"json, batch of {rows}"] = Workload(batch(record, rows), 100, data=held_out)
+        made[f"free text, batch of {rows}"] = Workload(batch(talk, rows), 100, data=held_out)
+    made["mixed batch of 8"] = Workload(lambda turn: [*batch(record, 4)(turn), *batch(talk, 4)(turn)], 100, data=held_out)
+    return made
+
+
+def report(demo: bool, drafts: int, turns: int, only: Sequence[str]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    show = sys.stderr.isatty()
+    pair = open_pair(drafts, show) if demo else toy_pair()
+    workloads = (demo_workloads if demo else toy_workloads)(pair)
+    if unknown := [name for name in only if name not in workloads]:
+        raise ValueError(f"--only: got {unknown[0]!r}, expected some of {', '.join(map(repr, workloads))}")
+    benches: dict[tuple[int, bool], Bench] = {}
+    found: dict[str, Any] = {}
+    chosen = {name: workload for name, workload in workloads.items() if not only or name in only}
+    with tqdm(total=len(chosen) * turns, unit="turn", disable=not show) as bar:
+        for name, workload in chosen.items():
+            bar.set_description(name)
+            key = len(workload.asks(0)), workload.wrong
+            if key not in benches:
+                benches[key] = Bench(pair, drafts, key[0], 768 if demo else 512, key[1], LOOK_UP)
+            bench = benches[key]
+            samples: dict[int | str, list[Sample]] = {variant: [] for variant in bench.variants}
+            for turn in range(turns):
+                asks = workload.asks(turn)
+                for offset in range(len(samples)):  # each turn begins with another variant
+                    variant = bench.variants[(turn + offset) % len(samples)]
+                    samples[variant].append(bench.run(asks, workload.new_tokens, variant))
+                bar.update()
+            found[name] = {"rows": key[0], "data": workload.data or "toy", **figures(samples)}
+            print(line(name, found[name]), flush=True)
+    for bench in benches.values():
+        bench.engine.close()
+    return {
+        "models": pair.name,
+        "drafts": drafts,
+        "turns": turns,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.processor() or platform.machine(),
+        "workloads": found,
+    }
+
+
+def line(name: str, row: Mapping[str, Any]) -> str:
+    parts = [f"{variant}: {each['over_plain']:.2f} ({each['tokens_per_round']:.2f})" for variant, each in row["variants"].items()]
+    return f"{name:<24}auto / best {row['auto_over_best_fixed']:.3f}   over plain (tokens per round): {'  '.join(parts)}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--demo", action="store_true", help="the demonstration's models, instead of the toy pair")
+    add("-k", "--drafts", type=int, default=7, help="num_speculative_tokens (default: %(default)s)")
+    add("--turns", type=int, default=4, metavar="N", help="turns of each workload (default: %(default)s)")
+    add("--only", nargs="+", default=[], metavar="NAME", help="some of the workloads")
+    options = parser.parse_args(arguments)
+    try:
+        found = report(options.demo, options.drafts, options.turns, options.only)
+    except ValueError as error:
+        print(f"bench_adaptive: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(found, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Compiles JSON schemas and tries valid and invalid instances of each: how many pass, are refused and why, or are wrong.
+
+    python tools/bench_schemas.py --data path/to/maskbench.jsonl.xz --out outcomes.jsonl
+
+The data is a folder of .json files, or a file with one JSON object per line (.jsonl or .jsonl.xz), each with `schema` and `tests`, which
+have `data` and `valid`. With --out, a line per schema is appended as it is found, and a second run continues after the schemas in the file.
+Prints one JSON document; the exit code is 1 if an invalid instance is accepted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from stepgraph.sampling.grammar import Constraint, GrammarLimits, Vocabulary
+from stepgraph.sampling.grammar.compile.backends import Backends, Grammar
+
+BYTES = Vocabulary([*(bytes([code]) for code in range(256)), b""], stop_token_ids=[256])
+COMPILE_SECONDS = 60
+PASS, REFUSED, VALID_REJECTED, INVALID_ACCEPTED = "pass", "refused", "valid rejected", "invalid accepted"
+_NAMES = re.compile(r"'[^']*'|\"[^\"]*\"|#[^ :]*|\d+")
+
+
+def entries(data: Path) -> Iterator[tuple[str, Any, list[dict[str, Any]]]]:
+    """The name, the schema and the tests of each entry."""
+    if data.is_dir():
+        lines = ((str(path.relative_to(data)), path.read_text(encoding="utf-8")) for path in sorted(data.rglob("*.json")))
+    else:
+        with (lzma.open if data.suffix == ".xz" else open)(data, "rt", encoding="utf-8") as file:
+            lines = enumerate(file.read().splitlines(), 1)  # type: ignore[assignment]
+    for where, text in lines:
+        entry = json.loads(text)
+        yield entry.get("name", str(where)), entry["schema"], entry.get("tests", [])
+
+
+class Orders:
+    """Texts of instances with properties in the orders that a schema declares: a grammar allows no other."""
+
+    def __init__(self, schema: Any) -> None:
+        self._lists = list(dict.fromkeys(tuple(names) for names in self._declared(schema)))
+        ranks = dict.fromkeys(name for names in self._lists for name in names)
+        self._ranks = {name: rank for rank, name in enumerate(ranks)}
+
+    def _declared(self, schema: Any) -> Iterator[Sequence[str]]:
+        if isinstance(schema, dict):
+            for keyword in ("properties", "required"):
+                names = schema.get(keyword)
+                if isinstance(names, dict) or (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+                    yield list(names)
+            for child in schema.values():
+                yield from self._declared(child)
+        elif isinstance(schema, list):
+            for child in schema:
+                yield from self._declared(child)
+
+    def texts(self, value: Any) -> list[str]:
+        found = [json.dumps(written, ensure_ascii=False) for written in (self._best(value), self._ranked(value), value)]
+        return list(dict.fromkeys(found))
+
+    def _ranked(self, value: Any) -> Any:
+        """With all names in one order."""
+        if isinstance(value, list):
+            return [self._ranked(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        return {name: self._ranked(value[name]) for name in sorted(value, key=lambda name: self._ranks.get(name, len(self._ranks)))}
+
+    def _best(self, value: Any) -> Any:
+        """Each object in the order of the list that has most of its names."""
+        if isinstance(value, list):
+            return [self._best(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        names = max(self._lists, key=lambda names: (len(value.keys() & set(names)), -len(names)), default=())
+        known = [name for name in names if name in value]
+        return {name: self._best(value[name]) for name in (*known, *(name for name in value if name not in set(known)))}
+
+
+def accepts(grammar: Grammar, text: str) -> bool:
+    matcher = grammar.matcher()
+    return all(matcher.accept_token(byte) for byte in text.encode("utf-8", "surrogatepass")) and matcher.accept_token(256)
+
+
+def outcome(schema: Any, tests: Sequence[dict[str, Any]], backends: Backends, options: dict[str, Any]) -> dict[str, Any]:
+    start = time.process_time()
+    signal.setitimer(signal.ITIMER_VIRTUAL, COMPILE_SECONDS)
+    try:
+        grammar, backend, _ = backends.build(Constraint.json_schema(schema, **options), None)
+    except (ValueError, TimeoutError, RuntimeError) as error:
+        return {"outcome": REFUSED, "reason": str(error), "seconds": time.process_time() - start}
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    found: dict[str, Any] = {"backend": backend, "seconds": time.process_time() - start, "wrong": []}
+    orders = Orders(schema)
+    for number, test in enumerate(tests):
+        accepted = any(accepts(grammar, text) for text in orders.texts(test["data"]))
+        if accepted != test["valid"]:
+            found["wrong"].append([number, INVALID_ACCEPTED if accepted else VALID_REJECTED])
+    kinds = [kind for _, kind in found["wrong"]]
+    return {"outcome": max(kinds, key=[VALID_REJECTED, INVALID_ACCEPTED].index) if kinds else PASS, **found}
+
+
+def summary(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    counts = Counter(found["outcome"] for found in outcomes)
+    reasons = Counter(_reason(found["reason"]) for found in outcomes if found["outcome"] == REFUSED)
+    seconds = [found["seconds"] for found in outcomes if found["outcome"] != REFUSED] or [0.0]
+    wrong = Counter(kind for found in outcomes for _, kind in found.get("wrong", ()))
+    return {
+        "schemas": len(outcomes),
+        "counts": dict(counts.most_common()),
+        "instances": dict(wrong),
+        "backends": dict(Counter(found.get("backend", "none") for found in outcomes)),
+        "compile_ms": {f"p{at}": round(float(np.percentile(seconds, at)) * 1e3, 1) for at in (50, 99, 100)},
+        "refused": dict(reasons.most_common(40)),
+    }
+
+
+def _reason(message: str) -> str:
+    """A message without places and values, so that equal reasons are counted together."""
+    return _NAMES.sub("_", message.partition("cannot be compiled: ")[2] or message)[:160]
+
+
+def _over(*_: object) -> None:
+    raise TimeoutError(f"took more than {COMPILE_SECONDS} s")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="a folder of .json files, or a .jsonl or .jsonl.xz file")
+    parser.add_argument("--out", type=Path, help="a file to which each outcome is appended; its schemas are not compiled again")
+    parser.add_argument("--backend", default="auto", help="the grammar library (default: auto)")
+    parser.add_argument(
+        "--objects", choices=["closed", "standard"], default="standard", help="see Constraint.json_schema (default: standard)"
+    )
+    options = parser.parse_args(arguments)
+    if not options.data.exists():
+        parser.error(f"--data: got {options.data}, expected a folder or a file")
+    known = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out and options.out.exists() else []
+    names = {found["name"] for found in known}
+    backends = Backends(BYTES, options.backend, GrammarLimits(), max_threads=1)
+    signal.signal(signal.SIGVTALRM, _over)
+    pending = [entry for entry in entries(options.data) if entry[0] not in names]
+    for name, schema, tests in tqdm(pending, unit="schema", disable=not sys.stderr.isatty()):
+        found = {"name": name, **outcome(schema, tests, backends, {"objects": options.objects})}
+        known.append(found)
+        if options.out:
+            with options.out.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+    document = summary(known)
+    print(json.dumps(document, indent=2))
+    return 1 if document["instances"].get(INVALID_ACCEPTED) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Calls of advance_fill: rows in the middle of texts under several grammars, whose images share an arena."""
+
+from __future__ import annotations
+
+import functools
+from random import Random
+
+import torch
+from torch import Tensor
+
+from stepgraph import Constraint
+from stepgraph.sampling import bitmask
+from stepgraph.sampling.grammar.automaton.arena import ImageArena
+from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors, token_tensors
+from stepgraph.sampling.grammar.automaton.grammar import AutomatonBuilder
+from stepgraph.sampling.grammar.automaton.library import Field
+from stepgraph.sampling.grammar.compile.limits import GrammarLimits
+from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn, MaskStatus
+from stepgraph.sampling.kernels.advance import PLACE_INTS, advance_fill
+from tools.gpu.checks.operations import Call
+from tools.gpu.checks.shapes import vocabulary_of
+
+ENTRY = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 60}, "size": {"type": "integer"}, "tags": {"type": "array", "items": {}}},
+    "required": ["name", "size", "tags"],
+}
+CONSTRAINTS = (  # with mask rows stored as changes and whole, with counters, and with a stack and tokens that depend on it
+    Constraint.json_schema(ENTRY),
+    Constraint.json_object(),
+    Constraint.regex("([a-z ]{3,40}[.,])+"),
+    Constraint.ebnf('root ::= "(" list ")" | [a-z]+\nlist ::= root | root "," list'),
+)
+POSITIONS, TOKENS = 3, 12
+ARENA_INTS = 1 << 22
+
+
+@functools.cache
+def tables_of(width: int) -> tuple[Tensor, list[int], int, TokenTensors]:
+    """The arena, where each image begins, the largest stack, and the tokens."""
+    vocabulary, arena = vocabulary_of(width), ImageArena(ARENA_INTS)
+    builder, blocks, depth = AutomatonBuilder(vocabulary, GrammarLimits(), max_threads=1), list[int](), 0
+    memory = torch.zeros(ARENA_INTS, dtype=torch.int32)
+    for constraint in CONSTRAINTS:
+        image = builder.build(constraint).image
+        block = arena.acquire(image)
+        assert block is not None, f"{len(image)} more int32 than the arena has room for"
+        memory[block.offset : block.offset + len(image)] = torch.from_numpy(image.copy())
+        blocks.append(block.offset)
+        depth = max(depth, int(image[Field.DEPTH]))
+    return memory, blocks, depth, token_tensors(vocabulary, torch.device("cpu"))
+
+
+def call_of(device: torch.device, batch: int, width: int, index: int = 1) -> Call:
+    """Mask 1 after a draft, or mask 0 after a token that was emitted, of rows with up to TOKENS random legal tokens.
+
+    Of eight rows the first has a draft that is not legal, and the second is inert.
+    """
+    arena, offsets, depth, tokens = tables_of(width)
+    words, draw = tokens.stop_words.shape[0], Random(batch)
+    state, images = torch.zeros(batch, len(HostColumn), dtype=torch.int64), torch.tensor(offsets).repeat(batch)[:batch]
+    state[:, HostColumn.OWNER], state[:, HostColumn.FINISH] = torch.arange(batch) + 1, int(FinishCode.RUNNING)
+    rows, drafts = torch.randperm(batch, generator=torch.Generator().manual_seed(batch)), torch.full((batch, POSITIONS - 1), -1)
+    written = (
+        torch.zeros(batch, POSITIONS + 1, PLACE_INTS, dtype=torch.int32),
+        torch.zeros(batch, POSITIONS + 1, depth, dtype=torch.int32),
+        torch.zeros(batch, POSITIONS, words, dtype=torch.int32),
+        torch.zeros(batch, POSITIONS, TAG_FIELDS, dtype=torch.int64),
+        torch.zeros(POSITIONS, batch, dtype=torch.int64),
+    )
+    *_, masks, tags, _ = written
+    for turn in range(TOKENS + 1):
+        advance_fill.out(state, images, rows, drafts, arena, *tokens, *written, 0, 0, 0, 1)
+        for row in range(batch):
+            if tags[row, 0, 3] != MaskStatus.OK:
+                continue
+            drafts[row, 0] = draw.choice(bitmask.unpack(masks[row, 0], width).nonzero().flatten().tolist())
+            if turn < TOKENS - row % 5 or (turn == TOKENS and index == 0):
+                state[row, HostColumn.GENERATED] += 1
+                state[row, HostColumn.LAST_TOKEN] = drafts[row, 0]
+    drafts[::8, 0] = words * 32
+    state[1::8, HostColumn.FINISH] = int(FinishCode.STOP)
+    inputs = (state, images, rows, drafts, arena, *tokens, *written)
+    least = 2 * 4 * words * batch  # a row of the tables is read and the mask written; the rest is small
+    on_device = tuple(tensor.to(device) for tensor in inputs)
+    return Call(advance_fill, f"B={batch} V={width} mask {index}", (*on_device, index, index, 0, 1), (), least, writes=(9, 10, 11, 12, 13))

@@ -1,0 +1,85 @@
+"""Calls of the layers' operations on random inputs: norms, SiLU, slots, angles, masks; and of the stages that write rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from stepgraph.graphs import drafting, stages
+from stepgraph.graphs.buffers import Column, ResultLayout
+from stepgraph.graphs.layers import dense, slot_mapping
+from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode
+from tools.gpu.checks.operations import Call, numbers
+
+PAGE = 16
+
+
+def calls(device: torch.device, tokens: int, size: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[Call]:
+    """Least bytes: states, updates and results once each, and the weights."""
+    made = torch.Generator().manual_seed(size)
+    wide, update = (torch.randn(tokens, 2 * size, generator=made).to(device, dtype) for _ in range(2))
+    states, update, weight = wide[:, :size].contiguous(), update[:, :size].contiguous(), wide[0, :size].contiguous()
+    near, shape = 4 * torch.finfo(dtype).eps, f"N={tokens} size={size} {str(dtype)[6:]}"
+    outputs = [torch.full_like(states, 7.5) for _ in range(2)]
+    yield Call(dense.rms_norm, shape, (states, weight, 1e-5), (outputs[0],), 2 * states.nbytes + weight.nbytes, near=near)
+    yield Call(
+        dense.add_rms_norm, shape, (states, update, weight, 1e-5), (outputs[0], outputs[1]), 4 * states.nbytes + weight.nbytes, near=near
+    )
+    yield Call(dense.silu_and_mul, shape, (wide,), (outputs[0],), 3 * states.nbytes, near=near)
+    yield from _slot_calls(device, tokens, dtype)
+    yield write_emission(device, tokens, 3)
+    yield count_output(device, tokens, 3)
+
+
+def _slot_calls(device: torch.device, tokens: int, dtype: torch.dtype) -> Iterator[Call]:
+    made = torch.Generator().manual_seed(tokens)
+    lengths = torch.randint(0, 900, (tokens,), generator=made)
+    ids, live, count = torch.randint(-1, 99, (tokens, 4), generator=made), lengths % 5 > 0, lengths % 5
+    tables = torch.randint(1, 900, (tokens, 64), generator=made).to(device)
+    inputs = (ids.to(device), lengths.to(device), (lengths + 3).to(device), tables, -1, PAGE, 64 * PAGE, live.to(device), count.to(device))
+    yield Call(slot_mapping.place_tokens, f"B={tokens} Q=4", inputs, tuple(numbers(device, tokens, 4) for _ in range(3)))
+    positions, slots = (lengths[:, None] + torch.arange(4)).to(device), torch.randint(0, 99, (tokens, 4), generator=made).to(device)
+    outputs = tuple(numbers(device, tokens, 4) for _ in range(2))
+    yield Call(slot_mapping.shift_entries, f"B={tokens} Q=4", (positions, slots, tables, PAGE, 1, 9), outputs)
+    row_masks = torch.randint(-9, 9, (tokens, 2, 300), generator=made, dtype=torch.int32).to(device)
+    row_tags = torch.randint(0, 2, (tokens, 2, TAG_FIELDS), generator=made).to(device)
+    scattered = (torch.randperm(tokens, generator=made).to(device), row_tags[:, 0].clone(), row_masks[:, 0].clone(), row_tags, row_masks)
+    yield Call(slot_mapping.scatter_masks, f"B={tokens}", scattered, (), writes=(3, 4))
+    stored = (scattered[0], ids.to(device), numbers(device, tokens, 4), numbers(device, tokens))
+    yield Call(drafting.store_drafts, f"B={tokens} K=4", stored, (), writes=(2, 3))
+    masks, status, alive = row_masks[:, 0], row_tags[:, 0, 3].clone(), live.to(device)
+    chosen = (stored[1][:, 0].clone(), alive, ~alive, lengths.to(device), 1, stored[1][:, 1], stored[1][:, 2].clone(), masks, alive, status)
+    yield Call(drafting.select_draft, f"B={tokens}", (*chosen, None), (numbers(device, tokens), alive.clone(), alive.clone()))
+    frequencies = (500_000.0 ** -(torch.arange(64) / 64)).to(device)
+    angles = tuple(torch.full((tokens * 4, 1, 128), 7.5, dtype=dtype, device=device) for _ in range(2))
+    near = 4 * torch.finfo(dtype).eps
+    yield Call(
+        slot_mapping.rope_angles, f"N={tokens * 4} {str(dtype)[6:]}", (positions.flatten() * 90, frequencies, dtype), angles, near=near
+    )
+
+
+def write_emission(device: torch.device, batch: int, k: int) -> Call:
+    """Permuted rows, of which every third is inert."""
+    made = torch.Generator().manual_seed(batch + k)
+
+    def pick(high: int, *shape: int) -> Tensor:
+        return torch.randint(0, high, shape, generator=made)
+
+    state, rows = pick(90, batch, len(Column)), torch.randperm(batch + 2, generator=made)[:batch]
+    state[:, Column.FINISH] = torch.where(torch.arange(batch) % 3 == 2, 4, int(FinishCode.RUNNING))
+    inputs = (rows, state, pick(99, batch, k + 1), pick(5, batch, k + 1), pick(99, batch, k), pick(k + 2, batch), pick(k + 1, batch))
+    written = (pick(6, batch), pick(9, batch + 2, len(Column)), pick(9, batch, ResultLayout(k).width))
+    outputs = (numbers(device, batch), numbers(device, batch), numbers(device, batch, len(Column)))
+    arguments = tuple(each.to(device) for each in (*inputs, *written))
+    return Call(stages.write_emission, f"B={batch} K={k}", arguments, outputs, writes=(8, 9))
+
+
+def count_output(device: torch.device, batch: int, k: int) -> Call:
+    """Permuted rows; some emit nothing, some the same token several times."""
+    made = torch.Generator().manual_seed(batch + k)
+    rows, tokens = torch.randperm(batch + 2, generator=made)[:batch], torch.randint(0, 5, (batch, k + 1), generator=made)
+    emitted, counts = torch.arange(batch) % (k + 2), torch.randint(0, 9, (batch + 2, 5), generator=made, dtype=torch.int32)
+    inputs = tuple(each.to(device) for each in (rows, tokens, emitted, counts))
+    return Call(stages.count_output, f"B={batch} K={k}", inputs, (), writes=(3,))
