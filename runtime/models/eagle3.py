@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from stepgraph.graphs.attention.paged import cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
-from stepgraph.graphs.layers.dense import product, rms_norm
+from stepgraph.graphs.layers.dense import rms_norm
+from stepgraph.graphs.layers.quantised import embed, linear
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, empty_weight
@@ -74,8 +74,8 @@ class Eagle3(LlamaBase):
         entries, shape = shift_inputs(inputs, 1), inputs.tokens.shape
         states = inputs.features.flatten(0, 1)
         if inputs.step == 1:
-            states = product(states, self.fuse)
-        embedded = functional.embedding(inputs.tokens.flatten(), self.embedding)
+            states = linear(states, self.fuse)
+        embedded = embed(inputs.tokens.flatten(), self.embedding, layer.config.dtype)
         rotation = self.rotation(entries.positions, embedded.dtype)
         normed = rms_norm(states, self.state_norm, epsilon)
         layer_input = torch.cat([rms_norm(embedded, layer.attention_norm, epsilon), normed], -1)

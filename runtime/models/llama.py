@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from stepgraph.graphs.attention.paged import AttentionShape, attention, cache_specs
 from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
-from stepgraph.graphs.layers.dense import Residual, add_rms_norm, product, rms_norm, silu_and_mul
+from stepgraph.graphs.layers.dense import Residual, add_rms_norm, rms_norm, silu_and_mul
+from stepgraph.graphs.layers.quantised import embed, linear
 from stepgraph.graphs.layers.slot_mapping import rope_angles
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
@@ -47,7 +47,7 @@ class LlamaBase(nn.Module):
         return self.embedding if self.head is None else self.head
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return product(hidden.reshape(-1, hidden.shape[-1]), self.unembedding).view(*hidden.shape[:-1], -1)
+        return linear(hidden.reshape(-1, hidden.shape[-1]), self.unembedding).view(*hidden.shape[:-1], -1)
 
 
 class Llama(LlamaBase):
@@ -89,7 +89,7 @@ class Llama(LlamaBase):
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         keys, values = buffers[f"{self.name}_keys"], buffers[f"{self.name}_values"]
-        states = functional.embedding(inputs.tokens.flatten(), self.embedding)
+        states = embed(inputs.tokens.flatten(), self.embedding, self.config.dtype)
         if inputs.embeddings is not None:
             embeddings = inputs.embeddings
             states = torch.where(embeddings.given.flatten()[:, None], embeddings.values.flatten(0, 1), states)
@@ -142,19 +142,19 @@ class LlamaLayer(nn.Module):
         """The residual connection around attention, the MLP and its residual connection."""
         epsilon = self.config.norm_epsilon
         states, normed = add_rms_norm(states, attended, self.mlp_norm, epsilon)
-        update = product(silu_and_mul(product(normed, self.gate_up)), self.down)
+        update = linear(silu_and_mul(linear(normed, self.gate_up)), self.down)
         return add_rms_norm(states, update, next_norm, epsilon)
 
     def attend(self, states: Tensor, rotation: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor) -> Tensor:
         """The attention output of normalised states."""
         heads, kv_heads, size = self.config.num_heads, self.config.num_kv_heads, self.config.head_size
-        mixed = product(states, self.qkv, self.qkv_bias).view(len(states), -1, size)
+        mixed = linear(states, self.qkv, self.qkv_bias).view(len(states), -1, size)
         query, key, value = mixed.split([heads, kv_heads, kv_heads], 1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = (rms_norm(part, norm, self.config.norm_epsilon) for part, norm in ((query, self.query_norm), (key, self.key_norm)))
         query = rope_and_write_kv(query, key, value, *rotation, inputs.slots.flatten(), keys, values)
         attended = attention(query.view(*inputs.tokens.shape, heads, size), keys, values, inputs, self.window)
-        return product(attended.view(len(states), -1), self.output, self.output_bias)
+        return linear(attended.view(len(states), -1), self.output, self.output_bias)
 
 
 def empty_weight(like: Tensor, *shape: int) -> nn.Parameter:

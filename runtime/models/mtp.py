@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from stepgraph.graphs.attention.paged import by_reference, cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
-from stepgraph.graphs.layers.dense import Residual, product, rms_norm
+from stepgraph.graphs.layers.dense import Residual, rms_norm
+from stepgraph.graphs.layers.quantised import embed, linear
 from stepgraph.graphs.layers.slot_mapping import shift_entries
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
@@ -63,7 +63,7 @@ class Mtp(LlamaBase):
         assert inputs.features is not None
         keys, values, kept = buffers["draft_keys"], buffers["draft_values"], buffers["draft_states"]
         shape, single = inputs.tokens.shape, len(self.depths) == 1
-        embedded = functional.embedding(inputs.tokens.flatten(), self.embedding)
+        embedded = embed(inputs.tokens.flatten(), self.embedding, self.config.dtype)
         outputs: list[Tensor] = []
         for index in (0,) if single else range(inputs.step - 1, len(keys)):
             entries = shift_inputs(inputs, index + 1)
@@ -94,7 +94,7 @@ class MtpModule(nn.Module):
         self, states: Tensor, embedded: Tensor, rotation: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor
     ) -> Tensor:
         pair = [rms_norm(embedded, self.token_norm, self.epsilon), rms_norm(states, self.state_norm, self.epsilon)]
-        joined = product(torch.cat(pair, -1), self.join)
+        joined = linear(torch.cat(pair, -1), self.join)
         normed = rms_norm(joined, self.layer.attention_norm, self.epsilon)
         output: Residual = self.layer(joined, normed, rotation, inputs, keys, values, self.norm)
         return output.normed

@@ -9,16 +9,20 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from stepgraph.graphs.layers.quantised import KINDS, TILE, Kind, count_weights
 from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files.gguf import GgufSource
-from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, StoredModel, llama_slices, read_json
+from stepgraph.runtime.models.files.weights import FLOATS, SafetensorsSource, Source, StoredModel, llama_slices, read_json
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import DTYPES, LlamaConfig, count_field, read_config
 from stepgraph.runtime.models.mtp import Mtp
 from stepgraph.sampling.grammar.tokenizers.gguf import table_of_metadata
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_folder
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.kernels.c_kernel import why_no_c
+
+QUANTISED, DEQUANTISED = "quantised", "dequantised"
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Checkpoint(StoredModel):
 
     def outline(self, feature_layers: Sequence[int] = ()) -> Llama:
         """The model on the meta device."""
-        return Llama(self.config, feature_layers=feature_layers, device="meta")
+        return self.make_room(Llama(self.config, feature_layers=feature_layers, device="meta"))
 
     @property
     def mtp_tensors(self) -> frozenset[str]:
@@ -45,7 +49,7 @@ class Checkpoint(StoredModel):
 
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> Llama:
         """Call `check` first."""
-        model = Llama(self.config, feature_layers=feature_layers, device=device)
+        model = self.make_room(Llama(self.config, feature_layers=feature_layers, device=device))
         self.fill(model, progress)
         model.origin = self.path.name
         return model
@@ -56,16 +60,18 @@ def describe_memory(name: str, outline: Llama | Eagle3 | Mtp, limits: Limits, sh
     counted = set() if shared is None else set(shared.parameters())
     own = [parameter for parameter in outline.parameters() if parameter not in counted]
     weights, cache = sum(parameter.nbytes for parameter in own), sum(spec.nbytes for spec in outline.cache_specs(limits))
-    dtype, unit = str(own[0].dtype).removeprefix("torch."), 2**30
-    parameters = f"{sum(parameter.numel() for parameter in own) / 1e6:.1f}M weights of {dtype}, {weights / unit:.2f} GiB"
+    kinds, unit = {str(parameter.dtype).removeprefix("torch.") for parameter in own}, 2**30
+    types = " and ".join(sorted("quantised numbers" if kind == "uint8" else kind for kind in kinds))
+    parameters = f"{sum(map(count_weights, own)) / 1e6:.1f}M weights of {types}, {weights / unit:.2f} GiB"
     return f"{name}: {parameters}; cache for {limits.cache_slots} tokens, {cache / unit:.2f} GiB"
 
 
-def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None) -> Checkpoint:
+def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights: str | None = DEQUANTISED) -> Checkpoint:
     """Read and check everything except the weights. Raises ValueError that names the file, and the field or tensor.
 
     path: a Hugging Face folder (config.json, tokenizer.json, safetensors) or a .gguf file. dtype: of the loaded weights and
-    the cache; None: the config's dtype, bfloat16 for GGUF. Nothing is downloaded, and no code in the folder is run.
+    the cache; None: the config's dtype, bfloat16 for GGUF. weights: "quantised" keeps the quantised matrices of a .gguf file as they
+    are, None those of the supported types. Nothing is downloaded, and no code in the folder is run.
     """
     if dtype is not None and dtype not in DTYPES.values():
         raise ValueError(f"dtype: got {dtype!r:.100}, expected one of {', '.join(map(str, DTYPES.values()))}, or None")
@@ -89,4 +95,19 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None) -> Check
     config = config if dtype is None else replace(config, dtype=dtype)
     checkpoint = Checkpoint(path, source, llama_slices(config), config, Vocabulary.from_table(table), mtp_modules)
     checkpoint.check_header(checkpoint.outline(), checkpoint.mtp_tensors | ({"lm_head.weight"} if config.tied else set()))
-    return checkpoint
+    return checkpoint if weights == DEQUANTISED else replace(checkpoint, packed=_kept_quantised(checkpoint, weights))
+
+
+def _kept_quantised(checkpoint: Checkpoint, weights: str | None) -> dict[str, Kind]:
+    """Raises ValueError for a tensor that has to stay quantised and cannot."""
+    why_not, packable = why_no_c(checkpoint.config.dtype), checkpoint.packable()
+    if weights is None:
+        return {} if why_not else packable
+    if why_not:
+        raise ValueError(f"weights: got {weights!r}, expected {DEQUANTISED!r} or None: the product in C is not available: {why_not}")
+    for name, target in checkpoint.slices.items():
+        stored = checkpoint.source.tensors[name]
+        if stored.kind not in FLOATS and target.parameter not in packable:
+            expected = f"one of {', '.join(KINDS)}, the same for all parts of {target.parameter}, and rows in multiples of {TILE}"
+            raise ValueError(f"{checkpoint.path}: {name}: got type {stored.kind} and shape {stored.shape}, expected {expected}")
+    return packable

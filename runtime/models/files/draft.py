@@ -12,7 +12,7 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.draft_llama import DraftLlama, map_tokens
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files import draft_layouts as layouts
-from stepgraph.runtime.models.files.checkpoint import Checkpoint, describe_memory, open_checkpoint
+from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, describe_memory, open_checkpoint
 from stepgraph.runtime.models.files.weights import RenamedSource, SafetensorsSource, Source, StoredModel, read_json
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import ARCHITECTURES
@@ -67,7 +67,9 @@ class DraftCheckpoint(StoredModel):
         return model
 
 
-def open_draft(draft: str | Path, target: Checkpoint, dtype: torch.dtype | None = None) -> DraftCheckpoint:
+def open_draft(
+    draft: str | Path, target: Checkpoint, dtype: torch.dtype | None = None, weights: str | None = DEQUANTISED
+) -> DraftCheckpoint:
     """Open a draft folder or .gguf file; "mtp" opens the MTP modules in the target's own folder.
 
     The config and the tensor names decide which kind of draft it is. Raises ValueError that names the file, and the field or tensor.
@@ -80,7 +82,7 @@ def open_draft(draft: str | Path, target: Checkpoint, dtype: torch.dtype | None 
     path = Path(draft)
     try:
         if path.suffix == ".gguf" and path.is_file():
-            return _open_model(path, target, dtype)
+            return _open_model(path, target, dtype, weights)
         if not path.is_dir():
             names = "'mtp', 'ngram', 'forced', 'none', 'auto'"
             raise ValueError(f"draft: got {str(draft)!r}, expected a local folder with a config.json, a .gguf file, or one of {names}")
@@ -91,7 +93,7 @@ def open_draft(draft: str | Path, target: Checkpoint, dtype: torch.dtype | None 
         if layouts.mtp_layers(source) and "model.norm.weight" not in source.tensors:
             return _open_mtp(path, source, fields, target)
         if fields.get("architectures") in [[name] for name in ARCHITECTURES]:
-            return _open_model(path, target, dtype)
+            return _open_model(path, target, dtype, weights)
         accepted = f"an EAGLE-3 head (LlamaForCausalLMEagle3), MTP modules (eh_proj.weight), or a model of {', '.join(ARCHITECTURES)}"
         raise ValueError(f"config.architectures: got {fields.get('architectures')!r:.100}, expected {accepted}")
     except ValueError as error:  # with the draft's path, so that it is not taken for an error of the target
@@ -151,11 +153,12 @@ def _open_mtp(path: Path, stored: Source, fields: Mapping[str, object], target: 
     ).check_shapes()
 
 
-def _open_model(path: Path, target: Checkpoint, dtype: torch.dtype | None) -> DraftCheckpoint:
-    stored = open_checkpoint(path, dtype)
+def _open_model(path: Path, target: Checkpoint, dtype: torch.dtype | None, weights: str | None) -> DraftCheckpoint:
+    stored = open_checkpoint(path, dtype, weights)
     token_map = map_tokens(stored.vocabulary, target.vocabulary)
 
     def make(around: Llama, device: Device) -> DraftLlama:
-        return DraftLlama(stored.config, token_map, device=device)
+        return stored.make_room(DraftLlama(stored.config, token_map, device=device))
 
-    return DraftCheckpoint(path, stored.source, stored.slices, "draft", make, target, max_positions=stored.config.max_positions)
+    positions = stored.config.max_positions
+    return DraftCheckpoint(path, stored.source, stored.slices, "draft", make, target, max_positions=positions, packed=stored.packed)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from stepgraph.graphs.layers.quantised import GROUP
 from stepgraph.runtime.models.files.weights import Stored
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
 
@@ -46,7 +47,7 @@ _BLOCK = {
 class GgufSource:
     """The tensors of one GGUF file under their Hugging Face names.
 
-    Attributes: config, as a config.json of the same model holds it; metadata; tensors. Quantised tensors are dequantised by `read`.
+    Attributes: config, as a config.json of the same model holds it; metadata; tensors. `read` dequantises.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +84,14 @@ class GgufSource:
         import gguf
 
         values = gguf.quants.dequantize(self._blocks[name], self._kinds[name])
-        tensor = torch.from_numpy(np.require(values, requirements=["C", "W"]))  # copies unquantised values out of the mapped file
+        return self._in_order(name, torch.from_numpy(np.require(values, requirements=["C", "W"])))  # a copy of what the file maps
+
+    def read_blocks(self, name: str) -> Tensor:
+        """[out, in / 32, bytes] uint8: a tensor of a kind with blocks of 32 values, as the file stores it."""
+        rows, count = self.tensors[name].shape[0], self.tensors[name].shape[1] // GROUP
+        return self._in_order(name, torch.from_numpy(np.array(self._blocks[name])).view(rows, count, -1))
+
+    def _in_order(self, name: str, tensor: Tensor) -> Tensor:
         num_heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         if num_heads is not None and self.config["architectures"] == ["LlamaForCausalLM"]:
             # GGUF stores the two numbers of a rotated pair next to each other; the model has them half a head apart.

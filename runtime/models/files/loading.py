@@ -12,7 +12,7 @@ import torch
 from stepgraph.runtime.build import AUTO, DRAFTER_NAMES, NONE, Drafter, check_config, checked_drafter, named_proposer, without_drafts
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.demo.pair import DEMO, DRAFTS, head_path, path_of
-from stepgraph.runtime.models.files.checkpoint import Checkpoint, open_checkpoint
+from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED, Checkpoint, open_checkpoint
 from stepgraph.runtime.models.files.draft import OWN_MTP, DraftCheckpoint, open_draft
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -33,21 +33,27 @@ def load_models(
     dtype: torch.dtype | None = None,
     feature_layers: Sequence[int] = (),
     progress: bool = False,
+    weights: str | None = None,
+    threads: int | None = None,
 ) -> Loaded:
     """A target and its drafter on the device of the config's backend. "demo" is the demonstration's pair.
 
     config: None for the defaults, reduced to the positions and drafts that the models support. draft: "auto" uses the MTP
-    modules in the target's folder, or n-gram look-up if there are none.
+    modules in the target's folder, or n-gram look-up if there are none. weights: of .gguf files, QUANTISED or DEQUANTISED; None:
+    quantised on the CPU where decoding has one thread. threads: of decoding; None: those that torch has.
     """
     check_config(config)
     if draft == AUTO and config is not None and not config.num_speculative_tokens:
         draft = NONE
     if path == DEMO:
         draft, dtype = head_path() if draft == AUTO else draft, dtype or torch.bfloat16
-    checkpoint = open_checkpoint(path_of(path), dtype)
+    backend = "auto" if config is None else config.backend
+    on_cuda = backend == "cuda" or (backend == "auto" and torch.cuda.is_available())
+    weights = _checked_weights(weights, on_cuda, threads or torch.get_num_threads())
+    checkpoint = open_checkpoint(path_of(path), dtype, weights)
     if draft in (None, NONE):
         config = without_drafts(config)
-    drafter, draft_checkpoint = _open_drafter(draft, checkpoint, dtype)
+    drafter, draft_checkpoint = _open_drafter(draft, checkpoint, dtype, weights)
     if draft_checkpoint is not None:
         fed = draft_checkpoint.feature_layers
         if tuple(feature_layers) not in ((), fed):
@@ -65,7 +71,6 @@ def load_models(
         print(*notes, sep="\n", file=sys.stderr, flush=True)
     for part in parts:
         part.check(progress)
-    on_cuda = config.backend == "cuda" or (config.backend == "auto" and torch.cuda.is_available())
     device = "cuda:0" if on_cuda else "cpu"
     target = checkpoint.load(device, feature_layers, progress)
     if draft_checkpoint is not None:
@@ -73,8 +78,18 @@ def load_models(
     return Loaded(target, drafter, checkpoint.vocabulary, config)
 
 
+def _checked_weights(weights: str | None, on_cuda: bool, threads: int) -> str | None:
+    if weights not in (None, QUANTISED, DEQUANTISED):
+        raise ValueError(f"weights: got {weights!r:.100}, expected {QUANTISED!r}, {DEQUANTISED!r} or None")
+    if weights == QUANTISED and on_cuda:
+        raise ValueError(f"weights: got {weights!r}, expected {DEQUANTISED!r} or None: quantised weights need the CPU")
+    # Products in C use one thread; with more, torch shares out those of dequantised weights. Without AVX2 the quantised ones are slower.
+    slower = on_cuda or threads > 1 or not torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    return DEQUANTISED if weights is None and slower else weights
+
+
 def _open_drafter(
-    draft: Drafter | str | Path | None, checkpoint: Checkpoint, dtype: torch.dtype | None
+    draft: Drafter | str | Path | None, checkpoint: Checkpoint, dtype: torch.dtype | None, weights: str | None
 ) -> tuple[Drafter | None, DraftCheckpoint | None]:
     """A drafter that needs no files, or the checked files of one."""
     if draft == AUTO and checkpoint.mtp_modules:
@@ -82,7 +97,7 @@ def _open_drafter(
     if isinstance(draft, str) and draft in DRAFTER_NAMES:
         return named_proposer(draft, f"auto: {checkpoint.path.name} has no MTP modules"), None
     if isinstance(draft, (str, Path)):
-        return None, open_draft(draft, checkpoint, dtype)
+        return None, open_draft(draft, checkpoint, dtype, weights)
     return draft, None
 
 

@@ -6,20 +6,22 @@ safetensors and GGUF are data formats: nothing here unpickles or executes file c
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from stepgraph.graphs.layers.quantised import KINDS, TILE, Kind, empty_packed, pack
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.sampling.fields import clip_error
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_json as read_json
 
 FLOATS = ("F32", "BF16", "F16")
+M = TypeVar("M", bound=nn.Module)
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -40,6 +42,9 @@ class Source(Protocol):
     def read(self, name: str) -> Tensor:
         """On the CPU."""
 
+    def read_blocks(self, name: str) -> Tensor:
+        """A tensor of one of KINDS as the file stores it: [out, in / 32, bytes] uint8."""
+
 
 class ParameterSlice(NamedTuple):
     """The part of a parameter that a stored tensor fills. Several stored tensors may share one parameter (q, k and v)."""
@@ -49,6 +54,12 @@ class ParameterSlice(NamedTuple):
 
     def of(self, model: nn.Module) -> Tensor:
         return model.get_parameter(self.parameter)[self.rows]
+
+    @property
+    def tiles(self) -> slice:
+        """The rows, where the parameter is packed."""
+        start, stop = self.rows.start, self.rows.stop
+        return slice(start and start // TILE, stop and stop // TILE)
 
 
 Slices = dict[str, ParameterSlice]  # by names of stored tensors
@@ -84,6 +95,9 @@ class SafetensorsSource:
         tensor: Tensor = self._file_of[name].get_tensor(name)
         return tensor
 
+    def read_blocks(self, name: str) -> Tensor:
+        raise AssertionError(f"{name}: no safetensors type is among KINDS")
+
 
 def _open(folder: Path, file: str) -> Any:
     if Path(file).name != file or not file.endswith(".safetensors"):
@@ -105,6 +119,9 @@ class RenamedSource:
 
     def read(self, name: str) -> Tensor:
         return self._source.read(self._names[name])
+
+    def read_blocks(self, name: str) -> Tensor:
+        return self._source.read_blocks(self._names[name])
 
 
 def llama_slices(config: LlamaConfig) -> Slices:
@@ -150,6 +167,7 @@ class StoredModel:
     path: Path
     source: Source
     slices: Slices
+    packed: Mapping[str, Kind] = field(default_factory=dict, kw_only=True)  # parameters that stay quantised
 
     def check_header(self, outline: nn.Module, unused: Container[str] = ()) -> None:
         """Check names, shapes and types. Raises ValueError for a tensor that is missing, does not fit, or is neither needed nor
@@ -174,17 +192,40 @@ class StoredModel:
             if not bool(torch.isfinite(tensor).all()):
                 raise ValueError(f"{self.path}: {name} holds NaN or infinity")
 
+    def packable(self) -> dict[str, Kind]:
+        """The parameters whose tensors are all of one of KINDS, in whole tiles."""
+        kinds: dict[str, set[Kind | None]] = {}
+        for name, target in self.slices.items():
+            stored, start = self.source.tensors[name], target.rows.start or 0
+            whole = len(stored.shape) == 2 and not stored.shape[0] % TILE and not start % TILE
+            kinds.setdefault(target.parameter, set()).add(KINDS.get(stored.kind) if whole else None)
+        return {parameter: kind for parameter, (kind, *others) in kinds.items() if kind is not None and not others}
+
+    def make_room(self, model: M) -> M:
+        """Replace the parameters that stay quantised by packed ones. Returns the model."""
+        for name, kind in self.packed.items():
+            module, _, parameter = name.rpartition(".")
+            room = empty_packed(kind, model.get_parameter(name))
+            setattr(model.get_submodule(module), parameter, nn.Parameter(room, requires_grad=False))
+        return model
+
     @torch.no_grad()
     def fill(self, model: nn.Module, progress: bool) -> None:
         """Call `check` first."""
         for name, tensor in self._read(progress, "load"):
-            self.slices[name].of(model).copy_(tensor)
+            target = self.slices[name]
+            kind = self.packed.get(target.parameter)
+            if kind is None:
+                target.of(model).copy_(tensor)
+            else:
+                model.get_parameter(target.parameter)[target.tiles].copy_(pack(kind, tensor))
         model.eval()
 
     def _read(self, progress: bool, label: str) -> Iterator[tuple[str, Tensor]]:
         for name in tqdm(self.slices, desc=label, unit="tensor", disable=not progress):
             try:
-                tensor = self.source.read(name)
+                as_stored = label == "load" and self.slices[name].parameter in self.packed
+                tensor = self.source.read_blocks(name) if as_stored else self.source.read(name)
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{self.path}: {name}: {error}") from None
             yield name, tensor

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs import drafting
-from stepgraph.graphs.layers import dense, slot_mapping
+from stepgraph.graphs.layers import dense, quantised, slot_mapping
 from stepgraph.sampling import bitmask, native
 from stepgraph.sampling.grammar.status import TAG_FIELDS, MaskStatus
 from stepgraph.sampling.kernels import chain
@@ -24,6 +24,7 @@ WANTED = torch.tensor([[True, True, False], [True, True, True]])
 OK, TRUE = torch.full((2, 3), int(MaskStatus.OK)), torch.ones(2, 3, dtype=torch.bool)
 SAMPLED, DRAFTS, STOPS = torch.tensor([[1, 2, 3], [1, 2, 3]]), torch.tensor([[1, 0], [1, 2]]), torch.tensor([[-1, 3], [-1, -1]])
 LEGAL = bitmask.pack(torch.tensor([[True] * 40, [False] * 40]))
+PACKED = quantised.pack(quantised.KINDS["Q8_0"], torch.full((16, 1, 34), 17, dtype=torch.uint8))
 ALIVE = torch.tensor([True, True])
 TAGS = torch.tensor([[[0, 7, 3, int(MaskStatus.OK)]], [[1, 7, 3, int(MaskStatus.OK)]]])
 
@@ -50,6 +51,12 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
         [numbers(3, 8), numbers(5, 8), numbers(5)],
         [torch.zeros(3, 5)],
     ),
+    "quantised_product": (
+        quantised.quantised_product,
+        [numbers(3, 32), PACKED, numbers(16)],
+        [torch.zeros(3, 16)],
+    ),
+    "quantised_rows": (quantised.quantised_rows, [torch.tensor([3, 0]), PACKED, torch.float32], [torch.zeros(2, 32)]),
     "rms_norm": (
         dense.rms_norm,
         [numbers(3, 8), numbers(8), 1e-5],

@@ -13,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
+from stepgraph import Engine, EngineConfig
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
 from tests.helpers.families import Cached, judge, refused_when_damaged
@@ -105,6 +106,44 @@ def test_gguf_logits_equal_the_source_model(tmp_path: Path, family: str, kind: s
 def test_quantised_gguf_logits_are_close_to_the_source_model(tmp_path: Path, kind: Kind, tolerance: float) -> None:
     found, answer = logits_of(write(tmp_path / "model.gguf", "llama-2", "llama", kind)), expected("llama-2")
     assert 0 < float((found - answer).pow(2).mean() / answer.pow(2).mean()) < tolerance
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1])
+def test_weights_that_stay_quantised_have_the_logits_of_dequantised_ones(tmp_path: Path, kind: Kind) -> None:
+    path = write(tmp_path / "model.gguf", "llama-2", "llama", kind)
+    kept = open_checkpoint(path, torch.float32, "quantised").load("cpu")
+    found, answer = Cached(kept).run(TOKENS, 0, 40)[0], logits_of(path)
+    assert kept.layers[0].get_parameter("qkv").dtype is torch.uint8
+    torch.testing.assert_close(found, answer, rtol=1e-4, atol=1e-4 * float(answer.abs().max()))  # another order of float32 sums
+    values = {
+        name: stored.shape[0] * stored.shape[-1]
+        for name, stored in open_checkpoint(path).source.tensors.items()
+        if stored.kind == kind.name
+    }
+    packed = sum(parameter.nbytes for parameter in kept.parameters() if parameter.dtype is torch.uint8)
+    assert packed == sum(values.values()) * gguf.GGML_QUANT_SIZES[kind][1] // 32 > 0
+
+
+def test_greedy_texts_of_weights_that_stay_quantised(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", "llama-2", "llama", Kind.Q4_1)
+    config, texts = EngineConfig(max_rows=2, num_speculative_tokens=2, max_length=64), []
+    for weights in ("quantised", "dequantised", None):
+        with Engine.from_pretrained(path, "ngram", config=config, dtype=torch.float32, weights=weights) as engine:
+            jobs = [engine.submit(prompt, max_new_tokens=20) for prompt in ([5, 6, 7], [9] * 30)]
+            list(engine.stream())
+            texts.append([job.tokens for job in jobs])
+    assert texts[0] == texts[1] == texts[2] and len(texts[0][0]) > 1
+
+
+def test_quantised_weights_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", "llama-2", "llama", Kind.Q5_0)
+    with pytest.raises(ValueError, match=r"model.gguf: model.\S+.weight: got type Q5_0 and shape .* expected one of Q4_0, Q4_1, Q8_0"):
+        Engine.from_pretrained(path, weights="quantised")
+    assert not open_checkpoint(path, None, None).packed
+    with pytest.raises(ValueError, match="weights: got 'int4', expected 'quantised', 'dequantised' or None"):
+        Engine.from_pretrained(path, weights="int4")
+    with pytest.raises(ValueError, match="weights: got 'quantised', expected 'dequantised' or None: the product in C is not available"):
+        Engine.from_pretrained(path, weights="quantised", dtype=torch.float16)
 
 
 def test_gguf_vocabulary_and_config(tmp_path: Path) -> None:
