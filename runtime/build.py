@@ -24,7 +24,7 @@ from stepgraph.graphs.limits import UNTIL_EVENT, Limits
 from stepgraph.graphs.model import DraftModel, ModelPair, TargetModel
 from stepgraph.graphs.proposer import Proposer
 from stepgraph.graphs.proposing import text_specs
-from stepgraph.graphs.publishing import loop_specs
+from stepgraph.graphs.publishing import ring_specs
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, grammar_specs, look_up_specs, round_specs, skipped_specs, state_specs
 from stepgraph.graphs.shapes import LONGEST
@@ -303,13 +303,12 @@ def make_buffers(
     candidates = (("target", models.target), ("draft", models.drafter), ("look_up", models.look_up))
     named = {name: model for name, model in candidates if model is not None}
     drawn = not config.greedy_only and models.proposer is None
-    specs = [*round_specs(limits, drawn), *[spec for model in named.values() for spec in model.cache_specs(limits)]]
+    specs = [*round_specs(limits, drawn), *ring_specs(limits), *[spec for model in named.values() for spec in model.cache_specs(limits)]]
     specs += text_specs(limits) if models.reads_text else ()
     specs += look_up_specs(limits) if models.look_up is not None else ()
     if saved:
         specs += state_specs(limits, saved.width, models.target.feature_dtype)
     specs += forced_specs(limits) if forced else ()
-    specs += loop_specs(limits) if limits.loops else ()
     if config.draft_length == AUTO_LENGTH and models.draft is not None and models.draft.cache_specs(limits):
         specs += skipped_specs(limits, models.target.feature_dtype)
     constants: dict[str, nn.Module | torch.Tensor] = {name: model for name, model in named.items() if isinstance(model, nn.Module)}
