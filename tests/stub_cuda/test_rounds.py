@@ -6,7 +6,6 @@ import gc
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from stepgraph.graphs.publishing import FINISH
 from stepgraph.graphs.shapes import LONGEST, GraphKey, graph_keys
 from stepgraph.sampling.grammar.status import FinishCode
 from tests.stub_cuda import counters
-from tests.stub_cuda.subject import Backend, greedy_engine, make_backend
+from tests.stub_cuda.subject import Backend, greedy_engine
 from tools.gpu.checks.context import VOCABULARY
 from tools.gpu.checks.engines import CONFIG, drafters_of
 
@@ -60,13 +59,6 @@ def replay_every_key_twice(engine: Engine, lengths: tuple[int, ...] = (LONGEST,)
             backend.synchronize()
         assert reports[0] == reports[1], key
     return len(keys)
-
-
-@pytest.fixture
-def backend() -> Iterator[Backend]:
-    made = make_backend("cuda")
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -272,7 +272,8 @@ class GrammarCompiler:
             )
 
     def check(self, constraint: Constraint) -> None:
-        """ValueError for errors that are found without a library: in sizes, keywords, patterns, markers. Linear in the input."""
+        """ValueError for errors that are found in milliseconds: sizes, keywords, types, references, patterns, markers, and the syntax
+        of short EBNF grammars. What schemas say together, and what a library refuses, is found by the compile."""
         if not isinstance(constraint, Constraint):
             raise ValueError(f"constraint: got {type(constraint).__name__}, expected a Constraint")
         self._backends.check(constraint)
