@@ -96,6 +96,9 @@ class EngineParts:
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend)
         self.lengths = make_chooser(config, models, recorder)
         lengths = self.lengths.lengths if self.lengths else (LONGEST,)
+        profiled = read_range(os.environ) is not None  # it lists the stages of graphs before they are used
+        whole = config.eager or config.capture_bytes is not None or config.on_capture_failure != "raise" or limits.loops or profiled
+        self.records_on_demand = self.backend.name == "tape" and not whole
         self.graphs = GraphSet(self.backend, buffers, step_of, config.bucket_sizes, on_failure, config.capture_bytes, on_device, lengths)
         self.queue = RequestQueue(config.max_queued, self.compiler, self.grammars, recorder)
         self.sharing, ended = sharing_for(config, models), states.ended if states else None
