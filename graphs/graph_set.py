@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import get_args
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Recorded, Step
 from stepgraph.graphs.recording import CaptureReport, KeyRecorder, OnFailure
 from stepgraph.graphs.shapes import LONGEST, GraphKey, checked_buckets, dispatch, graph_keys, host_buckets
+from stepgraph.sampling.fields import BOOL, FUNCTION, Check, check_members, check_value, instance_of, is_int, one_of, optional, whole
 
 REQUESTED = "EngineConfig.eager"
+_LENGTHS = Check(lambda value: isinstance(value, (tuple, list)) and bool(value) and all(map(is_int, value)), "a tuple of numbers of drafts")
 
 
 class GraphSet:
@@ -31,8 +34,15 @@ class GraphSet:
         device_grammars: bool = False,
         draft_lengths: Sequence[int] = (LONGEST,),
     ) -> None:
+        check_members("GraphSet.backend", backend, Backend)
+        check_value("GraphSet.buffers", buffers, instance_of(StaticBuffers, "StaticBuffers"))
+        check_value("GraphSet.step_of", step_of, FUNCTION)
+        check_value("GraphSet.on_failure", on_failure, one_of(get_args(OnFailure)))
+        check_value("GraphSet.capture_bytes", capture_bytes, optional(whole(1)))
+        check_value("GraphSet.device_grammars", device_grammars, BOOL)
+        check_value("GraphSet.draft_lengths", draft_lengths, _LENGTHS)
         self._device_grammars, self._draft_lengths = device_grammars, draft_lengths
-        self.buckets = checked_buckets(buckets, max(buckets, default=0))
+        self.buckets = checked_buckets(buckets)
         self._host_buckets = host_buckets(self.buckets) if device_grammars else self.buckets
         self._recorder = KeyRecorder(backend, buffers, step_of, on_failure, capture_bytes)
         self._recorded: dict[GraphKey, Recorded] = {}
@@ -66,6 +76,7 @@ class GraphSet:
 
     def key_for(self, batch_rows: int, constrained: bool, sampled: bool, device: bool = False, draft_length: int = LONGEST) -> GraphKey:
         """The key for a batch."""
+        check_value("GraphSet.key_for.batch_rows", batch_rows, whole(1, self.buckets[-1]))
         buckets = self._host_buckets if constrained and not device else self.buckets
         key = dispatch(buckets, batch_rows, constrained, sampled, device, draft_length)
         return self._serving.get(key, key) if self._serving else key

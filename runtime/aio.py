@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.request import NO_DRAFTS, EngineClosedError, Job, Prompt, RequestOptions, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
+from stepgraph.sampling.fields import check_value, instance_of
 from stepgraph.sampling.lifetimes import ExitStage, close_at_exit
 
 if TYPE_CHECKING:
@@ -231,6 +232,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine) -> None:
+        check_value("AsyncEngine.engine", engine, instance_of(Engine, "an Engine"))
         self.engine = engine
         self._stepper: StepThread | None = None
         self._submit_lock = asyncio.Lock()

@@ -39,6 +39,7 @@ from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.step_lock import StepLock
 from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.runtime.trace import Trace
+from stepgraph.sampling.fields import Check, check_value, number, optional
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
 from stepgraph.sampling.grammar.status import FinishCode
@@ -48,6 +49,8 @@ from stepgraph.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+_TOKENIZER = optional(Check(lambda value: isinstance(value, TextCodec) or callable(value), "a TextCodec, or a function that returns one"))
 
 
 class Engine:
@@ -68,6 +71,7 @@ class Engine:
         record: Recording | str | Path | None = None,
     ) -> None:
         """tokenizer: for prompts that are text; a function is called for the first of these."""
+        check_value("Engine.tokenizer", tokenizer, _TOKENIZER)
         self._parts = parts = EngineParts(target, draft, vocabulary, EngineConfig() if config is None else config, backend, record)
         self.config, self.limits, self.backend, self.buffers = parts.config, parts.limits, parts.backend, parts.buffers
         self.queue, self.step_lock, self._closed = parts.queue, StepLock(), ""
@@ -201,8 +205,7 @@ class Engine:
     def wait(self, seconds: float | None = None) -> bool:
         """Sleep until a step may have something to do; True if it has. For a thread that only steps."""
         self._require_open("wait")
-        if seconds is not None and not 0 <= seconds <= threading.TIMEOUT_MAX:
-            raise ValueError(f"Engine.wait.seconds: got {seconds!r}, expected a number of seconds >= 0, or None")
+        check_value("Engine.wait.seconds", seconds, optional(number(0, threading.TIMEOUT_MAX)))
         return self._ready or (self.queue.wake.wait(seconds) and self._ready)
 
     @property
