@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.graphs.attention.paged import AttentionChoice
 from stepgraph.graphs.backends import make_backend
-from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.buffers import StaticBuffers, check_fit
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.drafting import process_skipped
 from stepgraph.graphs.graph_set import GraphSet
@@ -25,6 +25,7 @@ from stepgraph.graphs.model import DraftModel, ModelPair, TargetModel
 from stepgraph.graphs.proposer import Proposer
 from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.publishing import loop_specs
+from stepgraph.graphs.recording import LESS
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, grammar_specs, look_up_specs, round_specs, skipped_specs, state_specs
 from stepgraph.graphs.shapes import LONGEST
@@ -48,6 +49,7 @@ from stepgraph.runtime.upload import Uploader
 from stepgraph.runtime.validate import RequestValidator
 from stepgraph.runtime.watchdog import Watchdog
 from stepgraph.sampling import kernels
+from stepgraph.sampling.fields import check_members, check_value, clip_repr, instance_of, optional
 from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors, token_tensors
 from stepgraph.sampling.grammar.link.choose import open_host_link
 from stepgraph.sampling.grammar.link.protocol import HostLink
@@ -72,10 +74,14 @@ class EngineParts:
         backend: Backend | None,
         record: Recording | str | Path | None,
     ) -> None:
+        check_members("Engine.target", target, TargetModel)
+        check_value("Engine.vocabulary", vocabulary, optional(instance_of(Vocabulary, "a Vocabulary")))
+        if backend is not None:
+            check_members("Engine.backend", backend, Backend)
         self.models, self.config = models, config = resolve_drafter(target, draft, config)
         num_tokens = checked_vocabulary_size(models, vocabulary)
         self.limits = limits = config.limits(target.vocab_size, num_tokens, target.feature_size)
-        self.backend = backend or backend_for(config.backend, models, config.nvtx)
+        self.backend = backend_for(config.backend, models, config.nvtx) if backend is None else backend
         self.watchdog = Watchdog(self.backend, config.round_timeout_seconds)
         timed, device, proposer = self.watchdog.backend, self.backend.device, models.proposer
         check_models(models, self.backend)
@@ -96,6 +102,9 @@ class EngineParts:
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend)
         self.lengths = make_chooser(config, models, recorder)
         lengths = self.lengths.lengths if self.lengths else (LONGEST,)
+        profiled = read_range(os.environ) is not None  # it lists the stages of graphs before they are used
+        whole = config.eager or config.capture_bytes is not None or config.on_capture_failure != "raise" or limits.loops or profiled
+        self.records_on_demand = self.backend.name == "tape" and not whole
         self.graphs = GraphSet(self.backend, buffers, step_of, config.bucket_sizes, on_failure, config.capture_bytes, on_device, lengths)
         self.queue = RequestQueue(config.max_queued, self.compiler, self.grammars, recorder)
         self.sharing, ended = sharing_for(config, models), states.ended if states else None
@@ -154,6 +163,8 @@ def checked_drafter(draft: Drafter | None, config: EngineConfig) -> DraftModel |
         raise ValueError(f"Engine.draft: got {FORCED!r} with draft_masks=False, expected draft_masks=True: masks are its only source")
     if draft is not None and not isinstance(draft, Proposer) and not hasattr(draft, "forward"):
         draft = _function_proposer(draft, config)
+    if draft is not None and not isinstance(draft, Proposer):
+        check_members("Engine.draft", draft, DraftModel)
     if config.look_up and isinstance(draft, (Proposer, ForcedDrafts)):
         raise ValueError(
             f"EngineConfig.look_up: got {config.look_up} with the drafter {type(draft).__name__}, expected 0: "
@@ -166,7 +177,7 @@ def named_proposer(name: str, reason: str = "") -> Proposer | ForcedDrafts | Non
     """The drafter for one of DRAFTER_NAMES. reason: why "auto" is the look-up, for the capture report."""
     if name not in DRAFTER_NAMES:
         names = ", ".join(map(repr, DRAFTER_NAMES))
-        raise ValueError(f"Engine.draft: got {name!r}, expected a draft model, a proposer, a function, or one of {names}")
+        raise ValueError(f"Engine.draft: got {clip_repr(name)}, expected a draft model, a proposer, a function, or one of {names}")
     if name == NONE:
         return None
     if name == FORCED:
@@ -316,6 +327,7 @@ def make_buffers(
     if tables is not None:
         specs += grammar_specs(limits, config.grammar_arena_bytes // INT_BYTES, config.grammar_limits.automaton_depth)
         constants |= tables._asdict()
+    check_fit("EngineConfig", specs, backend.device, f"; lower {LESS}")
     return StaticBuffers(specs, backend.device, constants)
 
 

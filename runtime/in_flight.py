@@ -82,21 +82,34 @@ class InFlight:
         """Measure unconstrained greedy rounds of inert rows, for the choice of draft lengths."""
         if self._lengths is None:
             return
-        buckets, counters = self._graphs.buckets, self._backend.stats
-        fewest, most, before = buckets[0], buckets[-1], dict(vars(counters))
+        buckets = self._graphs.buckets
+        fewest, most = buckets[0], buckets[-1]
         for length in self._lengths.lengths:
             keys = {rows: self._graphs.key_for(rows, False, False, False, length) for rows in buckets}
-            low, high = (min(self._time(keys[rows]) for _ in range(CALIBRATING_ROUNDS)) for rows in (fewest, most))
+            low, high = (self._time(keys[rows]) for rows in (fewest, most))
             for rows, key in keys.items():  # those between are about linear in the rows
                 self._lengths.costs.calibrate(key, low + (high - low) * (rows - fewest) / max(1, most - fewest))
-        vars(counters).update(before)  # these are no rounds
+
+    def _record(self, key: GraphKey) -> None:
+        """Record and measure the graphs of every draft length for batches like that of `key`, which is used for the first time."""
+        assert self._lengths is not None
+        if key.constrained and not key.device:  # rounds of inert rows have no batch for the host nodes
+            key = self._graphs.key_for(key.rows, False, False)
+        self._backend.run(lambda: self._buffers.batch_rows.fill_(self._dummy_row))
+        for each in self._lengths.costs.keys(key):
+            self._lengths.costs.calibrate(each, self._time(each))
 
     def _time(self, key: GraphKey) -> float:
-        self._backend.event().wait()
-        begin = time.perf_counter()
-        self._graphs[key].replay()
-        self._backend.event().wait()
-        return time.perf_counter() - begin
+        """Seconds of a round of inert rows."""
+        graph, seconds, before = self._graphs[key], list[float](), dict(vars(self._backend.stats))
+        for _ in range(CALIBRATING_ROUNDS):
+            self._backend.event().wait()
+            begin = time.perf_counter()
+            graph.replay()
+            self._backend.event().wait()
+            seconds.append(time.perf_counter() - begin)
+        vars(self._backend.stats).update(before)  # these are no rounds
+        return min(seconds)
 
     def launch(self, requests: tuple[ActiveRequest, ...]) -> None:
         """Launch one round: batch in, replay, results out. Does not wait."""
@@ -122,7 +135,12 @@ class InFlight:
         constrained, sampled = any(request.constrained for request in requests), any(request.sampled for request in requests)
         lengths = self._lengths
         kind = len(requests), constrained, sampled, constrained and not any(request.matcher for request in requests)
-        launch = *kind, LONGEST if lengths is None else lengths.choose(requests, self._graphs.key_for(*kind))
+        if lengths is None:
+            return (*kind, LONGEST), self._graphs.key_for(*kind)
+        key = self._graphs.key_for(*kind)
+        if self._graphs.on_demand and not lengths.costs.known(key):
+            self._record(key)
+        launch = *kind, lengths.choose(requests, key)
         return launch, self._graphs.key_for(*launch)
 
     def _send_batch(self, slot: int, requests: tuple[ActiveRequest, ...], key: GraphKey) -> None:
