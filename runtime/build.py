@@ -102,9 +102,6 @@ class EngineParts:
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend)
         self.lengths = make_chooser(config, models, recorder)
         lengths = self.lengths.lengths if self.lengths else (LONGEST,)
-        profiled = read_range(os.environ) is not None  # it lists the stages of graphs before they are used
-        whole = config.eager or config.capture_bytes is not None or config.on_capture_failure != "raise" or limits.loops or profiled
-        self.records_on_demand = self.backend.name == "tape" and not whole
         self.graphs = GraphSet(self.backend, buffers, step_of, config.bucket_sizes, on_failure, config.capture_bytes, on_device, lengths)
         self.queue = RequestQueue(config.max_queued, self.compiler, self.grammars, recorder)
         self.sharing, ended = sharing_for(config, models), states.ended if states else None
@@ -116,6 +113,13 @@ class EngineParts:
         catch_up = functools.partial(process_skipped, buffers, model=draft, limits=limits) if draft is not None else None
         in_flight = loops_of(self, record is not None) if limits.loops else in_flight_type()
         self.in_flight = in_flight(timed, buffers, self.graphs, self.host_link, limits, states, self.lengths, catch_up)
+
+
+def records_on_demand(parts: EngineParts) -> bool:
+    """Whether graphs may be recorded one by one. With limits of failures and memory, and for profiles and loops, all come first."""
+    config, profiled = parts.config, read_range(os.environ) is not None
+    whole = config.eager or config.capture_bytes is not None or config.on_capture_failure != "raise" or parts.limits.loops or profiled
+    return parts.backend.name == "tape" and not whole
 
 
 def loops_of(parts: EngineParts, recorded: bool) -> Callable[..., InFlight]:
