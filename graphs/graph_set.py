@@ -46,16 +46,21 @@ class GraphSet:
         self._host_buckets = host_buckets(self.buckets) if device_grammars else self.buckets
         self._recorder = KeyRecorder(backend, buffers, step_of, on_failure, capture_bytes)
         self._recorded: dict[GraphKey, Recorded] = {}
+        self.on_demand = False
         self._serving: dict[GraphKey, GraphKey] = {}  # failed key -> the key used instead
         self.eager: Mapping[GraphKey, str] = {}  # keys that run eagerly, and the reason
 
     @property
     def captured(self) -> bool:
-        return bool(self._recorded)
+        return self.on_demand or bool(self._recorded)
+
+    def capture_on_demand(self) -> None:
+        """Record each key when it is used for the first time."""
+        self.on_demand = True
 
     def capture(self, notes: tuple[str, ...] = (), eager: bool = False, greedy_only: bool = False, progress: bool = False) -> CaptureReport:
         """Record every key, largest first, so that the small graphs use the memory of the large ones. An error leaves nothing recorded."""
-        if self._recorded:
+        if self.captured:
             raise RuntimeError("GraphSet.capture(): already captured; create a new engine for other limits")
         keys = graph_keys(self.buckets, greedy_only, self._device_grammars, self._draft_lengths)
         self._recorded, report = self._recorder.record(keys, notes, eager, progress)
@@ -77,4 +82,6 @@ class GraphSet:
         return self._serving.get(key, key) if self._serving else key
 
     def __getitem__(self, key: GraphKey) -> Recorded:
+        if self.on_demand and key not in self._recorded:
+            self._recorded[key] = self._recorder.record_one(key)
         return self._recorded[key]

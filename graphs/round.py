@@ -142,12 +142,12 @@ class Round:
         if grammar is None or not self.masks_drafts(buffers):
             return proposing.propose(buffers, after, proposer, self.limits)
         count, size = self.limits.num_speculative_tokens, len(after.rows)
-        masks_ready = grammar.rows(0, 0)
+        mask_ready = grammar.rows(0, 0)
         proposed = proposing.propose(buffers, after, proposer, self.limits)
+        context.wait(mask_ready)
         if count > 1:
             buffers.batch_drafts[:count, :size].copy_(proposed.T)
-            masks_ready = grammar.rows(1, count - 1)
-        context.wait(masks_ready)
+            context.wait(grammar.rows(1, count - 1))
         alive = drafting.continuing(after)
         for step in range(1, self.limits.positions):
             with context.stage(f"choose_draft {step}"):

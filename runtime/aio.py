@@ -107,8 +107,7 @@ class StepThread:
     def _run(self) -> None:
         try:
             with self.engine.step_lock.exclusive():
-                if not self.engine.captured:
-                    self.engine.capture()
+                self.engine.ensure_captured()
                 self.engine.wait(0)  # raises if the engine is closed
                 self._call_in_loop(self.opened.set)
                 while not self._done():

@@ -18,7 +18,7 @@ from torch import Tensor
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.model import TargetModel
 from stepgraph.graphs.recording import CaptureReport
-from stepgraph.runtime.build import Drafter, EngineParts, capture_notes
+from stepgraph.runtime.build import Drafter, EngineParts, capture_notes, records_on_demand
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.metrics import prometheus_text
@@ -112,7 +112,10 @@ class Engine:
         return self._make_tokenizer()
 
     def capture(self, *, progress: bool = False) -> CaptureReport:
-        """Record the graphs: one per batch size, with and without grammars. The first step does it if it was not called."""
+        """Record the graphs: one per batch size, with and without grammars. For an engine in service, before its first request.
+
+        If it was not called, the first step does it on CUDA; on the CPU each graph is recorded when a batch first needs it.
+        """
         with self.step_lock:
             self._require_open("capture")
             if self.captured:
@@ -122,6 +125,16 @@ class Engine:
                 report = self._graphs.capture(notes, self.config.eager, self.config.greedy_only, progress)
             self._in_flight.calibrate()
             return report
+
+    def ensure_captured(self) -> None:
+        """What the first step does if capture() was not called. On the CPU graphs share no memory, and an answer needs few of them."""
+        if self.captured:
+            return
+        if records_on_demand(self._parts):
+            capture_notes(self._parts)
+            self._graphs.capture_on_demand()
+        else:
+            self.capture()
 
     def submit(
         self,
@@ -174,8 +187,7 @@ class Engine:
     def step(self) -> list[StepEvent]:
         """Launch one round and return the new results. At most `rounds_in_flight` - 1 rounds stay in flight."""
         self._require_open("step")
-        if not self.captured:
-            self.capture()
+        self.ensure_captured()
         with self.step_lock:
             self._require_open("step")
             self.step_lock.check_owner()
