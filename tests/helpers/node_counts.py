@@ -19,6 +19,7 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Step, use_context
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
+from stepgraph.graphs.publishing import ring_specs
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, grammar_specs, round_specs
 from stepgraph.graphs.shapes import GraphKey
@@ -99,7 +100,7 @@ def round_of(shape: Shape, key: GraphKey, device: torch.device, drafts: int = 3)
     draft = Eagle3(head, d2t=d2t, embedding=target.embedding, device=device)
     limits = Limits(key.rows, drafts, 1024, 16, 64 * key.rows, target.vocab_size, target.vocab_size, target.feature_size)
     grammars = grammar_specs(limits, 1 << 16, 16) if key.device else forced_specs(limits)
-    specs = [*round_specs(limits), *grammars, *target.cache_specs(limits), *draft.cache_specs(limits)]
+    specs = [*round_specs(limits), *ring_specs(limits), *grammars, *target.cache_specs(limits), *draft.cache_specs(limits)]
     buffers = StaticBuffers(specs, device, constants={"target": target, "draft": draft})
     text, words = torch.zeros(1, dtype=torch.uint8, device=device), torch.zeros(limits.mask_words, dtype=torch.int32, device=device)
     starts = torch.zeros(limits.num_tokens + 1, dtype=torch.int32, device=device)
