@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import json
 import math
-import os
-import platform
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-
+from tools.origin import origin
 from tools.soak.process import Sample
 from tools.soak.soak import Soak, columns
 
@@ -56,8 +50,7 @@ def report(soak: Soak, interrupted: bool = False) -> dict[str, Any]:
     )
     return {
         "what": "soak",
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **machine(soak.models.device),
+        **origin(soak.models.device),
         "seed": soak.plan.seed,
         "seconds": round(soak.seconds, 1),
         "wanted_seconds": soak.plan.seconds,
@@ -108,30 +101,6 @@ def changes(samples: Sequence[Sample], warm_at: float | None) -> dict[str, list[
     first, last = warm[0].types, warm[-1].types
     names = sorted({*first, *last})
     return {name: [first.get(name, 0), last.get(name, 0)] for name in names if abs(first.get(name, 0) - last.get(name, 0)) > 5}
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """Device and versions; nothing that identifies the machine."""
-    versions = {}
-    for package in ("stepgraph", "torch", "xgrammar", "llguidance", "numpy"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "missing"
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu (tape)",
-        "machine": f"{processor()}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "versions": versions,
-    }
-
-
-def processor() -> str:
-    try:
-        found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor() or "unknown processor"
 
 
 def thinned(samples: Sequence[Sample]) -> list[Sample]:
