@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,13 +18,6 @@ from tests.stub_cuda.counters import counted
 pytestmark = pytest.mark.stub_cuda
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20
-
-
-@pytest.fixture
-def backend() -> Iterator[CudaBackend]:
-    made = CudaBackend()
-    yield made
-    made.close()
 
 
 def buffers() -> StaticBuffers:

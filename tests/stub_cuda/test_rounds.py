@@ -6,7 +6,6 @@ import gc
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ import pytest
 import torch
 
 from stepgraph import Engine
-from stepgraph.graphs.buffers import ResultLayout
+from stepgraph.graphs.publishing import FINISH
 from stepgraph.graphs.shapes import LONGEST, GraphKey, graph_keys
 from stepgraph.sampling.grammar.status import FinishCode
 from tests.stub_cuda import counters
-from tests.stub_cuda.device import device_array
-from tests.stub_cuda.subject import Backend, greedy_engine, make_backend
+from tests.stub_cuda.subject import Backend, greedy_engine
 from tools.gpu.checks.context import VOCABULARY
 from tools.gpu.checks.engines import CONFIG, drafters_of
 
@@ -61,13 +59,6 @@ def replay_every_key_twice(engine: Engine, lengths: tuple[int, ...] = (LONGEST,)
             backend.synchronize()
         assert reports[0] == reports[1], key
     return len(keys)
-
-
-@pytest.fixture
-def backend() -> Iterator[Backend]:
-    made = make_backend("cuda")
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -162,9 +153,7 @@ class Together:
             engine = greedy_engine(buckets=(2,), num_speculative_tokens=1, look_up=0)
             self.engines.append(engine)
             engine.capture()
-            results = device_array(engine.buffers.results)
-            results[:] = 0
-            results[:, ResultLayout(1).columns["finish"]] = FinishCode.RUNNING
+            engine.buffers.results_ring_host[..., FINISH] = FinishCode.RUNNING
             engine.submit([turn + 1, 5, 9], max_new_tokens=50)
             while engine.stats().rounds < 5:
                 engine.step()
