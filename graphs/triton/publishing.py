@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -97,6 +99,7 @@ def publish_results(*tensors: Tensor) -> None:
     publish_round[(1,)](*tensors, len(ring), *sizes, TILE=TILE, num_warps=4)
 
 
-def end_round(results: Tensor, rows: Tensor, *others: Tensor | int) -> None:
-    batch, width, slots = len(rows), results.shape[1], len(others[3])
-    decide_end[(1,)](results, rows, *others, batch, width, slots, ROWS=triton.next_power_of_2(batch), num_warps=1)
+def end_round(*given: Any) -> None:
+    results, *_, headers, _, _ = given
+    batch, width = results.shape
+    decide_end[(1,)](*given, batch, width, len(headers), ROWS=triton.next_power_of_2(batch), num_warps=1)
