@@ -74,6 +74,7 @@ def quoted() -> list[tuple[str, str]]:
         ),
         ("docs/constrain.md", f"{compiled['compile_ms']['p50']:.1f} ms at the median and {compiled['compile_ms']['p99']:.0f} ms at p99"),
         ("tools/README.md", f"{soak['wanted_seconds'] / 60:.0f} minutes on two busy cores"),
+        ("tools/README.md", f"rose by {soak['trends']['resident_bytes']['per_hour'] / 1e6:.0f} MB per hour"),
     ]
 
 
