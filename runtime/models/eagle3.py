@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from stepgraph.graphs.attention.paged import cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.layers.dense import rms_norm
-from stepgraph.graphs.layers.quantised import embed, linear
+from stepgraph.graphs.layers.quantised import linear
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, empty_weight
+from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, embed, empty_weight
 from stepgraph.runtime.models.llama_config import Eagle3Config
 from stepgraph.runtime.models.mtp import shift_inputs
 
@@ -57,6 +57,11 @@ class Eagle3(LlamaBase):
         self.d2t: Tensor | None
 
     @property
+    def shares_embeddings(self) -> bool:
+        """Heads are trained over the target's token embeddings, unless they have another width."""
+        return self.config.layer.hidden_size == self.config.target_hidden_size
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """For the capture report."""
         config = self.config
@@ -75,7 +80,7 @@ class Eagle3(LlamaBase):
         states = inputs.features.flatten(0, 1)
         if inputs.step == 1:
             states = linear(states, self.fuse)
-        embedded = embed(inputs.tokens.flatten(), self.embedding, layer.config.dtype)
+        embedded = embed(inputs, self.embedding, layer.config.dtype)
         rotation = self.rotation(entries.positions, embedded.dtype)
         normed = rms_norm(states, self.state_norm, epsilon)
         layer_input = torch.cat([rms_norm(embedded, layer.attention_norm, epsilon), normed], -1)

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from stepgraph.graphs.attention.paged import by_reference, cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.layers.dense import Residual, rms_norm
-from stepgraph.graphs.layers.quantised import embed, linear
+from stepgraph.graphs.layers.quantised import linear
 from stepgraph.graphs.layers.slot_mapping import shift_entries
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, empty_weight
+from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, embed, empty_weight
 from stepgraph.runtime.models.llama_config import LlamaConfig
 
 
@@ -31,6 +31,7 @@ class Mtp(LlamaBase):
 
     head: nn.Parameter
     d2t: Tensor | None = None
+    shares_embeddings = True
 
     def __init__(self, config: LlamaConfig, *, embedding: nn.Parameter, head: nn.Parameter, device: str | torch.device = "cpu") -> None:
         super().__init__(config, device)
@@ -63,7 +64,7 @@ class Mtp(LlamaBase):
         assert inputs.features is not None
         keys, values, kept = buffers["draft_keys"], buffers["draft_values"], buffers["draft_states"]
         shape, single = inputs.tokens.shape, len(self.depths) == 1
-        embedded = embed(inputs.tokens.flatten(), self.embedding, self.config.dtype)
+        embedded = embed(inputs, self.embedding, self.config.dtype)
         outputs: list[Tensor] = []
         for index in (0,) if single else range(inputs.step - 1, len(keys)):
             entries = shift_inputs(inputs, index + 1)
