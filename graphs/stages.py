@@ -73,8 +73,7 @@ def accept(
         layout.write(lines, forced=_draft_bits(buffers.row_forced, batch) * batch.column(Column.CONSTRAINED))
     if "row_looked_up" in buffers:
         layout.write(lines, looked_up=_draft_bits(buffers.row_looked_up, batch))
-    if "loop_done" in buffers:
-        publish(buffers, batch.rows)
+    publish(buffers, batch.rows)
     return emission, after
 
 

@@ -24,7 +24,7 @@ from stepgraph.graphs.limits import UNTIL_EVENT, Limits
 from stepgraph.graphs.model import DraftModel, ModelPair, TargetModel
 from stepgraph.graphs.proposer import Proposer
 from stepgraph.graphs.proposing import text_specs
-from stepgraph.graphs.publishing import loop_specs
+from stepgraph.graphs.publishing import ring_specs
 from stepgraph.graphs.recording import LESS
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, grammar_specs, look_up_specs, round_specs, skipped_specs, state_specs
@@ -102,9 +102,6 @@ class EngineParts:
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend)
         self.lengths = make_chooser(config, models, recorder)
         lengths = self.lengths.lengths if self.lengths else (LONGEST,)
-        profiled = read_range(os.environ) is not None  # it lists the stages of graphs before they are used
-        whole = config.eager or config.capture_bytes is not None or config.on_capture_failure != "raise" or limits.loops or profiled
-        self.records_on_demand = self.backend.name == "tape" and not whole
         self.graphs = GraphSet(self.backend, buffers, step_of, config.bucket_sizes, on_failure, config.capture_bytes, on_device, lengths)
         self.queue = RequestQueue(config.max_queued, self.compiler, self.grammars, recorder)
         self.sharing, ended = sharing_for(config, models), states.ended if states else None
@@ -116,6 +113,13 @@ class EngineParts:
         catch_up = functools.partial(process_skipped, buffers, model=draft, limits=limits) if draft is not None else None
         in_flight = loops_of(self, record is not None) if limits.loops else in_flight_type()
         self.in_flight = in_flight(timed, buffers, self.graphs, self.host_link, limits, states, self.lengths, catch_up)
+
+
+def records_on_demand(parts: EngineParts) -> bool:
+    """Whether graphs may be recorded one by one. With limits of failures and memory, and for profiles and loops, all come first."""
+    config, profiled = parts.config, read_range(os.environ) is not None
+    whole = config.eager or config.capture_bytes is not None or config.on_capture_failure != "raise" or parts.limits.loops or profiled
+    return parts.backend.name == "tape" and not whole
 
 
 def loops_of(parts: EngineParts, recorded: bool) -> Callable[..., InFlight]:
@@ -314,13 +318,12 @@ def make_buffers(
     candidates = (("target", models.target), ("draft", models.drafter), ("look_up", models.look_up))
     named = {name: model for name, model in candidates if model is not None}
     drawn = not config.greedy_only and models.proposer is None
-    specs = [*round_specs(limits, drawn), *[spec for model in named.values() for spec in model.cache_specs(limits)]]
+    specs = [*round_specs(limits, drawn), *ring_specs(limits), *[spec for model in named.values() for spec in model.cache_specs(limits)]]
     specs += text_specs(limits) if models.reads_text else ()
     specs += look_up_specs(limits) if models.look_up is not None else ()
     if saved:
         specs += state_specs(limits, saved.width, models.target.feature_dtype)
     specs += forced_specs(limits) if forced else ()
-    specs += loop_specs(limits) if limits.loops else ()
     if config.draft_length == AUTO_LENGTH and models.draft is not None and models.draft.cache_specs(limits):
         specs += skipped_specs(limits, models.target.feature_dtype)
     constants: dict[str, nn.Module | torch.Tensor] = {name: model for name, model in named.items() if isinstance(model, nn.Module)}

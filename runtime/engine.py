@@ -18,7 +18,7 @@ from torch import Tensor
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.model import TargetModel
 from stepgraph.graphs.recording import CaptureReport
-from stepgraph.runtime.build import Drafter, EngineParts, capture_notes
+from stepgraph.runtime.build import Drafter, EngineParts, capture_notes, records_on_demand
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.metrics import prometheus_text
@@ -130,7 +130,7 @@ class Engine:
         """What the first step does if capture() was not called. On the CPU graphs share no memory, and an answer needs few of them."""
         if self.captured:
             return
-        if self._parts.records_on_demand:
+        if records_on_demand(self._parts):
             capture_notes(self._parts)
             self._graphs.capture_on_demand()
         else:

@@ -185,8 +185,10 @@ def _layer_variants() -> list[Variant]:
     found.append(_variant("select_row", drafting.select_row, types, flags, 1))
     found.append(_variant("write_row", stages.write_row, [*["*i64"] * 13, *["i32"] * 3], {"COLUMNS": 16, "POSITIONS": 16}, 1))
     found.append(_variant("count_row", stages.count_row, ["*i64", "*i64", "*i64", "*i32", "i32", "i32"], {"POSITIONS": 16}, 1))
-    types = ["*i64", "*fp32", *["*i64"] * 3, "*i32", "*i64", "*fp32", "*i64", *["i32"] * 8]
-    found.append(_variant("publish_round", publishing.publish_round, types, {"ROWS": 64, "TILE": publishing.TILE}, 4))
+    found.append(_variant("take_rows", publishing.take_rows, [*["*i64"] * 3, *["i32"] * 3], {"ROWS": 64}, 1))
+    types = ["*i64", "*fp32", "*i64", "*i64", "*fp32", *["i32"] * 5]
+    found.append(_variant("publish_round", publishing.publish_round, types, {"TILE": publishing.TILE}, 4))
+    found.append(_variant("decide_end", publishing.decide_end, [*["*i64"] * 4, "*i32", "*i64", *["i32"] * 5], {"ROWS": 64}, 1))
     found.append(_variant("store_row", drafting.store_row, [*["*i64"] * 4, *["i32"] * 4], {"WIDTH": 8}, 1))
     types = ["*i64", "*fp32", "*bf16", "*bf16", "i32"]
     return [*found, _variant("angles_of", slot_mapping.angles_of, types, {"HALF": 128}, 4)]

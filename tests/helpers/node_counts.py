@@ -19,6 +19,7 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Step, use_context
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
+from stepgraph.graphs.publishing import ring_specs
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, round_specs
 from stepgraph.graphs.shapes import GraphKey
@@ -97,7 +98,7 @@ def round_of(shape: Shape, key: GraphKey, device: torch.device, drafts: int = 3)
     d2t = torch.zeros(head.draft_vocab_size, dtype=torch.int64, device=device)
     draft = Eagle3(head, d2t=d2t, embedding=target.embedding, device=device)
     limits = Limits(key.rows, drafts, 1024, 16, 64 * key.rows, target.vocab_size, target.vocab_size, target.feature_size)
-    specs = [*round_specs(limits), *forced_specs(limits), *target.cache_specs(limits), *draft.cache_specs(limits)]
+    specs = [*round_specs(limits), *ring_specs(limits), *forced_specs(limits), *target.cache_specs(limits), *draft.cache_specs(limits)]
     buffers = StaticBuffers(specs, device, constants={"target": target, "draft": draft})
     return Round(limits, ModelPair(target, draft), cast("HostLink", NoLink())).step(key), buffers
 
