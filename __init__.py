@@ -3,7 +3,10 @@
 The public names are imported on first use, so `import stepgraph` does not import torch.
 """
 
+import os
+import sys
 from importlib import import_module
+from importlib.util import module_from_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,6 +55,25 @@ _MODULES = {
     "TokenLogprob": "runtime.request",
     "Vocabulary": "sampling.grammar.vocabulary",
 }
+
+
+def _prefer_installed() -> None:
+    """Replace this module by the installed package if this is a checkout that was found only because it lies next to the program.
+
+    The root of a checkout is the package, and Python searches the folder of the program before those of installed packages.
+    """
+    here = os.path.dirname(os.path.abspath(__file__))
+    first = os.path.abspath(sys.path[0]) if sys.path else ""
+    if first != os.path.dirname(here) or not os.path.exists(os.path.join(here, "setup.py")):
+        return
+    found = (finder.find_spec(__name__, sys.path[1:]) for finder in sys.meta_path)
+    spec = next((spec for spec in found if spec and spec.loader and spec.origin), None)
+    if spec and spec.loader and not os.path.samefile(str(spec.origin), __file__):
+        sys.modules[__name__] = installed = module_from_spec(spec)
+        spec.loader.exec_module(installed)
+
+
+_prefer_installed()
 
 
 def __getattr__(name: str) -> Any:

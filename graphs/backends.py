@@ -13,6 +13,12 @@ from stepgraph.graphs.capture import NOTHING, Backend, Check, Recorded, Step, St
 from stepgraph.graphs.errors import CaptureError, HostNodeError
 from stepgraph.graphs.spans import MakeRange, RecordedReport, nvtx_range
 from stepgraph.graphs.tape.backend import TapeBackend
+from stepgraph.sampling import fields
+from stepgraph.sampling.fields import BOOL, FUNCTION, check_members, check_value, clip_repr, instance_of, optional
+
+_GENERATORS = fields.Check(
+    lambda value: isinstance(value, (tuple, list)) and all(isinstance(each, torch.Generator) for each in value), "torch.Generators"
+)
 
 
 def make_backend(name: str = "auto", *, asynchronous: bool = False, nvtx: bool = False) -> Backend:
@@ -22,6 +28,8 @@ def make_backend(name: str = "auto", *, asynchronous: bool = False, nvtx: bool =
     caller's stream does not wait for replays, and the caller uses events and `run` instead.
     nvtx: NVTX ranges for stages, in captures and eager runs, and for launches.
     """
+    check_value("make_backend.asynchronous", asynchronous, BOOL)
+    check_value("make_backend.nvtx", nvtx, BOOL)
     ranges = nvtx_range() if nvtx else None
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "tape"
@@ -31,7 +39,7 @@ def make_backend(name: str = "auto", *, asynchronous: bool = False, nvtx: bool =
         from stepgraph.graphs.cuda.backend import CudaBackend  # loads torch.profiler
 
         return CudaBackend(ordered=not asynchronous, ranges=ranges)
-    raise ValueError(f"backend: got {name!r}, expected 'auto', 'tape' or 'cuda'")
+    raise ValueError(f"backend: got {clip_repr(name)}, expected 'auto', 'tape' or 'cuda'")
 
 
 def capture(
@@ -52,7 +60,13 @@ def capture(
         freeze. `between` is called between the two recordings, to change that state.
     generators: the random generators that the step uses.
     """
-    if backend == "auto":
+    check_value("capture.step", step, FUNCTION)
+    check_value("capture.buffers", buffers, instance_of(StaticBuffers, "StaticBuffers"))
+    check_value("capture.between", between, optional(FUNCTION))
+    check_value("capture.generators", generators, _GENERATORS)
+    if not isinstance(backend, str):
+        check_members("capture.backend", backend, Backend)
+    elif backend == "auto":
         backend = "cuda" if buffers.device.type == "cuda" else "tape"
     chosen = make_backend(backend) if isinstance(backend, str) else backend
     return chosen.capture(step, buffers, check=check, between=between, generators=generators)
@@ -89,6 +103,8 @@ class EagerContext:
 @torch.no_grad()
 def run_eager(step: Step, buffers: StaticBuffers, ranges: MakeRange | None = None) -> None:
     """Run a step once without recording it. Every replay must equal this bit for bit."""
+    check_value("run_eager.step", step, FUNCTION)
+    check_value("run_eager.buffers", buffers, instance_of(StaticBuffers, "StaticBuffers"))
     synchronize = torch.cuda.synchronize if buffers.device.type == "cuda" else lambda: None
     with use_context(EagerContext(synchronize, ranges)):
         step(buffers)

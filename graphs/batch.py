@@ -11,6 +11,7 @@ from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.layers.slot_mapping import place_tokens
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import DraftModel, ModelInput, TargetModel, check_shape
+from stepgraph.graphs.publishing import receive
 from stepgraph.sampling.grammar.status import FinishCode
 from stepgraph.sampling.kernels import processors
 
@@ -40,6 +41,7 @@ class Batch(NamedTuple):
 
 def read_batch(buffers: StaticBuffers, size: int, attention: AttentionChoice = OPERATION, most_drafts: int | None = None) -> Batch:
     """The first `size` slots. Of each row's drafts at most `most_drafts`, without a number all; the others are dropped."""
+    receive(buffers, size)
     rows, drafts = buffers.batch_rows[:size], buffers.row_drafts
     state = buffers.row_state[rows]
     if most_drafts is not None and most_drafts < drafts.shape[1]:

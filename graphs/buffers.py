@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import operator
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -16,6 +18,9 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from stepgraph.graphs.memory import check_memory
+from stepgraph.sampling.fields import clip_repr, is_int
 
 Residence = Literal["device", "pinned", "constant"]
 
@@ -32,23 +37,27 @@ class BufferSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier() or self.name.startswith("_"):
-            raise ValueError(f"BufferSpec.name: got {self.name!r}, expected a public Python identifier")
+            raise ValueError(f"BufferSpec.name: got {clip_repr(self.name)}, expected a public Python identifier")
         if self.memory not in ("device", "pinned"):
-            raise ValueError(f"BufferSpec.memory of {self.name!r}: got {self.memory!r}, expected 'device' or 'pinned'")
+            raise ValueError(f"BufferSpec.memory of {self.name!r}: got {clip_repr(self.memory)}, expected 'device' or 'pinned'")
         if self.name.endswith("_host") != (self.memory == "pinned"):
             raise ValueError(
                 f"BufferSpec.name: got {self.name!r} in {self.memory} memory, expected the suffix _host for pinned memory only"
             )
-        if not isinstance(self.shape, tuple) or not all(isinstance(size, int) and size >= 0 for size in self.shape):
-            raise ValueError(f"BufferSpec.shape of {self.name!r}: got {self.shape!r}, expected a tuple of integers >= 0")
+        if not isinstance(self.shape, tuple) or not all(is_int(size) and size >= 0 for size in self.shape):
+            raise ValueError(f"BufferSpec.shape of {self.name!r}: got {clip_repr(self.shape)}, expected a tuple of integers >= 0")
         if not isinstance(self.dtype, torch.dtype):
-            raise ValueError(f"BufferSpec.dtype of {self.name!r}: got {self.dtype!r}, expected a torch.dtype")
+            raise ValueError(f"BufferSpec.dtype of {self.name!r}: got {clip_repr(self.dtype)}, expected a torch.dtype")
+        try:
+            torch.full((), self.fill, dtype=self.dtype, device="cpu")
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            raise ValueError(f"BufferSpec.fill of {self.name!r}: got {clip_repr(self.fill)}, expected a number of {self.dtype}") from None
         if hasattr(StaticBuffers, self.name):
             raise ValueError(f"BufferSpec.name: got {self.name!r}, a method of StaticBuffers, expected another name")
 
     @property
     def nbytes(self) -> int:
-        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class StaticBuffers:
@@ -65,12 +74,18 @@ class StaticBuffers:
         constants: Mapping[str, Tensor | nn.Module] | None = None,
     ) -> None:
         self._specs: dict[str, BufferSpec] = {}
-        for spec in specs:
+        for spec in specs if isinstance(specs, Iterable) else (specs,):
+            if not isinstance(spec, BufferSpec):
+                raise ValueError(f"StaticBuffers.specs: got {clip_repr(spec)}, expected BufferSpecs")
             if spec.name in self._specs:
                 raise ValueError(f"StaticBuffers.specs: {spec.name!r} is declared twice, expected unique names")
             self._specs[spec.name] = spec
-        self._device = torch.device(device)
-        self._constants = dict(_named_tensors(constants or {}))
+        try:
+            self._device = torch.empty(0, device=device).device if device is not None else torch.device(device)
+        except (TypeError, ValueError, RuntimeError, AssertionError):
+            raise ValueError(f"StaticBuffers.device: got {clip_repr(device)}, expected the name of a torch device") from None
+        self._constants = dict(_named_tensors(constants))
+        check_fit("StaticBuffers.specs", self.specs, self._device)
         on_cuda = self._device.type == "cuda"
         self._tensors = {
             name: torch.full(
@@ -143,10 +158,23 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _named_tensors(constants: Mapping[str, Tensor | nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    for name, source in constants.items():
+def check_fit(name: str, specs: Iterable[BufferSpec], device: torch.device, remedy: str = "") -> None:
+    """ValueError if the tensors need more memory than there is."""
+    host, needed = torch.device("cpu"), Counter[torch.device]()
+    for spec in specs:
+        needed[host if spec.memory == "pinned" else device] += spec.nbytes
+    for place, nbytes in needed.items():
+        check_memory(name, nbytes, place, remedy)
+
+
+def _named_tensors(constants: Mapping[str, Tensor | nn.Module] | None) -> Iterator[tuple[str, Tensor]]:
+    if not isinstance(constants, (Mapping, type(None))):
+        raise ValueError(f"StaticBuffers.constants: got {clip_repr(constants)}, expected a mapping of names to tensors or modules")
+    for name, source in (constants or {}).items():
         if isinstance(source, Tensor):
             yield name, source
+        elif not isinstance(source, nn.Module):
+            raise ValueError(f"StaticBuffers.constants[{clip_repr(name)}]: got {clip_repr(source)}, expected a tensor or a module")
         else:
             for inner, tensor in [*source.named_parameters(), *source.named_buffers()]:
                 yield f"{name}.{inner}", tensor

@@ -203,6 +203,22 @@ def current_context() -> CaptureContext:
     return context
 
 
+_start_thread = threading.Thread.start
+
+
+def _start_checked(thread: threading.Thread) -> None:
+    if getattr(_local, "recording", False):
+        raise fail("other-thread", "a step that is being captured starts a thread, whose work would not be recorded")
+    _start_thread(thread)
+
+
+@contextlib.contextmanager
+def refusing_threads() -> Iterator[None]:
+    """Within the block, starting a thread from this one is a CaptureError. For backends."""
+    with setting(_local, "recording", True), setting(threading.Thread, "start", _start_checked):
+        yield
+
+
 def use_context(context: CaptureContext) -> AbstractContextManager[None]:
     """Make `context` this thread's current one. For backends."""
     return setting(_local, "context", context)

@@ -99,14 +99,16 @@ def choose_draft(
 
 def grammar_mask_of(buffers: StaticBuffers, after: Batch, step: int, on_device: bool = False) -> GrammarMask:
     """The mask that guides draft `step`, filled on the side stream of this round. on_device: all of them by `advance_fill`."""
-    constrained, size = after.has_grammar, len(after.rows)
+    size = len(after.rows)
     if on_device:
-        return GrammarMask(buffers.row_masks[:, step - 1 : step], after.rows, constrained, buffers.batch_status[step - 1, :size, None])
+        status = buffers.batch_status[step - 1, :size, None]
+        return GrammarMask(buffers.row_masks[:, step - 1 : step], after.rows, after.has_grammar, status)
     if "grammar_arena" in buffers:  # the masks of grammars on the device are only in their rows
         rows, (tags, masks) = after.rows, (each[:, step - 1 : step] for each in (buffers.row_tags, buffers.row_masks))
     else:
         rows, (tags, masks) = None, (each[step - 1, :size, None] for each in (buffers.batch_tags, buffers.batch_masks))
-    status = kernels.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), constrained, step - 1, rows)
+    owner, generated, constraint = (after.column(column) for column in (Column.OWNER, Column.GENERATED, Column.CONSTRAINED))
+    status, constrained = kernels.mask_status(tags, owner, generated, constraint, step - 1, rows)
     return GrammarMask(masks, rows, constrained, status)
 
 
@@ -121,10 +123,11 @@ def _draft_greedy(
     """[B] bool whether the largest legal logit is finite, and [B] the target id of its token."""
     if mask is None:
         best, choice = logits.max(-1)
+        finite = best.abs() < math.inf
     else:
         masks, rows, constrained, status = mask
-        best, choice = (each.squeeze(1) for each in kernels.masked_argmax(logits[:, None], masks, rows, constrained, d2t, status))
-    return best.abs() < math.inf, choice if d2t is None else d2t[choice]
+        finite, choice = (each.squeeze(1) for each in kernels.masked_argmax(logits[:, None], masks, rows, constrained, d2t, status))
+    return finite, choice if d2t is None else d2t[choice]
 
 
 def _draft_sampled(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import linecache
 import os
 import sys
+import threading
 from collections.abc import Iterable
 from types import FrameType
 from typing import NamedTuple
@@ -16,11 +18,13 @@ import torch
 _GRAPHS = os.path.dirname(os.path.abspath(__file__))
 _SKIPPED_FILES = {
     contextlib.__file__,
+    threading.__file__,
     os.path.join(os.path.dirname(_GRAPHS), "sampling", "cuda_graphs.py"),
     *(os.path.join(_GRAPHS, name) for name in ("backends.py", "buffers.py", "capture.py", "errors.py")),
 }
 _SKIPPED_FOLDERS = (
     *(os.path.join(_GRAPHS, name) + os.sep for name in ("tape", "cuda")),
+    os.path.dirname(os.path.abspath(concurrent.futures.__file__)) + os.sep,
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     "<frozen",
 )

@@ -19,7 +19,7 @@ from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.capture import CaptureContext, StreamEvent
 from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors
-from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, advance, fill_next
+from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, advance, fill_next, follow
 from stepgraph.sampling.grammar.status import HostColumn
 from stepgraph.sampling.kernels import GrammarMask, advance_fill
 
@@ -32,8 +32,11 @@ class MaskSource(Protocol):
     def head(self) -> None:
         """Complete the masks of the previous round's drafts, all if they were chosen without; fill mask 0 of new rows."""
 
-    def row(self, index: int) -> None:
-        """Fill mask `index` of this round's drafts. Index 0: commit the emitted tokens first; others: accept the draft before the mask."""
+    def rows(self, first: int, last: int) -> None:
+        """Fill these masks of this round's drafts. Index 0: commit the emitted tokens first; others: accept the draft before the mask.
+
+        Several: the drafts before them are a proposed chain, in which a forced token replaces the proposed one.
+        """
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,9 @@ class GrammarLane:
         """During target_verify."""
         return self._fill(lambda source: source.head())
 
-    def row(self, index: int) -> StreamEvent:
+    def rows(self, first: int, last: int) -> StreamEvent:
         """While the draft model computes."""
-        return self._fill(lambda source: source.row(index))
+        return self._fill(lambda source: source.rows(first, last))
 
     def mask(self, after: Batch, step: int) -> GrammarMask:
         """The mask that guides draft `step`, on the main stream after it waited for it."""
@@ -90,8 +93,8 @@ class DeviceTables:
         first = drafts if masked and self.shape.fixed else min(1, drafts) if masked else 0
         self._fill(HEAD, first, drafts, of_last_round=True, fill_new=first > 0)
 
-    def row(self, index: int) -> None:
-        self._fill(_name(index), index, index)
+    def rows(self, first: int, last: int) -> None:
+        self._fill(_name(first, last), first, last)
 
     def _fill(self, name: str, first: int, last: int, of_last_round: bool = False, fill_new: bool = False) -> None:
         b, size = self.buffers, self.shape.size
@@ -151,15 +154,15 @@ class HostNodes:
                 self._copy_draft(longest - 1, buffers.row_drafts[rows, last])
         self._node(HEAD, [BEGIN_ROUND, *steps, *([END_ROUND] if ends else [])], stages_filled)
 
-    def row(self, index: int) -> None:
-        name, ends = _name(index), index == self.shape.drafts - 1
+    def rows(self, first: int, last: int) -> None:
+        name, ends, drafts = _name(first, last), last == self.shape.drafts - 1, range(max(1, first), last + 1)
         with self.context.stage(f"show {name}"):
-            if index == 0:
+            if first == 0:
                 self._copy_state()
-            else:
+            for index in drafts:
                 self._copy_draft(index - 1, self.buffers.batch_drafts[index - 1, : self.shape.size])
-        step = advance(index) if index else COMMIT
-        self._node(name, [step, END_ROUND] if ends else [step], range(index, index + 1))
+        steps = [COMMIT] * (first == 0) + [advance(first)] * (first == last > 0) + [follow(index) for index in drafts if first < last]
+        self._node(name, [*steps, END_ROUND] if ends else steps, range(first, last + 1))
 
     def _copy_state(self) -> None:
         size = self.shape.size
@@ -190,5 +193,5 @@ class HostNodes:
                     buffers.batch_forced[stage, :size].copy_(buffers.forced_host[stage, :size], non_blocking=True)
 
 
-def _name(index: int) -> str:
-    return f"advance {index}" if index else "commit"
+def _name(first: int, last: int) -> str:
+    return "commit" if last == 0 else f"advance {last}" if first == last else f"follow {first} to {last}"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import get_args
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Recorded, Step
 from stepgraph.graphs.recording import CaptureReport, KeyRecorder, OnFailure
 from stepgraph.graphs.shapes import LONGEST, GraphKey, checked_buckets, dispatch, graph_keys, host_buckets
+from stepgraph.sampling.fields import BOOL, FUNCTION, Check, check_members, check_value, instance_of, is_int, one_of, optional, whole
 
 REQUESTED = "EngineConfig.eager"
+_LENGTHS = Check(lambda value: isinstance(value, (tuple, list)) and bool(value) and all(map(is_int, value)), "a tuple of numbers of drafts")
 
 
 class GraphSet:
@@ -31,21 +34,33 @@ class GraphSet:
         device_grammars: bool = False,
         draft_lengths: Sequence[int] = (LONGEST,),
     ) -> None:
+        check_members("GraphSet.backend", backend, Backend)
+        check_value("GraphSet.buffers", buffers, instance_of(StaticBuffers, "StaticBuffers"))
+        check_value("GraphSet.step_of", step_of, FUNCTION)
+        check_value("GraphSet.on_failure", on_failure, one_of(get_args(OnFailure)))
+        check_value("GraphSet.capture_bytes", capture_bytes, optional(whole(1)))
+        check_value("GraphSet.device_grammars", device_grammars, BOOL)
+        check_value("GraphSet.draft_lengths", draft_lengths, _LENGTHS)
         self._device_grammars, self._draft_lengths = device_grammars, draft_lengths
-        self.buckets = checked_buckets(buckets, max(buckets, default=0))
+        self.buckets = checked_buckets(buckets)
         self._host_buckets = host_buckets(self.buckets) if device_grammars else self.buckets
         self._recorder = KeyRecorder(backend, buffers, step_of, on_failure, capture_bytes)
         self._recorded: dict[GraphKey, Recorded] = {}
+        self.on_demand = False
         self._serving: dict[GraphKey, GraphKey] = {}  # failed key -> the key used instead
         self.eager: Mapping[GraphKey, str] = {}  # keys that run eagerly, and the reason
 
     @property
     def captured(self) -> bool:
-        return bool(self._recorded)
+        return self.on_demand or bool(self._recorded)
+
+    def capture_on_demand(self) -> None:
+        """Record each key when it is used for the first time."""
+        self.on_demand = True
 
     def capture(self, notes: tuple[str, ...] = (), eager: bool = False, greedy_only: bool = False, progress: bool = False) -> CaptureReport:
         """Record every key, largest first, so that the small graphs use the memory of the large ones. An error leaves nothing recorded."""
-        if self._recorded:
+        if self.captured:
             raise RuntimeError("GraphSet.capture(): already captured; create a new engine for other limits")
         keys = graph_keys(self.buckets, greedy_only, self._device_grammars, self._draft_lengths)
         self._recorded, report = self._recorder.record(keys, notes, eager, progress)
@@ -61,9 +76,12 @@ class GraphSet:
 
     def key_for(self, batch_rows: int, constrained: bool, sampled: bool, device: bool = False, draft_length: int = LONGEST) -> GraphKey:
         """The key for a batch."""
+        check_value("GraphSet.key_for.batch_rows", batch_rows, whole(1, self.buckets[-1]))
         buckets = self._host_buckets if constrained and not device else self.buckets
         key = dispatch(buckets, batch_rows, constrained, sampled, device, draft_length)
         return self._serving.get(key, key) if self._serving else key
 
     def __getitem__(self, key: GraphKey) -> Recorded:
+        if self.on_demand and key not in self._recorded:
+            self._recorded[key] = self._recorder.record_one(key)
         return self._recorded[key]

@@ -152,13 +152,17 @@ class KeyRecorder:
         )
         return recorded | {one.key: self._eager(one.key) for one in failed if one.served_by is None}, report
 
+    def record_one(self, key: GraphKey) -> Recorded:
+        """Record a key while rounds of others may be in flight."""
+        with _capture_errors(key):
+            return self._backend.capture(self.step_of(key), self._buffers)
+
     def _eager(self, key: GraphKey) -> EagerStep:
         return EagerStep(self._backend, self.step_of(key), self._buffers)
 
     def _record(self, key: GraphKey, budget: CaptureBudget) -> Recorded:
         budget.check_next(key)
-        with _capture_errors(key):
-            recorded = self._backend.capture(self.step_of(key), self._buffers)
+        recorded = self.record_one(key)
         budget.add(key, recorded.report.nbytes)
         return recorded
 

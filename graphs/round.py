@@ -8,11 +8,11 @@
     draft_decode                              accept d_1, fill row 1
       wait row 1; mask, choose d_2            ... and so on to d_K
 
-A proposer drafts a whole chain in one stage instead of draft_prefill and draft_decode; if the grammar also forces tokens, its
-chain is masked position by position. A look-up beside a draft model runs before draft_prefill: a row drafts the tokens of its
-look-up chain as long as they are legal, and the draft model's from then on. The mask that guides draft i + 1 also verifies it in
-the next round: each of the K + 1 mask rows is filled once and used twice. `grammar_lane` has the side stream: one kernel per mask for
-grammars whose tables are in device memory, one host node with copies both ways for others.
+A proposer drafts a whole chain in one stage instead of draft_prefill and draft_decode; if the grammar also forces tokens, one
+host node follows the chain and fills the masks of all its drafts. A look-up beside a draft model runs before draft_prefill: a row
+drafts the tokens of its look-up chain as long as they are legal, and the draft model's from then on. The mask that guides draft i + 1
+also verifies it in the next round: each of the K + 1 mask rows is filled once and used twice. `grammar_lane` has the side stream: one
+kernel per mask for grammars whose tables are in device memory, one host node with copies both ways for others.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Round:
         with context.stage("accept"):
             alive = drafting.continuing(after)
         for step in range(1, self.limits.positions):
-            mask_ready = grammar.row(step - 1) if grammar and masked else None
+            mask_ready = grammar.rows(step - 1, step - 1) if grammar and masked else None
             if step == 1:
                 chain = self._look_up(buffers, batch, after, emission, context)
                 with context.stage("draft_prefill"):
@@ -141,14 +141,18 @@ class Round:
         """[B, K] the proposer's chains. A token that the grammar forces replaces the proposed one; a chain is followed while it agrees."""
         if grammar is None or not self.masks_drafts(buffers):
             return proposing.propose(buffers, after, proposer, self.limits)
-        mask_ready = grammar.row(0)
+        count, size = self.limits.num_speculative_tokens, len(after.rows)
+        mask_ready = grammar.rows(0, 0)
         proposed = proposing.propose(buffers, after, proposer, self.limits)
+        context.wait(mask_ready)
+        if count > 1:
+            buffers.batch_drafts[:count, :size].copy_(proposed.T)
+            context.wait(grammar.rows(1, count - 1))
         alive = drafting.continuing(after)
         for step in range(1, self.limits.positions):
-            context.wait(mask_ready if step == 1 else grammar.row(step - 1))
             with context.stage(f"choose_draft {step}"):
                 tokens = proposing.choose_proposed(buffers, after, step, proposed[:, step - 1], alive, grammar.mask(after, step))
-                buffers.batch_drafts[step - 1, : len(after.rows)].copy_(tokens)
+                buffers.batch_drafts[step - 1, :size].copy_(tokens)
                 proposed = drafting.matching_chains(proposed, step, tokens)
                 alive = tokens >= 0
-        return buffers.batch_drafts[:, : len(after.rows)].T
+        return buffers.batch_drafts[:count, :size].T

@@ -57,7 +57,7 @@ def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
     drawn: whether drafts may be drawn from a distribution, which is then stored for rejection sampling.
     """
     rows, slots, drafts, positions = limits.rows, limits.max_rows, limits.num_speculative_tokens, limits.positions
-    words, depth, columns, results = limits.mask_words, limits.ring_depth, len(Column), ResultLayout(drafts).width
+    words, columns, results = limits.mask_words, len(Column), ResultLayout(drafts).width
     int64, int32 = torch.int64, torch.int32
     admission = columns + len(Param) + limits.max_stop_ids + limits.pages_per_row + 2 * limits.max_bias_ids
     return (
@@ -92,10 +92,7 @@ def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
         BufferSpec("masks_host", (positions, slots, words), int32, "pinned"),
         BufferSpec("contents_host", (positions, slots, CONTENT_FIELDS), int64, "pinned"),  # of masks_host
         BufferSpec("tags_host", (positions, slots, TAG_FIELDS), int64, "pinned"),
-        # rings: the host never writes a slot that the device still has to copy, and never reads one that the device still writes
-        BufferSpec("results_ring_host", (limits.result_slots, slots, results), int64, "pinned"),
-        BufferSpec("logprobs_ring_host", (limits.result_slots, slots, positions, 2), torch.float32, "pinned"),
-        BufferSpec("batch_rows_ring_host", (depth, slots), int64, "pinned", fill=limits.dummy_row),
+        # rings: the host never writes a slot that the device still has to copy
         BufferSpec("admission_ring_host", (2 * limits.admission_ring_depth, admission), int64, "pinned"),
         BufferSpec("prompt_ring_host", (limits.admission_ring_depth, limits.prompt_window), int64, "pinned"),
         BufferSpec("seen_ring_host", (limits.admission_ring_depth, -(-limits.num_tokens // 32)), int32, "pinned"),  # prompt token bits

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from stepgraph.sampling.fields import clip_repr, is_int
+
 LONGEST = -1  # as a draft length: num_speculative_tokens
 
 
@@ -39,12 +41,13 @@ def bucket_sizes(max_rows: int) -> tuple[int, ...]:
     return (*sizes, max_rows)
 
 
-def checked_buckets(buckets: Iterable[int], max_rows: int) -> tuple[int, ...]:
-    """The buckets sorted; ValueError if a batch of 1..max_rows would have none."""
+def checked_buckets(buckets: Iterable[int], max_rows: int | None = None) -> tuple[int, ...]:
+    """The buckets sorted; ValueError if there are none, or if a batch of 1..max_rows would have none."""
     sizes = tuple(buckets) if isinstance(buckets, Iterable) else ()
-    whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in sizes)
-    if not whole or max(sizes, default=0) != max_rows:
-        raise ValueError(f"buckets: got {buckets!r}, expected integers >= 1 of which the largest is max_rows={max_rows}")
+    whole = sizes and all(is_int(size) and size >= 1 for size in sizes)
+    if not whole or max(sizes) != (max_rows or max(sizes)):
+        largest = "" if max_rows is None else f" of which the largest is max_rows={max_rows}"
+        raise ValueError(f"buckets: got {clip_repr(buckets)}, expected integers >= 1{largest}")
     return tuple(sorted(set(sizes)))
 
 

@@ -51,11 +51,10 @@ def accept(
     """
     mask = None
     if constrained:
-        owner, generated = batch.column(Column.OWNER), batch.column(Column.GENERATED)
-        has_grammar = batch.has_grammar
-        batch = batch._replace(constrained=has_grammar)
         tags, masks = (each[:, : logits.shape[1]] for each in (buffers.row_tags, buffers.row_masks))
-        status = kernels.mask_status(tags, owner, generated, has_grammar, rows=batch.rows)
+        owner, generated, constraint = (batch.column(column) for column in (Column.OWNER, Column.GENERATED, Column.CONSTRAINED))
+        status, has_grammar = kernels.mask_status(tags, owner, generated, constraint, rows=batch.rows)
+        batch = batch._replace(constrained=has_grammar)
         mask = GrammarMask(masks, batch.rows, has_grammar, status)
     choose = _choose_sampled if sampled else _choose_greedy
     tokens, finite, accepted, status = choose(buffers, batch, logits, mask, forced)
@@ -73,8 +72,7 @@ def accept(
         layout.write(lines, forced=_draft_bits(buffers.row_forced, batch) * batch.column(Column.CONSTRAINED))
     if "row_looked_up" in buffers:
         layout.write(lines, looked_up=_draft_bits(buffers.row_looked_up, batch))
-    if "loop_done" in buffers:
-        publish(buffers, batch.rows)
+    publish(buffers, batch.rows)
     return emission, after
 
 
@@ -93,11 +91,11 @@ def _choose_greedy(
     """The legal token with the largest logit at every position; a draft is accepted if it is that token."""
     if mask is None:
         best, tokens = logits.max(-1)
-        status = torch.full_like(tokens, int(MaskStatus.OK))
+        finite, status = torch.isfinite(best), torch.full_like(tokens, int(MaskStatus.OK))
     else:
         status = mask.status
-        best, tokens = kernels.masked_argmax(logits, mask.masks, mask.rows, mask.constrained, status=status)
-    finite, accepted = torch.isfinite(best), None
+        finite, tokens = kernels.masked_argmax(logits, mask.masks, mask.rows, mask.constrained, status=status)
+    accepted = None
     if forced is not None:
         accepted = _force_accepted(batch, finite, status, forced)
         tokens = _after_accepted(batch, accepted, tokens)

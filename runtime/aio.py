@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.request import NO_DRAFTS, EngineClosedError, Job, Prompt, RequestOptions, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
+from stepgraph.sampling.fields import check_value, instance_of
 from stepgraph.sampling.lifetimes import ExitStage, close_at_exit
 
 if TYPE_CHECKING:
@@ -106,8 +107,7 @@ class StepThread:
     def _run(self) -> None:
         try:
             with self.engine.step_lock.exclusive():
-                if not self.engine.captured:
-                    self.engine.capture()
+                self.engine.ensure_captured()
                 self.engine.wait(0)  # raises if the engine is closed
                 self._call_in_loop(self.opened.set)
                 while not self._done():
@@ -232,6 +232,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine) -> None:
+        check_value("AsyncEngine.engine", engine, instance_of(Engine, "an Engine"))
         self.engine = engine
         self._stepper: StepThread | None = None
         self._submit_lock = asyncio.Lock()

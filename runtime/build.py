@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.graphs.attention.paged import AttentionChoice
 from stepgraph.graphs.backends import make_backend
-from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.buffers import StaticBuffers, check_fit
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.drafting import process_skipped
 from stepgraph.graphs.graph_set import GraphSet
@@ -24,7 +24,8 @@ from stepgraph.graphs.limits import UNTIL_EVENT, Limits
 from stepgraph.graphs.model import DraftModel, ModelPair, TargetModel
 from stepgraph.graphs.proposer import Proposer
 from stepgraph.graphs.proposing import text_specs
-from stepgraph.graphs.publishing import loop_specs
+from stepgraph.graphs.publishing import ring_specs
+from stepgraph.graphs.recording import LESS
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, grammar_specs, look_up_specs, round_specs, skipped_specs, state_specs
 from stepgraph.graphs.shapes import LONGEST
@@ -48,6 +49,7 @@ from stepgraph.runtime.upload import Uploader
 from stepgraph.runtime.validate import RequestValidator
 from stepgraph.runtime.watchdog import Watchdog
 from stepgraph.sampling import kernels
+from stepgraph.sampling.fields import check_members, check_value, clip_repr, instance_of, optional
 from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors, token_tensors
 from stepgraph.sampling.grammar.link.choose import open_host_link
 from stepgraph.sampling.grammar.link.protocol import HostLink
@@ -72,10 +74,14 @@ class EngineParts:
         backend: Backend | None,
         record: Recording | str | Path | None,
     ) -> None:
+        check_members("Engine.target", target, TargetModel)
+        check_value("Engine.vocabulary", vocabulary, optional(instance_of(Vocabulary, "a Vocabulary")))
+        if backend is not None:
+            check_members("Engine.backend", backend, Backend)
         self.models, self.config = models, config = resolve_drafter(target, draft, config)
         num_tokens = checked_vocabulary_size(models, vocabulary)
         self.limits = limits = config.limits(target.vocab_size, num_tokens, target.feature_size)
-        self.backend = backend or backend_for(config.backend, models, config.nvtx)
+        self.backend = backend_for(config.backend, models, config.nvtx) if backend is None else backend
         self.watchdog = Watchdog(self.backend, config.round_timeout_seconds)
         timed, device, proposer = self.watchdog.backend, self.backend.device, models.proposer
         check_models(models, self.backend)
@@ -107,6 +113,13 @@ class EngineParts:
         catch_up = functools.partial(process_skipped, buffers, model=draft, limits=limits) if draft is not None else None
         in_flight = loops_of(self, record is not None) if limits.loops else in_flight_type()
         self.in_flight = in_flight(timed, buffers, self.graphs, self.host_link, limits, states, self.lengths, catch_up)
+
+
+def records_on_demand(parts: EngineParts) -> bool:
+    """Whether graphs may be recorded one by one. With limits of failures and memory, and for profiles and loops, all come first."""
+    config, profiled = parts.config, read_range(os.environ) is not None
+    whole = config.eager or config.capture_bytes is not None or config.on_capture_failure != "raise" or parts.limits.loops or profiled
+    return parts.backend.name == "tape" and not whole
 
 
 def loops_of(parts: EngineParts, recorded: bool) -> Callable[..., InFlight]:
@@ -154,6 +167,8 @@ def checked_drafter(draft: Drafter | None, config: EngineConfig) -> DraftModel |
         raise ValueError(f"Engine.draft: got {FORCED!r} with draft_masks=False, expected draft_masks=True: masks are its only source")
     if draft is not None and not isinstance(draft, Proposer) and not hasattr(draft, "forward"):
         draft = _function_proposer(draft, config)
+    if draft is not None and not isinstance(draft, Proposer):
+        check_members("Engine.draft", draft, DraftModel)
     if config.look_up and isinstance(draft, (Proposer, ForcedDrafts)):
         raise ValueError(
             f"EngineConfig.look_up: got {config.look_up} with the drafter {type(draft).__name__}, expected 0: "
@@ -166,7 +181,7 @@ def named_proposer(name: str, reason: str = "") -> Proposer | ForcedDrafts | Non
     """The drafter for one of DRAFTER_NAMES. reason: why "auto" is the look-up, for the capture report."""
     if name not in DRAFTER_NAMES:
         names = ", ".join(map(repr, DRAFTER_NAMES))
-        raise ValueError(f"Engine.draft: got {name!r}, expected a draft model, a proposer, a function, or one of {names}")
+        raise ValueError(f"Engine.draft: got {clip_repr(name)}, expected a draft model, a proposer, a function, or one of {names}")
     if name == NONE:
         return None
     if name == FORCED:
@@ -303,19 +318,19 @@ def make_buffers(
     candidates = (("target", models.target), ("draft", models.drafter), ("look_up", models.look_up))
     named = {name: model for name, model in candidates if model is not None}
     drawn = not config.greedy_only and models.proposer is None
-    specs = [*round_specs(limits, drawn), *[spec for model in named.values() for spec in model.cache_specs(limits)]]
+    specs = [*round_specs(limits, drawn), *ring_specs(limits), *[spec for model in named.values() for spec in model.cache_specs(limits)]]
     specs += text_specs(limits) if models.reads_text else ()
     specs += look_up_specs(limits) if models.look_up is not None else ()
     if saved:
         specs += state_specs(limits, saved.width, models.target.feature_dtype)
     specs += forced_specs(limits) if forced else ()
-    specs += loop_specs(limits) if limits.loops else ()
     if config.draft_length == AUTO_LENGTH and models.draft is not None and models.draft.cache_specs(limits):
         specs += skipped_specs(limits, models.target.feature_dtype)
     constants: dict[str, nn.Module | torch.Tensor] = {name: model for name, model in named.items() if isinstance(model, nn.Module)}
     if tables is not None:
         specs += grammar_specs(limits, config.grammar_arena_bytes // INT_BYTES, config.grammar_limits.automaton_depth)
         constants |= tables._asdict()
+    check_fit("EngineConfig", specs, backend.device, f"; lower {LESS}")
     return StaticBuffers(specs, backend.device, constants)
 
 

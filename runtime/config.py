@@ -12,7 +12,7 @@ from stepgraph.graphs.proposing import ANCHOR
 from stepgraph.graphs.recording import OnFailure
 from stepgraph.graphs.shapes import bucket_sizes, checked_buckets
 from stepgraph.sampling.fields import BOOL, Check, check_fields, check_value, is_int, is_number, number, one_of, optional, whole
-from stepgraph.sampling.grammar.compile.compiler import CACHE_BYTES, GrammarCompiler, Isolation
+from stepgraph.sampling.grammar.compile.compiler import CACHE_BYTES, MAX_COMPILES, GrammarCompiler, Isolation
 from stepgraph.sampling.grammar.compile.limits import DEFAULTS, MIB, GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.link.choose import HOST_LINKS
@@ -38,7 +38,7 @@ _CHECKS = {
     "max_queued": whole(1),
     "states_shard_bytes": whole(1),
     "grammar_cache_bytes": whole(1),
-    "max_compiles": whole(1),
+    "max_compiles": whole(1, MAX_COMPILES),
     "prefix_cache_pages": optional(whole(0)),
     "capture_bytes": optional(whole(1)),
     "round_timeout_seconds": optional(number(0, MAX_SECONDS, above=True)),

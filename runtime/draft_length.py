@@ -148,10 +148,17 @@ class RoundCosts:
 
     def of(self, key: GraphKey) -> Costs:
         """By draft length, for batches like that of `key`."""
-        keys = self._keys.get(key)
-        if keys is None:
-            keys = self._keys[key] = tuple(replace(key, draft_length=length) for length in self._lengths)
-        return {each.draft_length: self._find(each) for each in keys}
+        return {each.draft_length: self._find(each) for each in self.keys(key)}
+
+    def keys(self, key: GraphKey) -> tuple[GraphKey, ...]:
+        """`key` with every draft length."""
+        if key not in self._keys:
+            self._keys[key] = tuple(replace(key, draft_length=length) for length in self._lengths)
+        return self._keys[key]
+
+    def known(self, key: GraphKey) -> bool:
+        """Whether `of` has an answer."""
+        return all(_plain(each) in self._seconds or each in self._seconds for each in self.keys(key))
 
     def calibrate(self, key: GraphKey, seconds: float) -> None:
         self._seconds[key] = seconds
@@ -163,7 +170,11 @@ class RoundCosts:
 
     def _find(self, key: GraphKey) -> float:
         measured = self._seconds.get(key)
-        return self._seconds[replace(key, constrained=False, sampled=False, device=False)] if measured is None else measured
+        return self._seconds[_plain(key)] if measured is None else measured
+
+
+def _plain(key: GraphKey) -> GraphKey:
+    return replace(key, constrained=False, sampled=False, device=False)
 
 
 class DraftLengthChooser:

@@ -18,7 +18,7 @@ from torch import Tensor
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.model import TargetModel
 from stepgraph.graphs.recording import CaptureReport
-from stepgraph.runtime.build import Drafter, EngineParts, capture_notes
+from stepgraph.runtime.build import Drafter, EngineParts, capture_notes, records_on_demand
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.metrics import prometheus_text
@@ -39,6 +39,7 @@ from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.step_lock import StepLock
 from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.runtime.trace import Trace
+from stepgraph.sampling.fields import Check, check_value, number, optional
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
 from stepgraph.sampling.grammar.status import FinishCode
@@ -48,6 +49,8 @@ from stepgraph.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+_TOKENIZER = optional(Check(lambda value: isinstance(value, TextCodec) or callable(value), "a TextCodec, or a function that returns one"))
 
 
 class Engine:
@@ -68,6 +71,7 @@ class Engine:
         record: Recording | str | Path | None = None,
     ) -> None:
         """tokenizer: for prompts that are text; a function is called for the first of these."""
+        check_value("Engine.tokenizer", tokenizer, _TOKENIZER)
         self._parts = parts = EngineParts(target, draft, vocabulary, EngineConfig() if config is None else config, backend, record)
         self.config, self.limits, self.backend, self.buffers = parts.config, parts.limits, parts.backend, parts.buffers
         self.queue, self.step_lock, self._closed = parts.queue, StepLock(), ""
@@ -108,7 +112,10 @@ class Engine:
         return self._make_tokenizer()
 
     def capture(self, *, progress: bool = False) -> CaptureReport:
-        """Record the graphs: one per batch size, with and without grammars. The first step does it if it was not called."""
+        """Record the graphs: one per batch size, with and without grammars. For an engine in service, before its first request.
+
+        If it was not called, the first step does it on CUDA; on the CPU each graph is recorded when a batch first needs it.
+        """
         with self.step_lock:
             self._require_open("capture")
             if self.captured:
@@ -118,6 +125,16 @@ class Engine:
                 report = self._graphs.capture(notes, self.config.eager, self.config.greedy_only, progress)
             self._in_flight.calibrate()
             return report
+
+    def ensure_captured(self) -> None:
+        """What the first step does if capture() was not called. On the CPU graphs share no memory, and an answer needs few of them."""
+        if self.captured:
+            return
+        if records_on_demand(self._parts):
+            capture_notes(self._parts)
+            self._graphs.capture_on_demand()
+        else:
+            self.capture()
 
     def submit(
         self,
@@ -170,8 +187,7 @@ class Engine:
     def step(self) -> list[StepEvent]:
         """Launch one round and return the new results. At most `rounds_in_flight` - 1 rounds stay in flight."""
         self._require_open("step")
-        if not self.captured:
-            self.capture()
+        self.ensure_captured()
         with self.step_lock:
             self._require_open("step")
             self.step_lock.check_owner()
@@ -189,8 +205,7 @@ class Engine:
     def wait(self, seconds: float | None = None) -> bool:
         """Sleep until a step may have something to do; True if it has. For a thread that only steps."""
         self._require_open("wait")
-        if seconds is not None and not 0 <= seconds <= threading.TIMEOUT_MAX:
-            raise ValueError(f"Engine.wait.seconds: got {seconds!r}, expected a number of seconds >= 0, or None")
+        check_value("Engine.wait.seconds", seconds, optional(number(0, threading.TIMEOUT_MAX)))
         return self._ready or (self.queue.wake.wait(seconds) and self._ready)
 
     @property

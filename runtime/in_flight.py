@@ -14,6 +14,7 @@ from stepgraph.graphs.buffers import ResultLayout, ResultRecord, StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.publishing import Counter
 from stepgraph.graphs.shapes import LONGEST, GraphKey
 from stepgraph.runtime.draft_length import DraftLengthChooser
 from stepgraph.runtime.extras.hidden_states import HiddenStates
@@ -31,14 +32,14 @@ class LaunchedRound(NamedTuple):
     number: int  # of the launch; its slot in the rings of launches is number % ring_depth
     requests: tuple[ActiveRequest, ...]  # by batch index
     key: GraphKey
-    logprobs: bool  # whether log-probabilities were copied as well
+    logprobs: bool  # whether some request reads log-probabilities
     launched_at: float
     launch: Launch
     loops: bool = False
 
 
 class InFlight:
-    """Launches one replay per round, and reads the results ring."""
+    """Launches one replay per round, whose slots of the rings are the round's number, and reads the results ring."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class InFlight:
         self._states, self._lengths, self._catch_up = states, lengths, catch_up
         self._idle_at = 0.0  # when the device had ended the latest collected round; infinity if unknown
         self._ring_depth, self._dummy_row = limits.ring_depth, limits.dummy_row
+        self._batches = buffers.batch_rows_ring_host.numpy()
         self._num_drafts, self._layouts = limits.num_speculative_tokens, dict[int, ResultLayout]()
         self._pending: collections.deque[LaunchedRound] = collections.deque()
         self.rounds = 0
@@ -82,24 +84,39 @@ class InFlight:
         """Measure unconstrained greedy rounds of inert rows, for the choice of draft lengths."""
         if self._lengths is None:
             return
-        buckets, counters = self._graphs.buckets, self._backend.stats
-        fewest, most, before = buckets[0], buckets[-1], dict(vars(counters))
+        buckets = self._graphs.buckets
+        fewest, most = buckets[0], buckets[-1]
         for length in self._lengths.lengths:
             keys = {rows: self._graphs.key_for(rows, False, False, False, length) for rows in buckets}
-            low, high = (min(self._time(keys[rows]) for _ in range(CALIBRATING_ROUNDS)) for rows in (fewest, most))
+            low, high = (self._time(keys[rows]) for rows in (fewest, most))
             for rows, key in keys.items():  # those between are about linear in the rows
                 self._lengths.costs.calibrate(key, low + (high - low) * (rows - fewest) / max(1, most - fewest))
-        vars(counters).update(before)  # these are no rounds
+
+    def _record(self, key: GraphKey) -> None:
+        """Record and measure the graphs of every draft length for batches like that of `key`, which is used for the first time."""
+        assert self._lengths is not None
+        if key.constrained and not key.device:  # rounds of inert rows have no batch for the host nodes
+            key = self._graphs.key_for(key.rows, False, False)
+        for each in self._lengths.costs.keys(key):
+            self._lengths.costs.calibrate(each, self._time(each))
 
     def _time(self, key: GraphKey) -> float:
-        self._backend.event().wait()
-        begin = time.perf_counter()
-        self._graphs[key].replay()
-        self._backend.event().wait()
-        return time.perf_counter() - begin
+        """Seconds of a round of inert rows."""
+        graph, seconds, before = self._graphs[key], list[float](), dict(vars(self._backend.stats))
+        published = self._buffers.round_counters[Counter.PUBLISHED :]
+        for _ in range(CALIBRATING_ROUNDS):
+            self._backend.event().wait()
+            self._batches[:] = self._dummy_row  # no launched round has still to read its batch
+            begin = time.perf_counter()
+            graph.replay()
+            self._backend.event().wait()
+            seconds.append(time.perf_counter() - begin)
+            self._backend.run(lambda: published.sub_(1))
+        vars(self._backend.stats).update(before)  # these are no rounds
+        return min(seconds)
 
     def launch(self, requests: tuple[ActiveRequest, ...]) -> None:
-        """Launch one round: batch in, replay, results out. Does not wait."""
+        """Launch one round: write its batch to the ring, and replay. Does not wait."""
         number, slot = self.rounds, self.rounds % self._ring_depth
         self.rounds += 1
         launch, key = self._dispatch(requests)
@@ -108,12 +125,7 @@ class InFlight:
         if self._lengths and (catch_up := self._catch_up) and self._lengths.needs_catch_up(requests, key.draft_length):
             self._backend.run(lambda: catch_up(key.rows))
         self._replay(key)
-        results_host = self._buffers.results_ring_host[slot]
-        self._backend.run(lambda: results_host.copy_(self._buffers.results, non_blocking=True))
         logprobs = any(request.job.sampling.logprobs for request in requests)
-        if logprobs:
-            logprobs_host = self._buffers.logprobs_ring_host[slot]
-            self._backend.run(lambda: logprobs_host.copy_(self._buffers.results_logprobs, non_blocking=True))
         if self._states:
             self._states.launched(slot, len(requests))
         self._pending.append(LaunchedRound(self._backend.event(), number, requests, key, logprobs, time.perf_counter(), launch))
@@ -122,17 +134,20 @@ class InFlight:
         constrained, sampled = any(request.constrained for request in requests), any(request.sampled for request in requests)
         lengths = self._lengths
         kind = len(requests), constrained, sampled, constrained and not any(request.matcher for request in requests)
-        launch = *kind, LONGEST if lengths is None else lengths.choose(requests, self._graphs.key_for(*kind))
+        if lengths is None:
+            return (*kind, LONGEST), self._graphs.key_for(*kind)
+        key = self._graphs.key_for(*kind)
+        if self._graphs.on_demand and not lengths.costs.known(key):
+            self._record(key)
+        launch = *kind, lengths.choose(requests, key)
         return launch, self._graphs.key_for(*launch)
 
     def _send_batch(self, slot: int, requests: tuple[ActiveRequest, ...], key: GraphKey) -> None:
-        batch_host = self._buffers.batch_rows_ring_host[slot]
-        batch_np = batch_host.numpy()
-        batch_np[:] = self._dummy_row
-        batch_np[: len(requests)] = [request.row for request in requests]
+        batch = self._batches[slot]
+        batch[:] = self._dummy_row
+        batch[: len(requests)] = [request.row for request in requests]
         if key.constrained and not key.device:
             self._host.push_batch([request.matcher for request in requests])
-        self._backend.run(lambda: self._buffers.batch_rows.copy_(batch_host, non_blocking=True))
 
     def read(self, most: int) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
         """Read the oldest rounds until fewer than `most` are in flight."""

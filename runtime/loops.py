@@ -36,7 +36,7 @@ class Loops(InFlight):
         self._loopable = self._graphs.without_host_nodes
         for key in self._loopable:
             self._graphs[key].replay(**self._loop)
-        self._backend.run(self._buffers.loop_counters.zero_)
+        self._backend.run(self._buffers.round_counters.zero_)
         self._backend.synchronize()
         self._headers[:] = 0
 
@@ -48,7 +48,7 @@ class Loops(InFlight):
         self._launched += 1
         launch, key = self._dispatch(requests)
         self._send_batch(self._launched % self._ring_depth, requests, key)
-        number = self._buffers.loop_counters[: Counter.PUBLISHED]
+        number = self._buffers.round_counters[: Counter.PUBLISHED]
         self._backend.run(lambda: number.add_(1))
         loops = key in self._loopable
         self._replay(key, **self._loop if loops else {})

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from stepgraph.runtime.device_grammars import DeviceGrammars
 from stepgraph.runtime.extras.record import Recorder
 from stepgraph.runtime.request import FinishReason, Job
+from stepgraph.sampling.fields import Check, check_value, is_int
 from stepgraph.sampling.grammar.compile.compiler import Claim, CompiledConstraint, GrammarCompiler
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.lifetimes import FORKED, call_after_fork
 
 PAUSE_SECONDS = 0.001
+_JOB_ID = Check(is_int, "a Job, or the id of one")
 
 
 class QueueFullError(RuntimeError):
@@ -88,6 +90,7 @@ class RequestQueue:
     def cancel(self, requested: Job | int) -> bool:
         """Cancel a job at the next step. False if it has finished or is unknown."""
         job_id = requested.id if isinstance(requested, Job) else requested
+        check_value("job", job_id, _JOB_ID)
         if self._recorder:
             self._recorder.cancel_requested(job_id)
         with self.lock:

@@ -12,6 +12,7 @@ from typing import Any
 
 from stepgraph.runtime.demo.pair import path_of
 from stepgraph.runtime.models.files.chat_template import ChatTemplate
+from stepgraph.sampling.fields import FUNCTION, check_value, checked_path, clip_repr, instance_of, optional
 from stepgraph.sampling.grammar.matchers.forced import token_table
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
@@ -28,6 +29,9 @@ class TextCodec:
         template: ChatTemplate | None = None,
     ) -> None:
         """encode(text, begins) returns the ids of a text; `begins` adds the tokens that the tokenizer puts before every text."""
+        check_value("TextCodec.vocabulary", vocabulary, instance_of(Vocabulary, "a Vocabulary"))
+        check_value("TextCodec.encode", encode, FUNCTION)
+        check_value("TextCodec.template", template, optional(instance_of(ChatTemplate, "a ChatTemplate")))
         self.vocabulary = vocabulary
         self._encode = encode
         self._template = template
@@ -40,8 +44,8 @@ class TextCodec:
         """
         from stepgraph.runtime.models.files.tokenizer import open_tokenizer  # loads a library that nothing else needs
 
-        opened = open_tokenizer(Path(path_of(path)))
-        return cls(vocabulary or opened.vocabulary(), opened.encode, opened.template)
+        opened = open_tokenizer(checked_path("path", path_of(path)))
+        return cls(opened.vocabulary() if vocabulary is None else vocabulary, opened.encode, opened.template)
 
     @classmethod
     def of_bytes(cls, vocabulary: Vocabulary) -> TextCodec:
@@ -93,7 +97,7 @@ class TextCodec:
 
     def _checked(self, text: str, name: str, begins: bool) -> list[int]:
         if not isinstance(text, str):
-            raise ValueError(f"{name}: got {type(text).__name__}, expected a string")
+            raise ValueError(f"{name}: got {clip_repr(text)}, expected a string")
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 MAX_CHARS = 100  # of a value in an error message
@@ -76,6 +78,38 @@ def one_of(choices: Iterable[str]) -> Check:
 def optional(check: Check) -> Check:
     """`check`, or None."""
     return Check(lambda value: value is None or check.accepts(value), f"{check.expected}, or None")
+
+
+def instance_of(kind: type, expected: str) -> Check:
+    """An object of this class."""
+    return Check(lambda value: isinstance(value, kind), expected)
+
+
+FUNCTION = Check(callable, "a function")
+IDS = Check(lambda value: isinstance(value, Iterable) and not isinstance(value, (str, bytes)), "a sequence of token ids")
+
+
+def checked_path(name: str, path: object) -> Path:
+    """The path. ValueError for an object that is no path, and for one that the system refuses, such as one that is too long."""
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise ValueError(f"{name}: got {clip_repr(path)}, expected a path")
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):  # the caller knows what it expected there
+        pass
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{name}: got {clip_repr(path)}, expected a path that can be read: {why}") from None
+    return Path(path)
+
+
+def check_members(name: str, value: object, protocol: type) -> None:
+    """ValueError unless the object, which is no class, has every public member of a Protocol."""
+    members = [member for member in vars(protocol) if not member.startswith("_")]
+    missing = members if isinstance(value, type) else [member for member in members if not hasattr(value, member)]
+    if missing:
+        got = f"the class {value.__name__}" if isinstance(value, type) else f"{clip_repr(value)} without {', '.join(missing)}"
+        raise ValueError(f"{name}: got {got}, expected an object with {', '.join(members)}")
 
 
 def check_value(name: str, value: object, check: Check) -> None:

@@ -35,6 +35,8 @@ def find_library(folder: Path = FOLDER) -> Path:
         path = folder / f"_native{suffix}"
         if path.exists():
             return path
+    if (folder.parent / "setup.py").exists():
+        raise Unavailable(f"it was not built in this checkout: cd {folder.parent} && python setup.py build_ext --inplace")
     raise Unavailable("it was not built: there was no C compiler when stepgraph was installed")
 
 

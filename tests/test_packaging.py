@@ -60,6 +60,19 @@ def test_the_tests_run_against_this_tree() -> None:
         assert folder not in sys.modules, f"a bare `import {folder}` made a second copy of the package"
 
 
+def test_a_checkout_next_to_a_program_gives_way_to_the_installed_package(tmp_path: Path) -> None:
+    program, site = tmp_path / "program", tmp_path / "site"
+    for folder, text in ((program, (ROOT / "__init__.py").read_text(encoding="utf-8")), (site, "")):
+        (folder / "stepgraph").mkdir(parents=True)
+        (folder / "stepgraph" / "__init__.py").write_text(text, encoding="utf-8")
+    (program / "stepgraph" / "setup.py").touch()
+    (program / "program.py").write_text("import stepgraph; print(stepgraph.__file__)", encoding="utf-8")
+    for path, found in ((site, site), (program, program), (Path(), program)):  # installed, on purpose, and not installed
+        command = [sys.executable, "-S", str(program / "program.py")]
+        printed = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(path)}, capture_output=True, text=True, check=True).stdout
+        assert Path(printed.strip()) == found / "stepgraph" / "__init__.py"
+
+
 def build(what: str, tmp_path: Path, *, with_library: bool = False, **environment: str) -> Path:
     """A wheel or an sdist of a copy of the tree, since a build creates `build/` and reuses files of an earlier one."""
     pytest.importorskip("setuptools", minversion="77")

@@ -59,9 +59,9 @@ def variants() -> list[Variant]:
         types = ["*fp32", "*i64", "*i64", "*i64", "i32", "i32"]
         constants = {"SALT": signed(purpose * GOLDEN), "TILE": filters.RACE_TILE}
         found.append(_variant(f"race_candidates {purpose.name}", filters.race_candidates, types, constants, 4))
-    for has_best in (True, False):
-        types = ["*i64", "*fp32" if has_best else "*i64", "*i64", "i32"]
-        found.append(_variant(f"take_best {has_best}", choice.take_best, types, {"HAS_BEST": has_best, "TILES": 256}, 1))
+    for has_finite in (True, False):
+        types = ["*i64", "*i1" if has_finite else "*i64", "*i64", "i32"]
+        found.append(_variant(f"take_best {has_finite}", choice.take_best, types, {"HAS_FINITE": has_finite, "TILES": 256}, 1))
     for known in (True, False):
         types = ["*i64", "*i1", *["*i64"] * 9, "i32", "i32"]
         constants = {"HAS_KNOWN": known, "POSITIONS": 16, "STOPS": 16}
@@ -78,7 +78,7 @@ def _mask_variants() -> list[Variant]:
     """Tags, and masks with every setting of a request."""
     from stepgraph.sampling.kernels.triton import chain, processors
 
-    types = [*["*i64"] * 3, "*i1", "i32", "*i64", "*i64", *["i32"] * 5]
+    types = [*["*i64"] * 4, "i32", "*i64", "*i64", "*i1", *["i32"] * 6]
     found = [_variant("check_tags", chain.check_tags, types, {"HAS_ROWS": True, "POSITIONS": 16}, 1)]
     for dtype, has_masks, has_ids in itertools.product(("fp32", "bf16", "fp16"), (True, False), (True, False)):
         types = [f"*{dtype}", "*i32", "*i64", "*i1", *["*i64"] * 3, "*fp32", "*i64", "*fp32", "*i64", "*i1", "*i32", "*i64", "*i64"]
@@ -185,8 +185,10 @@ def _layer_variants() -> list[Variant]:
     found.append(_variant("select_row", drafting.select_row, types, flags, 1))
     found.append(_variant("write_row", stages.write_row, [*["*i64"] * 13, *["i32"] * 3], {"COLUMNS": 16, "POSITIONS": 16}, 1))
     found.append(_variant("count_row", stages.count_row, ["*i64", "*i64", "*i64", "*i32", "i32", "i32"], {"POSITIONS": 16}, 1))
-    types = ["*i64", "*fp32", *["*i64"] * 3, "*i32", "*i64", "*fp32", "*i64", *["i32"] * 8]
-    found.append(_variant("publish_round", publishing.publish_round, types, {"ROWS": 64, "TILE": publishing.TILE}, 4))
+    found.append(_variant("take_rows", publishing.take_rows, [*["*i64"] * 3, *["i32"] * 3], {"ROWS": 64}, 1))
+    types = ["*i64", "*fp32", "*i64", "*i64", "*fp32", *["i32"] * 5]
+    found.append(_variant("publish_round", publishing.publish_round, types, {"TILE": publishing.TILE}, 4))
+    found.append(_variant("decide_end", publishing.decide_end, [*["*i64"] * 4, "*i32", "*i64", *["i32"] * 5], {"ROWS": 64}, 1))
     found.append(_variant("store_row", drafting.store_row, [*["*i64"] * 4, *["i32"] * 4], {"WIDTH": 8}, 1))
     types = ["*i64", "*fp32", "*bf16", "*bf16", "i32"]
     return [*found, _variant("angles_of", slot_mapping.angles_of, types, {"HALF": 128}, 4)]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, Step, use_context
+from stepgraph.graphs.capture import MAIN, Step, refusing_threads, use_context
 from stepgraph.graphs.cuda.context import CudaCaptureContext, Streams
 from stepgraph.graphs.cuda.driver import Driver, HostCallback, KernelParams
 from stepgraph.graphs.cuda.loop import LoopGraph
@@ -140,7 +140,7 @@ class CudaRecorder:
         try:
             with capturing(graph, self._pool, generators):
                 try:
-                    with use_context(context):
+                    with use_context(context), refusing_threads():
                         step(buffers)
                     context.label_nodes()
                 except BaseException:

@@ -25,6 +25,7 @@ from stepgraph.graphs.spans import MakeRange, Span
 from stepgraph.graphs.tape.player import Delay, Item, Timed, Tracer, Worker, programs, report, stop, taken_lock
 from stepgraph.graphs.tape.recorder import Recorder, first_difference, record_perturbed
 from stepgraph.graphs.tape.replay_ops import poison
+from stepgraph.sampling.fields import clip_repr
 
 _DEVICE = "device"
 _local = threading.local()  # .recording: the capture in progress on this thread
@@ -180,7 +181,7 @@ class TapeBackend:
     ) -> Tape:
         self._enter("capture()")
         if check not in ("once", "twice"):
-            raise ValueError(f"TapeBackend.capture.check: got {check!r}, expected 'once' or 'twice'")
+            raise ValueError(f"TapeBackend.capture.check: got {clip_repr(check)}, expected 'once' or 'twice'")
         if buffers.device.type != "cpu":
             raise ValueError(f"TapeBackend.capture: got buffers on {buffers.device}, expected cpu")
         self._drain()

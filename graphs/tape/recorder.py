@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
-from stepgraph.graphs.capture import MAIN, Step, StreamEvent, setting, use_context
+from stepgraph.graphs.capture import MAIN, Step, StreamEvent, refusing_threads, setting, use_context
 from stepgraph.graphs.errors import CaptureError, Site, call_site, fail
 from stepgraph.graphs.spans import STEP
 from stepgraph.graphs.tape.races import WHOLE, Access, Clock, RaceChecker, region_of
@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
         torch.clear_autocast_cache()  # cached casts of weights would be unknown memory
         try:
             # in inference mode, composite operations would not be decomposed
-            with torch.inference_mode(False), torch.no_grad(), use_context(self), self, _FunctionGuard(self):
+            with torch.inference_mode(False), torch.no_grad(), use_context(self), refusing_threads(), self, _FunctionGuard(self):
                 step(self.memory.buffers)
             if self._failure is not None:  # the step caught it
                 raise self._failure

@@ -169,6 +169,8 @@ class Rules:
         """Check residence and registration; returns the inputs in pinned memory."""
         name, pinned = call.schema.name, list[Tensor]()
         for tensor in call.inputs:
+            if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+                raise fail("wrapper-subclass", f"{name} uses a {type(tensor).__name__}, which has no memory; use the tensors that it wraps")
             if tensor.layout is not torch.strided:
                 raise fail("unregistered-input", f"{name} uses a {tensor.layout} tensor; keep it inside a torch.library.custom_op")
             if tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0:

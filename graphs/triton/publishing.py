@@ -1,6 +1,8 @@
-"""The Triton program of publish_results: one instance, since the header of a slot follows all of its contents."""
+"""The Triton programs of take_batch, publish_results and end_round: one instance each."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -16,82 +18,88 @@ TILE = 1024
 
 
 @triton.jit
+def take_rows(
+    number,  # [1] int64
+    ring,  # [S, slots] int64, pinned; the host wrote the slot before the launch
+    batch_rows,  # [B] int64, written
+    slots,
+    line,  # elements of a slot
+    batch,
+    ROWS: tl.constexpr,  # B, rounded up
+):
+    index, slot = tl.arange(0, ROWS), tl.load(number) % slots
+    rows = tl.load(ring + slot * line + index, mask=index < batch, volatile=True)
+    tl.store(batch_rows + index, rows, mask=index < batch)
+
+
+@triton.jit
 def publish_round(
     results,  # [B, width] int64
     logprobs,  # [B, pairs] float32
+    published,  # [1] int64, written
+    ring,  # [S, ...] int64, pinned, written, as the next
+    logprobs_ring,  # [S, ...] float32
+    slots,
+    numbers,  # elements of results
+    line,  # elements of a slot of ring
+    pairs,  # elements of logprobs
+    pair_line,  # elements of a slot of logprobs_ring
+    TILE: tl.constexpr,
+):
+    count, index = tl.load(published), tl.arange(0, TILE)
+    slot = count % slots
+    for start in range(0, numbers, TILE):
+        inside = start + index < numbers
+        tl.store(ring + slot * line + start + index, tl.load(results + start + index, mask=inside), mask=inside)
+    for start in range(0, pairs, TILE):
+        inside = start + index < pairs
+        tl.store(logprobs_ring + slot * pair_line + start + index, tl.load(logprobs + start + index, mask=inside), mask=inside)
+    tl.debug_barrier()  # every thread has read the count
+    tl.store(published, count + 1)
+
+
+@triton.jit
+def decide_end(
+    results,  # [B, width] int64
     rows,  # [B] int64
     control,  # [Control] int64, pinned; the host writes it at any time
-    counters,  # [Counter] int64, written
+    counters,  # [Counter] int64
     done,  # [1] int32, written
-    ring,  # [S, ...] int64, pinned, written, as the next two
-    logprobs_ring,  # [S, ...] float32
-    headers,  # [S, Counter] int64
+    headers,  # [S, Counter] int64, pinned, written
     dummy_row,
     capacity,
     batch,
     width,
-    pairs,
     slots,
-    line,  # elements of a slot of ring
-    pair_line,  # elements of a slot of logprobs_ring
     ROWS: tl.constexpr,  # B, rounded up
-    TILE: tl.constexpr,
 ):
-    launch, published = tl.load(counters + _LAUNCH), tl.load(counters + _PUBLISHED)
-    slot, index, row = published % slots, tl.arange(0, TILE), tl.arange(0, ROWS)
-    for start in range(0, batch * width, TILE):
-        inside = start + index < batch * width
-        tl.store(ring + slot * line + start + index, tl.load(results + start + index, mask=inside), mask=inside)
-    for start in range(0, batch * pairs, TILE):
-        inside = start + index < batch * pairs
-        tl.store(logprobs_ring + slot * pair_line + start + index, tl.load(logprobs + start + index, mask=inside), mask=inside)
-
+    launch, published, row = tl.load(counters + _LAUNCH), tl.load(counters + _PUBLISHED), tl.arange(0, ROWS)
     finish = tl.load(results + row * width + _FINISH, mask=row < batch, other=0)
     used = tl.load(rows + row, mask=row < batch, other=dummy_row) != dummy_row
     live = tl.max((finish == _RUNNING).to(tl.int32), 0) != 0
     finished = tl.max((used & (finish != _RUNNING)).to(tl.int32), 0) != 0
     ended = ~live | (finished & (tl.load(control + _WAITING, volatile=True) != 0))
     ended = ended | (launch < tl.load(control + _STOP, volatile=True))
-    ended = ended | (published + 1 - tl.load(control + _READ, volatile=True) >= capacity)
+    ended = ended | (published - tl.load(control + _READ, volatile=True) >= capacity)
     tl.store(done, ended.to(tl.int32))
-    tl.store(counters + _PUBLISHED, published + 1)
-    tl.store(headers + slot * 2 + _LAUNCH, launch)
+    header = headers + (published - 1) % slots * 2
+    tl.store(header + _LAUNCH, launch)
     tl.debug_barrier()  # the stores of all threads are before the release of one, which the host acquires with the slot
-    tl.atomic_xchg(headers + slot * 2 + _PUBLISHED, published + 1, sem="release", scope="sys")
+    tl.atomic_xchg(header + _PUBLISHED, published, sem="release", scope="sys")
 
 
-def publish_results(
-    results: Tensor,
-    logprobs: Tensor,
-    rows: Tensor,
-    control: Tensor,
-    counters: Tensor,
-    done: Tensor,
-    ring: Tensor,
-    logprobs_ring: Tensor,
-    headers: Tensor,
-    dummy_row: int,
-    capacity: int,
-) -> None:
-    publish_round[(1,)](
-        results,
-        logprobs,
-        rows,
-        control,
-        counters,
-        done,
-        ring,
-        logprobs_ring,
-        headers,
-        dummy_row,
-        capacity,
-        len(rows),
-        results.shape[1],
-        logprobs[0].numel(),
-        len(ring),
-        ring.stride(0),
-        logprobs_ring.stride(0),
-        ROWS=triton.next_power_of_2(len(rows)),
-        TILE=TILE,
-        num_warps=4,
-    )
+def take_batch(number: Tensor, ring: Tensor, batch_rows: Tensor) -> None:
+    batch = len(batch_rows)
+    take_rows[(1,)](number, ring, batch_rows, *ring.shape, batch, ROWS=triton.next_power_of_2(batch), num_warps=1)
+
+
+def publish_results(*tensors: Tensor) -> None:
+    results, logprobs, _, ring, logprobs_ring = tensors
+    sizes = (results.numel(), ring.stride(0), logprobs.numel(), logprobs_ring.stride(0))
+    publish_round[(1,)](*tensors, len(ring), *sizes, TILE=TILE, num_warps=4)
+
+
+def end_round(*given: Any) -> None:
+    results, *_, headers, _, _ = given
+    batch, width = results.shape
+    decide_end[(1,)](*given, batch, width, len(headers), ROWS=triton.next_power_of_2(batch), num_warps=1)

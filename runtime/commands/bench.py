@@ -20,6 +20,7 @@ from stepgraph.runtime.demo.variants import Case, Pair, tokens_per_second, toy_p
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar import Constraint
+from stepgraph.sampling.grammar.compile.coverage import check_constraints
 
 COLUMNS = {
     "tokens/s": "tokens_per_second",
@@ -97,6 +98,7 @@ def _read_prompts(options: argparse.Namespace, codec: TextCodec) -> list[Prompt]
                 raise ValueError(f"--prompts {options.prompts}:{number}: {error}") from None
     if not prompts:
         raise ValueError(f"--prompts: got {clip_repr(options.prompts)}, which has no prompts, expected at least one")
+    check_constraints(filter(None, (prompt.constraint for prompt in prompts)))
     return prompts
 
 

@@ -16,6 +16,7 @@ from stepgraph.runtime.demo.scenarios import SCENARIOS, Scenario
 from stepgraph.runtime.demo.variants import Case, Pair, open_pair, tokens_per_second, toy_pair, variants
 from stepgraph.runtime.request import Job, StepEvent
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
+from stepgraph.sampling.grammar.compile.coverage import check_constraints
 
 TRACE = "timeline.json"
 TRACED_ROUNDS = 6
@@ -29,6 +30,7 @@ def run(options: argparse.Namespace) -> int:
     scenarios = list(SCENARIOS)
     if options.prompt is not None:
         scenarios = [Scenario("yours", options.prompt, schema=options.schema)]
+        check_constraints(filter(None, [scenarios[0].constraint]))
     engines.set_threads(options)
     with terminal.waiting("opening the models ..."):
         pair = toy_pair() if options.toy else open_pair(options.drafts, terminal.shows_progress() and not options.json)

@@ -18,6 +18,7 @@ from stepgraph.runtime.request import Job
 from stepgraph.runtime.text import TextCodec, TextStream
 from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar import Constraint, Vocabulary
+from stepgraph.sampling.grammar.compile.coverage import check_constraints
 from stepgraph.sampling.params import SamplingParams
 
 
@@ -48,7 +49,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read_request(options: argparse.Namespace) -> Request:
-    """Check the texts before the weights are read."""
+    """Check the texts before the weights are read, and the constraint before the tokenizer is."""
+    if constraint := constraint_of(options, None):
+        with terminal.waiting("checking the constraint ..."):
+            check_constraints([constraint])
     if options.token_ids is not None:
         return Request(options.token_ids, constraint_of(options, None), _sampling_of(options))
     text, sampling = _prompt(options), _sampling_of(options)

@@ -68,7 +68,7 @@ class Recorder:
             self._file: io.FileIO | None = io.FileIO(str(self._path), "xb", opener=lambda path, flags: os.open(path, flags, 0o600))
         except OSError as error:
             expected = "expected the path of a new file in a writable folder"
-            raise ValueError(f"Engine.record: got {str(self._path)!r} ({error.strerror}), {expected}") from None
+            raise ValueError(f"Engine.record: got {clip_repr(str(self._path))} ({error.strerror}), {expected}") from None
         call_after_fork(self._detach)
         self.write("engine", **header)
 

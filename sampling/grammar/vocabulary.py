@@ -14,7 +14,7 @@ import torch
 import xgrammar
 from torch import Tensor
 
-from stepgraph.sampling.fields import clip_repr, is_int
+from stepgraph.sampling.fields import IDS, Check, check_value, checked_path, clip_repr, instance_of, is_int, optional
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_of_metadata
 from stepgraph.sampling.grammar.tokenizers.objects import read_object, table_of_ranks
@@ -44,17 +44,17 @@ class Vocabulary:
         logits_width: int | None = None,
         control_token_ids: Sequence[int] = (),
     ) -> None:
-        if isinstance(tokens, (str, bytes)) or not tokens:
-            raise ValueError(
-                f"Vocabulary.tokens: got {type(tokens).__name__} of length {len(tokens)}, expected a sequence of at least one bytes object"
-            )
+        if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Sequence) or not tokens:
+            raise ValueError(f"Vocabulary.tokens: got {clip_repr(tokens)}, expected a sequence of at least one bytes object")
         for index, token in enumerate(tokens):
             if not isinstance(token, bytes):
                 raise ValueError(f"Vocabulary.tokens[{index}]: got {type(token).__name__}, expected bytes")
         width = len(tokens) if logits_width is None else logits_width
         if not is_int(width) or width < len(tokens):
             raise ValueError(f"Vocabulary.logits_width: got {clip_repr(width)}, expected an int >= {len(tokens)}, the number of tokens")
-        if not stop_token_ids:
+        for name, ids in (("stop_token_ids", stop_token_ids), ("control_token_ids", control_token_ids)):
+            check_value(f"Vocabulary.{name}", ids, IDS)
+        if len(tuple(stop_token_ids)) == 0:
             raise ValueError("Vocabulary.stop_token_ids: got none, expected at least one: a constrained text ends with a stop token")
         for name, ids in (("stop_token_ids", stop_token_ids), ("control_token_ids", control_token_ids)):
             for token_id in ids:
@@ -69,6 +69,7 @@ class Vocabulary:
     def printable(cls, extra_tokens: Iterable[bytes] = (), logits_width: int | None = None) -> Vocabulary:
         """A small vocabulary for tests and demonstrations: printable ASCII, newline, tab, a few longer tokens, one stop token."""
         singles = [bytes([code]) for code in (*range(0x20, 0x7F), 0x0A, 0x09)]
+        check_value("Vocabulary.printable.extra_tokens", extra_tokens, Check(lambda value: isinstance(value, Iterable), "bytes objects"))
         tokens = [*singles, *_DEMO_TOKENS, *extra_tokens, b"<eos>"]
         return cls(tokens, stop_token_ids=[len(tokens) - 1], logits_width=logits_width)
 
@@ -81,7 +82,7 @@ class Vocabulary:
     ) -> Vocabulary:
         """From a tokenizer.json, or from a model folder: its config.json names the width of the logits, its
         generation_config.json the stop tokens."""
-        return cls.from_table(read_tokenizer_json(Path(path), logits_width), stop_token_ids)
+        return cls.from_table(read_tokenizer_json(checked_path("path", path), logits_width), stop_token_ids)
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, logits_width: int | None = None, stop_token_ids: Sequence[int] | None = None) -> Vocabulary:
@@ -102,14 +103,19 @@ class Vocabulary:
     @classmethod
     def from_gguf(cls, path: str | Path, logits_width: int | None = None, stop_token_ids: Sequence[int] | None = None) -> Vocabulary:
         """From the tokenizer inside a GGUF file."""
-        return cls.from_table(table_of_metadata(read_gguf_header(Path(path)).metadata, Path(path), logits_width), stop_token_ids)
+        path = checked_path("path", path)
+        return cls.from_table(table_of_metadata(read_gguf_header(path).metadata, path, logits_width), stop_token_ids)
 
     @classmethod
     def from_table(cls, table: TokenTable, stop_token_ids: Sequence[int] | None = None) -> Vocabulary:
         """From what a reader of `tokenizers/` returned; ValueError beginning with the table's path or object name."""
+        check_value("table", table, instance_of(TokenTable, "a TokenTable"))
+        check_value("stop_token_ids", stop_token_ids, optional(IDS))
         try:
             return cls(*table.fields(stop_token_ids))
-        except (ValueError, TypeError) as error:  # TypeError: a stop id that is a list
+        except TypeError:
+            raise ValueError(f"{table.where}: stop_token_ids: got {clip_repr(stop_token_ids)}, expected token ids") from None
+        except ValueError as error:
             raise ValueError(f"{table.where}: {error}") from None
 
     def __repr__(self) -> str:
@@ -202,10 +208,11 @@ class Vocabulary:
 
     def decode(self, ids: Iterable[int]) -> bytes:
         """The text of a token sequence; control and stop tokens add nothing."""
+        check_value("Vocabulary.decode", ids, IDS)
         pieces = []
         for token_id in ids:
-            if not 0 <= token_id < len(self.tokens):
-                raise ValueError(f"Vocabulary.decode: got id {token_id}, expected 0..{len(self.tokens) - 1}")
+            if not isinstance(token_id, (int, np.integer)) or not 0 <= token_id < len(self.tokens):
+                raise ValueError(f"Vocabulary.decode: got id {clip_repr(token_id)}, expected 0..{len(self.tokens) - 1}")
             if token_id not in self.non_text_ids:
                 pieces.append(self.tokens[token_id])
         return b"".join(pieces)

@@ -22,25 +22,34 @@ class Emission(NamedTuple):
     finish: Tensor  # [B] int64 FinishCode
 
 
-def _status_outputs(tags: Tensor, owner: Tensor, *_: object) -> Tensor:
+class MaskCheck(NamedTuple):
+    """What mask_status finds."""
+
+    status: Tensor  # [B, N] int64 MaskStatus
+    constrained: Tensor  # [B] bool
+
+
+def _status_outputs(tags: Tensor, owner: Tensor, *_: object) -> MaskCheck:
     assert tags.dim() == 3 and tags.dtype is torch.int64, f"tags {tags.dtype} {tags.shape}"
-    return torch.empty(len(owner), tags.shape[1], dtype=torch.int64, device=tags.device)
+    status = torch.empty(len(owner), tags.shape[1], dtype=torch.int64, device=tags.device)
+    return MaskCheck(status, torch.empty(len(owner), dtype=torch.bool, device=tags.device))
 
 
 def _c_supports(tags: Tensor, owner: Tensor, generated: Tensor, constrained: Tensor, first: int, rows: Tensor | None) -> bool:
-    dense = tags.stride(2) == 1 and constrained.is_contiguous() and (rows is None or rows.is_contiguous())
+    dense = tags.stride(2) == 1 and constrained.dtype is torch.int64 and (rows is None or rows.is_contiguous())
     return dense and tags.shape[2] == TAG_FIELDS and (rows is not None or len(tags) == len(owner))
 
 
 @operation(_status_outputs, triton=True, c=CKernel("mask_status", _c_supports))
 def mask_status(
-    tags: Dense, owner: Tensor, generated: Tensor, constrained: Contiguous, first: int = 0, rows: Contiguous | None = None
-) -> Tensor:
-    """acceptance.mask_status, [B, N] int64, of tags [R, N, 4] of which row b reads rows[b] ([B] int64; None: row b).
+    tags: Dense, owner: Tensor, generated: Tensor, constrained: Tensor, first: int = 0, rows: Contiguous | None = None
+) -> MaskCheck:
+    """acceptance.mask_status of tags [R, N, 4] of which row b reads rows[b] ([B] int64; None: row b); and `constrained` as bool.
 
-    owner, generated [B] int64, constrained [B] bool; first: the index of the first tag.
+    owner, generated, constrained [B] int64, the last one not 0 for rows with a constraint; first: the index of the first tag.
     """
-    return acceptance.mask_status(tags if rows is None else tags[rows], owner, generated, constrained, first)
+    has_grammar = constrained != 0
+    return MaskCheck(acceptance.mask_status(tags if rows is None else tags[rows], owner, generated, has_grammar, first), has_grammar)
 
 
 def _outputs(sampled: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:

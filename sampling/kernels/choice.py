@@ -28,8 +28,8 @@ def _argmax_outputs(
     assert logits.dim() == masks.dim() == 3 and masks.shape[1] == logits.shape[1], f"logits {logits.shape}, masks {masks.shape}"
     assert masks.dtype is torch.int32, f"masks {masks.dtype}"
     assert ids is not None or masks.shape[2] * BITS_PER_WORD >= logits.shape[2], f"masks {masks.shape}, logits {logits.shape}"
-    best = torch.empty(logits.shape[:2], dtype=torch.float32, device=logits.device)
-    return best, torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
+    finite = torch.empty(logits.shape[:2], dtype=torch.bool, device=logits.device)
+    return finite, torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
 
 
 def _c_supports(logits: Tensor, masks: Tensor, rows: Tensor | None, constrained: Tensor, ids: Tensor | None, status: Tensor | None) -> bool:
@@ -50,13 +50,13 @@ def masked_argmax(
     ids: Contiguous | None = None,
     status: Contiguous | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The best legal logit, float32, and its index, both [B, Q]: as bitmask.apply and max, without storing the masked logits.
+    """Whether the best legal logit is finite, and its index, both [B, Q]: as bitmask.apply and max, without storing the masked logits.
 
     logits [B, Q, V] float32, bfloat16 or float16; masks [R, Q, >= ceil(V / 32)] int32, of which row b of the logits reads row
     rows[b] ([B] int64; None: row b); constrained [B] bool: rows that have a mask; ids [V] int64: the mask bit of each logit, None:
     its index; status [B, Q] int64 MaskStatus: where a constrained row's is not OK, no token is legal. The lowest index wins a
-    tie, a NaN wins over every number; without a legal token the best is minus infinity and the index 0.
+    tie, a NaN wins over every number; without a legal token the best is not finite and the index 0.
     """
     own = masks if rows is None else masks[rows]
     best, token = bitmask.apply(logits, own, constrained, ids, status).max(-1)
-    return best, token
+    return torch.isfinite(best), token

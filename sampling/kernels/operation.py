@@ -24,6 +24,7 @@ from stepgraph.sampling.kernels.c_kernel import CKernel, Run
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_LIBRARY = torch.library.Library("stepgraph", "FRAGMENT")
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -64,16 +65,12 @@ class Operation(Generic[P, R]):
         written = [f"out{index}" for index in range(_count_tensors(hints["return"]))]
         types = [_schema_type(hints[name], name if name in writes else "") for name in parameters]
         schema = [*map(" ".join, zip(types, parameters, strict=True)), *(f"Tensor({name}!) {name}" for name in written)]
-        made = torch.library.custom_op(
-            f"stepgraph::{self.name}",
-            self._on_cpu,
-            mutates_args=[*writes, *written],
-            device_types="cpu",
-            schema=f"({', '.join(schema)}) -> ()",
-        )
-        made.register_kernel("cuda")(self._on_cuda)
-        made.register_fake(lambda *_: None)  # the caller allocates the outputs
-        self.out: OpOverload = made._opoverload
+        # torch.library.custom_op would add wrappers that cost more than most kernels, and import the compiler at the first call
+        _LIBRARY.define(f"{self.name}({', '.join(schema)}) -> ()")
+        _LIBRARY.impl(self.name, self._on_cpu, "CPU")
+        _LIBRARY.impl(self.name, self._on_cuda, "CUDA")
+        torch.library.register_fake(f"stepgraph::{self.name}", lambda *_: None, lib=_LIBRARY)  # the caller allocates the outputs
+        self.out: OpOverload = getattr(torch.ops.stepgraph, self.name).default
         OPERATIONS[f"stepgraph::{self.name}"] = self
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""publish_results: slots, headers, and the end of a launch."""
+"""take_batch, publish_results and end_round: slots, headers, and the end of a launch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import ResultLayout
-from stepgraph.graphs.publishing import FINISH, Counter, publish_results
+from stepgraph.graphs.publishing import FINISH, Counter, end_round, publish_results, take_batch
 from stepgraph.sampling.grammar.status import FinishCode
 
 DUMMY, SLOTS, CAPACITY, DRAFTS = 6, 5, 3, 2
 RUNNING, STOP = int(FinishCode.RUNNING), int(FinishCode.STOP)
-Publish = Callable[..., Any]
+Call = Callable[..., Any]
 
 
 class Case(NamedTuple):
-    """Arguments of publish_results: a batch of 3 in rings with room for 6 rows."""
+    """Arguments of publish_results and end_round: a batch of 3 in rings with room for 6 rows."""
 
     results: Tensor
     logprobs: Tensor
@@ -30,8 +30,12 @@ class Case(NamedTuple):
     ring: Tensor
     logprobs_ring: Tensor
     headers: Tensor
-    dummy_row: int = DUMMY
-    capacity: int = CAPACITY
+
+    def publish(self, call: Call) -> None:
+        call(self.results, self.logprobs, self.counters[Counter.PUBLISHED :], self.ring, self.logprobs_ring)
+
+    def end(self, call: Call) -> None:
+        call(self.results, self.rows, self.control, self.counters, self.done, self.headers, DUMMY, CAPACITY)
 
 
 def case(published: int, finish: tuple[int, ...], control: tuple[int, int, int] = (0, 0, 0), launch: int = 7) -> Case:
@@ -52,17 +56,26 @@ def case(published: int, finish: tuple[int, ...], control: tuple[int, int, int] 
     )
 
 
-def check_slot(publish: Publish) -> None:
+def check_batch(take: Call) -> None:
+    ring = torch.arange(SLOTS * 6).view(SLOTS, 6)
+    for number in (0, 4, 5, 13):
+        rows = torch.full((7,), -1)
+        take(torch.tensor([number, 1]), ring, rows[:3])
+        assert rows.tolist() == [*ring[number % SLOTS, :3].tolist(), -1, -1, -1, -1]
+
+
+def check_slot(publish: Call, end: Call) -> None:
     for published in (0, 4, 5, 13):
         one = case(published, (RUNNING, RUNNING, 0), (0, 0, published))
         before, slot = [one.ring.clone(), one.logprobs_ring.clone(), one.headers.clone()], published % SLOTS
-        publish(*one)
+        one.publish(publish)
+        one.end(end)
         before[0][slot, :3], before[1][slot, :3], before[2][slot] = one.results, one.logprobs, torch.tensor([7, published + 1])
         assert all(map(torch.equal, before, (one.ring, one.logprobs_ring, one.headers)))
         assert one.counters.tolist() == [7, published + 1] and one.done.tolist() == [0]
 
 
-ENDS = [  # finish codes of the batch, whose third row is the dummy; control in the order of Control; whether the launch ends
+ENDS = [  # finish codes of the batch, whose third row is the dummy; control in the order of Control; whether the launch ends: 9 rounds
     ((RUNNING, RUNNING, 0), (0, 0, 8), False),
     ((RUNNING, STOP, 0), (0, 0, 8), False),
     ((RUNNING, STOP, 0), (0, 1, 8), True),
@@ -75,16 +88,22 @@ ENDS = [  # finish codes of the batch, whose third row is the dummy; control in 
 ]
 
 
-def check_end(publish: Publish, finish: tuple[int, ...], control: tuple[int, int, int], ends: bool) -> None:
-    one = case(8, finish, control)
-    publish(*one)
+def check_end(end: Call, finish: tuple[int, ...], control: tuple[int, int, int], ends: bool) -> None:
+    one = case(9, finish, control)
+    one.end(end)
     assert one.done.tolist() == [int(ends)]
 
 
-def test_results_and_header_are_in_the_next_slot() -> None:
-    check_slot(publish_results)
+@pytest.mark.parametrize("operation", [take_batch, take_batch.reference], ids=["C", "reference"])
+def test_batch_is_read_from_the_slot_of_the_round(operation: Call) -> None:
+    check_batch(operation)
+
+
+@pytest.mark.parametrize("operation", [publish_results, publish_results.reference], ids=["C", "reference"])
+def test_results_and_header_are_in_the_next_slot(operation: Call) -> None:
+    check_slot(operation, end_round)
 
 
 @pytest.mark.parametrize(("finish", "control", "ends"), ENDS)
 def test_end_of_a_launch(finish: tuple[int, ...], control: tuple[int, int, int], ends: bool) -> None:
-    check_end(publish_results, finish, control, ends)
+    check_end(end_round, finish, control, ends)

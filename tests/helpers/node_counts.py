@@ -19,11 +19,13 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Step, use_context
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
+from stepgraph.graphs.publishing import ring_specs
 from stepgraph.graphs.round import Round
-from stepgraph.graphs.round_specs import forced_specs, round_specs
+from stepgraph.graphs.round_specs import forced_specs, grammar_specs, round_specs
 from stepgraph.graphs.shapes import GraphKey
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import Llama
+from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors
 from stepgraph.sampling.grammar.link.protocol import HostLink, HostStep
 from stepgraph.sampling.kernels.operation import OPERATIONS
 from tools.gpu.checks.shapes import SHAPES, Shape
@@ -92,19 +94,23 @@ class NoLink:
 
 
 def round_of(shape: Shape, key: GraphKey, device: torch.device, drafts: int = 3) -> tuple[Step, StaticBuffers]:
-    """One round of a Llama target with an EAGLE-3 head, and its buffers. The weights are uninitialised."""
+    """One round of a Llama target with an EAGLE-3 head, and its buffers. The weights are uninitialised, the vocabulary's tables empty."""
     target, head = Llama(shape.target, feature_layers=shape.feature_layers, device=device), shape.head
     d2t = torch.zeros(head.draft_vocab_size, dtype=torch.int64, device=device)
     draft = Eagle3(head, d2t=d2t, embedding=target.embedding, device=device)
     limits = Limits(key.rows, drafts, 1024, 16, 64 * key.rows, target.vocab_size, target.vocab_size, target.feature_size)
-    specs = [*round_specs(limits), *forced_specs(limits), *target.cache_specs(limits), *draft.cache_specs(limits)]
+    grammars = grammar_specs(limits, 1 << 16, 16) if key.device else forced_specs(limits)
+    specs = [*round_specs(limits), *ring_specs(limits), *grammars, *target.cache_specs(limits), *draft.cache_specs(limits)]
     buffers = StaticBuffers(specs, device, constants={"target": target, "draft": draft})
-    return Round(limits, ModelPair(target, draft), cast("HostLink", NoLink())).step(key), buffers
+    text, words = torch.zeros(1, dtype=torch.uint8, device=device), torch.zeros(limits.mask_words, dtype=torch.int32, device=device)
+    starts = torch.zeros(limits.num_tokens + 1, dtype=torch.int32, device=device)
+    tables = TokenTensors(text, starts, words[None], words) if key.device else None
+    return Round(limits, ModelPair(target, draft), cast("HostLink", NoLink()), tables=tables).step(key), buffers
 
 
-def count_round(shape: Shape, key: GraphKey) -> NodeCounter:
+def count_round(shape: Shape, key: GraphKey, drafts: int = 3) -> NodeCounter:
     counter = NodeCounter()
-    step, buffers = round_of(shape, key, META)
+    step, buffers = round_of(shape, key, META, drafts)
     with torch.no_grad(), use_context(CountingContext(counter)), counter:
         step(buffers)
     return counter
@@ -112,7 +118,8 @@ def count_round(shape: Shape, key: GraphKey) -> NodeCounter:
 
 def main() -> None:
     for size, shape in SHAPES.items():
-        for key in (GraphKey(1, constrained, sampled) for sampled in (False, True) for constrained in (False, True)):
+        lanes = ((False, False), (True, True), (True, False))  # without grammars, on the device, on the host
+        for key in (GraphKey(1, constrained, sampled, device) for sampled in (False, True) for constrained, device in lanes):
             counter = count_round(shape, key)
             print(size, key, counter.stages.total())
             for stage, nodes in counter.stages.items():

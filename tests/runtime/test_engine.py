@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Job
+from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Job, SamplingParams
 from stepgraph.graphs import StaticBuffers, TapeBackend
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tests.helpers.toy_engines import (
@@ -20,6 +20,7 @@ from tests.helpers.toy_engines import (
     CONSTRAINTS,
     SCHEMA,
     STOP,
+    TARGET,
     VOCABULARY,
     Setup,
     make_engine,
@@ -206,6 +207,31 @@ def test_request_may_reach_max_length(k: int) -> None:
         assert job.tokens == plain(prompt, room).tokens
         assert short.tokens == plain([length % 90], room).tokens
     engine.close()
+
+
+def test_graphs_are_recorded_while_other_rounds_are_in_flight() -> None:
+    """Without capture(): rows arrive one by one, so each round may need a graph of another kind than those in flight."""
+    config = EngineConfig(max_rows=4, num_speculative_tokens=2, max_length=48, rounds_in_flight=3, compile_isolation="none")
+    with Engine(TARGET, ToyDraft(TARGET, 0.7), vocabulary=VOCABULARY, config=config) as engine:
+        free = SamplingParams(ignore_eos=True, temperature=0)
+        jobs = [engine.submit([1], max_new_tokens=40, sampling=free)]
+        for _ in range(3):
+            engine.step()
+        recorded = {(key.rows, key.constrained, key.sampled) for key in engine._graphs._recorded}
+        assert recorded == {(1, False, False)}
+        for constraint in (None, Constraint.regex("[a-c]{9}"), Constraint.regex("[x-z]{9}")):
+            if constraint:
+                engine.compile(constraint)
+            sampling = free if constraint is None else SamplingParams()
+            jobs.append(engine.submit([len(jobs) + 1], constraint=constraint, max_new_tokens=20, sampling=sampling))
+            engine.step()
+        while engine.has_work:
+            engine.step()
+        for number, job in enumerate(jobs):
+            expected = plain([number + 1], job.max_new_tokens, job.constraint, sampling=job.sampling)
+            assert job.tokens == expected.tokens, job
+        with pytest.raises(RuntimeError, match="already captured"):
+            engine.capture()
 
 
 @pytest.mark.parametrize("device", [False, pytest.param(True, marks=needs_native)])

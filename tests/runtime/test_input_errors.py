@@ -81,7 +81,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: mapped(torch.arange(4)), r"Engine\.draft\.d2t: got 4 entries of torch\.int64, expected 5 of torch\.int64"),
     (lambda: mapped(torch.arange(5).int()), r"Engine\.draft\.d2t: got 5 entries of torch\.int32, expected 5 of torch\.int64"),
-    (lambda: TextCodec.of_bytes(PRINTABLE).encode(5), r"text: got int, expected a string"),  # type: ignore[arg-type]
+    (lambda: TextCodec.of_bytes(PRINTABLE).encode(5), r"text: got 5, expected a string"),  # type: ignore[arg-type]
     (lambda: Constraint.json_schema('{"minimum": NaN}'), r"a schema that is not JSON \(NaN is not a JSON value\), expected a JSON object"),
     (
         lambda: Vocabulary.from_tiktoken({b"a": 0, b"b": 1}, special_tokens={"\ud800": 2}),

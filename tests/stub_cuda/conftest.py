@@ -5,10 +5,12 @@ The libraries themselves are loaded by tests/conftest.py, which imports torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from stepgraph.graphs.cuda.backend import CudaBackend
 from tests.stub_cuda.preload import is_stub_environment
 
 HERE = Path(__file__).parent
@@ -21,3 +23,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.stub_cuda)
             if not is_stub_environment():
                 item.add_marker(pytest.mark.skip(reason="needs the CUDA build of torch without CUDA libraries: make stub-cuda"))
+
+
+@pytest.fixture
+def backend() -> Iterator[CudaBackend]:
+    made = CudaBackend()
+    yield made
+    made.close()

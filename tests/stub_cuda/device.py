@@ -11,8 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tests.stub_cuda import counters
-
 GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2  # capture modes
 NON_BLOCKING = 1  # flag of a stream
 
@@ -31,19 +29,6 @@ def device_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     memory = (ctypes.c_char * (tensor.numel() * dtype.itemsize)).from_address(tensor.data_ptr())
     array: npt.NDArray[Any] = np.frombuffer(memoryview(memory).cast("B"), dtype=dtype).reshape(tensor.shape)
     return array
-
-
-def set_result(tensor: torch.Tensor, values: npt.NDArray[Any]) -> None:
-    """Make `values` what a graph leaves in the leading part of `tensor`.
-
-    Kernels leave it alone, but a copy node overwrites it with a temporary that no kernel computed: that one gets them too.
-    """
-    flat = np.ascontiguousarray(values, device_array(tensor).dtype)
-    ctypes.memmove(tensor.data_ptr(), flat.ctypes.data, flat.nbytes)
-    for graph in counters.live_graphs():
-        for node in counters.graph_nodes(graph):
-            if node.type == "copy" and node.fields["destination"] == tensor.data_ptr():
-                ctypes.memmove(node.fields["source"], flat.ctypes.data, min(flat.nbytes, node.fields["nbytes"]))
 
 
 class Runtime:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,13 +12,6 @@ from tests.stub_cuda import counters
 from tests.stub_cuda.subject import Backend, BufferSpec, CaptureError, StaticBuffers, current_context, make_backend
 
 Step = Callable[[StaticBuffers], None]
-
-
-@pytest.fixture
-def backend() -> Iterator[Backend]:
-    made = make_backend("cuda")
-    yield made
-    made.close()
 
 
 def buffers_of(backend: Backend) -> StaticBuffers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,13 +18,6 @@ from tests.stub_cuda.counters import counted
 pytestmark = pytest.mark.stub_cuda
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20
-
-
-@pytest.fixture
-def backend() -> Iterator[CudaBackend]:
-    made = CudaBackend()
-    yield made
-    made.close()
 
 
 def buffers() -> StaticBuffers:
@@ -77,7 +70,7 @@ def test_a_probe_and_a_thread_that_allocates_do_not_disturb_each_other(probe: Ca
 
 
 def test_a_probe_waits_for_the_end_of_another_capture(backend: CudaBackend) -> None:
-    probing, captured, calls = threading.Event(), threading.Event(), list[bool]()
+    recording, probing, captured, calls = threading.Event(), threading.Event(), threading.Event(), list[bool]()
     x = torch.zeros(4, device=DEVICE)
 
     def probe_step() -> None:
@@ -90,12 +83,17 @@ def test_a_probe_waits_for_the_end_of_another_capture(backend: CudaBackend) -> N
 
     def step(buffers: StaticBuffers) -> None:
         if torch.cuda.is_current_stream_capturing():
-            thread.start()
+            recording.set()
             assert probing.wait(60)
             assert not captured.wait(0.5), "two captures at once"
         add(buffers)
 
-    thread = threading.Thread(target=lambda: replayed(probe_step, DEVICE))
+    def probe() -> None:
+        assert recording.wait(60)
+        replayed(probe_step, DEVICE)
+
+    thread = threading.Thread(target=probe)
+    thread.start()
     backend.capture(step, buffers())
     thread.join()
     assert calls == [False, True]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,13 +17,6 @@ from stepgraph.sampling.cuda_graphs import replayed
 pytestmark = pytest.mark.stub_cuda
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20
-
-
-@pytest.fixture
-def backend() -> Iterator[CudaBackend]:
-    made = CudaBackend()
-    yield made
-    made.close()
 
 
 def buffers() -> StaticBuffers:

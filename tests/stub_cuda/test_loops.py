@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,13 +21,6 @@ from tests.stub_cuda.subject import (
 )
 
 WHILE = 1
-
-
-@pytest.fixture
-def backend() -> Iterator[Backend]:
-    made = make_backend("cuda")
-    yield made
-    made.close()
 
 
 def buffers_of(backend: Backend) -> StaticBuffers:

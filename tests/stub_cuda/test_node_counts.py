@@ -14,11 +14,19 @@ from tools.gpu.checks.shapes import SHAPES
 
 
 @pytest.mark.parametrize(
-    ("size", "constrained", "sampled", "most"),
-    [("1B", False, False, 266), ("1B", True, False, 313), ("8B", True, False, 473), ("1B", False, True, 293), ("1B", True, True, 340)],
+    ("size", "key", "most"),
+    [
+        ("1B", GraphKey(1, False), 268),
+        ("1B", GraphKey(1, True), 304),
+        ("8B", GraphKey(1, True), 464),
+        ("1B", GraphKey(1, True, device=True), 266),
+        ("1B", GraphKey(1, False, True), 295),
+        ("1B", GraphKey(1, True, True), 341),
+        ("1B", GraphKey(1, True, True, device=True), 300),
+    ],
+    ids=str,
 )
-def test_captured_nodes_equal_the_counted_ones(size: str, constrained: bool, sampled: bool, most: int) -> None:
-    key = GraphKey(1, constrained, sampled)
+def test_captured_nodes_equal_the_counted_ones(size: str, key: GraphKey, most: int) -> None:
     step, buffers = round_of(SHAPES[size], key, torch.device("cuda", 0))
     backend = make_backend("cuda")
     captured: Counter[str] = Counter()

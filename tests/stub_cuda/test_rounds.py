@@ -6,7 +6,6 @@ import gc
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ import pytest
 import torch
 
 from stepgraph import Engine
-from stepgraph.graphs.buffers import ResultLayout
+from stepgraph.graphs.publishing import FINISH
 from stepgraph.graphs.shapes import LONGEST, GraphKey, graph_keys
 from stepgraph.sampling.grammar.status import FinishCode
 from tests.stub_cuda import counters
-from tests.stub_cuda.device import device_array
-from tests.stub_cuda.subject import Backend, greedy_engine, make_backend
+from tests.stub_cuda.subject import Backend, greedy_engine
 from tools.gpu.checks.context import VOCABULARY
 from tools.gpu.checks.engines import CONFIG, drafters_of
 
@@ -63,13 +61,6 @@ def replay_every_key_twice(engine: Engine, lengths: tuple[int, ...] = (LONGEST,)
     return len(keys)
 
 
-@pytest.fixture
-def backend() -> Iterator[Backend]:
-    made = make_backend("cuda")
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_key_of_every_drafter_is_captured_twice(backend: Backend, name: str) -> None:
     engine = make(name, backend)
@@ -99,6 +90,27 @@ def test_rounds_that_save_hidden_states_are_captured_twice(backend: Backend, tmp
     assert "results_states" in engine.buffers
     assert replay_every_key_twice(engine) == 4
     engine.close()
+
+
+def test_every_key_is_captured_again_while_a_prompt_with_embeddings_is_decoded(backend: Backend) -> None:
+    engine = make("EAGLE-3", backend)
+    engine.capture()
+    target: Any = engine._parts.models.target
+    span = torch.ones(engine.limits.prefill_chunk + 2, target.embedding_size, dtype=target.feature_dtype)
+    prompt = [index % 50 for index in range(2 * engine.limits.prefill_chunk + 9)]
+    engine.buffers.results_ring_host[..., FINISH] = FinishCode.RUNNING
+    with counters.counted() as prompts:
+        engine.submit(prompt, prompt_embeddings={3: span}, max_new_tokens=20)
+        while not engine.stats().rounds:
+            engine.step()
+    assert prompts["eager_copies"] and prompts["graph_launches"], "the prompt's chunks, and the first round"
+    assert replay_every_key_twice(engine) == 4
+    with counters.counted() as rounds:
+        for _ in range(5):
+            engine.step()
+    assert rounds["graph_launches"] == 5 and not rounds.of(counters.EAGER) and not rounds.of(counters.ALLOCATIONS)
+    engine.close()
+    assert not counters.take_messages()
 
 
 def edges_between_streams(engine: Engine, key: GraphKey) -> Counter[tuple[str, str]]:
@@ -162,9 +174,7 @@ class Together:
             engine = greedy_engine(buckets=(2,), num_speculative_tokens=1, look_up=0)
             self.engines.append(engine)
             engine.capture()
-            results = device_array(engine.buffers.results)
-            results[:] = 0
-            results[:, ResultLayout(1).columns["finish"]] = FinishCode.RUNNING
+            engine.buffers.results_ring_host[..., FINISH] = FinishCode.RUNNING
             engine.submit([turn + 1, 5, 9], max_new_tokens=50)
             while engine.stats().rounds < 5:
                 engine.step()

@@ -14,7 +14,7 @@ STEPS = {step.__name__: (rule, step) for rule, step in tape.ILLEGAL}
 ACCEPTED = frozenset(
     "to_cpu_by_keyword one_hot_with_classes tensor_of_number default_generator dropout attention_dropout rebind_data data_ptr "
     "storage_pointer cuda_array_interface foreign constant_write weight_write fill_pinned pinned_to_pinned pinned_to_device "
-    "set_storage".split()
+    "set_storage wrapper_subclass".split()
 )
 
 
@@ -52,4 +52,4 @@ def test_illegal(name: str, backend: Backend, buffers: StaticBuffers) -> None:
 
 
 def test_both_back_ends_refuse_most_steps() -> None:
-    assert set(STEPS) > ACCEPTED and len(STEPS) - len(ACCEPTED) >= 68
+    assert set(STEPS) > ACCEPTED and len(STEPS) - len(ACCEPTED) >= 70

@@ -121,6 +121,25 @@ EXPORTED int stepgraph_write_emission(const argument *given) {
     return 0;
 }
 
+/* number [1]; ring [slots, ...]; batch_rows [batch]. */
+EXPORTED int stepgraph_take_batch(const argument *given) {
+    int64_t number = *(const int64_t *)given[0].data, slots = given[1].size[0], batch = given[2].size[0];
+    if (number < 0 || batch > given[1].size[1]) return 1;
+    memcpy(given[2].data, (const int64_t *)given[1].data + number % slots * given[1].stride[0], (size_t)batch * sizeof number);
+    return 0;
+}
+
+/* results [batch, width]; logprobs [batch, positions, 2]; published [1]; ring [slots, most, width]; logprobs_ring [slots, most, positions, 2]. */
+EXPORTED int stepgraph_publish_results(const argument *given) {
+    const argument *results = given, *logprobs = given + 1, *ring = given + 3, *logprobs_ring = given + 4;
+    int64_t *published = given[2].data, slot = *published % ring->size[0], batch = results->size[0];
+    if (*published < 0 || batch > ring->size[1]) return 1;
+    memcpy((int64_t *)ring->data + slot * ring->stride[0], results->data, (size_t)(batch * ring->stride[1]) * sizeof(int64_t));
+    memcpy((float *)logprobs_ring->data + slot * logprobs_ring->stride[0], logprobs->data, (size_t)(batch * logprobs_ring->stride[1]) * sizeof(float));
+    ++*published;
+    return 0;
+}
+
 /* rows [batch]; chain [batch, drafts], row_counts [table_rows] of any stride; row_drafts [table_rows, drafts]. */
 EXPORTED int stepgraph_store_drafts(const argument *given) {
     const int64_t *rows = given[0].data, *chain = given[1].data;

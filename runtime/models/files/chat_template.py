@@ -13,6 +13,8 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.parser import Parser
 
+from stepgraph.sampling.fields import clip_repr
+
 
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}` marks the parts that the model is trained on; it does not change the text."""
@@ -46,7 +48,9 @@ class ChatTemplate:
         """The text of the conversation; with `answer`, up to where the model's answer starts."""
         nonempty = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages)
         if not nonempty or not all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in messages):
-            raise ValueError(f"messages: got {messages!r:.80}, expected a list of objects with a role and a content")
+            raise ValueError(f"messages: got {clip_repr(messages)}, expected a list of objects with a role and a content")
+        if tools is not None and not (isinstance(tools, (list, tuple)) and all(isinstance(tool, Mapping) for tool in tools)):
+            raise ValueError(f"tools: got {clip_repr(tools)}, expected a list of objects in the format of OpenAI's API")
         variables = {"messages": [dict(each) for each in messages], "tools": list(tools) if tools else None, "documents": None}
         try:
             return (self._with_tools if tools else self._plain).render(**self._special_tokens, **variables, add_generation_prompt=answer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, St
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import DTYPES, LlamaConfig, count_field, read_config
 from stepgraph.runtime.models.mtp import Mtp
+from stepgraph.sampling.fields import checked_path, clip_repr
 from stepgraph.sampling.grammar.tokenizers.gguf import table_of_metadata
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_folder
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -39,9 +41,8 @@ class Checkpoint(StoredModel):
         prefixes = tuple(f"model.layers.{self.config.num_layers + index}." for index in range(self.mtp_modules))
         return frozenset(name for name in self.source.tensors if name.startswith(prefixes))
 
-    def memory(self, limits: Limits) -> str:
-        """One line for the user about the memory that loading needs."""
-        return describe_memory(self.path.name, self.outline(), limits)
+    def memory(self, limits: Limits) -> MemoryNeed:
+        return memory_need(self.path.name, self.outline(), limits)
 
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> Llama:
         """Call `check` first."""
@@ -51,14 +52,21 @@ class Checkpoint(StoredModel):
         return model
 
 
-def describe_memory(name: str, outline: Llama | Eagle3 | Mtp, limits: Limits, shared: nn.Module | None = None) -> str:
-    """One line for the user about the memory of a model, without the parameters that it shares with the module `shared`."""
+class MemoryNeed(NamedTuple):
+    """Memory of a model's weights and cache."""
+
+    nbytes: int
+    note: str  # one line for the user
+
+
+def memory_need(name: str, outline: Llama | Eagle3 | Mtp, limits: Limits, shared: nn.Module | None = None) -> MemoryNeed:
+    """Without the parameters that the model shares with the module `shared`."""
     counted = set() if shared is None else set(shared.parameters())
     own = [parameter for parameter in outline.parameters() if parameter not in counted]
     weights, cache = sum(parameter.nbytes for parameter in own), sum(spec.nbytes for spec in outline.cache_specs(limits))
     dtype, unit = str(own[0].dtype).removeprefix("torch."), 2**30
     parameters = f"{sum(parameter.numel() for parameter in own) / 1e6:.1f}M weights of {dtype}, {weights / unit:.2f} GiB"
-    return f"{name}: {parameters}; cache for {limits.cache_slots} tokens, {cache / unit:.2f} GiB"
+    return MemoryNeed(weights + cache, f"{name}: {parameters}; cache for {limits.cache_slots} tokens, {cache / unit:.2f} GiB")
 
 
 def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None) -> Checkpoint:
@@ -68,10 +76,8 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None) -> Check
     the cache; None: the config's dtype, bfloat16 for GGUF. Nothing is downloaded, and no code in the folder is run.
     """
     if dtype is not None and dtype not in DTYPES.values():
-        raise ValueError(f"dtype: got {dtype!r:.100}, expected one of {', '.join(map(str, DTYPES.values()))}, or None")
-    if not isinstance(path, (str, Path)):
-        raise ValueError(f"path: got {type(path).__name__}, expected the path of a model folder or .gguf file")
-    path = Path(path)
+        raise ValueError(f"dtype: got {clip_repr(dtype)}, expected one of {', '.join(map(str, DTYPES.values()))}, or None")
+    path = checked_path("path", path)
     source: Source
     mtp_modules = 0
     if path.suffix == ".gguf" and path.is_file():

@@ -12,7 +12,7 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.draft_llama import DraftLlama, map_tokens
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files import draft_layouts as layouts
-from stepgraph.runtime.models.files.checkpoint import Checkpoint, describe_memory, open_checkpoint
+from stepgraph.runtime.models.files.checkpoint import Checkpoint, MemoryNeed, memory_need, open_checkpoint
 from stepgraph.runtime.models.files.weights import RenamedSource, SafetensorsSource, Source, StoredModel, read_json
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import ARCHITECTURES
@@ -45,10 +45,9 @@ class DraftCheckpoint(StoredModel):
                 raise ValueError(f"{self.path}: {name}: got shape {found}, expected {shape}, the shape of the target's {target_name}")
         return self
 
-    def memory(self, limits: Limits) -> str:
-        """One line for the user about the memory that loading needs."""
+    def memory(self, limits: Limits) -> MemoryNeed:
         target, draft = self._outline()
-        return describe_memory(f"{self.path.name}: {self.kind}", draft, limits, shared=target)
+        return memory_need(f"{self.path.name}: {self.kind}", draft, limits, shared=target)
 
     def _outline(self) -> tuple[Llama, Draft]:
         target = self.target.outline(self.feature_layers)

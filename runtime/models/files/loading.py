@@ -9,13 +9,18 @@ from typing import NamedTuple
 
 import torch
 
+from stepgraph.graphs.memory import check_memory
+from stepgraph.graphs.recording import LESS
 from stepgraph.runtime.build import AUTO, DRAFTER_NAMES, NONE, Drafter, check_config, checked_drafter, named_proposer, without_drafts
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.demo.pair import DEMO, DRAFTS, head_path, path_of
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, open_checkpoint
 from stepgraph.runtime.models.files.draft import OWN_MTP, DraftCheckpoint, open_draft
 from stepgraph.runtime.models.llama import Llama
+from stepgraph.sampling.fields import BOOL, Check, check_value, checked_path, is_int
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+
+_LAYERS = Check(lambda value: isinstance(value, (tuple, list)) and all(map(is_int, value)), "a tuple of layer numbers")
 
 
 class Loaded(NamedTuple):
@@ -40,6 +45,10 @@ def load_models(
     modules in the target's folder, or n-gram look-up if there are none.
     """
     check_config(config)
+    check_value("progress", progress, BOOL)
+    check_value("feature_layers", feature_layers, _LAYERS)
+    if isinstance(draft, Path) or (isinstance(draft, str) and draft not in (*DRAFTER_NAMES, OWN_MTP)):
+        checked_path("draft", draft)
     if draft == AUTO and config is not None and not config.num_speculative_tokens:
         draft = NONE
     if path == DEMO:
@@ -60,13 +69,15 @@ def load_models(
     outline = checkpoint.outline(feature_layers)
     limits = config.limits(outline.vocab_size, len(checkpoint.vocabulary.tokens), outline.feature_size)
     parts: list[Checkpoint | DraftCheckpoint] = [checkpoint, *([draft_checkpoint] if draft_checkpoint else [])]
-    notes = [part.memory(limits) for part in parts]  # raises ValueError if a model does not support these limits
+    needs = [part.memory(limits) for part in parts]  # raises ValueError if a model does not support these limits
     if progress:
-        print(*notes, sep="\n", file=sys.stderr, flush=True)
-    for part in parts:
-        part.check(progress)
+        print(*(need.note for need in needs), sep="\n", file=sys.stderr, flush=True)
     on_cuda = config.backend == "cuda" or (config.backend == "auto" and torch.cuda.is_available())
     device = "cuda:0" if on_cuda else "cpu"
+    remedy = f"; weights and cache, lower {LESS}, or load a smaller model"
+    check_memory("path", sum(need.nbytes for need in needs), torch.device(device), remedy)
+    for part in parts:
+        part.check(progress)
     target = checkpoint.load(device, feature_layers, progress)
     if draft_checkpoint is not None:
         drafter = draft_checkpoint.load(target, device, progress)

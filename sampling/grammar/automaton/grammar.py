@@ -14,12 +14,12 @@ from torch import Tensor
 from stepgraph.sampling.grammar.automaton.library import Field, Image, TokenTable, functions, limits_of
 from stepgraph.sampling.grammar.automaton.marker import with_marker
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
-from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
+from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, library_errors
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.matchers.marker import Marker
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder, library_errors, parse
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import check_text, parse
 
 ERROR_BYTES = 480  # FAULT_BYTES of host_link.h
 MAX_FORCED = 128
@@ -131,18 +131,19 @@ class AutomatonBuilder:
 
     name = "automaton"
 
-    def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits, max_threads: int) -> None:
+    def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits) -> None:
         self._vocabulary, self._limits = vocabulary, limits
-        self._parser = XGrammarBuilder(vocabulary, limits, max_threads)
         functions()
 
     def check(self, constraint: Constraint) -> None:
         """ValueError, an UnsupportedError where the part is known, for what would not be enforced; without compiling."""
-        self._parser.check(constraint)
+        if constraint.kind in ("regex", "ebnf", "lark"):
+            check_text(constraint, self._limits)
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> AutomatonGrammar:
         """UnfitError where it takes more states or bytes than the limits allow; other errors as by `XGrammarBuilder.build`."""
-        self.check(constraint)
+        if constraint.kind == "lark":
+            self.check(constraint)
         with library_errors():
             if worker is None:
                 parsed = str(parse(constraint, self._limits).serialize_json())

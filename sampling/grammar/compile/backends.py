@@ -16,9 +16,11 @@ from stepgraph.sampling.grammar.automaton.grammar import AutomatonBuilder
 from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, GrammarLimits, named, over
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice, Constraint
+from stepgraph.sampling.grammar.constraints.structural_tag import tag_groups
 from stepgraph.sampling.grammar.constraints.unsupported import UnsupportedError
 from stepgraph.sampling.grammar.llguidance_lib.lark import PIECE
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
+from stepgraph.sampling.grammar.schema.reader import check_schema, parsed
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder
@@ -55,7 +57,7 @@ class Builder(Protocol):
     def name(self) -> str: ...
 
     def check(self, constraint: Constraint) -> None:
-        """ValueError, an UnsupportedError where the part is known, for what would not be enforced; without calling the library."""
+        """ValueError, an UnsupportedError where the part is known, for what would not be enforced, as far as that is found quickly."""
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> Grammar:
         """Compile in the worker, or in this process without one. ValueError as by `check`, or with the library's message."""
@@ -74,7 +76,7 @@ def backends_for(constraint: Constraint, default: BackendChoice) -> tuple[str, .
 def builder(name: str, vocabulary: Vocabulary, limits: GrammarLimits, max_threads: int) -> Builder:
     """ValueError where the library is not installed."""
     if name in ("automaton", "xgrammar"):
-        return (AutomatonBuilder if name == "automaton" else XGrammarBuilder)(vocabulary, limits, max_threads)
+        return AutomatonBuilder(vocabulary, limits) if name == "automaton" else XGrammarBuilder(vocabulary, limits, max_threads)
     if not installed(name):
         raise ValueError(f"{name} is not installed; pip install 'stepgraph[{name}]'")
     from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceBuilder  # an optional library
@@ -92,7 +94,12 @@ class Backends:
 
     def check(self, constraint: Constraint) -> None:
         """ValueError with the kind and the reasons of all libraries, as far as they are known without compiling."""
-        self._first(constraint, lambda name: self._builder(name).check(constraint))
+
+        def attempt(name: str) -> None:
+            check_schemas(constraint)
+            self._builder(name).check(constraint)
+
+        self._first(constraint, attempt)
 
     def build(self, constraint: Constraint, worker: CompileWorker | None) -> tuple[Grammar, str, str]:
         """The grammar, the name of its library, and why earlier ones rejected it; ValueError with the kind and all reasons."""
@@ -148,6 +155,16 @@ def check_size(constraint: Constraint, limits: GrammarLimits) -> None:
     text = _grammar_of(payload) if kind == "ebnf" else payload
     if kind in _PIECES and (depth := _depth(kind, text)) > limits.max_nesting:
         raise ValueError(over("max_nesting", f"{depth} brackets open at once", limits.max_nesting))
+
+
+def check_schemas(constraint: Constraint) -> None:
+    """UnsupportedError for a schema with an error that `check_schema` finds: the same for all libraries."""
+    if constraint.kind == "json_schema":
+        check_schema(parsed(constraint.payload), constraint.schema_options)
+    elif constraint.kind == "structural_tag":
+        for group in tag_groups(constraint.payload):
+            for tag in group.tags:
+                check_schema(tag.schema, constraint.schema_options)
 
 
 def _grammar_of(payload: str) -> str:

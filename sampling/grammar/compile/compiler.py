@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from stepgraph.sampling.fields import check_value, one_of, whole
+from stepgraph.sampling.fields import check_value, instance_of, one_of, optional, whole
 from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar
 from stepgraph.sampling.grammar.automaton.library import Image
 from stepgraph.sampling.grammar.compile.backends import Backends, Grammar
@@ -30,6 +30,7 @@ from stepgraph.sampling.lifetimes import close_at_exit
 Isolation = Literal["process", "none"]
 
 CACHE_BYTES = 256 * MIB
+MAX_COMPILES = 256  # at a time; also of the threads of one compile
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,8 +228,10 @@ class GrammarCompiler:
         max_compiles: int = 2,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
+        check_value("GrammarCompiler.vocabulary", vocabulary, instance_of(Vocabulary, "a Vocabulary"))
+        check_value("GrammarCompiler.limits", limits, optional(instance_of(GrammarLimits, "GrammarLimits")))
         for name, value in (("max_threads", max_threads), ("max_compiles", max_compiles), ("cache_bytes", cache_bytes)):
-            check_value(f"GrammarCompiler.{name}", value, whole(1))
+            check_value(f"GrammarCompiler.{name}", value, whole(1, None if name == "cache_bytes" else MAX_COMPILES))
         check_value("GrammarCompiler.backend", backend, one_of(get_args(BackendChoice)))
         check_value("GrammarCompiler.isolation", isolation, one_of(get_args(Isolation)))
         self.limits, self._isolation = limits or GrammarLimits(), isolation
@@ -272,7 +275,8 @@ class GrammarCompiler:
             )
 
     def check(self, constraint: Constraint) -> None:
-        """ValueError for errors that are found without a library: in sizes, keywords, patterns, markers. Linear in the input."""
+        """ValueError for errors that are found in milliseconds: sizes, keywords, types, references, patterns, markers, and the syntax
+        of short EBNF grammars. What schemas say together, and what a library refuses, is found by the compile."""
         if not isinstance(constraint, Constraint):
             raise ValueError(f"constraint: got {type(constraint).__name__}, expected a Constraint")
         self._backends.check(constraint)

@@ -7,10 +7,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from stepgraph.sampling.grammar.compile.backends import Builder, backends_for, builder, check_first_mask, check_size, is_final, reason_of
+from stepgraph.sampling.grammar.compile.backends import (
+    Backends,
+    Builder,
+    backends_for,
+    builder,
+    check_first_mask,
+    check_size,
+    is_final,
+    reason_of,
+)
 from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
@@ -70,6 +79,17 @@ def coverage(constraint: Constraint, limits: GrammarLimits | None = None) -> Cov
     finally:
         worker.close()
     return Coverage(backend, unsupported)
+
+
+def check_constraints(constraints: Iterable[Constraint]) -> None:
+    """ValueError, as from compiling it, for a constraint that is refused with any vocabulary: it is compiled over the 256 bytes."""
+    limits = GrammarLimits()
+    worker = CompileWorker(_BYTES, limits, max_threads=1)
+    try:
+        for constraint in dict.fromkeys(constraints):
+            Backends(_BYTES, "auto", limits, max_threads=1).build(constraint, worker)
+    finally:
+        worker.close()
 
 
 def _unsupported(name: str, constraint: Constraint, limits: GrammarLimits, worker: CompileWorker) -> tuple[tuple[Unsupported, ...], bool]:

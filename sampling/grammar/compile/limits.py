@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from stepgraph.sampling.fields import Check, check_fields, clip_repr, is_int, is_number
+from stepgraph.sampling.fields import Check, check_fields, clip_repr, is_number, whole
 from stepgraph.sampling.grammar.constraints.constraint import MAX_PAYLOAD_CHARS
 
 MIB = 1 << 20
@@ -24,7 +24,7 @@ _SIGNS = {  # part of a message of llguidance, or of either matcher -> the limit
 }
 
 
-_COUNT = Check(lambda value: is_int(value) and value >= 1, "an int >= 1")
+_COUNT = whole(1, 2**62)
 _SECONDS = Check(lambda value: is_number(value) and 0 < value < math.inf, "a number > 0")
 
 

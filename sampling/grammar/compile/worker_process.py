@@ -9,12 +9,14 @@ import contextlib
 import json
 import marshal
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import weakref
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,19 @@ SCRIPT = Path(compile_worker.__file__)
 START_SECONDS = 60.0
 GRACE_SECONDS = 1.0  # after the worker's own timer, for a process that is stopped (SIGSTOP)
 STDERR_TAIL = 600
+_SOURCE_PREFIX = re.compile(r"^(\[[\d:]+\] )?\S*\.(cc|h|cpp):\d+: (Check failed: \(.*?\) is false: )?")
 NO_MEMORY_SIGNS = ("bad_alloc", "memory allocation", "annot allocate memory")  # messages of C++, Rust, and the dynamic loader
+
+
+@contextlib.contextmanager
+def library_errors() -> Iterator[None]:
+    """Raise errors of a library, in the worker or here, as ValueError with its message."""
+    try:
+        yield
+    except (MemoryError, CompileAbortedError, UnsupportedError):
+        raise
+    except Exception as error:  # the library raises RuntimeError and several types of its own
+        raise ValueError(_SOURCE_PREFIX.sub("", str(error)).strip()) from error
 
 
 class _Process:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from stepgraph.sampling.fields import clip_repr
@@ -62,11 +63,9 @@ def _pattern(pattern: re.Pattern[Any]) -> TypedConstraint:
 def _json_type(value: Any) -> TypedConstraint:
     import pydantic  # takes as long to load as all of stepgraph without torch
 
-    try:
+    with _type_errors(value):
         adapter = pydantic.TypeAdapter(value)
         schema = adapter.json_schema()
-    except (pydantic.errors.PydanticUserError, pydantic.errors.PydanticUndefinedAnnotation) as error:
-        raise ValueError(f"constraint: {clip_repr(value)} has no JSON schema: {str(error).splitlines()[0]}") from None
     return TypedConstraint(Constraint.json_schema(schema), adapter.validate_json)
 
 
@@ -75,8 +74,9 @@ def _function(function: Callable[..., Any]) -> TypedConstraint:
     import pydantic
 
     name = getattr(function, "__name__", "")
-    parameters = inspect.signature(function).parameters.values()
-    hints = get_type_hints(function, include_extras=True)
+    with _type_errors(function):
+        parameters = inspect.signature(function).parameters.values()
+        hints = get_type_hints(function, include_extras=True)
     for parameter in parameters:
         if parameter.kind not in _KEYWORD_KINDS or parameter.name not in hints:
             why = "no type" if parameter.kind in _KEYWORD_KINDS else f"the kind {parameter.kind.description}"
@@ -85,12 +85,25 @@ def _function(function: Callable[..., Any]) -> TypedConstraint:
         parameter.name: (hints[parameter.name], ... if parameter.default is parameter.empty else parameter.default)
         for parameter in parameters
     }
-    arguments = pydantic.create_model("Arguments", **fields)
     literal: Any = Literal
-    call: Any = pydantic.create_model("Call", name=(literal[name], ...), arguments=(arguments, ...))
+    with _type_errors(function):
+        arguments = pydantic.create_model("Arguments", **fields)
+        call: Any = pydantic.create_model("Call", name=(literal[name], ...), arguments=(arguments, ...))
+        schema = call.model_json_schema()
 
     def parse(text: str) -> functools.partial[Any]:
         parsed = call.model_validate_json(text).arguments
         return functools.partial(function, **{key: getattr(parsed, key) for key in parsed.model_fields_set})
 
-    return TypedConstraint(Constraint.json_schema(call.model_json_schema()), parse)
+    return TypedConstraint(Constraint.json_schema(schema), parse)
+
+
+@contextlib.contextmanager
+def _type_errors(value: object) -> Iterator[None]:
+    """ValueError for a type or a function of which pydantic or inspect makes nothing."""
+    from pydantic.errors import PydanticUserError
+
+    try:
+        yield
+    except (PydanticUserError, NameError, TypeError, ValueError) as error:
+        raise ValueError(f"constraint: {clip_repr(value)} has no JSON schema: {str(error).splitlines()[0]}") from None

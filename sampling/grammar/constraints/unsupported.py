@@ -24,11 +24,6 @@ class UnsupportedError(ValueError):
         self.unsupported = unsupported
 
 
-def pointer(where: str, *names: str | int) -> str:
-    """The JSON pointer to a child of `where`."""
-    return "/".join([where, *(str(name).replace("~", "~0").replace("/", "~1") for name in names)])
-
-
 def reject(where: str, keyword: str, reason: str) -> NoReturn:
     """Raise UnsupportedError."""
     raise UnsupportedError(Unsupported(where, keyword, reason))

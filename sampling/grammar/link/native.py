@@ -120,7 +120,8 @@ class NativeLink:
         for index, step in enumerate(steps):
             assert step.action != HostAction.BEGIN_ROUND or index == 0, steps
             assert step.action != HostAction.END_ROUND or index == len(steps) - 1, steps
-            low, high = (1, self._stages - 1) if step.action in (HostAction.NEXT, HostAction.ADVANCE) else (0, 0)
+            fills = step.action in (HostAction.NEXT, HostAction.ADVANCE, HostAction.FOLLOW)
+            low, high = (1, self._stages - 1) if fills else (0, 0)
             assert low <= step.stage <= high, steps
         assert steps
         return NativeNode(self, self._library, self._address, steps)

@@ -27,12 +27,13 @@ class HostAction(IntEnum):
     NEXT = 1  # fill the next missing mask: mask 0 if the history has changed since or there is none, else the one after the next draft
     COMMIT = 2  # roll back rejected drafts, accept the token that the target added, fill mask 0
     ADVANCE = 3  # accept one draft, fill the mask after it
-    END_ROUND = 4  # release the batch
+    FOLLOW = 4  # as ADVANCE; a forced token replaces the draft
+    END_ROUND = 5  # release the batch
 
 
 class HostStep(NamedTuple):
     action: HostAction
-    stage: int = 0  # NEXT, ADVANCE: where the mask is written; the draft before it is in row stage - 1; ADVANCE: it is this draft, from 1
+    stage: int = 0  # NEXT, ADVANCE, FOLLOW: where the mask is written; the draft before it is in row stage - 1; not NEXT: the draft, from 1
 
 
 BEGIN_ROUND, COMMIT, END_ROUND = HostStep(HostAction.BEGIN_ROUND), HostStep(HostAction.COMMIT), HostStep(HostAction.END_ROUND)
@@ -44,6 +45,10 @@ def fill_next(stage: int) -> HostStep:
 
 def advance(index: int) -> HostStep:
     return HostStep(HostAction.ADVANCE, index)
+
+
+def follow(index: int) -> HostStep:
+    return HostStep(HostAction.FOLLOW, index)
 
 
 class MatcherRow(Protocol):

@@ -111,7 +111,9 @@ class PythonLink:
         elif step.action == HostAction.COMMIT:
             self._each_row(lambda slot, row: self._commit_row(slot, row, 0))
         elif step.action == HostAction.ADVANCE:
-            self._each_row(lambda slot, row: self._advance_row(slot, row, step.stage, step.stage))
+            self._each_row(lambda slot, row: self._advance_row(slot, row, self._draft(slot, step.stage), step.stage, step.stage))
+        elif step.action == HostAction.FOLLOW:
+            self._each_row(lambda slot, row: self._advance_row(slot, row, self._followed_draft(slot, step.stage), step.stage, step.stage))
         else:
             self._batch = ()
 
@@ -126,7 +128,7 @@ class PythonLink:
         if row.last_mask_status == MaskStatus.NONE or row.committed != self._state_np[slot, HostColumn.GENERATED]:
             self._commit_row(slot, row, stage)
         else:
-            self._advance_row(slot, row, row.next_mask, stage)
+            self._advance_row(slot, row, self._draft(slot, stage), row.next_mask, stage)
 
     def _commit_row(self, slot: int, row: PythonRow, stage: int) -> None:
         state = self._state_np[slot]
@@ -152,8 +154,15 @@ class PythonLink:
             row.committed = generated
         self._fill(slot, row, 0, stage)
 
-    def _advance_row(self, slot: int, row: PythonRow, index: int, stage: int) -> None:
-        token, row.next_mask = int(self._drafts_np[stage - 1, slot]), index + 1
+    def _draft(self, slot: int, stage: int) -> int:
+        return int(self._drafts_np[stage - 1, slot])
+
+    def _followed_draft(self, slot: int, index: int) -> int:
+        forced = -1 if self._forcing is None else int(self._forcing.forced_host[index - 1, slot])
+        return self._draft(slot, index) if forced < 0 else forced
+
+    def _advance_row(self, slot: int, row: PythonRow, token: int, index: int, stage: int) -> None:
+        row.next_mask = index + 1
         if token < 0 or row.pending_drafts != index - 1 or row.last_mask_status != MaskStatus.OK:
             return  # an earlier draft ended the walk
         self._accepts += 1

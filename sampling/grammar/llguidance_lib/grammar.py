@@ -19,6 +19,8 @@ from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceTokenizer, llguidance_api
 from stepgraph.sampling.grammar.llguidance_lib.lark import checked_lark, lark_text
 from stepgraph.sampling.grammar.llguidance_lib.library import LLGuidance, fuel_of
+from stepgraph.sampling.grammar.schema.options import Options
+from stepgraph.sampling.grammar.schema.reader import check_schema
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.native import Unavailable
@@ -197,7 +199,10 @@ class LLGuidanceBuilder:
     def check(self, constraint: Constraint) -> None:
         """ValueError, an UnsupportedError where the part is known, for what would not be enforced; without calling the library."""
         if constraint.kind == "lark":
-            checked_lark(constraint.payload, [])
+            schemas = list[object]()
+            checked_lark(constraint.payload, schemas)
+            for schema in schemas:
+                check_schema(schema, Options())
         elif constraint.kind not in ("json_schema", "json_object", "structural_tag"):
             lark_text(constraint.kind, constraint.payload, constraint.schema_options)
 

@@ -16,17 +16,13 @@ from stepgraph.sampling.grammar.schema.language import ANY_TEXT, NOTHING, Term, 
 from stepgraph.sampling.grammar.schema.members import members_texts
 from stepgraph.sampling.grammar.schema.normalise import Normaliser, contradiction
 from stepgraph.sampling.grammar.schema.numbers import Numbers
-from stepgraph.sampling.grammar.schema.options import Options
+from stepgraph.sampling.grammar.schema.options import LEFT_OUT, Options
 from stepgraph.sampling.grammar.schema.reader import Document
 from stepgraph.sampling.grammar.schema.spelling import Speller, generated, literal
 
 MAX_WHITESPACE = 32  # the longest run of blanks between JSON tokens under any_whitespace
 MAX_RULES = 50_000
 MAX_LEFT_OUT = 100
-LEFT_OUT = frozenset(  # keywords that are left out of an approximate grammar where they are not enforced
-    "contains divisibleBy format if maxContains maxProperties minContains minProperties multipleOf not pattern patternProperties"
-    " propertyNames unevaluatedItems unevaluatedProperties uniqueItems".split()
-)
 MAX_STATES = 2_000  # of an array or object with counts
 MAX_INLINE = 60  # characters
 MAX_UNIQUE = 6  # values in any order; more are generated in the order of the schema

@@ -35,7 +35,7 @@ from stepgraph.sampling.grammar.schema.forms import (
 )
 from stepgraph.sampling.grammar.schema.language import ANY_CHAR, ANY_TEXT, NOTHING, Term, both, complement, either, matches, repeat, words
 from stepgraph.sampling.grammar.schema.numbers import Numbers
-from stepgraph.sampling.grammar.schema.reader import TYPES, Document, Node, fraction
+from stepgraph.sampling.grammar.schema.reader import Document, Node, fraction, refuse_format
 
 MAX_FORMS = 20_000  # schemas and conjunctions of schemas
 MAX_PAIRS = 30_000  # intersections of alternatives
@@ -213,20 +213,12 @@ class Normaliser:
             yield "propertyNames", replace(ANYTHING, objects=(Object(others=tuple(keys for keys in others if keys.names is not NOTHING)),))
 
     def _types(self, node: Node, keyword: str) -> Form:
-        given, found = node.schema[keyword], NOTHING_AT_ALL
-        names = given if isinstance(given, list) else [given]
-        for index, name in enumerate(names):
-            if isinstance(name, dict) and self.document.draft in (0, 3):
-                found = join(
-                    found,
-                    self.form(expr(self.document.child(node, keyword, index) if given is names else self.document.child(node, keyword))),
-                )
-            elif name == "any" and self.document.draft in (0, 3):
-                found = ANYTHING
-            elif isinstance(name, str) and name in TYPES:
-                found = join(found, _OF_TYPE[name])
+        given, found, child = node.schema[keyword], NOTHING_AT_ALL, self.document.child
+        for index, name in enumerate(self.document.types(node, keyword)):
+            if isinstance(name, dict):
+                found = join(found, self.form(expr(child(node, keyword, index) if isinstance(given, list) else child(node, keyword))))
             else:
-                reject(node.where, keyword, f"got {json.dumps(given, default=str)[:60]}, expected one or several of {', '.join(TYPES)}")
+                found = ANYTHING if name == "any" else join(found, _OF_TYPE[name])
         return replace(found, null=True) if node.schema.get("nullable") is True and keyword == "type" else found
 
     def _values(self, values: list[Any], where: str) -> Form:
@@ -265,11 +257,7 @@ class Normaliser:
                 self.narrowed[Unsupported(node.where, "format", f"{name}: {NARROWED[name]}")] = None
             return exactly(patterns.full(FORMATS[name]))._replace(is_subset=name in NARROWED)
         if self._unknown_formats == "refuse":
-            reject(
-                node.where,
-                "format",
-                f"{name[:40]!r} is not known; expected one of {', '.join(sorted(FORMATS))}, or unknown_formats='annotation'",
-            )
+            refuse_format(node)
         return None
 
     def _pattern(self, node: Node, keyword: str, pattern: str) -> Strings:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+LEFT_OUT = frozenset(  # keywords that are left out of an approximate grammar where they are not enforced
+    "contains divisibleBy format if maxContains maxProperties minContains minProperties multipleOf not pattern patternProperties"
+    " propertyNames unevaluatedItems unevaluatedProperties uniqueItems".split()
+)
 Objects = Literal["closed", "standard"]
 Unknown = Literal["annotation", "refuse"]
 PropertyOrder = Literal["declared", "any"]

@@ -14,6 +14,7 @@ from stepgraph.sampling.grammar.schema import language
 from stepgraph.sampling.grammar.schema.language import ANY_TEXT, END, EPSILON, MARKED_TEXT, START, Term, both, cat, chars, either
 
 MAX_COUNT = 100_000
+MAX_CHECKED = 2_000  # characters of a pattern that `check` reads
 _DIGITS, _WORD = charset((48, 57)), charset((48, 57), (65, 90), (97, 122), "_")
 _SPACE = charset("\t\n\v\f\r \u00a0\u1680", (0x2000, 0x200A), "\u2028\u2029\u202f\u205f\u3000\ufeff")
 _SETS = {"d": _DIGITS, "D": complement(_DIGITS), "w": _WORD, "W": complement(_WORD), "s": _SPACE, "S": complement(_SPACE)}
@@ -21,6 +22,7 @@ _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 _DOT = complement(charset("\n\r\u2028\u2029"))
 _COUNT = re.compile(r"\{(\d+)(,?)(\d*)\}")
 _ESCAPE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]+)\}|c([a-zA-Z])|([pP])\{(?:\w+=)?(\w+)\}", re.DOTALL)
+_PROPERTY = re.compile(r"\\[pP]\{")
 _LOW_HALF = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
 _SCRIPTS = {"Latin": "LATIN", "Greek": "GREEK", "Cyrillic": "CYRILLIC", "Han": "CJK", "Hebrew": "HEBREW", "Arabic": "ARABIC"}
 
@@ -49,6 +51,13 @@ class _Repeat(NamedTuple):
 
 _Item = CharSet | int | _Look | _Group | _Repeat  # an int is START or END
 _Sequence = list[_Item]
+
+
+def check(pattern: str) -> None:
+    """PatternError for a malformed pattern. Not checked: long patterns, and those with Unicode properties, whose characters take a second
+    to find."""
+    if len(pattern) <= MAX_CHECKED and not _PROPERTY.search(pattern):
+        _Parser(pattern).parsed()
 
 
 @functools.lru_cache(maxsize=256)

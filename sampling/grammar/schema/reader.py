@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 from urllib.parse import unquote, urljoin
 
-from stepgraph.sampling.grammar.constraints.unsupported import pointer, reject
+from stepgraph.sampling.grammar.constraints.unsupported import UnsupportedError, reject
+from stepgraph.sampling.grammar.schema import patterns
+from stepgraph.sampling.grammar.schema.formats import FORMATS
+from stepgraph.sampling.grammar.schema.options import LEFT_OUT, Options
 
 TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
 ANNOTATIONS = frozenset(
@@ -21,6 +24,7 @@ ANNOTATIONS = frozenset(
     " nullable discriminator xml externalDocs contentEncoding contentMediaType contentSchema".split()
 )
 MAX_COUNT = 10**9
+MAX_CHECKED = 3_000  # schemas of a document that `check_schema` reads
 MAX_DEPTH = 400  # objects and lists of a schema inside each other
 _DRAFTS = {"3": 3, "4": 4, "6": 6, "7": 7, "2019-09": 8, "2020-12": 9}
 _SINCE = {
@@ -39,6 +43,13 @@ KNOWN = frozenset(
     " maxLength maxProperties maximum minContains minItems minLength minProperties minimum multipleOf not oneOf pattern patternProperties"
     " prefixItems properties propertyNames required then type unevaluatedItems unevaluatedProperties uniqueItems".split()
 )
+
+# Keywords with schemas as their value: by name, in a list, or one.
+_TABLES = frozenset("properties patternProperties dependencies dependentRequired dependentSchemas".split())
+_LISTS = frozenset("allOf anyOf oneOf prefixItems items extends type disallow".split())
+_WITH_NAMES = frozenset("dependencies dependentRequired type disallow".split())  # names or schemas
+_CONDITIONAL = frozenset(("if", "then", "else"))
+_SCHEMAS = frozenset("additionalProperties contains not propertyNames unevaluatedItems unevaluatedProperties".split()) | _CONDITIONAL
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +158,16 @@ class Document:
             reject(node.where, keyword, f"got {_clip(reference)}, expected a reference to a schema in the same document")
         return self.node(where)
 
+    def types(self, node: Node, keyword: str) -> list[Any]:
+        """The names of types that a keyword lists; in draft 3 also schemas."""
+        given = node.schema[keyword]
+        names, old = given if isinstance(given, list) else [given], self.draft in (0, 3)
+        for name in names:
+            known = name in TYPES or (old and name == "any") if isinstance(name, str) else old and isinstance(name, dict)
+            if not known:
+                reject(node.where, keyword, f"got {_clip(given)}, expected one or several of {', '.join(TYPES)}")
+        return names
+
     def _resolved(self, uri: str) -> str | None:
         if uri.rstrip("#") in self._places:
             return self._places[uri.rstrip("#")]
@@ -186,6 +207,69 @@ class Document:
                 pass  # not a keyword yet
             else:
                 yield keyword, _checked(keyword, value, where)
+
+
+def pointer(where: str, *names: str | int) -> str:
+    """The JSON pointer to a child of `where`."""
+    return "/".join([where, *(str(name).replace("~", "~0").replace("/", "~1") for name in names)])
+
+
+def check_schema(schema: Any, options: Options) -> None:
+    """UnsupportedError for a malformed keyword, type, pattern or reference, and for unknown keywords and formats that are refused; of
+    the first `MAX_CHECKED` schemas that the root leads to. What schemas say together is not checked."""
+    document, waiting = Document(schema, options.unknown_keywords), ["#"]
+    known = set(waiting)
+    for where in waiting:  # grows
+        try:
+            node = document.node(where)
+            _check_words(document, node, options)
+            below = [child for child in _below(document, node) if child not in known]
+        except UnsupportedError as error:
+            if not options.approximate or error.unsupported.keyword not in LEFT_OUT:
+                raise
+            continue
+        waiting += below
+        known.update(below)
+        if len(known) > MAX_CHECKED:
+            break
+
+
+def _check_words(document: Document, node: Node, options: Options) -> None:
+    given = node.keywords
+    for keyword in ("type", "disallow"):
+        if keyword in given:
+            document.types(node, keyword)
+    if "format" in given and given["format"] not in FORMATS and options.unknown_formats == "refuse":
+        refuse_format(node)
+    for keyword in ("pattern", "patternProperties"):
+        for pattern in [given[keyword]] if keyword in given and keyword == "pattern" else given.get(keyword, ()):
+            try:
+                patterns.check(pattern)
+            except patterns.PatternError as error:
+                reject(node.where, keyword, str(error))
+
+
+def refuse_format(node: Node) -> NoReturn:
+    accepted = f"one of {', '.join(sorted(FORMATS))}, or unknown_formats='annotation'"
+    reject(node.where, "format", f"{node.keywords['format'][:40]!r} is not known; expected {accepted}")
+
+
+def _below(document: Document, node: Node) -> Iterator[str]:
+    """The places of the schemas that a schema contains or refers to."""
+    given = node.keywords
+    for keyword, value in given.items():
+        if keyword.endswith(("$ref", "Ref")):
+            yield document.target(node, keyword).where
+        elif keyword in _CONDITIONAL and not ("if" in given and {"then", "else"} & given.keys()):
+            continue  # without effect
+        elif keyword in _TABLES or (keyword in _LISTS and isinstance(value, list)):
+            children = value.items() if keyword in _TABLES else enumerate(value)
+            names = (name for name, child in children if keyword not in _WITH_NAMES or isinstance(child, (dict, bool)))
+            yield from (pointer(node.where, keyword, name) for name in names)
+        elif keyword in _SCHEMAS or (keyword in _LISTS and not isinstance(value, str)):
+            yield pointer(node.where, keyword)
+    if isinstance(given.get("items"), list) and "additionalItems" in given:
+        yield pointer(node.where, "additionalItems")
 
 
 def _check_schema(value: Any, where: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stepgraph.sampling.fields import is_int
+from stepgraph.sampling.fields import check_value, checked_path, instance_of, is_int, optional
 from stepgraph.sampling.grammar.tokenizers.table import TokenTable, decode_piece
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import parse_object, table_of_json
 
@@ -68,8 +68,9 @@ def _stop_ids(tokenizer: Any, pieces: Any) -> list[object]:
 
 def table_of_ranks(ranks: Any, special_tokens: Mapping[str, int] | None, logits_width: int | None) -> TokenTable:
     """The table of a .tiktoken file, of a dict of tokens and ranks, or of a tiktoken.Encoding."""
+    check_value("special_tokens", special_tokens, optional(instance_of(Mapping, "a mapping of texts to ids")))
     if isinstance(ranks, (str, Path)):
-        where, found = str(ranks), read_ranks(Path(ranks))
+        where, found = str(ranks), read_ranks(checked_path("ranks", ranks))
     elif isinstance(ranks, Mapping):
         where, found = "Vocabulary.from_tiktoken", dict(ranks)
     elif hasattr(ranks, "token_byte_values") and hasattr(ranks, "encode_single_token"):

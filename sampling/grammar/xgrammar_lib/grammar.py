@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import re
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -14,17 +11,17 @@ from typing import Any
 import xgrammar
 from torch import Tensor
 
-from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, GrammarLimits
-from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
+from stepgraph.sampling.grammar.compile.limits import GrammarLimits
+from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, library_errors
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.constraints.pattern import pattern_to_ebnf
-from stepgraph.sampling.grammar.constraints.unsupported import UnsupportedError, reject
+from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.ebnf import parsed_grammar
 
 _CORE: Any = importlib.import_module("xgrammar.base")._core  # the bindings that the compile worker uses too
-_SOURCE_PREFIX = re.compile(r"^(\[[\d:]+\] )?\S*\.(cc|h|cpp):\d+: (Check failed: \(.*?\) is false: )?")
+MAX_PARSED = 8_000  # characters of an EBNF grammar that is parsed before it is compiled: at most about 50 ms
 
 
 class XGrammarMatcher:
@@ -126,20 +123,21 @@ class XGrammar:
         return XGrammarMatcher(self.grammar, self.vocabulary, self.fuel_seconds)
 
 
-@contextlib.contextmanager
-def library_errors() -> Iterator[None]:
-    """Raise errors of the library as ValueError with its message."""
-    try:
-        yield
-    except (MemoryError, CompileAbortedError, UnsupportedError):
-        raise
-    except Exception as error:  # the library raises RuntimeError and several types of its own
-        raise ValueError(_SOURCE_PREFIX.sub("", str(error)).strip()) from error
-
-
 def parse(constraint: Constraint, limits: GrammarLimits) -> Any:
     """The grammar of a checked constraint, parsed in this process."""
     return parsed_grammar(_CORE, constraint.kind, constraint.payload, constraint.schema_options, limits.least_bytes)
+
+
+def check_text(constraint: Constraint, limits: GrammarLimits) -> None:
+    """ValueError for a notation of another library, and for a malformed pattern or short grammar."""
+    kind, payload = constraint.kind, constraint.payload
+    if kind == "lark":
+        reject("#", "lark", "is a notation of llguidance; xgrammar expects ebnf")
+    elif kind == "regex":
+        pattern_to_ebnf(payload, "pattern")
+    elif kind == "ebnf" and len(payload) <= MAX_PARSED:
+        with library_errors():
+            parse(constraint, limits)
 
 
 class XGrammarBuilder:
@@ -151,16 +149,13 @@ class XGrammarBuilder:
         self._vocabulary, self._limits, self._max_threads = vocabulary, limits, max_threads
 
     def check(self, constraint: Constraint) -> None:
-        """ValueError, an UnsupportedError where the part is known, for what would not be enforced; without calling the library."""
-        kind, payload = constraint.kind, constraint.payload
-        if kind == "lark":
-            reject("#", "lark", "is a notation of llguidance; xgrammar expects ebnf")
-        elif kind == "regex":
-            pattern_to_ebnf(payload, "pattern")
+        """ValueError, an UnsupportedError where the part is known, for what would not be enforced, as far as that is found quickly."""
+        check_text(constraint, self._limits)
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> XGrammar:
         """Compile in the worker, or in this process without one. ValueError as by `check`, or with the library's message."""
-        self.check(constraint)
+        if constraint.kind == "lark":
+            self.check(constraint)
         with library_errors():
             compiled = self._compiled_here(constraint) if worker is None else self._compiled_by(worker, constraint)
         return XGrammar(compiled, self._vocabulary, self._limits.step_seconds)

@@ -7,7 +7,7 @@ typedef struct {
     const int32_t *masks;               /* [mask_rows, positions, words] */
     const int64_t *rows, *ids, *status; /* [batch], [width], [batch, positions]; each may be NULL */
     const bool *constrained;            /* [batch] */
-    float *best;                        /* [batch, positions] */
+    bool *finite;                       /* [batch, positions] */
     int64_t *token;
     int64_t batch, positions, width, row_step, position_step, mask_rows, words, mask_row_step, mask_position_step;
 } argmax_call;
@@ -88,7 +88,7 @@ INLINED int argmax_all(const argmax_call *call, int64_t bfloat16) {
             } else if (open) {
                 choose_in_order(&found, logits, constrained ? mask : NULL, call->width, bfloat16);
             }
-            call->best[at] = found.value;
+            call->finite[at] = isfinite(found.value);
             call->token[at] = found.index;
         }
     }
@@ -99,7 +99,7 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_masked_argmax(const argument *given) {
     const argument *logits = given, *masks = given + 1;
     argmax_call call = {
         .logits = logits->data, .masks = masks->data, .rows = given[2].data, .constrained = given[3].data, .ids = given[4].data,
-        .status = given[5].data, .best = given[6].data, .token = given[7].data,
+        .status = given[5].data, .finite = given[6].data, .token = given[7].data,
         .batch = logits->size[0], .positions = logits->size[1], .width = logits->size[2],
         .row_step = logits->stride[0], .position_step = logits->stride[1],
         .mask_rows = masks->size[0], .words = masks->size[2], .mask_row_step = masks->stride[0], .mask_position_step = masks->stride[1],

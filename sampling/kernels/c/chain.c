@@ -9,21 +9,22 @@ typedef struct {
     int64_t count, stops;
 } chain_call;
 
-/* tags [tag_rows, positions, TAG_FIELDS]; owner, generated [batch] of any stride; constrained [batch]; first; rows [batch] or NULL;
-   status [batch, positions]. */
+/* tags [tag_rows, positions, TAG_FIELDS]; owner, generated, constrained [batch] of any stride; first; rows [batch] or NULL;
+   status [batch, positions], has_grammar [batch]. */
 EXPORTED int stepgraph_mask_status(const argument *given) {
     const argument *tags = given;
-    const int64_t *owner = given[1].data, *generated = given[2].data, *rows = given[5].data;
-    const bool *constrained = given[3].data;
+    const int64_t *owner = given[1].data, *generated = given[2].data, *constrained = given[3].data, *rows = given[5].data;
+    bool *has_grammar = given[7].data;
     int64_t first = given[4].integer, positions = tags->size[1], *status = given[6].data;
     for (int64_t row = 0; row < given[1].size[0]; row++) {
         int64_t tag_row = rows ? index_in(rows[row], tags->size[0]) : row;
         if (tag_row < 0) return 1;
         int64_t own = owner[row * given[1].stride[0]], count = generated[row * given[2].stride[0]];
+        has_grammar[row] = constrained[row * given[3].stride[0]] != 0;
         for (int64_t position = 0; position < positions; position++) {
             const int64_t *tag = (const int64_t *)tags->data + tag_row * tags->stride[0] + position * tags->stride[1];
             bool valid = tag[0] == own && tag[1] == count && tag[2] == first + position;
-            status[row * positions + position] = !constrained[row] ? STATUS_OK : valid ? tag[3] : STATUS_NONE;
+            status[row * positions + position] = !has_grammar[row] ? STATUS_OK : valid ? tag[3] : STATUS_NONE;
         }
     }
     return 0;

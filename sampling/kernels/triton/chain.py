@@ -29,19 +29,21 @@ def check_tags(
     tags,  # [R, N, 4] int64
     owner,  # [B] int64
     generated,  # [B] int64
-    constrained,  # [B] bool
+    constrained,  # [B] int64
     first,
     rows,  # [B] int64; not read unless HAS_ROWS
     status,  # [B, N] int64, written
+    flags,  # [B] bool, written
     positions,
     tags_row_step,
     tags_position_step,
     owner_step,
     generated_step,
+    constrained_step,
     HAS_ROWS: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
-    """acceptance.mask_status for one row. POSITIONS is a power of two."""
+    """mask_status for one row. POSITIONS is a power of two."""
     row = tl.program_id(0).to(tl.int64)
     tag_row = row
     if HAS_ROWS:
@@ -53,13 +55,14 @@ def check_tags(
     mine = mine & (tl.load(source + 1, mask=inside, other=0) == tl.load(generated + row * generated_step))
     mine = mine & (tl.load(source + 2, mask=inside, other=0) == position + first)
     tag_status = tl.where(mine, tl.load(source + 3, mask=inside, other=_NONE), _NONE)
-    has_mask = tl.load(constrained + row).to(tl.int32) != 0
+    has_mask = tl.load(constrained + row * constrained_step) != 0
+    tl.store(flags + row, has_mask)
     tl.store(status + row * positions + position, tl.where(has_mask, tag_status, _OK), mask=inside)
 
 
 def mask_status(*arguments: Any) -> None:
-    """The arguments and the output of kernels.chain.mask_status, in the order of the program."""
-    tags, owner, generated, _, _, rows, status = arguments
+    """The arguments and outputs of kernels.chain.mask_status, in the order of the program."""
+    tags, owner, generated, constrained, _, rows, status, _ = arguments
     batch, positions = status.shape
     check_tags[(batch,)](
         *(owner if each is None else each for each in arguments),  # in place of None: not read
@@ -67,6 +70,7 @@ def mask_status(*arguments: Any) -> None:
         *tags.stride()[:2],
         owner.stride(0),
         generated.stride(0),
+        constrained.stride(0),
         HAS_ROWS=rows is not None,
         POSITIONS=triton.next_power_of_2(positions),
         num_warps=1,

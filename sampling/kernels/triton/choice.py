@@ -22,6 +22,8 @@ CHOICE_TILE = 4096  # tokens per program
 _OK = tl.constexpr(int(MaskStatus.OK))
 _LAST_ID = tl.constexpr(0x7FFFFFFF)
 _NAN = tl.constexpr(0x7FC00000)
+_TOP = tl.constexpr(0x7F800000)  # the rank of plus infinity; a NaN is above
+_BOTTOM = tl.constexpr(-0x7F800001)  # minus infinity
 
 
 @triton.jit
@@ -98,19 +100,26 @@ def masked_candidates(
 
 
 @triton.jit
-def take_best(candidates, best, token, tiles, HAS_BEST: tl.constexpr, TILES: tl.constexpr):
-    """A row's best candidate: its id and, if HAS_BEST, its value. candidates [N, tiles]; TILES is a power of two >= tiles."""
+def is_finite(ranked):
+    """Whether the value with this rank is finite."""
+    return (ranked > _BOTTOM) & (ranked < _TOP)
+
+
+@triton.jit
+def take_best(candidates, finite, token, tiles, HAS_FINITE: tl.constexpr, TILES: tl.constexpr):
+    """A row's best candidate: its id and, if HAS_FINITE, whether its value is finite. candidates [N, tiles]; TILES is a power of two >=
+    tiles."""
     row = tl.program_id(0)
     index = tl.minimum(tl.arange(0, TILES), tiles - 1)
     found = tl.max(tl.load(candidates + row.to(tl.int64) * tiles + index), 0)
     tl.store(token + row, (found & 0xFFFFFFFF) ^ _LAST_ID)
-    if HAS_BEST:
-        tl.store(best + row, value_of(found))
+    if HAS_FINITE:
+        tl.store(finite + row, is_finite((found >> 32).to(tl.int32)))
 
 
 def masked_argmax(*tensors: Any, tile: int = CHOICE_TILE) -> None:
     """The arguments of kernels.choice.masked_argmax, in the order of the program, and its outputs."""
-    *inputs, best, token = tensors
+    *inputs, finite, token = tensors
     logits, masks, rows, constrained, ids, status = inputs
     batch, positions, width = logits.shape
     candidates = torch.empty(batch * positions, triton.cdiv(width, tile), dtype=torch.int64, device=logits.device)
@@ -128,17 +137,17 @@ def masked_argmax(*tensors: Any, tile: int = CHOICE_TILE) -> None:
         num_warps=8,
         enable_fp_fusion=False,
     )
-    store_best(candidates, best, token)
+    store_best(candidates, finite, token)
 
 
-def store_best(candidates: Tensor, best: Tensor | None, token: Tensor) -> None:
+def store_best(candidates: Tensor, finite: Tensor | None, token: Tensor) -> None:
     rows, tiles = candidates.shape
     take_best[(rows,)](
         candidates,
-        token if best is None else best,
+        token if finite is None else finite,
         token,
         tiles,
-        HAS_BEST=best is not None,
+        HAS_FINITE=finite is not None,
         TILES=triton.next_power_of_2(tiles),
         num_warps=1,
         enable_fp_fusion=False,

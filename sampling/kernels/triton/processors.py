@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels.triton.choice import rank
+from stepgraph.sampling.kernels.triton.choice import _BOTTOM, is_finite, rank
 from stepgraph.sampling.sampler import Param
 
 PROCESS_TILE = 512  # tokens per program
@@ -27,8 +27,6 @@ _PRESENCE = tl.constexpr(int(Param.PRESENCE_PENALTY))
 _FREQUENCY = tl.constexpr(int(Param.FREQUENCY_PENALTY))
 _LEAST = tl.constexpr(int(Param.MIN_NEW_TOKENS))
 _LAST_ID = tl.constexpr(0x7FFFFFFF)
-_TOP = tl.constexpr(0x7F800000)  # the rank of plus infinity; a NaN is above
-_BOTTOM = tl.constexpr(-0x7F800001)  # minus infinity
 
 
 @triton.jit
@@ -190,9 +188,9 @@ def judge_positions(peaks, status, finite, judged, tiles, HAS_STATUS: tl.constex
     known = tl.full((), _OK, tl.int64)
     if HAS_STATUS:
         known = tl.load(status + line)
-    banned = (allowed > _BOTTOM) & (allowed < _TOP) & (left == _BOTTOM)
+    banned = is_finite(allowed) & (left == _BOTTOM)
     tl.store(judged + line, tl.where(banned & (known == _OK), _DEAD_END, known))
-    tl.store(finite + line, (left > _BOTTOM) & (left < _TOP))
+    tl.store(finite + line, is_finite(left))
 
 
 @triton.jit

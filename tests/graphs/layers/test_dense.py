@@ -250,6 +250,9 @@ def test_incompatible_library_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
         native.open_library(path)
     with pytest.raises(Unavailable, match="not built: there was no C compiler"):
         native.find_library(tmp_path)
+    (tmp_path / "setup.py").touch()
+    with pytest.raises(Unavailable, match=r"not built in this checkout: cd .* && python setup\.py build_ext --inplace"):
+        native.find_library(tmp_path / "sampling")
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"no library")
     with pytest.raises(Unavailable, match=r"broken\.so cannot be loaded"):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +39,21 @@ def add_one_(x: Tensor) -> None:
 def count_and_sum(x: Tensor, count: Tensor) -> Tensor:
     count.add_(1)
     return x.sum(0)
+
+
+class Wrapped(Tensor):
+    """A tensor around another, as torchao's weights are."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapped:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.wrapped = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return func(*[each.wrapped if isinstance(each, cls) else each for each in args], **(kwargs or {}))
 
 
 class Net(nn.Module):
@@ -364,6 +382,19 @@ def attention_dropout(b: StaticBuffers) -> object:
 # addresses and shapes of tensors
 
 
+@illegal("other-thread")
+def started_thread(b: StaticBuffers) -> None:
+    thread = threading.Thread(target=b.x.add_, args=(1,))
+    thread.start()  # illegal
+    thread.join()
+
+
+@illegal("other-thread")
+def thread_of_a_pool(b: StaticBuffers) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(b.x.add_, 1).result()  # illegal
+
+
 @illegal("inplace-view")
 def resize(b: StaticBuffers) -> None:
     b.x.resize_(2, 8)  # illegal
@@ -425,6 +456,11 @@ def unregistered_write(b: StaticBuffers) -> None:
 @illegal("unregistered-input")
 def opaque(b: StaticBuffers) -> None:
     b.x.copy_(PACKED + PACKED)  # illegal
+
+
+@illegal("wrapper-subclass")
+def wrapper_subclass(b: StaticBuffers) -> None:
+    b.x.add_(Wrapped(b.y))  # illegal
 
 
 @illegal("freed-input")

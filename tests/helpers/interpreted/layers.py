@@ -16,11 +16,11 @@ from stepgraph.graphs.layers import dense, slot_mapping
 from stepgraph.graphs.layers.triton import dense as dense_programs
 from stepgraph.graphs.layers.triton import slot_mapping as slot_programs
 from stepgraph.graphs.triton import drafting as draft_programs
-from stepgraph.graphs.triton.publishing import publish_results
+from stepgraph.graphs.triton import publishing
 from stepgraph.sampling.grammar.status import TAG_FIELDS
 from stepgraph.sampling.kernels.operation import Operation
 from tests.graphs.layers.test_slot_mapping import settling_case
-from tests.graphs.test_publishing import ENDS, check_end, check_slot
+from tests.graphs.test_publishing import ENDS, check_batch, check_end, check_slot
 from tools.gpu.checks.layers import count_output, write_emission
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
@@ -136,6 +136,7 @@ def test_written_emissions_equal_the_reference(drafts: int) -> None:
 
 
 def test_published_rounds_equal_the_reference() -> None:
-    check_slot(publish_results)
+    check_batch(publishing.take_batch)
+    check_slot(publishing.publish_results, publishing.end_round)
     for end in ENDS:
-        check_end(publish_results, *end)
+        check_end(publishing.end_round, *end)

@@ -122,13 +122,13 @@ def test_nan_is_detected_only_at_legal_tokens() -> None:
 def test_mask_status_equals_the_reference(positions: int) -> None:
     tags, owner, generated, constrained, rows = tag_inputs(40, positions, torch.device("cpu"))
     for first, chosen in ((2, rows), (0, rows), (2, None)):
-        outputs = [torch.full((40, positions), -9) for _ in range(2)]
+        outputs = [(torch.full((40, positions), -9), torch.zeros(40, dtype=torch.bool)) for _ in range(2)]
         own = tags if chosen is not None else tags[rows].transpose(0, 1).contiguous().transpose(0, 1)
         arguments = (own, owner, generated, constrained, first, chosen)
-        chain.mask_status.run_reference(*arguments, outputs[0])
-        chain_programs.mask_status(*arguments, outputs[1])
-        assert torch.equal(*outputs)
-        statuses = outputs[0][constrained]
+        chain.mask_status.run_reference(*arguments, *outputs[0])
+        chain_programs.mask_status(*arguments, *outputs[1])
+        assert all(map(torch.equal, *outputs)) and torch.equal(outputs[1][1], constrained != 0)
+        statuses = outputs[0][0][constrained != 0]
         assert int((statuses == MaskStatus.NONE).sum()) > 0 and (first == 0 or int((statuses != MaskStatus.NONE).sum()) > 0)
 
 

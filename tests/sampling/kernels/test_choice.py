@@ -32,12 +32,12 @@ def compare(operation: Operation[..., Any], inputs: list[Any], outputs: list[Ten
 
 
 def choice_outputs(batch: int, positions: int) -> list[Tensor]:
-    return [torch.empty(batch, positions), torch.empty(batch, positions, dtype=torch.int64)]
+    return [torch.empty(batch, positions, dtype=torch.bool), torch.empty(batch, positions, dtype=torch.int64)]
 
 
 def choose(*inputs: Any) -> tuple[Tensor, Tensor]:
-    best, token = compare(kernels.masked_argmax, list(inputs), choice_outputs(*inputs[0].shape[:2]))
-    return best, token
+    finite, token = compare(kernels.masked_argmax, list(inputs), choice_outputs(*inputs[0].shape[:2]))
+    return finite, token
 
 
 def hostile_logits(made: torch.Generator, *shape: int) -> Tensor:
@@ -87,8 +87,8 @@ def test_ties_and_nan(dtype: torch.dtype) -> None:
     allowed[..., 70:72] = False
     assert choose(logits, bitmask.pack(allowed), None, yes, None, ok)[1].item() == 40
     for closed in (0, 2, 5, -3, 2**40):
-        best, token = choose(logits, bitmask.pack(allowed), None, yes, None, torch.tensor([[closed]]))
-        assert best.item() == -INFINITE and token.item() == 0
+        finite, token = choose(logits, bitmask.pack(allowed), None, yes, None, torch.tensor([[closed]]))
+        assert not finite.item() and token.item() == 0
     assert choose(logits, bitmask.pack(allowed), None, ~yes, None, torch.tensor([[0]]))[1].item() == 70
 
 
@@ -102,7 +102,7 @@ def test_indices_out_of_range_are_refused(wrong: int) -> None:
             run and run()
     one = torch.tensor([1])
     with pytest.raises(IndexError, match="outside of its table"):
-        kernels.mask_status(torch.ones(9, 1, 4, dtype=torch.int64), one, one, constrained, 0, torch.tensor([wrong]))
+        kernels.mask_status(torch.ones(9, 1, 4, dtype=torch.int64), one, one, one, 0, torch.tensor([wrong]))
     zeros = torch.zeros(1, 9, dtype=torch.int64)
     with pytest.raises(IndexError, match="outside of its table"):
         kernels.chain_accept(zeros, zeros == 0, zeros[:, :8], one, zeros + 1, zeros, one, torch.tensor([wrong]))
@@ -117,10 +117,12 @@ def test_mask_status_equals_the_reference(batch: int) -> None:
         tags[..., 2] += torch.arange(positions) + first - torch.randint(0, 2, (9, positions), generator=made) // 2
         tags[..., 3] = torch.randint(-1, 8, (9, positions), generator=made)
         state = torch.randint(0, 2, (batch, 5), generator=made)
-        constrained, rows = torch.rand(batch, generator=made) < 0.8, torch.randint(-9, 9, (batch,), generator=made)
+        rows = torch.randint(-9, 9, (batch,), generator=made)
+        state[:, 4] = torch.randint(0, 4, (batch,), generator=made)
         for chosen in (None, rows):
-            inputs = [tags[:batch] if chosen is None else tags, state[:, 1], state[:, 3], constrained, first, chosen]
-            (status,) = compare(kernels.mask_status, inputs, [torch.empty(batch, positions, dtype=torch.int64)])
+            inputs = [tags[:batch] if chosen is None else tags, state[:, 1], state[:, 3], state[:, 4], first, chosen]
+            outputs = [torch.empty(batch, positions, dtype=torch.int64), torch.empty(batch, dtype=torch.bool)]
+            status, _ = compare(kernels.mask_status, inputs, outputs)
             seen |= set(status.flatten().tolist())
     assert len(seen) == {0: 0, 1: len(seen), 8: 9}[batch], "every status came through"
 
@@ -147,16 +149,16 @@ def test_chain_accept_equals_the_reference(batch: int) -> None:
 
 
 def step(b: StaticBuffers) -> None:
-    status = kernels.mask_status(b.tags, b.numbers, b.numbers, b.constrained)
-    best, token = kernels.masked_argmax(b.logits, b.masks, None, b.constrained, status=status)
-    finite, numbers = torch.isfinite(best), b.numbers
+    numbers = b.numbers
+    status, has_grammar = kernels.mask_status(b.tags, numbers, numbers, b.constrained)
+    finite, token = kernels.masked_argmax(b.logits, b.masks, None, has_grammar, status=status)
     outcome = kernels.chain_accept(token, finite, b.drafts, numbers, status, numbers[:, None], numbers)
     b.output.copy_(torch.stack(outcome))
 
 
 def recorded_step() -> tuple[StaticBuffers, TapeBackend]:
     specs = [("tags", (2, 3, 4)), ("numbers", (2,)), ("drafts", (2, 2)), ("output", (3, 2))]
-    others = [BufferSpec("constrained", (2,), torch.bool), BufferSpec("masks", (2, 3, 2), torch.int32)]
+    others = [BufferSpec("constrained", (2,), torch.int64), BufferSpec("masks", (2, 3, 2), torch.int32)]
     logits = BufferSpec("logits", (2, 3, 64), torch.bfloat16)
     every = [*(BufferSpec(name, shape, torch.int64) for name, shape in specs), *others, logits]
     return StaticBuffers(every, torch.device("cpu")), TapeBackend()
@@ -175,7 +177,7 @@ def test_tape_calls_c_kernels_directly(monkeypatch: pytest.MonkeyPatch) -> None:
         buffers.numbers.fill_(number)
         buffers.constrained.copy_(torch.tensor([True, False]))
         buffers.tags.copy_(torch.tensor([number, number, 0, 1]).expand(2, 3, 4) + torch.arange(3)[:, None] * torch.tensor([0, 0, 1, 0]))
-        best = bitmask.apply(buffers.logits, buffers.masks, buffers.constrained).argmax(-1)
+        best = bitmask.apply(buffers.logits, buffers.masks, buffers.constrained != 0).argmax(-1)
         buffers.drafts.copy_(best[:, :2]).sub_(torch.tensor([[0, seed % 2], [0, 0]]))
         run_eager(step, buffers)
         expected = buffers.output.clone()

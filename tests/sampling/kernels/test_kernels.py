@@ -99,10 +99,10 @@ def rejection_inputs(k: int = 2) -> list[Any]:
 def test_operations_pass_opcheck() -> None:
     numbers = torch.empty(2, 3, dtype=torch.int64)
     logits, masks, rows, constrained = masked_argmax_inputs()
-    best, token = torch.empty(3, 2), torch.empty(3, 2, dtype=torch.int64)
+    finite, token = torch.empty(3, 2, dtype=torch.bool), torch.empty(3, 2, dtype=torch.int64)
     for chosen, some, status in ((rows, masks, None), (None, masks[:3], torch.ones_like(token))):
-        opcheck(choice.masked_argmax.out, (logits, some, chosen, constrained, None, status, best, token))
-    opcheck(choice.masked_argmax.out, (logits[..., :9].clone(), masks, rows, constrained, torch.arange(9) * 10, None, best, token))
+        opcheck(choice.masked_argmax.out, (logits, some, chosen, constrained, None, status, finite, token))
+    opcheck(choice.masked_argmax.out, (logits[..., :9].clone(), masks, rows, constrained, torch.arange(9) * 10, None, finite, token))
     opcheck(filters.race.out, (torch.rand(2, 50), numbers[0, :2] * 0, numbers[1, :2] * 0, 1, torch.empty(2, dtype=torch.int64)))
     for known in (None, torch.tensor([1, 0])):
         opcheck(chain.chain_accept.out, (*chain_inputs(), known, *(torch.empty(2, dtype=torch.int64) for _ in range(3))))
@@ -113,9 +113,9 @@ def test_operations_pass_opcheck() -> None:
 
 def test_operations_equal_plain_functions() -> None:
     logits, masks, rows, constrained = masked_argmax_inputs()
-    best, token = kernels.masked_argmax(logits, masks, rows, constrained)
+    finite, token = kernels.masked_argmax(logits, masks, rows, constrained)
     expected = bitmask.apply(logits, masks[rows], constrained).max(-1)
-    assert torch.equal(best, expected.values) and torch.equal(token, expected.indices)
+    assert torch.equal(finite, expected.values.isfinite()) and torch.equal(token, expected.indices)
     weights, seed, position = torch.rand(4, 300), torch.arange(4), torch.arange(4) + 5
     noise = rng.exponential(seed[:, None], position[:, None], rng.Purpose.DRAFT, torch.arange(300))
     assert torch.equal(kernels.race(weights, seed, position, rng.Purpose.DRAFT), sampler.race(weights, noise))

@@ -34,17 +34,18 @@ def backend() -> Iterator[TapeBackend]:
 def test_operations_pass_opcheck() -> None:
     tags, owner, generated, constrained, rows = tag_inputs(5, 3, CPU)
     for some, chosen in ((tags, rows), (tags[:5], None)):
-        opcheck(chain.mask_status.out, (some, owner, generated, constrained, 1, chosen, torch.empty(5, 3, dtype=torch.int64)))
+        opcheck(chain.mask_status.out, (some, owner, generated, constrained, 1, chosen, torch.empty(5, 3, dtype=torch.int64), rows < 0))
     for case in (make_case(4, 2, 90, torch.bfloat16), make_case(4, 1, 90, torch.float32, own=20, masked=False, first=2)):
         opcheck(process_logits.out, case.arguments(case.outputs()))
 
 
 def test_mask_status_of_permuted_rows() -> None:
     tags, owner, generated, constrained, rows = tag_inputs(60, 4, CPU)
-    expected = acceptance.mask_status(tags[rows], owner, generated, constrained, 2)
+    expected = acceptance.mask_status(tags[rows], owner, generated, constrained != 0, 2)
     assert len(expected.unique()) == len(MaskStatus)
-    assert torch.equal(kernels.mask_status(tags, owner, generated, constrained, 2, rows), expected)
-    assert torch.equal(kernels.mask_status(tags[rows], owner, generated, constrained, 2), expected)
+    for given, chosen in ((tags, rows), (tags[rows], None)):
+        status, has_grammar = kernels.mask_status(given, owner, generated, constrained, 2, chosen)
+        assert torch.equal(status, expected) and torch.equal(has_grammar, constrained != 0)
 
 
 @pytest.mark.parametrize("own", [0, 50])
@@ -78,7 +79,7 @@ def test_arguments_of_wrong_shapes_are_refused() -> None:
         kernels.process(*case._replace(logits=case.logits[..., :80]))
     numbers = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(AssertionError, match=r"tags torch\.int32"):
-        kernels.mask_status(torch.zeros(2, 1, 4, dtype=torch.int32), numbers, numbers, numbers == 0)
+        kernels.mask_status(torch.zeros(2, 1, 4, dtype=torch.int32), numbers, numbers, numbers)
 
 
 def test_tape_replays_the_operations_in_place(backend: TapeBackend) -> None:
@@ -102,8 +103,8 @@ def test_tape_replays_the_operations_in_place(backend: TapeBackend) -> None:
     buffers.rows.copy_(rows)
 
     def step(b: StaticBuffers) -> None:
-        status = kernels.mask_status(b.tags, b.owner, b.generated, b.constrained, 2, b.rows)
-        mask = GrammarMask(b.masks, None, b.constrained, status)
+        status, has_grammar = kernels.mask_status(b.tags, b.owner, b.generated, b.constrained, 2, b.rows)
+        mask = GrammarMask(b.masks, None, has_grammar, status)
         found = kernels.process(b.logits, RowSettings(*(b[name] for name in tables)), b.rows, b.owner[:, None], mask=mask)
         b.processed.copy_(found.logits)
         b.finite.copy_(found.finite)
@@ -131,9 +132,9 @@ def test_masks_with_another_status_than_ok_allow_nothing(status: MaskStatus) -> 
     statuses = torch.tensor([[int(MaskStatus.OK), int(status)]] * 2)
     mask = GrammarMask(torch.full((2, 2, 2), -1, dtype=torch.int32), None, torch.tensor([True, False]), statuses)
     case = case._replace(logits=torch.zeros(2, 2, 64), mask=mask)
-    best, _ = kernels.masked_argmax(case.logits, mask.masks, None, mask.constrained, status=statuses)
+    finite, _ = kernels.masked_argmax(case.logits, mask.masks, None, mask.constrained, status=statuses)
     expected = [[True, status == MaskStatus.OK], [True, True]]
-    assert best.isfinite().tolist() == kernels.process(*case).finite.tolist() == expected
+    assert finite.tolist() == kernels.process(*case).finite.tolist() == expected
     assert kernels.process(*case).logits.isfinite().any(-1).tolist() == expected
 
 

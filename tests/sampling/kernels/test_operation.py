@@ -101,8 +101,8 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
     ),
     "mask_status": (
         chain.mask_status,
-        [TAGS, torch.tensor([0, 1]), torch.tensor([7, 8]), ALIVE, 3, None],
-        [torch.zeros(2, 1, dtype=torch.int64)],
+        [TAGS, torch.tensor([0, 1]), torch.tensor([7, 8]), torch.tensor([0, 5]), 3, None],
+        [torch.zeros(2, 1, dtype=torch.int64), *like(ALIVE)],
     ),
     "chain_accept": (
         chain.chain_accept,

@@ -202,10 +202,10 @@ class ThreeGraphs:
         b.masks.copy_(b.masks_host, non_blocking=True)
         b.statuses.copy_(b.statuses_host, non_blocking=True)
         status, constrained = b.statuses[:, :-1].contiguous(), b.statuses[:, -1] != 0
-        best, chosen = kernels.masked_argmax(b.logits, b.masks, None, constrained, status=status)
+        finite, chosen = kernels.masked_argmax(b.logits, b.masks, None, constrained, status=status)
         room = b.row_data[:, -1] - b.row_data[:, -2]
         count = (b.row_data[:, verified] - 1).clamp(min=0)
-        drafts, finite = b.row_data[:, 1:verified].contiguous(), torch.isfinite(best)
+        drafts = b.row_data[:, 1:verified].contiguous()
         emitted, accepted, finish = kernels.chain_accept(chosen, finite, drafts, count, status, b.stops, room)
         live = b.row_data[:, verified] > 0
         b.taken[:, :-1].copy_(chosen)

@@ -39,7 +39,7 @@ ARENA_INTS = 1 << 22
 def tables_of(width: int) -> tuple[Tensor, list[int], int, TokenTensors]:
     """The arena, where each image begins, the largest stack, and the tokens."""
     vocabulary, arena = vocabulary_of(width), ImageArena(ARENA_INTS)
-    builder, blocks, depth = AutomatonBuilder(vocabulary, GrammarLimits(), max_threads=1), list[int](), 0
+    builder, blocks, depth = AutomatonBuilder(vocabulary, GrammarLimits()), list[int](), 0
     memory = torch.zeros(ARENA_INTS, dtype=torch.int32)
     for constraint in CONSTRAINTS:
         image = builder.build(constraint).image

@@ -128,7 +128,7 @@ def _grammar_mask(batch: int, positions: int, vocabulary: int, made: torch.Gener
 
 
 def tag_inputs(batch: int, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Tags [R, N, 4] of permuted rows, some fields of which are wrong; owner, generated, constrained, rows."""
+    """Tags [R, N, 4] of permuted rows, some fields of which are wrong; owner, generated, constrained (three in four), rows."""
     made = torch.Generator().manual_seed(batch + positions)
     rows = torch.randperm(batch + 2, generator=made)[:batch]
     state = torch.randint(0, 50, (batch, 7), generator=made)
@@ -137,6 +137,6 @@ def tag_inputs(batch: int, positions: int, device: torch.device) -> tuple[Tensor
     tags[..., 3] = torch.randint(0, len(MaskStatus), tags.shape[:2], generator=made)
     wrong = torch.rand(*tags.shape[:2], 3, generator=made) < 0.1
     tags[..., :3] += wrong.to(torch.int64)
-    constrained = torch.arange(batch) % 4 != 3
-    tags, state, constrained, rows = (tensor.to(device) for tensor in (tags, state, constrained, rows))
-    return tags, state[:, 0], state[:, 1], constrained, rows
+    state[:, 5] = torch.arange(1, batch + 1) % 4
+    tags, state, rows = (tensor.to(device) for tensor in (tags, state, rows))
+    return tags, state[:, 0], state[:, 1], state[:, 5], rows

@@ -95,10 +95,10 @@ def masked_argmax(
     status[batch // 3] = int(MaskStatus.OK if all_masked else MaskStatus.COMPLETE)
     padded = logits.to(device=device, dtype=dtype)
     inputs = (padded[..., :width], words.to(device), rows.to(device), constrained.to(device), None, status.to(device))
-    outputs = torch.full((batch, positions), 7.5, device=device), numbers(device, batch, positions)
+    outputs = torch.ones(batch, positions, dtype=torch.bool, device=device), numbers(device, batch, positions)
     lines = batch * positions
     marked = int((words != 0).sum())  # a word without a bit spares its 32 logits
-    least = lines * (-(-width // BITS_PER_WORD) * 4 + 12) + marked * BITS_PER_WORD * dtype.itemsize
+    least = lines * (-(-width // BITS_PER_WORD) * 4 + 9) + marked * BITS_PER_WORD * dtype.itemsize
     shape = f"B={batch} Q={positions} V={width} {str(dtype)[6:]}"
     return Call(choice.masked_argmax, shape, inputs, outputs, least, lines * -(-width // CHOICE_TILE) * 16)
 
@@ -202,8 +202,8 @@ def reject_sample(device: torch.device, batch: int, k: int, width: int) -> Call:
 
 def mask_status(device: torch.device, batch: int, positions: int) -> Call:
     tags, owner, generated, constrained, rows = tag_inputs(batch, positions, device)
-    inputs, least = (tags, owner, generated, constrained, 2, rows), batch * (positions * 5 * 8 + 3 * 8 + 1)
-    return Call(chain.mask_status, f"B={batch} N={positions}", inputs, (numbers(device, batch, positions),), least)
+    inputs, least = (tags, owner, generated, constrained, 2, rows), batch * (positions * 5 * 8 + 4 * 8 + 1)
+    return Call(chain.mask_status, f"B={batch} N={positions}", inputs, (numbers(device, batch, positions), constrained < 0), least)
 
 
 def process_logits(

@@ -82,9 +82,10 @@ static void commit(host_link *link, int64_t slot, matcher_row *row, const int64_
     fill(link, slot, row, 0, stage);
 }
 
-/* Mask `index` after the draft in row `stage` - 1. */
-static void advance(host_link *link, int64_t slot, matcher_row *row, int64_t index, int64_t stage) {
-    int64_t token = link->shape.drafts[(stage - 1) * link->shape.slots + slot];
+static int64_t draft_of(const link_shape *shape, int64_t slot, int64_t stage) { return shape->drafts[(stage - 1) * shape->slots + slot]; }
+
+/* Mask `index` after this draft. */
+static void advance(host_link *link, int64_t slot, matcher_row *row, int64_t token, int64_t index, int64_t stage) {
     row->next_mask = index + 1;
     if (token < 0 || row->pending_drafts != index - 1 || row->last_mask_status != OK) return; /* an earlier draft ended the walk */
     count(link, ACCEPTS, 1);
@@ -102,7 +103,7 @@ static void advance(host_link *link, int64_t slot, matcher_row *row, int64_t ind
 /* The next missing mask: the history may have changed since the last fill. */
 static void fill_next(host_link *link, int64_t slot, matcher_row *row, const int64_t *state, int64_t stage) {
     if (row->last_mask_status == NONE || row->committed != state[GENERATED]) commit(link, slot, row, state, stage);
-    else advance(link, slot, row, row->next_mask, stage);
+    else advance(link, slot, row, draft_of(&link->shape, slot, stage), row->next_mask, stage);
 }
 
 /* one node */
@@ -133,6 +134,7 @@ static void end(host_link *link) {
 
 static void process_row(const host_node *node, int64_t slot) {
     host_link *link = node->link;
+    int64_t token;
     matcher_row *row = link->batch[slot];
     for (int64_t step = 0; step < node->count && !faulted(row); step++) {
         int32_t stage = node->steps[step].stage;
@@ -144,7 +146,11 @@ static void process_row(const host_node *node, int64_t slot) {
             commit(link, slot, row, link->shape.state + slot * HOST_COLUMNS, 0);
             break;
         case ADVANCE:
-            advance(link, slot, row, stage, stage);
+            advance(link, slot, row, draft_of(&link->shape, slot, stage), stage, stage);
+            break;
+        case FOLLOW:
+            token = link->shape.forced ? link->shape.forced[(stage - 1) * link->shape.slots + slot] : -1;
+            advance(link, slot, row, token < 0 ? draft_of(&link->shape, slot, stage) : token, stage, stage);
             break;
         }
     }

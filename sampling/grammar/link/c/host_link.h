@@ -21,7 +21,7 @@ enum { TAG_FIELDS = 4, ROW_RUNNING = 1 };
 enum { NONE, OK, COMPLETE, TERMINATED, DEAD_END, ILLEGAL, FAULT };
 
 /* protocol.HostAction, same values: the steps of a host node. */
-enum { BEGIN_ROUND, NEXT, COMMIT, ADVANCE, END_ROUND };
+enum { BEGIN_ROUND, NEXT, COMMIT, ADVANCE, FOLLOW, END_ROUND };
 
 /* The functions of a grammar library. A function that fails returns -1 and writes the reason to `error` (FAULT_BYTES). */
 typedef struct matcher_library matcher_library;
@@ -88,7 +88,7 @@ typedef struct host_link host_link;
 
 typedef struct {
     int32_t action;
-    int32_t stage; /* NEXT, ADVANCE: the mask row to fill, and the draft before it, from 1 */
+    int32_t stage; /* NEXT, ADVANCE, FOLLOW: the mask row to fill, and the draft before it, from 1 */
 } host_step;
 
 /* The data of one host node. */
