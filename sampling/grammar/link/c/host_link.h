@@ -13,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { LAYOUT_VERSION = 13, FAULT_BYTES = 480, MAX_SLOTS = 4096, NODE_BOUNDS = 9 };
+enum { LAYOUT_VERSION = 14, FAULT_BYTES = 480, MAX_SLOTS = 4096, NODE_BOUNDS = 9 };
 
 /* Same values as in status.py. */
 enum { OWNER, GENERATED, LAST_TOKEN, ACCEPTED, FINISH, HOST_COLUMNS };
