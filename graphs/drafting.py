@@ -14,7 +14,7 @@ from stepgraph.graphs.batch import Batch, model_input, model_logits, read_batch,
 from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.layers.slot_mapping import place_tokens
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import DraftModel, ModelInput
+from stepgraph.graphs.model import DraftModel, ModelInput, run_model
 from stepgraph.sampling import kernels, rng
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 from stepgraph.sampling.kernels import Emission, GrammarMask
@@ -27,10 +27,11 @@ def draft_prefill(
 ) -> tuple[Tensor, Tensor]:
     """Run the draft model over the emitted tokens. Returns logits [B, num_tokens] and features [B, 1, F] at each row's last one."""
     inputs = model_input(before, limits, emission.tokens, 0, features=features, count=emission.emitted)
-    output = model.forward(inputs, buffers)
+    output = run_model("draft", model, inputs, buffers)
     last = (emission.emitted - 1).clamp(min=0)[:, None, None]
     hidden = output.hidden.gather(1, last.expand(-1, 1, output.hidden.shape[2]))
-    features = output.features.gather(1, last.expand(-1, 1, output.features.shape[2]))
+    features = output.next_features
+    features = features.gather(1, last.expand(-1, 1, features.shape[2]))
     return model_logits("draft", model, hidden[:, 0], limits), features
 
 
@@ -57,9 +58,10 @@ def draft_decode(
     buffers: StaticBuffers, after: Batch, step: int, tokens: Tensor, features: Tensor, model: DraftModel, limits: Limits
 ) -> tuple[Tensor, Tensor]:
     """Run the draft model over its draft `step` (from 1). tokens [B], -1 for rows that stopped drafting. Returns as draft_prefill."""
-    inputs = model_input(after, limits, tokens[:, None], step - 1, features=features)._replace(step=step + 1)
-    output = model.forward(inputs, buffers)
-    return model_logits("draft", model, output.hidden[:, 0], limits), output.features
+    offset = step - 1 if getattr(model, "advances", True) else -1
+    inputs = model_input(after, limits, tokens[:, None], offset, features=features)._replace(step=step + 1)
+    output = run_model("draft", model, inputs, buffers)
+    return model_logits("draft", model, output.hidden[:, 0], limits), output.next_features
 
 
 def choose_draft(

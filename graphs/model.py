@@ -45,16 +45,20 @@ class ModelInput(NamedTuple):
     step: int = 1  # draft only: which draft of the round, from 1; at 1 and in prompts the features are the target's
     attend: Attend | None = None  # implementation of `attention` in this call; None: the operation
     shared: int = 0  # prompts only: entries below this position are shared with other rows; `slots` contains none of them
-    embeddings: Embeddings | None = None  # target only, prompts only
+    embeddings: Embeddings | None = None  # prompts only; of a draft only if it has shares_embeddings
 
 
 class ModelOutput(NamedTuple):
     hidden: Tensor  # [B, Q, H], input of `logits`
-    features: Tensor  # [B, Q, F], input of the draft: the target's at its first step, its own at later steps
+    features: Tensor | None = None  # [B, Q, F], input of the draft: the target's at its first step, its own later; None: `hidden`
+
+    @property
+    def next_features(self) -> Tensor:
+        return self.hidden if self.features is None else self.features
 
     def saved_states(self, width: int) -> Tensor:
         """[B, Q, width] features and hidden states concatenated; only the hidden states if `width` is H."""
-        states = self.hidden if self.hidden.shape[-1] == width else torch.cat([self.features, self.hidden], -1)
+        states = self.hidden if self.hidden.shape[-1] == width else torch.cat([self.next_features, self.hidden], -1)
         check_shape("target features and hidden", states, *self.hidden.shape[:-1], width)
         return states
 
@@ -91,7 +95,10 @@ class DraftModel(Protocol):
 
     A draft that writes an entry at an earlier position than its token's, because the entry depends on that token, sets `lookahead` to
     the largest distance, and must not write below `inputs.shared`. A draft without a cache may read the target's buffers by
-    name: entries up to position - step belong to the text.
+    name: entries up to position - step belong to the text, up to position - 1 where positions do not advance.
+
+    Optional attributes: `advances = False` for a draft without a cache, all of whose drafts are made at the position of the last token
+    of the text; `shares_embeddings = True` if its token embeddings are the target's, so that `prompt_embeddings` replace them as well.
     """
 
     @property
@@ -124,6 +131,16 @@ class ModelPair(NamedTuple):
     @property
     def drafter(self) -> DraftModel | Proposer | None:
         return self.draft if self.proposer is None else self.proposer
+
+
+def run_model(name: str, model: TargetModel | DraftModel, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+    """The model's output. ValueError if it returned something else. Costs nothing in a replay, which runs no Python."""
+    output: object = model.forward(inputs, buffers)
+    if not isinstance(output, ModelOutput):
+        raise ValueError(f"{name}.forward: got {type(output).__name__}, expected a ModelOutput; its features may be None")
+    for field, tensor in (("hidden", output.hidden), ("features", output.next_features)):
+        check_shape(f"{name} {field}", tensor, *inputs.tokens.shape, tensor.shape[-1])
+    return output
 
 
 def check_shape(name: str, tensor: Tensor, *sizes: int) -> None:

@@ -11,7 +11,7 @@ from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.slot_mapping import cache_slots
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import DraftModel, Embeddings, ModelInput, TargetModel
+from stepgraph.graphs.model import DraftModel, Embeddings, ModelInput, TargetModel, run_model
 
 
 @dataclass(frozen=True)
@@ -52,23 +52,30 @@ def prefill(
             tokens[:, part], positions[:, part], slots[:, part], block_tables, limits.page_size, features, attend=attend, shared=shared
         )
 
+    embeddings = _embeddings(chunk, target.feature_dtype, tokens.device)
     # No position comes before the first token.
     features = torch.zeros(1, 1, limits.feature_size, dtype=target.feature_dtype, device=tokens.device)
     if count:
-        output = target.forward(inputs(0, count)._replace(embeddings=_embeddings(chunk, target.feature_dtype, tokens.device)), buffers)
-        features = torch.cat([features, output.features], 1)
+        output = run_model("target", target, inputs(0, count)._replace(embeddings=_part(embeddings, 0, count)), buffers)
+        features = torch.cat([features, output.next_features], 1)
         if states_host is not None:
             states_host.copy_(output.saved_states(states_host.shape[-1])[0], non_blocking=True)
     skip = 1 if start else 0
     if draft is not None and skip <= count:
-        draft.forward(inputs(skip, count + 1, features[:, skip:]), buffers)
+        given = _part(embeddings, skip, count + 1) if getattr(draft, "shares_embeddings", False) else None
+        run_model("draft", draft, inputs(skip, count + 1, features[:, skip:])._replace(embeddings=given), buffers)
+
+
+def _part(embeddings: Embeddings | None, first: int, end: int) -> Embeddings | None:
+    return None if embeddings is None else Embeddings(embeddings.values[:, first:end], embeddings.given[:, first:end])
 
 
 def _embeddings(chunk: Chunk, dtype: torch.dtype, device: torch.device) -> Embeddings | None:
+    """Of all tokens of the chunk, with the one after its last, which only the draft processes."""
     if not chunk.spans:
         return None
-    values = torch.zeros(1, chunk.count, chunk.spans[0][1].shape[1], dtype=dtype, device=device)
-    given = torch.zeros(1, chunk.count, dtype=torch.bool, device=device)
+    values = torch.zeros(1, chunk.count + 1, chunk.spans[0][1].shape[1], dtype=dtype, device=device)
+    given = torch.zeros(1, chunk.count + 1, dtype=torch.bool, device=device)
     for offset, span in chunk.spans:
         values[0, offset : offset + len(span)].copy_(span, non_blocking=True)
         given[0, offset : offset + len(span)].fill_(True)

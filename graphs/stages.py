@@ -17,7 +17,7 @@ from stepgraph.graphs.batch import Batch, model_input, model_logits, row_setting
 from stepgraph.graphs.buffers import Column, ResultLayout, StaticBuffers
 from stepgraph.graphs.layers import slot_mapping
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import TargetModel, check_shape
+from stepgraph.graphs.model import TargetModel, check_shape, run_model
 from stepgraph.graphs.publishing import publish
 from stepgraph.sampling import kernels, rng, sampler
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
@@ -29,12 +29,12 @@ from stepgraph.sampling.kernels.operation import Contiguous, operation
 def target_verify(buffers: StaticBuffers, batch: Batch, model: TargetModel, limits: Limits) -> tuple[Tensor, Tensor]:
     """Run the target over each row's last token and drafts. Returns logits [B, K + 1, num_tokens] and features [B, K + 1, F]."""
     tokens = torch.cat([batch.column(Column.LAST_TOKEN)[:, None], batch.drafts], 1)
-    output = model.forward(model_input(batch, limits, tokens, -1, live=batch.live), buffers)
-    check_shape("target features", output.features, len(batch.rows), limits.positions, limits.feature_size)
+    output = run_model("target", model, model_input(batch, limits, tokens, -1, live=batch.live), buffers)
+    check_shape("target features", output.next_features, len(batch.rows), limits.positions, limits.feature_size)
     if "results_states" in buffers:
         states = buffers.results_states[: len(batch.rows), : limits.positions]
         states.copy_(output.saved_states(states.shape[-1]))
-    return model_logits("target", model, output.hidden, limits), output.features
+    return model_logits("target", model, output.hidden, limits), output.next_features
 
 
 def accept(

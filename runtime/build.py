@@ -249,7 +249,8 @@ def capture_notes(parts: EngineParts) -> tuple[str, ...]:
         notes.append("acceptance is forced: the texts are not the models'")
     notes += [f"kernels: {kernels.describe(device)}", *(note for model in models for note in getattr(model, "notes", ()))]
     if models.proposer is not None:
-        notes.append("drafts are proposed whole: no mask guides them, one host node walks them")
+        masked = "each is kept while its mask allows it" if "batch_forced" in parts.buffers else "without masks"
+        notes.append(f"drafts are proposed whole, {masked}")
     if parts.attention.rounds:
         notes.append(f"attention: {parts.attention}")
     if not config.greedy_only:
@@ -317,6 +318,7 @@ def make_buffers(
     """All static memory: of the round, of the models' caches, of saved states and grammars. Weights and token tables are constants."""
     candidates = (("target", models.target), ("draft", models.drafter), ("look_up", models.look_up))
     named = {name: model for name, model in candidates if model is not None}
+    check_draft_head(models.draft, limits)
     drawn = not config.greedy_only and models.proposer is None
     specs = [*round_specs(limits, drawn), *ring_specs(limits), *[spec for model in named.values() for spec in model.cache_specs(limits)]]
     specs += text_specs(limits) if models.reads_text else ()
@@ -332,6 +334,17 @@ def make_buffers(
         constants |= tables._asdict()
     check_fit("EngineConfig", specs, backend.device, f"; lower {LESS}")
     return StaticBuffers(specs, backend.device, constants)
+
+
+def check_draft_head(draft: DraftModel | None, limits: Limits) -> None:
+    """ValueError for flags that are no bool, and for a cache of a draft that stays at one position."""
+    for name in ("advances", "shares_embeddings"):
+        value = getattr(draft, name, True)
+        if not isinstance(value, bool):
+            raise ValueError(f"Engine.draft.{name}: got {clip_repr(value)}, expected True or False")
+    if draft is not None and not getattr(draft, "advances", True) and (specs := draft.cache_specs(limits)):
+        names, reason = ", ".join(spec.name for spec in specs), "drafts would overwrite the entry of the text's last token"
+        raise ValueError(f"Engine.draft.cache_specs: got {names} with advances = False, expected none: {reason}")
 
 
 def make_host_link(config: EngineConfig, buffers: StaticBuffers, limits: Limits, vocabulary: Vocabulary | None = None) -> HostLink:

@@ -88,7 +88,7 @@ class Uploader:
         """Launch the next chunk of the prompt; after the last one the request is decoding. Returns the number of tokens."""
         start, reused = request.prefilled, request.job.num_cached_tokens
         count = min(request.to_prefill, max(budget, reused - start + 1))  # recompute at least one token past the shared prefix
-        chunk = Chunk(request.row, start, count, reused, tuple(_spans(request.job, start, count)))
+        chunk = Chunk(request.row, start, count, reused, tuple(_spans(request.job, start, count + 1)))
         buffers, models, limits = self._buffers, self._models, self._limits
 
         def run_chunk(slot: Tensor) -> None:
@@ -194,7 +194,7 @@ class Uploader:
 
 
 def _spans(job: Job, start: int, count: int) -> Iterator[tuple[int, Tensor]]:
-    """The embeddings within a prompt chunk: (position in the chunk, tensor [n, width])."""
+    """The embeddings of `count` prompt tokens: (position from `start` on, tensor [n, width])."""
     for position, values in job.embeddings:
         first, end = max(position, start), min(position + len(values), start + count)
         if first < end:

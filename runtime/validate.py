@@ -140,7 +140,7 @@ class RequestValidator:
         return stops
 
     def _embeddings(self, embeddings: Any, prompt_tokens: int) -> tuple[tuple[int, Tensor], ...]:
-        """Spans (first position, host tensor [n, width]) in order. Drafters and penalties use the ids at these positions as they are."""
+        """Spans (first position, host tensor [n, width]) in order. Look-up and penalties use the ids at these positions as they are."""
         size, dtype = self._embedding_size, self._embedding_dtype
         if not isinstance(embeddings, Mapping):
             expected = "a mapping from positions in the prompt to tensors [n, width]"

@@ -68,6 +68,7 @@ EXECUTED = {  # what runs for a documented command: the same in a temporary fold
 }
 PARSED = {  # the others, and why they do not run here
     "make demo": "installs packages",
+    "make lint": "installs packages",
     "make models": "installs packages",
     "make soak": "minutes long",
     "make soak MINUTES=20": "minutes long",

@@ -11,16 +11,13 @@ most single bytes, and along random legal texts of the folder's schemas. Prints 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -42,6 +39,7 @@ from tests.helpers.automaton_cases import VOCABULARY as SMALL
 from tests.helpers.schema_cases import groups
 from tools.bench.automaton_masks import Comparer
 from tools.bench.grammar_documents import TEXTS, vocabulary
+from tools.origin import origin
 
 PERCENTILES = (50, 85, 95, 99, 100)
 
@@ -127,12 +125,6 @@ def compare_all(todo: Sequence[Case], tokens: Mapping[str, Vocabulary], position
         count.update({name: entry.get(name, 0) for name in ("compared", "time_outs", "unspelled")})
     different = [f"{key}: {text}" for key, entry in done.items() for text in entry.get("different", ())]
     return {"compared": total, "parts": counts, "different": different}
-
-
-def origin() -> dict[str, str]:
-    command = ("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD")
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return {"commit": commit or "unknown", "date": datetime.date.today().isoformat(), "xgrammar": version("xgrammar")}
 
 
 def summarise(values: Sequence[float]) -> dict[str, float]:

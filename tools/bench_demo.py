@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ from tqdm import tqdm
 from stepgraph import Constraint, Engine, EngineConfig, FinishReason
 from stepgraph.runtime.demo.pair import DRAFTS, target_path
 from stepgraph.runtime.demo.variants import LOOK_UP, Case, Pair, Variant, open_pair, tokens_per_second, variants
+from tools.origin import origin
 from tools.train.demo.collect import LONGEST_PROMPT, encoded
 from tools.train.demo.prompts import prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS
@@ -171,11 +171,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
 def report(drafts: int, prompts: int, repeats: int, legal: int, threads: int, baseline: bool = True) -> dict[str, Any]:
     torch.set_num_threads(threads)
     pair = open_pair(drafts, sys.stderr.isatty())
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "machine": platform.processor() or platform.machine(),
-    }
+    found = origin()
     found["throughput"] = throughput(pair, drafts, prompts, repeats, threads, baseline)
     found["ratios"] = ratios(found["throughput"]["variants"])
     if legal:

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from stepgraph.graphs.attention.paged import cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.layers.dense import product, rms_norm
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, empty_weight
+from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, embed, empty_weight
 from stepgraph.runtime.models.llama_config import Eagle3Config
 from stepgraph.runtime.models.mtp import shift_inputs
 
@@ -57,6 +56,11 @@ class Eagle3(LlamaBase):
         self.d2t: Tensor | None
 
     @property
+    def shares_embeddings(self) -> bool:
+        """Heads are trained over the target's token embeddings, unless they have another width."""
+        return self.config.layer.hidden_size == self.config.target_hidden_size
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """For the capture report."""
         config = self.config
@@ -75,7 +79,7 @@ class Eagle3(LlamaBase):
         states = inputs.features.flatten(0, 1)
         if inputs.step == 1:
             states = product(states, self.fuse)
-        embedded = functional.embedding(inputs.tokens.flatten(), self.embedding)
+        embedded = embed(inputs, self.embedding)
         rotation = self.rotation(entries.positions, embedded.dtype)
         normed = rms_norm(states, self.state_norm, epsilon)
         layer_input = torch.cat([rms_norm(embedded, layer.attention_norm, epsilon), normed], -1)

@@ -89,10 +89,7 @@ class Llama(LlamaBase):
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         keys, values = buffers[f"{self.name}_keys"], buffers[f"{self.name}_values"]
-        states = functional.embedding(inputs.tokens.flatten(), self.embedding)
-        if inputs.embeddings is not None:
-            embeddings = inputs.embeddings
-            states = torch.where(embeddings.given.flatten()[:, None], embeddings.values.flatten(0, 1), states)
+        states = embed(inputs, self.embedding)
         rotation, epsilon = self.rotation(inputs.positions, states.dtype), self.config.norm_epsilon
         layer_inputs: list[Tensor] = []
         first, *norms = [*(layer.get_parameter("attention_norm") for layer in self.layers), self.norm]
@@ -105,6 +102,14 @@ class Llama(LlamaBase):
         hidden = normed.view(*shape, -1)
         features = [layer_inputs[layer] for layer in self.feature_layers]
         return ModelOutput(hidden, torch.cat(features, -1).view(*shape, -1) if features else hidden)
+
+
+def embed(inputs: ModelInput, table: Tensor) -> Tensor:
+    """[B * Q, H] embeddings of the tokens, or those that replace them."""
+    states = functional.embedding(inputs.tokens.flatten(), table)
+    if inputs.embeddings is None:
+        return states
+    return torch.where(inputs.embeddings.given.flatten()[:, None], inputs.embeddings.values.flatten(0, 1), states)
 
 
 class LlamaLayer(nn.Module):

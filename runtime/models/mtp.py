@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from stepgraph.graphs.attention.paged import by_reference, cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
@@ -22,7 +21,7 @@ from stepgraph.graphs.layers.dense import Residual, product, rms_norm
 from stepgraph.graphs.layers.slot_mapping import shift_entries
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, empty_weight
+from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, embed, empty_weight
 from stepgraph.runtime.models.llama_config import LlamaConfig
 
 
@@ -31,6 +30,7 @@ class Mtp(LlamaBase):
 
     head: nn.Parameter
     d2t: Tensor | None = None
+    shares_embeddings = True
 
     def __init__(self, config: LlamaConfig, *, embedding: nn.Parameter, head: nn.Parameter, device: str | torch.device = "cpu") -> None:
         super().__init__(config, device)
@@ -63,7 +63,7 @@ class Mtp(LlamaBase):
         assert inputs.features is not None
         keys, values, kept = buffers["draft_keys"], buffers["draft_values"], buffers["draft_states"]
         shape, single = inputs.tokens.shape, len(self.depths) == 1
-        embedded = functional.embedding(inputs.tokens.flatten(), self.embedding)
+        embedded = embed(inputs, self.embedding)
         outputs: list[Tensor] = []
         for index in (0,) if single else range(inputs.step - 1, len(keys)):
             entries = shift_inputs(inputs, index + 1)

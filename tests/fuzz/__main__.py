@@ -25,6 +25,7 @@ from tests.fuzz.doors import DOORS
 from tests.fuzz.loop import Report, fuzz
 from tests.fuzz.values import Value, written
 from tests.fuzz.watch import limit_memory
+from tools.origin import origin
 
 MEMORY = 3 << 30  # bytes that an entry point may allocate after its setup
 STILL = 300.0  # seconds without progress: on one input, or before the first one
@@ -116,7 +117,8 @@ def main() -> int:
     if options.box:
         (options.door,) = options.door
         return child(options)
-    reports = []
+    reports: list[dict[str, Any]] = []
+    document = {"what": "fuzz", **origin(), "inputs": options.inputs, "seed": options.seed, "doors": reports}
     for name in options.door or DOORS:
         begun = time.monotonic()
         report = watched(name, options.inputs, options.seed, options.seconds)
@@ -126,7 +128,7 @@ def main() -> int:
         for find in report["finds"][:8]:
             print(f"  {find['what'][:300]}\n    {json.dumps(find['given'])[:600]}\n{find['traceback'][-900:]}")
         if options.json:
-            Path(options.json).write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
+            Path(options.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return int(any(report["finds"] for report in reports))
 
 

@@ -43,7 +43,7 @@ class ServerDoor(Door):
         " Content-Length: Transfer-Encoding: chunked Expect: 100-continue Connection: close ignore_eos echo best_of"
     ).split()
     refusal, allowed = Refused, WORKER
-    named = re.compile(r"[^:]{1,120}:+ ")
+    named = re.compile(r"(POST \S{1,120}|[^:]{1,120}):+ ")
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

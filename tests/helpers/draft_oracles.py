@@ -144,7 +144,7 @@ class Drafting:
         tables = self.tables[: len(tokens)]
         slots = tables.gather(1, positions // PAGE) * PAGE + positions % PAGE
         output = self.model.forward(ModelInput(tokens, positions, slots, tables, PAGE, features, step), self.buffers)
-        return self.model.logits(output.hidden), output.features
+        return self.model.logits(output.hidden), output.next_features
 
     def read(self, tokens: Tensor, features: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """A text in chunks of `size`: logits at every position and the features of the last. features [B, N - 1, F]."""

@@ -138,7 +138,7 @@ class Cached:
         tables = self.tables[: len(tokens)]
         slots = tables.gather(1, positions // PAGE) * PAGE + positions % PAGE
         output = self.model(ModelInput(tokens[:, start:stop], positions, slots, tables, PAGE), self.buffers)
-        return self.model.logits(output.hidden), output.features
+        return self.model.logits(output.hidden), output.next_features
 
     def in_chunks(self, tokens: Tensor, size: int) -> Tensor:
         count = tokens.shape[1]

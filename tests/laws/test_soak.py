@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from tools.soak import __main__ as soak
 from tools.soak import checker, load
 from tools.soak.engines import KINDS, EngineKind
 from tools.soak.process import PROCESS, resident_bytes, sample
-from tools.soak.report import MIB, fit, lines, report
+from tools.soak.report import ALLOWED, MIB, Trend, fit, lines, report
 from tools.soak.requests import RequestSource
 from tools.soak.soak import Plan, Soak
 
@@ -232,6 +233,25 @@ def test_trend_ignores_waves(rise: float, flat: bool) -> None:
     trend = fit([10.0 * index for index in range(40)], [*waves(rise)], slack=10.0, share=0.0)
     assert trend is not None and trend.flat == flat
     assert trend.per_hour == pytest.approx(360 * rise, abs=4 * trend.error_per_hour) and trend.growth == pytest.approx(39 * rise, abs=1.5)
+
+
+def resident(per_hour: float, noise: float, minutes: float = 15) -> Trend:
+    """The trend of resident bytes that rise by `per_hour` with normal noise, sampled every 6 seconds."""
+    random, seconds = Random(0), [6.0 * index for index in range(round(10 * minutes) + 1)]
+    trend = fit(seconds, [340e6 + per_hour * second / 3600 + random.gauss(0, noise) for second in seconds], *ALLOWED["resident_bytes"])
+    assert trend is not None
+    return trend
+
+
+def test_growth_is_judged_by_its_standard_error() -> None:
+    """26 MB per hour are small in a quarter of an hour, and certain."""
+    growing = resident(26e6, noise=0.65e6)
+    assert growing.error_per_hour == pytest.approx(0.74e6, rel=0.1) and growing.growth < 8e6 and not growing.flat
+    uncertain = resident(0.0, noise=40e6)
+    assert uncertain.per_hour > 26e6 and uncertain.growth > uncertain.allowed and uncertain.flat, "noise is not growth"
+    slow = resident(2e6, noise=0.1e6, minutes=60)
+    assert slow.per_hour > 10 * slow.error_per_hour and slow.flat, "certain, but of a heap that fragments"
+    assert not resident(6e6, noise=0.1e6, minutes=60).flat and resident(-26e6, noise=0.65e6).flat
 
 
 @pytest.mark.parametrize(

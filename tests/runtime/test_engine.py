@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import weakref
@@ -64,6 +65,22 @@ def test_one_replay_per_round_and_no_sync_on_the_launching_thread() -> None:
     assert stats.rounds == stats.replays > 10
     assert stats.host_syncs == 0 and guard.pinned_reads > 10
     engine.close()
+
+
+def test_prompts_keep_no_tensor_and_move_no_buffer() -> None:
+    """Prompt chunks, unlike rounds, allocate: their inputs and activations live until their call returns."""
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
+    engine = shared_engine(SETUP)
+    counts, pointers = list[int](), engine.buffers.fingerprint()
+    for first in (0, 30):
+        for length in (2, 9, 23):
+            engine.generate([*range(first, first + length)], max_new_tokens=2)
+        counts.append(tensors())
+    assert counts[0] == counts[1] and engine.buffers.fingerprint() == pointers
 
 
 def test_next_round_is_launched_before_the_previous_is_read() -> None:

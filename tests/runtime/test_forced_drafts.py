@@ -223,7 +223,9 @@ def test_forced_drafts_replace_proposed_ones(k: int, draft: Any, link: str) -> N
     rounds, sampled = list[tuple[int, int]](), dict[str, Any](sampling=SamplingParams(temperature=0.9, seed=3), max_new_tokens=32)
     for forced in (True, False):
         made = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config_of(k, forced_drafts=forced, host_link=link))
-        made.capture()
+        report = made.capture()
+        assert f"drafts are proposed whole, {'each is kept while its mask allows it' if forced else 'without masks'}" in report.notes
+        assert {len(each.host_nodes) for key, each in report.keys if key.constrained and not key.device} == {min(k + 1, 3) if forced else 1}
         check(jobs := run(made))
         before = made.stats()
         foreseen = [

@@ -36,6 +36,7 @@ _SIZES = EngineConfig(
     max_queued=MAX_QUEUED,
     buckets=(MAX_ROWS,),
     grammar_cache_bytes=CACHE_BYTES,
+    grammar_arena_bytes=CACHE_BYTES,  # full before the end of warm-up: the memory of an arena becomes resident when it is first used
     compile_isolation="none",
 )
 

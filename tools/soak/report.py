@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import json
 import math
-import os
-import platform
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-
+from tools.origin import origin
 from tools.soak.process import Sample
 from tools.soak.soak import Soak, columns
 
 LEAST_POINTS = 4
 MIB = 1 << 20
 MOST_POINTS = 120  # kept of a figure over time
-# Accepted growth of a figure's trend after warm-up: an absolute value, or a share of its mean if that is more. Heaps fragment, and
-# captured engines have more threads than eager ones.
+# A figure grows if its trend after warm-up rises by more than two standard errors of its slope, and by more per hour than given here: an
+# absolute value, or a share of its mean if that is more. The error alone would call any steady rise growth, such as that of a heap that
+# is still fragmenting, or of a count that went from 20 to 21; the rate alone would call noise growth. A run of less than an hour may
+# rise as much as one of an hour: some of what grows after warm-up (heaps, threads of captured engines) does so once.
+SIGNIFICANT = 2.0
 ALLOWED: dict[str, tuple[float, float]] = {
-    "resident_bytes": (16 * MIB, 0.02),
+    "resident_bytes": (4 * MIB, 0.0),
     "device_bytes": (2 * MIB, 0.01),
     "threads": (4, 0.1),
     "python_threads": (4, 0.1),
@@ -38,7 +35,7 @@ ALLOWED: dict[str, tuple[float, float]] = {
     "objects": (5000, 0.05),
     "tensors": (200, 0.1),
 }
-OF_A_TYPE = (100, 0.2)  # accepted growth of objects of one type; caches empty with their engines and fill again
+OF_A_TYPE = (100, 0.2)  # as ALLOWED, for objects of one type; caches empty with their engines and fill again
 
 
 def report(soak: Soak, interrupted: bool = False) -> dict[str, Any]:
@@ -50,14 +47,13 @@ def report(soak: Soak, interrupted: bool = False) -> dict[str, Any]:
         if soak.problems
         else f"growing: {growing}"
         if growing
-        else "every output was correct, and no figure grew after warm-up by more than accepted"
+        else "every output was correct, and no figure grew after warm-up"
         if trend_name
         else "every output was correct; the run was too short for trends"
     )
     return {
         "what": "soak",
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **machine(soak.models.device),
+        **origin(soak.models.device),
         "seed": soak.plan.seed,
         "seconds": round(soak.seconds, 1),
         "wanted_seconds": soak.plan.seconds,
@@ -110,30 +106,6 @@ def changes(samples: Sequence[Sample], warm_at: float | None) -> dict[str, list[
     return {name: [first.get(name, 0), last.get(name, 0)] for name in names if abs(first.get(name, 0) - last.get(name, 0)) > 5}
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """Device and versions; nothing that identifies the machine."""
-    versions = {}
-    for package in ("stepgraph", "torch", "xgrammar", "llguidance", "numpy"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "missing"
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu (tape)",
-        "machine": f"{processor()}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "versions": versions,
-    }
-
-
-def processor() -> str:
-    try:
-        found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor() or "unknown processor"
-
-
 def thinned(samples: Sequence[Sample]) -> list[Sample]:
     step = -(-len(samples) // MOST_POINTS) or 1
     return list(samples[::step])
@@ -160,23 +132,37 @@ class Trend:
     per_hour: float
     error_per_hour: float  # standard error of per_hour
     growth: float  # from the first to the last point of the line
-    allowed: float
+    allowed: float  # growth that is no leak, whatever the error
     flat: bool
     why: str
 
 
 def fit(seconds: Sequence[float], values: Sequence[float], slack: float, share: float) -> Trend | None:
-    """None for too few points. The line is flat if it rises by at most max(slack, share * mean)."""
+    """None for too few points. Flat: the slope is not significantly above zero, or at most max(slack, share * mean) per hour."""
     count = len(values)
     if count < LEAST_POINTS or seconds[-1] <= seconds[0]:
         return None
+    hour, span = 3600.0, seconds[-1] - seconds[0]
     mean, middle = math.fsum(values) / count, math.fsum(seconds) / count
     spread = math.fsum((second - middle) ** 2 for second in seconds)
     slope = math.fsum((second - middle) * (value - mean) for second, value in zip(seconds, values, strict=True)) / spread
     left = math.fsum((value - mean - slope * (second - middle)) ** 2 for second, value in zip(seconds, values, strict=True))
     error = math.sqrt(left / (count - 2) / spread)
-    growth, allowed = slope * (seconds[-1] - seconds[0]), max(slack, share * abs(mean))
-    flat = growth <= allowed
-    why = f"the line rises by {growth:,.6g} in {seconds[-1] - seconds[0]:,.0f} s, {'at most' if flat else 'more than'} {allowed:,.6g}"
-    hour = 3600.0
-    return Trend(count, values[0], values[-1], min(values), max(values), mean, slope * hour, error * hour, growth, allowed, flat, why)
+    growth, allowed = slope * span, max(slack, share * abs(mean)) * max(1.0, span / hour)
+    within, significant = growth <= allowed, slope > SIGNIFICANT * error
+    why = f"the line rises by {growth:,.6g} in {span:,.0f} s, {'at most' if within else 'more than'} {allowed:,.6g}; "
+    why += f"per hour {slope * hour:,.6g}, standard error {error * hour:,.3g}"
+    return Trend(
+        count,
+        values[0],
+        values[-1],
+        min(values),
+        max(values),
+        mean,
+        slope * hour,
+        error * hour,
+        growth,
+        allowed,
+        within or not significant,
+        why,
+    )

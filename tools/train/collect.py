@@ -62,7 +62,7 @@ def run(target: Llama, texts: Sequence[Text]) -> Iterator[SavedText]:
         tokens = torch.tensor(text.token_ids, device=device)
         positions = torch.arange(len(tokens) - 1, device=device)[None]
         output = target.forward(ModelInput(tokens[None, :-1], positions, positions + PAGE_SIZE, tables, PAGE_SIZE), buffers)
-        yield SavedText(tokens.cpu(), text.prompt_length, output.features[0].cpu(), output.hidden[0].cpu())
+        yield SavedText(tokens.cpu(), text.prompt_length, output.next_features[0].cpu(), output.hidden[0].cpu())
 
 
 @torch.no_grad()

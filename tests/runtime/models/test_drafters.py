@@ -7,11 +7,13 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
 from stepgraph import Constraint, Engine, Job, SamplingParams
 from stepgraph.graphs import StaticBuffers
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.runtime.models.eagle3 import Eagle3
+from stepgraph.runtime.models.llama import Llama
 from tests.helpers.draft_engines import CONFIG, DRAFTERS, Drafter
 from tests.helpers.family_texts import plain
 
@@ -103,6 +105,27 @@ def test_replays_equal_eager_rounds(drafter: Drafter) -> None:
     assert results == eager_results and float(buffers["draft_keys"].abs().max()) > 0
     assert buffers.keys() == eager_buffers.keys() >= {"draft_keys", "draft_values", "row_draft_probs", "results"}
     assert [name for name in buffers if not torch.equal(buffers[name], eager_buffers[name])] == []
+
+
+@pytest.mark.parametrize("drafter", [each for each in DRAFTERS if each.name.startswith("mtp")], ids=lambda drafter: drafter.name)
+def test_prompt_embeddings_replace_those_of_the_draft(drafter: Drafter) -> None:
+    """Given the embeddings of its tokens, a prompt of placeholders has the same drafts; a span ends after the first chunk's last token."""
+    target, *_ = drafter.loaded
+    assert isinstance(target, Llama) and CONFIG.prefill_chunk == 5
+    prompt, count = PROMPTS[0], 6
+    spans = {0: target.embedding[prompt[:count]].detach()}
+    with drafter.engine(3, prefix_reuse=False) as engine:
+
+        def drafts(prompt: list[int], spans: dict[int, Tensor] | None) -> list[list[int]]:
+            job, found = engine.submit(prompt, prompt_embeddings=spans, max_new_tokens=TOKENS), list[list[int]]()
+            while not job.finished:
+                engine.step()
+                found.append(engine.buffers.row_drafts[0].tolist())
+            return found
+
+        blank = [0] * count + prompt[count:]
+        expected = drafts(prompt, None)
+        assert drafts(blank, spans) == expected != drafts(blank, None) and max(map(max, expected)) > 0
 
 
 class Counted(Eagle3):

@@ -54,13 +54,6 @@ def test_readme_section_is_up_to_date() -> None:
     assert put(README.read_text(encoding="utf-8"), section(RESULTS)).count(HEADING) == 1
 
 
-def test_committed_documents_match_the_schema() -> None:
-    for path in RESULTS.glob("*.json"):
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if "mode" in kept:
-            jsonschema.Draft202012Validator(SCHEMA).validate(kept)
-
-
 def test_section_without_documents(tmp_path: Path) -> None:
     assert section(tmp_path) == f"{HEADING}\n\n{NONE}\n"
     keep(tmp_path, "rehearsal", document(mode="rehearsal"))

@@ -143,7 +143,7 @@ class ThreeGraphs:
         expected = torch.arange(verified, device=b.row_data.device) < b.row_data[:, verified : verified + 1]
         output = self._target.forward(self._inputs(b, b.row_data[:, :verified], b.row_data[:, -2:-1] - 1, expected), b)
         b.logits.copy_(self._target.logits(output.hidden)[..., : self._limits.num_tokens])
-        b.features.copy_(output.features)
+        b.features.copy_(output.next_features)
 
     def _draft_first(self, b: StaticBuffers) -> None:
         assert self._draft is not None
@@ -152,7 +152,7 @@ class ThreeGraphs:
         output = self._draft.forward(self._inputs(b, b.taken[:, :-1], b.row_data[:, -2:-1], expected, b.features), b)
         last = (count - 1).clamp(min=0)[:, :, None]
         hidden = output.hidden.gather(1, last.expand(-1, 1, output.hidden.shape[2]))
-        b.draft_features.copy_(output.features.gather(1, last.expand(-1, 1, output.features.shape[2])))
+        b.draft_features.copy_(output.next_features.gather(1, last.expand(-1, 1, output.next_features.shape[2])))
         b.drafts[:, 0].copy_(self._likeliest(hidden[:, 0]))
         b.draft_position.copy_(b.row_data[:, -2] + b.taken[:, -1])
 
@@ -161,7 +161,7 @@ class ThreeGraphs:
         tokens = b.drafts.index_select(1, b.draft_number - 1)
         inputs = self._inputs(b, tokens, b.draft_position[:, None], b.taken[:, -1:] > 0, b.draft_features)._replace(step=2)
         output = self._draft.forward(inputs, b)
-        b.draft_features.copy_(output.features)
+        b.draft_features.copy_(output.next_features)
         b.drafts.index_copy_(1, b.draft_number, self._likeliest(output.hidden[:, 0])[:, None])
         b.draft_position.add_(1)
 
@@ -187,7 +187,7 @@ class ThreeGraphs:
         if count:
             part = slice(count)
             inputs = ModelInput(tokens[:, part], positions[:, part], slots[:, part], table, PAGE, attend=attend(0, count))
-            features = torch.cat([features, self._target.forward(inputs, b).features], 1)
+            features = torch.cat([features, self._target.forward(inputs, b).next_features], 1)
         if self._draft is not None:
             self._draft.forward(ModelInput(tokens, positions, slots, table, PAGE, features, attend=attend(0, count + 1)), b)
         self.rows[slot] = row

@@ -17,16 +17,23 @@ enum Outcome { DONE, UNFIT, NO_MEMORY };
 
 Automaton automaton_of(const Grammar &grammar, const Limits &limits) {
     std::unordered_set<int64_t> unrolled; // loops that cannot be counted
-    for (bool all_brackets = false;;) {
-        Nfa nfa = build_nfa(grammar, limits, unrolled, all_brackets);
-        if (nfa.states.empty()) continue;
+    bool many_copies = false;
+    for (Calls calls = Calls::FEW;;) {
         try {
-            return minimise(determinise(nfa, limits));
+            Nfa nfa = build_nfa(grammar, limits, unrolled, calls);
+            if (!nfa.states.empty()) return minimise(determinise(nfa, limits));
         } catch (const Uncountable &loop) {
             unrolled.insert(loop.expression);
-        } catch (const Nondeterministic &) {
-            if (all_brackets) throw;
-            all_brackets = true;
+        } catch (const ManyCopies &) {
+            many_copies = true;
+            calls = Calls::BRACKETS;
+        } catch (const LimitReached &) { // with more copies too
+            throw;
+        } catch (const Unfit &unfit) {
+            bool is_first = calls == Calls::FEW && dynamic_cast<const Nondeterministic *>(&unfit);
+            if (!is_first && !(many_copies && calls == Calls::BRACKETS)) throw;
+            calls = is_first ? Calls::BRACKETS : Calls::ANY_SIZE;
+            if (!is_first) unrolled.clear();
         }
     }
 }

@@ -24,7 +24,8 @@ namespace {
 // Kinds of expressions in xgrammar's serialised grammar.
 enum Expression { BYTES, CLASS, CLASS_STAR, EMPTY, RULE, SEQUENCE, CHOICES, TAGS, REPEAT, TOKEN, EXCLUDE_TOKEN, TOKEN_TAGS, REGEX };
 
-constexpr int64_t NFA_STATES_PER_STATE = 15; // a class of characters beyond ASCII takes about ten
+constexpr int64_t NFA_STATES_PER_STATE = 6; // two to three are usual; what takes more fails later, at a greater cost
+constexpr size_t FEW_STATES = 100'000; // of an automaton in which rules are copied
 constexpr int MAX_DEPTH = 3000; // of expressions and rules inside each other: a frame takes about 300 bytes of stack
 constexpr int32_t LAST_CODE_POINT = 0x10FFFF;
 
@@ -265,11 +266,11 @@ private:
 
 class Builder {
 public:
-    Builder(const Grammar &grammar, const Limits &limits, std::unordered_set<int64_t> &unrolled)
-        : graph(grammar), limits(limits), unrolled(unrolled), shortest(graph.shortest_texts()) {}
+    Builder(const Grammar &grammar, const Limits &limits, std::unordered_set<int64_t> &unrolled, Calls calls)
+        : graph(grammar), limits(limits), unrolled(unrolled), calls(calls), shortest(graph.shortest_texts()) {}
 
-    Nfa build(bool all_brackets) {
-        choose_called(all_brackets);
+    Nfa build() {
+        choose_called();
         Ints order{-1};
         for (int32_t alternative : called) {
             automaton_of[alternative] = (int32_t)order.size();
@@ -287,6 +288,7 @@ public:
 private:
     int32_t state(int32_t loop) {
         if ((int64_t)nfa.states.size() >= limits.states * NFA_STATES_PER_STATE) exceeded("states", limits.states);
+        if (calls == Calls::FEW && nfa.states.size() >= FEW_STATES) throw ManyCopies("its rules are used in many places");
         nfa.states.emplace_back();
         nfa.states.back().loop = loop;
         return (int32_t)nfa.states.size() - 1;
@@ -295,7 +297,7 @@ private:
     void follow(int32_t from, int32_t to) { nfa.states[from].next.push_back(to); }
     void edge(int32_t from, int low, int high, int32_t to) { nfa.states[from].edges.push_back({low, high, to}); }
 
-    void choose_called(bool all_brackets) {
+    void choose_called() {
         std::vector<std::set<int32_t>> hard;
         for (auto &component : graph.recursive_components({}))
             if (!graph.linearity(component, {})) hard.push_back(component);
@@ -314,8 +316,8 @@ private:
             if (kind == 'l')
                 for (int32_t rule : component) left_linear[rule] = component;
         }
-        if (called.empty() || !all_brackets) return;
-        std::set<int> brackets;
+        if (calls != Calls::BRACKETS) return;
+        std::set<int> brackets{'{'};
         for (int32_t alternative : called) brackets.insert(graph.bracket_of(alternative));
         std::set<int32_t> reached{graph.grammar.root};
         Ints wait{graph.grammar.root};
@@ -648,6 +650,7 @@ private:
     GrammarGraph graph;
     const Limits &limits;
     std::unordered_set<int64_t> &unrolled;
+    const Calls calls;
     Ints shortest; // [rules] bytes of the shortest text
     Nfa nfa;
     std::unordered_map<std::pair<int32_t, int32_t>, int32_t, PairHash> memo; // (expression, or ~rule, and continuation) -> state
@@ -660,9 +663,9 @@ private:
 
 } // namespace
 
-Nfa build_nfa(const Grammar &grammar, const Limits &limits, std::unordered_set<int64_t> &unrolled, bool all_brackets) {
+Nfa build_nfa(const Grammar &grammar, const Limits &limits, std::unordered_set<int64_t> &unrolled, Calls calls) {
     size_t before = unrolled.size();
-    Nfa nfa = Builder(grammar, limits, unrolled).build(all_brackets);
+    Nfa nfa = Builder(grammar, limits, unrolled, calls).build();
     return unrolled.size() == before ? std::move(nfa) : Nfa();
 }
 

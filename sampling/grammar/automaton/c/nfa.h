@@ -20,8 +20,12 @@ struct Unfit : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+struct LimitReached : Unfit {
+    using Unfit::Unfit;
+};
+
 [[noreturn]] inline void exceeded(const char *field, int64_t limit) {
-    throw Unfit("GrammarLimits.automaton_" + std::string(field) + ": got a grammar that takes more, expected at most " + std::to_string(limit));
+    throw LimitReached("GrammarLimits.automaton_" + std::string(field) + ": got a grammar that takes more, expected at most " + std::to_string(limit));
 }
 
 struct Limits {
@@ -56,8 +60,16 @@ struct Nfa {
     bool is_inside(int32_t state, int32_t loop) const;
 };
 
-// `unrolled`: expressions of loops to write out. `all_brackets`: call everything that opens with the bracket of a recursive alternative.
-// Adds to `unrolled` and returns an empty automaton where a loop has to be written out after all.
-Nfa build_nfa(const Grammar &grammar, const Limits &limits, std::unordered_set<int64_t> &unrolled, bool all_brackets);
+// A rule that is used in many places has as many copies in the automaton. Calling it instead may take fewer states.
+struct ManyCopies : Unfit {
+    using Unfit::Unfit;
+};
+
+// FEW: only recursive alternatives are called. ANY_SIZE: the same, without ManyCopies. BRACKETS: all alternatives in braces, or that open
+// with the bracket of a recursive one.
+enum class Calls { FEW, BRACKETS, ANY_SIZE };
+
+// `unrolled`: expressions of loops to write out. Adds to it and returns an empty automaton where a loop has to be written out after all.
+Nfa build_nfa(const Grammar &grammar, const Limits &limits, std::unordered_set<int64_t> &unrolled, Calls calls);
 
 } // namespace stepgraph

@@ -7,6 +7,7 @@ import itertools
 import json
 from ctypes import byref, c_int32
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,6 +101,27 @@ def test_a_token_is_legal_where_its_bytes_are(name: str) -> None:
             if (token and reference.walk(place, token) is not None) or (token_id in VOCABULARY.stop_token_ids and reference.accepts(place))
         }
         assert set(mask(matcher)[1]) == legal
+
+
+def test_rules_that_are_used_in_many_places_are_not_copied() -> None:
+    """Copied, the innermost object would take 8**5 places."""
+    levels: dict[str, Any] = {"l5": {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "string", "maxLength": 3}}}}
+    for level in range(5):
+        names = {f"k{index}": {"$ref": f"#/$defs/l{level + 1}"} for index in range(8)}
+        levels[f"l{level}"] = {"type": "object", "properties": names}
+    constraint = Constraint.json_schema({"$defs": levels, "$ref": "#/$defs/l0"})
+    ours, library = (COMPILERS[name].compile(constraint) for name in ("automaton", "xgrammar"))
+    assert isinstance(ours.grammar, AutomatonGrammar) and ours.grammar.states < 2_000
+    draw = Random(5)
+    for _ in range(6):
+        matchers = ours.matcher(), library.matcher()
+        for _ in range(120):
+            first, other = (mask(matcher) for matcher in matchers if isinstance(matcher, (AutomatonMatcher, XGrammarMatcher)))
+            assert first == other
+            if not first[1]:
+                break
+            token = draw.choice(first[1])
+            assert all(matcher.accept_token(token) for matcher in matchers)
 
 
 @pytest.mark.parametrize("field", [Field.NEXT, Field.CHANGE_VALUE, Field.RETURN, Field.MOVES])

@@ -1,0 +1,85 @@
+"""Measurements kept in tools/results/ state commit, date and machine, match the schema of their kind, and are what the documents quote."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.helpers.documents import ROOT
+from tools.gpu_table import RESULTS
+
+SCHEMAS = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.schema.json")}
+RECORDS = sorted(path for path in RESULTS.glob("*.json") if path.name not in SCHEMAS)
+
+
+def check(name: str, record: dict[str, Any]) -> None:
+    """Documents of gpu_check.py, which have a mode, are named by the device; others are named after their kind."""
+    schema = SCHEMAS["gpu_check.schema.json" if "mode" in record else "record.schema.json"]
+    if "mode" not in record:
+        schema = {**schema, "$ref": f"#/$defs/{name.split('-')[0]}"}
+    jsonschema.Draft202012Validator(schema).validate(record)
+    assert "mode" in record or name.endswith(f"-{record['date'][:10]}.json"), f"{name}: of another day"
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
+def test_record_matches_the_schema_of_its_kind(path: Path) -> None:
+    record = json.loads(path.read_text(encoding="utf-8"))
+    check(path.name, record)
+    for name in ("commit", "machine", *({"compile", "throughput", "doors", "legality", "backends", "trends"} & {*record})):
+        with pytest.raises(jsonschema.ValidationError, match=f"'{name}' is a required property"):
+            check(path.name, {key: value for key, value in record.items() if key != name})
+
+
+def test_every_kind_has_a_record() -> None:
+    kinds = {name for name, each in SCHEMAS["record.schema.json"]["$defs"].items() if "required" in each and "properties" in each}
+    assert kinds == {path.name.split("-")[0] for path in RECORDS if "mode" not in json.loads(path.read_text(encoding="utf-8"))}
+
+
+def kept(kind: str) -> dict[str, Any]:
+    """The latest record of a kind."""
+    found: dict[str, Any] = json.loads(max(RESULTS.glob(f"{kind}-*.json")).read_text(encoding="utf-8"))
+    return found
+
+
+def quoted() -> list[tuple[str, str]]:
+    """(document, text that it must contain), from the records that the documents name."""
+    variants, compiled, soak = kept("demo")["throughput"]["variants"], kept("automata")["compile"], kept("soak")
+    speed = {name: math.floor(each["tokens_per_second"] + 0.5) for name, each in variants.items()}
+    tokens = {name: each.get("tokens_per_round") for name, each in variants.items()}
+    answers = {
+        name: sum(kind[name] for kind in kept("legality")["legality"].values()) for name in ("answers", "complete", "legal_of_complete")
+    }
+    head = ("head alone, masked", "head alone, not masked")
+    return [
+        ("README.md", f"the same weights | {speed['transformers + grammar']} | 1 |"),
+        *(("README.md", f"| {name} | {speed[name]} | 1 |") for name in ("plain", "plain + grammar")),
+        *(
+            ("README.md", f"| {label} | {speed[name]} | {math.floor(tokens[name] * 10 + 0.5) / 10} |")
+            for label, name in (("speculative, K = 7", "speculative"), ("speculative + grammar", "speculative + grammar"))
+        ),
+        (
+            "README.md",
+            " | " + " / ".join(str(speed[name]) for name in head) + " | " + " / ".join(str(tokens[name]) for name in head) + " |",
+        ),
+        ("README.md", f"{answers['complete']} of {answers['answers']} answers are complete"),
+        ("README.md", f"all {answers['legal_of_complete']} validate"),
+        (
+            "docs/constrain.md",
+            f"Of {compiled['schemas']:,} schemas of JSONSchemaBench, the {compiled['compiled']} that are not refused all fit",
+        ),
+        ("docs/constrain.md", f"{compiled['compile_ms']['p50']:.1f} ms at the median and {compiled['compile_ms']['p99']:.0f} ms at p99"),
+        ("tools/README.md", f"{soak['wanted_seconds'] / 60:.0f} minutes on two busy cores"),
+        ("tools/README.md", f"rose by {soak['trends']['resident_bytes']['per_hour'] / 1e6:.0f} MB per hour"),
+    ]
+
+
+def test_documents_quote_the_latest_records() -> None:
+    texts = {name: " ".join((ROOT / name).read_text(encoding="utf-8").split()) for name in {name for name, _ in quoted()}}
+    assert [(name, text) for name, text in quoted() if text not in texts[name]] == []
+    linked = {path.name for path in RECORDS if any(path.name in text for text in texts.values())}
+    assert linked >= {max(RESULTS.glob(f"{kind}-*.json")).name for kind in ("demo", "legality", "automata", "soak")}
