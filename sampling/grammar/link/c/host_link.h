@@ -54,7 +54,7 @@ struct matcher_row {
     int64_t num_partial;
     int64_t num_tokens;
     int64_t owner;
-    int64_t grammar;          /* number of the grammar in this process, from 1; 0: `written` is not used */
+    int64_t grammar;          /* positive number of the grammar; 0: `written` is not used */
     int64_t committed;        /* tokens of the history that the matcher has accepted permanently */
     int64_t pending_drafts;   /* drafts accepted after them */
     int64_t next_mask;        /* index after the mask that was last to be filled */
