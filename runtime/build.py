@@ -197,7 +197,7 @@ def make_chooser(config: EngineConfig, models: ModelPair, recorder: Recorder | N
     """None where every round has num_speculative_tokens drafts. A function is called before each round, whatever its draft length."""
     if config.draft_length != AUTO_LENGTH or models.drafter is None or isinstance(models.proposer, FunctionProposer):
         return None
-    return DraftLengthChooser(config.num_speculative_tokens, recorder.chosen if recorder else lambda length: None)
+    return DraftLengthChooser(config.num_speculative_tokens, recorder.chosen if recorder else None)
 
 
 def backend_for(name: str, models: ModelPair, nvtx: bool = False) -> Backend:

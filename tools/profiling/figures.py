@@ -71,7 +71,7 @@ def document(profile: Profile) -> Document:
         "rounds": _rounds(work),
         "stages": _stages(work),
         "idle": _idle(work),
-        "host_nodes": _host_nodes(work, profile.counters or {}),
+        "host_nodes": _host_nodes(work, profile.counters or {}, profile.without_host_nodes),
         "exposed_wait": _exposed_wait(work),
         "acceptance": _acceptance(profile.counters or {}),
         "notes": list(profile.notes),
@@ -128,7 +128,7 @@ def _idle(work: Work) -> Document:
     }
 
 
-def _host_nodes(work: Work, counters: Mapping[str, Any]) -> Document:
+def _host_nodes(work: Work, counters: Mapping[str, Any], none: bool) -> Document:
     nodes: list[Document] = []
     all_hidden = 0
     by_name: dict[str, list[Span]] = defaultdict(list)
@@ -151,8 +151,8 @@ def _host_nodes(work: Work, counters: Mapping[str, Any]) -> Document:
     total = sum(span.nanoseconds for span in work.hosts)
     counted = int(counters.get("host_node_ns", 0))
     return {
-        "source": "recorded" if nodes else "counted" if counted else "unknown",
-        "total_ns": total if nodes else counted or None,
+        "source": "recorded" if nodes else "counted" if counted else "none" if none else "unknown",
+        "total_ns": total if nodes else counted or (0 if none else None),
         "hidden_ns": all_hidden if nodes else None,
         "exposed_ns": total - all_hidden if nodes else None,
         "hidden_share": ratio(all_hidden, total) if nodes else None,

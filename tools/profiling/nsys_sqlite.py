@@ -103,7 +103,8 @@ def _profile(export: Export, rounds: Rounds, stages: Mapping[int, str], sidecar:
     hosts = _hosts(export, rounds, stages)
     named = named_spans(activities, stages, sidecar)
     spans = named.spans + host_spans(hosts, sidecar, clock_offset(rounds.begun, sidecar))
-    return Profile("nsys", tuple(sorted(spans, key=lambda span: span.start_ns)), sources, sidecar.counters, tuple(named.notes))
+    ordered = tuple(sorted(spans, key=lambda span: span.start_ns))
+    return Profile("nsys", ordered, sources, sidecar.counters, tuple(named.notes), sidecar.without_host_nodes)
 
 
 class Rounds:

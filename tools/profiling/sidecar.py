@@ -43,6 +43,11 @@ class Sidecar:
     notes: tuple[str, ...] = ()
 
     @property
+    def without_host_nodes(self) -> bool:
+        """Whether the recordings of these rounds are known and none has a host node: their grammars, if any, are on the device."""
+        return bool(self.stages) and all(run.kind != "host" for runs in self.stages.values() for run in runs)
+
+    @property
     def stream_of(self) -> dict[str, str]:
         """Stream of every stage and host node that occurs on one stream only."""
         streams: dict[str, set[str]] = {}

@@ -48,9 +48,8 @@ def _torch_profile(path: Path, events: list[dict[str, Any]], sidecar_file: Path 
     if sidecar_file is None:
         raise ValueError(f"{path}: a trace of torch's profiler does not name stages; expected --sidecar with the file of the engine")
     sidecar = read_sidecar(sidecar_file)
-    return Profile(
-        "torch", with_hosts(from_torch(events, sidecar), sidecar), (path.name, sidecar_file.name), sidecar.counters, sidecar.notes
-    )
+    spans, names = with_hosts(from_torch(events, sidecar), sidecar), (path.name, sidecar_file.name)
+    return Profile("torch", spans, names, sidecar.counters, sidecar.notes, sidecar.without_host_nodes)
 
 
 def own_profile(path: Path, sidecar: Sidecar) -> Profile:
@@ -60,7 +59,8 @@ def own_profile(path: Path, sidecar: Sidecar) -> Profile:
     if not any(sidecar.stages.values()):
         raise ValueError(f"{path}: the engine ran these rounds without recording them, expected EngineConfig.eager=False")
     backend: Literal["tape", "torch"] = "tape" if sidecar.backend == "tape" else "torch"
-    return Profile(backend, with_hosts(sidecar.spans, sidecar), (path.name,), sidecar.counters, sidecar.notes)
+    spans = with_hosts(sidecar.spans, sidecar)
+    return Profile(backend, spans, (path.name,), sidecar.counters, sidecar.notes, sidecar.without_host_nodes)
 
 
 def beside(path: Path) -> Path | None:

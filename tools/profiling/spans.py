@@ -33,13 +33,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """The profiled rounds. `counters`: the engine's counters over the same rounds, if available."""
+    """The profiled rounds. `counters`: the engine's counters over the same rounds, if available. `without_host_nodes`: it is known that
+    their graphs have none."""
 
     backend: Literal["nsys", "torch", "tape"]
     spans: tuple[Span, ...]
     sources: tuple[str, ...] = ()
     counters: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
+    without_host_nodes: bool = False
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -36,6 +36,8 @@ def text(report: Document) -> str:
 def _host_lines(hosts: Document) -> list[str]:
     if hosts["source"] == "unknown":
         return ["host nodes: not recorded"]
+    if hosts["source"] == "none":
+        return ["host nodes: none in the graphs of these rounds"]
     if hosts["source"] == "counted":
         return [f"host nodes: {micro(hosts['total_ns'])} us in all by the engine's counters; when they ran was not recorded"]
     lines = [f"{'host node':<28}{'':<8}{'runs':>7}{'total us':>13}{'us each':>11}{'hidden':>8}"]

@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +172,10 @@ def test_wait_is_bounded_without_host_node_records(tmp_path: Path) -> None:
     assert "when they ran was not recorded" in tables.text(found)
     unknown = figures.document(read_nsys([file], written(tmp_path / "a.json", host_nodes=[])))
     assert unknown["host_nodes"]["source"] == "unknown" and "host nodes: not recorded" in tables.text(unknown)
+    sidecar = written(tmp_path / "a.json", host_nodes=[])
+    of_stages = {key: tuple(run for run in runs if run.kind != "host") for key, runs in sidecar.stages.items()}
+    without = figures.document(read_nsys([file], replace(sidecar, stages=of_stages)))["host_nodes"]
+    assert (without["source"], without["total_ns"]) == ("none", 0), "grammars on the device"
 
 
 def no_kernels(path: Path) -> Path:
