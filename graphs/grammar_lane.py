@@ -176,11 +176,12 @@ class HostNodes:
         """A host node, then the copies of the masks and tags that it filled."""
         buffers, size = self.buffers, self.shape.size
         forced = [buffers.forced_host] if "forced_host" in buffers else []
+        filled = buffers.masks_host, buffers.contents_host
         self.context.host_node(
             name,
             self.link.node(steps),
             reads=[buffers.state_host, buffers.drafts_host],
-            writes=[buffers.masks_host[stages_filled.start : stages_filled.stop], buffers.tags_host, *forced],
+            writes=[*(masks[stages_filled.start : stages_filled.stop] for masks in filled), buffers.tags_host, *forced],
         )
         rows = (buffers.batch_host_rows if self.beside_device else buffers.batch_rows)[:size]
         with self.context.stage(f"place {name}"):

@@ -48,6 +48,7 @@ class GraphSet:
         self._recorded: dict[GraphKey, Recorded] = {}
         self.on_demand = False
         self._serving: dict[GraphKey, GraphKey] = {}  # failed key -> the key used instead
+        self._keys: dict[tuple[int, bool, bool, bool, int], GraphKey] = {}  # by arguments of `key_for`
         self.eager: Mapping[GraphKey, str] = {}  # keys that run eagerly, and the reason
 
     @property
@@ -65,6 +66,7 @@ class GraphSet:
         keys = graph_keys(self.buckets, greedy_only, self._device_grammars, self._draft_lengths)
         self._recorded, report = self._recorder.record(keys, notes, eager, progress)
         self._serving = {one.key: one.served_by for one in report.failed if one.served_by is not None}
+        self._keys = {}
         failed = {one.key: f"not captured: {one.why.splitlines()[0]}" for one in report.failed if one.served_by is None}
         self.eager = dict.fromkeys(keys, REQUESTED) if eager else failed
         return report
@@ -76,10 +78,12 @@ class GraphSet:
 
     def key_for(self, batch_rows: int, constrained: bool, sampled: bool, device: bool = False, draft_length: int = LONGEST) -> GraphKey:
         """The key for a batch."""
-        check_value("GraphSet.key_for.batch_rows", batch_rows, whole(1, self.buckets[-1]))
-        buckets = self._host_buckets if constrained and not device else self.buckets
-        key = dispatch(buckets, batch_rows, constrained, sampled, device, draft_length)
-        return self._serving.get(key, key) if self._serving else key
+        batch = batch_rows, constrained, sampled, device, draft_length
+        if batch not in self._keys:
+            check_value("GraphSet.key_for.batch_rows", batch_rows, whole(1, self.buckets[-1]))
+            key = dispatch(self._host_buckets if constrained and not device else self.buckets, *batch)
+            self._keys[batch] = self._serving.get(key, key)
+        return self._keys[batch]
 
     def __getitem__(self, key: GraphKey) -> Recorded:
         if self.on_demand and key not in self._recorded:

@@ -6,7 +6,7 @@ import torch
 
 from stepgraph.graphs.buffers import BufferSpec, Column, ResultLayout
 from stepgraph.graphs.limits import Limits
-from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
+from stepgraph.sampling.grammar.status import CONTENT_FIELDS, TAG_FIELDS, HostColumn
 from stepgraph.sampling.kernels.advance import PLACE_INTS
 from stepgraph.sampling.sampler import Param
 
@@ -90,6 +90,7 @@ def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
         BufferSpec("state_host", (slots, len(HostColumn)), int64, "pinned"),
         BufferSpec("drafts_host", (drafts, slots), int64, "pinned", fill=-1),
         BufferSpec("masks_host", (positions, slots, words), int32, "pinned"),
+        BufferSpec("contents_host", (positions, slots, CONTENT_FIELDS), int64, "pinned"),  # of masks_host
         BufferSpec("tags_host", (positions, slots, TAG_FIELDS), int64, "pinned"),
         # rings: the host never writes a slot that the device still has to copy
         BufferSpec("admission_ring_host", (2 * limits.admission_ring_depth, admission), int64, "pinned"),

@@ -197,7 +197,7 @@ def make_chooser(config: EngineConfig, models: ModelPair, recorder: Recorder | N
     """None where every round has num_speculative_tokens drafts. A function is called before each round, whatever its draft length."""
     if config.draft_length != AUTO_LENGTH or models.drafter is None or isinstance(models.proposer, FunctionProposer):
         return None
-    return DraftLengthChooser(config.num_speculative_tokens, recorder.chosen if recorder else lambda length: None)
+    return DraftLengthChooser(config.num_speculative_tokens, recorder.chosen if recorder else None)
 
 
 def backend_for(name: str, models: ModelPair, nvtx: bool = False) -> Backend:
@@ -350,7 +350,8 @@ def check_draft_head(draft: DraftModel | None, limits: Limits) -> None:
 def make_host_link(config: EngineConfig, buffers: StaticBuffers, limits: Limits, vocabulary: Vocabulary | None = None) -> HostLink:
     pinned = (buffers.state_host, buffers.drafts_host, buffers.masks_host, buffers.tags_host)
     forcing = Forcing(token_table(vocabulary), buffers.forced_host) if vocabulary and "forced_host" in buffers else None
-    return open_host_link(config.host_link, *pinned, depth=limits.ring_depth, forcing=forcing, check_masks=config.check_masks)
+    depth, contents = limits.ring_depth, buffers.contents_host
+    return open_host_link(config.host_link, *pinned, depth, forcing, check_masks=config.check_masks, contents_host=contents)
 
 
 def _function_proposer(function: DraftFunction, config: EngineConfig) -> FunctionProposer:

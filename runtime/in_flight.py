@@ -122,7 +122,7 @@ class InFlight:
         launch, key = self._dispatch(requests)
         self.launches[launch] = self.launches.get(launch, 0) + 1
         self._send_batch(slot, requests, key)
-        if self._lengths and (catch_up := self._catch_up) and self._lengths.needs_catch_up(requests, key.draft_length):
+        if self._lengths and (catch_up := self._catch_up) and self._lengths.needs_catch_up(key.draft_length):
             self._backend.run(lambda: catch_up(key.rows))
         self._replay(key)
         logprobs = any(request.job.sampling.logprobs for request in requests)
@@ -170,7 +170,7 @@ class InFlight:
             accepted.append((request, result.accepted))
             yield request, result
         if self._lengths:
-            self._lengths.ended(launched.key, accepted, seconds)
+            self._lengths.ended(launched.key.draft_length, accepted, seconds)
 
     def _results(self, launched: LaunchedRound, slot: int) -> Iterator[tuple[int, ActiveRequest, ResultRecord]]:
         """Batch index, request and result of its unfinished requests. `slot`: of the rings of results."""

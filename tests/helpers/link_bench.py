@@ -238,8 +238,11 @@ def set_running(memory: Memory, row: MatcherRow, slot: int = 0, history: int = 0
     memory.state[slot] = torch.tensor([row.owner, history, last, accepted, FinishCode.RUNNING])
 
 
-def letters_row(link: HostLink, owner: int = 9, compiler: GrammarCompiler = XGRAMMAR_COMPILER) -> Any:
-    return link.row(owner, compiler.compile(Constraint.regex("[a-z]+")).matcher())
+LETTERS = Constraint.regex("[a-z]+")
+
+
+def letters_row(link: HostLink, owner: int = 9, compiler: GrammarCompiler = XGRAMMAR_COMPILER, constraint: Constraint = LETTERS) -> Any:
+    return link.row(owner, compiler.compile(constraint).matcher())
 
 
 def resident() -> int:

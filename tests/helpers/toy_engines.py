@@ -167,7 +167,7 @@ def switch_draft_lengths(engine: Engine, seed: int = 0) -> None:
     assert lengths is not None
     choose = lengths.choose
 
-    def choose_at_random(requests: Sequence[ActiveRequest], key: GraphKey) -> int:
+    def choose_at_random(requests: tuple[ActiveRequest, ...], key: GraphKey) -> int:
         lengths.fixed = random.choice(lengths.lengths)
         return choose(requests, key)
 

@@ -24,7 +24,7 @@ def decode(drafter: Drafter, lengths: Sequence[int], tokens: int) -> tuple[Engin
     assert chooser is not None
     choose = chooser.choose
 
-    def next_length(requests: Sequence[ActiveRequest], key: GraphKey) -> int:
+    def next_length(requests: tuple[ActiveRequest, ...], key: GraphKey) -> int:
         choose(requests, key)
         return next(script, K)
 

@@ -6,7 +6,9 @@ import collections
 import itertools
 import json
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +179,45 @@ def test_costs_are_measured_for_every_length() -> None:
     for rows, constrained in itertools.product((1, 2), (False, True)):
         assert all(0 < seconds < 10 for seconds in lengths.costs.of(GraphKey(rows, constrained)).values())
     engine.close()
+
+
+def test_plain_cost_that_was_measured_too_high_is_corrected() -> None:
+    """As on a busy machine. The drafter is never right."""
+    key, costs, lengths = GraphKey(1, False), RoundCosts((0, 3)), DraftLengths((0, 3))
+    for length, seconds in ((0, 50.0), (3, 5.0)):
+        costs.calibrate(replace(key, draft_length=length), seconds)
+    row, chosen = lengths.row(), list[int]()
+    for _ in range(200):
+        chosen.append(lengths.choose([(row, 3)], costs.of(key)))
+        costs.add(key, chosen[-1], 5.0 if chosen[-1] else 2.0)
+        lengths.add(chosen[-1], [(row, min(chosen[-2:]), 0)], costs.of(key))
+    assert not any(chosen[-80:]) and costs.of(key)[0] < 2.1
+
+
+def calls_per_round(engine: Engine) -> float:
+    """Python functions that the stepping thread calls."""
+    engine.submit([5, 6], max_new_tokens=90, sampling=IGNORE_EOS)
+    for _ in range(20):
+        engine.step()
+    rounds, calls = engine.stats().rounds, 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    for _ in range(40):
+        engine.step()
+    sys.setprofile(None)
+    return calls / (engine.stats().rounds - rounds)
+
+
+def test_choice_takes_few_calls_while_the_drafter_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RoundCosts, "of", lambda *_: {0: 1.0, 3: 100.0, 7: 100.0})
+    setup = Setup(k=7, drafter="adversarial", max_rows=1, buckets=(1,))
+    with make_engine(replace(setup, k=0)) as plain, make_engine(setup, draft_length="auto") as adaptive:
+        assert calls_per_round(adaptive) <= calls_per_round(plain) + 16
+        assert {graph.key.draft_length for graph in adaptive.stats().graphs} == {0}
 
 
 def test_requests_without_drafts_replay_graphs_without_draft_stages() -> None:

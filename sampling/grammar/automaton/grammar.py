@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import hashlib
 import weakref
-from ctypes import CFUNCTYPE, addressof, c_char, c_char_p, c_int, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, addressof, byref, c_char, c_char_p, c_int, c_int32, c_int64, c_void_p
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -29,7 +31,7 @@ class Functions(ctypes.Structure):
 
     _fields_ = (
         ("accept", CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_char_p)),
-        ("fill", CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int64, c_char_p)),
+        ("fill", CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int64, POINTER(c_int32), c_char_p)),
         ("rollback", CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_char_p)),
         ("is_terminated", CFUNCTYPE(c_int, c_void_p, c_void_p, c_char_p)),
         ("forced", CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int64, c_char_p)),
@@ -40,7 +42,7 @@ class AutomatonMatcher:
     """The state of one text. The C object is shared with the native host link: this object sees its calls."""
 
     def __init__(self, grammar: AutomatonGrammar) -> None:
-        library, self._grammar = functions(), grammar
+        library, self.grammar = functions(), grammar
         self.vocabulary = grammar.vocabulary
         self.fault = ""
         self.functions = Functions.in_dll(library, "stepgraph_automaton_functions")
@@ -63,8 +65,10 @@ class AutomatonMatcher:
 
     def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
         """Write row `index` of masks [rows, mask_words]: bit i of the row is set where token i may come next."""
-        row = self.vocabulary.mask_row(masks, index)
-        status = -1 if self.fault else self._checked(self.functions.fill(None, self.handle, row.ctypes.data, len(row), self._error))
+        row, unknown = self.vocabulary.mask_row(masks, index), byref(c_int32(-1))
+        status = (
+            -1 if self.fault else self._checked(self.functions.fill(None, self.handle, row.ctypes.data, len(row), unknown, self._error))
+        )
         if status < 0:
             row.fill(0)
             return MaskStatus.FAULT
@@ -93,6 +97,11 @@ class AutomatonGrammar:
     image: Image
     table: TokenTable
     vocabulary: Vocabulary
+
+    @functools.cached_property
+    def number(self) -> int:
+        """A positive number that no other image has: equal engines write equal buffers."""
+        return int.from_bytes(hashlib.blake2b(self.image.tobytes(), digest_size=8).digest(), "little") >> 1 or 1
 
     @property
     def nbytes(self) -> int:

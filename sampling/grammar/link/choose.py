@@ -25,19 +25,20 @@ def open_host_link(
     depth: int,
     forcing: Forcing | None = None,
     check_masks: bool = False,
+    contents_host: Tensor | None = None,
 ) -> HostLink:
     """The host link for `EngineConfig.host_link`. With `auto` it is the native one if available, else the Python one and a warning.
 
     `depth`: maximum number of rounds that are pushed and not ended. `forcing`: where forced tokens are written; None: they are not
-    searched. `check_masks`: masks are compared in Python, so the link is the Python one. ValueError for an unknown choice;
-    RuntimeError if `native` is not available.
+    searched. `contents_host`: as for NativeLink. `check_masks`: masks are compared in Python, so the link is the Python one. ValueError
+    for an unknown choice; RuntimeError if `native` is not available.
     """
     if choice not in HOST_LINKS:
         raise ValueError(f"host_link: got {choice!r}, expected one of {', '.join(HOST_LINKS)}")
     reason = "check_masks compares masks in Python" if check_masks else ""
     if choice != "python" and not check_masks:
         try:
-            return NativeLink(load(), state_host, drafts_host, masks_host, tags_host, depth, forcing=forcing)
+            return NativeLink(load(), state_host, drafts_host, masks_host, tags_host, depth, forcing=forcing, contents_host=contents_host)
         except Unavailable as error:
             if choice == "native":
                 raise RuntimeError(f"host_link 'native': {error}") from error

@@ -24,7 +24,7 @@ from stepgraph.sampling.grammar.link.native_row import NativeRow, token_struct
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostAction, HostStats, HostStep, MatcherRow
 from stepgraph.sampling.grammar.matchers.forced import Forcing
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
-from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
+from stepgraph.sampling.grammar.status import CONTENT_FIELDS, TAG_FIELDS, HostColumn
 
 
 class NativeNode:
@@ -45,6 +45,8 @@ class NativeLink:
     """Drives the matchers of a batch in C. One thread pushes batches; any thread may call the nodes, one at a time.
 
     `threads`: maximum number of threads that process rows, including the calling one; None: the number of processors.
+    `contents_host`: what the masks hold, from which a fill finds the words that it need not write; whatever restores masks_host restores
+    it too. None: in own memory, and nothing else writes masks_host.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class NativeLink:
         depth: int,
         threads: int | None = None,
         forcing: Forcing | None = None,
+        contents_host: Tensor | None = None,
     ) -> None:
         stages, slots, words = masks_host.shape
         self._tensors = {  # C holds their addresses
@@ -65,6 +68,8 @@ class NativeLink:
             "masks_host": (masks_host, torch.int32, (stages, slots, words)),
             "tags_host": (tags_host, torch.int64, (stages, slots, TAG_FIELDS)),
         }
+        contents_host = torch.zeros(stages, slots, CONTENT_FIELDS, dtype=torch.int64) if contents_host is None else contents_host
+        self._tensors["contents_host"] = contents_host, torch.int64, (stages, slots, CONTENT_FIELDS)
         if forcing:
             self._tensors["forced_host"] = forcing.forced_host, torch.int64, (stages - 1, slots)
         for name, (tensor, dtype, shape) in self._tensors.items():

@@ -36,6 +36,7 @@ class NativeRow:
         if isinstance(matcher, AutomatonMatcher):
             self._require_width(matcher.vocabulary, masks_host)
             self.struct.library, self.struct.matcher = addressof(matcher.functions), matcher.handle
+            self.struct.grammar = matcher.grammar.number
             self.struct.fuel_seconds = math.inf  # a step is a look-up
         elif isinstance(matcher, XGrammarMatcher):
             self._set_vocabulary(matcher.vocabulary, matcher.fuel_seconds, masks_host)

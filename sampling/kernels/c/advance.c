@@ -65,7 +65,7 @@ static void fill(const advance_row *row, int64_t index) {
     int64_t tokens = row->generated + index;
     image_place place = load_place(row, tokens);
     int32_t *mask = call->masks + (row->row * call->positions + index) * call->vocabulary.words;
-    set_tag(row, row->owner, row->generated, index, image_fill(row->image, &call->vocabulary, &place, stack_at(row, tokens), mask));
+    set_tag(row, row->owner, row->generated, index, image_fill(row->image, &call->vocabulary, &place, stack_at(row, tokens), mask, IMAGE_UNKNOWN));
 }
 
 /* From the place after `tokens` tokens, whose mask is mask `index`, to the next one. */

@@ -89,7 +89,8 @@ class RoundBench:
         self.buffers = StaticBuffers(specs, backend.device, constants=constants | (tables._asdict() if tables else {}))
         b = self.buffers
         forcing = Forcing(token_table(VOCABULARY), b.forced_host) if forced_drafts else None
-        self.host = open_host_link(host_link, b.state_host, b.drafts_host, b.masks_host, b.tags_host, depth=256, forcing=forcing)
+        pinned = b.state_host, b.drafts_host, b.masks_host, b.tags_host
+        self.host = open_host_link(host_link, *pinned, depth=256, forcing=forcing, contents_host=b.contents_host)
         self.round = Round(self.limits, self.models, self.host, draft_masks, tables=tables)
 
     def randomise(self, seed: int) -> None:

@@ -101,25 +101,55 @@ void image_copy_stack(const image_walk *walk, int32_t *stack) {
     memcpy(stack + walk->kept, walk->pushed, (size_t)(walk->place.depth - walk->kept) * sizeof *stack);
 }
 
-int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, const image_place *place, const int32_t *stack, int32_t *mask) {
-    const size_t words = (size_t)vocabulary->words, row_bytes = words * sizeof *mask;
+/* Base row of a mask row; NULL: no bit set. */
+static const int32_t *base_words(const int32_t *image, const image_vocabulary *vocabulary, int32_t base) {
+    if (base == -1) return NULL;
+    return base >= 0 ? image + image[IMAGE_DENSE] + base * vocabulary->words : vocabulary->plain + (-2 - base) * vocabulary->words;
+}
+
+static int64_t crossing_tokens(const int32_t *image, int32_t state, const int32_t **tokens) {
+    if (!image[IMAGE_SYMBOLS]) return 0;
+    const int32_t *range = image + image[IMAGE_CROSS_START] + state;
+    *tokens = image + image[IMAGE_CROSS] + range[0];
+    return range[1] - range[0];
+}
+
+/* Write the base row to `mask`. If it holds the row of another state with this base, only the words that differ from it are written. */
+static void write_base(const int32_t *image, const image_vocabulary *vocabulary, int32_t base, int32_t *mask, int32_t written) {
+    const int32_t *source = base_words(image, vocabulary, base), *row_of = image + image[IMAGE_ROW_OF];
+    if (written < 0 || image[image[IMAGE_BASE_OF] + row_of[written]] != base) {
+        if (source) memcpy(mask, source, (size_t)vocabulary->words * sizeof *mask);
+        else memset(mask, 0, (size_t)vocabulary->words * sizeof *mask);
+        return;
+    }
+    const int32_t *range = image + image[IMAGE_CHANGE_START] + row_of[written], *word = image + image[IMAGE_CHANGE_WORD];
+    for (int32_t at = range[0]; at < range[1]; at++) mask[word[at]] = source ? source[word[at]] : 0;
+    const int32_t *tokens;
+    for (int64_t count = crossing_tokens(image, written, &tokens); count > 0; count--) {
+        int32_t crossed = tokens[count - 1] / 32;
+        mask[crossed] = source ? source[crossed] : 0;
+    }
+}
+
+int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, const image_place *place, const int32_t *stack, int32_t *mask,
+                   int32_t written) {
     if (place->state < 0) {
-        memset(mask, 0, row_bytes);
+        memset(mask, 0, (size_t)vocabulary->words * sizeof *mask);
         return place->state == IMAGE_ENDED ? TERMINATED : FAULT;
     }
-    const int32_t row = image[image[IMAGE_ROW_OF] + place->state], base = image[image[IMAGE_BASE_OF] + row];
-    if (base == -1) memset(mask, 0, row_bytes);
-    else memcpy(mask, base >= 0 ? image + image[IMAGE_DENSE] + (size_t)base * words : vocabulary->plain + (size_t)(-2 - base) * words, row_bytes);
+    const int32_t row = image[image[IMAGE_ROW_OF] + place->state];
+    const int32_t *tokens = NULL;
+    int64_t crossing = crossing_tokens(image, place->state, &tokens);
+    int32_t status = image[image[IMAGE_STATUS_OF] + row];
+    if (!crossing && written >= 0 && image[image[IMAGE_ROW_OF] + written] == row && !crossing_tokens(image, written, &tokens)) return status;
+    write_base(image, vocabulary, image[image[IMAGE_BASE_OF] + row], mask, written);
     const int32_t *range = image + image[IMAGE_CHANGE_START] + row;
     const int32_t *word = image + image[IMAGE_CHANGE_WORD], *value = image + image[IMAGE_CHANGE_VALUE];
     for (int32_t at = range[0]; at < range[1]; at++) mask[word[at]] = value[at];
-    int32_t status = image[image[IMAGE_STATUS_OF] + row];
-    if (!image[IMAGE_SYMBOLS]) return status;
-    const int32_t *crossing = image + image[IMAGE_CROSS_START] + place->state, *tokens = image + image[IMAGE_CROSS];
-    for (int32_t at = crossing[0]; at < crossing[1]; at++) {
+    for (; crossing > 0; crossing--, tokens++) {
         image_walk walk = image_begin(place, stack);
-        if (follow_token(image, vocabulary, &walk, tokens[at]) <= 0) continue;
-        mask[tokens[at] / 32] |= (int32_t)(1u << (tokens[at] % 32));
+        if (follow_token(image, vocabulary, &walk, *tokens) <= 0) continue;
+        mask[*tokens / 32] |= (int32_t)(1u << (*tokens % 32));
         status = OK;
     }
     return status;

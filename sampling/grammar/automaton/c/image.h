@@ -55,6 +55,7 @@ typedef struct {
 enum {
     IMAGE_ENDED = -1, /* a stop token ended the text */
     IMAGE_TOO_DEEP = -2, /* the text nests deeper than IMAGE_DEPTH */
+    IMAGE_UNKNOWN = -3,
 };
 
 /* Where a text is in a grammar. */
@@ -88,8 +89,10 @@ int image_accept(const int32_t *image, const image_vocabulary *vocabulary, image
 /* Write the stack of the walk's place. */
 void image_copy_stack(const image_walk *walk, int32_t *stack);
 
-/* Write the mask row [words] of a place and return its status. */
-int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, const image_place *place, const int32_t *stack, int32_t *mask);
+/* Write the mask row [words] of a place and return its status. `written`: the state for which the row was last written, by this function
+   and with this image; IMAGE_UNKNOWN: it is overwritten whatever it holds. */
+int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, const image_place *place, const int32_t *stack, int32_t *mask,
+                   int32_t written);
 
 /* Write bytes that must come next, at most `room`; returns their number. The text may not end before them. */
 int64_t image_forced(const int32_t *image, const image_place *place, const int32_t *stack, uint8_t *text, int64_t room);

@@ -58,10 +58,13 @@ static int accept(const matcher_library *self, void *handle, int64_t token, char
     return 1;
 }
 
-static int fill(const matcher_library *self, void *handle, int32_t *words, int64_t count, char *error) {
+static int fill(const matcher_library *self, void *handle, int32_t *words, int64_t count, int32_t *written, char *error) {
     (void)self, (void)count, (void)error;
     automaton_matcher *matcher = handle;
-    return image_fill(matcher->image, matcher->vocabulary, &matcher->places[matcher->tokens].place, matcher->stack, words);
+    const image_place *place = &matcher->places[matcher->tokens].place;
+    int32_t before = *written;
+    *written = place->state;
+    return image_fill(matcher->image, matcher->vocabulary, place, matcher->stack, words, before);
 }
 
 static int rollback(const matcher_library *self, void *handle, int64_t tokens, char *error) {
@@ -115,4 +118,4 @@ STEPGRAPH_API void *stepgraph_open_automaton(const int32_t *image, const image_v
     return matcher;
 }
 
-STEPGRAPH_API const matcher_library stepgraph_automaton_functions = {accept, fill, rollback, is_terminated, forced};
+STEPGRAPH_API const matcher_library stepgraph_automaton_functions = {accept, fill, rollback, is_terminated, forced, 0};

@@ -10,6 +10,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Rows that look masks up, per item of the pool: with fewer the hand-off to another thread costs more than it saves. */
+enum { LOOK_UPS = 32 };
+
 struct host_link {
     link_shape shape;
     pool *pool;
@@ -21,6 +24,7 @@ struct host_link {
     int64_t log_room;       /* in nodes */
     matcher_row **batch;    /* [slots] of the current round; NULL outside of one */
     int32_t *active;        /* [slots] the slots that the current node processes */
+    unsigned num_active, computing; /* of them; the first `computing` have a library that computes masks */
 };
 
 /* one row */
@@ -39,8 +43,9 @@ static void tag(host_link *link, int64_t slot, matcher_row *row, int64_t index, 
 
 static void fill(host_link *link, int64_t slot, matcher_row *row, int64_t index, int64_t stage) {
     count(link, FILLS, 1);
-    int32_t *mask = link->shape.masks + (stage * link->shape.slots + slot) * link->shape.words;
-    int32_t status = fill_mask(row, mask, link->shape.words);
+    int64_t index_of_mask = stage * link->shape.slots + slot;
+    int32_t *mask = link->shape.masks + index_of_mask * link->shape.words;
+    int32_t status = fill_mask(row, mask, link->shape.words, link->shape.contents + index_of_mask);
     if (status < 0) return;
     row->last_mask_status = status;
     tag(link, slot, row, index, stage);
@@ -127,10 +132,9 @@ static void end(host_link *link) {
     atomic_store_explicit(&link->counts[ENDED], atomic_load_explicit(&link->begun, memory_order_relaxed), memory_order_release);
 }
 
-static void process_row(void *context, unsigned item) {
-    const host_node *node = context;
+static void process_row(const host_node *node, int64_t slot) {
     host_link *link = node->link;
-    int64_t slot = link->active[item], token;
+    int64_t token;
     matcher_row *row = link->batch[slot];
     for (int64_t step = 0; step < node->count && !faulted(row); step++) {
         int32_t stage = node->steps[step].stage;
@@ -152,15 +156,34 @@ static void process_row(void *context, unsigned item) {
     }
 }
 
-/* Collects the slots whose request is the one on the device, is running and has no fault. */
+/* One row whose library computes masks, or a block of rows that look them up. */
+static void process_item(void *context, unsigned item) {
+    const host_node *node = context;
+    const host_link *link = node->link;
+    if (item < link->computing) {
+        process_row(node, link->active[item]);
+        return;
+    }
+    unsigned first = link->computing + (item - link->computing) * LOOK_UPS, last = first + LOOK_UPS;
+    for (unsigned row = first; row < last && row < link->num_active; row++) process_row(node, link->active[row]);
+}
+
+/* Collects the slots whose request is the one on the device, is running and has no fault: first those whose library computes masks. */
 static unsigned find_active(host_link *link) {
-    unsigned items = 0;
+    link->num_active = link->computing = 0;
     for (int64_t slot = 0; link->batch && slot < link->shape.slots; slot++) {
         matcher_row *row = link->batch[slot];
         const int64_t *state = link->shape.state + slot * HOST_COLUMNS;
-        if (row && !faulted(row) && state[OWNER] == row->owner && state[FINISH] == ROW_RUNNING) link->active[items++] = (int32_t)slot;
+        if (row && !faulted(row) && state[OWNER] == row->owner && state[FINISH] == ROW_RUNNING) {
+            unsigned place = link->num_active++;
+            if (row->library->computes) {
+                link->active[place] = link->active[link->computing];
+                place = link->computing++;
+            }
+            link->active[place] = (int32_t)slot;
+        }
     }
-    return items;
+    return link->computing + (link->num_active - link->computing + LOOK_UPS - 1) / LOOK_UPS;
 }
 
 static void count_time(host_link *link, int64_t taken) {
@@ -183,7 +206,7 @@ void stepgraph_node(void *data) {
     host_node *node = data;
     int64_t begun = ns_of(CLOCK_MONOTONIC), ended;
     if (node->steps[0].action == BEGIN_ROUND) begin(node->link);
-    pool_run(node->link->pool, process_row, node, find_active(node->link));
+    pool_run(node->link->pool, process_item, node, find_active(node->link));
     ended = ns_of(CLOCK_MONOTONIC);
     log_node(node->link, node->steps[0].action == BEGIN_ROUND, begun, ended);
     count_time(node->link, ended - begun); /* before END_ROUND: a reader that sees the round ended sees its times */

@@ -13,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { LAYOUT_VERSION = 13, FAULT_BYTES = 480, MAX_SLOTS = 4096, NODE_BOUNDS = 9 };
+enum { LAYOUT_VERSION = 14, FAULT_BYTES = 480, MAX_SLOTS = 4096, NODE_BOUNDS = 9 };
 
 /* Same values as in status.py. */
 enum { OWNER, GENERATED, LAST_TOKEN, ACCEPTED, FINISH, HOST_COLUMNS };
@@ -27,13 +27,21 @@ enum { BEGIN_ROUND, NEXT, COMMIT, ADVANCE, FOLLOW, END_ROUND };
 typedef struct matcher_library matcher_library;
 struct matcher_library {
     int (*accept)(const matcher_library *self, void *matcher, int64_t token, char *error); /* 1 accepted, 0 not legal here */
-    /* Returns 0, and the caller clears illegal bits and derives the status; or a status, if the library has done both. */
-    int (*fill)(const matcher_library *self, void *matcher, int32_t *words, int64_t count, char *error);
+    /* Returns 0, and the caller clears illegal bits and derives the status; or a status, if the library has done both. A library may
+       write a number to `written`. The next fill of the same words for the same grammar gets that number if nothing else was written
+       there, and otherwise -1. */
+    int (*fill)(const matcher_library *self, void *matcher, int32_t *words, int64_t count, int32_t *written, char *error);
     int (*rollback)(const matcher_library *self, void *matcher, int64_t tokens, char *error);
     int (*is_terminated)(const matcher_library *self, void *matcher, char *error);
     /* Writes the bytes that must come next, at most `room`, and returns their number. */
     int (*forced)(const matcher_library *self, void *matcher, char *text, int64_t room, char *error);
+    int computes; /* 0: a call is a look-up of less than a microsecond */
 };
+
+/* What a mask holds: the grammar for which it was filled, and the number that the library gave for it. Grammar 0: unknown. */
+typedef struct {
+    int64_t grammar, written;
+} mask_content;
 
 /* One constrained request. Only host nodes access it from its first round to its last. Python reads the fault with
    `stepgraph_fault` and keeps row and matcher alive until every round that was pushed with them has ended. */
@@ -46,6 +54,7 @@ struct matcher_row {
     int64_t num_partial;
     int64_t num_tokens;
     int64_t owner;
+    int64_t grammar;          /* positive number of the grammar; 0: `written` is not used */
     int64_t committed;        /* tokens of the history that the matcher has accepted permanently */
     int64_t pending_drafts;   /* drafts accepted after them */
     int64_t next_mask;        /* index after the mask that was last to be filled */
@@ -53,9 +62,9 @@ struct matcher_row {
     int32_t last_mask_status; /* the walk over drafts continues only after OK */
     int32_t known_open;       /* the library has reported "not terminated" and no stop token was accepted since */
     atomic_int faulted;       /* set after `fault` was written */
-    char fault[FAULT_BYTES];
-    forced_text forced;
     marker_progress marker;
+    forced_text forced;
+    char fault[FAULT_BYTES];
 };
 
 /* The pinned memory of a round and its sizes. */
@@ -63,6 +72,7 @@ typedef struct {
     const int64_t *state;  /* [slots, HOST_COLUMNS] */
     const int64_t *drafts; /* [stages - 1, slots], -1: no draft */
     int32_t *masks;        /* [stages, slots, words] */
+    mask_content *contents; /* [stages, slots] of the masks */
     int64_t *tags;         /* [stages, slots, TAG_FIELDS] */
     int64_t *forced;       /* [stages - 1, slots] the forced token after each mask, -1: none; NULL: forced tokens are not searched */
     const token_table *tokens;

@@ -119,7 +119,8 @@ static int accept(const matcher_library *self, void *opaque, int64_t id, char *e
     return valid;
 }
 
-static int fill(const matcher_library *self, void *opaque, int32_t *words, int64_t count, char *error) {
+static int fill(const matcher_library *self, void *opaque, int32_t *words, int64_t count, int32_t *written, char *error) {
+    (void)written;
     const llguidance_library *library = (const llguidance_library *)self;
     llguidance_matcher *matcher = opaque;
     int32_t failure = matcher->dead_end ? 0 : compute(library, matcher, words, count);
@@ -160,7 +161,7 @@ static int forced(const matcher_library *self, void *opaque, char *text, int64_t
 }
 
 void stepgraph_bind_llguidance(llguidance_library *library) {
-    library->functions = (matcher_library){accept, fill, rollback, is_terminated, forced};
+    library->functions = (matcher_library){accept, fill, rollback, is_terminated, forced, 1};
 }
 
 /* A matcher that has accepted these tokens; NULL if memory is exhausted or a token is not accepted. */

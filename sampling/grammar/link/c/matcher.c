@@ -2,6 +2,7 @@
 
 #include "matcher.h"
 
+#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -19,6 +20,7 @@ static double seconds_of(clockid_t clock) { return (double)ns_of(clock) * 1e-9; 
 static _Thread_local struct { double wall, processor; } stamp;
 
 double start_of_call(const matcher_row *row) {
+    if (isinf(row->fuel_seconds)) return 0;
     double wall = seconds_of(CLOCK_MONOTONIC);
     if (!(wall - stamp.wall < row->fuel_seconds / 10)) {
         stamp.wall = wall;
@@ -28,7 +30,7 @@ double start_of_call(const matcher_row *row) {
 }
 
 void end_of_call(matcher_row *row, double start) {
-    if (seconds_of(CLOCK_MONOTONIC) - start <= row->fuel_seconds) return;
+    if (isinf(row->fuel_seconds) || seconds_of(CLOCK_MONOTONIC) - start <= row->fuel_seconds) return;
     double spent = seconds_of(CLOCK_THREAD_CPUTIME_ID) - stamp.processor - (start - stamp.wall); /* lower bound for this call */
     if (spent > row->fuel_seconds)
         fail(row, "one step of the grammar took %.3f s, more than the %g s that it may take", spent, row->fuel_seconds);
@@ -112,23 +114,29 @@ static int32_t keep_legal(const matcher_row *row, int32_t *mask, int64_t words) 
     return any_text(mask, row->text_words, words) ? OK : any_stop ? COMPLETE : DEAD_END;
 }
 
-static int32_t fill_inner_mask(matcher_row *row, int32_t *mask, int64_t words) {
+static int32_t fill_inner_mask(matcher_row *row, int32_t *mask, int64_t words, mask_content *content) {
+    int32_t written = row->grammar && content->grammar == row->grammar ? (int32_t)content->written : -1;
+    content->grammar = 0;
     int ended = faulted(row) ? 0 : terminated(row);
     if (!ended && !faulted(row)) {
         char error[FAULT_BYTES];
         double start = start_of_call(row);
-        int32_t status = row->library->fill(row->library, row->matcher, mask, words, error);
+        int32_t status = row->library->fill(row->library, row->matcher, mask, words, &written, error);
         if (status < 0) fail(row, "%s", error);
         else end_of_call(row, start);
-        if (!faulted(row)) return status > 0 ? status : keep_legal(row, mask, words);
+        if (!faulted(row)) {
+            *content = (mask_content){row->grammar, written};
+            return status > 0 ? status : keep_legal(row, mask, words);
+        }
     }
     memset(mask, 0, (size_t)words * sizeof *mask);
     return ended > 0 ? TERMINATED : ended < 0 ? -1 : FAULT;
 }
 
-int32_t fill_mask(matcher_row *row, int32_t *mask, int64_t words) {
-    int is_free = before_marker_end(&row->marker) && !faulted(row);
-    return is_free ? fill_free_mask(&row->marker, mask, words) : fill_inner_mask(row, mask, words);
+int32_t fill_mask(matcher_row *row, int32_t *mask, int64_t words, mask_content *content) {
+    if (!before_marker_end(&row->marker) || faulted(row)) return fill_inner_mask(row, mask, words, content);
+    content->grammar = 0;
+    return fill_free_mask(&row->marker, mask, words);
 }
 
 int roll_back(matcher_row *row, int64_t tokens) {

@@ -16,7 +16,7 @@ __attribute__((format(printf, 2, 3))) void fail(matcher_row *row, const char *fo
 int accept_token(matcher_row *row, int64_t token);
 
 /* Write the mask and return its status, or -1 if the library cannot answer. On failure the mask is zero. */
-int32_t fill_mask(matcher_row *row, int32_t *mask, int64_t words);
+int32_t fill_mask(matcher_row *row, int32_t *mask, int64_t words, mask_content *content);
 
 /* Returns 0 and sets a fault if the library fails. */
 int roll_back(matcher_row *row, int64_t tokens);

@@ -93,7 +93,8 @@ static int accept(const matcher_library *self, void *matcher, int64_t token, cha
     return call(library, library->accept_token, arguments, 3, "accept_token", error);
 }
 
-static int fill(const matcher_library *self, void *matcher, int32_t *words, int64_t count, char *error) {
+static int fill(const matcher_library *self, void *matcher, int32_t *words, int64_t count, int32_t *written, char *error) {
+    (void)written;
     const xgrammar_library *library = (const xgrammar_library *)self;
     int64_t shape[] = {1, count}, strides[] = {count, 1};
     dl_tensor masks = {
@@ -136,5 +137,5 @@ static int forced(const matcher_library *self, void *matcher, char *text, int64_
 }
 
 void stepgraph_bind_xgrammar(xgrammar_library *library) {
-    library->functions = (matcher_library){accept, fill, rollback, is_terminated, forced};
+    library->functions = (matcher_library){accept, fill, rollback, is_terminated, forced, 1};
 }

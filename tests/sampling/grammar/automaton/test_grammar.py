@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from ctypes import byref, c_int32
 from random import Random
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, Vocabulary
 from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar, AutomatonMatcher
@@ -42,7 +44,11 @@ def library_matcher(name: str) -> XGrammarMatcher:
 def mask(matcher: AutomatonMatcher | XGrammarMatcher) -> tuple[MaskStatus, list[int]]:
     rows = torch.full((1, VOCABULARY.mask_words), -1, dtype=torch.int32)
     status = matcher.fill_next_token_bitmask(rows, 0)
-    return status, np.flatnonzero(np.unpackbits(rows.numpy().view(np.uint8), bitorder="little")).tolist()
+    return status, tokens_of(rows[0])
+
+
+def tokens_of(words: Tensor) -> list[int]:
+    return [int(token) for token in np.flatnonzero(np.unpackbits(words.numpy().view(np.uint8), bitorder="little"))]
 
 
 def differing_texts(name: str, grammar: AutomatonGrammar, texts: list[bytes], limit: int = 400) -> list[bytes]:
@@ -65,12 +71,14 @@ def test_masks_of_every_state_equal_those_of_xgrammar(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_masks_along_random_texts_equal_those_of_xgrammar(name: str) -> None:
-    draw = Random(name)
+    draw, kept, written = Random(name), torch.zeros(VOCABULARY.mask_words, dtype=torch.int32), c_int32(-1)
     for _ in range(12):
         ours, library = automaton(name).matcher(), library_matcher(name)
         for _ in range(60):
             status, legal = mask(ours)
             assert (status, legal) == mask(library)
+            found = ours.functions.fill(None, ours.handle, kept.data_ptr(), len(kept), byref(written), None)
+            assert (found, tokens_of(kept)) == (status, legal), "a fill over another mask of the grammar"
             if not legal:
                 break
             token = draw.choice(legal)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,19 @@ from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher
 from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn, MaskStatus
-from tests.helpers.link_bench import WALK, XGRAMMAR_COMPILER, A, LinkPair, Memory, letters_row, native_link, resident, set_running
+from tests.helpers.link_bench import (
+    AUTOMATON_COMPILER,
+    WALK,
+    WORDS,
+    XGRAMMAR_COMPILER,
+    A,
+    LinkPair,
+    Memory,
+    letters_row,
+    native_link,
+    resident,
+    set_running,
+)
 from tests.helpers.planted import fail, plant
 from tests.helpers.toy_engines import STOP, needs_native
 
@@ -67,6 +80,21 @@ def test_the_comparison_detects_a_bug_in_the_native_library(bug: str) -> None:
     pair = Buggy(3, 3, Random(8))
     with pytest.raises(AssertionError):
         pair.run(60, masked=True)
+
+
+def test_a_mask_does_not_depend_on_the_one_that_its_memory_held() -> None:
+    memory = Memory.make(1, 3)
+    link = native_link(memory)
+    constraints = Constraint.regex("[a-f]+"), Constraint.regex("[g-k]+")
+    backends = AUTOMATON_COMPILER, AUTOMATON_COMPILER, XGRAMMAR_COMPILER, AUTOMATON_COMPILER
+    for compiler, index in zip(backends, (0, 1, 0, 1), strict=True):
+        row = letters_row(link, compiler=compiler, constraint=constraints[index])
+        set_running(memory, row)
+        link.push_batch([row])
+        link.node(WALK)()
+        expected = torch.zeros(1, WORDS, dtype=torch.int32)
+        XGRAMMAR_COMPILER.compile(constraints[index]).matcher().fill_next_token_bitmask(expected, 0)
+        assert torch.equal(memory.masks[0, 0], expected[0])
 
 
 # faults

@@ -123,7 +123,7 @@ class NativeMatcher:
         return bool(self._call("accept", token_id))
 
     def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
-        status = self._call("fill", masks[index].data_ptr(), masks.shape[1])
+        status = self._call("fill", masks[index].data_ptr(), masks.shape[1], 0)
         return MaskStatus(status) if status else self._vocabulary.classify(masks[index].numpy())
 
     def rollback(self, num_tokens: int) -> None:
