@@ -87,7 +87,7 @@ class Engine:
         *,
         config: EngineConfig | None = None,
         dtype: torch.dtype | None = None,
-        weights: str | None = None,
+        weights: str = "dequantised",
         feature_layers: Sequence[int] = (),
         progress: bool = False,
         record: Recording | str | Path | None = None,
@@ -98,8 +98,7 @@ class Engine:
         draft: a model, a proposer or a function; the folder of an EAGLE-3 head, of MTP modules or of a smaller model; "mtp" for the
         modules in `path`, "ngram" for look-up, "auto" for the first of these that is available; None or "none" for no drafts.
         dtype: None is the model's own. feature_layers: target layers whose inputs a draft model reads; a draft folder sets its own.
-        weights: those of a .gguf file stay "quantised" in memory, or are "dequantised"; None: Q4_0, Q4_1 and Q8_0 stay so on a CPU with
-        AVX2 and one torch thread.
+        weights: those of a .gguf file are "dequantised" to `dtype`, or Q4_0, Q4_1 and Q8_0 stay "quantised" in memory, on the CPU.
         progress: print the memory required, and show a progress bar. record: the file that `stepgraph replay` reads.
         ValueError for a wrong file, field or tensor. Downloads nothing and runs no code of the folder.
         """

@@ -33,18 +33,13 @@ def run(options: argparse.Namespace) -> int:
         check_constraints(filter(None, [scenarios[0].constraint]))
     engines.set_threads(options)
     with terminal.waiting("opening the models ..."):
-        pair = toy_pair() if options.toy else _open(options)
+        pair = toy_pair() if options.toy else open_pair(options.drafts, terminal.shows_progress() and not options.json)
     engines.set_default_threads(options, pair.target)
     document = Demonstration(pair, scenarios, options).run()
     if options.json:
         terminal.print_json(document)
     failures = {name: answer["failed"] for name, answer in document["answers"].items()}
     return terminal.report_failures("demo", [f"{name}: {failure}" for name, failure in failures.items() if failure])
-
-
-def _open(options: argparse.Namespace) -> Pair:
-    progress = terminal.shows_progress() and not options.json
-    return open_pair(options.drafts, progress, threads=engines.decoding_threads(options))
 
 
 class Demonstration:

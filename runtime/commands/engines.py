@@ -19,7 +19,7 @@ MAX_THREADS = 1024
 def load(options: argparse.Namespace, config: EngineConfig, progress: bool) -> Loaded:
     """The models of --model, --draft and --dtype."""
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    return load_models(options.model, options.draft or "auto", config, dtype=dtype, progress=progress, threads=decoding_threads(options))
+    return load_models(options.model, options.draft or "auto", config, dtype=dtype, progress=progress)
 
 
 def failure_of(job: Job) -> str:
@@ -33,17 +33,12 @@ def set_threads(options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
 
 
-def decoding_threads(options: argparse.Namespace) -> int | None:
-    """Of a model whose layers run in C, without --threads and OMP_NUM_THREADS; None: as many as torch has."""
-    return 1 if options.threads is None and "OMP_NUM_THREADS" not in os.environ else None
-
-
 def set_default_threads(options: argparse.Namespace, model: object) -> None:
     """Without --threads and OMP_NUM_THREADS: one thread for a model whose layers run in C.
 
     The C kernels use the calling thread only, and with more threads torch computes the matrix products instead of them.
     """
-    if decoding_threads(options) is None or not isinstance(model, torch.nn.Module):
+    if options.threads is not None or "OMP_NUM_THREADS" in os.environ or not isinstance(model, torch.nn.Module):
         return
     weight = next((tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()), None)
     if weight is not None and weight.device.type == "cpu" and not why_no_c(weight.dtype):

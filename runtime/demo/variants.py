@@ -34,11 +34,11 @@ class Pair(NamedTuple):
         return self.codec.vocabulary
 
 
-def open_pair(drafts: int, progress: bool = False, weights: str | None = None, threads: int | None = None) -> Pair:
+def open_pair(drafts: int, progress: bool = False) -> Pair:
     """The demonstration's models in bfloat16. Raises ValueError with the command that installs a missing part."""
     path = target_path()
     config = EngineConfig(max_rows=1, num_speculative_tokens=drafts)
-    loaded = load_models(path, head_path(), config, dtype=torch.bfloat16, progress=progress, weights=weights, threads=threads)
+    loaded = load_models(path, head_path(), config, dtype=torch.bfloat16, progress=progress)
     return Pair("SmolLM2-135M-Instruct with an EAGLE-3 head", loaded.target, loaded.draft, TextCodec.open(path, loaded.vocabulary))
 
 

@@ -74,12 +74,12 @@ def memory_need(name: str, outline: Llama | Eagle3 | Mtp, limits: Limits, shared
     return MemoryNeed(weights + cache, f"{name}: {parameters}; cache for {limits.cache_slots} tokens, {cache / unit:.2f} GiB")
 
 
-def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights: str | None = DEQUANTISED) -> Checkpoint:
+def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights: str = DEQUANTISED) -> Checkpoint:
     """Read and check everything except the weights. Raises ValueError that names the file, and the field or tensor.
 
     path: a Hugging Face folder (config.json, tokenizer.json, safetensors) or a .gguf file. dtype: of the loaded weights and
     the cache; None: the config's dtype, bfloat16 for GGUF. weights: "quantised" keeps the quantised matrices of a .gguf file as they
-    are, None those of the supported types. Nothing is downloaded, and no code in the folder is run.
+    are. Nothing is downloaded, and no code in the folder is run.
     """
     if dtype is not None and dtype not in DTYPES.values():
         raise ValueError(f"dtype: got {clip_repr(dtype)}, expected one of {', '.join(map(str, DTYPES.values()))}, or None")
@@ -101,16 +101,14 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
     config = config if dtype is None else replace(config, dtype=dtype)
     checkpoint = Checkpoint(path, source, llama_slices(config), config, Vocabulary.from_table(table), mtp_modules)
     checkpoint.check_header(checkpoint.outline(), checkpoint.mtp_tensors | ({"lm_head.weight"} if config.tied else set()))
-    return checkpoint if weights == DEQUANTISED else replace(checkpoint, packed=_kept_quantised(checkpoint, weights))
+    return checkpoint if weights == DEQUANTISED else replace(checkpoint, packed=_kept_quantised(checkpoint))
 
 
-def _kept_quantised(checkpoint: Checkpoint, weights: str | None) -> dict[str, Kind]:
+def _kept_quantised(checkpoint: Checkpoint) -> dict[str, Kind]:
     """Raises ValueError for a tensor that has to stay quantised and cannot."""
     why_not, packable = why_no_c(checkpoint.config.dtype), checkpoint.packable()
-    if weights is None:
-        return {} if why_not else packable
     if why_not:
-        raise ValueError(f"weights: got {weights!r}, expected {DEQUANTISED!r} or None: the product in C is not available: {why_not}")
+        raise ValueError(f"weights: got {QUANTISED!r}, expected {DEQUANTISED!r}: the product in C is not available: {why_not}")
     for name, target in checkpoint.slices.items():
         stored = checkpoint.source.tensors[name]
         if stored.kind not in FLOATS and target.parameter not in packable:

@@ -66,9 +66,7 @@ class DraftCheckpoint(StoredModel):
         return model
 
 
-def open_draft(
-    draft: str | Path, target: Checkpoint, dtype: torch.dtype | None = None, weights: str | None = DEQUANTISED
-) -> DraftCheckpoint:
+def open_draft(draft: str | Path, target: Checkpoint, dtype: torch.dtype | None = None, weights: str = DEQUANTISED) -> DraftCheckpoint:
     """Open a draft folder or .gguf file; "mtp" opens the MTP modules in the target's own folder.
 
     The config and the tensor names decide which kind of draft it is. Raises ValueError that names the file, and the field or tensor.
@@ -152,7 +150,7 @@ def _open_mtp(path: Path, stored: Source, fields: Mapping[str, object], target: 
     ).check_shapes()
 
 
-def _open_model(path: Path, target: Checkpoint, dtype: torch.dtype | None, weights: str | None) -> DraftCheckpoint:
+def _open_model(path: Path, target: Checkpoint, dtype: torch.dtype | None, weights: str) -> DraftCheckpoint:
     stored = open_checkpoint(path, dtype, weights)
     token_map = map_tokens(stored.vocabulary, target.vocabulary)
 

@@ -17,7 +17,7 @@ from stepgraph.runtime.demo.pair import DEMO, DRAFTS, head_path, path_of
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED, Checkpoint, open_checkpoint
 from stepgraph.runtime.models.files.draft import OWN_MTP, DraftCheckpoint, open_draft
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.sampling.fields import BOOL, Check, check_value, checked_path, is_int
+from stepgraph.sampling.fields import BOOL, Check, check_value, checked_path, is_int, one_of
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 _LAYERS = Check(lambda value: isinstance(value, (tuple, list)) and all(map(is_int, value)), "a tuple of layer numbers")
@@ -38,14 +38,12 @@ def load_models(
     dtype: torch.dtype | None = None,
     feature_layers: Sequence[int] = (),
     progress: bool = False,
-    weights: str | None = None,
-    threads: int | None = None,
+    weights: str = DEQUANTISED,
 ) -> Loaded:
     """A target and its drafter on the device of the config's backend. "demo" is the demonstration's pair.
 
     config: None for the defaults, reduced to the positions and drafts that the models support. draft: "auto" uses the MTP
-    modules in the target's folder, or n-gram look-up if there are none. weights: of .gguf files, QUANTISED or DEQUANTISED; None:
-    quantised on the CPU where decoding has one thread. threads: of decoding; None: those that torch has.
+    modules in the target's folder, or n-gram look-up if there are none. weights: of .gguf files, QUANTISED or DEQUANTISED.
     """
     check_config(config)
     check_value("progress", progress, BOOL)
@@ -58,7 +56,7 @@ def load_models(
         draft, dtype = head_path() if draft == AUTO else draft, dtype or torch.bfloat16
     backend = "auto" if config is None else config.backend
     on_cuda = backend == "cuda" or (backend == "auto" and torch.cuda.is_available())
-    weights = _checked_weights(weights, on_cuda, threads or torch.get_num_threads())
+    _check_weights(weights, on_cuda)
     checkpoint = open_checkpoint(path_of(path), dtype, weights)
     if draft in (None, NONE):
         config = without_drafts(config)
@@ -89,18 +87,14 @@ def load_models(
     return Loaded(target, drafter, checkpoint.vocabulary, config)
 
 
-def _checked_weights(weights: str | None, on_cuda: bool, threads: int) -> str | None:
-    if weights not in (None, QUANTISED, DEQUANTISED):
-        raise ValueError(f"weights: got {weights!r:.100}, expected {QUANTISED!r}, {DEQUANTISED!r} or None")
+def _check_weights(weights: str, on_cuda: bool) -> None:
+    check_value("weights", weights, one_of((QUANTISED, DEQUANTISED)))
     if weights == QUANTISED and on_cuda:
-        raise ValueError(f"weights: got {weights!r}, expected {DEQUANTISED!r} or None: quantised weights need the CPU")
-    # Products in C use one thread; with more, torch shares out those of dequantised weights. Without AVX2 the quantised ones are slower.
-    slower = on_cuda or threads > 1 or not torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    return DEQUANTISED if weights is None and slower else weights
+        raise ValueError(f"weights: got {weights!r}, expected {DEQUANTISED!r}: quantised weights need the CPU")
 
 
 def _open_drafter(
-    draft: Drafter | str | Path | None, checkpoint: Checkpoint, dtype: torch.dtype | None, weights: str | None
+    draft: Drafter | str | Path | None, checkpoint: Checkpoint, dtype: torch.dtype | None, weights: str
 ) -> tuple[Drafter | None, DraftCheckpoint | None]:
     """A drafter that needs no files, or the checked files of one."""
     if draft == AUTO and checkpoint.mtp_modules:
