@@ -79,7 +79,7 @@ class GraphSet:
     def key_for(self, batch_rows: int, constrained: bool, sampled: bool, device: bool = False, draft_length: int = LONGEST) -> GraphKey:
         """The key for a batch."""
         batch = batch_rows, constrained, sampled, device, draft_length
-        if batch not in self._keys:
+        if type(batch_rows) is not int or batch not in self._keys:
             check_value("GraphSet.key_for.batch_rows", batch_rows, whole(1, self.buckets[-1]))
             key = dispatch(self._host_buckets if constrained and not device else self.buckets, *batch)
             self._keys[batch] = self._serving.get(key, key)

@@ -15,16 +15,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = (".py", ".c", ".h", ".cpp")
 BUDGETS = {
-    # raised from 8,569: many rounds in one launch (loops.py), text and Python types in the public calls, check-schema, draft lengths
-    "runtime": 8_964,
-    # raised from 7,120: replay(until=...) on both back ends, results published by a kernel, fewer launches of sampled rounds
-    "graphs": 7_588,
-    # raised from 16,971: options of JSON schemas and their translation for llguidance, less the older readers of schemas
-    "sampling": 17_265,
-    "tools": 14_659,  # raised from 13,769: bench_adaptive.py, trace_picture.py (from runtime), comparisons of automata with xgrammar
-    "tests": 41_566,  # raised from 39,451: tests of loops, text, applications' schemas, schema drafts, and the stub's rounds and rules
+    # raised from 8,964: graphs recorded on demand, checks of all public arguments, weights that stay quantised
+    "runtime": 9_203,
+    # raised from 7,588: products with quantised weights (376), batch and result rings inside the graph (180), memory that is available
+    "graphs": 8_200,
+    # raised from 17,265: constraints are checked when they are submitted, masks are filled by their changes, chains in one host node
+    "sampling": 17_611,
+    "tools": 14_694,  # raised from 14,659: the standard error decides the verdict of a soak run, kept records have a schema
+    "tests": 42_361,  # raised from 41,566: entry points with wrong values, draft heads, kept records, quantised weights, rings
 }
-DECODE_RING_BUDGET = 5_976  # raised from 5,729: loops, stop strings, draft lengths chosen by default; the goal of 5,500 is missed
+DECODE_RING_BUDGET = 6_195  # raised from 5,976: rings inside the graph, graphs on demand, chains in one node; the goal of 5,500 is missed
 DECODE_RING = (
     "runtime/engine.py",
     "runtime/scheduler.py",

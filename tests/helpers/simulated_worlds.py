@@ -22,7 +22,9 @@ from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, STOP, VOCABULARY
 POISON = 13  # a token after which the target has no finite logits
 MAX_LENGTH, PAGE_SIZE, NUM_PAGES, MAX_QUEUED = 48, 8, 11, 5
 NUM_ASKS = 400
-UNCOMPILABLE = Constraint.ebnf("root ::= nowhere")
+UNCOMPILABLE = Constraint.json_schema(
+    {"type": "integer", "minimum": 2, "maximum": 1}
+)  # found when it is compiled, not when it is submitted
 ALL_CONSTRAINTS = (
     *CONSTRAINTS,
     Constraint.regex("[0-9]{1,8}").after("a"),

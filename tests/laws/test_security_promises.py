@@ -24,8 +24,8 @@ from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
 from tests.fuzz.watch import Watch
 from tests.helpers.families import folder_of
-from tests.helpers.grammar_bombs import BOMBS
 from tests.helpers.grammar_texts import PRINTABLE
+from tests.helpers.simulated_worlds import UNCOMPILABLE
 from tests.helpers.toy_engines import COMPILER, CONSTRAINTS, CONTROL, STOP, TARGET, VOCABULARY, Setup, make_engine
 from tests.laws.test_request_faults import PoisonedTarget
 from tests.runtime.test_request_queue import check_undisturbed, submitted
@@ -43,10 +43,10 @@ def engine() -> Iterator[Engine]:
 def test_promise_1_a_fault_is_one_requests_error(engine: Engine) -> None:
     """Covered by test_grammar_bombs.py, test_fault_sweep.py and test_simulation.py."""
     jobs = submitted(engine)
-    bomb = engine.submit([3], constraint=BOMBS["ebnf: each other"](), max_new_tokens=8)
+    bomb = engine.submit([3], constraint=UNCOMPILABLE, max_new_tokens=8)
     while engine.has_work:
         engine.step()
-    assert bomb.finish_reason == FinishReason.ERROR and "no text of finite length" in bomb.error
+    assert bomb.finish_reason == FinishReason.ERROR and "no value satisfies" in bomb.error
     check_undisturbed(jobs)
 
 

@@ -229,10 +229,12 @@ def test_faults_end_one_request_and_invalid_arguments_raise_at_the_call(engine: 
                 await serving.submit([])
             with pytest.raises(TypeError, match="no_such_option"):
                 serving.generate([1], no_such_option=1)  # type: ignore[call-arg]
-            bad = serving.generate([1], constraint=Constraint.ebnf("root ::= missing"), max_new_tokens=5)
+            bad = serving.generate(
+                [1], constraint=Constraint.json_schema({"type": "integer", "minimum": 2, "maximum": 1}), max_new_tokens=5
+            )
             good = serving.generate([2], max_new_tokens=20)
             (event,) = await read(bad)
-            assert (event.finish_reason, event.error) == (FinishReason.ERROR, bad.job.error) and "missing" in event.error
+            assert (event.finish_reason, event.error) == (FinishReason.ERROR, bad.job.error) and "no value satisfies" in event.error
             assert (await good.result()).tokens == plain([2], 20).tokens
 
     run(main())

@@ -139,7 +139,7 @@ class RequestSource:
         return Constraint.structural_tag({"triggers": ["e"], "structures": [structure]}), None
 
     def _uncompilable(self, number: int) -> tuple[Constraint, None]:
-        return Constraint.ebnf(f"root ::= nowhere{number}"), None
+        return Constraint.json_schema({"type": "integer", "minimum": number + 1, "maximum": number}), None  # found at compile
 
 
 def _is_ok(text: str) -> bool:

@@ -162,7 +162,7 @@ def test_replay_of_faults_and_cancelled_requests(tmp_path: Path) -> None:
     """A grammar that cannot be compiled, a job cancelled in the queue, and jobs ended by close()."""
     path = tmp_path / "run.jsonl"
     with recorded_engine(path, replace(CONFIG, max_queued=5)) as engine:
-        bad = engine.submit([1], constraint=Constraint.ebnf("root ::= nothing"), max_new_tokens=8)
+        bad = engine.submit([1], constraint=Constraint.json_schema({"type": "integer", "minimum": 2, "maximum": 1}), max_new_tokens=8)
         running = [engine.submit([index], sampling=SamplingParams(seed=1, ignore_eos=True), max_new_tokens=40) for index in range(3)]
         waiting = engine.submit([9], max_new_tokens=40)
         with pytest.raises(QueueFullError):

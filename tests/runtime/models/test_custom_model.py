@@ -85,7 +85,8 @@ def test_wrong_output_shapes_are_refused_at_capture(which: str) -> None:
     width = VOCABULARY.logits_width
     models = {name: (Wrong if name == which else Decay)(name, width, name == "draft").to(torch.bfloat16) for name in ("target", "draft")}
     with Engine(models["target"], models["draft"], config=EngineConfig(max_rows=1, max_length=64)) as engine:
-        for call in (engine.capture, lambda: engine.generate([1], max_new_tokens=2)):
+        engine.submit([1], max_new_tokens=2)
+        for call in (engine.capture, engine.step):
             with pytest.raises(ValueError, match=rf"{which} logits: got shape \(1, .*{width - 1}\), expected \(1, .*{width}\)"):
                 call()
 
