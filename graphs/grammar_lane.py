@@ -35,7 +35,7 @@ class MaskSource(Protocol):
     def rows(self, first: int, last: int) -> None:
         """Fill these masks of this round's drafts. Index 0: commit the emitted tokens first; others: accept the draft before the mask.
 
-        Several: the drafts before them are a proposed chain, in which a forced token replaces the proposed one.
+        In a proposed chain a forced token replaces the proposed one.
         """
 
 
@@ -77,6 +77,7 @@ class RoundShape:
     drafts: int  # of this round
     masked: bool  # each draft is chosen under its mask
     fixed: bool  # the previous round had as many drafts
+    proposed: bool  # the drafts are a proposed chain: they are known before their masks
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,8 @@ class HostNodes:
                 self._copy_state()
             for index in drafts:
                 self._copy_draft(index - 1, self.buffers.batch_drafts[index - 1, : self.shape.size])
-        steps = [COMMIT] * (first == 0) + [advance(first)] * (first == last > 0) + [follow(index) for index in drafts if first < last]
+        accept = follow if self.shape.proposed else advance
+        steps = [COMMIT] * (first == 0) + [accept(index) for index in drafts]
         self._node(name, [*steps, END_ROUND] if ends else steps, range(first, last + 1))
 
     def _copy_state(self) -> None:

@@ -102,7 +102,8 @@ class Round:
 
     def _lane(self, buffers: StaticBuffers, context: CaptureContext, key: GraphKey) -> GrammarLane:
         """Batches whose grammars are all on the device need no host node; others may have rows of both kinds."""
-        shape = RoundShape(key.rows, self.limits.num_speculative_tokens, self.masks_drafts(buffers), self.fixed)
+        proposed = self.models.proposer is not None
+        shape = RoundShape(key.rows, self.limits.num_speculative_tokens, self.masks_drafts(buffers), self.fixed, proposed)
         sources: list[MaskSource] = []
         if self.tables is not None:
             sources.append(DeviceTables(buffers, context, self.tables, shape))

@@ -196,7 +196,7 @@ def test_stream_without_an_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_ctrl_c_prints_the_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    real = Soak._settled
+    real, handler = Soak._settled, signal.getsignal(signal.SIGINT)
 
     def settled(soaking: Soak, checker: checker.Checker) -> None:
         real(soaking, checker)
@@ -208,7 +208,7 @@ def test_ctrl_c_prints_the_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     found = json.loads(capsys.readouterr().out)
     assert found["interrupted"] and found["passed"] and found["flat"] is None and found["did"]["acts"] == 1
     assert json.loads((tmp_path / "report.json").read_text()) == found
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 @pytest.mark.parametrize(

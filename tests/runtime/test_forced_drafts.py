@@ -215,8 +215,14 @@ def test_forced_drafts_is_reported_and_validated() -> None:
 
 @pytest.mark.parametrize(
     ("k", "draft", "link"),
-    [(1, "ngram", "python"), (4, "ngram", "auto"), (6, noise(len(VOCABULARY.tokens)), "auto"), (3, parrot(), "auto")],
-    ids=["ngram 1", "ngram 4", "noise 6", "parrot 3"],
+    [
+        (1, "ngram", "python"),
+        (2, parrot(), "auto"),
+        (4, "ngram", "auto"),
+        (6, noise(len(VOCABULARY.tokens)), "auto"),
+        (3, parrot(), "auto"),
+    ],
+    ids=["ngram 1", "parrot 2", "ngram 4", "noise 6", "parrot 3"],
 )
 def test_forced_drafts_replace_proposed_ones(k: int, draft: Any, link: str) -> None:
     """Greedy and sampled, with and without draft_ids: same tokens, K + 1 fills, and no fewer accepted drafts."""

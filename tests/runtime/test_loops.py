@@ -132,6 +132,8 @@ def test_full_ring_ends_the_launch_and_loses_nothing(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Limits, "result_slots", 16)
     with make_engine(replace(LOOPS, k=0, max_rows=1, buckets=None)) as engine:
         job = start(engine, [7, 1], 90)
+        while not engine._in_flight._pending:  # the launch of the first step has ended if this thread was slow
+            engine.step()
         launch, read = engine._in_flight._pending[-1], engine._in_flight.rounds
         wait_for(launch.event.query)
         assert published(engine) - read == 16 - engine.limits.ring_depth
