@@ -18,13 +18,13 @@ BUDGETS = {
     # raised from 8,964: graphs recorded on demand, checks of all public arguments, weights that stay quantised
     "runtime": 9_203,
     # raised from 7,588: products with quantised weights (376), batch and result rings inside the graph (180), memory that is available
-    "graphs": 8_200,
+    "graphs": 8_203,
     # raised from 17,265: constraints are checked when they are submitted, masks are filled by their changes, chains in one host node
     "sampling": 17_611,
     "tools": 14_694,  # raised from 14,659: the standard error decides the verdict of a soak run, kept records have a schema
-    "tests": 42_361,  # raised from 41,566: entry points with wrong values, draft heads, kept records, quantised weights, rings
+    "tests": 42_369,  # raised from 41,566: entry points with wrong values, draft heads, kept records, quantised weights, rings
 }
-DECODE_RING_BUDGET = 6_195  # raised from 5,976: rings inside the graph, graphs on demand, chains in one node; the goal of 5,500 is missed
+DECODE_RING_BUDGET = 6_198  # raised from 5,976: rings inside the graph, graphs on demand, chains in one node; the goal of 5,500 is missed
 DECODE_RING = (
     "runtime/engine.py",
     "runtime/scheduler.py",
