@@ -196,15 +196,15 @@ class Document:
                 if self.unknown_keywords == "refuse" and keyword not in ANNOTATIONS and not keyword.startswith("x-"):
                     reject(where, keyword, "is no keyword of JSON Schema; remove it, or set unknown_keywords='annotation'")
             elif keyword == "required" and isinstance(value, bool):
-                pass  # draft 3: a keyword of the object's schema, see `required_by_children`
+                continue  # draft 3: read with the schema of the object, in Normaliser._required_children
             elif keyword in ("exclusiveMinimum", "exclusiveMaximum") and isinstance(value, bool):
-                pass  # draft 4: said of the bound
+                continue  # draft 4: read with `minimum` or `maximum`
             elif keyword in ("minimum", "maximum") and schema.get(f"exclusive{keyword.capitalize()}") is True:
                 yield f"exclusive{keyword.capitalize()}", _number(value, where, keyword)
             elif keyword == "divisibleBy":
                 yield "multipleOf", _number(value, where, keyword)
             elif 0 < draft < _SINCE.get(keyword, 0):
-                pass  # not a keyword yet
+                continue  # an annotation: the keyword is of a later draft
             else:
                 yield keyword, _checked(keyword, value, where)
 
