@@ -1,6 +1,7 @@
 """The prompts that the demonstration's draft is trained and measured on: extraction to JSON, tool calls, small talk, code.
 
-A prompt follows from its seed. `held_out` prompts share forms with those of training, but no name, place, thing or topic.
+A prompt follows from its seed. The schemas in MEASURED occur in no training prompt. `held_out` prompts share no name, place, thing, topic,
+tool or wording of the question with those of training; the texts to extract from are worded alike.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tools.train.demo import texts, words
-from tools.train.demo.schemas import SCHEMAS, TOOLS, Schema, tool_schema
+from tools.train.demo.records import record_request
+from tools.train.demo.schemas import MEASURED, SCHEMAS, TOOLS, Schema, tool_schema
 from tools.train.demo.words import Words
 
 
@@ -37,7 +39,7 @@ def _extraction(fill: Callable[[Words], str]) -> Callable[[Words, str], DemoProm
         schema = SCHEMAS[kind]
         fields = list(schema["properties"])
         named = ", ".join(fields[:-1]) + " and " + fields[-1]
-        lead = drawn.any(
+        lead = drawn.of(
             [
                 f"Extract the {kind} as JSON with {named}.",
                 f"Read the text and write a JSON object with the keys {named}.",
@@ -51,31 +53,49 @@ def _extraction(fill: Callable[[Words], str]) -> Callable[[Words, str], DemoProm
 
 
 def _tool_call(drawn: Words, kind: str) -> DemoPrompt:
-    offered = drawn.generator.sample(TOOLS, drawn.number(2, 3))
-    requested = drawn.generator.choice(offered)["name"]
+    drawn_tools = [drawn.of(TOOLS) for _ in range(drawn.number(2, 4))]
+    offered = list({each["name"]: each for each in drawn_tools}.values())
+    requested = drawn.any(offered)["name"]
     descriptions = "\n".join(f"- {each['name']}({', '.join(each['parameters']['properties'])}): {each['description']}" for each in offered)
     system = f'You call tools. Answer with JSON: {{"name": tool, "arguments": {{...}}}}. Tools:\n{descriptions}'
     return DemoPrompt(kind, _messages(("system", system), ("user", texts.tool_request(requested, drawn))), tool_schema(offered))
 
 
+def _record(drawn: Words, kind: str) -> DemoPrompt:
+    request, schema = record_request(drawn)
+    return DemoPrompt(kind, _messages(("user", request)), schema)
+
+
 def _talk(drawn: Words, kind: str) -> DemoPrompt:
-    topic, other, city, job = drawn.of(words.TOPICS), drawn.of(words.TOPICS), drawn.of(words.CITIES), drawn.of(words.JOBS)
-    question = drawn.any(
+    topic, other = drawn.of(words.TOPICS + words.SUBJECTS), drawn.of(words.TOPICS + words.SUBJECTS)
+    city, job = drawn.of(words.CITIES), drawn.of(words.JOBS)
+    question = drawn.of(
         [
+            f"Explain {topic} to a child.",
             f"Tell me something interesting about {topic}.",
             f"Why do people like {topic}?",
             f"Write a short poem about {topic}.",
-            f"Explain {topic} to a child.",
+            f"What are the advantages and disadvantages of {topic}?",
             f"What should I see in {city} in one day?",
             f"What does a {job} do all day?",
             f"Give me three facts about {topic}.",
             f"What is the difference between {topic} and {other}?",
+            f"How does {topic} work?",
             f"I am a {job} and I am tired. What can I do?",
             f"Tell a very short story about a {job} in {city}.",
             f"How can I learn more about {topic}?",
             f"Write an email to {texts.a_name(drawn)} about {topic}.",
+            f"Give me a quiz of three questions about {topic}.",
             f"How do I become a {job}?",
             f"What is a good present for a {job} who likes {topic}?",
+            f"List five words that have to do with {topic}, with a short explanation of each.",
+            f"Describe a walk through {city} in autumn.",
+            f"Plan a weekend in {city} for somebody who likes {topic}.",
+            f"Who should care about {topic}, and why?",
+            f"Write the first paragraph of a novel in which {topic} plays a part.",
+            f"Summarise what is known about {topic} in four sentences.",
+            f"Argue for and against {topic}.",
+            f"My friend says that {topic} is boring. What should I answer?",
         ]
     )
     return DemoPrompt(kind, _messages(("user", question)))
@@ -83,7 +103,7 @@ def _talk(drawn: Words, kind: str) -> DemoPrompt:
 
 def _code(drawn: Words, kind: str) -> DemoPrompt:
     thing, number = drawn.of(words.PRODUCTS).split()[-1], drawn.number(2, 12)
-    task = drawn.any(
+    task = drawn.of(
         [
             f"returns the sum of all multiples of {number} below n",
             f"counts how often the word '{thing}' occurs in a text",
@@ -116,8 +136,10 @@ KINDS: dict[str, Callable[[Words, str], DemoPrompt]] = {
     "journey": _extraction(texts.journey_text),
     "address": _extraction(texts.address_text),
     "tool call": _tool_call,
+    "record": _record,
     "talk": _talk,
     "code": _code,
 }
-SHARES = dict.fromkeys(("person", "order", "event", "review", "ticket"), 10) | {"job": 6, "journey": 6, "address": 6, "tool call": 20}
-SHARES |= {"talk": 14, "code": 10}
+# Not among these: the schemas that are measured.
+SHARES = {"record": 50, "job": 3, "journey": 3, "address": 3, "tool call": 13, "talk": 18, "code": 10}
+assert not set(SHARES) & set(MEASURED)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def _listed(written: str) -> list[str]:
@@ -34,6 +37,14 @@ Canal Street""")
 TOPICS = _listed("""the moon|bees|old maps|bread|rivers|volcanoes|chess|trains|whales|clouds|salt|libraries|tea|bicycles|
 earthquakes|stars|gardens|bridges|paper|owls|rainbows|glass|deserts|clocks|penguins|mountains|coffee|wind power|music|
 languages|honey|islands|ice|frogs|wool|museums|lighthouses|spices|tides|dreams""")
+SUBJECTS = _listed("""photosynthesis|the Roman empire|black holes|inflation|jazz|the French revolution|electric cars|meditation|vaccines|
+the Olympic games|democracy|machine learning|origami|sourdough|the printing press|climate change|solar panels|Shakespeare|antibiotics|
+public transport|the human heart|stock markets|space travel|board games|recycling|poetry|marathon running|dinosaurs|the internet|
+insomnia|nuclear power|Vikings|graphic novels|gravity|the silk road|beekeeping|chocolate|the water cycle|ballet|artificial islands|
+time zones|cheese|the moon landing|learning a language|stress at work|growing tomatoes|volunteering|remote work|friendship|
+saving money|a healthy breakfast|moving to another country|job interviews|public speaking|small talk|home repairs|camping|
+first aid|writing a novel|photography|adopting a dog|school uniforms|fast food|city life|video games|good sleep|
+the metric system|bridges|whales|coral reefs|magnets|tides|earthworms|bamboo|lightning|penicillin|the abacus|glaciers""")
 COMPANIES = _listed("""Northwind|Blue Fern|Alder and Sons|Quayside|Brightwater|Stonebridge|Juniper Works|Redwood|Silverline|
 Oakhurst|Lantern|Marigold|Copperfield|Westgate|Highland Tools|Sunrise Foods|Granite|Willow Press|Harbour Media|Pinecone""")
 EVENTS = _listed("""team meeting|book club|concert|birthday dinner|yoga class|job interview|dentist appointment|school play|
@@ -53,11 +64,11 @@ class Words:
     def __init__(self, generator: random.Random, held_out: bool) -> None:
         self.generator, self._held_out = generator, held_out
 
-    def of(self, words: Sequence[str]) -> str:
+    def of(self, words: Sequence[T]) -> T:
         kept = [word for index, word in enumerate(words) if (index % 5 == 0) is self._held_out]
         return self.generator.choice(kept)
 
-    def any(self, words: Sequence[str]) -> str:
+    def any(self, words: Sequence[T]) -> T:
         """From the whole list: what it holds is form, not content."""
         return self.generator.choice(words)
 
