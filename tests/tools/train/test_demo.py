@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,12 +26,21 @@ LISTS = {name: value for name, value in vars(words).items() if name.isupper()}
 
 def test_a_prompt_follows_from_its_seed() -> None:
     assert prompt(7) == prompt(7)
-    assert (
-        prompt(7, "person")
-        .messages[0]["content"]
-        .endswith("Nina Morales is a 43 year old nurse who lives in Singapore. Write to morales81@mail.example.")
-    ), "the same in every process and release of Python: answers were made with it"
+    assert prompt(7, "person").messages[0]["content"].endswith("I am a lawyer. My address is wei.petrova@alderandsons.example."), (
+        "the same in every process and release of Python: answers were made with it"
+    )
     assert len({str(prompt(seed).messages) for seed in range(200)}) > 180
+
+
+def test_measured_schemas_and_tools_occur_in_no_training_prompt() -> None:
+    trained = [prompt(seed) for seed in range(1500)]
+    schemas = {json.dumps(each.schema) for each in trained if each.schema}
+    assert len(schemas) > 600
+    assert not schemas & {json.dumps(SCHEMAS[kind]) for kind in MEASURED}
+    tools = set(re.findall(r"^- (\w+)", "\n".join(str(each.messages[0]["content"]) for each in trained if each.kind == "tool call"), re.M))
+    measured = [prompt(seed, "tool call", held_out=True).messages[0]["content"] for seed in range(40)]
+    assert tools == {each["name"] for index, each in enumerate(TOOLS) if index % 5}
+    assert tools.isdisjoint(re.findall(r"^- (\w+)", "\n".join(measured), re.M))
 
 
 def test_schemas_of_every_prompt_kind_compile() -> None:
@@ -46,7 +57,7 @@ def test_schemas_of_every_prompt_kind_compile() -> None:
 @pytest.mark.parametrize("name", sorted(LISTS))
 def test_a_fifth_of_every_list_is_held_out(name: str) -> None:
     listed = LISTS[name]
-    drawn = {side: {Words(random.Random(seed), side).of(listed) for seed in range(400)} for side in (True, False)}
+    drawn = {side: {Words(random.Random(seed), side).of(listed) for seed in range(900)} for side in (True, False)}
     assert drawn[True] | drawn[False] == set(listed) and len(set(listed)) == len(listed)
     assert not drawn[True] & drawn[False]
     assert len(drawn[True]) == -(-len(listed) // 5)
@@ -87,7 +98,7 @@ def test_card_has_the_measured_figures() -> None:
         "3,000 steps",
         "1.00 1.50 2.00 2.50",
         "| person | 2.35 (0.90 0.50 0.25 0.10)",
-        "**all eight schemas**",
+        "**the five unseen schemas**",
     ):
         assert sentence in text
 

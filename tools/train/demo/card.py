@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tools.train.demo.measure import VARIANTS
+from tools.train.demo.records import TOPICS
+from tools.train.demo.schemas import MEASURED
 
 INTRODUCTION = """# EAGLE-3 head for SmolLM2-135M-Instruct
 
@@ -13,9 +15,10 @@ The draft of stepgraph's demonstration, Apache-2.0 like its target (the GGUF fil
 dequantised). One decoder layer over the inputs of layers {layers} of the target; it proposes {proposed:,} of the target's 49,152 tokens.
 {parameters:,} parameters in bfloat16, {bytes:,} bytes.
 
-**Data.** The target's own greedy answers, of at most {answers} tokens, to prompts from `tools/train/demo/prompts.py`: extraction under
-eight JSON schemas, tool calls, small talk, code. {learned:,} answers were trained on, {held_out:,} were held out. A fifth of all names,
-places and things occurs in no training prompt; the measurements below use prompts made of those.
+**Data.** The target's own greedy answers, of at most {answers} tokens, to prompts from `tools/train/demo/`: records of {topics} topics
+under schemas that differ in nearly every prompt, extraction under three fixed schemas, tool calls, small talk, code. {learned:,} answers
+were trained on, {held_out:,} were held out. The measurements below use prompts whose names, places, things, tools and questions occur in no
+training prompt; nor do the five schemas {measured}, and the texts to extract from.
 
 **Training.** {steps:,} steps of up to {batch:,} tokens, AdamW, learning rate {rate:g} with cosine decay, chains of {unrolled} drafts over
 the head's own states, cross-entropy against the target's distribution, seed {seed}. Held-out loss at drafts 1 to {unrolled}: {losses};
@@ -31,7 +34,7 @@ repeats the training, which takes hours on a CPU; the same command resumes an in
 (1 without speculation), and the acceptance rate of drafts 1 to {drafts}.
 """
 LIMITS = """
-The head works with this target only, and is of little use for other kinds of text. Speculation does not change the target's texts: a
+The head works with this target only. Speculation does not change the target's texts: a
 model of 135M parameters writes legal JSON with wrong values in it.
 """
 
@@ -45,6 +48,8 @@ def card(found: Mapping[str, Any]) -> str:
         parameters=training["parameters"],
         bytes=found["bytes"],
         answers=found["answers"],
+        topics=len(TOPICS),
+        measured=listing(MEASURED),
         learned=training["texts"]["learned"],
         held_out=training["texts"]["held_out"],
         steps=training["trained"]["steps"],
@@ -62,8 +67,8 @@ def card(found: Mapping[str, Any]) -> str:
     return text + "\n" + table(measured) + LIMITS
 
 
-def listing(numbers: Sequence[int]) -> str:
-    *first, last = map(str, numbers)
+def listing(values: Sequence[object]) -> str:
+    *first, last = map(str, values)
     return f"{', '.join(first)} and {last}"
 
 
@@ -72,7 +77,7 @@ def table(measured: Mapping[str, Any]) -> str:
     rows = ["| | " + " | ".join(VARIANTS) + " |", "|---" * (len(VARIANTS) + 1) + "|"]
     for kind in kinds:
         cells = (f"{measured[name][kind]['tokens_per_round']:.2f} ({_listed(measured[name][kind]['held'])})" for name in VARIANTS)
-        name = {"json": "**all eight schemas**", "free": "**talk and code**"}.get(kind, kind)
+        name = {"json": "**the five unseen schemas**", "free": "**talk and code**"}.get(kind, kind)
         rows.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(rows) + "\n"
 

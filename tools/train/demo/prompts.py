@@ -67,7 +67,7 @@ def _record(drawn: Words, kind: str) -> DemoPrompt:
 
 
 def _talk(drawn: Words, kind: str) -> DemoPrompt:
-    topic, other = drawn.of(words.TOPICS + words.SUBJECTS), drawn.of(words.TOPICS + words.SUBJECTS)
+    topic, other = (drawn.of(drawn.any([words.TOPICS, words.SUBJECTS])) for _ in range(2))
     city, job = drawn.of(words.CITIES), drawn.of(words.JOBS)
     question = drawn.of(
         [

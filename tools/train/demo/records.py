@@ -75,7 +75,8 @@ def fields_of(topic: str, drawn: Words) -> list[Field]:
 
 def closed(fields: Sequence[Field], drawn: Words) -> Schema:
     """An object of these fields, perhaps with some of them in an inner object, or with optional ones."""
-    spelled = drawn.any([str, str, camel, title])
+    spellings: list[Callable[[str], str]] = [str, str, camel, title]
+    spelled = drawn.any(spellings)
     properties = {spelled(each.name): each.schema for each in fields}
     optional = drawn.number(1, 8) == 1
     if len(fields) > 4 and drawn.number(1, 4) == 1:

@@ -44,7 +44,7 @@ insomnia|nuclear power|Vikings|graphic novels|gravity|the silk road|beekeeping|c
 time zones|cheese|the moon landing|learning a language|stress at work|growing tomatoes|volunteering|remote work|friendship|
 saving money|a healthy breakfast|moving to another country|job interviews|public speaking|small talk|home repairs|camping|
 first aid|writing a novel|photography|adopting a dog|school uniforms|fast food|city life|video games|good sleep|
-the metric system|bridges|whales|coral reefs|magnets|tides|earthworms|bamboo|lightning|penicillin|the abacus|glaciers""")
+the metric system|coral reefs|magnets|earthworms|bamboo|lightning|penicillin|the abacus|glaciers""")
 COMPANIES = _listed("""Northwind|Blue Fern|Alder and Sons|Quayside|Brightwater|Stonebridge|Juniper Works|Redwood|Silverline|
 Oakhurst|Lantern|Marigold|Copperfield|Westgate|Highland Tools|Sunrise Foods|Granite|Willow Press|Harbour Media|Pinecone""")
 EVENTS = _listed("""team meeting|book club|concert|birthday dinner|yoga class|job interview|dentist appointment|school play|
