@@ -21,7 +21,7 @@ from tools.train.demo.prompts import KINDS, prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS, TOOLS, tool_schema
 from tools.train.demo.words import Words
 
-LISTS = {name: value for name, value in vars(words).items() if name.isupper()}
+LISTS = {name: value for name, value in vars(words).items() if name.isupper() and isinstance(value, list)}
 
 
 def test_a_prompt_follows_from_its_seed() -> None:
