@@ -45,6 +45,11 @@ class GraphKey:
         return Drafting(self.draft_length, self.draft_model)
 
     @property
+    def on_host(self) -> bool:
+        """Whether host nodes follow grammars."""
+        return self.constrained and not self.device
+
+    @property
     def kind(self) -> tuple[bool, bool, bool, Drafting]:
         """All but the number of rows."""
         return self.constrained, self.sampled, self.device, self.drafting
