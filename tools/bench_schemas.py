@@ -3,8 +3,9 @@
     python tools/bench_schemas.py --data path/to/maskbench.jsonl.xz --out outcomes.jsonl
 
 The data is a folder of .json files, or a file with one JSON object per line (.jsonl or .jsonl.xz), each with `schema` and `tests`, which
-have `data` and `valid`. An instance counts as accepted if some order of its properties is. With --out, a line per schema is appended as it is found, and a second run continues after the schemas in the file.
-Prints one JSON document; the exit code is 1 if an invalid instance is accepted.
+have `data` and `valid`. An instance counts as accepted if some order of its properties is. With --out, a line per schema is appended as it
+is found, and a second run continues after the schemas in the file. Prints one JSON document; the exit code is 1 if an invalid instance is
+accepted.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Orders:
 
 
 class Instance:
-    """Looks for an order of properties in which a grammar accepts a value: a grammar of several combined schemas has an order of its own."""
+    """Looks for an order of properties in which a grammar accepts a value: combined schemas have an order of their own."""
 
     def __init__(self, grammar: Grammar) -> None:
         self._matcher, self._length, self._tried = grammar.matcher(), 0, 0
@@ -134,10 +135,14 @@ class Instance:
             if self._tried > MAX_TRIED:
                 return False
             others = {other: value for other, value in rest.items() if other != name}
-            if self._written(f"{comma}{_key(name)}") and self._placed(rest[name]):
-                # A name that can be written before this property must also be possible after it.
-                if set(possible) - {name} <= set(self._possible(others, ", ")) and self._members(others, ", "):
-                    return True
+            # A name that can be written before this property must also be possible after it.
+            if (
+                self._written(f"{comma}{_key(name)}")
+                and self._placed(rest[name])
+                and others.keys() & possible <= set(self._possible(others, ", "))
+                and self._members(others, ", ")
+            ):
+                return True
             self._back_to(start)
         return False
 

@@ -156,13 +156,9 @@ class Normaliser:
         if "if" in words_of and {"then", "else"} & words_of.keys():
             parts.append((f"{where}/if", self._conditional(node)))
         order = {keyword: index for index, keyword in enumerate(node.schema)}  # also that of the properties
-
-        def place(part: tuple[str, Form]) -> tuple[bool, int]:
-            """Names that are only required come after those that are described."""
-            describes = any(item.closable for item in part[1].objects)
-            return not describes, order.get(part[0][len(where) + 1 :].strip(" /").partition("/")[0], 0)
-
-        found = self._met(sorted(parts, key=place))
+        parts.sort(key=lambda part: order.get(part[0][len(where) + 1 :].strip(" /").partition("/")[0], 0))
+        parts.sort(key=_describes_no_property)
+        found = self._met(parts)
         for keyword in ("unevaluatedProperties", "unevaluatedItems"):
             if keyword in words_of:
                 found = self._without_unevaluated(found, expr(child(node, keyword)), keyword, bool(_IN_PLACE & words_of.keys()))
@@ -368,6 +364,11 @@ class Normaliser:
     def _both_objects(self, left: Object, right: Object) -> Object | None:
         met = self.meet(replace(NOTHING_AT_ALL, objects=(left,)), replace(NOTHING_AT_ALL, objects=(right,)), "unevaluatedProperties")
         return met.objects[0] if met.objects else None
+
+
+def _describes_no_property(part: tuple[str, Form]) -> bool:
+    """Names that are only required come after those that are described."""
+    return not any(item.closable for item in part[1].objects)
 
 
 def _requiring(names: list[str]) -> Object:
