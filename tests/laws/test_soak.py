@@ -69,9 +69,10 @@ def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_short_run_passes() -> None:
     found = run(plan(*SOME, plain_share=0.3, renewals=0.5), acts=7)
     assert found["passed"] and found["flat"], (found["reason"], found["problems"])
-    assert set(found["jobs"]) == set(SOME) and found["did"]["acts"] == 7 and found["did"]["engines closed"] > 0
+    assert set(found["kinds"]) == set(SOME) and found["did"]["acts"] == 7 and found["did"]["engines closed"] > 0
     for did in ("compared with plain decoding", "re-accepted by a fresh matcher", "read by other means", "ended: cancelled", "ended: stop"):
         assert found["did"][did] > 0, did
+    assert sum(figures["acts"] for figures in found["kinds"].values()) == 7
     points = len(found["settled"]["seconds"])
     assert points == 7 and all(len(values) == points for values in found["settled"].values())
     assert set(found["settled"]["rows"]) == set(found["settled"]["pages"]) == {0}
