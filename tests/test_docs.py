@@ -46,6 +46,7 @@ PERSON = {"type": "object", "properties": {"name": {"enum": ["Ada"]}}, "required
 EXECUTED = {  # what runs for a documented command: the same in a temporary folder, made shorter by flags and with names of its files
     "python tools/gpu_check.py": "python tools/gpu_check.py --list",
     "python tools/gpu_table.py --write": "python tools/gpu_table.py --check",  # does not write into the repository
+    "python -m tools.error_index --write": "python -m tools.error_index",
     "python -m tools.operations --write": "python -m tools.operations",
     "python tools/nsys_profile.py --rounds 20-40 --out /tmp/bench --bench": "python tools/nsys_profile.py --rounds 20-40 --bench --print",
     "python tools/nsys_profile.py --rounds 100-200 --out /tmp/mine -- serve.py --port 8000": (
