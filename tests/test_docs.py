@@ -86,7 +86,8 @@ PARSED = {  # the others, and why they do not run here
     "python tools/bench_demo.py --prompts 3 --legal 0": "needs the demonstration's model",
     "python tools/gpu_pack.py --out bundle": "downloads wheels",
     "python tools/nsys_report.py /tmp/bench.rounds.json --png timeline.png": "tests/tools/profiling runs it",
-    "python tools/serve_example.py toy": "a server; tests/tools/serve starts it",
+    "stepgraph serve MODEL": "a server; tests/runtime/serve starts it",
+    "stepgraph serve MODEL --draft ngram -k 4": "a server; tests/runtime/serve starts it",
     "python tools/trace_picture.py rounds.json rounds.png": "tests/tools/profiling runs it",
     "python tools/trace_picture.py rounds.json lengths.png --lengths": "tests/tools/profiling runs it",
 }
