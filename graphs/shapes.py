@@ -26,6 +26,11 @@ class GraphKey:
         return f"rows={self.rows} {grammar} {'sampled' if self.sampled else 'greedy'}{drafts}"
 
     @property
+    def on_host(self) -> bool:
+        """Whether host nodes follow grammars."""
+        return self.constrained and not self.device
+
+    @property
     def kind(self) -> tuple[bool, bool, bool, int]:
         """All but the number of rows."""
         return self.constrained, self.sampled, self.device, self.draft_length

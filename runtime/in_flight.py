@@ -95,7 +95,7 @@ class InFlight:
     def _record(self, key: GraphKey) -> None:
         """Record and measure the graphs of every draft length for batches like that of `key`, which is used for the first time."""
         assert self._lengths is not None
-        if key.constrained and not key.device:  # rounds of inert rows have no batch for the host nodes
+        if key.on_host:  # rounds of inert rows have no batch for the host nodes
             key = self._graphs.key_for(key.rows, False, False)
         for each in self._lengths.costs.keys(key):
             self._lengths.costs.calibrate(each, self._time(each))
@@ -146,7 +146,7 @@ class InFlight:
         batch = self._batches[slot]
         batch[:] = self._dummy_row
         batch[: len(requests)] = [request.row for request in requests]
-        if key.constrained and not key.device:
+        if key.on_host:
             self._host.push_batch([request.matcher for request in requests])
 
     def read(self, most: int) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
@@ -162,7 +162,8 @@ class InFlight:
         launched = self._pending[0]
         seconds = self._wait(launched)
         self._pending.popleft()
-        self._host.release_finished()
+        if launched.key.on_host:
+            self._host.release_finished()
         accepted, slot = [], launched.number % self._ring_depth
         for index, request, result in self._results(launched, slot):
             if self._states:
