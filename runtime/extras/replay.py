@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepgraph.graphs.model import TargetModel
-from stepgraph.runtime.build import Drafter, resolve_drafter
+from stepgraph.runtime.check_models import Drafter, resolve_drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.extras.record import FORMAT, model_fingerprints, versions, vocabulary_fingerprint

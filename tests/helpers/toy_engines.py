@@ -14,7 +14,7 @@ from torch import Tensor
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.graphs import TapeBackend
 from stepgraph.graphs.shapes import GraphKey
-from stepgraph.runtime.build import Drafter
+from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.request import ActiveRequest
