@@ -31,6 +31,7 @@ SETUPS = [
     Setup(k=2, drafter="ngram", buckets=(4,)),
     Setup(k=4, drafter="parrot", buckets=(4,)),
     Setup(k=5, drafter="adversarial", look_up=2, buckets=(4,)),
+    Setup(k=2, drafter="fair", buckets=(4,), eager=True),
 ]
 ON_HOST = [
     replace(setup, grammar_lane="host")
