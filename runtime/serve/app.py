@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from stepgraph.runtime.aio import AsyncEngine
+from stepgraph.runtime.aio import AsyncEngine, JobStream
 from stepgraph.runtime.metrics import CONTENT_TYPE
 from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
@@ -240,8 +240,30 @@ class App:
     async def _answer(self, reply: Reply) -> AsyncGenerator[Delta, None]:
         """Deltas of one choice until the end or a stop text; HttpError where the job failed."""
         request = reply.request
+        while True:
+            stream = self._submit(request.prompt_ids + reply.ids, reply)
+            try:
+                async for event in stream:
+                    for delta in reply.push(event):
+                        yield delta
+                    self._check_end(reply, stream.job, event)
+                    if reply.stopped or reply.over_budget:
+                        break
+            finally:  # at a stop text, or when the client disconnected; does not wait until the step in progress has ended
+                self._serving.engine.cancel(stream.job)
+            room = request.options["max_new_tokens"] - reply.tokens - len(request.reasoning.closing_ids if request.reasoning else ())
+            if not reply.over_budget or room < 1:
+                break
+            for delta in reply.close_reasoning():
+                yield delta
+        for delta in reply.finish():
+            yield delta
+
+    def _submit(self, prompt_ids: list[int], reply: Reply) -> JobStream:
+        """Submit a choice, or its rest after reasoning that was closed. HttpError if that is refused."""
+        request = reply.request
         try:
-            stream = self._serving.generate(request.prompt_ids, **request.options_of(reply.index))
+            stream = self._serving.generate(prompt_ids, **request.options_of(reply.index, reply.tokens))
         except ValueError as error:
             raise runtime_refusal(error, "messages" if request.chat else "prompt", request.constraint_field) from None
         except QueueFullError as error:
@@ -249,17 +271,7 @@ class App:
         except EngineClosedError as error:
             raise HttpError(503, str(error)) from None
         reply.job = stream.job
-        try:
-            async for event in stream:
-                for delta in reply.push(event):
-                    yield delta
-                self._check_end(reply, stream.job, event)
-                if reply.stopped:
-                    break
-            for delta in reply.finish():
-                yield delta
-        finally:  # at a stop text, or when the client disconnected; does not wait until the step in progress has ended
-            self._serving.engine.cancel(stream.job)
+        return stream
 
     def _check_end(self, reply: Reply, job: Job, event: StepEvent) -> None:
         if event.finish_reason == FinishReason.CANCELLED:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from stepgraph.runtime.serve.http import HttpError
+from stepgraph.runtime.serve.reasoning import CLOSING, Reasoning, reasoning_of
 from stepgraph.runtime.serve.tools import ToolUse, tool_use
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.fields import is_int
@@ -32,7 +33,7 @@ _BOTH = {*_SAMPLING, "model", "n", "stream", "stream_options", "max_tokens", "st
 _BOTH |= {"priority"}
 _CHAT = {*_BOTH, "messages", "max_completion_tokens", "tools", "tool_choice"}
 _COMPLETION = {*_BOTH, "prompt", "best_of"}
-_CHAT |= {"parallel_tool_calls", "reasoning_effort", "chat_template_kwargs"}
+_CHAT |= {"parallel_tool_calls", "reasoning_effort", "thinking_token_budget", "chat_template_kwargs"}
 _MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -65,13 +66,18 @@ class GenerationRequest:
     n: int  # choices
     priority: int  # lower ones are submitted first
     constraint_field: str  # that its constraint comes from
+    reasoning: Reasoning | None  # None: the answer has none
 
-    def options_of(self, index: int) -> dict[str, Any]:
-        """Of one choice: with a seed, each has another that follows from it."""
-        sampling: SamplingParams = self.options["sampling"]
-        if sampling.seed is None or not index:
-            return self.options
-        return self.options | {"sampling": replace(sampling, seed=(sampling.seed + index) % 2**63)}
+    def options_of(self, index: int, written: int = 0) -> dict[str, Any]:
+        """Of one choice, or of its rest after `written` tokens with closed reasoning. With a seed, each choice has another."""
+        options, constraint = dict(self.options), self.options["constraint"]
+        sampling: SamplingParams = options["sampling"]
+        if sampling.seed is not None:
+            options["sampling"] = replace(sampling, seed=(sampling.seed + index) % 2**63)
+        options["max_new_tokens"] -= written
+        if self.reasoning is not None and constraint is not None and not written:
+            options["constraint"] = constraint.after(CLOSING)
+        return options
 
 
 def parse_request(body: Mapping[str, Any], chat: bool, codec: TextCodec, model: str, max_length: int) -> GenerationRequest:
@@ -99,7 +105,15 @@ def parse_request(body: Mapping[str, Any], chat: bool, codec: TextCodec, model: 
     if not is_int(priority) or abs(priority) > MAX_PRIORITY:
         _refuse("priority", priority, f"a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}; lower ones are answered first")
     field = "tools" if tools is not None and tools.callable else "response_format"
-    return GenerationRequest(chat, prompt_ids, options, _stops(fields), stream, include_usage, logprobs, tools, n, priority, field)
+    budget = fields.get("thinking_token_budget")
+    if budget is not None and (not is_int(budget) or budget < 1):
+        _refuse("thinking_token_budget", budget, "a whole number >= 1; reasoning_effort 'none' switches it off")
+    reasoning = reasoning_of(prompt_ids, codec, _template_variables(fields), budget) if chat else None
+    if budget is not None and reasoning is None:
+        _refuse("thinking_token_budget", budget, "none: the answer has no reasoning between <think> and </think>")
+    return GenerationRequest(
+        chat, prompt_ids, options, _stops(fields), stream, include_usage, logprobs, tools, n, priority, field, reasoning
+    )
 
 
 def runtime_refusal(error: ValueError | str, prompt_field: str = "messages", constraint_field: str = "response_format") -> HttpError:
