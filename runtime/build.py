@@ -22,6 +22,7 @@ from stepgraph.graphs.drafting import process_skipped
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import UNTIL_EVENT, Limits
 from stepgraph.graphs.model import DraftModel, ModelPair, TargetModel
+from stepgraph.graphs.prefill import Prompts, prompt_specs
 from stepgraph.graphs.proposer import Proposer
 from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.publishing import ring_specs
@@ -95,18 +96,21 @@ class EngineParts:
         self.grammars = DeviceGrammars(no_tables, config, self.host_link)
         self.compiler = config.grammar_compiler(vocabulary) if vocabulary is not None else None
         decode_round = Round(limits, models, self.host_link, config.draft_masks, config.forced_acceptance, self.attention, tables)
-        step_of, on_failure = decode_round.step, config.on_capture_failure
-        on_device = tables is not None
+        prompts, on_failure, on_device = Prompts(limits, models, self.attention), config.on_capture_failure, tables is not None
+        in_graphs = not config.eager and (device.type == "cuda" if config.prompt_graphs is None else config.prompt_graphs)
+        step_of, recorded = decode_round.step, prompts if in_graphs else None
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
         self.hidden_states = states = open_states(config, saved, timed, buffers)
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend)
         self.lengths = make_chooser(config, models, recorder)
         lengths = self.lengths.lengths if self.lengths else (LONGEST,)
-        self.graphs = GraphSet(self.backend, buffers, step_of, config.bucket_sizes, on_failure, config.capture_bytes, on_device, lengths)
+        self.graphs = GraphSet(
+            self.backend, buffers, step_of, config.bucket_sizes, on_failure, config.capture_bytes, on_device, lengths, recorded
+        )
         self.queue = RequestQueue(config.max_queued, self.compiler, self.grammars, recorder)
         self.sharing, ended = sharing_for(config, models), states.ended if states else None
         self.scheduler = Scheduler(self.queue, self.grammars, limits, self.sharing, recorder, ended, isinstance(proposer, NgramLookup))
-        self.uploader = Uploader(timed, buffers, models, limits, self.attention, states)
+        self.uploader = Uploader(timed, buffers, models, limits, prompts, self.graphs, states)
         function = proposer.function if isinstance(proposer, FunctionProposer) else None
         self.function_drafts = None if function is None else FunctionDrafts(function, timed, buffers, limits)
         draft = models.draft if "row_skipped_tokens" in buffers else None
@@ -320,7 +324,12 @@ def make_buffers(
     named = {name: model for name, model in candidates if model is not None}
     check_draft_head(models.draft, limits)
     drawn = not config.greedy_only and models.proposer is None
-    specs = [*round_specs(limits, drawn), *ring_specs(limits), *[spec for model in named.values() for spec in model.cache_specs(limits)]]
+    specs = [
+        *round_specs(limits, drawn),
+        *ring_specs(limits),
+        *prompt_specs(limits, models.target),
+        *[spec for model in named.values() for spec in model.cache_specs(limits)],
+    ]
     specs += text_specs(limits) if models.reads_text else ()
     specs += look_up_specs(limits) if models.look_up is not None else ()
     if saved:
