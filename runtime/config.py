@@ -22,7 +22,7 @@ from stepgraph.sampling.kernels.filter_choice import FILTERS
 MAX_SECONDS = 86_400
 GRAMMAR_LANES = ("auto", "device", "host")
 # Beside flags, and the other sizes, which Limits checks.
-_CHECKS = {
+CHECKS = {
     **dict.fromkeys(("max_rows", "max_length", "page_size"), whole(1)),
     "backend": one_of(("auto", "tape", "cuda")),
     "host_link": one_of(HOST_LINKS),
@@ -103,7 +103,7 @@ class EngineConfig:
     host_link: str = "auto"  # what drives the matchers on the host: native (C, without the GIL), python, or auto: native if it was built
 
     def __post_init__(self) -> None:
-        check_fields(self, _CHECKS)
+        check_fields(self, CHECKS)
         try:
             self.limits(vocab_size=1, num_tokens=1, feature_size=0)
         except ValueError as error:

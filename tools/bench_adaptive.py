@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
+from stepgraph.graphs.shapes import PLAIN, Drafting
 from stepgraph.runtime.demo.variants import LOOK_UP, Pair, open_pair, toy_pair
 from tools.train.demo.prompts import prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS
@@ -84,7 +85,7 @@ class Sample:
 
     tokens: int
     row_rounds: int  # rounds, counted once for each request
-    rounds: dict[int, int]  # by draft length
+    rounds: dict[str, int]  # by Drafting
     seconds: float  # of the processor
 
     @property
@@ -93,7 +94,7 @@ class Sample:
 
 
 class Bench:
-    """One engine; a variant is a fixed length of all its rounds, or AUTO."""
+    """One engine; a variant is a fixed drafting of all its rounds, or AUTO."""
 
     def __init__(self, pair: Pair, drafts: int, rows: int, max_length: int, wrong: bool, look_up: int) -> None:
         config = EngineConfig(
@@ -114,10 +115,10 @@ class Bench:
         self.chooser = chooser
 
     @property
-    def variants(self) -> tuple[int | str, ...]:
-        return (*self.chooser.lengths, AUTO)
+    def variants(self) -> tuple[Drafting | str, ...]:
+        return (*self.chooser.choices, AUTO)
 
-    def run(self, asks: Sequence[Ask], new_tokens: int, variant: int | str) -> Sample:
+    def run(self, asks: Sequence[Ask], new_tokens: int, variant: Drafting | str) -> Sample:
         engine, before = self.engine, self._rounds()
         self.chooser.fixed = None if isinstance(variant, str) else variant
         for ask in asks:
@@ -150,31 +151,31 @@ class Bench:
             seconds,
         )
 
-    def _rounds(self) -> dict[int, int]:
-        found: dict[int, int] = {}
+    def _rounds(self) -> dict[str, int]:
+        found: dict[str, int] = {}
         for graph in self.engine.stats().graphs:
-            found[graph.key.draft_length] = found.get(graph.key.draft_length, 0) + graph.rounds
+            found[str(graph.key.drafting)] = found.get(str(graph.key.drafting), 0) + graph.rounds
         return found
 
 
-def figures(samples: Mapping[int | str, Sequence[Sample]]) -> dict[str, Any]:
+def figures(samples: Mapping[Drafting | str, Sequence[Sample]]) -> dict[str, Any]:
     """Per variant the counts and the rate relative to plain decoding in the same turn; "auto" also relative to the best fixed length."""
     found: dict[str, Any] = {}
     for variant, turns in samples.items():
         later = turns[1:] or turns
-        rounds: dict[int, int] = {}
+        rounds: dict[str, int] = {}
         for length, count in [pair for turn in later for pair in turn.rounds.items()]:
             rounds[length] = rounds.get(length, 0) + count
         found[str(variant)] = {
             "tokens_per_round": round(sum(turn.tokens for turn in turns) / max(1, sum(turn.row_rounds for turn in turns)), 3),
             "rounds": sum(rounds.values()),
-            "rounds_by_length": {str(length): count for length, count in sorted(rounds.items())},
+            "rounds_by_drafts": dict(sorted(rounds.items())),
             "cpu_seconds": round(sum(turn.seconds for turn in later), 3),
-            "over_plain": _ratio(turns, samples[0]),
-            "over_plain_first_turn": round(turns[0].rate / samples[0][0].rate, 3),
+            "over_plain": _ratio(turns, samples[PLAIN]),
+            "over_plain_first_turn": round(turns[0].rate / samples[PLAIN][0].rate, 3),
         }
     best = max((variant for variant in samples if variant != AUTO), key=lambda variant: found[str(variant)]["over_plain"])
-    return {"variants": found, "best_fixed": best, "auto_over_best_fixed": _ratio(samples[AUTO], samples[best])}
+    return {"variants": found, "best_fixed": str(best), "auto_over_best_fixed": _ratio(samples[AUTO], samples[best])}
 
 
 def _ratio(turns: Sequence[Sample], others: Sequence[Sample]) -> float:
@@ -267,7 +268,7 @@ def report(demo: bool, drafts: int, turns: int, only: Sequence[str]) -> dict[str
             if key not in benches:
                 benches[key] = Bench(pair, drafts, key[0], 768 if demo else 512, key[1], LOOK_UP)
             bench = benches[key]
-            samples: dict[int | str, list[Sample]] = {variant: [] for variant in bench.variants}
+            samples: dict[Drafting | str, list[Sample]] = {variant: [] for variant in bench.variants}
             for turn in range(turns):
                 asks = workload.asks(turn)
                 for offset in range(len(samples)):  # each turn begins with another variant

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stepgraph.graphs.model import TargetModel
-from stepgraph.runtime.build import Drafter
+from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.demo.pair import head_path, target_path
 from stepgraph.runtime.engine import Engine

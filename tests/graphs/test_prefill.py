@@ -71,7 +71,11 @@ def test_chunks_are_captured_with_the_rounds_and_listed_in_the_report() -> None:
         for _ in engine.stream():
             pass
         step = engine._graphs._recorder.step_of(PromptKey(32))
-        engine.backend.capture(step, engine.buffers, check="twice", between=lambda: engine.buffers.prompt.fill_(1))
+
+        def between() -> None:
+            engine.buffers.prompt.fill_(1)
+
+        engine.backend.capture(step, engine.buffers, check="twice", between=between)
         assert len(job.tokens) == 3 and engine.stats().replays == engine.stats().rounds, "a chunk is no round"
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stepgraph import FinishReason, Job, StepEvent, TokenLogprob
+from stepgraph.runtime.serve.fields import GenerationRequest
+from stepgraph.runtime.serve.tools import CLOSING, OPENING, parse_call
 from stepgraph.runtime.text import TextCodec
-from tools.serve.fields import GenerationRequest
-from tools.serve.tools import CLOSING, OPENING, parse_call
 
 Delta = dict[str, Any]  # content: some text, or tool_calls: whole calls
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepgraph import Constraint
-from tools.serve.http import HttpError
+from stepgraph.runtime.serve.http import HttpError
 
 OPENING, CLOSING = "<tool_call>\n", "\n</tool_call>"
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}

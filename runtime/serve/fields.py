@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from stepgraph import Constraint, SamplingParams
+from stepgraph.runtime.serve.http import HttpError
+from stepgraph.runtime.serve.tools import ToolUse, tool_use
 from stepgraph.runtime.text import TextCodec
-from tools.serve.http import HttpError
-from tools.serve.tools import ToolUse, tool_use
 
 _SAMPLING = {  # field of the request: field of SamplingParams; from top_k on they are vLLM's extensions
     "temperature": "temperature",

@@ -1,4 +1,4 @@
-"""The example server with OpenAI's client."""
+"""The server with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.running_server import ASK, FLAGS, FORMAT, ON, SCHEMA, SECONDS, TOOLS, Running, running
+from stepgraph.runtime import cli
+from stepgraph.runtime.commands import terminal
+from stepgraph.runtime.serve.http import Bounds
+from stepgraph.runtime.serve.replies import Splitter
+from stepgraph.runtime.serve.tools import CLOSING, OPENING
+from tests.helpers.running_server import ASK, FLAGS, FORMAT, ON, SCHEMA, SECONDS, TOOLS, Running, engine_of, running
 from tests.sampling.grammar.compile.test_compiler import waited
-from tools import serve_example
-from tools.serve.http import Bounds
-from tools.serve.replies import Splitter
-from tools.serve.tools import CLOSING, OPENING
-from tools.serve_example import open_engine, parse
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    engine, codec = open_engine(parse(FLAGS))
-    with engine, running(engine, codec, Bounds(head_bytes=4096, body_bytes=100_000)) as found:
+    engine = engine_of()
+    with engine, running(engine, Bounds(head_bytes=4096, body_bytes=100_000)) as found:
         yield found
 
 
@@ -246,7 +246,7 @@ def test_a_signal_lets_answers_end(number: signal.Signals) -> None:
             with pytest.raises(openai.APIConnectionError):
                 client.models.list()
 
-    def on_listening(line: str, **_: Any) -> None:
+    def on_listening(line: str) -> None:
         matched = re.fullmatch(r"listening on http://127\.0\.0\.1:(\d+)/v1", line)
         assert matched is not None
         asking.append(threading.Thread(target=ask, args=(int(matched[1]),)))
@@ -254,7 +254,7 @@ def test_a_signal_lets_answers_end(number: signal.Signals) -> None:
 
     asking: list[threading.Thread] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serve_example, "print", on_listening, raising=False)
-        assert serve_example.main([*FLAGS, "--port", "0"]) == 0
+        patch.setattr(terminal, "print_text", on_listening)
+        assert cli.main([*FLAGS, "--port", "0"]) == 0
     asking[0].join()
     assert len("".join(text)) > 100

@@ -19,9 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stepgraph import AsyncEngine, EngineClosedError, FinishReason, Job, QueueFullError, StepEvent
 from stepgraph.runtime.aio import JobStream
 from stepgraph.runtime.metrics import CONTENT_TYPE
-from stepgraph.runtime.text import TextCodec
-from tools.serve.fields import GenerationRequest, parse_request, runtime_refusal
-from tools.serve.http import (
+from stepgraph.runtime.serve.fields import GenerationRequest, parse_request, runtime_refusal
+from stepgraph.runtime.serve.http import (
     Bounds,
     EventStream,
     HttpError,
@@ -33,14 +32,14 @@ from tools.serve.http import (
     server_config,
     until_disconnect,
 )
-from tools.serve.replies import Delta, Reply, whole_message
+from stepgraph.runtime.serve.replies import Delta, Reply, whole_message
 
 
 class App:
     """Endpoints around one engine; `asgi` is the ASGI application."""
 
-    def __init__(self, serving: AsyncEngine, codec: TextCodec, model: str, bounds: Bounds) -> None:
-        self._serving, self._codec, self._model, self._bounds = serving, codec, model, bounds
+    def __init__(self, serving: AsyncEngine, model: str, bounds: Bounds) -> None:
+        self._serving, self._codec, self._model, self._bounds = serving, serving.engine.tokenizer, model, bounds
         self._opened = int(time.time())
         self.leaving = False
         routes = [
