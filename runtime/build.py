@@ -89,16 +89,22 @@ class EngineParts:
         self.grammars = DeviceGrammars(no_tables, config, self.host_link)
         self.compiler = config.grammar_compiler(vocabulary) if vocabulary is not None else None
         decode_round = Round(limits, models, self.host_link, config.draft_masks, config.forced_acceptance, self.attention, tables)
-        prompts, on_failure, on_device = Prompts(limits, models, self.attention), config.on_capture_failure, tables is not None
-        in_graphs = not config.eager and (device.type == "cuda" if config.prompt_graphs is None else config.prompt_graphs)
-        step_of, recorded = decode_round.step, prompts if in_graphs else None
+        prompts, step_of, on_failure = Prompts(limits, models, self.attention), decode_round.step, config.on_capture_failure
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
         self.hidden_states = states = open_states(config, saved, timed, buffers)
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend)
         self.lengths = make_chooser(config, models, recorder)
         drafting = self.lengths.choices if self.lengths else (FULL,)
         self.graphs = GraphSet(
-            self.backend, buffers, step_of, config.bucket_sizes, on_failure, config.capture_bytes, on_device, drafting, recorded
+            self.backend,
+            buffers,
+            step_of,
+            config.bucket_sizes,
+            on_failure,
+            config.capture_bytes,
+            tables is not None,
+            drafting,
+            prompts if records_prompts(config, device) else None,
         )
         self.queue = RequestQueue(config.max_queued, self.compiler, self.grammars, recorder)
         self.sharing, ended = sharing_for(config, models), states.ended if states else None
@@ -110,6 +116,11 @@ class EngineParts:
         catch_up = functools.partial(process_skipped, buffers, model=draft, limits=limits) if draft is not None else None
         in_flight = loops_of(self, record is not None) if limits.loops else in_flight_type()
         self.in_flight = in_flight(timed, buffers, self.graphs, self.host_link, limits, states, self.lengths, catch_up)
+
+
+def records_prompts(config: EngineConfig, device: torch.device) -> bool:
+    wanted = device.type == "cuda" if config.prompt_graphs is None else config.prompt_graphs
+    return wanted and not config.eager
 
 
 def records_on_demand(parts: EngineParts) -> bool:

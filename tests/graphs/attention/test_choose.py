@@ -90,9 +90,8 @@ def test_tables_of_a_padded_chunk_whose_first_entry_is_shared() -> None:
     probe.hold((0, 52, 0, 0))
     query, inputs = probe.prompt(47, 7)
     inputs.slots[0, [0, 5, 6]] = torch.tensor([47, 52, 53]) % 16
-    tabled, expected = (
-        attention(query, probe.cache[0], probe.cache[1], inputs._replace(attend=each)) for each in (attend_by_tables({}), by_reference)
-    )
+    choices = (attend_by_tables({}), by_reference)
+    tabled, expected = (attention(query, probe.cache[0], probe.cache[1], inputs._replace(attend=each)) for each in choices)
     torch.testing.assert_close(tabled[:, :5], expected[:, :5], rtol=2e-2, atol=2e-2)
 
 
