@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,9 @@ from tools.bench_adaptive import Bench, main, toy_workloads
 def test_report_of_one_workload(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-k", "2", "--turns", "1", "--only", "json"]) == 0
     out = capsys.readouterr().out
-    found = json.loads(out[out.index("\n{") :])["workloads"]["json"]
+    document = json.loads(out[out.index("\n{") :])
+    found = document["workloads"]["json"]
+    assert [(each["workload"], each["goal"]) for each in document["goals"]] == [("json", 0.95)]
     assert list(found["variants"]) == ["0", "1", "2", "2 without model", "auto"] and found["variants"]["0"]["over_plain"] == 1
     for length in ("0", "1", "2", "2 without model"):
         assert list(found["variants"][length]["rounds_by_drafts"]) == [length]
@@ -28,6 +31,15 @@ def test_drafter_that_is_never_right_has_one_token_per_round() -> None:
     sample = bench.run(workload.asks(0), 30, Drafting(2))
     assert sample.tokens == 29 and sample.row_rounds == 30
     bench.engine.close()
+
+
+def test_plot_and_goals_of_switching_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["-k", "2", "--turns", "3", "--seconds", "0", "--only", "switching", "--plot", str(tmp_path / "lengths.png")]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    found = json.loads(out[out.index("\n{") :])
+    assert found["turns"] == 2 and [each["goal"] for each in found["goals"]] == [0.93]
+    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_unknown_workload_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,8 +79,9 @@ def draw_lengths(timeline: Timeline, path: Path, title: str = "") -> None:
     upper, lower = figure.subplots(2, 1, sharex=True)
     figure.suptitle(title or f"{len(points)} rounds, on average {sum(drafts) / len(drafts):.2f} drafts", fontsize=13)
     upper.step([time - times[0] for time in times], drafts, where="post", color=COLOURS["draft_prefill"])
-    upper.plot(*zip(*unmodelled, strict=True) if unmodelled else ((), ()), "o", markersize=3, label="without the draft model")
-    upper.legend(loc="upper right")
+    if unmodelled:
+        upper.plot(*zip(*unmodelled, strict=True), "o", markersize=3, label="without the draft model")
+        upper.legend(loc="upper right")
     upper.set_ylabel("drafts of a round")
     lower.plot([time - times[0] for time in times], accounts, color=COLOURS["target_verify"])
     lower.set_ylabel("account, ms")
