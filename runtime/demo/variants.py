@@ -57,12 +57,15 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)  # further arguments for EngineConfig
 
 
-def variants(drafts: int, look_up: int = LOOK_UP, forced_drafts: bool | None = True) -> tuple[Variant, ...]:
+def variants(
+    drafts: int, look_up: int = LOOK_UP, forced_drafts: bool | None = True, draft_length: int | str = "auto"
+) -> tuple[Variant, ...]:
+    sources = {"look_up": look_up, "draft_length": draft_length}
     return (
         Variant("plain", 0, False),
         Variant("plain + grammar", 0, True),
-        Variant("speculative", drafts, False, {"look_up": look_up, "draft_length": "auto"}),
-        Variant("speculative + grammar", drafts, True, {"look_up": look_up, "forced_drafts": forced_drafts, "draft_length": "auto"}),
+        Variant("speculative", drafts, False, sources),
+        Variant("speculative + grammar", drafts, True, {**sources, "forced_drafts": forced_drafts}),
     )
 
 
