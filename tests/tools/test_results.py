@@ -86,7 +86,8 @@ def quoted() -> list[tuple[str, str]]:
             f"{bench['compile_ms']['p50']:.0f} ms at the median and {bench['compile_ms']['p99']:,.0f} ms at p99 on a busy",
         ),
         ("tools/README.md", f"{soak['wanted_seconds'] / 60:.0f} minutes on two busy cores"),
-        ("tools/README.md", f"rose by {soak['trends']['resident_bytes']['per_hour'] / 1e6:.0f} MB per hour"),
+        ("tools/README.md", f"resident memory rose by {soak['trends']['resident_bytes']['per_hour'] / 1e6:.0f} MB per hour"),
+        ("tools/README.md", f"allocated bytes by {soak['trends']['heap_bytes']['per_hour'] / 1e6:.1f} MB per hour"),
     ]
 
 

@@ -112,7 +112,7 @@ def share_one_heap() -> None:
     """Make all threads allocate from one heap of the C library, if called before they start.
 
     By default every thread gets one of eight heaps per core, and memory that is free in one is not used by the others: under this load
-    resident memory rises for ten minutes or more while the allocated bytes stay the same. A leak is found in one heap as well.
+    resident memory rises for ten minutes or more at the same allocated bytes. A leak is found in one heap as well.
     """
     with contextlib.suppress(AttributeError, OSError):  # a C library without it
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
