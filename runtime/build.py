@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.graphs.attention.paged import AttentionChoice
@@ -20,26 +17,26 @@ from stepgraph.graphs.buffers import StaticBuffers, check_fit
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.drafting import process_skipped
 from stepgraph.graphs.graph_set import GraphSet
-from stepgraph.graphs.limits import UNTIL_EVENT, Limits
-from stepgraph.graphs.model import DraftModel, ModelPair, TargetModel
-from stepgraph.graphs.proposer import Proposer
+from stepgraph.graphs.limits import UNTIL_EVENT
+from stepgraph.graphs.model import ModelPair, TargetModel
+from stepgraph.graphs.prefill import Prompts, prompt_specs
 from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.publishing import ring_specs
 from stepgraph.graphs.recording import LESS
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, grammar_specs, look_up_specs, round_specs, skipped_specs, state_specs
-from stepgraph.graphs.shapes import LONGEST
+from stepgraph.graphs.shapes import FULL
+from stepgraph.runtime.check_models import Drafter, check_models, checked_vocabulary_size, devices_of, forces_drafts, resolve_drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.device_grammars import INT_BYTES, DeviceGrammars, why_no_device_grammars
 from stepgraph.runtime.draft_length import AUTO as AUTO_LENGTH
-from stepgraph.runtime.draft_length import DraftLengthChooser
+from stepgraph.runtime.draft_length import DraftLengthChooser, draft_choices
 from stepgraph.runtime.extras.hidden_states import open_states, states_layout
 from stepgraph.runtime.extras.record import Recorder, Recording, open_recorder
 from stepgraph.runtime.extras.states_folder import StatesLayout
-from stepgraph.runtime.host_drafts import DraftFunction, FunctionDrafts, FunctionProposer
+from stepgraph.runtime.host_drafts import FunctionDrafts, FunctionProposer
 from stepgraph.runtime.in_flight import InFlight
 from stepgraph.runtime.loops import Loops
-from stepgraph.runtime.models.forced import ForcedDrafts
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.profiled import ROUNDS, in_flight_type, read_range
 from stepgraph.runtime.request_queue import RequestQueue
@@ -49,17 +46,12 @@ from stepgraph.runtime.upload import Uploader
 from stepgraph.runtime.validate import RequestValidator
 from stepgraph.runtime.watchdog import Watchdog
 from stepgraph.sampling import kernels
-from stepgraph.sampling.fields import check_members, check_value, clip_repr, instance_of, optional
+from stepgraph.sampling.fields import check_members, check_value, instance_of, optional
 from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors, token_tensors
 from stepgraph.sampling.grammar.link.choose import open_host_link
-from stepgraph.sampling.grammar.link.protocol import HostLink
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.kernels.triton import why_no_triton
-
-AUTO, FORCED, NGRAM, NONE = "auto", "forced", "ngram", "none"
-DRAFTER_NAMES = (AUTO, FORCED, NGRAM, NONE)
-Drafter = DraftModel | Proposer | DraftFunction
 
 
 class EngineParts:
@@ -84,35 +76,51 @@ class EngineParts:
         self.backend = backend_for(config.backend, models, config.nvtx) if backend is None else backend
         self.watchdog = Watchdog(self.backend, config.round_timeout_seconds)
         timed, device, proposer = self.watchdog.backend, self.backend.device, models.proposer
-        check_models(models, self.backend)
+        check_models(models, self.backend, limits)
         saved = states_layout(target) if config.save_hidden_states else None
         forced = forces_drafts(config, models, vocabulary)
         no_tables = why_no_device_grammars(config, device, vocabulary, forced)
         tables = None if no_tables or vocabulary is None else token_tensors(vocabulary, device)
-        self.buffers = buffers = make_buffers(limits, models, self.backend, config, saved, forced, tables)
+        self.buffers = buffers = make_buffers(self, saved, forced, tables)
         self.attention = attention_for(device, config, models)
-        self.host_link = make_host_link(config, buffers, limits, vocabulary)
+        forcing = Forcing(token_table(vocabulary), buffers.forced_host) if vocabulary and forced else None
+        pinned, contents = (buffers.state_host, buffers.drafts_host, buffers.masks_host, buffers.tags_host), buffers.contents_host
+        self.host_link = open_host_link(config.host_link, *pinned, limits.ring_depth, forcing, config.check_masks, contents)
         self.grammars = DeviceGrammars(no_tables, config, self.host_link)
         self.compiler = config.grammar_compiler(vocabulary) if vocabulary is not None else None
         decode_round = Round(limits, models, self.host_link, config.draft_masks, config.forced_acceptance, self.attention, tables)
-        step_of, on_failure = decode_round.step, config.on_capture_failure
-        on_device = tables is not None
+        prompts, step_of, on_failure = Prompts(limits, models, self.attention), decode_round.step, config.on_capture_failure
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
         self.hidden_states = states = open_states(config, saved, timed, buffers)
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend)
         self.lengths = make_chooser(config, models, recorder)
-        lengths = self.lengths.lengths if self.lengths else (LONGEST,)
-        self.graphs = GraphSet(self.backend, buffers, step_of, config.bucket_sizes, on_failure, config.capture_bytes, on_device, lengths)
+        drafting = self.lengths.choices if self.lengths else (FULL,)
+        self.graphs = GraphSet(
+            self.backend,
+            buffers,
+            step_of,
+            config.bucket_sizes,
+            on_failure,
+            config.capture_bytes,
+            tables is not None,
+            drafting,
+            prompts if records_prompts(config, device) else None,
+        )
         self.queue = RequestQueue(config.max_queued, self.compiler, self.grammars, recorder)
         self.sharing, ended = sharing_for(config, models), states.ended if states else None
         self.scheduler = Scheduler(self.queue, self.grammars, limits, self.sharing, recorder, ended, isinstance(proposer, NgramLookup))
-        self.uploader = Uploader(timed, buffers, models, limits, self.attention, states)
+        self.uploader = Uploader(timed, buffers, models, limits, prompts, self.graphs, states)
         function = proposer.function if isinstance(proposer, FunctionProposer) else None
         self.function_drafts = None if function is None else FunctionDrafts(function, timed, buffers, limits)
         draft = models.draft if "row_skipped_tokens" in buffers else None
         catch_up = functools.partial(process_skipped, buffers, model=draft, limits=limits) if draft is not None else None
         in_flight = loops_of(self, record is not None) if limits.loops else in_flight_type()
         self.in_flight = in_flight(timed, buffers, self.graphs, self.host_link, limits, states, self.lengths, catch_up)
+
+
+def records_prompts(config: EngineConfig, device: torch.device) -> bool:
+    wanted = device.type == "cuda" if config.prompt_graphs is None else config.prompt_graphs
+    return wanted and not config.eager
 
 
 def records_on_demand(parts: EngineParts) -> bool:
@@ -137,97 +145,23 @@ def loops_of(parts: EngineParts, recorded: bool) -> Callable[..., InFlight]:
     return functools.partial(Loops, parts.queue, parts.watchdog.poll, parts.limits.max_length)
 
 
-def resolve_drafter(target: TargetModel, draft: Drafter | str | None, config: EngineConfig) -> tuple[ModelPair, EngineConfig]:
-    """The models of an engine, and its config, with zero drafts if there is no drafter."""
-    check_config(config)
-    if isinstance(config.draft_length, int):
-        config = replace(config, num_speculative_tokens=config.draft_length)
-    if draft is None or draft == NONE:
-        config = without_drafts(config)
-    drafter = checked_drafter(named_proposer(draft) if isinstance(draft, str) else draft, config)
-    if not config.num_speculative_tokens or drafter is None:
-        return ModelPair(target, None), config
-    if isinstance(drafter, Proposer):
-        return ModelPair(target, None, drafter), config
-    if isinstance(drafter, ForcedDrafts):
-        drafter.to(device_of(target))
-    look_up = NgramLookup(min_ngram=config.look_up, why="beside the draft model") if config.look_up else None
-    return ModelPair(target, drafter, look_up=look_up), config
-
-
-def check_config(config: object) -> None:
-    """ValueError unless `config` is an EngineConfig or None."""
-    if config is not None and not isinstance(config, EngineConfig):
-        raise ValueError(f"Engine.config: got {type(config).__name__}, expected an EngineConfig")
-
-
-def checked_drafter(draft: Drafter | None, config: EngineConfig) -> DraftModel | Proposer | None:
-    """The drafter, a function wrapped as a proposer. ValueError if it does not fit the config, or is missing."""
-    if isinstance(draft, ForcedDrafts) and not config.draft_masks:
-        raise ValueError(f"Engine.draft: got {FORCED!r} with draft_masks=False, expected draft_masks=True: masks are its only source")
-    if draft is not None and not isinstance(draft, Proposer) and not hasattr(draft, "forward"):
-        draft = _function_proposer(draft, config)
-    if draft is not None and not isinstance(draft, Proposer):
-        check_members("Engine.draft", draft, DraftModel)
-    if config.look_up and isinstance(draft, (Proposer, ForcedDrafts)):
-        raise ValueError(
-            f"EngineConfig.look_up: got {config.look_up} with the drafter {type(draft).__name__}, expected 0: "
-            "it needs a draft model; draft='ngram' looks up without one"
-        )
-    return cast("DraftModel | Proposer | None", draft)
-
-
-def named_proposer(name: str, reason: str = "") -> Proposer | ForcedDrafts | None:
-    """The drafter for one of DRAFTER_NAMES. reason: why "auto" is the look-up, for the capture report."""
-    if name not in DRAFTER_NAMES:
-        names = ", ".join(map(repr, DRAFTER_NAMES))
-        raise ValueError(f"Engine.draft: got {clip_repr(name)}, expected a draft model, a proposer, a function, or one of {names}")
-    if name == NONE:
-        return None
-    if name == FORCED:
-        return ForcedDrafts()
-    return NgramLookup(why=reason or AUTO if name == AUTO else "")
-
-
-def without_drafts(config: EngineConfig | None) -> EngineConfig:
-    return replace(config or EngineConfig(), num_speculative_tokens=0, draft_length=0)
-
-
 def make_chooser(config: EngineConfig, models: ModelPair, recorder: Recorder | None) -> DraftLengthChooser | None:
     """None where every round has num_speculative_tokens drafts. A function is called before each round, whatever its draft length."""
     if config.draft_length != AUTO_LENGTH or models.drafter is None or isinstance(models.proposer, FunctionProposer):
         return None
-    return DraftLengthChooser(config.num_speculative_tokens, recorder.chosen if recorder else None)
+    choices = draft_choices(config.num_speculative_tokens, models.look_up is not None)
+    return DraftLengthChooser(choices, recorder.chosen if recorder else None)
 
 
-def backend_for(name: str, models: ModelPair, nvtx: bool = False) -> Backend:
+def backend_for(name: str, models: ModelPair, nvtx: bool) -> Backend:
     """`auto`: by the target's device; for a target without tensors, a GPU if there is one. STEPGRAPH_NVTX=1 is nvtx=True."""
-    devices = _devices(models.target)
+    devices = devices_of(models.target)
     if name == "auto" and devices:
         name = "cuda" if devices[0].type == "cuda" else "tape"
     try:
         return make_backend(name, asynchronous=True, nvtx=nvtx or os.environ.get("STEPGRAPH_NVTX") == "1")
     except ValueError as error:
         raise ValueError(f"EngineConfig.{error}") from None
-
-
-def device_of(model: object) -> torch.device:
-    """The device of a model's tensors; the CPU for a model without any."""
-    return next(iter(_devices(model)), torch.device("cpu"))
-
-
-def check_models(models: ModelPair, backend: Backend) -> None:
-    """ValueError for tensors on another device, and for active dropout: a CUDA graph would freeze it, and the tape cannot record it."""
-    for name, model in (("target", models.target), ("draft", models.drafter)):
-        wrong = [device for device in _devices(model) if device != backend.device]
-        if wrong:
-            raise ValueError(
-                f"Engine.{name}: got tensors on {wrong[0]}, expected {backend.device}, the device of the {backend.name} backend"
-            )
-        modules: Iterable[tuple[str, nn.Module]] = model.named_modules() if isinstance(model, nn.Module) else ()
-        for inner, module in modules:
-            if isinstance(module, _DropoutNd) and module.training and module.p > 0:
-                raise ValueError(f"Engine.{name}: {inner or type(module).__name__} is dropout in training mode; call .eval() first")
 
 
 def attention_for(device: torch.device, config: EngineConfig, models: ModelPair) -> AttentionChoice:
@@ -275,52 +209,18 @@ def sharing_for(config: EngineConfig, models: ModelPair) -> PrefixSharing:
     return PrefixSharing(off, config.prefix_cache_pages, int(models.draft is not None and lookahead == 0), lookahead)
 
 
-def checked_vocabulary_size(models: ModelPair, vocabulary: Vocabulary | None) -> int:
-    """The number of tokens. ValueError unless the draft has the target's vocabulary, or maps its own to it by d2t."""
-    target, draft = models.target, models.draft
-    if vocabulary is not None and vocabulary.logits_width != target.vocab_size:
-        expected = f"the target's vocab_size {target.vocab_size}"
-        raise ValueError(f"Engine.vocabulary: its logits_width is {vocabulary.logits_width}, expected {expected}")
-    num_tokens = len(vocabulary.tokens) if vocabulary else target.vocab_size
-    if draft is None:
-        return num_tokens
-    if draft.d2t is None:
-        if draft.vocab_size != target.vocab_size:
-            expected = f"the target's {target.vocab_size}, or a d2t that maps the draft's tokens to the target's"
-            raise ValueError(f"Engine.draft: its vocab_size is {draft.vocab_size}, expected {expected}")
-        return num_tokens
-    ids = draft.d2t.tolist()
-    if len(ids) != draft.vocab_size or draft.d2t.dtype != torch.int64:
-        raise ValueError(f"Engine.draft.d2t: got {len(ids)} entries of {draft.d2t.dtype}, expected {draft.vocab_size} of torch.int64")
-    if len(set(ids)) != len(ids) or not all(0 <= token < num_tokens for token in ids):
-        expected = f"distinct ids from 0 to {num_tokens - 1}"
-        raise ValueError(f"Engine.draft.d2t: got repeated ids or ids beyond the vocabulary, expected {expected}")
-    return num_tokens
-
-
-def forces_drafts(config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None) -> bool:
-    """Whether grammars propose forced drafts. Each mask must then be filled before its draft is chosen."""
-    if not config.draft_masks or models.drafter is None or vocabulary is None or isinstance(models.proposer, FunctionProposer):
-        return False
-    default = models.proposer is not None
-    return (default if config.forced_drafts is None else config.forced_drafts) or isinstance(models.draft, ForcedDrafts)
-
-
-def make_buffers(
-    limits: Limits,
-    models: ModelPair,
-    backend: Backend,
-    config: EngineConfig,
-    saved: StatesLayout | None = None,
-    forced: bool = False,
-    tables: TokenTensors | None = None,
-) -> StaticBuffers:
+def make_buffers(parts: EngineParts, saved: StatesLayout | None, forced: bool, tables: TokenTensors | None) -> StaticBuffers:
     """All static memory: of the round, of the models' caches, of saved states and grammars. Weights and token tables are constants."""
+    limits, models, config, device = parts.limits, parts.models, parts.config, parts.backend.device
     candidates = (("target", models.target), ("draft", models.drafter), ("look_up", models.look_up))
     named = {name: model for name, model in candidates if model is not None}
-    check_draft_head(models.draft, limits)
     drawn = not config.greedy_only and models.proposer is None
-    specs = [*round_specs(limits, drawn), *ring_specs(limits), *[spec for model in named.values() for spec in model.cache_specs(limits)]]
+    specs = [
+        *round_specs(limits, drawn),
+        *ring_specs(limits),
+        *prompt_specs(limits, models.target),
+        *[spec for model in named.values() for spec in model.cache_specs(limits)],
+    ]
     specs += text_specs(limits) if models.reads_text else ()
     specs += look_up_specs(limits) if models.look_up is not None else ()
     if saved:
@@ -332,39 +232,5 @@ def make_buffers(
     if tables is not None:
         specs += grammar_specs(limits, config.grammar_arena_bytes // INT_BYTES, config.grammar_limits.automaton_depth)
         constants |= tables._asdict()
-    check_fit("EngineConfig", specs, backend.device, f"; lower {LESS}")
-    return StaticBuffers(specs, backend.device, constants)
-
-
-def check_draft_head(draft: DraftModel | None, limits: Limits) -> None:
-    """ValueError for flags that are no bool, and for a cache of a draft that stays at one position."""
-    for name in ("advances", "shares_embeddings"):
-        value = getattr(draft, name, True)
-        if not isinstance(value, bool):
-            raise ValueError(f"Engine.draft.{name}: got {clip_repr(value)}, expected True or False")
-    if draft is not None and not getattr(draft, "advances", True) and (specs := draft.cache_specs(limits)):
-        names, reason = ", ".join(spec.name for spec in specs), "drafts would overwrite the entry of the text's last token"
-        raise ValueError(f"Engine.draft.cache_specs: got {names} with advances = False, expected none: {reason}")
-
-
-def make_host_link(config: EngineConfig, buffers: StaticBuffers, limits: Limits, vocabulary: Vocabulary | None = None) -> HostLink:
-    pinned = (buffers.state_host, buffers.drafts_host, buffers.masks_host, buffers.tags_host)
-    forcing = Forcing(token_table(vocabulary), buffers.forced_host) if vocabulary and "forced_host" in buffers else None
-    depth, contents = limits.ring_depth, buffers.contents_host
-    return open_host_link(config.host_link, *pinned, depth, forcing, check_masks=config.check_masks, contents_host=contents)
-
-
-def _function_proposer(function: DraftFunction, config: EngineConfig) -> FunctionProposer:
-    if not callable(function):
-        raise ValueError(f"Engine.draft: got {type(function).__name__}, expected a draft model, a proposer, a function or a name")
-    if config.num_speculative_tokens and config.rounds_in_flight != 1:
-        expected = "expected rounds_in_flight=1: the function needs the tokens of all earlier rounds"
-        raise ValueError(f"Engine.draft: got a function with rounds_in_flight={config.rounds_in_flight}, {expected}")
-    if config.num_speculative_tokens and config.forced_drafts:
-        expected = "expected forced_drafts=False: the function supplies whole chains between rounds"
-        raise ValueError(f"Engine.draft: got a function with forced_drafts=True, {expected}")
-    return FunctionProposer(function)
-
-
-def _devices(model: object) -> list[torch.device]:
-    return [tensor.device for tensor in (*model.parameters(), *model.buffers())] if isinstance(model, nn.Module) else []
+    check_fit("EngineConfig", specs, device, f"; lower {LESS}")
+    return StaticBuffers(specs, device, constants)

@@ -22,7 +22,7 @@ from stepgraph.sampling.kernels.filter_choice import FILTERS
 MAX_SECONDS = 86_400
 GRAMMAR_LANES = ("auto", "device", "host")
 # Beside flags, and the other sizes, which Limits checks.
-_CHECKS = {
+CHECKS = {
     **dict.fromkeys(("max_rows", "max_length", "page_size"), whole(1)),
     "backend": one_of(("auto", "tape", "cuda")),
     "host_link": one_of(HOST_LINKS),
@@ -45,6 +45,7 @@ _CHECKS = {
     "look_up": whole(0, ANCHOR),
     "draft_length": Check(lambda value: value == "auto" or (is_int(value) and value >= 0), "'auto', or an integer >= 0"),
     "forced_drafts": optional(BOOL),
+    "prompt_graphs": optional(BOOL),
 }
 
 
@@ -65,6 +66,9 @@ class EngineConfig:
     # ends it. Batches with grammars on the host have one round per launch
     rounds_per_launch: int | str = 1
     prefill_chunk: int = 128  # prompt tokens between two rounds
+    # Whether a chunk of a prompt is one replay of a graph, padded to a few lengths; None: on a GPU, where issuing its kernels one by one
+    # takes longer than running them
+    prompt_graphs: bool | None = None
     max_stop_ids: int = 8  # per request, the vocabulary's included
     max_bias_ids: int = 256  # entries of a request's logit_bias and bad_token_ids together
     max_queued: int = 4096  # requests waiting for a row; more raise QueueFullError
@@ -99,7 +103,7 @@ class EngineConfig:
     host_link: str = "auto"  # what drives the matchers on the host: native (C, without the GIL), python, or auto: native if it was built
 
     def __post_init__(self) -> None:
-        check_fields(self, _CHECKS)
+        check_fields(self, CHECKS)
         try:
             self.limits(vocab_size=1, num_tokens=1, feature_size=0)
         except ValueError as error:

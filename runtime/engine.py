@@ -18,7 +18,8 @@ from torch import Tensor
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.model import TargetModel
 from stepgraph.graphs.recording import CaptureReport
-from stepgraph.runtime.build import Drafter, EngineParts, capture_notes, records_on_demand
+from stepgraph.runtime.build import EngineParts, capture_notes, records_on_demand
+from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.metrics import prometheus_text

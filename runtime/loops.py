@@ -93,8 +93,10 @@ class Loops(InFlight):
         super().clear()
 
     def _end_oldest(self) -> None:
-        self._pending.popleft().event.wait()
-        self._host.release_finished()
+        launched = self._pending.popleft()
+        launched.event.wait()
+        if launched.key.on_host:
+            self._host.release_finished()
 
     @property
     def _looping(self) -> bool:

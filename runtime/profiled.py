@@ -148,7 +148,7 @@ class ProfiledInFlight(InFlight):
 
     def _host_nodes(self) -> Iterator[tuple[str, int, int, int]]:
         """Name, round, start and end of each. A round with grammars on the host has all host nodes of its recording, others have none."""
-        with_nodes = [one for one in self._launched if one[1].constrained and not one[1].device]
+        with_nodes = [one for one in self._launched if one[1].on_host]
         constrained, names = iter(with_nodes), iter([""])
         number = self._range.first
         for is_first, start_ns, end_ns in self._log[1 : 1 + self._log[0, 0]].tolist():

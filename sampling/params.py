@@ -13,7 +13,7 @@ _TOKEN_ID = Check(lambda token: is_int(token) and token >= 0, "a token id >= 0")
 _BIAS = number(-100, 100)
 MAX_STOP_CHARS = 1000
 _STOP = Check(lambda text: isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS, f"a text of 1 to {MAX_STOP_CHARS} characters")
-_CHECKS = {
+CHECKS = {
     "temperature": optional(number(0.0, FLOAT32_MAX)),
     "min_p": number(0.0, 1.0),
     "top_p": number(0.0, 1.0, above=True),
@@ -53,7 +53,7 @@ class SamplingParams:
     logprobs: bool = False  # report the log-probabilities of every emitted token
 
     def __post_init__(self) -> None:
-        check_fields(self, _CHECKS)
+        check_fields(self, CHECKS)
         if self.temperature is None:
             samples = (self.min_p, self.top_k, self.top_p, self.seed) != (0.0, 0, 1.0, None)
             object.__setattr__(self, "temperature", 1.0 if samples else 0.0)

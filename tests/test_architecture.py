@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.helpers import architecture
+from tests.helpers.documents import ROOT
+from tools.lines import DECODE_RING
 
+ON_CUDA = {
+    "graphs/tape/backend.py": "graphs/cuda/backend.py",
+    "graphs/tape/player.py": "graphs/cuda/driver.py",
+    "graphs/backends.py": "graphs/cuda/context.py",
+    "runtime/models/toy.py": "runtime/models/llama.py",
+}
+NOT_ON_CUDA = {"sampling/fields.py", "sampling/native.py", "sampling/kernels/c_kernel.py"}  # checks of the eager call, kernels in C
 TEXT = architecture.PATH.read_text(encoding="utf-8")
 
 
@@ -24,3 +35,9 @@ def test_file_list_equals_a_new_trace(name: str, traced: dict[str, list[str]]) -
 @pytest.mark.parametrize(("name", "most"), [("constraint", 12), ("result", 12)])
 def test_few_files_per_path(name: str, most: int, traced: dict[str, list[str]]) -> None:
     assert len(traced[name]) <= most
+
+
+def test_decode_ring_has_every_file_of_a_steady_constrained_round(traced: dict[str, list[str]]) -> None:
+    files = {ON_CUDA.get(path, path) for path in (*traced["draft token"], *traced["result"])} - NOT_ON_CUDA
+    programs = {path.replace(name, f"triton/{name}") for path in files for name in [Path(path).name]}
+    assert files | {path for path in programs if (ROOT / path).exists()} <= set(DECODE_RING)

@@ -38,6 +38,7 @@ OUTPUTS = {  # pattern of the printed text, by a phrase of the block
     "class Person": r'\{"name": ?"([A-Z][a-z]{1,12})", ?"age": ?(\d+)\} \2\n$',
     "def weather": r"(Oslo|Rome): [123] days of rain\n$",
     "Once upon a time": r".",
+    "Capital of Norway": r"\{.* (stop|constraint_complete|length)\n$",
     "number} + 1?": r"\[('.*', |\".*\", ){7}",
 }
 
@@ -46,6 +47,7 @@ PERSON = {"type": "object", "properties": {"name": {"enum": ["Ada"]}}, "required
 EXECUTED = {  # what runs for a documented command: the same in a temporary folder, made shorter by flags and with names of its files
     "python tools/gpu_check.py": "python tools/gpu_check.py --list",
     "python tools/gpu_table.py --write": "python tools/gpu_table.py --check",  # does not write into the repository
+    "python -m tools.error_index --write": "python -m tools.error_index",
     "python -m tools.operations --write": "python -m tools.operations",
     "python tools/nsys_profile.py --rounds 20-40 --out /tmp/bench --bench": "python tools/nsys_profile.py --rounds 20-40 --bench --print",
     "python tools/nsys_profile.py --rounds 100-200 --out /tmp/mine -- serve.py --port 8000": (
@@ -75,6 +77,7 @@ PARSED = {  # the others, and why they do not run here
     "make stub-cuda": "installs packages",
     "make test": "runs this test",
     "python -m pytest -m stub_cuda tests/stub_cuda": "needs a CUDA build of torch",
+    "python -m tests.helpers.architecture --write": "tests/test_architecture.py compares what it writes",
     "python -m tests.fuzz": "tests/laws/test_fuzz.py runs it",
     "python -m tools.bench": "minutes long; tests/tools/bench runs its parts",
     "python -m tools.soak": "tests/laws/test_soak.py runs it",
@@ -83,7 +86,8 @@ PARSED = {  # the others, and why they do not run here
     "python tools/bench_demo.py --prompts 3 --legal 0": "needs the demonstration's model",
     "python tools/gpu_pack.py --out bundle": "downloads wheels",
     "python tools/nsys_report.py /tmp/bench.rounds.json --png timeline.png": "tests/tools/profiling runs it",
-    "python tools/serve_example.py toy": "a server; tests/tools/serve starts it",
+    "stepgraph serve MODEL": "a server; tests/runtime/serve starts it",
+    "stepgraph serve MODEL --draft ngram -k 4": "a server; tests/runtime/serve starts it",
     "python tools/trace_picture.py rounds.json rounds.png": "tests/tools/profiling runs it",
     "python tools/trace_picture.py rounds.json lengths.png --lengths": "tests/tools/profiling runs it",
 }

@@ -24,12 +24,18 @@ BUDGETS = {
     "tools": 14_694,  # raised from 14,659: the standard error decides the verdict of a soak run, kept records have a schema
     "tests": 42_369,  # raised from 41,566: entry points with wrong values, draft heads, kept records, quantised weights, rings
 }
-DECODE_RING_BUDGET = 6_198  # raised from 5,976: rings inside the graph, graphs on demand, chains in one node; the goal of 5,500 is missed
+# raised from 6,198: grammars are followed by kernels now, so the list has their files, those of the other Triton programs, and the choice
+# of the draft length, but not the host link; the goal is 5,500
+DECODE_RING_BUDGET = 6_931
+# From traces of a steady constrained round with the default settings (tests/test_architecture.py compares them with this list). The host's
+# part is `Engine.step`. The device's part is the step that is recorded; of an operation the declaration and its Triton program. Instead of
+# the traced files of the CPU: graphs/cuda for graphs/tape and the eager context, Llama with an EAGLE-3 head for the toy models.
 DECODE_RING = (
     "runtime/engine.py",
     "runtime/scheduler.py",
     "runtime/counters.py",
     "runtime/in_flight.py",
+    "runtime/draft_length.py",
     "runtime/request.py",
     "runtime/step_lock.py",
     "runtime/models/llama.py",
@@ -37,10 +43,15 @@ DECODE_RING = (
     "graphs/round.py",
     "graphs/grammar_lane.py",
     "graphs/stages.py",
+    "graphs/triton/stages.py",
     "graphs/drafting.py",
+    "graphs/triton/drafting.py",
+    "graphs/publishing.py",
+    "graphs/triton/publishing.py",
     "graphs/batch.py",
     "graphs/buffers.py",
     "graphs/shapes.py",
+    "graphs/limits.py",
     "graphs/model.py",
     "graphs/graph_set.py",
     "graphs/capture.py",
@@ -52,23 +63,18 @@ DECODE_RING = (
     "graphs/attention/rope_kv.py",
     "graphs/attention/triton/rope_kv.py",
     "graphs/layers/slot_mapping.py",
+    "graphs/layers/triton/slot_mapping.py",
     "graphs/layers/dense.py",
-    "sampling/kernels/__init__.py",
+    "graphs/layers/triton/dense.py",
     "sampling/kernels/operation.py",
+    "sampling/kernels/advance.py",
+    "sampling/kernels/triton/advance.py",
+    "sampling/kernels/triton/automaton.py",
     "sampling/kernels/choice.py",
-    "sampling/kernels/chain.py",
     "sampling/kernels/triton/choice.py",
+    "sampling/kernels/triton/numeric.py",
+    "sampling/kernels/chain.py",
     "sampling/kernels/triton/chain.py",
-    "sampling/grammar/status.py",
-    "sampling/grammar/link/protocol.py",
-    "sampling/grammar/link/native.py",
-    "sampling/grammar/link/c/host_link.c",
-    "sampling/grammar/link/c/host_link.h",
-    "sampling/grammar/link/c/matcher.c",
-    "sampling/grammar/link/c/matcher.h",
-    "sampling/grammar/link/c/pool.c",
-    "sampling/grammar/link/c/pool.h",
-    "sampling/grammar/link/c/xgrammar.c",
 )
 
 

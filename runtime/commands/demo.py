@@ -61,7 +61,7 @@ class Demonstration:
 
     def decode(self) -> dict[str, Any]:
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
-        self._print(f"{self.pair.name}, {self.options.drafts} drafts per round, {threads}")
+        self._print(f"{self.pair.name}, at most {self.options.drafts} drafts per round, {threads}")
         if self._colour:
             print(", ".join(f"{COLOURS[origin]}{meaning}{RESET}" for origin, meaning in ORIGINS.items()))
         answers = {scenario.name: self.answer(scenario) for scenario in self.scenarios}
@@ -80,7 +80,8 @@ class Demonstration:
     def prepare(self, stack: contextlib.ExitStack) -> None:
         """Make the engines and compile the grammars, so that bad input raises before anything is printed."""
         length = max(MIN_LENGTH, *(len(prompt) + self.options.max_new_tokens for prompt in self.prompts.values()))
-        all_variants = variants(self.options.drafts)
+        # Drafts of the toy pair take as long as its target: with "auto" it would not show any.
+        all_variants = variants(self.options.drafts, draft_length=self.options.drafts if self.options.toy else "auto")
         with self._bar("prepare", len(all_variants) + len(self.scenarios)) as bar:
             for variant in all_variants:
                 self.cases.append(Case(variant, self.pair, length))

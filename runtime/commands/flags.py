@@ -150,6 +150,37 @@ def read_checked_schema(options: argparse.Namespace) -> None:
     options.schema = read_schema("FILE", options.schema)
 
 
+def serve(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    words = f"a Hugging Face folder, a .gguf file, demo for the pair of the demonstration, or {TOY} for a seeded toy pair over bytes"
+    add("model", metavar="MODEL", help=words)
+    add("--name", metavar="NAME", help="the model's name in requests (default: the last part of its path)")
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8000, metavar="N", help="port to listen on; 0 picks a free one (default: %(default)s)")
+    add("--max-rows", type=int, default=8, metavar="N", help="requests decoded at once (default: %(default)s)")
+    add("--max-length", type=int, default=2048, metavar="N", help="tokens of a prompt and its answer (default: %(default)s)")
+    add("--max-queued", type=int, default=256, metavar="N", help="requests that may wait; more get status 429 (default: %(default)s)")
+    add("--eager", action="store_true", help="capture no graphs: faster start, slower decoding")
+    add("--api-keys", metavar="FILE", help="accept only requests with an API key of this file, which has one key per line (default: any)")
+    add("--log", action=argparse.BooleanOptionalAction, help="write one JSON object per request to stderr", default=True)
+    words = "time for running answers after SIGTERM or Ctrl-C; a second signal ends them at once (default: %(default)s)"
+    add("--grace", type=float, default=30.0, metavar="SECONDS", help=words)
+    add_drafts(parser)
+    add_dtype(parser)
+    add_threads(parser)
+
+
+def check_serve(options: argparse.Namespace) -> None:
+    for flag, least, most in (("port", 0, 65535), ("max-rows", 1, 4096), ("max-length", 2, None), ("max-queued", 1, None)):
+        check_range(options, flag, least, most)
+    if not 0 <= options.grace <= 86400:  # also refuses NaN
+        raise ValueError(f"--grace: got {options.grace}, expected a number of seconds from 0 to 86400")
+    lines = [] if options.api_keys is None else read_file("--api-keys", options.api_keys, "the path of a file").split()
+    if options.api_keys is not None and not lines:
+        raise ValueError(f"--api-keys: got {clip_repr(options.api_keys)} without a key, expected one key per line")
+    options.api_keys = lines
+
+
 def replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a recording written by Engine(record=FILE)")
     model = parser.add_mutually_exclusive_group(required=True)
@@ -192,6 +223,17 @@ COMMANDS = {
         ),
         generate,
         check_generate,
+    ),
+    "serve": Command(
+        "serve a model over HTTP: OpenAI's chat and completions, streaming, tools, response_format, metrics",
+        "Serve a model to OpenAI's clients until SIGTERM or Ctrl-C. Running answers may then take --grace seconds. Listens on this\n"
+        "machine only, unless --host is given. The address is printed once the server listens. Needs pip install 'stepgraph[serve]'.",
+        (
+            "stepgraph serve toy --eager --port 0",
+            "stepgraph serve model --draft ngram -k 4 --max-rows 2 --max-length 64 --port 0 --name mine --json",
+        ),
+        serve,
+        check_serve,
     ),
     "bench": Command(
         "measure tokens per second of a model: plain and speculative, with and without a grammar",

@@ -13,7 +13,7 @@ from typing import Any
 import stepgraph
 
 _ROOT = Path(stepgraph.__file__).parent  # not resolved: code objects keep the path of the import
-_OWN = tuple(str(_ROOT / folder) + "/" for folder in ("sampling", "graphs", "runtime", "tools/serve"))
+_OWN = tuple(str(_ROOT / folder) + "/" for folder in ("sampling", "graphs", "runtime"))
 
 
 _MOST_CALLS = 8  # of one function traced per input: tracing every call of a hot function is too slow

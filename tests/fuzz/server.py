@@ -1,4 +1,4 @@
-"""Fuzzing of the example server: arbitrary bytes and JSON over a socket pair, served by the real HTTP code and a toy engine."""
+"""Fuzzing of the server: arbitrary bytes and JSON over a socket pair, served by the real HTTP code and a toy engine."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from collections.abc import Sequence
 from uvicorn.server import ServerState
 
 from stepgraph import AsyncEngine
+from stepgraph.runtime.serve.app import App
+from stepgraph.runtime.serve.http import Bounds, server_config
 from tests.fuzz.loop import Door
 from tests.fuzz.requests import WORKER
 from tests.fuzz.values import Value, blob, bytes_of
 from tests.helpers.grammar_texts import PERSON
-from tests.helpers.running_server import ASK, FORMAT, TOOLS
-from tools.serve.app import App
-from tools.serve.http import Bounds, server_config
-from tools.serve_example import open_engine, parse
+from tests.helpers.running_server import ASK, FORMAT, TOOLS, engine_of
 
-FLAGS = ["toy", "--eager", "-k", "0", "--max-rows", "1", "--max-length", "96", "--max-queued", "2"]
+FLAGS = ["serve", "toy", "--eager", "-k", "0", "--max-rows", "1", "--max-length", "96"]
 STATUSES = {200, 400, 404, 405, 408, 413, 429}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 29\r\n\r\n"
 
@@ -47,10 +46,10 @@ class ServerDoor(Door):
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._engine, codec = open_engine(parse(FLAGS))
+        self._engine = engine_of(FLAGS)
         self._serving = self._loop.run_until_complete(AsyncEngine(self._engine).__aenter__())
         bounds = Bounds(head_bytes=2048, body_bytes=20_000, idle_seconds=1, read_seconds=0.5)
-        self._state, self._config = ServerState(), server_config(App(self._serving, codec, "toy", bounds).asgi, bounds)
+        self._state, self._config = ServerState(), server_config(App(self._serving, "toy", bounds).asgi, bounds)
         self._config.load()
         self._wrong: list[object] = []
         self._loop.set_exception_handler(lambda _, context: self._wrong.append(context))

@@ -20,6 +20,7 @@ from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.extras.states_folder import MOST_INDEX_BYTES
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.llama_config import _MAX_PARAMETERS, read_config
+from stepgraph.runtime.serve.http import Bounds, HttpError, read_json
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits, MaskStatus
 from stepgraph.sampling.grammar.compile.limits import named
 from stepgraph.sampling.grammar.constraints.constraint import MAX_GIVEN_CHARS, MAX_MARKER
@@ -32,7 +33,6 @@ from stepgraph.sampling.grammar.tokenizers.tokenizer_json import MAX_JSON_BYTES
 from tests.helpers.grammar_bombs import nested
 from tests.helpers.grammar_texts import PRINTABLE, accepts, claimed, encode, filled
 from tests.helpers.toy_engines import COMPILER, TARGET, VOCABULARY
-from tools.serve.http import Bounds, HttpError, read_json
 from tools.train.saved_states import SavedStates
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -7,6 +7,8 @@ import mmap
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,12 +29,13 @@ from tests.helpers.toy_engines import COMPILER, Setup, make_engine
 from tools.soak import __main__ as soak
 from tools.soak import checker, load
 from tools.soak.engines import KINDS, EngineKind
-from tools.soak.process import PROCESS, resident_bytes, sample
+from tools.soak.process import PROCESS, TypeCounts, heap_bytes, resident_bytes, sample
 from tools.soak.report import ALLOWED, MIB, Trend, fit, lines, report
 from tools.soak.requests import RequestSource
 from tools.soak.soak import Plan, Soak
 
 has_process_figures = pytest.mark.skipif(resident_bytes() is None or not (PROCESS / "fd").exists(), reason="the system has no /proc")
+ROOT = Path(__file__).resolve().parents[2]
 SOME = ("n-gram", "function", "no drafter")
 
 
@@ -69,9 +72,10 @@ def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_short_run_passes() -> None:
     found = run(plan(*SOME, plain_share=0.3, renewals=0.5), acts=7)
     assert found["passed"] and found["flat"], (found["reason"], found["problems"])
-    assert set(found["jobs"]) == set(SOME) and found["did"]["acts"] == 7 and found["did"]["engines closed"] > 0
+    assert set(found["kinds"]) == set(SOME) and found["did"]["acts"] == 7 and found["did"]["engines closed"] > 0
     for did in ("compared with plain decoding", "re-accepted by a fresh matcher", "read by other means", "ended: cancelled", "ended: stop"):
         assert found["did"][did] > 0, did
+    assert sum(figures["acts"] for figures in found["kinds"].values()) == 7
     points = len(found["settled"]["seconds"])
     assert points == 7 and all(len(values) == points for values in found["settled"].values())
     assert set(found["settled"]["rows"]) == set(found["settled"]["pages"]) == {0}
@@ -87,9 +91,13 @@ def keep_memory(patch: pytest.MonkeyPatch) -> None:
     at_each_start(patch, touched_pages)
 
 
+def keep_allocations(patch: pytest.MonkeyPatch) -> None:
+    at_each_start(patch, lambda: bytearray(2 * MIB))
+
+
 def touched_pages() -> mmap.mmap:
     """Resident memory in a mapping of its own: an allocation could be served from a heap that earlier tests left behind."""
-    pages = mmap.mmap(-1, 24 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = mmap.mmap(-1, 4 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.write(b"x" * len(pages))
     return pages
 
@@ -158,6 +166,7 @@ def after_each_step(patch: pytest.MonkeyPatch, change: Callable[[list[StepEvent]
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "matchers are kept": (keep_matchers, "growing: .*matchers"),
     "memory is kept": (keep_memory, "growing: .*resident_bytes"),
+    "allocations are kept": (keep_allocations, "growing: .*heap_bytes"),
     "files stay open": (keep_files, "growing: .*files"),
     "claims are kept": (keep_claims, "grammar bytes above the cache limit"),
     "a page is not given back": (keep_a_page, "free pages: got 33, expected 34"),
@@ -168,12 +177,12 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 
 
 @has_process_figures
-def test_three_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    for planted in ("matchers are kept", "memory is kept", "an event is late"):
+def test_four_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for planted in ("matchers are kept", "memory is kept", "allocations are kept", "an event is late"):
         PLANTED[planted][0](monkeypatch)
     found = run(plan("no drafter", plain_share=1.0, renewals=0.0, served=0.0), acts=5, problems=1)
     assert not found["passed"] and found["flat"] is False
-    assert not found["trends"]["matchers"]["flat"] and not found["trends"]["resident_bytes"]["flat"]
+    assert not any(found["trends"][name]["flat"] for name in ("matchers", "resident_bytes", "heap_bytes"))
     assert re.search(PLANTED["an event is late"][1], str(found["problems"]))
 
 
@@ -267,6 +276,40 @@ def test_a_cache_that_fills_once_is_flat(counts: list[int], flat: bool) -> None:
 def test_too_few_points_give_no_trend() -> None:
     assert fit([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], 0.0, 0.0) is None
     assert fit([1.0] * 5, [1.0] * 5, 0.0, 0.0) is None
+
+
+def test_type_counts_are_small_mappings() -> None:
+    first, second = {f"stepgraph.Kept{index}": 1000 + index for index in range(100)}, {"stepgraph.New": 3, "stepgraph.Kept7": 2}
+    for counts in (first, second, {}):
+        found = TypeCounts(counts)
+        assert dict(found) == counts and len(found) == len(counts) and found.get("stepgraph.Other", 0) == 0
+    earlier = TypeCounts(first)
+    TypeCounts({"stepgraph.Later": 1})
+    assert earlier == first and "stepgraph.Later" not in earlier
+
+
+HEAPS = """
+import ctypes, sys, threading
+from tools.soak.process import share_one_heap
+if sys.argv[1:]:
+    share_one_heap()
+together = threading.Barrier(5)
+threads = [threading.Thread(target=lambda: (bytearray(5000), together.wait())) for _ in range(5)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+libc = ctypes.CDLL(None)
+libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
+libc.fflush(None)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(heap_bytes() is None, reason="not glibc")
+def test_threads_share_one_heap() -> None:
+    def heaps(*arguments: str) -> int:
+        command = [sys.executable, "-c", HEAPS, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.count("<heap nr=")
+
+    assert heaps() > 1 and heaps("share") == 1
 
 
 @has_process_figures

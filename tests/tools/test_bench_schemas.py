@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tools.bench_schemas import Orders, main
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler
+from tools.bench_schemas import BYTES, Instance, Orders, main
 
 ENTRIES: list[dict[str, Any]] = [
     {
@@ -17,7 +18,8 @@ ENTRIES: list[dict[str, Any]] = [
         "tests": [{"valid": True, "data": {"b": 1, "a": 1}}, {"valid": False, "data": {"b": 1}}],
     },
     {"name": "refused", "schema": {"uniqueItems": True}, "tests": []},
-    {"name": "long", "schema": {"type": "integer"}, "tests": [{"valid": True, "data": 1.0}]},
+    {"name": "whole", "schema": {"type": "integer"}, "tests": [{"valid": True, "data": 1.0}, {"valid": False, "data": 1.5}]},
+    {"name": "narrowed", "schema": {"type": "string", "format": "regex"}, "tests": [{"valid": True, "data": "(?=a)"}]},
     {"name": "mislabelled", "schema": {"type": "integer"}, "tests": [{"valid": False, "data": 1}]},
 ]
 
@@ -27,7 +29,7 @@ def test_outcomes_are_counted_and_kept(tmp_path: Path, capsys: pytest.CaptureFix
     data.write_text("".join(json.dumps(entry) + "\n" for entry in ENTRIES))
     assert main(["--data", str(data), "--out", str(out), "--backend", "xgrammar"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert found["counts"] == {"pass": 1, "refused": 1, "valid rejected": 1, "invalid accepted": 1}
+    assert found["counts"] == {"pass": 2, "refused": 1, "valid rejected": 1, "invalid accepted": 1}
     assert list(found["refused"]) == [
         "_: uniqueItems: is enforced for a list of values, or at most one item; give items an enum, or leave uniqueItems out"
     ]
@@ -40,3 +42,18 @@ def test_outcomes_are_counted_and_kept(tmp_path: Path, capsys: pytest.CaptureFix
 def test_instances_are_written_in_declared_orders() -> None:
     orders = Orders({"properties": {"b": {"properties": {"y": {}, "x": {}}}, "a": {}}})
     assert orders.texts({"a": 1, "z": 0, "b": {"x": 1, "y": 2}})[0] == '{"b": {"y": 2, "x": 1}, "a": 1, "z": 0}'
+
+
+@pytest.mark.parametrize(
+    ("value", "accepted"),
+    [
+        ({"c": 1, "b": {"e": 1, "d": True}, "a": 2}, True),
+        ({"c": 1, "b": {"e": 1, "d": 0}, "a": 2}, False),
+        ({"c": 1, "a": 2, "x": [{"c": 1}]}, True),
+        ({"b": {"d": True}, "x": 1, "a": "no integer"}, False),
+    ],
+)
+def test_instance_is_accepted_if_one_order_of_its_properties_is(value: Any, accepted: bool) -> None:
+    schema = {"properties": {"a": {"type": "integer"}, "b": {"properties": {"d": {"type": "boolean"}, "e": {}}}, "c": {}}}
+    grammar = GrammarCompiler(BYTES, max_threads=1, isolation="none").compile(Constraint.json_schema(schema, objects="standard"))
+    assert Instance(grammar).is_accepted(value) is accepted

@@ -23,6 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent.parent))  # for tools
 import torch
 from tqdm import tqdm
 
+from tools.soak.process import share_one_heap
 from tools.soak.report import report, written
 from tools.soak.soak import Plan, Soak
 
@@ -48,13 +49,16 @@ def check(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace, stop: threading.Event) -> int:
     torch.set_num_threads(1)
+    share_one_heap()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     bar = tqdm(total=round(60 * options.minutes), unit="s", disable=not sys.stderr.isatty())
 
     def progress(soak: Soak) -> None:
         bar.n = min(round(soak.seconds), bar.total)
         resident = soak.samples[-1].resident_bytes
-        bar.set_postfix(jobs=sum(soak.by_kind.values()), problems=soak.num_problems, MiB=resident and resident >> 20)
+        bar.set_postfix(
+            jobs=sum(counts["jobs"] for counts in soak.by_kind.values()), problems=soak.num_problems, MiB=resident and resident >> 20
+        )
 
     soak = Soak(Plan(60 * options.minutes, options.seed), stop, device, progress)
     with bar:

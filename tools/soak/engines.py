@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from stepgraph import Engine, EngineConfig, Vocabulary
-from stepgraph.runtime.build import Drafter
+from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.models.draft_llama import DraftLlama
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import Llama

@@ -23,6 +23,7 @@ MOST_POINTS = 120  # kept of a figure over time
 SIGNIFICANT = 2.0
 ALLOWED: dict[str, tuple[float, float]] = {
     "resident_bytes": (4 * MIB, 0.0),
+    "heap_bytes": (4 * MIB, 0.0),
     "device_bytes": (2 * MIB, 0.01),
     "threads": (4, 0.1),
     "python_threads": (4, 0.1),
@@ -62,7 +63,7 @@ def report(soak: Soak, interrupted: bool = False) -> dict[str, Any]:
         "flat": not growing if trend_name else None,
         "reason": reason,
         "did": dict(sorted(soak.counts.items())),
-        "jobs": dict(sorted(soak.by_kind.items())),
+        "kinds": {name: dict(sorted(counts.items())) for name, counts in sorted(soak.by_kind.items())},
         "num_problems": soak.num_problems,
         "problems": soak.problems,
         "warm_after_seconds": soak.warm_at and round(soak.warm_at, 1),

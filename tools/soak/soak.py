@@ -51,7 +51,8 @@ class Soak:
         self.samples: list[Sample] = []
         self.problems: list[str] = []
         self.num_problems = 0
-        self.counts, self.by_kind = collections.Counter[str](), collections.Counter[str]()
+        self.counts = collections.Counter[str]()
+        self.by_kind = {kind.name: collections.Counter[str]() for kind in plan.kinds}
         self.warm_at: float | None = None  # seconds
         self._engines: dict[EngineKind, Engine] = {}
         self._kept = {kind: collections.deque[Answer](maxlen=KEPT_ANSWERS) for kind in plan.kinds}
@@ -62,6 +63,12 @@ class Soak:
     @property
     def seconds(self) -> float:
         return time.monotonic() - self._started
+
+    @property
+    def _settled_bytes(self) -> dict[str, int]:
+        """Memory after the last act; zero where the system does not report it."""
+        last = next((each for each in reversed(self.samples) if each.settled), None)
+        return {name: getattr(last, name, None) or 0 for name in ("resident_bytes", "heap_bytes")}
 
     @property
     def over(self) -> bool:
@@ -116,7 +123,13 @@ class Soak:
             self.num_problems += 1
             if len(self.problems) < MOST_PROBLEMS:
                 self.problems.append(f"{kind.name}, at {self.seconds:.0f} s: {problem}")
+        counts = self.by_kind[kind.name]
+        counts["acts"] += 1
+        counts["problems"] += len(problems)
+        warm, before = self.warm_at is not None, self._settled_bytes
         self._settled(checker)
+        for name, value in self._settled_bytes.items():
+            counts[f"{name} after warm-up"] += (value - before[name]) * warm
 
     def _perform(self, kind: EngineKind, checker: Checker, served: bool, abruptly: bool) -> list[str]:
         lasting = min(self._rng.uniform(*self.plan.act_seconds), max(0.2, self.plan.seconds - self.seconds))
@@ -130,7 +143,9 @@ class Soak:
         if not act.closed:
             problems += check_books(engine)
         self.counts += act.counts
-        self.by_kind[kind.name] += len(act.records)
+        counts = self.by_kind[kind.name]
+        counts["jobs"] += len(act.records)
+        counts["tokens"] += sum(len(record.job.tokens) for record in act.records)
         return problems
 
     def _renew(self, kind: EngineKind) -> None:

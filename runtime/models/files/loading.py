@@ -11,7 +11,7 @@ import torch
 
 from stepgraph.graphs.memory import check_memory
 from stepgraph.graphs.recording import LESS
-from stepgraph.runtime.build import AUTO, DRAFTER_NAMES, NONE, Drafter, check_config, checked_drafter, named_proposer, without_drafts
+from stepgraph.runtime.check_models import AUTO, DRAFTER_NAMES, NONE, Drafter, check_config, checked_drafter, named_proposer, without_drafts
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.demo.pair import DEMO, DRAFTS, head_path, path_of
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED, Checkpoint, open_checkpoint

@@ -136,11 +136,10 @@ class TokenTable:
         found, source = POINTER(c_int32)(), _Source(grammar_json, limits)
         _call(functions().stepgraph_automaton_compile, byref(source.struct), self.handle, byref(found))
         try:
-            image: Image = np.ctypeslib.as_array(found, (found[Field.SIZE],)).copy()
+            # np.ctypeslib.as_array would define an array type per length, and ctypes keeps every type that a pointer was made of
+            return np.frombuffer(ctypes.string_at(found, found[Field.SIZE] * ctypes.sizeof(c_int32)), np.int32)
         finally:
             functions().stepgraph_automaton_free_image(found)
-        image.setflags(write=False)
-        return image
 
 
 class ByteAutomaton:

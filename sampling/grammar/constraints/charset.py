@@ -123,4 +123,3 @@ def _code_range(piece: tuple[int, int]) -> str:
 
 EVERY = complement(())
 IN_JSON = complement(charset((0, 0x1F), '"\\'))  # characters of a JSON string that need no escape
-SPELLABLE = complement(charset((0, 7), "\v", (0x0E, 0x1F), "\x7f"))  # those that need no escape, or a backslash and one character

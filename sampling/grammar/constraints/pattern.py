@@ -13,8 +13,6 @@ from typing import NamedTuple, NoReturn
 
 from stepgraph.sampling.grammar.constraints.charset import (
     EVERY,
-    IN_JSON,
-    SPELLABLE,
     CharSet,
     charset,
     complement,
@@ -42,27 +40,20 @@ _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 
 class _Context(NamedTuple):
     where: str
-    alphabet: CharSet
     spell: Callable[[CharSet], str]
 
     def reject(self, piece: str, position: int, expected: str) -> NoReturn:
         raise ValueError(f"{self.where}: got {piece} at position {position}, expected {expected}")
 
 
-def pattern_to_ebnf(pattern: str, where: str, in_json: bool = False) -> str:
-    """The right-hand side of a rule for the texts that the pattern matches; ValueError for what cannot be enforced.
-
-    Inside a JSON string, `.` and `[^...]` exclude the characters that must be escaped there; a pattern that names one is an error.
-    """
-    return " ".join(_translated(pattern, _Context(where, IN_JSON if in_json else EVERY, readable_ebnf_class), "(", '""'))
+def pattern_to_ebnf(pattern: str, where: str) -> str:
+    """The right-hand side of a rule for the texts that the pattern matches; ValueError for what cannot be enforced."""
+    return " ".join(_translated(pattern, _Context(where, readable_ebnf_class), "(", '""'))
 
 
-def pattern_to_regex(pattern: str, where: str, in_json: bool = False) -> str:
-    """The same as a regular expression: every class is written with numbers, so that all regex engines read it alike.
-
-    Inside a JSON string, characters are excluded that need a numeric escape there.
-    """
-    return "".join(_translated(pattern, _Context(where, SPELLABLE if in_json else EVERY, regex_class), "(?:", ""))
+def pattern_to_regex(pattern: str, where: str) -> str:
+    """The same as a regular expression: every class is written with numbers, so that all regex engines read it alike."""
+    return "".join(_translated(pattern, _Context(where, regex_class), "(?:", ""))
 
 
 def _translated(pattern: str, context: _Context, opening: str, empty: str) -> list[str]:
@@ -113,9 +104,7 @@ def _atom(token: re.Match[str], context: _Context) -> str:
     if token["other"] and text in "[{\\":
         context.reject(text, start, "its end, or a backslash before it")
     chars = _read_set(text, start, context) if token["set"] else _DOT if text == "." else _read_item(text, start, context)
-    if not token["set"] and len(chars) == 1 and chars[0][0] == chars[0][1]:
-        _check_literal(chars, text, start, context)
-    chars = intersection(chars, context.alphabet)
+    chars = intersection(chars, EVERY)
     if not chars:
         context.reject(text[:40], start, "a class of at least one character")
     return context.spell(chars)
@@ -138,8 +127,6 @@ def _read_set(text: str, start: int, context: _Context) -> CharSet:
                 context.reject(f"{item}-{end}", at, "a range that ascends")
             chars.append((first[0][0], last[0][1]))
         else:
-            if not negated and item[1:] not in _SETS:
-                _check_literal(first, item, at, context)
             chars += first
         index += 3 if is_range else 1
     return complement(union(chars)) if negated else union(chars)
@@ -165,8 +152,3 @@ def _read_item(item: str, start: int, context: _Context) -> CharSet:
     if not intersection(((code, code),), EVERY):
         context.reject(item, start, "a Unicode character other than a surrogate; write \\u{...}")
     return ((code, code),)
-
-
-def _check_literal(chars: CharSet, text: str, start: int, context: _Context) -> None:
-    if not intersection(chars, context.alphabet):
-        context.reject(repr(text), start, "no character that JSON strings escape")

@@ -156,7 +156,9 @@ class Normaliser:
         if "if" in words_of and {"then", "else"} & words_of.keys():
             parts.append((f"{where}/if", self._conditional(node)))
         order = {keyword: index for index, keyword in enumerate(node.schema)}  # also that of the properties
-        found = self._met(sorted(parts, key=lambda part: order.get(part[0][len(where) + 1 :].strip(" /").partition("/")[0], 0)))
+        parts.sort(key=lambda part: order.get(part[0][len(where) + 1 :].strip(" /").partition("/")[0], 0))
+        parts.sort(key=_describes_no_property)
+        found = self._met(parts)
         for keyword in ("unevaluatedProperties", "unevaluatedItems"):
             if keyword in words_of:
                 found = self._without_unevaluated(found, expr(child(node, keyword)), keyword, bool(_IN_PLACE & words_of.keys()))
@@ -316,9 +318,11 @@ class Normaliser:
             else Keys(keys.names, TRUE if additional is None else additional, additional is None)
             for keys in classes
         )
-        required = frozenset((*given.get("required", ()), *self._required_children(node)))
+        required = dict.fromkeys((*given.get("required", ()), *self._required_children(node)))
         low, high = given.get("minProperties", 0), given.get("maxProperties")
-        return Object(tuple(declared.items()), required, others, low, high, "properties" in given, (), either(*evaluated))
+        found = Object(tuple(declared.items()), frozenset(required), others, low, high, "properties" in given, (), either(*evaluated))
+        undeclared = ((name, found.value(name)) for name in required if name not in declared)  # in their order
+        return replace(found, declared=(*found.declared, *undeclared))
 
     def _dependent(self, node: Node) -> Iterator[tuple[str, Form]]:
         """Properties that call for others, or for a schema of the whole object."""
@@ -360,6 +364,11 @@ class Normaliser:
     def _both_objects(self, left: Object, right: Object) -> Object | None:
         met = self.meet(replace(NOTHING_AT_ALL, objects=(left,)), replace(NOTHING_AT_ALL, objects=(right,)), "unevaluatedProperties")
         return met.objects[0] if met.objects else None
+
+
+def _describes_no_property(part: tuple[str, Form]) -> bool:
+    """Names that are only required come after those that are described."""
+    return not any(item.closable for item in part[1].objects)
 
 
 def _requiring(names: list[str]) -> Object:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from stepgraph.runtime import cli
-from stepgraph.runtime.commands import demo, doctor, terminal
+from stepgraph.runtime.commands import demo, doctor, serve, terminal
 from stepgraph.runtime.commands.flags import COMMANDS, STEP_EXAMPLE
 from stepgraph.runtime.commands.generate import constraint_of
 from stepgraph.runtime.text import TextCodec
@@ -89,6 +91,9 @@ def examples() -> Iterator[Any]:
 @pytest.mark.parametrize(("word", "example"), list(examples()))
 def test_examples_of_help_run(word: str, example: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     given, _, command = example.rpartition(" | ")
+    if word == "serve":  # a signal ends it
+        listening = serve.announce
+        monkeypatch.setattr(serve, "announce", lambda *given: (listening(*given), os.kill(os.getpid(), signal.SIGTERM)))
     if given:
         type_in(shlex.split(given)[1].encode(), monkeypatch)
     assert shlex.split(command)[:2] == ["stepgraph", word]

@@ -20,7 +20,7 @@ import torch
 
 from stepgraph import Constraint, Engine, EngineConfig, Job, Vocabulary
 from stepgraph.graphs import Backend, make_backend
-from stepgraph.runtime.build import Drafter
+from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice

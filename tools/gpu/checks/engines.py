@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from stepgraph import Constraint, Engine, EngineConfig, Job
-from stepgraph.runtime.build import Drafter
+from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.models.draft_llama import DraftLlama
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.mtp import Mtp

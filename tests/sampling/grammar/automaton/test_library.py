@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
 from dataclasses import asdict
@@ -10,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepgraph import Vocabulary
 from stepgraph.sampling.grammar import Constraint
+from stepgraph.sampling.grammar.automaton.grammar import token_table
 from stepgraph.sampling.grammar.automaton.library import ByteAutomaton, UnfitError, limits_of
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import parse
@@ -64,3 +67,16 @@ def test_what_is_not_regular_and_what_is_too_large_is_refused() -> None:
     last_letters, sevens = automaton(Constraint.regex("[ab]*a[ab]{7}")), automaton(Constraint.regex("([ab]{7})*"))
     with pytest.raises(UnfitError, match=r"automaton_states: .* at most 500"):
         last_letters & sevens
+
+
+def test_compiling_images_of_new_sizes_defines_no_types() -> None:
+    table = token_table(Vocabulary.printable(logits_width=128))
+
+    def num_types_after(lengths: range) -> int:
+        images = [table.compile(str(parse(Constraint.regex("a" * length), LIMITS).serialize_json()), BOUNDS) for length in lengths]
+        assert len({len(image) for image in images}) == len(lengths) and not any(image.flags.writeable for image in images)
+        gc.collect()
+        return sum(isinstance(item, type) for item in gc.get_objects())
+
+    before = num_types_after(range(1, 3))
+    assert num_types_after(range(3, 30)) == before

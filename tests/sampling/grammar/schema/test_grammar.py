@@ -299,6 +299,19 @@ def test_properties_in_any_order(backend: Any) -> None:
     assert not accepts(matcher, '{"b": 2, "b": 2}')
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"required": ["y", "x"], "properties": {"a": {}}},
+        {"dependencies": {"y": ["x"]}, "properties": {"a": {}}, "required": ["y"]},
+        {"anyOf": [{"required": ["y", "x"]}, {"required": ["y"], "maxProperties": 2}], "properties": {"a": {}}},
+    ],
+)
+def test_required_names_follow_described_ones_in_their_order(schema: Any) -> None:
+    assert accepts(matcher_of(schema), '{"a": 1, "y": 2, "x": 3}')
+    assert not accepts(matcher_of(schema), '{"y": 2, "x": 3, "a": 1}')
+
+
 def test_many_properties_in_any_order_are_refused() -> None:
     schema: dict[str, object] = {"items": {"properties": {f"p{index}": {} for index in range(9)}}}
     with pytest.raises(ValueError, match="#/items: properties: got 9, expected at most 8 with property_order='any'"):

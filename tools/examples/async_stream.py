@@ -1,4 +1,4 @@
-"""Streams on one event loop: one is left early, one is cancelled by a timeout. `python tools/serve/examples/async_stream.py`"""
+"""Streams on one event loop: one is left early, one is cancelled by a timeout. `python tools/examples/async_stream.py`"""
 
 from __future__ import annotations
 

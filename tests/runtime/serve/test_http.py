@@ -1,4 +1,4 @@
-"""The example server: arbitrary bytes, arbitrary JSON, slow clients, too many clients."""
+"""The server: arbitrary bytes, arbitrary JSON, slow clients, too many clients."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.running_server import ASK, FLAGS, ON, SECONDS, Running, running
+from stepgraph.runtime.serve.http import Bounds
+from tests.helpers.running_server import ASK, ON, SECONDS, Running, engine_of, running
 from tests.sampling.grammar.compile.test_compiler import waited
-from tools.serve.http import Bounds
-from tools.serve_example import open_engine, parse
 
 BOUNDS = Bounds(head_bytes=4096, body_bytes=100_000)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    engine, codec = open_engine(parse(FLAGS))
-    with engine, running(engine, codec, BOUNDS) as found:
+    engine = engine_of()
+    with engine, running(engine, BOUNDS) as found:
         yield found
 
 
@@ -125,8 +124,8 @@ def test_arbitrary_json_gets_an_answer_or_a_refusal(server: Running, path: str, 
 
 
 def test_slow_clients_are_disconnected() -> None:
-    engine, codec = open_engine(parse(FLAGS))
-    with engine, running(engine, codec, Bounds(idle_seconds=1, read_seconds=0.01, write_seconds=0.2)) as strict:
+    engine = engine_of()
+    with engine, running(engine, Bounds(idle_seconds=1, read_seconds=0.01, write_seconds=0.2)) as strict:
         assert strict.send(end=False) == b"", "a connection without a request"
         assert strict.send(b"GET /he", end=False) == b"", "a head that does not end"
         assert strict.statuses(POST + b"Connection: close\r\nContent-Length: 9\r\n\r\n{", end=False) == [408]
@@ -139,9 +138,9 @@ def test_slow_clients_are_disconnected() -> None:
 
 
 def test_connections_above_the_limit_are_closed() -> None:
-    engine, codec = open_engine(parse(FLAGS))
+    engine = engine_of()
     health = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-    with engine, running(engine, codec, Bounds(connections=1)) as strict:
+    with engine, running(engine, Bounds(connections=1)) as strict:
         with socket.create_connection(("127.0.0.1", strict.port), timeout=SECONDS) as wire:
             wire.sendall(health)
             assert wire.recv(100).startswith(b"HTTP/1.1 200 ")

@@ -1,4 +1,4 @@
-"""The example server with the demonstration's model pair and OpenAI's client. Run by `make models`."""
+"""The server with the demonstration's model pair and OpenAI's client. Run by `make models`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import openai
 import pydantic
 import pytest
 
-from tests.helpers.running_server import SECONDS, Running, running
+from stepgraph.runtime.serve.http import Bounds
+from tests.helpers.running_server import SECONDS, Running, engine_of, running
 from tests.sampling.grammar.compile.test_compiler import waited
-from tools.serve.http import Bounds
-from tools.serve_example import open_engine, parse
 
 pytestmark = pytest.mark.models
 SCHEMA: dict[str, Any] = {
@@ -46,12 +45,12 @@ class Person(pydantic.BaseModel):
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     try:
-        engine, codec = open_engine(parse(["demo", "-k", "7", "--max-rows", "2", "--max-length", "1024"]))
+        engine = engine_of(["serve", "demo", "-k", "7", "--max-rows", "2", "--max-length", "1024"])
     except ValueError as error:
         pytest.skip(f"{error}: make models")
     with engine:
         engine.capture()
-        with running(engine, codec, Bounds()) as found:
+        with running(engine, Bounds()) as found:
             yield found
 
 

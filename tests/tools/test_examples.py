@@ -8,7 +8,7 @@ import re
 import pytest
 
 from stepgraph import FinishReason, Vocabulary
-from tools.serve.examples import async_stream, sync_loop
+from tools.examples import async_stream, sync_loop
 
 
 def test_the_synchronous_loop(capsys: pytest.CaptureFixture[str]) -> None:

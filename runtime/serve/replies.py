@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from stepgraph import FinishReason, Job, StepEvent, TokenLogprob
+from stepgraph.runtime.request import FinishReason, Job, StepEvent, TokenLogprob
+from stepgraph.runtime.serve.fields import GenerationRequest
+from stepgraph.runtime.serve.reasoning import ReasoningSplitter
+from stepgraph.runtime.serve.tools import CLOSING, OPENING, parse_call
 from stepgraph.runtime.text import TextCodec
-from tools.serve.fields import GenerationRequest
-from tools.serve.tools import CLOSING, OPENING, parse_call
 
-Delta = dict[str, Any]  # content: some text, or tool_calls: whole calls
+Delta = dict[str, Any]  # content or reasoning_content: some text, or tool_calls: whole calls
 
 
 class Splitter:
@@ -57,36 +57,63 @@ class Splitter:
 class Reply:
     """One answer: turns step events into deltas."""
 
-    def __init__(self, request: GenerationRequest, codec: TextCodec, answer_id: str) -> None:
-        self._request, self._codec, self._answer_id = request, codec, answer_id
+    def __init__(self, request: GenerationRequest, codec: TextCodec, answer_id: str, index: int) -> None:
+        self.request, self.index, self._codec, self._answer_id = request, index, codec, answer_id
+        self.job: Job | None = None  # once it is submitted
         self._text = codec.stream()
         tools = request.tools if request.tools is not None and request.tools.callable else None
         self._is_call = tools is not None and tools.required  # the whole answer is one call
+        self._parallel = tools is None or tools.parallel
         self._splitter = Splitter(() if self._is_call else request.stops, tools is not None and not self._is_call)
+        self._reasoning = ReasoningSplitter(request.reasoning)
+        self.ids: list[int] = []
+        self.reasoning_tokens = 0
         self._call_text = ""  # of an answer that is one call
-        self._calls = self.tokens = 0
-        self.created = int(time.time())
+        self._calls = 0
         self._logprobs: list[tuple[int, TokenLogprob]] = []  # of tokens that no delta has reported yet
 
     @property
     def stopped(self) -> bool:
-        """At a stop text."""
-        return self._splitter.stopped
+        """At a stop text, or after the only call that is allowed."""
+        return self._splitter.stopped or (self._calls > 0 and not self._parallel)
 
     def push(self, event: StepEvent) -> list[Delta]:
         deltas: list[Delta] = []
         for index, token in enumerate(event.tokens):
-            self.tokens += 1
+            if self.over_budget:
+                break
+            self.ids.append(token)
             if event.logprobs:
                 self._logprobs.append((token, event.logprobs[index]))
             deltas += self._deltas(self._text.push([token]))
+            self.reasoning_tokens += self._reasoning.inside
             if self.stopped:
                 break
         return _merged(deltas)
 
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def over_budget(self) -> bool:
+        """Whether the reasoning has to be closed."""
+        reasoning = self.request.reasoning
+        budget = reasoning.budget if reasoning is not None else None
+        return budget is not None and self._reasoning.inside and self.reasoning_tokens >= budget
+
+    def close_reasoning(self) -> list[Delta]:
+        """Go on as if the model had closed its reasoning."""
+        assert self.request.reasoning is not None
+        self.ids += self.request.reasoning.closing_ids
+        return _merged(self._deltas(self._text.push(self.request.reasoning.closing_ids)))
+
     def finish(self) -> list[Delta]:
         """The deltas that were held back until the end."""
-        deltas = [] if self.stopped else self._deltas(self._text.finish())
+        if self.stopped:
+            return []
+        deltas = self._deltas(self._text.finish())
+        deltas += [delta for part in self._reasoning.finish() for delta in self._part(*part)]
         rest = self._splitter.finish()
         if self._is_call:
             try:
@@ -95,28 +122,20 @@ class Reply:
                 rest = self._call_text
         return _merged([*deltas, *([{"content": rest}] if rest else [])])
 
-    def reason(self, job: Job) -> str:
-        if job.finish_reason == FinishReason.LENGTH and not self.stopped:
+    @property
+    def reason(self) -> str:
+        if self.job is not None and self.job.finish_reason == FinishReason.LENGTH and not self.stopped:
             return "length"
-        return "tool_calls" if self._calls and not self.stopped else "stop"
-
-    def usage(self, job: Job) -> dict[str, Any]:
-        prompt = len(job.prompt_ids)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": self.tokens,
-            "total_tokens": prompt + self.tokens,
-            "prompt_tokens_details": {"cached_tokens": job.num_cached_tokens},
-        }
+        return "tool_calls" if self._calls and not self._splitter.stopped else "stop"
 
     def take_logprobs(self, offset: int = 0) -> dict[str, Any] | None:
         """Of the tokens since the last call, in the form of the endpoint. offset: characters of the answer sent before them."""
-        if not self._request.logprobs:
+        if not self.request.logprobs:
             return None
         taken, self._logprobs = self._logprobs, []
         pieces = [self._codec.vocabulary.decode([token]) for token, _ in taken]
         texts, values = [piece.decode("utf-8", "replace") for piece in pieces], [logprob.raw for _, logprob in taken]
-        if not self._request.chat:
+        if not self.request.chat:
             offsets = [offset + sum(map(len, texts[:index])) for index in range(len(texts))]
             return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
         content = [
@@ -126,6 +145,11 @@ class Reply:
         return {"content": content, "refusal": None}
 
     def _deltas(self, text: str) -> list[Delta]:
+        return [delta for part in self._reasoning.push(text) for delta in self._part(*part)]
+
+    def _part(self, reasoning: bool, text: str) -> list[Delta]:
+        if reasoning:
+            return [{"reasoning_content": text}]
         if self._is_call:
             self._call_text += text
             return []
@@ -138,11 +162,11 @@ class Reply:
 
 
 def _merged(deltas: Sequence[Delta]) -> list[Delta]:
-    """With adjacent texts as one."""
+    """With adjacent texts of a kind as one."""
     merged: list[Delta] = []
     for delta in deltas:
-        if merged and delta.keys() == merged[-1].keys() == {"content"}:
-            merged[-1] = {"content": merged[-1]["content"] + delta["content"]}
+        if merged and delta.keys() == merged[-1].keys() and "tool_calls" not in delta:
+            merged[-1] = {kind: merged[-1][kind] + text for kind, text in delta.items()}
         else:
             merged.append(delta)
     return merged
@@ -153,4 +177,18 @@ def whole_message(deltas: Sequence[Delta]) -> dict[str, Any]:
     content = "".join(delta.get("content", "") for delta in deltas)
     calls = [{key: value for key, value in call.items() if key != "index"} for delta in deltas for call in delta.get("tool_calls", ())]
     message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+    if reasoning := "".join(delta.get("reasoning_content", "") for delta in deltas):
+        message["reasoning_content"] = reasoning
     return {**message, "tool_calls": calls} if calls else message
+
+
+def usage_of(replies: Sequence[Reply]) -> dict[str, Any]:
+    """Of all choices together; they share a prompt."""
+    prompt, completion = len(replies[0].request.prompt_ids), sum(reply.tokens for reply in replies)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "completion_tokens_details": {"reasoning_tokens": sum(reply.reasoning_tokens for reply in replies)},
+        "prompt_tokens_details": {"cached_tokens": replies[0].job.num_cached_tokens if replies[0].job else 0},
+    }

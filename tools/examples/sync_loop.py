@@ -1,4 +1,4 @@
-"""A serving loop in one thread: admit, step, tell. `python tools/serve/examples/sync_loop.py`
+"""A serving loop in one thread: admit, step, tell. `python tools/examples/sync_loop.py`
 
 Requests come from another thread, as they would from a socket; the loop sleeps while there is nothing to do.
 """

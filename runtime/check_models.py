@@ -1,0 +1,152 @@
+"""The arguments of Engine() -> its models, drafter and config. All are checked before memory is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.model import DraftModel, ModelPair, TargetModel
+from stepgraph.graphs.proposer import Proposer
+from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.host_drafts import DraftFunction, FunctionProposer
+from stepgraph.runtime.models.forced import ForcedDrafts
+from stepgraph.runtime.models.ngram import NgramLookup
+from stepgraph.sampling.fields import check_members, clip_repr
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
+
+AUTO, FORCED, NGRAM, NONE = "auto", "forced", "ngram", "none"
+DRAFTER_NAMES = (AUTO, FORCED, NGRAM, NONE)
+Drafter = DraftModel | Proposer | DraftFunction
+
+
+def resolve_drafter(target: TargetModel, draft: Drafter | str | None, config: EngineConfig) -> tuple[ModelPair, EngineConfig]:
+    """The models of an engine, and its config, with zero drafts if there is no drafter."""
+    check_config(config)
+    if isinstance(config.draft_length, int):
+        config = replace(config, num_speculative_tokens=config.draft_length)
+    if draft is None or draft == NONE:
+        config = without_drafts(config)
+    drafter = checked_drafter(named_proposer(draft) if isinstance(draft, str) else draft, config)
+    if not config.num_speculative_tokens or drafter is None:
+        return ModelPair(target, None), config
+    if isinstance(drafter, Proposer):
+        return ModelPair(target, None, drafter), config
+    if isinstance(drafter, ForcedDrafts):
+        drafter.to(next(iter(devices_of(target)), torch.device("cpu")))
+    look_up = NgramLookup(min_ngram=config.look_up, why="beside the draft model") if config.look_up else None
+    return ModelPair(target, drafter, look_up=look_up), config
+
+
+def check_config(config: object) -> None:
+    """ValueError unless `config` is an EngineConfig or None."""
+    if config is not None and not isinstance(config, EngineConfig):
+        raise ValueError(f"Engine.config: got {type(config).__name__}, expected an EngineConfig")
+
+
+def checked_drafter(draft: Drafter | None, config: EngineConfig) -> DraftModel | Proposer | None:
+    """The drafter, a function wrapped as a proposer. ValueError if it does not fit the config, or is missing."""
+    if isinstance(draft, ForcedDrafts) and not config.draft_masks:
+        raise ValueError(f"Engine.draft: got {FORCED!r} with draft_masks=False, expected draft_masks=True: masks are its only source")
+    if draft is not None and not isinstance(draft, Proposer) and not hasattr(draft, "forward"):
+        draft = _function_proposer(draft, config)
+    if draft is not None and not isinstance(draft, Proposer):
+        check_members("Engine.draft", draft, DraftModel)
+    if config.look_up and isinstance(draft, (Proposer, ForcedDrafts)):
+        raise ValueError(
+            f"EngineConfig.look_up: got {config.look_up} with the drafter {type(draft).__name__}, expected 0: "
+            "it needs a draft model; draft='ngram' looks up without one"
+        )
+    return cast("DraftModel | Proposer | None", draft)
+
+
+def named_proposer(name: str, reason: str = "") -> Proposer | ForcedDrafts | None:
+    """The drafter for one of DRAFTER_NAMES. reason: why "auto" is the look-up, for the capture report."""
+    if name not in DRAFTER_NAMES:
+        names = ", ".join(map(repr, DRAFTER_NAMES))
+        raise ValueError(f"Engine.draft: got {clip_repr(name)}, expected a draft model, a proposer, a function, or one of {names}")
+    if name == NONE:
+        return None
+    if name == FORCED:
+        return ForcedDrafts()
+    return NgramLookup(why=reason or AUTO if name == AUTO else "")
+
+
+def without_drafts(config: EngineConfig | None) -> EngineConfig:
+    return replace(config or EngineConfig(), num_speculative_tokens=0, draft_length=0)
+
+
+def check_models(models: ModelPair, backend: Backend, limits: Limits) -> None:
+    """ValueError for tensors on another device, and for active dropout: a CUDA graph would freeze it, and the tape cannot record it. Of a
+    draft also for flags that are no bool, and for a cache if it stays at one position."""
+    for name, model in (("target", models.target), ("draft", models.drafter)):
+        wrong = [device for device in devices_of(model) if device != backend.device]
+        if wrong:
+            raise ValueError(
+                f"Engine.{name}: got tensors on {wrong[0]}, expected {backend.device}, the device of the {backend.name} backend"
+            )
+        modules: Iterable[tuple[str, nn.Module]] = model.named_modules() if isinstance(model, nn.Module) else ()
+        for inner, module in modules:
+            if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+                raise ValueError(f"Engine.{name}: {inner or type(module).__name__} is dropout in training mode; call .eval() first")
+    draft = models.draft
+    for name in ("advances", "shares_embeddings"):
+        value = getattr(draft, name, True)
+        if not isinstance(value, bool):
+            raise ValueError(f"Engine.draft.{name}: got {clip_repr(value)}, expected True or False")
+    if draft is not None and not getattr(draft, "advances", True) and (specs := draft.cache_specs(limits)):
+        names, reason = ", ".join(spec.name for spec in specs), "drafts would overwrite the entry of the text's last token"
+        raise ValueError(f"Engine.draft.cache_specs: got {names} with advances = False, expected none: {reason}")
+
+
+def checked_vocabulary_size(models: ModelPair, vocabulary: Vocabulary | None) -> int:
+    """The number of tokens. ValueError unless the draft has the target's vocabulary, or maps its own to it by d2t."""
+    target, draft = models.target, models.draft
+    if vocabulary is not None and vocabulary.logits_width != target.vocab_size:
+        expected = f"the target's vocab_size {target.vocab_size}"
+        raise ValueError(f"Engine.vocabulary: its logits_width is {vocabulary.logits_width}, expected {expected}")
+    num_tokens = len(vocabulary.tokens) if vocabulary else target.vocab_size
+    if draft is None:
+        return num_tokens
+    if draft.d2t is None:
+        if draft.vocab_size != target.vocab_size:
+            expected = f"the target's {target.vocab_size}, or a d2t that maps the draft's tokens to the target's"
+            raise ValueError(f"Engine.draft: its vocab_size is {draft.vocab_size}, expected {expected}")
+        return num_tokens
+    ids = draft.d2t.tolist()
+    if len(ids) != draft.vocab_size or draft.d2t.dtype != torch.int64:
+        raise ValueError(f"Engine.draft.d2t: got {len(ids)} entries of {draft.d2t.dtype}, expected {draft.vocab_size} of torch.int64")
+    if len(set(ids)) != len(ids) or not all(0 <= token < num_tokens for token in ids):
+        expected = f"distinct ids from 0 to {num_tokens - 1}"
+        raise ValueError(f"Engine.draft.d2t: got repeated ids or ids beyond the vocabulary, expected {expected}")
+    return num_tokens
+
+
+def forces_drafts(config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None) -> bool:
+    """Whether grammars propose forced drafts. Each mask must then be filled before its draft is chosen."""
+    if not config.draft_masks or models.drafter is None or vocabulary is None or isinstance(models.proposer, FunctionProposer):
+        return False
+    default = models.proposer is not None
+    return (default if config.forced_drafts is None else config.forced_drafts) or isinstance(models.draft, ForcedDrafts)
+
+
+def _function_proposer(function: DraftFunction, config: EngineConfig) -> FunctionProposer:
+    if not callable(function):
+        raise ValueError(f"Engine.draft: got {type(function).__name__}, expected a draft model, a proposer, a function or a name")
+    if config.num_speculative_tokens and config.rounds_in_flight != 1:
+        expected = "expected rounds_in_flight=1: the function needs the tokens of all earlier rounds"
+        raise ValueError(f"Engine.draft: got a function with rounds_in_flight={config.rounds_in_flight}, {expected}")
+    if config.num_speculative_tokens and config.forced_drafts:
+        expected = "expected forced_drafts=False: the function supplies whole chains between rounds"
+        raise ValueError(f"Engine.draft: got a function with forced_drafts=True, {expected}")
+    return FunctionProposer(function)
+
+
+def devices_of(model: object) -> list[torch.device]:
+    return [tensor.device for tensor in (*model.parameters(), *model.buffers())] if isinstance(model, nn.Module) else []

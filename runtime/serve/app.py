@@ -1,0 +1,308 @@
+"""The endpoints of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import socket
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from stepgraph.runtime.aio import AsyncEngine, JobStream
+from stepgraph.runtime.metrics import CONTENT_TYPE
+from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
+from stepgraph.runtime.request_queue import QueueFullError
+from stepgraph.runtime.serve.fields import GenerationRequest, parse_request, runtime_refusal
+from stepgraph.runtime.serve.gate import Gate, Ticket
+from stepgraph.runtime.serve.http import (
+    Bounds,
+    EventStream,
+    HttpError,
+    Server,
+    dumped,
+    error_response,
+    json_response,
+    read_json,
+    server_config,
+    until_disconnect,
+)
+from stepgraph.runtime.serve.replies import Delta, Reply, usage_of, whole_message
+
+LOG = logging.getLogger("stepgraph.serve")  # one JSON object per request; never prompts, texts or keys
+
+
+class App:
+    """Endpoints around one engine; `asgi` is the ASGI application. keys: accepted API keys; none: no key is required."""
+
+    def __init__(self, serving: AsyncEngine, model: str, bounds: Bounds, keys: Sequence[str] = ()) -> None:
+        self._serving, self._codec, self._model, self._bounds = serving, serving.engine.tokenizer, model, bounds
+        self._keys = {hashlib.sha256(key.encode()).hexdigest() for key in keys}  # looked up by hash: no timing of a comparison
+        rows = serving.engine.config.max_rows
+        self._gate = Gate(rows + max(1, rows // 4), bounds.waiting)  # some wait in the engine, for the next free row
+        self._opened = int(time.time())
+        self.leaving = False
+        routes = [
+            Route("/v1/chat/completions", self._generate, methods=["POST"]),
+            Route("/v1/completions", self._generate, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._one_model),
+            Route("/health", self._health),
+            Route("/metrics", self._metrics),
+        ]
+        self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: error_response, Exception: error_response})
+        self.asgi.router.redirect_slashes = False
+
+    async def serve(self, listener: socket.socket, soon: asyncio.Event, at_once: asyncio.Event, grace: float) -> None:
+        """Serve until `soon` is set; let answers end for `grace` seconds or until `at_once` is set, then cancel their jobs."""
+        server = Server(server_config(self.asgi, self._bounds))
+        serving, cut = asyncio.ensure_future(server.serve([listener])), asyncio.ensure_future(at_once.wait())
+        await soon.wait()
+        self.leaving = server.should_exit = True
+        await asyncio.wait({serving, cut}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+        cut.cancel()
+        await self._serving.close(drain=False)  # answers in progress end with an error
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(serving, 1.0)  # a client that does not read is not waited for
+
+    async def _metrics(self, request: Request) -> Response:
+        engine = await asyncio.to_thread(self._serving.engine.metrics)
+        name = "stepgraph_http_waiting"
+        waiting = f"# HELP {name} Answers that wait to be submitted.\n# TYPE {name} gauge\n{name} {self._gate.waiting}\n"
+        return Response(engine + waiting, media_type=CONTENT_TYPE)
+
+    async def _health(self, request: Request) -> Response:
+        if self._serving.failure is None and not self.leaving:
+            return json_response({"status": "ok"})
+        return json_response({"status": str(self._serving.failure or "shutting down")}, 503)
+
+    async def _models(self, request: Request) -> Response:
+        self._authorize(request)
+        return json_response({"object": "list", "data": [self._card]})
+
+    async def _one_model(self, request: Request) -> Response:
+        self._authorize(request)
+        name = request.path_params["name"]
+        if name != self._model:
+            raise HttpError(404, f"model: got {name[:60]!r}, expected {self._model!r}", "model", "model_not_found")
+        return json_response(self._card)
+
+    @property
+    def _card(self) -> dict[str, Any]:
+        return {"id": self._model, "object": "model", "created": self._opened, "owned_by": "stepgraph"}
+
+    def _authorize(self, request: Request) -> str:
+        """The hash of the caller's key; empty if none is required. HttpError for a wrong key."""
+        if not self._keys:
+            return ""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        found = hashlib.sha256(key.strip().encode()).hexdigest()
+        if scheme.lower() != "bearer" or found not in self._keys:
+            raise HttpError(401, "Authorization: expected `Bearer` and an API key of this server", code="invalid_api_key")
+        return found
+
+    async def _generate(self, request: Request) -> ASGIApp:
+        started, key = time.perf_counter(), self._authorize(request)
+        body = await read_json(request, self._bounds)
+        chat = request.scope["path"] == "/v1/chat/completions"
+        parsed = parse_request(body, chat, self._codec, self._model, self._serving.engine.limits.max_length)
+        parsed.options["cache_salt"] = key  # callers with different keys share no cached prefixes
+        if self.leaving:
+            raise HttpError(503, "the server is shutting down")
+        try:
+            tickets = self._gate.tickets(parsed.n, parsed.priority)
+        except QueueFullError as error:
+            raise HttpError(429, str(error), code="rate_limit_exceeded") from None
+        answer_id = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
+        replies = [Reply(parsed, self._codec, f"{answer_id[-12:]}_{index}", index) for index in range(parsed.n)]
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            envelope = self._envelope(parsed, answer_id)
+            events = EventStream(send)
+            if parsed.stream:
+                answering = self._stream(events, parsed, envelope, replies, tickets)
+            else:
+                answering = self._whole(scope, receive, send, parsed, envelope, replies, tickets)
+            status: int | str = "disconnected"
+            try:
+                if await until_disconnect(receive, answering, self._bounds.answer_seconds):
+                    status = 200
+            except asyncio.TimeoutError:
+                error = HttpError(504, f"the answer is not complete after {self._bounds.answer_seconds:g} seconds")
+                status = error.status_code
+                if not events.started:
+                    raise error from None
+                await events.event(dumped(error.body))
+                await events.end()
+            except HttpError as error:
+                status = error.status_code
+                raise
+            finally:
+                for ticket in tickets:
+                    self._gate.leave(ticket)
+                self._log(parsed, answer_id, replies, status, time.perf_counter() - started, key)
+
+        return answer
+
+    async def _whole(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        request: GenerationRequest,
+        envelope: dict[str, Any],
+        replies: Sequence[Reply],
+        tickets: Sequence[Ticket],
+    ) -> None:
+        deltas: list[list[Delta]] = [[] for _ in replies]
+        async with contextlib.aclosing(self._deltas(replies, tickets)) as found:
+            async for reply, delta in found:
+                deltas[reply.index] += [delta] if delta is not None else []
+        choices = []
+        for reply in replies:
+            message = whole_message(deltas[reply.index])
+            choice = {"index": reply.index, "logprobs": reply.take_logprobs(), "finish_reason": reply.reason}
+            choices.append(choice | ({"message": message} if request.chat else {"text": message["content"]}))
+        await json_response(envelope | {"choices": choices, "usage": usage_of(replies)})(scope, receive, send)
+
+    async def _stream(
+        self, events: EventStream, request: GenerationRequest, envelope: dict[str, Any], replies: Sequence[Reply], tickets: Sequence[Ticket]
+    ) -> None:
+        offsets, begun = [0] * len(replies), set[int]()  # characters sent so far, and choices that have begun
+
+        async def send(reply: Reply, delta: Delta, reason: str | None) -> None:
+            choice: dict[str, Any] = {"index": reply.index, "logprobs": reply.take_logprobs(offsets[reply.index]), "finish_reason": reason}
+            if reply.index not in begun:
+                begun.add(reply.index)
+                delta = {"role": "assistant", **(delta or {"content": ""})}
+            choice |= {"delta": delta} if request.chat else {"text": delta.get("content", "")}
+            offsets[reply.index] += len(delta.get("content", ""))
+            await events.event(dumped(envelope | {"choices": [choice]}))
+
+        try:
+            async with contextlib.aclosing(self._deltas(replies, tickets)) as deltas:
+                async for reply, delta in deltas:
+                    await send(reply, delta or {}, None if delta is not None else reply.reason)
+        except HttpError as error:
+            if not events.started:
+                raise
+            await events.event(dumped(error.body))
+        else:
+            if request.include_usage:
+                await events.event(dumped(envelope | {"choices": [], "usage": usage_of(replies)}))
+            await events.event("[DONE]")
+        await events.end()
+
+    async def _deltas(self, replies: Sequence[Reply], tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[Reply, Delta | None], None]:
+        """Deltas of all choices as they arrive, then None for each choice. HttpError if one fails."""
+        found: asyncio.Queue[tuple[Reply, Delta | HttpError | None]] = asyncio.Queue(2 * len(replies))  # so a slow client delays reading
+
+        async def read(reply: Reply, ticket: Ticket) -> None:
+            end: HttpError | None = None
+            try:
+                await asyncio.shield(ticket.entered)  # a cancelled reader must not end the ticket
+                async with contextlib.aclosing(self._answer(reply)) as deltas:
+                    async for delta in deltas:
+                        await found.put((reply, delta))
+            except HttpError as error:
+                end = error
+            except Exception as error:  # a fault of the server
+                LOG.exception("an answer failed")
+                end = HttpError(500, f"{type(error).__name__}: {error}")
+            self._gate.leave(ticket)
+            await found.put((reply, end))
+
+        readers = [asyncio.ensure_future(read(*pair)) for pair in zip(replies, tickets, strict=True)]
+        running = len(replies)
+        try:
+            while running:
+                reply, delta = await found.get()
+                if isinstance(delta, HttpError):
+                    raise delta
+                running -= delta is None
+                yield reply, delta
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    async def _answer(self, reply: Reply) -> AsyncGenerator[Delta, None]:
+        """Deltas of one choice until the end or a stop text; HttpError where the job failed."""
+        request = reply.request
+        while True:
+            stream = self._submit(request.prompt_ids + reply.ids, reply)
+            try:
+                async for event in stream:
+                    for delta in reply.push(event):
+                        yield delta
+                    self._check_end(reply, stream.job, event)
+                    if reply.stopped or reply.over_budget:
+                        break
+            finally:  # at a stop text, or when the client disconnected; does not wait until the step in progress has ended
+                self._serving.engine.cancel(stream.job)
+            room = request.options["max_new_tokens"] - reply.tokens - len(request.reasoning.closing_ids if request.reasoning else ())
+            if not reply.over_budget or room < 1:
+                break
+            for delta in reply.close_reasoning():
+                yield delta
+        for delta in reply.finish():
+            yield delta
+
+    def _submit(self, prompt_ids: list[int], reply: Reply) -> JobStream:
+        """Submit a choice, or its rest after reasoning that was closed. HttpError if that is refused."""
+        request = reply.request
+        try:
+            stream = self._serving.generate(prompt_ids, **request.options_of(reply.index, reply.tokens))
+        except ValueError as error:
+            raise runtime_refusal(error, "messages" if request.chat else "prompt", request.constraint_field) from None
+        except QueueFullError as error:
+            raise HttpError(429, str(error), code="rate_limit_exceeded") from None
+        except EngineClosedError as error:
+            raise HttpError(503, str(error)) from None
+        reply.job = stream.job
+        return stream
+
+    def _check_end(self, reply: Reply, job: Job, event: StepEvent) -> None:
+        if event.finish_reason == FinishReason.CANCELLED:
+            raise HttpError(503, "the server is shutting down")
+        if event.finish_reason == FinishReason.DEAD_END:
+            raise HttpError(500, "no token may follow: the constraint and the sampling fields together exclude every one")
+        if event.finish_reason == FinishReason.ERROR:
+            refused = job.constraint is not None and not job.rounds and self._serving.failure is None
+            if refused:
+                raise runtime_refusal(str(event.error), constraint_field=reply.request.constraint_field)
+            raise HttpError(500, str(event.error))
+
+    def _envelope(self, request: GenerationRequest, answer_id: str) -> dict[str, Any]:
+        kind = ("chat.completion" + (".chunk" if request.stream else "")) if request.chat else "text_completion"
+        return {"id": answer_id, "object": kind, "created": int(time.time()), "model": self._model}
+
+    def _log(
+        self, request: GenerationRequest, answer_id: str, replies: Sequence[Reply], status: int | str, seconds: float, key: str
+    ) -> None:
+        jobs = [reply.job for reply in replies if reply.job is not None]
+        first = [job.first_token_seconds for job in jobs if job.first_token_seconds is not None]
+        line = {
+            "time": round(time.time(), 3),
+            "id": answer_id,
+            "status": status,
+            "stream": request.stream,
+            "prompt_tokens": len(request.prompt_ids),
+            "completion_tokens": sum(reply.tokens for reply in replies),
+            "finish_reasons": [str(job.finish_reason) for job in jobs],
+            "first_token_seconds": round(min(first), 4) if first else None,
+            "seconds": round(seconds, 4),
+            "key": key[:8],  # of its hash
+        }
+        LOG.info(json.dumps(line))

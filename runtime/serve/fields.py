@@ -1,0 +1,305 @@
+"""OpenAI's request bodies: supported fields are passed to the runtime, values without effect are accepted, the rest is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from stepgraph.runtime.serve.http import HttpError
+from stepgraph.runtime.serve.reasoning import CLOSING, Reasoning, reasoning_of
+from stepgraph.runtime.serve.tools import ToolUse, tool_use
+from stepgraph.runtime.text import TextCodec
+from stepgraph.sampling.fields import is_int
+from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.params import SamplingParams
+
+_SAMPLING = {  # field of the request: field of SamplingParams; from top_k on they are vLLM's extensions
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "seed": "seed",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "min_tokens": "min_new_tokens",
+    "ignore_eos": "ignore_eos",
+    "stop_token_ids": "stop_token_ids",
+}
+_BOTH = {*_SAMPLING, "model", "n", "stream", "stream_options", "max_tokens", "stop", "logit_bias", "logprobs", "response_format"}
+_BOTH |= {"priority"}
+_CHAT = {*_BOTH, "messages", "max_completion_tokens", "tools", "tool_choice"}
+_COMPLETION = {*_BOTH, "prompt", "best_of"}
+_CHAT |= {"parallel_tool_calls", "reasoning_effort", "thinking_token_budget", "chat_template_kwargs"}
+_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_NOTES = {"user": str, "safety_identifier": str, "prompt_cache_key": str, "metadata": dict}  # for the caller's records; not read here
+_NO_EFFECT: dict[str, tuple[Any, ...]] = {  # fields that are accepted with these values only
+    "echo": (False,),
+    "store": (False,),
+    "top_logprobs": (0,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+}
+_REQUEST_FIELDS = {runtime: field for field, runtime in _SAMPLING.items()}
+MAX_STOPS = 4
+MAX_CHOICES = 16
+MAX_PRIORITY = 1000
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A request body, checked as far as possible without the engine."""
+
+    chat: bool
+    prompt_ids: list[int]
+    options: dict[str, Any]  # arguments of Engine.submit
+    stops: tuple[str, ...]
+    stream: bool
+    include_usage: bool  # as the last event of a stream
+    logprobs: bool
+    tools: ToolUse | None
+    n: int  # choices
+    priority: int  # lower ones are submitted first
+    constraint_field: str  # that its constraint comes from
+    reasoning: Reasoning | None  # None: the answer has none
+
+    def options_of(self, index: int, written: int = 0) -> dict[str, Any]:
+        """Of one choice, or of its rest after `written` tokens with closed reasoning. With a seed, each choice has another."""
+        options, constraint = dict(self.options), self.options["constraint"]
+        sampling: SamplingParams = options["sampling"]
+        if sampling.seed is not None:
+            options["sampling"] = replace(sampling, seed=(sampling.seed + index) % 2**63)
+        options["max_new_tokens"] -= written
+        if self.reasoning is not None and constraint is not None and not written:
+            options["constraint"] = constraint.after(CLOSING)
+        return options
+
+
+def parse_request(body: Mapping[str, Any], chat: bool, codec: TextCodec, model: str, max_length: int) -> GenerationRequest:
+    """HttpError names the field that is wrong or not supported."""
+    fields = {name: value for name, value in body.items() if value is not None}
+    for name in _NOTES.keys() & fields.keys():
+        if not isinstance(fields[name], _NOTES[name]):
+            _refuse(name, fields[name], "a string" if _NOTES[name] is str else "an object")
+        del fields[name]
+    _check_known(fields, _CHAT if chat else _COMPLETION)
+    if fields.get("model", model) != model:
+        raise HttpError(404, f"model: got {_clipped(fields['model'])}, expected {model!r}", "model", "model_not_found")
+    parallel = _flag(fields, "parallel_tool_calls", True)
+    tools = tool_use(fields.get("tools"), fields.get("tool_choice"), parallel) if chat else None
+    prompt_ids = _chat_ids(fields, tools, codec) if chat else _prompt_ids(fields, codec)
+    logprobs = _flag(fields, "logprobs") if chat else _completion_logprobs(fields)
+    max_tokens = _max_tokens(fields, len(prompt_ids), max_length, chat)
+    options = {"max_new_tokens": max_tokens, "sampling": _sampling(fields, logprobs), "constraint": _constraint(fields, tools)}
+    stream, include_usage = _flag(fields, "stream"), _include_usage(fields)
+    n, priority = fields.get("n", 1), fields.get("priority", 0)
+    if not is_int(n) or not 1 <= n <= MAX_CHOICES:
+        _refuse("n", n, f"a whole number from 1 to {MAX_CHOICES}")
+    if fields.get("best_of", n) != n:
+        _refuse("best_of", fields["best_of"], f"n, which is {n}")
+    if not is_int(priority) or abs(priority) > MAX_PRIORITY:
+        _refuse("priority", priority, f"a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}; lower ones are answered first")
+    field = "tools" if tools is not None and tools.callable else "response_format"
+    budget = fields.get("thinking_token_budget")
+    if budget is not None and (not is_int(budget) or budget < 1):
+        _refuse("thinking_token_budget", budget, "a whole number >= 1; reasoning_effort 'none' switches it off")
+    reasoning = reasoning_of(prompt_ids, codec, _template_variables(fields), budget) if chat else None
+    if budget is not None and reasoning is None:
+        _refuse("thinking_token_budget", budget, "none: the answer has no reasoning between <think> and </think>")
+    return GenerationRequest(
+        chat, prompt_ids, options, _stops(fields), stream, include_usage, logprobs, tools, n, priority, field, reasoning
+    )
+
+
+def runtime_refusal(error: ValueError | str, prompt_field: str = "messages", constraint_field: str = "response_format") -> HttpError:
+    """An error of the runtime, with the name of the field in the request's body instead of the runtime's."""
+    message = re.sub(r"^constraint \w+:", "constraint:", str(error))  # a kind of constraint, which requests do not name
+    subject, _, reason = message.partition(":")
+    subject = subject.removeprefix("SamplingParams.").removeprefix("sampling.")
+    name = re.match(r"\w*", subject)
+    runtime_field = name[0] if name else ""
+    if runtime_field in ("constraint", "Constraint", "schema"):
+        return HttpError(400, f"{constraint_field}:{reason}", constraint_field)
+    if runtime_field == "prompt":
+        return HttpError(400, f"{prompt_field}:{reason}", prompt_field)
+    field = _REQUEST_FIELDS.get(runtime_field, runtime_field)
+    return HttpError(400, f"{field}{subject.removeprefix(runtime_field)}:{reason}", field or None)
+
+
+def _refuse(field: str, value: Any, expected: str) -> NoReturn:
+    raise HttpError(400, f"{field}: got {_clipped(value)}, expected {expected}", field)
+
+
+def _check_known(fields: dict[str, Any], known: set[str]) -> None:
+    for full_name in fields.keys() - known:
+        value, name = fields[full_name], full_name[:100] or "''"
+        if name not in _NO_EFFECT:
+            raise HttpError(400, f"{name}: got {_clipped(value)}, but the field is not supported", name, "unsupported_parameter")
+        if not any(value == accepted and type(value) is type(accepted) for accepted in _NO_EFFECT[name]):
+            expected = " or ".join(map(json.dumps, _NO_EFFECT[name]))
+            expected += ": the log-probabilities of other tokens are not computed" if name == "top_logprobs" else ""
+            raise HttpError(400, f"{name}: got {_clipped(value)}, expected {expected}", name, "unsupported_value")
+
+
+def _chat_ids(fields: Mapping[str, Any], tools: ToolUse | None, codec: TextCodec) -> list[int]:
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not messages:
+        _refuse("messages", messages, "a list of at least one message")
+    plain = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    if not codec.template_mentions("developer"):
+        plain = [message | {"role": "system"} if message["role"] == "developer" else message for message in plain]
+    variables = _template_variables(fields)
+    try:
+        ids = codec.chat(plain, variables=variables)
+        if tools is None or not tools.callable:
+            return ids
+        with_tools = codec.chat(plain, tools.callable, variables=variables)
+        return with_tools if with_tools != ids else codec.chat(tools.as_system_message(plain), variables=variables)
+    except ValueError as error:
+        raise runtime_refusal(error) from None
+
+
+def _message(message: Any, name: str) -> dict[str, Any]:
+    """The message with its content as one text."""
+    if not isinstance(message, dict):
+        _refuse(name, message, "an object with a role and a content")
+    if message.get("role") not in _ROLES:
+        _refuse(f"{name}.role", message.get("role"), f"one of {', '.join(_ROLES)}")
+    message = {field: value for field, value in message.items() if value is not None}
+    for field in message.keys() - _MESSAGE:
+        raise HttpError(400, f"{name}.{field[:100]}: the field is not supported", f"{name}.{field[:100]}")
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text" or not isinstance(part["text"], str):
+                _refuse(f"{name}.content", part, "parts of type text")
+        content = "".join(part["text"] for part in content)
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        _refuse(f"{name}.content", content, "text")
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list):
+        _refuse(f"{name}.tool_calls", calls, "a list of calls")
+    parsed = [_past_call(call, f"{name}.tool_calls[{index}]") for index, call in enumerate(calls)]
+    return {**message, "content": content} | ({"tool_calls": parsed} if parsed else {})
+
+
+def _past_call(call: Any, name: str) -> dict[str, Any]:
+    """A call of an earlier answer. Templates write its arguments as JSON, so they get the object and not its text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        _refuse(name, call, "an object of type function with a name and arguments")
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except (TypeError, ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        _refuse(f"{name}.function.arguments", function.get("arguments"), "the text of a JSON object")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _template_variables(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of the chat template that a request sets."""
+    variables, effort = fields.get("chat_template_kwargs", {}), fields.get("reasoning_effort")
+    if not isinstance(variables, dict):
+        _refuse("chat_template_kwargs", variables, "an object")
+    if effort is None:
+        return variables
+    if effort not in _EFFORTS:
+        _refuse("reasoning_effort", effort, f"one of {', '.join(_EFFORTS)}")
+    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {}), **variables}
+
+
+def _max_tokens(fields: Mapping[str, Any], prompt: int, max_length: int, chat: bool) -> int:
+    """Of the answer. HttpError if the prompt, or the prompt with the answer, is too long."""
+    room = max_length - prompt
+    if room < 1 or prompt < 1:
+        field = "messages" if chat else "prompt"
+        message = f"{field}: got {prompt} tokens, expected 1 to {max_length - 1}"
+        raise HttpError(400, message, field, "context_length_exceeded" if prompt else None)
+    field = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
+    value = fields.get(field, room if chat else min(16, room))
+    if not is_int(value) or not 1 <= value <= room:
+        _refuse(field, value, f"a whole number from 1 to {room}: {max_length} tokens less {prompt} of the prompt")
+    return value
+
+
+def _prompt_ids(fields: Mapping[str, Any], codec: TextCodec) -> list[int]:
+    prompt = fields.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if isinstance(prompt, list) and prompt and all(map(is_int, prompt)):
+        return prompt
+    if not isinstance(prompt, str):
+        _refuse("prompt", prompt, "one text or one list of token ids")
+    try:
+        return codec.encode(prompt)
+    except ValueError as error:
+        raise HttpError(400, f"prompt: {error}", "prompt") from None
+
+
+def _sampling(fields: Mapping[str, Any], logprobs: bool) -> SamplingParams:
+    params = {runtime: fields[field] for field, runtime in _SAMPLING.items() if field in fields}
+    biases = fields.get("logit_bias", {})
+    if not isinstance(biases, dict) or not all(re.fullmatch(r"\d{1,9}", token) for token in biases):
+        _refuse("logit_bias", biases, "an object from token ids to numbers")
+    try:
+        params = {"temperature": 1.0, **params, "logit_bias": {int(token): bias for token, bias in biases.items()}}
+        return SamplingParams(**params, logprobs=logprobs)
+    except ValueError as error:
+        raise runtime_refusal(error) from None
+
+
+def _constraint(fields: Mapping[str, Any], tools: ToolUse | None) -> Constraint | None:
+    try:
+        constraint = Constraint.response_format(fields["response_format"]) if "response_format" in fields else None
+        if tools is None or not tools.callable:
+            return constraint
+        if constraint is not None:
+            _refuse("response_format", fields["response_format"], "none beside tools, or tool_choice 'none'")
+        return tools.constraint()
+    except ValueError as error:
+        raise runtime_refusal(error) from None
+
+
+def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    stops = fields.get("stop", [])
+    stops = [stops] if isinstance(stops, str) else stops
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(stop, str) and stop for stop in stops):
+        _refuse("stop", stops, f"a non-empty text, or a list of up to {MAX_STOPS} of them")
+    return tuple(stops)
+
+
+def _include_usage(fields: Mapping[str, Any]) -> bool:
+    options = fields.get("stream_options", {})
+    if not isinstance(options, dict) or options.keys() - {"include_usage"} or not isinstance(options.get("include_usage", False), bool):
+        _refuse("stream_options", options, "an object with include_usage")
+    if options and not fields.get("stream"):
+        _refuse("stream_options", options, "none without stream: true")
+    return bool(options.get("include_usage"))
+
+
+def _flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    value = fields.get(name, default)
+    if not isinstance(value, bool):
+        _refuse(name, value, "true or false")
+    return value
+
+
+def _completion_logprobs(fields: Mapping[str, Any]) -> bool:
+    """In a completion request, the number of alternatives to report for each token."""
+    value = fields.get("logprobs")
+    if value is not None and (value != 0 or isinstance(value, bool)):
+        _refuse("logprobs", value, "0: only chosen tokens have log-probabilities here")
+    return value is not None
+
+
+def _clipped(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:60] + "..."

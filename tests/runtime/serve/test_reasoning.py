@@ -1,0 +1,87 @@
+"""Reasoning: split from the answer, limited by a budget, and followed by a constrained answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepgraph.runtime.models.files.chat_template import ChatTemplate
+from stepgraph.runtime.serve.http import Bounds
+from stepgraph.runtime.serve.reasoning import CLOSING, OPENING, Reasoning, ReasoningSplitter
+from stepgraph.runtime.text import TextCodec
+from tests.helpers.running_server import ASK, FORMAT, ON, SCHEMA, TOOLS, Running, engine_of, running
+
+TEMPLATE = """{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% endfor %}assistant: {% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% else %}<think>
+{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with engine_of() as engine:
+        codec = engine.tokenizer
+        engine.__dict__["tokenizer"] = TextCodec(codec.vocabulary, lambda text, begins: codec.encode(text, begins), ChatTemplate(TEMPLATE))
+        with running(engine, Bounds()) as found:
+            yield found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_budget_ends_the_reasoning_and_the_grammar_follows(server: Running, stream: bool) -> None:
+    request: Any = {"model": "toy", "messages": ASK, "response_format": FORMAT, "temperature": 0, "max_tokens": 200, "stream": stream}
+    with server.client as client:
+        answer: Any = client.chat.completions.create(**request, extra_body={"thinking_token_budget": 10})
+        deltas = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
+    reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+    assert len(reasoning.removesuffix("\n").encode()) > 0 and CLOSING not in reasoning
+    jsonschema.validate(json.loads("".join(delta.content or "" for delta in deltas)), SCHEMA)
+    if not stream:
+        assert answer.usage.completion_tokens_details.reasoning_tokens == 10
+
+
+def test_reasoning_can_be_switched_off_and_calls_follow_it(server: Running) -> None:
+    request: Any = {"model": "toy", "messages": ASK, "temperature": 0, "max_tokens": 300}
+    with server.client as client:
+        plain = client.chat.completions.create(**request, response_format=FORMAT, reasoning_effort="none").choices[0].message
+        jsonschema.validate(json.loads(plain.content), SCHEMA)
+        assert not hasattr(plain, "reasoning_content")
+        called = client.chat.completions.create(
+            **request, tools=TOOLS, tool_choice="required", extra_body={"thinking_token_budget": 5}
+        ).choices[0]
+        assert called.finish_reason == "tool_calls" and called.message.reasoning_content
+        unfinished = client.chat.completions.create(**request | {"max_tokens": 20}, extra_body=ON).choices[0]
+        assert (unfinished.finish_reason, unfinished.message.content) == ("length", "") and unfinished.message.reasoning_content
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**request, reasoning_effort="none", extra_body={"thinking_token_budget": 5})
+        assert caught.value.param == "thinking_token_budget"
+
+
+PIECES = st.lists(st.sampled_from(["a", "<", " ", "\n", "think>", "/think>", OPENING, CLOSING]), max_size=10)
+
+
+@given(PIECES, st.booleans())
+def test_splits_do_not_depend_on_the_pieces(pieces: list[str], opened: bool) -> None:
+    def split(texts: list[str]) -> tuple[str, str]:
+        splitter, found = ReasoningSplitter(Reasoning(opened, None, ())), {True: "", False: ""}
+        for text in texts:
+            for inside, piece in splitter.push(text):
+                found[inside] += piece
+        for inside, piece in splitter.finish():
+            found[inside] += piece
+        return found[True], found[False]
+
+    text = "".join(pieces)
+    reasoning, answer = split(pieces)
+    assert (reasoning, answer) == split([text])
+    if opened:
+        assert (reasoning, answer) == (text.partition(CLOSING)[0], text.partition(CLOSING)[2].lstrip())

@@ -1,0 +1,35 @@
+"""docs/errors.md is what tools/error_index.py generates."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepgraph import EngineConfig
+from tools import error_index
+from tools.error_index import Message
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert error_index.PAGE.read_text(encoding="utf-8") == error_index.page(), "run python -m tools.error_index --write"
+
+
+def test_messages_of_a_source() -> None:
+    source = """
+def step(path, size):
+    if size:
+        raise ValueError(f"{path}: got {size + 1} bytes, expected " "at most 3")
+    if path:
+        raise fail("host-sync", f"{path.name} blocks; use a buffer")
+    raise RuntimeError(f"{size}: {path}")
+"""
+    assert list(error_index.messages(source)) == [
+        Message("`ValueError`", "{path}: got … bytes", "at most 3"),
+        Message("CaptureError `host-sync`", "{name} blocks", "use a buffer"),
+    ]
+
+
+def test_settings_are_listed_with_what_they_accept() -> None:
+    with pytest.raises(ValueError, match="page_size") as error:
+        EngineConfig(page_size=0)
+    expected = str(error.value).partition(", expected ")[2]
+    assert f"| `EngineConfig.page_size` | {expected} |" in error_index.page()
