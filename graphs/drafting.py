@@ -36,11 +36,12 @@ def draft_prefill(
 
 
 def skip_tokens(buffers: StaticBuffers, before: Batch, emission: Emission, features: Tensor) -> None:
-    """Keep the input of the draft model for the token of a round without drafts."""
-    skipped = before.column(Column.SKIPPED)
-    index = before.rows, skipped.clamp(max=buffers.row_skipped_tokens.shape[1] - 1)
-    buffers.row_skipped_tokens.index_put_(index, emission.tokens[:, 0])
-    buffers.row_skipped_features.index_put_(index, features[:, 0])
+    """Keep the input of the draft model for the tokens of a round in which it does not run."""
+    skipped, count = before.column(Column.SKIPPED), emission.tokens.shape[1]
+    columns = skipped[:, None] + torch.arange(count, device=skipped.device)  # those after the emitted tokens are written again later
+    index = before.rows[:, None], columns.clamp(max=buffers.row_skipped_tokens.shape[1] - 1)  # inert rows may have no room
+    buffers.row_skipped_tokens.index_put_(index, emission.tokens)
+    buffers.row_skipped_features.index_put_(index, features)
     buffers.row_state[:, Column.SKIPPED].index_copy_(0, before.rows, skipped + emission.emitted)
 
 

@@ -8,11 +8,11 @@ from typing import get_args
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Recorded, Step
 from stepgraph.graphs.recording import CaptureReport, KeyRecorder, OnFailure
-from stepgraph.graphs.shapes import LONGEST, GraphKey, checked_buckets, dispatch, graph_keys, host_buckets
-from stepgraph.sampling.fields import BOOL, FUNCTION, Check, check_members, check_value, instance_of, is_int, one_of, optional, whole
+from stepgraph.graphs.shapes import FULL, Drafting, GraphKey, checked_buckets, dispatch, graph_keys, host_buckets
+from stepgraph.sampling.fields import BOOL, FUNCTION, Check, check_members, check_value, instance_of, one_of, optional, whole
 
 REQUESTED = "EngineConfig.eager"
-_LENGTHS = Check(lambda value: isinstance(value, (tuple, list)) and bool(value) and all(map(is_int, value)), "a tuple of numbers of drafts")
+_DRAFTING = Check(lambda value: isinstance(value, tuple) and all(isinstance(each, Drafting) for each in value) and value != (), "Draftings")
 
 
 class GraphSet:
@@ -20,7 +20,7 @@ class GraphSet:
 
     on_failure: with "eager", a key that cannot be recorded is listed in the report, and its batches use another key or run eagerly.
     capture_bytes: limit of static buffers and recordings together; None: no limit.
-    device_grammars: record graphs for batches whose grammars are all on the device, as well. draft_lengths: each has its graphs.
+    device_grammars: record graphs for batches whose grammars are all on the device, as well. drafting: each has its graphs.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class GraphSet:
         on_failure: OnFailure = "raise",
         capture_bytes: int | None = None,
         device_grammars: bool = False,
-        draft_lengths: Sequence[int] = (LONGEST,),
+        drafting: Sequence[Drafting] = (FULL,),
     ) -> None:
         check_members("GraphSet.backend", backend, Backend)
         check_value("GraphSet.buffers", buffers, instance_of(StaticBuffers, "StaticBuffers"))
@@ -40,15 +40,15 @@ class GraphSet:
         check_value("GraphSet.on_failure", on_failure, one_of(get_args(OnFailure)))
         check_value("GraphSet.capture_bytes", capture_bytes, optional(whole(1)))
         check_value("GraphSet.device_grammars", device_grammars, BOOL)
-        check_value("GraphSet.draft_lengths", draft_lengths, _LENGTHS)
-        self._device_grammars, self._draft_lengths = device_grammars, draft_lengths
+        check_value("GraphSet.drafting", drafting, _DRAFTING)
+        self._device_grammars, self._drafting = device_grammars, drafting
         self.buckets = checked_buckets(buckets)
         self._host_buckets = host_buckets(self.buckets) if device_grammars else self.buckets
         self._recorder = KeyRecorder(backend, buffers, step_of, on_failure, capture_bytes)
         self._recorded: dict[GraphKey, Recorded] = {}
         self.on_demand = False
         self._serving: dict[GraphKey, GraphKey] = {}  # failed key -> the key used instead
-        self._keys: dict[tuple[int, bool, bool, bool, int], GraphKey] = {}  # by arguments of `key_for`
+        self._keys: dict[tuple[int, bool, bool, bool, Drafting], GraphKey] = {}  # by arguments of `key_for`
         self.eager: Mapping[GraphKey, str] = {}  # keys that run eagerly, and the reason
 
     @property
@@ -63,7 +63,7 @@ class GraphSet:
         """Record every key, largest first, so that the small graphs use the memory of the large ones. An error leaves nothing recorded."""
         if self.captured:
             raise RuntimeError("GraphSet.capture(): already captured; create a new engine for other limits")
-        keys = graph_keys(self.buckets, greedy_only, self._device_grammars, self._draft_lengths)
+        keys = graph_keys(self.buckets, greedy_only, self._device_grammars, self._drafting)
         self._recorded, report = self._recorder.record(keys, notes, eager, progress)
         self._serving = {one.key: one.served_by for one in report.failed if one.served_by is not None}
         self._keys = {}
@@ -76,9 +76,9 @@ class GraphSet:
         """The keys of which a launch can run many rounds."""
         return frozenset(key for key, one in self._recorded.items() if key not in self.eager and not one.report.host_nodes)
 
-    def key_for(self, batch_rows: int, constrained: bool, sampled: bool, device: bool = False, draft_length: int = LONGEST) -> GraphKey:
+    def key_for(self, batch_rows: int, constrained: bool, sampled: bool, device: bool = False, drafting: Drafting = FULL) -> GraphKey:
         """The key for a batch."""
-        batch = batch_rows, constrained, sampled, device, draft_length
+        batch = batch_rows, constrained, sampled, device, drafting
         if type(batch_rows) is not int or batch not in self._keys:
             check_value("GraphSet.key_for.batch_rows", batch_rows, whole(1, self.buckets[-1]))
             key = dispatch(self._host_buckets if constrained and not device else self.buckets, *batch)

@@ -50,16 +50,23 @@ def propose(buffers: StaticBuffers, after: Batch, proposer: Proposer, limits: Li
     return torch.where(valid.to(torch.int64).cumprod(1) != 0, drafts, -1)
 
 
+def mark_looked_up(buffers: StaticBuffers, after: Batch, sampled: bool) -> None:
+    """Mark all drafts of a round in which the draft model does not run: looked up, unless a grammar forces them, and certain."""
+    buffers.row_looked_up.index_fill_(0, after.rows, True)
+    if sampled:
+        buffers.row_certain.index_fill_(0, after.rows, True)
+
+
 def choose_proposed(buffers: StaticBuffers, after: Batch, step: int, proposed: Tensor, alive: Tensor, mask: GrammarMask) -> Tensor:
     """Draft `step` (from 1) of every row that still drafts: the token that the grammar forces, else the proposed token if it is legal.
 
     -1 ends a chain. REFUSED, where the proposed token is not legal, ends it as well; statistics count the two separately.
     """
-    rule, forced = rule_of(mask), buffers.batch_forced[step - 1, : len(after.rows)]
+    rule, forced = rule_of(mask), buffers.batch_forced[step - 1, : len(after.rows)] if "batch_forced" in buffers else None
     unforced = torch.where(legal(proposed, *rule), proposed, torch.where(proposed < 0, -1, REFUSED))
     draft = select_draft(unforced, torch.ones_like(alive), alive, after.column(Column.DRAFT_LIMIT), step, None, forced, *rule)
-    assert draft.forced is not None
-    buffers.row_forced[:, step - 1].index_copy_(0, after.rows, draft.forced)
+    if forced is not None and draft.forced is not None:
+        buffers.row_forced[:, step - 1].index_copy_(0, after.rows, draft.forced)
     return draft.tokens
 
 

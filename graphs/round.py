@@ -10,7 +10,8 @@
 
 A proposer drafts a whole chain in one stage instead of draft_prefill and draft_decode; if the grammar also forces tokens, one
 host node follows the chain and fills the masks of all its drafts. A look-up beside a draft model runs before draft_prefill: a row
-drafts the tokens of its look-up chain as long as they are legal, and the draft model's from then on. The mask that guides draft i + 1
+drafts the tokens of its look-up chain as long as they are legal, and the draft model's from then on. A key without the draft model
+has the look-up as its proposer. The mask that guides draft i + 1
 also verifies it in the next round: each of the K + 1 mask rows is filled once and used twice. `grammar_lane` has the side stream: one
 kernel per mask for grammars whose tables are in device memory, one host node with copies both ways for others.
 """
@@ -57,7 +58,7 @@ class Round:
 
     def run(self, buffers: StaticBuffers, key: GraphKey) -> None:
         context = current_context()
-        target, draft = self.models.target, self.models.draft
+        target, draft = self.models.target, self.models.draft if key.draft_model else None
         grammar = self._lane(buffers, context, key) if key.constrained else None
         with context.stage("read_batch"):
             batch = read_batch(buffers, key.rows, self.attention, self.limits.num_speculative_tokens)
@@ -73,7 +74,7 @@ class Round:
             with context.stage("propose"):
                 if "row_skipped_tokens" in buffers:
                     drafting.skip_tokens(buffers, batch, emission, features)
-                self._propose(buffers, batch, emission, after, grammar, context)
+                self._propose(buffers, batch, emission, after, grammar, context, key)
             return
 
         masked = grammar is not None and self.masks_drafts(buffers)
@@ -102,7 +103,7 @@ class Round:
 
     def _lane(self, buffers: StaticBuffers, context: CaptureContext, key: GraphKey) -> GrammarLane:
         """Batches whose grammars are all on the device need no host node; others may have rows of both kinds."""
-        proposed = self.models.proposer is not None
+        proposed = self.models.proposer is not None or not key.draft_model
         shape = RoundShape(key.rows, self.limits.num_speculative_tokens, self.masks_drafts(buffers), self.fixed, proposed)
         sources: list[MaskSource] = []
         if self.tables is not None:
@@ -126,15 +127,25 @@ class Round:
             return proposing.propose(buffers, after, self.models.look_up, self.limits)
 
     def _propose(
-        self, buffers: StaticBuffers, batch: Batch, emission: Emission, after: Batch, grammar: GrammarLane | None, context: CaptureContext
+        self,
+        buffers: StaticBuffers,
+        batch: Batch,
+        emission: Emission,
+        after: Batch,
+        grammar: GrammarLane | None,
+        context: CaptureContext,
+        key: GraphKey,
     ) -> None:
-        """Draft without a draft model: the proposer's chain, or none in a round without drafts."""
+        """Draft without a draft model: the chain of the proposer, or of the look-up beside the model, or none in a round without drafts."""
+        proposer = self.models.proposer or self.models.look_up
         if self.models.reads_text:
             proposing.append_emission(buffers, batch, emission, self.limits)
         if not self.limits.num_speculative_tokens:
             buffers.row_drafts.index_fill_(0, batch.rows, -1)
-        elif self.models.proposer is not None:
-            drafting.store_chain(buffers, after, self._chain(buffers, after, self.models.proposer, grammar, context))
+        elif proposer is not None:
+            if not key.draft_model:
+                proposing.mark_looked_up(buffers, after, key.sampled)
+            drafting.store_chain(buffers, after, self._chain(buffers, after, proposer, grammar, context))
 
     def _chain(
         self, buffers: StaticBuffers, after: Batch, proposer: Proposer, grammar: GrammarLane | None, context: CaptureContext

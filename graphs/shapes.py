@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from stepgraph.sampling.fields import clip_repr, is_int
 
 LONGEST = -1  # as a draft length: num_speculative_tokens
+
+
+class Drafting(NamedTuple):
+    """How a round drafts."""
+
+    length: int = LONGEST  # drafts that it verifies and makes
+    model: bool = True  # False: the draft model does not run, and all drafts are looked up or forced by a grammar
+
+    def __str__(self) -> str:
+        return f"{self.length}" if self.model else f"{self.length} without model"
+
+
+FULL, PLAIN = Drafting(), Drafting(0)
 
 
 @dataclass(frozen=True, order=True)
@@ -18,12 +32,17 @@ class GraphKey:
     constrained: bool  # some row has a constraint
     sampled: bool = False  # some row needs more than a masked argmax: SamplingParams.plain
     device: bool = False  # every constraint is a grammar on the device: no host node
-    draft_length: int = LONGEST  # drafts that it verifies and makes
+    draft_length: int = LONGEST  # and `draft_model`: see Drafting
+    draft_model: bool = True
 
     def __str__(self) -> str:
         grammar = "device" if self.device else "constrained" if self.constrained else "free"
-        drafts = "" if self.draft_length == LONGEST else f" drafts={self.draft_length}"
+        drafts = "" if self.drafting == FULL else f" drafts={self.drafting}"
         return f"rows={self.rows} {grammar} {'sampled' if self.sampled else 'greedy'}{drafts}"
+
+    @property
+    def drafting(self) -> Drafting:
+        return Drafting(self.draft_length, self.draft_model)
 
     @property
     def on_host(self) -> bool:
@@ -31,9 +50,9 @@ class GraphKey:
         return self.constrained and not self.device
 
     @property
-    def kind(self) -> tuple[bool, bool, bool, int]:
+    def kind(self) -> tuple[bool, bool, bool, Drafting]:
         """All but the number of rows."""
-        return self.constrained, self.sampled, self.device, self.draft_length
+        return self.constrained, self.sampled, self.device, self.drafting
 
 
 def bucket_sizes(max_rows: int) -> tuple[int, ...]:
@@ -65,7 +84,7 @@ def host_buckets(buckets: Iterable[int]) -> tuple[int, ...]:
 
 
 def graph_keys(
-    buckets: Iterable[int], greedy_only: bool = False, device: bool = False, draft_lengths: Sequence[int] = (LONGEST,)
+    buckets: Iterable[int], greedy_only: bool = False, device: bool = False, drafting: Sequence[Drafting] = (FULL,)
 ) -> tuple[GraphKey, ...]:
     """Every key, largest first: the memory pool then places the small graphs in the memory of the large ones.
 
@@ -75,11 +94,11 @@ def graph_keys(
     # constrained, on the device, rows
     lanes = ((True, True, sizes if device else ()), (True, False, host_buckets(sizes) if device else sizes), (False, False, sizes))
     modes = (False,) if greedy_only else (True, False)
-    lengths = sorted(draft_lengths, key=lambda length: (length != LONGEST, -length))
+    longest_first = sorted(drafting, key=lambda each: (each.length != LONGEST, -each.length, not each.model))
     return tuple(
-        GraphKey(rows, constrained, sampled, lane, length)
+        GraphKey(rows, constrained, sampled, lane, *each)
         for rows in sizes
-        for length in lengths
+        for each in longest_first
         for constrained, lane, served in lanes
         if rows in served
         for sampled in modes
@@ -92,7 +111,7 @@ def dispatch(
     constrained: bool,
     sampled: bool = False,
     device: bool = False,
-    draft_length: int = LONGEST,
+    drafting: Drafting = FULL,
 ) -> GraphKey:
     """The smallest key that holds a batch; `checked_buckets` guarantees one for 1..max_rows."""
-    return GraphKey(min(size for size in buckets if size >= batch_rows), constrained, sampled, device, draft_length)
+    return GraphKey(min(size for size in buckets if size >= batch_rows), constrained, sampled, device, *drafting)

@@ -24,12 +24,12 @@ from stepgraph.graphs.publishing import ring_specs
 from stepgraph.graphs.recording import LESS
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, grammar_specs, look_up_specs, round_specs, skipped_specs, state_specs
-from stepgraph.graphs.shapes import LONGEST
+from stepgraph.graphs.shapes import FULL
 from stepgraph.runtime.check_models import Drafter, check_models, checked_vocabulary_size, devices_of, forces_drafts, resolve_drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.device_grammars import INT_BYTES, DeviceGrammars, why_no_device_grammars
 from stepgraph.runtime.draft_length import AUTO as AUTO_LENGTH
-from stepgraph.runtime.draft_length import DraftLengthChooser
+from stepgraph.runtime.draft_length import DraftLengthChooser, draft_choices
 from stepgraph.runtime.extras.hidden_states import open_states, states_layout
 from stepgraph.runtime.extras.record import Recorder, Recording, open_recorder
 from stepgraph.runtime.extras.states_folder import StatesLayout
@@ -93,8 +93,8 @@ class EngineParts:
         self.hidden_states = states = open_states(config, saved, timed, buffers)
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend)
         self.lengths = make_chooser(config, models, recorder)
-        lengths = self.lengths.lengths if self.lengths else (LONGEST,)
-        self.graphs = GraphSet(self.backend, buffers, step_of, config.bucket_sizes, on_failure, config.capture_bytes, on_device, lengths)
+        drafting = self.lengths.choices if self.lengths else (FULL,)
+        self.graphs = GraphSet(self.backend, buffers, step_of, config.bucket_sizes, on_failure, config.capture_bytes, on_device, drafting)
         self.queue = RequestQueue(config.max_queued, self.compiler, self.grammars, recorder)
         self.sharing, ended = sharing_for(config, models), states.ended if states else None
         self.scheduler = Scheduler(self.queue, self.grammars, limits, self.sharing, recorder, ended, isinstance(proposer, NgramLookup))
@@ -133,7 +133,8 @@ def make_chooser(config: EngineConfig, models: ModelPair, recorder: Recorder | N
     """None where every round has num_speculative_tokens drafts. A function is called before each round, whatever its draft length."""
     if config.draft_length != AUTO_LENGTH or models.drafter is None or isinstance(models.proposer, FunctionProposer):
         return None
-    return DraftLengthChooser(config.num_speculative_tokens, recorder.chosen if recorder else None)
+    choices = draft_choices(config.num_speculative_tokens, models.look_up is not None)
+    return DraftLengthChooser(choices, recorder.chosen if recorder else None)
 
 
 def backend_for(name: str, models: ModelPair, nvtx: bool) -> Backend:

@@ -1,7 +1,10 @@
 """The choice of the draft length of a round: most expected tokens per second, with a bounded loss against plain decoding.
 
-Acceptance is estimated per row and draft position, discounted over rounds; a new row starts from the estimates of all rows before
-it. An account holds the time that plain decoding would have needed for the emitted tokens, less the time that the rounds took. A
+With a look-up beside a draft model, the choice is also whether the model drafts. Acceptance is estimated per row, draft position and
+source, discounted over rounds; a new row starts from the estimates of all rows before it. A round with the model also shows what a
+round without it would have accepted: its drafts up to the first one of the model.
+
+An account holds the time that plain decoding would have needed for the emitted tokens, less the time that the rounds took. A
 round that could overdraw it is plain. So the total time is at most `1 + slack` times that of plain decoding, plus `credit` rounds.
 """
 
@@ -14,13 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from stepgraph.graphs.buffers import ResultRecord
 from stepgraph.graphs.round_specs import MAX_SKIPPED
-from stepgraph.graphs.shapes import LONGEST, GraphKey
+from stepgraph.graphs.shapes import FULL, PLAIN, Drafting, GraphKey
 from stepgraph.runtime.request import ActiveRequest
 
 AUTO = "auto"
 DRAFTS_COST = 1.03  # a round with drafts takes at least this multiple of a plain one
-Costs = Mapping[int, float]  # seconds of a round by draft length, for one kind of batch; 0 is plain decoding
+Costs = Mapping[Drafting, float]  # seconds of a round, for one kind of batch; PLAIN is plain decoding
 
 
 @dataclass(frozen=True)
@@ -95,121 +99,148 @@ class Acceptance:
         return chain
 
 
-class DraftLengths:
-    """Chooses the draft length of each round. `lengths`: the captured ones, 0 among them."""
+Sources = Mapping[bool, Acceptance]  # of chains with and without drafts of the model
 
-    def __init__(self, lengths: Sequence[int], rule: DraftLengthRule = DEFAULT_RULE) -> None:
-        assert 0 in lengths, "plain decoding bounds the loss"
-        self._lengths, self._rule = sorted(lengths), rule
-        self._all = Acceptance(self._lengths[-1], rule)
+
+Counts = Mapping[bool, tuple[int, int]]  # by source as well: arguments of Acceptance.add
+NOTHING: Counts = {True: (0, 0), False: (0, 0)}
+
+
+def verified(model: bool, offered: int, accepted: int, drafts: int, certain: int) -> Counts:
+    """Of one row's drafts that a round verified, with or without drafts of the model, what they show of both sources.
+
+    offered: drafts that the row could have had; drafts: that it had, as a chain may end before; certain: the first ones that are
+    looked up or forced.
+    """
+    if model:
+        return {True: (offered, accepted), False: (offered, min(accepted, certain))}
+    return {True: (min(offered, drafts), accepted), False: (offered, accepted)}  # the model would have continued the chain
+
+
+class DraftLengths:
+    """Chooses how each round drafts. `choices`: the captured ones, PLAIN among them."""
+
+    def __init__(self, choices: Sequence[Drafting], rule: DraftLengthRule = DEFAULT_RULE) -> None:
+        assert PLAIN in choices, "plain decoding bounds the loss"
+        self._choices, self._rule = choices, rule
+        self._longest = max(each.length for each in choices)
+        self._all: Sources = {model: Acceptance(self._longest, rule) for model in sorted({each.model for each in choices})}
         self.account: float | None = None  # seconds; None before the first round
         self._at_risk = 0.0  # seconds beyond plain decoding of the rounds in flight, if they accept no draft
-        self._last = 0  # length of the latest round
+        self._last = PLAIN  # the latest round
         self._spell = 0  # rounds with drafts in succession
         self._rest = 0  # rounds of `_rows` that are plain without another decision
-        self._rows: Sequence[tuple[Acceptance, int]] = ()
+        self._rows: Sequence[tuple[Sources, int]] = ()
 
-    def row(self) -> Acceptance:
+    def row(self) -> Sources:
         """The acceptance of a new row."""
-        return Acceptance(self._lengths[-1], self._rule, self._all)
+        return {model: Acceptance(self._longest, self._rule, prior) for model, prior in self._all.items()}
 
-    def choose(self, rows: Sequence[tuple[Acceptance, int]], costs: Costs) -> int:
-        """The draft length of a round of rows, each with its maximum. Counts the round as in flight until `add`."""
+    def choose(self, rows: Sequence[tuple[Sources, int]], costs: Costs) -> Drafting:
+        """For a round of rows, each with its most drafts. Counts the round as in flight until `add`."""
         if self._rest and rows == self._rows:
             self._rest -= 1
-            return 0
+            return PLAIN
         if self.account is None:
-            self.account = self._rule.credit * costs[0]
-        rounds = 1 if self._last else self._rule.spell  # a spell is only started if it can be paid
+            self.account = self._rule.credit * costs[PLAIN]
+        rounds = 1 if self._last.length else self._rule.spell  # a spell is only started if it can be paid
         room = self.account - self._at_risk
-        paid = {each: costs[each] for each in self._lengths if rounds * (costs[each] - costs[0]) <= max(0.0, room)}
-        length = self._best(rows, paid) if len(paid) > 1 else 0
-        self._last, self._spell = length, self._spell + 1 if length else 0
-        self._rest, self._rows = 0 if length else self._rule.rest, rows
-        self._at_risk += costs[length] - costs[0]
-        return length
+        paid = {each: costs[each] for each in self._choices if rounds * (costs[each] - costs[PLAIN]) <= max(0.0, room)}
+        chosen = self._best(rows, paid) if len(paid) > 1 else PLAIN
+        self._last, self._spell = chosen, self._spell + 1 if chosen.length else 0
+        self._rest, self._rows = 0 if chosen.length else self._rule.rest, rows
+        self._at_risk += costs[chosen] - costs[PLAIN]
+        return chosen
 
-    def add(self, length: int, results: Sequence[tuple[Acceptance, int, int]], costs: Costs) -> None:
-        """The oldest round in flight has ended. Per row: acceptance, drafts it could have accepted, and accepted ones."""
+    def add(self, drafting: Drafting, results: Sequence[tuple[Sources, Counts]], costs: Costs) -> None:
+        """The oldest round in flight has ended."""
         assert self.account is not None, "chosen before"
-        plain = costs[0]
-        self._at_risk = max(0.0, self._at_risk - (costs[length] - plain))
-        for row, offered, accepted in results:
-            row.add(offered, accepted)
-            self._all.add(offered, accepted)
-        if length:
-            earned = (1 + sum(accepted for _, _, accepted in results) / max(len(results), 1)) * plain - costs[length]
+        plain = costs[PLAIN]
+        self._at_risk = max(0.0, self._at_risk - (costs[drafting] - plain))
+        for row, counts in results:
+            for model, acceptance in row.items():
+                acceptance.add(*counts[model])
+                self._all[model].add(*counts[model])
+        if drafting.length:
+            earned = (1 + sum(counts[True][1] for _, counts in results) / max(len(results), 1)) * plain - costs[drafting]
         else:
             earned = self._rule.slack * plain
         self.account = min(self._rule.max_credit * plain, self.account + earned)
 
-    def _best(self, rows: Sequence[tuple[Acceptance, int]], costs: Costs) -> int:
+    def _best(self, rows: Sequence[tuple[Sources, int]], costs: Costs) -> Drafting:
         longest = max((most for _, most in rows), default=0)
         rates = {
-            length: sum(row.expected[min(length, most)] for row, most in rows) / costs[length] for length in costs if length <= longest
+            each: sum(row[each.model].expected[min(each.length, most)] for row, most in rows) / costs[each]
+            for each in costs
+            if each.length <= longest
         }
         if 0 < self._spell < self._rule.spell and self._last in rates:
             return self._last
-        best = max(rates, key=rates.__getitem__, default=0)
+        best = max(rates, key=rates.__getitem__, default=PLAIN)
         if self._last in rates and rates[best] < rates[self._last] * (1 + self._rule.hysteresis):
             return self._last
         return best
 
 
-def lengths_up_to(longest: int) -> tuple[int, ...]:
-    """The draft lengths of an engine that chooses among them. Each takes graphs, and these together about twice those of the longest."""
-    return tuple(sorted({0, longest // 2 or longest, longest}))
+def draft_choices(longest: int, look_up: bool) -> tuple[Drafting, ...]:
+    """The choices of an engine, by length. Each has its graphs. look_up: there is one beside the draft model."""
+    lengths = sorted({0, longest // 2 or longest, longest})
+    return (*map(Drafting, lengths), *([Drafting(longest, model=False)] if look_up else []))
 
 
 class RoundCosts:
     """Seconds of a round by graph key: measured at capture for unconstrained greedy batches, then for the rounds of the engine."""
 
-    def __init__(self, lengths: Sequence[int], weight: float = 0.05) -> None:
-        self._lengths, self._weight = lengths, weight
-        self._seconds: dict[GraphKey, dict[int, float]] = {}  # by key, with the longest drafts, and draft length
-        self._guessed: dict[GraphKey, set[int]] = {}  # lengths whose cost is that of unconstrained greedy batches
+    def __init__(self, choices: Sequence[Drafting], weight: float = 0.05) -> None:
+        self._choices, self._weight = choices, weight
+        self._seconds: dict[GraphKey, dict[Drafting, float]] = {}  # by key, with FULL drafts
+        self._guessed: dict[GraphKey, set[Drafting]] = {}  # choices whose cost is that of unconstrained greedy batches
 
     def of(self, key: GraphKey) -> Costs:
-        """By draft length, for batches like that of `key`: current also after later calls of `add`."""
+        """For batches like that of `key`: current also after later calls of `add`."""
         if key not in self._seconds:
             self._seconds[key] = dict(self._seconds[_plain(key)])
-            self._guessed[key] = set(self._lengths)
+            self._guessed[key] = set(self._choices)
         return self._seconds[key]
 
     def keys(self, key: GraphKey) -> tuple[GraphKey, ...]:
-        """`key` with every draft length."""
-        return tuple(replace(key, draft_length=length) for length in self._lengths)
+        """`key` with every choice."""
+        return tuple(_with(key, choice) for choice in self._choices)
 
     def known(self, key: GraphKey) -> bool:
         """Whether `of` has an answer."""
-        count = len(self._lengths)
+        count = len(self._choices)
         return len(self._seconds.get(key, ())) == count or len(self._seconds.get(_plain(key), ())) == count
 
     def calibrate(self, key: GraphKey, seconds: float) -> None:
-        """`key` with its draft length."""
-        costs = self._seconds.setdefault(replace(key, draft_length=LONGEST), {})
-        costs[key.draft_length] = seconds
-        self._bound_plain(costs, key.draft_length)
+        """`key` with its drafting."""
+        costs = self._seconds.setdefault(_with(key, FULL), {})
+        costs[key.drafting] = seconds
+        self._bound_plain(costs, key.drafting)
 
-    def add(self, key: GraphKey, length: int, seconds: float) -> None:
+    def add(self, key: GraphKey, drafting: Drafting, seconds: float) -> None:
         costs, guessed = self._seconds.setdefault(key, {}), self._guessed.get(key, ())
-        before = costs.get(length)
-        if before is None or length in guessed:
-            costs[length] = seconds
-            self._guessed.get(key, set()).discard(length)
-        else:  # at most twice the time before: a round that the machine interrupted says nothing about its draft length
-            costs[length] = before + self._weight * (min(seconds, 2 * before) - before)
-        self._bound_plain(costs, length)
+        before = costs.get(drafting)
+        if before is None or drafting in guessed:
+            costs[drafting] = seconds
+            self._guessed.get(key, set()).discard(drafting)
+        else:  # at most twice the time before: a round that the machine interrupted says nothing about its drafts
+            costs[drafting] = before + self._weight * (min(seconds, 2 * before) - before)
+        self._bound_plain(costs, drafting)
 
     @staticmethod
-    def _bound_plain(costs: dict[int, float], length: int) -> None:
+    def _bound_plain(costs: dict[Drafting, float], drafting: Drafting) -> None:
         """A plain round that was measured while the machine was busy would otherwise never be tried, and so never measured again."""
-        if length:
-            costs[0] = min(costs.get(0, math.inf), costs[length] / DRAFTS_COST)
+        if drafting.length:
+            costs[PLAIN] = min(costs.get(PLAIN, math.inf), costs[drafting] / DRAFTS_COST)
 
 
 def _plain(key: GraphKey) -> GraphKey:
     return replace(key, constrained=False, sampled=False, device=False)
+
+
+def _with(key: GraphKey, drafting: Drafting) -> GraphKey:
+    return replace(key, draft_length=drafting.length, draft_model=drafting.model)
 
 
 class _Batch(NamedTuple):
@@ -218,70 +249,75 @@ class _Batch(NamedTuple):
     requests: tuple[ActiveRequest, ...]
     key: GraphKey
     costs: Costs
-    required: int | None  # the length that all rounds must have; None if any will do
-    rows: list[tuple[Acceptance, int]]  # and the maximum length
+    required: Drafting | None  # of all rounds; None if the rule chooses
+    rows: list[tuple[Sources, int]]  # and the maximum length
 
 
 class DraftLengthChooser:
-    """Chooses the draft length of an engine's rounds from the results of earlier ones. For the stepping thread.
+    """Chooses how an engine's rounds draft, from the results of earlier ones. For the stepping thread.
 
-    Sampled tokens depend on the number of drafts. A batch with a request that has a seed of its own therefore gets as many drafts as
-    that request may have, in every round, and nothing is learned from it.
+    Sampled tokens depend on the drafts. A batch with a request that has a seed of its own therefore gets as many drafts as that
+    request may have, with the draft model, in every round, and nothing is learned from it.
     """
 
-    def __init__(self, longest: int, chosen: Callable[[int], object] | None = None) -> None:
-        """chosen: called with the length of each round."""
-        self._chosen = chosen
-        self.lengths = lengths_up_to(longest)
-        self.fixed: int | None = None  # the length of every round until it is None: for replays of recordings, and to compare lengths
-        self.log: list[tuple[int, float]] | None = None  # length and account of each round, while it is a list
-        self.costs, self._choice = RoundCosts(self.lengths), DraftLengths(self.lengths)
+    def __init__(self, choices: Sequence[Drafting], chosen: Callable[[Drafting], object] | None = None) -> None:
+        """chosen: called with the choice for each round."""
+        self._chosen, self.choices = chosen, choices
+        self.fixed: Drafting | None = None  # of every round until it is None: for replays of recordings, and to compare choices
+        self.log: list[tuple[Drafting, float]] | None = None  # choice and account of each round, while it is a list
+        self.costs, self._choice = RoundCosts(choices), DraftLengths(choices)
         self._batch: _Batch | None = None  # of the latest round
-        self._in_flight: collections.deque[tuple[_Batch, bool]] = collections.deque()  # and whether the length was chosen by the rule
-        self._rows: dict[ActiveRequest, tuple[Acceptance, int]] = {}  # of the latest batch; and pending drafts at most
-        self._skipped = 0  # rounds since the draft model's last: no request has more tokens that it has not processed
+        self._in_flight: collections.deque[tuple[_Batch, bool]] = collections.deque()  # and whether the rule chose
+        self._rows: dict[ActiveRequest, tuple[Sources, Drafting]] = {}  # of the latest batch; its pending drafts are at most these
+        self._skipped = 0  # no request has more tokens that the draft model has not processed
 
-    def choose(self, requests: tuple[ActiveRequest, ...], key: GraphKey) -> int:
-        """For a round of these requests with the graph of `key`, whatever its draft length."""
+    def choose(self, requests: tuple[ActiveRequest, ...], key: GraphKey) -> Drafting:
+        """For a round of these requests with the graph of `key`, whatever its drafts."""
         batch = self._batch
         if batch is None or batch.requests != requests:
             batch = self._batch = self._batch_of(requests, key)
-        length = batch.required if self.fixed is None else self.fixed
-        self._in_flight.append((batch, length is None))
-        if length is None:
-            length = self._choice.choose(batch.rows, batch.costs)
+        drafting = batch.required if self.fixed is None else self.fixed
+        self._in_flight.append((batch, drafting is None))
+        if drafting is None:
+            drafting = self._choice.choose(batch.rows, batch.costs)
         if self._chosen is not None:
-            self._chosen(length)
+            self._chosen(drafting)
         if self.log is not None:
-            self.log.append((length, self._choice.account or 0.0))
-        return length
+            self.log.append((drafting, self._choice.account or 0.0))
+        return drafting
 
-    def needs_catch_up(self, length: int) -> bool:
-        """Whether the draft model must process skipped tokens before a round of this length. Counts the round."""
-        needed = self._skipped >= (1 if length else MAX_SKIPPED)
-        self._skipped = (0 if needed else self._skipped) + (length == 0)
+    def needs_catch_up(self, drafting: Drafting) -> bool:
+        """Whether the draft model must process skipped tokens before this round. Counts the round."""
+        skips = drafting.length + 1 if not drafting.length or not drafting.model else 0
+        needed = self._skipped + skips > MAX_SKIPPED if skips else self._skipped > 0
+        self._skipped = (0 if needed else self._skipped) + skips
         return needed
 
-    def ended(self, length: int, results: Sequence[tuple[ActiveRequest, int]], seconds: float | None) -> None:
-        """The oldest round has ended. Per request: accepted drafts. seconds: its duration, if known."""
-        (batch, free), outcomes = self._in_flight.popleft(), []
-        for request, accepted in results:
+    def ended(self, drafting: Drafting, results: Sequence[tuple[ActiveRequest, ResultRecord]], seconds: float | None) -> None:
+        """The oldest round has ended. seconds: its duration, if known."""
+        (batch, free), outcomes = self._in_flight.popleft(), list[tuple[Sources, Counts]]()
+        for request, result in results:
             if request in self._rows:
-                acceptance, pending = self._rows[request]
-                most = min(length, request.job.num_speculative_tokens)
-                outcomes.append((acceptance, min(pending, most), accepted))
-                if most != pending:
-                    self._rows[request] = acceptance, most
+                row, pending = self._rows[request]
+                most = min(drafting.length, request.job.num_speculative_tokens)
+                counts, offered = NOTHING, min(pending.length, most)
+                if offered:
+                    others = result.looked_up | result.forced * request.constrained  # rounds without grammars do not write `forced`
+                    certain = (~others & (others + 1)).bit_length() - 1
+                    counts = verified(pending.model, offered, result.accepted, result.draft_count, certain)
+                outcomes.append((row, counts))
+                if pending != (most, drafting.model):
+                    self._rows[request] = row, Drafting(most, drafting.model)
         if free:
             if seconds is not None:
-                self.costs.add(batch.key, length, seconds)
-            self._choice.add(length, outcomes, batch.costs)
+                self.costs.add(batch.key, drafting, seconds)
+            self._choice.add(drafting, outcomes, batch.costs)
 
     def _batch_of(self, requests: tuple[ActiveRequest, ...], key: GraphKey) -> _Batch:
         """Called when the requests of the rounds change: a request that left does not come back."""
-        self._rows = {request: self._rows.get(request) or (self._choice.row(), 0) for request in requests}
+        self._rows = {request: self._rows.get(request) or (self._choice.row(), PLAIN) for request in requests}
         seeded = [request.job for request in requests if request.job.sampling.seed is not None and not request.job.sampling.greedy]
         most = max((job.num_speculative_tokens for job in seeded), default=0)
-        required = min(length for length in self.lengths if length >= most) if most else None
+        required = min(each for each in self.choices if each.model and each.length >= most) if most else None
         rows = [(self._rows[request][0], request.job.num_speculative_tokens) for request in requests]
         return _Batch(requests, key, self.costs.of(key), required, rows)

@@ -15,14 +15,14 @@ from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.publishing import Counter
-from stepgraph.graphs.shapes import LONGEST, GraphKey
+from stepgraph.graphs.shapes import FULL, LONGEST, Drafting, GraphKey
 from stepgraph.runtime.draft_length import DraftLengthChooser
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar.link.protocol import HostLink
 
 CALIBRATING_ROUNDS = 2  # the first replay of a graph takes longer
-Launch = tuple[int, bool, bool, bool, int]  # rows; whether some are constrained, some sampled, all grammars on the device; draft length
+Launch = tuple[int, bool, bool, bool, Drafting]  # rows; whether some are constrained, some sampled, all grammars on the device
 
 
 class LaunchedRound(NamedTuple):
@@ -58,6 +58,8 @@ class InFlight:
         self._ring_depth, self._dummy_row = limits.ring_depth, limits.dummy_row
         self._batches = buffers.batch_rows_ring_host.numpy()
         self._num_drafts, self._layouts = limits.num_speculative_tokens, dict[int, ResultLayout]()
+        # Fields that no round writes: their columns hold those of longer rounds.
+        self._unwritten: dict[str, Any] = {name: 0 for name in ("forced", "looked_up") if f"row_{name}" not in buffers}
         self._pending: collections.deque[LaunchedRound] = collections.deque()
         self.rounds = 0
         self.launches: dict[Launch, int] = {}  # number of rounds; single operations only, as other threads read it
@@ -86,8 +88,8 @@ class InFlight:
             return
         buckets = self._graphs.buckets
         fewest, most = buckets[0], buckets[-1]
-        for length in self._lengths.lengths:
-            keys = {rows: self._graphs.key_for(rows, False, False, False, length) for rows in buckets}
+        for drafting in self._lengths.choices:
+            keys = {rows: self._graphs.key_for(rows, False, False, False, drafting) for rows in buckets}
             low, high = (self._time(keys[rows]) for rows in (fewest, most))
             for rows, key in keys.items():  # those between are about linear in the rows
                 self._lengths.costs.calibrate(key, low + (high - low) * (rows - fewest) / max(1, most - fewest))
@@ -122,7 +124,7 @@ class InFlight:
         launch, key = self._dispatch(requests)
         self.launches[launch] = self.launches.get(launch, 0) + 1
         self._send_batch(slot, requests, key)
-        if self._lengths and (catch_up := self._catch_up) and self._lengths.needs_catch_up(key.draft_length):
+        if self._lengths and (catch_up := self._catch_up) and self._lengths.needs_catch_up(launch[-1]):
             self._backend.run(lambda: catch_up(key.rows))
         self._replay(key)
         logprobs = any(request.job.sampling.logprobs for request in requests)
@@ -135,7 +137,7 @@ class InFlight:
         lengths = self._lengths
         kind = len(requests), constrained, sampled, constrained and not any(request.matcher for request in requests)
         if lengths is None:
-            return (*kind, LONGEST), self._graphs.key_for(*kind)
+            return (*kind, FULL), self._graphs.key_for(*kind)
         key = self._graphs.key_for(*kind)
         if self._graphs.on_demand and not lengths.costs.known(key):
             self._record(key)
@@ -164,14 +166,14 @@ class InFlight:
         self._pending.popleft()
         if launched.key.on_host:
             self._host.release_finished()
-        accepted, slot = [], launched.number % self._ring_depth
+        results, slot = list[tuple[ActiveRequest, ResultRecord]](), launched.number % self._ring_depth
         for index, request, result in self._results(launched, slot):
             if self._states:
                 self._states.emitted(request.job, slot, index, result.emitted)
-            accepted.append((request, result.accepted))
+            results.append((request, result))
             yield request, result
         if self._lengths:
-            self._lengths.ended(launched.key.draft_length, accepted, seconds)
+            self._lengths.ended(launched.launch[-1], results, seconds)
 
     def _results(self, launched: LaunchedRound, slot: int) -> Iterator[tuple[int, ActiveRequest, ResultRecord]]:
         """Batch index, request and result of its unfinished requests. `slot`: of the rings of results."""
@@ -179,7 +181,8 @@ class InFlight:
         all_pairs = self._buffers.logprobs_ring_host[slot].tolist() if launched.logprobs else [[]] * len(results)
         for index, (request, line, pairs) in enumerate(zip(launched.requests, results, all_pairs, strict=False)):
             if not request.job.finished:  # if it ended after this round was launched, the row was inert
-                yield index, request, layout.read(line, pairs)
+                result = layout.read(line, pairs)
+                yield index, request, result._replace(**self._unwritten) if self._unwritten else result
 
     def _wait(self, launched: LaunchedRound) -> float | None:
         """The duration of the round; None if the device had ended it before this call."""

@@ -74,14 +74,25 @@ class TextCodec:
         """
         return self._checked(text, "text", begins)
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, answer: bool = True) -> list[int]:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        answer: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """The ids of a conversation in the model's chat format, up to the beginning of the answer unless `answer` is False.
 
         messages: objects with a role, a content and any other field that the template reads. tools: in the format of OpenAI's API.
+        variables: further variables of the template, such as enable_thinking.
         """
         if self._template is None:
             raise ValueError("messages: got a conversation for a model without chat template, expected a plain prompt or token ids")
-        return self._checked(self._template.render(messages, tools, answer), "messages", False)
+        return self._checked(self._template.render(messages, tools, answer, variables), "messages", False)
+
+    def template_mentions(self, word: str) -> bool:
+        """Whether the word occurs in the model's chat template."""
+        return self._template is not None and self._template.mentions(word)
 
     def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:
         """The ids of a text, or of a conversation."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepgraph.graphs.capture import MAIN, Backend
+from stepgraph.graphs.shapes import Drafting
 from stepgraph.graphs.spans import LAUNCHER, OUTSIDE, Span
 from stepgraph.runtime.draft_length import DraftLengthChooser
 from stepgraph.sampling.fields import check_value, whole
@@ -80,6 +81,7 @@ class ChosenLength(NamedTuple):
     round: int
     drafts: int
     account: float  # seconds that rounds with drafts may take longer than they would without
+    model: bool = True  # False: its drafts are looked up or forced
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ class Trace:
             got = "an engine with EngineConfig.eager=True or with graphs that could not be captured"
             raise ValueError(f"Engine.trace: got {got}, expected one whose rounds are recorded")
         self._backend, self._first_round, self._rounds, self._lengths = backend, first_round, rounds, lengths
-        self._chosen: list[tuple[int, float]] = []
+        self._chosen: list[tuple[Drafting, float]] = []
         self._timeline: Timeline | None = None
 
     @property
@@ -194,7 +196,10 @@ class Trace:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._lengths:
             self._lengths.log = None
-        chosen = tuple(ChosenLength(number, *each) for number, each in enumerate(self._chosen[: self._rounds], self._first_round))
+        chosen = tuple(
+            ChosenLength(number, drafting.length, account, drafting.model)
+            for number, (drafting, account) in enumerate(self._chosen[: self._rounds], self._first_round)
+        )
         with contextlib.suppress(*(() if kind is None else (Exception,))):  # the error of the block is the one to raise
             spans = self._backend.stop_trace()
             self._timeline = Timeline(tuple(sorted(spans, key=lambda span: span.start_ns)), self._backend.name, chosen)

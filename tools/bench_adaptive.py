@@ -1,17 +1,19 @@
 """Benchmark of automatic draft lengths: plain decoding, every fixed length and "auto" in one engine, interleaved; one JSON document last.
 
     python tools/bench_adaptive.py                   the toy pair, two minutes
-    python tools/bench_adaptive.py --demo            the demonstration's pair on prompts with held-out names, places and topics
+    python tools/bench_adaptive.py --demo --plot lengths.png      the demonstration's pair, on held-out prompts, in 10 minutes
     python tools/bench_adaptive.py --demo --only json "free text" --turns 2
 
 Costs are processor times of the whole process, since other processes may share the machine; the choice itself uses the clock. Rounds,
 tokens per round and draft lengths are counts. Ratios are medians over turns; the first turn, in which "auto" learns, is listed apart.
+All workloads run once in each turn; turns from the third on begin only if `--seconds` leaves time for them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import sys
@@ -28,11 +30,17 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
+from stepgraph.graphs.shapes import PLAIN, Drafting
 from stepgraph.runtime.demo.variants import LOOK_UP, Pair, open_pair, toy_pair
+from tools.profiling import picture
 from tools.train.demo.prompts import prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS
 
 AUTO = "auto"
+PLOTTED = "switching"
+PLOTTED_ROUNDS = 400
+FEWEST_TURNS = 2
+GAINS = {"json": 2.3, "free text": 1.1}  # over plain decoding, on the demonstration
 FIRST_SEED = 2000  # not used by other measurements
 PROSE = r"[A-Za-z ,.\n]{150,200}"
 RECORD = r'\{"name": "[A-Za-z ]{3,16}", "age": [1-9][0-9], "city": "[A-Za-z ]{3,16}", "remote": (true|false)\}\n'
@@ -84,7 +92,7 @@ class Sample:
 
     tokens: int
     row_rounds: int  # rounds, counted once for each request
-    rounds: dict[int, int]  # by draft length
+    rounds: dict[str, int]  # by Drafting
     seconds: float  # of the processor
 
     @property
@@ -93,7 +101,7 @@ class Sample:
 
 
 class Bench:
-    """One engine; a variant is a fixed length of all its rounds, or AUTO."""
+    """One engine; a variant is a fixed drafting of all its rounds, or AUTO."""
 
     def __init__(self, pair: Pair, drafts: int, rows: int, max_length: int, wrong: bool, look_up: int) -> None:
         config = EngineConfig(
@@ -114,10 +122,10 @@ class Bench:
         self.chooser = chooser
 
     @property
-    def variants(self) -> tuple[int | str, ...]:
-        return (*self.chooser.lengths, AUTO)
+    def variants(self) -> tuple[Drafting | str, ...]:
+        return (*self.chooser.choices, AUTO)
 
-    def run(self, asks: Sequence[Ask], new_tokens: int, variant: int | str) -> Sample:
+    def run(self, asks: Sequence[Ask], new_tokens: int, variant: Drafting | str) -> Sample:
         engine, before = self.engine, self._rounds()
         self.chooser.fixed = None if isinstance(variant, str) else variant
         for ask in asks:
@@ -150,31 +158,31 @@ class Bench:
             seconds,
         )
 
-    def _rounds(self) -> dict[int, int]:
-        found: dict[int, int] = {}
+    def _rounds(self) -> dict[str, int]:
+        found: dict[str, int] = {}
         for graph in self.engine.stats().graphs:
-            found[graph.key.draft_length] = found.get(graph.key.draft_length, 0) + graph.rounds
+            found[str(graph.key.drafting)] = found.get(str(graph.key.drafting), 0) + graph.rounds
         return found
 
 
-def figures(samples: Mapping[int | str, Sequence[Sample]]) -> dict[str, Any]:
+def figures(samples: Mapping[Drafting | str, Sequence[Sample]]) -> dict[str, Any]:
     """Per variant the counts and the rate relative to plain decoding in the same turn; "auto" also relative to the best fixed length."""
     found: dict[str, Any] = {}
     for variant, turns in samples.items():
         later = turns[1:] or turns
-        rounds: dict[int, int] = {}
+        rounds: dict[str, int] = {}
         for length, count in [pair for turn in later for pair in turn.rounds.items()]:
             rounds[length] = rounds.get(length, 0) + count
         found[str(variant)] = {
             "tokens_per_round": round(sum(turn.tokens for turn in turns) / max(1, sum(turn.row_rounds for turn in turns)), 3),
             "rounds": sum(rounds.values()),
-            "rounds_by_length": {str(length): count for length, count in sorted(rounds.items())},
+            "rounds_by_drafts": dict(sorted(rounds.items())),
             "cpu_seconds": round(sum(turn.seconds for turn in later), 3),
-            "over_plain": _ratio(turns, samples[0]),
-            "over_plain_first_turn": round(turns[0].rate / samples[0][0].rate, 3),
+            "over_plain": _ratio(turns, samples[PLAIN]),
+            "over_plain_first_turn": round(turns[0].rate / samples[PLAIN][0].rate, 3),
         }
     best = max((variant for variant in samples if variant != AUTO), key=lambda variant: found[str(variant)]["over_plain"])
-    return {"variants": found, "best_fixed": best, "auto_over_best_fixed": _ratio(samples[AUTO], samples[best])}
+    return {"variants": found, "best_fixed": str(best), "auto_over_best_fixed": _ratio(samples[AUTO], samples[best])}
 
 
 def _ratio(turns: Sequence[Sample], others: Sequence[Sample]) -> float:
@@ -201,7 +209,7 @@ def toy_workloads(pair: Pair) -> dict[str, Workload]:
 
 
 def demo_workloads(pair: Pair) -> dict[str, Workload]:
-    """Prompts of the held-out word lists: names, places, things and topics that the head was not trained on; its schemas are."""
+    """Prompts of the held-out word lists: names, places, things and topics that the head was not trained on."""
     held_out = "held-out names, places and topics"
 
     def ids(*messages: Mapping[str, str]) -> tuple[int, ...]:
@@ -236,7 +244,7 @@ def demo_workloads(pair: Pair) -> dict[str, Workload]:
 
     made = {
         "never right": Workload(batch(talk, 1), 150, wrong=True, data=f"talk, {held_out}"),
-        "json": Workload(batch(record, 1), 120, data=f"five schemas of the head's training, {held_out}"),
+        "json": Workload(batch(record, 1), 120, data=f"five schemas, {held_out}"),
         "tool calls": Workload(batch(lambda turn, row: of("tool call", turn, row), 1), 80, data=held_out),
         "free text": Workload(batch(talk, 1), 150, data=held_out),
         "code editing": Workload(batch(edit, 1), 120, data="one function of 9 lines, given as draft_ids; four new names"),
@@ -244,13 +252,36 @@ def demo_workloads(pair: Pair) -> dict[str, Workload]:
         "switching": Workload(batch(switching, 1), 300, data=f"two records and two texts by a regular expression, {held_out}"),
     }
     for rows in (4, 8):
-        made[f"json, batch of {rows}"] = Workload(batch(record, rows), 100, data=held_out)
-        made[f"free text, batch of {rows}"] = Workload(batch(talk, rows), 100, data=held_out)
-    made["mixed batch of 8"] = Workload(lambda turn: [*batch(record, 4)(turn), *batch(talk, 4)(turn)], 100, data=held_out)
+        made[f"json, batch of {rows}"] = Workload(batch(record, rows), 60, data=held_out)
+        made[f"free text, batch of {rows}"] = Workload(batch(talk, rows), 60, data=held_out)
+    made["mixed batch of 8"] = Workload(lambda turn: [*batch(record, 4)(turn), *batch(talk, 4)(turn)], 60, data=held_out)
     return made
 
 
-def report(demo: bool, drafts: int, turns: int, only: Sequence[str]) -> dict[str, Any]:
+def goals(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the choice shall achieve, and what it does: over plain decoding, and over the best fixed choice."""
+    lines = list[dict[str, Any]]()
+    for name, row in found.items():
+        over_plain, over_best = row["variants"][AUTO]["over_plain"], row["auto_over_best_fixed"]
+        if row["wrong"]:
+            goal = [("over plain", over_plain, 0.98)]
+        else:
+            goal = [("over the best fixed", over_best, 0.93 if name == PLOTTED else 0.95)]
+            goal += [("over plain", over_plain, GAINS[name])] if name in GAINS and row["data"] != "toy" else []
+        lines += [
+            {"workload": name, "figure": figure, "value": value, "goal": least, "met": value >= least} for figure, value, least in goal
+        ]
+    return lines
+
+
+def plot(bench: Bench, workload: Workload, path: Path) -> None:
+    """A picture of draft length and account of one turn."""
+    with bench.engine.trace(PLOTTED_ROUNDS) as trace:
+        bench.run(workload.asks(0), workload.new_tokens, AUTO)
+    picture.draw_lengths(trace.timeline, path)
+
+
+def report(demo: bool, drafts: int, turns: int, only: Sequence[str], seconds: float = math.inf, png: Path | None = None) -> dict[str, Any]:
     torch.set_num_threads(1)
     show = sys.stderr.isatty()
     pair = open_pair(drafts, show) if demo else toy_pair()
@@ -258,33 +289,40 @@ def report(demo: bool, drafts: int, turns: int, only: Sequence[str]) -> dict[str
     if unknown := [name for name in only if name not in workloads]:
         raise ValueError(f"--only: got {unknown[0]!r}, expected some of {', '.join(map(repr, workloads))}")
     benches: dict[tuple[int, bool], Bench] = {}
-    found: dict[str, Any] = {}
     chosen = {name: workload for name, workload in workloads.items() if not only or name in only}
+    samples: dict[str, dict[Drafting | str, list[Sample]]] = {name: {} for name in chosen}
+    begin, done = time.monotonic(), 0
     with tqdm(total=len(chosen) * turns, unit="turn", disable=not show) as bar:
-        for name, workload in chosen.items():
-            bar.set_description(name)
-            key = len(workload.asks(0)), workload.wrong
-            if key not in benches:
-                benches[key] = Bench(pair, drafts, key[0], 768 if demo else 512, key[1], LOOK_UP)
-            bench = benches[key]
-            samples: dict[int | str, list[Sample]] = {variant: [] for variant in bench.variants}
-            for turn in range(turns):
-                asks = workload.asks(turn)
-                for offset in range(len(samples)):  # each turn begins with another variant
-                    variant = bench.variants[(turn + offset) % len(samples)]
-                    samples[variant].append(bench.run(asks, workload.new_tokens, variant))
+        while done < turns and (done < FEWEST_TURNS or (time.monotonic() - begin) * (done + 1) / done < seconds):
+            for name, workload in chosen.items():
+                bar.set_description(name)
+                key = len(workload.asks(0)), workload.wrong
+                if key not in benches:
+                    benches[key] = Bench(pair, drafts, key[0], 768 if demo else 512, key[1], LOOK_UP)
+                bench, asks = benches[key], workload.asks(done)
+                for offset in range(len(bench.variants)):  # each turn begins with another variant
+                    variant = bench.variants[(done + offset) % len(bench.variants)]
+                    samples[name].setdefault(variant, []).append(bench.run(asks, workload.new_tokens, variant))
                 bar.update()
-            found[name] = {"rows": key[0], "data": workload.data or "toy", **figures(samples)}
-            print(line(name, found[name]), flush=True)
+            done += 1
+    found: dict[str, Any] = {}
+    for name, workload in chosen.items():
+        rows, data = len(workload.asks(0)), workload.data or "toy"
+        found[name] = {"rows": rows, "wrong": workload.wrong, "data": data, **figures(samples[name])}
+        print(line(name, found[name]))
+    if png is not None and PLOTTED in chosen:
+        plot(benches[len(chosen[PLOTTED].asks(0)), chosen[PLOTTED].wrong], chosen[PLOTTED], png)
     for bench in benches.values():
         bench.engine.close()
     return {
         "models": pair.name,
         "drafts": drafts,
-        "turns": turns,
+        "turns": done,
+        "seconds": round(time.monotonic() - begin),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": platform.processor() or platform.machine(),
+        "goals": goals(found),
         "workloads": found,
     }
 
@@ -301,10 +339,12 @@ def main(arguments: list[str] | None = None) -> int:
     add("-k", "--drafts", type=int, default=7, help="num_speculative_tokens (default: %(default)s)")
     add("--turns", type=int, default=4, metavar="N", help="turns of each workload (default: %(default)s)")
     add("--only", nargs="+", default=[], metavar="NAME", help="some of the workloads")
+    add("--seconds", type=float, default=480, metavar="S", help="time for turns after the second (default: %(default)s)")
+    add("--plot", type=Path, metavar="PNG", help=f"draft length and account over time of the workload {PLOTTED!r}")
     options = parser.parse_args(arguments)
     try:
-        found = report(options.demo, options.drafts, options.turns, options.only)
-    except ValueError as error:
+        found = report(options.demo, options.drafts, options.turns, options.only, options.seconds, options.plot)
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"bench_adaptive: {error}", file=sys.stderr)
         return 2
     print(json.dumps(found, indent=2))

@@ -153,7 +153,7 @@ def measure(paths: Sequence[Path], tokens: Vocabulary, repeats: int) -> dict[str
                 image = table.compile(parsed, bounds)
                 times.append(time.thread_time())
         except UnfitError as error:
-            unfit[str(path)] = str(error)
+            unfit[f"{path.parent.name}/{path.name}"] = str(error)
             continue
         for name, value in (
             ("compile_ms", np.median(np.diff(times)) * 1e3),

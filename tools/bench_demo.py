@@ -1,7 +1,7 @@
-"""Benchmark of the demonstration's model pair: interleaved variants on held-out prompts, and `transformers`; then legality.
+"""Benchmark of the demonstration's model pair: interleaved variants on held-out prompts, and `transformers`; JSON and free text.
 
-    python tools/bench_demo.py                   the table, 500 answers validated against their schemas, one JSON document last
-    python tools/bench_demo.py --prompts 4 --legal 5
+    python tools/bench_demo.py                   the table, one JSON document last; under 8 minutes on an idle machine
+    python tools/bench_demo.py --prompts 1 --legal 100      and 500 answers validated against their schemas
 
 Tokens per second count from a request's first token on, since prefill costs all variants the same. Greedy decoding.
 """
@@ -30,14 +30,17 @@ from tools.train.demo.prompts import prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS
 
 FIRST_SEED = 1000  # after those of the model card
+TRAINING_PROMPTS = 400  # of which the kinds are listed
+FREE = "talk"
 NEW_TOKENS = 160
 BASELINE = "transformers + grammar"
 
 
 def compared(drafts: int) -> list[Variant]:
-    """The demonstration's four variants, and the head alone."""
+    """The demonstration's four variants, then fixed draft lengths: with all sources, and the head alone."""
     return [
         *variants(drafts),
+        Variant(f"speculative + grammar, always {drafts}", drafts, True, {"look_up": LOOK_UP, "forced_drafts": True}),
         Variant("head alone, masked", drafts, True, {"forced_drafts": False}),
         Variant("head alone, not masked", drafts, True, {"forced_drafts": False, "draft_masks": False}),
     ]
@@ -75,6 +78,7 @@ def throughput(pair: Pair, drafts: int, prompts: int, repeats: int, threads: int
             timed = other.generate(ids, NEW_TOKENS, grammars[each.kind])
             times.append((len(timed.tokens) - 1, timed.rest))
     found = {case.variant.name: {**case.figures(), **speed(case.times)} for case in cases}
+    free = free_text([case for case in cases if not case.variant.constrained], prompts, repeats)
     for case in cases:
         case.engine.close()
     if times:
@@ -85,16 +89,38 @@ def throughput(pair: Pair, drafts: int, prompts: int, repeats: int, threads: int
         "threads": threads,
         "drafts": drafts,
         "same_texts": f"{same} of {checked}",
+        "data": "prompts with names, places, things and topics that no training prompt has",
+        "schemas": list(MEASURED),
+        "schemas_of_training_prompts": sorted({prompt(seed).kind for seed in range(TRAINING_PROMPTS)} & set(MEASURED)),
         "variants": found,
+        "free_text": free,
     }
 
 
-def ratios(found: Mapping[str, Any]) -> dict[str, float]:
+def free_text(cases: list[Case], prompts: int, repeats: int) -> dict[str, Any]:
+    """The variants without grammars on held-out questions."""
+    questions = list(encoded(target_path(), (prompt(FIRST_SEED + seed, FREE, held_out=True) for seed in range(prompts))))
+    before = {case.variant.name: (len(case.times), case.engine.stats()) for case in cases}
+    for ids, _ in tqdm(questions * repeats, desc="free text", unit="prompt", disable=not sys.stderr.isatty()):
+        for case in cases:
+            case.run(ids, None, NEW_TOKENS)
+    found: dict[str, Any] = {}
+    for case in cases:
+        first, stats = before[case.variant.name]
+        after = case.engine.stats()
+        tokens_per_round = (after.tokens - stats.tokens) / (after.rounds - stats.rounds)
+        found[case.variant.name] = {"tokens_per_round": round(tokens_per_round, 2), **speed(case.times[first:])}
+    return found
+
+
+def ratios(timed: Mapping[str, Any]) -> dict[str, float]:
     """The published targets of this pair."""
+    found, free = timed["variants"], {name: row["tokens_per_second"] for name, row in timed["free_text"].items()}
     rate = {name: figures["tokens_per_second"] for name, figures in found.items()}
     length = {name: figures.get("tokens_per_round", 0.0) for name, figures in found.items()}
     result = {
-        "speculative + grammar / plain + grammar (2.0)": rate["speculative + grammar"] / rate["plain + grammar"],
+        "speculative + grammar / plain + grammar (2.3)": rate["speculative + grammar"] / rate["plain + grammar"],
+        "free text: speculative / plain (1.1)": free["speculative"] / free["plain"],
         "tokens of a round, masked / not masked drafts (1.1)": length["head alone, masked"] / length["head alone, not masked"],
     }
     if BASELINE in rate:
@@ -158,6 +184,9 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
             for key, width in (("tokens_per_round", 14), ("mask_fills", 8), ("replays", 9), ("host_syncs", 7))
         )
         yield f"{name:<26}{row['tokens_per_second']:>10}{f'{low} to {high}':>16}{counts}"
+    for name, row in timed["free_text"].items():
+        low, high = row["spread"]
+        yield f"{'free text: ' + name:<26}{row['tokens_per_second']:>10}{f'{low} to {high}':>16}{row['tokens_per_round']:>14}"
     yield ""
     for name, value in found["ratios"].items():
         yield f"{name:<58}{value:>8}"
@@ -173,7 +202,7 @@ def report(drafts: int, prompts: int, repeats: int, legal: int, threads: int, ba
     pair = open_pair(drafts, sys.stderr.isatty())
     found = origin()
     found["throughput"] = throughput(pair, drafts, prompts, repeats, threads, baseline)
-    found["ratios"] = ratios(found["throughput"]["variants"])
+    found["ratios"] = ratios(found["throughput"])
     if legal:
         found["legality"] = legality(pair, drafts, legal)
     return found
@@ -183,9 +212,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("-k", "--drafts", type=int, default=DRAFTS, help="drafts per round (default: %(default)s)")
-    add("--prompts", type=int, default=4, metavar="N", help="timed prompts of each of five schemas (default: %(default)s)")
+    add("--prompts", type=int, default=3, metavar="N", help="timed prompts of each of five schemas, and questions (default: %(default)s)")
     add("--repeats", type=int, default=2, metavar="N", help="repeats (default: %(default)s)")
-    add("--legal", type=int, default=100, metavar="N", help="validated prompts of each schema, 0 for none (default: %(default)s)")
+    add("--legal", type=int, default=0, metavar="N", help="validated prompts of each schema, 0 for none (default: %(default)s)")
     add("--threads", type=int, default=1, metavar="N", help="torch threads, for every variant (default: %(default)s)")
     add("--no-baseline", action="store_true", help="leave transformers out")
     options = parser.parse_args(arguments)

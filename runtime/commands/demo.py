@@ -61,7 +61,7 @@ class Demonstration:
 
     def decode(self) -> dict[str, Any]:
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
-        self._print(f"{self.pair.name}, {self.options.drafts} drafts per round, {threads}")
+        self._print(f"{self.pair.name}, at most {self.options.drafts} drafts per round, {threads}")
         if self._colour:
             print(", ".join(f"{COLOURS[origin]}{meaning}{RESET}" for origin, meaning in ORIGINS.items()))
         answers = {scenario.name: self.answer(scenario) for scenario in self.scenarios}

@@ -161,6 +161,8 @@ def serve(parser: argparse.ArgumentParser) -> None:
     add("--max-length", type=int, default=2048, metavar="N", help="tokens of a prompt and its answer (default: %(default)s)")
     add("--max-queued", type=int, default=256, metavar="N", help="requests that may wait; more get status 429 (default: %(default)s)")
     add("--eager", action="store_true", help="capture no graphs: faster start, slower decoding")
+    add("--api-keys", metavar="FILE", help="accept only requests with an API key of this file, which has one key per line (default: any)")
+    add("--log", action=argparse.BooleanOptionalAction, help="write one JSON object per request to stderr", default=True)
     words = "time for running answers after SIGTERM or Ctrl-C; a second signal ends them at once (default: %(default)s)"
     add("--grace", type=float, default=30.0, metavar="SECONDS", help=words)
     add_drafts(parser)
@@ -173,6 +175,10 @@ def check_serve(options: argparse.Namespace) -> None:
         check_range(options, flag, least, most)
     if not 0 <= options.grace <= 86400:  # also refuses NaN
         raise ValueError(f"--grace: got {options.grace}, expected a number of seconds from 0 to 86400")
+    lines = [] if options.api_keys is None else read_file("--api-keys", options.api_keys, "the path of a file").split()
+    if options.api_keys is not None and not lines:
+        raise ValueError(f"--api-keys: got {clip_repr(options.api_keys)} without a key, expected one key per line")
+    options.api_keys = lines
 
 
 def replay(parser: argparse.ArgumentParser) -> None:

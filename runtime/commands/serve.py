@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
+import logging
 import signal
 import socket
 from pathlib import Path
@@ -22,6 +23,9 @@ from stepgraph.sampling.grammar.vocabulary import Vocabulary
 def run(options: argparse.Namespace) -> int:
     if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise ValueError(f"the server needs {' and '.join(missing)}: pip install 'stepgraph[serve]'")
+    if options.log:
+        logging.basicConfig(format="%(message)s", level=logging.WARNING)
+        logging.getLogger("stepgraph.serve").setLevel(logging.INFO)
     engines.set_threads(options)
     engine = open_engine(options)
     with engine:
@@ -37,7 +41,6 @@ def open_engine(options: argparse.Namespace) -> Engine:
         num_speculative_tokens=options.drafts,
         look_up=options.look_up,
         max_length=options.max_length,
-        max_queued=options.max_queued,
         eager=options.eager,
     )
     if options.model == TOY:
@@ -66,7 +69,7 @@ async def _serve(engine: Engine, options: argparse.Namespace) -> None:
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.create_server((options.host, options.port), family=family) as listener:
         async with AsyncEngine(engine) as serving:
-            app = App(serving, options.name or Path(options.model).name, Bounds())
+            app = App(serving, options.name or Path(options.model).name, Bounds(waiting=options.max_queued), options.api_keys)
             announce(listener, options)
             await app.serve(listener, soon, at_once, options.grace)
 

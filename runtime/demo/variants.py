@@ -52,7 +52,7 @@ def toy_pair() -> Pair:
 @dataclass(frozen=True)
 class Variant:
     name: str
-    drafts: int
+    drafts: int  # in every round, unless `options` has a draft_length
     constrained: bool
     options: Mapping[str, Any] = field(default_factory=dict)  # further arguments for EngineConfig
 
@@ -61,8 +61,8 @@ def variants(drafts: int, look_up: int = LOOK_UP, forced_drafts: bool | None = T
     return (
         Variant("plain", 0, False),
         Variant("plain + grammar", 0, True),
-        Variant("speculative", drafts, False, {"look_up": look_up}),
-        Variant("speculative + grammar", drafts, True, {"look_up": look_up, "forced_drafts": forced_drafts}),
+        Variant("speculative", drafts, False, {"look_up": look_up, "draft_length": "auto"}),
+        Variant("speculative + grammar", drafts, True, {"look_up": look_up, "forced_drafts": forced_drafts, "draft_length": "auto"}),
     )
 
 
@@ -81,11 +81,10 @@ class Case:
         config = EngineConfig(
             max_rows=1,
             num_speculative_tokens=variant.drafts,
-            draft_length=variant.drafts,  # the variants differ in it
             max_length=max_length,
             greedy_only=True,
             prefix_reuse=False,  # repeated prompts are computed again
-            **variant.options,
+            **({"draft_length": variant.drafts, **variant.options}),  # the variants differ in it
         )
         self.engine = Engine(pair.target, pair.draft if variant.drafts else None, vocabulary=pair.vocabulary, config=config)
 

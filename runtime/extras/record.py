@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.model import ModelPair
+from stepgraph.graphs.shapes import Drafting
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.request import Job
 from stepgraph.sampling.fields import clip_repr, is_int
@@ -84,9 +85,9 @@ class Recorder:
     def admitted(self, job: Job) -> None:
         self.write("admit", step=self._steps, job=job.id)
 
-    def chosen(self, length: int) -> None:
-        """The number of drafts of the round of this step, where it is chosen for each round."""
-        self.write("round", step=self._steps, drafts=length)
+    def chosen(self, drafting: Drafting) -> None:
+        """How the round of this step drafts, where it is chosen for each round."""
+        self.write("round", step=self._steps, drafts=drafting.length, model=drafting.model)
 
     def step_begins(self) -> None:
         self._steps += 1

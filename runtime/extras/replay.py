@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepgraph.graphs.model import TargetModel
+from stepgraph.graphs.shapes import Drafting
 from stepgraph.runtime.check_models import Drafter, resolve_drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine import Engine
@@ -44,7 +45,7 @@ class RecordedRun:
     path: Path
     header: dict[str, Any]
     by_id: dict[int, RecordedRequest] = field(default_factory=dict)  # in the order of submission
-    lengths: dict[int, int] = field(default_factory=dict)  # drafts of a step's round, where they were chosen for each round
+    lengths: dict[int, Drafting] = field(default_factory=dict)  # of a step's round, where it was chosen for each round
     admitted: int = 0
     steps: int = 0
     ending: str = "the process ended"  # why the recording ends
@@ -65,7 +66,7 @@ class RecordedRun:
             self.by_id[event["job"]].admission = int(event["step"]), self.admitted
             self.admitted += 1
         elif kind == "round":
-            self.lengths[int(event["step"])] = int(event["drafts"])
+            self.lengths[int(event["step"])] = Drafting(int(event["drafts"]), bool(event.get("model", True)))
         elif kind == "refused":
             self.by_id.pop(event["job"], None)
         elif kind == "tokens":

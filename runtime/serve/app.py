@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import json
+import logging
 import socket
 import time
-from collections.abc import AsyncGenerator
+import uuid
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,10 +20,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from stepgraph import AsyncEngine, EngineClosedError, FinishReason, Job, QueueFullError, StepEvent
-from stepgraph.runtime.aio import JobStream
+from stepgraph.runtime.aio import AsyncEngine
 from stepgraph.runtime.metrics import CONTENT_TYPE
+from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
+from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.fields import GenerationRequest, parse_request, runtime_refusal
+from stepgraph.runtime.serve.gate import Gate, Ticket
 from stepgraph.runtime.serve.http import (
     Bounds,
     EventStream,
@@ -32,20 +38,26 @@ from stepgraph.runtime.serve.http import (
     server_config,
     until_disconnect,
 )
-from stepgraph.runtime.serve.replies import Delta, Reply, whole_message
+from stepgraph.runtime.serve.replies import Delta, Reply, usage_of, whole_message
+
+LOG = logging.getLogger("stepgraph.serve")  # one JSON object per request; never prompts, texts or keys
 
 
 class App:
-    """Endpoints around one engine; `asgi` is the ASGI application."""
+    """Endpoints around one engine; `asgi` is the ASGI application. keys: accepted API keys; none: no key is required."""
 
-    def __init__(self, serving: AsyncEngine, model: str, bounds: Bounds) -> None:
+    def __init__(self, serving: AsyncEngine, model: str, bounds: Bounds, keys: Sequence[str] = ()) -> None:
         self._serving, self._codec, self._model, self._bounds = serving, serving.engine.tokenizer, model, bounds
+        self._keys = {hashlib.sha256(key.encode()).hexdigest() for key in keys}  # looked up by hash: no timing of a comparison
+        rows = serving.engine.config.max_rows
+        self._gate = Gate(rows + max(1, rows // 4), bounds.waiting)  # some wait in the engine, for the next free row
         self._opened = int(time.time())
         self.leaving = False
         routes = [
             Route("/v1/chat/completions", self._generate, methods=["POST"]),
             Route("/v1/completions", self._generate, methods=["POST"]),
             Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._one_model),
             Route("/health", self._health),
             Route("/metrics", self._metrics),
         ]
@@ -65,7 +77,10 @@ class App:
             await asyncio.wait_for(serving, 1.0)  # a client that does not read is not waited for
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(await asyncio.to_thread(self._serving.engine.metrics), media_type=CONTENT_TYPE)
+        engine = await asyncio.to_thread(self._serving.engine.metrics)
+        name = "stepgraph_http_waiting"
+        waiting = f"# HELP {name} Answers that wait to be submitted.\n# TYPE {name} gauge\n{name} {self._gate.waiting}\n"
+        return Response(engine + waiting, media_type=CONTENT_TYPE)
 
     async def _health(self, request: Request) -> Response:
         if self._serving.failure is None and not self.leaving:
@@ -73,84 +88,209 @@ class App:
         return json_response({"status": str(self._serving.failure or "shutting down")}, 503)
 
     async def _models(self, request: Request) -> Response:
-        model = {"id": self._model, "object": "model", "created": self._opened, "owned_by": "stepgraph"}
-        return json_response({"object": "list", "data": [model]})
+        self._authorize(request)
+        return json_response({"object": "list", "data": [self._card]})
+
+    async def _one_model(self, request: Request) -> Response:
+        self._authorize(request)
+        name = request.path_params["name"]
+        if name != self._model:
+            raise HttpError(404, f"model: got {name[:60]!r}, expected {self._model!r}", "model", "model_not_found")
+        return json_response(self._card)
+
+    @property
+    def _card(self) -> dict[str, Any]:
+        return {"id": self._model, "object": "model", "created": self._opened, "owned_by": "stepgraph"}
+
+    def _authorize(self, request: Request) -> str:
+        """The hash of the caller's key; empty if none is required. HttpError for a wrong key."""
+        if not self._keys:
+            return ""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        found = hashlib.sha256(key.strip().encode()).hexdigest()
+        if scheme.lower() != "bearer" or found not in self._keys:
+            raise HttpError(401, "Authorization: expected `Bearer` and an API key of this server", code="invalid_api_key")
+        return found
 
     async def _generate(self, request: Request) -> ASGIApp:
+        started, key = time.perf_counter(), self._authorize(request)
         body = await read_json(request, self._bounds)
         chat = request.scope["path"] == "/v1/chat/completions"
         parsed = parse_request(body, chat, self._codec, self._model, self._serving.engine.limits.max_length)
+        parsed.options["cache_salt"] = key  # callers with different keys share no cached prefixes
+        if self.leaving:
+            raise HttpError(503, "the server is shutting down")
         try:
-            stream = self._serving.generate(parsed.prompt_ids, **parsed.options)
-        except ValueError as error:
-            raise runtime_refusal(error, "messages" if chat else "prompt") from None
+            tickets = self._gate.tickets(parsed.n, parsed.priority)
         except QueueFullError as error:
             raise HttpError(429, str(error), code="rate_limit_exceeded") from None
-        except EngineClosedError as error:
-            raise HttpError(503, str(error)) from None
+        answer_id = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
+        replies = [Reply(parsed, self._codec, f"{answer_id[-12:]}_{index}", index) for index in range(parsed.n)]
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            async with stream:  # leaving it early, as when the client disconnects, cancels the job and frees its row
-                reply = Reply(parsed, self._codec, str(stream.job.id))
-                if parsed.stream:
-                    await until_disconnect(receive, self._stream(EventStream(send), parsed, stream, reply))
-                else:
-                    await until_disconnect(receive, self._whole(scope, receive, send, parsed, stream, reply))
+            envelope = self._envelope(parsed, answer_id)
+            events = EventStream(send)
+            if parsed.stream:
+                answering = self._stream(events, parsed, envelope, replies, tickets)
+            else:
+                answering = self._whole(scope, receive, send, parsed, envelope, replies, tickets)
+            status: int | str = "disconnected"
+            try:
+                if await until_disconnect(receive, answering, self._bounds.answer_seconds):
+                    status = 200
+            except asyncio.TimeoutError:
+                error = HttpError(504, f"the answer is not complete after {self._bounds.answer_seconds:g} seconds")
+                status = error.status_code
+                if not events.started:
+                    raise error from None
+                await events.event(dumped(error.body))
+                await events.end()
+            except HttpError as error:
+                status = error.status_code
+                raise
+            finally:
+                for ticket in tickets:
+                    self._gate.leave(ticket)
+                self._log(parsed, answer_id, replies, status, time.perf_counter() - started, key)
 
         return answer
 
-    async def _whole(self, scope: Scope, receive: Receive, send: Send, request: GenerationRequest, stream: JobStream, reply: Reply) -> None:
-        message = whole_message([delta async for delta in self._deltas(stream, reply)])
-        choice: dict[str, Any] = {"index": 0, "logprobs": reply.take_logprobs(), "finish_reason": reply.reason(stream.job)}
-        choice |= {"message": message} if request.chat else {"text": message["content"]}
-        body = self._envelope(request, reply, stream.job, [choice]) | {"usage": reply.usage(stream.job)}
-        await json_response(body)(scope, receive, send)
+    async def _whole(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        request: GenerationRequest,
+        envelope: dict[str, Any],
+        replies: Sequence[Reply],
+        tickets: Sequence[Ticket],
+    ) -> None:
+        deltas: list[list[Delta]] = [[] for _ in replies]
+        async with contextlib.aclosing(self._deltas(replies, tickets)) as found:
+            async for reply, delta in found:
+                deltas[reply.index] += [delta] if delta is not None else []
+        choices = []
+        for reply in replies:
+            message = whole_message(deltas[reply.index])
+            choice = {"index": reply.index, "logprobs": reply.take_logprobs(), "finish_reason": reply.reason}
+            choices.append(choice | ({"message": message} if request.chat else {"text": message["content"]}))
+        await json_response(envelope | {"choices": choices, "usage": usage_of(replies)})(scope, receive, send)
 
-    async def _stream(self, events: EventStream, request: GenerationRequest, stream: JobStream, reply: Reply) -> None:
-        job, offset = stream.job, 0  # offset: characters sent so far
+    async def _stream(
+        self, events: EventStream, request: GenerationRequest, envelope: dict[str, Any], replies: Sequence[Reply], tickets: Sequence[Ticket]
+    ) -> None:
+        offsets, begun = [0] * len(replies), set[int]()  # characters sent so far, and choices that have begun
 
-        async def send(delta: Delta | None, reason: str | None = None) -> None:
-            choice: dict[str, Any] = {"index": 0, "logprobs": reply.take_logprobs(offset), "finish_reason": reason}
-            choice |= {"delta": delta or {}} if request.chat else {"text": (delta or {}).get("content", "")}
-            await events.event(dumped(self._envelope(request, reply, job, [choice])))
+        async def send(reply: Reply, delta: Delta, reason: str | None) -> None:
+            choice: dict[str, Any] = {"index": reply.index, "logprobs": reply.take_logprobs(offsets[reply.index]), "finish_reason": reason}
+            if reply.index not in begun:
+                begun.add(reply.index)
+                delta = {"role": "assistant", **(delta or {"content": ""})}
+            choice |= {"delta": delta} if request.chat else {"text": delta.get("content", "")}
+            offsets[reply.index] += len(delta.get("content", ""))
+            await events.event(dumped(envelope | {"choices": [choice]}))
 
         try:
-            async with contextlib.aclosing(self._deltas(stream, reply)) as deltas:
-                async for delta in deltas:
-                    await send(delta if events.started else {"role": "assistant", **delta})
-                    offset += len(delta.get("content", ""))
-            await send(None if events.started else {"role": "assistant", "content": ""}, reply.reason(job))
+            async with contextlib.aclosing(self._deltas(replies, tickets)) as deltas:
+                async for reply, delta in deltas:
+                    await send(reply, delta or {}, None if delta is not None else reply.reason)
         except HttpError as error:
             if not events.started:
                 raise
             await events.event(dumped(error.body))
         else:
             if request.include_usage:
-                await events.event(dumped(self._envelope(request, reply, job, []) | {"usage": reply.usage(job)}))
+                await events.event(dumped(envelope | {"choices": [], "usage": usage_of(replies)}))
             await events.event("[DONE]")
         await events.end()
 
-    async def _deltas(self, stream: JobStream, reply: Reply) -> AsyncGenerator[Delta, None]:
-        """Deltas until the end or a stop text; HttpError where the job failed."""
-        async for event in stream:
-            for delta in reply.push(event):
-                yield delta
-            self._check_end(stream.job, event)
-            if reply.stopped:
-                break
-        for delta in reply.finish():
-            yield delta
+    async def _deltas(self, replies: Sequence[Reply], tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[Reply, Delta | None], None]:
+        """Deltas of all choices as they arrive, then None for each choice. HttpError if one fails."""
+        found: asyncio.Queue[tuple[Reply, Delta | HttpError | None]] = asyncio.Queue(2 * len(replies))  # so a slow client delays reading
 
-    def _check_end(self, job: Job, event: StepEvent) -> None:
+        async def read(reply: Reply, ticket: Ticket) -> None:
+            end: HttpError | None = None
+            try:
+                await asyncio.shield(ticket.entered)  # a cancelled reader must not end the ticket
+                async with contextlib.aclosing(self._answer(reply)) as deltas:
+                    async for delta in deltas:
+                        await found.put((reply, delta))
+            except HttpError as error:
+                end = error
+            except Exception as error:  # a fault of the server
+                LOG.exception("an answer failed")
+                end = HttpError(500, f"{type(error).__name__}: {error}")
+            self._gate.leave(ticket)
+            await found.put((reply, end))
+
+        readers = [asyncio.ensure_future(read(*pair)) for pair in zip(replies, tickets, strict=True)]
+        running = len(replies)
+        try:
+            while running:
+                reply, delta = await found.get()
+                if isinstance(delta, HttpError):
+                    raise delta
+                running -= delta is None
+                yield reply, delta
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    async def _answer(self, reply: Reply) -> AsyncGenerator[Delta, None]:
+        """Deltas of one choice until the end or a stop text; HttpError where the job failed."""
+        request = reply.request
+        try:
+            stream = self._serving.generate(request.prompt_ids, **request.options_of(reply.index))
+        except ValueError as error:
+            raise runtime_refusal(error, "messages" if request.chat else "prompt", request.constraint_field) from None
+        except QueueFullError as error:
+            raise HttpError(429, str(error), code="rate_limit_exceeded") from None
+        except EngineClosedError as error:
+            raise HttpError(503, str(error)) from None
+        reply.job = stream.job
+        try:
+            async for event in stream:
+                for delta in reply.push(event):
+                    yield delta
+                self._check_end(reply, stream.job, event)
+                if reply.stopped:
+                    break
+            for delta in reply.finish():
+                yield delta
+        finally:  # at a stop text, or when the client disconnected; does not wait until the step in progress has ended
+            self._serving.engine.cancel(stream.job)
+
+    def _check_end(self, reply: Reply, job: Job, event: StepEvent) -> None:
         if event.finish_reason == FinishReason.CANCELLED:
             raise HttpError(503, "the server is shutting down")
         if event.finish_reason == FinishReason.DEAD_END:
             raise HttpError(500, "no token may follow: the constraint and the sampling fields together exclude every one")
         if event.finish_reason == FinishReason.ERROR:
             refused = job.constraint is not None and not job.rounds and self._serving.failure is None
-            raise HttpError(400 if refused else 500, str(event.error), "response_format" if refused else None)
+            if refused:
+                raise runtime_refusal(str(event.error), constraint_field=reply.request.constraint_field)
+            raise HttpError(500, str(event.error))
 
-    def _envelope(self, request: GenerationRequest, reply: Reply, job: Job, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _envelope(self, request: GenerationRequest, answer_id: str) -> dict[str, Any]:
         kind = ("chat.completion" + (".chunk" if request.stream else "")) if request.chat else "text_completion"
-        prefix = "chatcmpl" if request.chat else "cmpl"
-        return {"id": f"{prefix}-{job.id}", "object": kind, "created": reply.created, "model": self._model, "choices": choices}
+        return {"id": answer_id, "object": kind, "created": int(time.time()), "model": self._model}
+
+    def _log(
+        self, request: GenerationRequest, answer_id: str, replies: Sequence[Reply], status: int | str, seconds: float, key: str
+    ) -> None:
+        jobs = [reply.job for reply in replies if reply.job is not None]
+        first = [job.first_token_seconds for job in jobs if job.first_token_seconds is not None]
+        line = {
+            "time": round(time.time(), 3),
+            "id": answer_id,
+            "status": status,
+            "stream": request.stream,
+            "prompt_tokens": len(request.prompt_ids),
+            "completion_tokens": sum(reply.tokens for reply in replies),
+            "finish_reasons": [str(job.finish_reason) for job in jobs],
+            "first_token_seconds": round(min(first), 4) if first else None,
+            "seconds": round(seconds, 4),
+            "key": key[:8],  # of its hash
+        }
+        LOG.info(json.dumps(line))

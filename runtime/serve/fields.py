@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from stepgraph import Constraint, SamplingParams
 from stepgraph.runtime.serve.http import HttpError
 from stepgraph.runtime.serve.tools import ToolUse, tool_use
 from stepgraph.runtime.text import TextCodec
+from stepgraph.sampling.fields import is_int
+from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.params import SamplingParams
 
 _SAMPLING = {  # field of the request: field of SamplingParams; from top_k on they are vLLM's extensions
     "temperature": "temperature",
@@ -26,22 +28,26 @@ _SAMPLING = {  # field of the request: field of SamplingParams; from top_k on th
     "ignore_eos": "ignore_eos",
     "stop_token_ids": "stop_token_ids",
 }
-_BOTH = {*_SAMPLING, "model", "stream", "stream_options", "max_tokens", "stop", "logit_bias", "logprobs", "response_format"}
+_BOTH = {*_SAMPLING, "model", "n", "stream", "stream_options", "max_tokens", "stop", "logit_bias", "logprobs", "response_format"}
+_BOTH |= {"priority"}
 _CHAT = {*_BOTH, "messages", "max_completion_tokens", "tools", "tool_choice"}
-_COMPLETION = {*_BOTH, "prompt"}
-_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id"}
+_COMPLETION = {*_BOTH, "prompt", "best_of"}
+_CHAT |= {"parallel_tool_calls", "reasoning_effort", "chat_template_kwargs"}
+_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_NOTES = {"user": str, "safety_identifier": str, "prompt_cache_key": str, "metadata": dict}  # for the caller's records; not read here
 _NO_EFFECT: dict[str, tuple[Any, ...]] = {  # fields that are accepted with these values only
-    "n": (1,),
-    "best_of": (1,),
     "echo": (False,),
     "store": (False,),
     "top_logprobs": (0,),
-    "parallel_tool_calls": (True,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
 }
-_REQUEST_FIELDS = {runtime: field for field, runtime in _SAMPLING.items()} | {"max_new_tokens": "max_tokens"}
+_REQUEST_FIELDS = {runtime: field for field, runtime in _SAMPLING.items()}
 MAX_STOPS = 4
+MAX_CHOICES = 16
+MAX_PRIORITY = 1000
 
 
 @dataclass(frozen=True)
@@ -56,31 +62,59 @@ class GenerationRequest:
     include_usage: bool  # as the last event of a stream
     logprobs: bool
     tools: ToolUse | None
+    n: int  # choices
+    priority: int  # lower ones are submitted first
+    constraint_field: str  # that its constraint comes from
+
+    def options_of(self, index: int) -> dict[str, Any]:
+        """Of one choice: with a seed, each has another that follows from it."""
+        sampling: SamplingParams = self.options["sampling"]
+        if sampling.seed is None or not index:
+            return self.options
+        return self.options | {"sampling": replace(sampling, seed=(sampling.seed + index) % 2**63)}
 
 
 def parse_request(body: Mapping[str, Any], chat: bool, codec: TextCodec, model: str, max_length: int) -> GenerationRequest:
     """HttpError names the field that is wrong or not supported."""
     fields = {name: value for name, value in body.items() if value is not None}
+    for name in _NOTES.keys() & fields.keys():
+        if not isinstance(fields[name], _NOTES[name]):
+            _refuse(name, fields[name], "a string" if _NOTES[name] is str else "an object")
+        del fields[name]
     _check_known(fields, _CHAT if chat else _COMPLETION)
     if fields.get("model", model) != model:
         raise HttpError(404, f"model: got {_clipped(fields['model'])}, expected {model!r}", "model", "model_not_found")
-    tools = tool_use(fields.get("tools"), fields.get("tool_choice")) if chat else None
+    parallel = _flag(fields, "parallel_tool_calls", True)
+    tools = tool_use(fields.get("tools"), fields.get("tool_choice"), parallel) if chat else None
     prompt_ids = _chat_ids(fields, tools, codec) if chat else _prompt_ids(fields, codec)
     logprobs = _flag(fields, "logprobs") if chat else _completion_logprobs(fields)
-    room = max(1, max_length - len(prompt_ids))
-    max_tokens = fields.get("max_completion_tokens", fields.get("max_tokens", room if chat else min(16, room)))
+    max_tokens = _max_tokens(fields, len(prompt_ids), max_length, chat)
     options = {"max_new_tokens": max_tokens, "sampling": _sampling(fields, logprobs), "constraint": _constraint(fields, tools)}
     stream, include_usage = _flag(fields, "stream"), _include_usage(fields)
-    return GenerationRequest(chat, prompt_ids, options, _stops(fields), stream, include_usage, logprobs, tools)
+    n, priority = fields.get("n", 1), fields.get("priority", 0)
+    if not is_int(n) or not 1 <= n <= MAX_CHOICES:
+        _refuse("n", n, f"a whole number from 1 to {MAX_CHOICES}")
+    if fields.get("best_of", n) != n:
+        _refuse("best_of", fields["best_of"], f"n, which is {n}")
+    if not is_int(priority) or abs(priority) > MAX_PRIORITY:
+        _refuse("priority", priority, f"a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}; lower ones are answered first")
+    field = "tools" if tools is not None and tools.callable else "response_format"
+    return GenerationRequest(chat, prompt_ids, options, _stops(fields), stream, include_usage, logprobs, tools, n, priority, field)
 
 
-def runtime_refusal(error: ValueError, prompt_field: str = "messages") -> HttpError:
-    """An error of the runtime, with the field's name in OpenAI's request body."""
-    message = str(error)
-    name = re.match(r"(?:SamplingParams\.|sampling\.)?(\w+)", message)
-    runtime_field = name[1] if name else ""
-    field = prompt_field if runtime_field == "prompt" else _REQUEST_FIELDS.get(runtime_field, runtime_field)
-    return HttpError(400, message if field == runtime_field else f"{field}: {message}", field or None)
+def runtime_refusal(error: ValueError | str, prompt_field: str = "messages", constraint_field: str = "response_format") -> HttpError:
+    """An error of the runtime, with the name of the field in the request's body instead of the runtime's."""
+    message = re.sub(r"^constraint \w+:", "constraint:", str(error))  # a kind of constraint, which requests do not name
+    subject, _, reason = message.partition(":")
+    subject = subject.removeprefix("SamplingParams.").removeprefix("sampling.")
+    name = re.match(r"\w*", subject)
+    runtime_field = name[0] if name else ""
+    if runtime_field in ("constraint", "Constraint", "schema"):
+        return HttpError(400, f"{constraint_field}:{reason}", constraint_field)
+    if runtime_field == "prompt":
+        return HttpError(400, f"{prompt_field}:{reason}", prompt_field)
+    field = _REQUEST_FIELDS.get(runtime_field, runtime_field)
+    return HttpError(400, f"{field}{subject.removeprefix(runtime_field)}:{reason}", field or None)
 
 
 def _refuse(field: str, value: Any, expected: str) -> NoReturn:
@@ -93,7 +127,8 @@ def _check_known(fields: dict[str, Any], known: set[str]) -> None:
         if name not in _NO_EFFECT:
             raise HttpError(400, f"{name}: got {_clipped(value)}, but the field is not supported", name, "unsupported_parameter")
         if not any(value == accepted and type(value) is type(accepted) for accepted in _NO_EFFECT[name]):
-            expected = " or ".join(map(repr, _NO_EFFECT[name]))
+            expected = " or ".join(map(json.dumps, _NO_EFFECT[name]))
+            expected += ": the log-probabilities of other tokens are not computed" if name == "top_logprobs" else ""
             raise HttpError(400, f"{name}: got {_clipped(value)}, expected {expected}", name, "unsupported_value")
 
 
@@ -102,19 +137,25 @@ def _chat_ids(fields: Mapping[str, Any], tools: ToolUse | None, codec: TextCodec
     if not isinstance(messages, list) or not messages:
         _refuse("messages", messages, "a list of at least one message")
     plain = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    if not codec.template_mentions("developer"):
+        plain = [message | {"role": "system"} if message["role"] == "developer" else message for message in plain]
+    variables = _template_variables(fields)
     try:
+        ids = codec.chat(plain, variables=variables)
         if tools is None or not tools.callable:
-            return codec.chat(plain)
-        ids = codec.chat(plain, tools.callable)
-        return ids if ids != codec.chat(plain) else codec.chat(tools.as_system_message(plain))
+            return ids
+        with_tools = codec.chat(plain, tools.callable, variables=variables)
+        return with_tools if with_tools != ids else codec.chat(tools.as_system_message(plain), variables=variables)
     except ValueError as error:
         raise runtime_refusal(error) from None
 
 
 def _message(message: Any, name: str) -> dict[str, Any]:
     """The message with its content as one text."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+    if not isinstance(message, dict):
         _refuse(name, message, "an object with a role and a content")
+    if message.get("role") not in _ROLES:
+        _refuse(f"{name}.role", message.get("role"), f"one of {', '.join(_ROLES)}")
     message = {field: value for field, value in message.items() if value is not None}
     for field in message.keys() - _MESSAGE:
         raise HttpError(400, f"{name}.{field[:100]}: the field is not supported", f"{name}.{field[:100]}")
@@ -128,14 +169,58 @@ def _message(message: Any, name: str) -> dict[str, Any]:
         content = ""
     if not isinstance(content, str):
         _refuse(f"{name}.content", content, "text")
-    return {**message, "content": content}
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list):
+        _refuse(f"{name}.tool_calls", calls, "a list of calls")
+    parsed = [_past_call(call, f"{name}.tool_calls[{index}]") for index, call in enumerate(calls)]
+    return {**message, "content": content} | ({"tool_calls": parsed} if parsed else {})
+
+
+def _past_call(call: Any, name: str) -> dict[str, Any]:
+    """A call of an earlier answer. Templates write its arguments as JSON, so they get the object and not its text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        _refuse(name, call, "an object of type function with a name and arguments")
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except (TypeError, ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        _refuse(f"{name}.function.arguments", function.get("arguments"), "the text of a JSON object")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _template_variables(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of the chat template that a request sets."""
+    variables, effort = fields.get("chat_template_kwargs", {}), fields.get("reasoning_effort")
+    if not isinstance(variables, dict):
+        _refuse("chat_template_kwargs", variables, "an object")
+    if effort is None:
+        return variables
+    if effort not in _EFFORTS:
+        _refuse("reasoning_effort", effort, f"one of {', '.join(_EFFORTS)}")
+    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {}), **variables}
+
+
+def _max_tokens(fields: Mapping[str, Any], prompt: int, max_length: int, chat: bool) -> int:
+    """Of the answer. HttpError if the prompt, or the prompt with the answer, is too long."""
+    room = max_length - prompt
+    if room < 1 or prompt < 1:
+        field = "messages" if chat else "prompt"
+        message = f"{field}: got {prompt} tokens, expected 1 to {max_length - 1}"
+        raise HttpError(400, message, field, "context_length_exceeded" if prompt else None)
+    field = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
+    value = fields.get(field, room if chat else min(16, room))
+    if not is_int(value) or not 1 <= value <= room:
+        _refuse(field, value, f"a whole number from 1 to {room}: {max_length} tokens less {prompt} of the prompt")
+    return value
 
 
 def _prompt_ids(fields: Mapping[str, Any], codec: TextCodec) -> list[int]:
     prompt = fields.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
-    if isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
+    if isinstance(prompt, list) and prompt and all(map(is_int, prompt)):
         return prompt
     if not isinstance(prompt, str):
         _refuse("prompt", prompt, "one text or one list of token ids")
@@ -186,8 +271,8 @@ def _include_usage(fields: Mapping[str, Any]) -> bool:
     return bool(options.get("include_usage"))
 
 
-def _flag(fields: Mapping[str, Any], name: str) -> bool:
-    value = fields.get(name, False)
+def _flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    value = fields.get(name, default)
     if not isinstance(value, bool):
         _refuse(name, value, "true or false")
     return value

@@ -23,8 +23,10 @@ class Bounds:
     body_bytes: int = 2 << 20
     idle_seconds: int = 60  # until the head of a connection's next request is complete
     read_seconds: float = 20.0  # until the body of a request is complete
+    answer_seconds: float = 600.0  # until an answer is complete, with the time in the queue
     write_seconds: float = 30.0  # without progress, while a client does not read
     connections: int = 512
+    waiting: int = 256  # answers that wait for others to end
 
 
 class HttpError(HTTPException):
@@ -135,8 +137,8 @@ async def _body(request: Request, limit: int) -> bytes:
     return b"".join(pieces)
 
 
-async def until_disconnect(receive: Receive, answering: Coroutine[Any, Any, None]) -> None:
-    """Run `answering`; cancel it when the client disconnects."""
+async def until_disconnect(receive: Receive, answering: Coroutine[Any, Any, None], seconds: float) -> bool:
+    """Run `answering`; cancel it when the client disconnects. Returns whether it ended by itself. TimeoutError after `seconds`."""
 
     async def disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -144,9 +146,12 @@ async def until_disconnect(receive: Receive, answering: Coroutine[Any, Any, None
 
     work, gone = asyncio.ensure_future(answering), asyncio.ensure_future(disconnect())
     try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({work, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise asyncio.TimeoutError
         if work.done():
             work.result()
+        return work.done()
     finally:
         for task in (work, gone):
             task.cancel()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from stepgraph import FinishReason, Job, StepEvent, TokenLogprob
+from stepgraph.runtime.request import FinishReason, Job, StepEvent, TokenLogprob
 from stepgraph.runtime.serve.fields import GenerationRequest
 from stepgraph.runtime.serve.tools import CLOSING, OPENING, parse_call
 from stepgraph.runtime.text import TextCodec
@@ -57,21 +56,22 @@ class Splitter:
 class Reply:
     """One answer: turns step events into deltas."""
 
-    def __init__(self, request: GenerationRequest, codec: TextCodec, answer_id: str) -> None:
-        self._request, self._codec, self._answer_id = request, codec, answer_id
+    def __init__(self, request: GenerationRequest, codec: TextCodec, answer_id: str, index: int) -> None:
+        self.request, self.index, self._codec, self._answer_id = request, index, codec, answer_id
+        self.job: Job | None = None  # once it is submitted
         self._text = codec.stream()
         tools = request.tools if request.tools is not None and request.tools.callable else None
         self._is_call = tools is not None and tools.required  # the whole answer is one call
+        self._parallel = tools is None or tools.parallel
         self._splitter = Splitter(() if self._is_call else request.stops, tools is not None and not self._is_call)
         self._call_text = ""  # of an answer that is one call
         self._calls = self.tokens = 0
-        self.created = int(time.time())
         self._logprobs: list[tuple[int, TokenLogprob]] = []  # of tokens that no delta has reported yet
 
     @property
     def stopped(self) -> bool:
-        """At a stop text."""
-        return self._splitter.stopped
+        """At a stop text, or after the only call that is allowed."""
+        return self._splitter.stopped or (self._calls > 0 and not self._parallel)
 
     def push(self, event: StepEvent) -> list[Delta]:
         deltas: list[Delta] = []
@@ -86,7 +86,9 @@ class Reply:
 
     def finish(self) -> list[Delta]:
         """The deltas that were held back until the end."""
-        deltas = [] if self.stopped else self._deltas(self._text.finish())
+        if self.stopped:
+            return []
+        deltas = self._deltas(self._text.finish())
         rest = self._splitter.finish()
         if self._is_call:
             try:
@@ -95,28 +97,20 @@ class Reply:
                 rest = self._call_text
         return _merged([*deltas, *([{"content": rest}] if rest else [])])
 
-    def reason(self, job: Job) -> str:
-        if job.finish_reason == FinishReason.LENGTH and not self.stopped:
+    @property
+    def reason(self) -> str:
+        if self.job is not None and self.job.finish_reason == FinishReason.LENGTH and not self.stopped:
             return "length"
-        return "tool_calls" if self._calls and not self.stopped else "stop"
-
-    def usage(self, job: Job) -> dict[str, Any]:
-        prompt = len(job.prompt_ids)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": self.tokens,
-            "total_tokens": prompt + self.tokens,
-            "prompt_tokens_details": {"cached_tokens": job.num_cached_tokens},
-        }
+        return "tool_calls" if self._calls and not self._splitter.stopped else "stop"
 
     def take_logprobs(self, offset: int = 0) -> dict[str, Any] | None:
         """Of the tokens since the last call, in the form of the endpoint. offset: characters of the answer sent before them."""
-        if not self._request.logprobs:
+        if not self.request.logprobs:
             return None
         taken, self._logprobs = self._logprobs, []
         pieces = [self._codec.vocabulary.decode([token]) for token, _ in taken]
         texts, values = [piece.decode("utf-8", "replace") for piece in pieces], [logprob.raw for _, logprob in taken]
-        if not self._request.chat:
+        if not self.request.chat:
             offsets = [offset + sum(map(len, texts[:index])) for index in range(len(texts))]
             return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
         content = [
@@ -154,3 +148,14 @@ def whole_message(deltas: Sequence[Delta]) -> dict[str, Any]:
     calls = [{key: value for key, value in call.items() if key != "index"} for delta in deltas for call in delta.get("tool_calls", ())]
     message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
     return {**message, "tool_calls": calls} if calls else message
+
+
+def usage_of(replies: Sequence[Reply]) -> dict[str, Any]:
+    """Of all choices together; they share a prompt."""
+    prompt, completion = len(replies[0].request.prompt_ids), sum(reply.tokens for reply in replies)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": replies[0].job.num_cached_tokens if replies[0].job else 0},
+    }

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stepgraph import Constraint
 from stepgraph.runtime.serve.http import HttpError
+from stepgraph.sampling.grammar.constraints.constraint import Constraint
 
 OPENING, CLOSING = "<tool_call>\n", "\n</tool_call>"
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -22,6 +22,7 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 class ToolUse:
     callable: tuple[dict[str, Any], ...]  # entries of `tools` that may be called
     required: bool  # the answer is one call and nothing else
+    parallel: bool = True  # an answer may have several calls
 
     @property
     def functions(self) -> dict[str, Any]:
@@ -48,7 +49,7 @@ class ToolUse:
         return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
 
 
-def tool_use(tools: Any, choice: Any) -> ToolUse | None:
+def tool_use(tools: Any, choice: Any, parallel: bool) -> ToolUse | None:
     """HttpError names the field that is wrong."""
     if tools is None:
         if choice not in (None, "none"):
@@ -63,7 +64,7 @@ def tool_use(tools: Any, choice: Any) -> ToolUse | None:
         names = ", ".join(tool["function"]["name"] for tool in tools)
         raise HttpError(400, f"tools: got the names {names}, expected different names", "tools")
     if choice in (None, "auto", "required"):
-        return ToolUse(tuple(tools), required=choice == "required")
+        return ToolUse(tuple(tools), required=choice == "required", parallel=parallel)
     if choice == "none":
         return ToolUse((), required=False)
     for name, tool in by_name.items():

@@ -20,7 +20,7 @@ from tests.fuzz.values import Value, blob, bytes_of
 from tests.helpers.grammar_texts import PERSON
 from tests.helpers.running_server import ASK, FORMAT, TOOLS, engine_of
 
-FLAGS = ["serve", "toy", "--eager", "-k", "0", "--max-rows", "1", "--max-length", "96", "--max-queued", "2"]
+FLAGS = ["serve", "toy", "--eager", "-k", "0", "--max-rows", "1", "--max-length", "96"]
 STATUSES = {200, 400, 404, 405, 408, 413, 429}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 29\r\n\r\n"
 

@@ -34,7 +34,7 @@ TOOLS: Any = [
 ASK: Any = [{"role": "user", "content": "who is it?"}]
 ON: Any = {"ignore_eos": True}  # the toy model ends its texts at once otherwise
 SECONDS = 600  # limit of any wait; generous, for a loaded machine
-FLAGS = ["serve", "toy", "--eager", "-k", "2", "--max-rows", "2", "--max-length", "4096", "--max-queued", "2"]
+FLAGS = ["serve", "toy", "--eager", "-k", "2", "--max-rows", "2", "--max-length", "4096"]
 
 
 @dataclass
@@ -51,6 +51,9 @@ class Running:
 
     def count(self, reason: str) -> int:
         return dict(self.engine.stats().finished).get(reason, 0)
+
+    def metrics(self) -> str:
+        return self.send(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", end=False).decode()
 
     def send(self, *pieces: bytes, end: bool = True) -> bytes:
         """Send the pieces, then end the sending side; everything that is received until the server closes."""
@@ -75,13 +78,13 @@ def engine_of(flags: Sequence[str] = FLAGS) -> Engine:
 
 
 @contextmanager
-def running(engine: Engine, bounds: Bounds) -> Iterator[Running]:
+def running(engine: Engine, bounds: Bounds, keys: Sequence[str] = ()) -> Iterator[Running]:
     leave, found, loop = asyncio.Event(), Running(engine, 0), asyncio.new_event_loop()
 
     async def serve(listener: socket.socket) -> None:
         loop.set_exception_handler(lambda _, context: found.loop_errors.append(context))
         async with AsyncEngine(engine) as serving:
-            await App(serving, "toy", bounds).serve(listener, leave, asyncio.Event(), 60)
+            await App(serving, "toy", bounds, keys).serve(listener, leave, asyncio.Event(), 60)
 
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # small, so that a client that does not read stalls the server soon

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.graphs import TapeBackend
-from stepgraph.graphs.shapes import GraphKey
+from stepgraph.graphs.shapes import Drafting, GraphKey
 from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
@@ -167,8 +167,8 @@ def switch_draft_lengths(engine: Engine, seed: int = 0) -> None:
     assert lengths is not None
     choose = lengths.choose
 
-    def choose_at_random(requests: tuple[ActiveRequest, ...], key: GraphKey) -> int:
-        lengths.fixed = random.choice(lengths.lengths)
+    def choose_at_random(requests: tuple[ActiveRequest, ...], key: GraphKey) -> Drafting:
+        lengths.fixed = random.choice(lengths.choices)
         return choose(requests, key)
 
     lengths.choose = choose_at_random  # type: ignore[method-assign]

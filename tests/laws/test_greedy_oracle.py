@@ -31,6 +31,7 @@ SETUPS = [
     Setup(k=2, drafter="ngram", buckets=(4,)),
     Setup(k=4, drafter="parrot", buckets=(4,)),
     Setup(k=5, drafter="adversarial", look_up=2, buckets=(4,)),
+    Setup(k=2, drafter="fair", buckets=(4,), eager=True),
 ]
 ON_HOST = [
     replace(setup, grammar_lane="host")
@@ -46,10 +47,10 @@ ON_HOST = [
 SWITCHING = [
     Setup(k=5, drafter="fair", buckets=(4,), switching=True),
     Setup(k=7, drafter="perfect", buckets=(4,), switching=True, rounds_in_flight=3),
-    Setup(k=4, drafter="fair", buckets=(4,), switching=True, draft_masks=False),
+    Setup(k=4, drafter="fair", buckets=(4,), switching=True, draft_masks=False, look_up=1),
     Setup(k=3, drafter="ngram", buckets=(4,), switching=True, forced_drafts=True),
     Setup(k=5, drafter="half", buckets=(4,), switching=True, look_up=2),
-    Setup(k=5, drafter="fair", buckets=(4,), switching=True, grammar_lane="host"),
+    Setup(k=5, drafter="fair", buckets=(4,), switching=True, grammar_lane="host", look_up=1),
 ]
 LOOPS = [
     replace(setup, loops=True, grammar_backend="automaton", grammar_lane="device", buckets=(4,))

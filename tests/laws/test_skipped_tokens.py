@@ -10,26 +10,27 @@ from torch import Tensor
 
 from stepgraph import Engine
 from stepgraph.graphs.round_specs import MAX_SKIPPED
-from stepgraph.graphs.shapes import GraphKey
+from stepgraph.graphs.shapes import PLAIN, Drafting, GraphKey
 from stepgraph.runtime.request import ActiveRequest
 from tests.helpers.draft_engines import DRAFTERS, Drafter
 
 PROMPT, K = [3, 9, 4, 21, 7], 3
 
 
-def decode(drafter: Drafter, lengths: Sequence[int], tokens: int) -> tuple[Engine, list[int]]:
-    """The engine after a text, whose first rounds have these draft lengths and the others K; and the text."""
-    engine = drafter.engine(K, draft_length="auto", max_length=96, max_rows=1, buckets=(1,))
-    chooser, script = engine._parts.lengths, iter(lengths)
+def decode(drafter: Drafter, first: Sequence[Drafting], tokens: int, given: Sequence[int] | None = None) -> tuple[Engine, list[int]]:
+    """The engine after a text, whose first rounds draft like this and the others K with the model; and the text."""
+    look_up = 0 if given is None else 2
+    engine = drafter.engine(K, draft_length="auto", max_length=96, max_rows=1, buckets=(1,), look_up=look_up)
+    chooser, script = engine._parts.lengths, iter(first)
     assert chooser is not None
     choose = chooser.choose
 
-    def next_length(requests: tuple[ActiveRequest, ...], key: GraphKey) -> int:
+    def next_length(requests: tuple[ActiveRequest, ...], key: GraphKey) -> Drafting:
         choose(requests, key)
-        return next(script, K)
+        return next(script, Drafting(K))
 
     chooser.choose = next_length  # type: ignore[method-assign]
-    return engine, engine.generate(PROMPT, max_new_tokens=tokens).tokens
+    return engine, engine.generate(PROMPT, max_new_tokens=tokens, draft_ids=given).tokens
 
 
 def entries(engine: Engine, name: str, count: int) -> Tensor:
@@ -39,9 +40,12 @@ def entries(engine: Engine, name: str, count: int) -> Tensor:
     return engine.buffers[name][:, slots]
 
 
-def largest_difference(drafter: Drafter, pause: int) -> float:
-    paused, text = decode(drafter, [0] * pause, pause + 12)
+def largest_difference(drafter: Drafter, pause: int, looks_up: bool = False) -> float:
+    """looks_up: drafts in the pause are looked up in the text itself, with one wrong token in eight."""
     always, other = decode(drafter, [], pause + 12)
+    given = [token + (index % 8 == 7) for index, token in enumerate(other)] if looks_up else None
+    paused, text = decode(drafter, [Drafting(K, False) if looks_up else PLAIN] * (pause // (K if looks_up else 1)), pause + 12, given)
+    assert not looks_up or paused.stats().drafts.accepted_looked_up > pause / 2
     assert text == other and len(text) > pause
     names = [name for name in paused.buffers if name in ("draft_keys", "draft_values", "draft_states")]
     count = len(PROMPT) + pause
@@ -57,6 +61,12 @@ def test_cache_after_a_pause_equals_that_of_every_round(drafter: Drafter, pause:
     assert largest_difference(drafter, pause) < 1e-5
 
 
+@pytest.mark.parametrize("drafter", DRAFTERS[:2], ids=lambda drafter: drafter.name)
+def test_cache_after_rounds_with_looked_up_drafts_equals_that_of_every_round(drafter: Drafter) -> None:
+    assert largest_difference(drafter, MAX_SKIPPED + 9, looks_up=True) < 1e-5
+
+
 def test_pause_without_processing_the_skipped_tokens_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stepgraph.runtime.build.process_skipped", lambda *_, **__: torch.empty(0))
     assert largest_difference(DRAFTERS[0], 5) > 1e-2
+    assert largest_difference(DRAFTERS[0], 12, looks_up=True) > 1e-2

@@ -17,13 +17,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
-from stepgraph.graphs.shapes import GraphKey
-from stepgraph.runtime.draft_length import DEFAULT_RULE, DraftLengths, RoundCosts
-from tests.helpers.toy_engines import DRAFTERS, TARGET, VOCABULARY, Setup, make_engine
+from stepgraph.graphs.shapes import PLAIN, Drafting, GraphKey
+from stepgraph.runtime.draft_length import DEFAULT_RULE, Costs, Counts, DraftLengths, RoundCosts, Sources, verified
+from stepgraph.runtime.request import Origin
+from tests.helpers.toy_engines import DRAFTERS, TARGET, VOCABULARY, Setup, make_engine, plain
 
 LENGTHS = (0, 1, 3, 5, 7)
-CPU_COSTS = {0: 24.0, 1: 27.5, 3: 30.2, 5: 36.0, 7: 41.0}
-GPU_COSTS = {0: 4.0, 1: 4.3, 3: 4.9, 5: 5.5, 7: 6.1}
+
+
+def costs_of(seconds: dict[int, float]) -> Costs:
+    return {Drafting(length): each for length, each in seconds.items()}
+
+
+CPU_COSTS = costs_of({0: 24.0, 1: 27.5, 3: 30.2, 5: 36.0, 7: 41.0})
+GPU_COSTS = costs_of({0: 4.0, 1: 4.3, 3: 4.9, 5: 5.5, 7: 6.1})
 IN_FLIGHT = 2
 IGNORE_EOS = SamplingParams(temperature=0, ignore_eos=True)
 
@@ -44,41 +51,46 @@ def alternating(first: Drafter, second: Drafter, period: int) -> Drafter:
     return lambda generator, step: (second if step // period % 2 else first)(generator, step)
 
 
+def of_model(row: Sources, offered: int, accepted: int) -> tuple[Sources, Counts]:
+    return row, verified(True, offered, accepted, offered, 0)
+
+
 class Run:
     """Decodes with drafters, one per row, and counts time and tokens. A round accepts at most the drafts of the round before."""
 
     def __init__(
-        self, drafters: Sequence[Drafter], costs: dict[int, float], rounds: int, choose: Callable[[], int] | None = None, seed: int = 0
+        self, drafters: Sequence[Drafter], costs: Costs, rounds: int, choose: Callable[[], int] | None = None, seed: int = 0
     ) -> None:
-        generator, lengths = random.Random(seed), DraftLengths(LENGTHS)
+        generator, lengths = random.Random(seed), DraftLengths(list(map(Drafting, LENGTHS)))
         rows = [lengths.row() for _ in drafters]
         self.seconds, self.tokens, self.lengths = 0.0, 0, list[int]()
-        in_flight: collections.deque[tuple[int, list[int], list[int]]] = collections.deque()
+        in_flight: collections.deque[tuple[Drafting, list[tuple[Sources, Counts]]]] = collections.deque()
         before = 0
         for step in range(rounds):
-            length = choose() if choose else lengths.choose([(row, LENGTHS[-1]) for row in rows], costs)
+            drafting = Drafting(choose()) if choose else lengths.choose([(row, LENGTHS[-1]) for row in rows], costs)
+            length = drafting.length
             offered = min(before, length)
             accepted = [min(offered, drafter(generator, step)) for drafter in drafters]
-            in_flight.append((length, [offered] * len(rows), accepted))
-            self.seconds += costs[length]
+            in_flight.append((drafting, [of_model(row, offered, count) for row, count in zip(rows, accepted, strict=True)]))
+            self.seconds += costs[drafting]
             self.tokens += len(rows) + sum(accepted)
             self.lengths.append(length)
             before = length
             if len(in_flight) == IN_FLIGHT:
-                ended, limits, counts = in_flight.popleft()
+                ended, results = in_flight.popleft()
                 if choose is None:
-                    lengths.add(ended, list(zip(rows, limits, counts, strict=True)), costs)
+                    lengths.add(ended, results, costs)
 
     @property
     def rate(self) -> float:
         return self.tokens / self.seconds
 
 
-def plain(costs: dict[int, float], rows: int) -> float:
-    return rows / costs[0]
+def undrafted(costs: Costs, rows: int) -> float:
+    return rows / costs[PLAIN]
 
 
-def best_fixed(drafters: Sequence[Drafter], costs: dict[int, float], rounds: int) -> float:
+def best_fixed(drafters: Sequence[Drafter], costs: Costs, rounds: int) -> float:
     return max(Run(drafters, costs, rounds, lambda length=length: length).rate for length in LENGTHS)  # type: ignore[misc]
 
 
@@ -90,28 +102,28 @@ def settings() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("costs", "rate", "rows"), list(settings()))
-def test_rate_is_close_to_the_best_fixed_length(costs: dict[int, float], rate: float, rows: int) -> None:
+def test_rate_is_close_to_the_best_fixed_length(costs: Costs, rate: float, rows: int) -> None:
     """Where drafts gain little, the bound on the loss leaves less for trying them."""
     drafters = [geometric(rate)] * rows
-    adaptive, best, undrafted = Run(drafters, costs, 600).rate, best_fixed(drafters, costs, 600), plain(costs, rows)
-    assert adaptive >= 0.98 * undrafted
-    assert adaptive >= (0.95 if best > 1.2 * undrafted else 0.9) * best
+    adaptive, best, alone = Run(drafters, costs, 600).rate, best_fixed(drafters, costs, 600), undrafted(costs, rows)
+    assert adaptive >= 0.98 * alone
+    assert adaptive >= (0.95 if best > 1.2 * alone else 0.9) * best
 
 
 @pytest.mark.parametrize("costs", [CPU_COSTS, GPU_COSTS], ids=["cpu", "gpu"])
-def test_drafter_that_is_never_right_costs_at_most_two_percent(costs: dict[int, float]) -> None:
-    assert Run([geometric(0)], costs, 300).rate >= 0.98 * plain(costs, 1)
+def test_drafter_that_is_never_right_costs_at_most_two_percent(costs: Costs) -> None:
+    assert Run([geometric(0)], costs, 300).rate >= 0.98 * undrafted(costs, 1)
 
 
 @pytest.mark.parametrize("costs", [CPU_COSTS, GPU_COSTS], ids=["cpu", "gpu"])
-def test_changing_text_is_followed(costs: dict[int, float]) -> None:
+def test_changing_text_is_followed(costs: Costs) -> None:
     """Most drafts are accepted for 60 rounds, and few for the next 60."""
     drafters = [alternating(geometric(0.85), geometric(0.15), 60)]
     assert Run(drafters, costs, 1200).rate >= 0.93 * best_fixed(drafters, costs, 1200)
 
 
 @pytest.mark.parametrize("costs", [CPU_COSTS, GPU_COSTS], ids=["cpu", "gpu"])
-def test_rows_with_rejected_drafts_do_not_slow_the_others(costs: dict[int, float]) -> None:
+def test_rows_with_rejected_drafts_do_not_slow_the_others(costs: Costs) -> None:
     drafters = [geometric(0.85)] * 4 + [geometric(0.15)] * 4
     assert Run(drafters, costs, 600).rate >= 0.95 * best_fixed(drafters, costs, 600)
 
@@ -123,36 +135,76 @@ def test_rows_with_rejected_drafts_do_not_slow_the_others(costs: dict[int, float
 )
 def test_loss_is_bounded_for_every_acceptance(accepts: list[int], steps: list[float], rows: int) -> None:
     """The time is at most (1 + slack) that of plain decoding and `credit` rounds, with rounds in flight."""
-    costs, total = {}, 1.0
+    costs, total = dict[Drafting, float](), 1.0
     for length, step in zip(LENGTHS, [0.0, *steps], strict=True):
         total += step
-        costs[length] = total
+        costs[Drafting(length)] = total
     drafter: Drafter = lambda generator, step: accepts[step % len(accepts)]  # noqa: E731
     for rounds in (10, len(accepts), 3 * len(accepts)):
         run = Run([drafter] * rows, costs, rounds)
-        plain_seconds = run.tokens / rows * costs[0]
-        assert run.seconds <= plain_seconds * (1 + DEFAULT_RULE.slack) + DEFAULT_RULE.credit * costs[0] + 1e-9
+        plain_seconds = run.tokens / rows * costs[PLAIN]
+        assert run.seconds <= plain_seconds * (1 + DEFAULT_RULE.slack) + DEFAULT_RULE.credit * costs[PLAIN] + 1e-9
 
 
 def test_row_that_asks_for_no_drafts_gets_plain_rounds() -> None:
-    lengths = DraftLengths(LENGTHS)
+    lengths = DraftLengths(list(map(Drafting, LENGTHS)))
     row = lengths.row()
-    assert [lengths.choose([(row, 0)], CPU_COSTS) for _ in range(5)] == [0] * 5
+    assert [lengths.choose([(row, 0)], CPU_COSTS) for _ in range(5)] == [PLAIN] * 5
 
 
 def test_length_never_exceeds_the_longest_request() -> None:
-    lengths = DraftLengths(LENGTHS)
+    lengths = DraftLengths(list(map(Drafting, LENGTHS)))
     rows = [(lengths.row(), 3), (lengths.row(), 1)]
-    assert max(lengths.choose(rows, GPU_COSTS) for _ in range(20)) <= 3
+    assert max(lengths.choose(rows, GPU_COSTS).length for _ in range(20)) <= 3
 
 
 def test_new_row_starts_from_the_results_of_the_rows_before() -> None:
-    lengths = DraftLengths(LENGTHS)
+    lengths = DraftLengths(list(map(Drafting, LENGTHS)))
     first = lengths.row()
     for _ in range(100):
         lengths.choose([(first, 7)], GPU_COSTS)
-        lengths.add(7, [(first, 7, 7)], GPU_COSTS)
-    assert lengths.row().expected[7] > 6 > DraftLengths(LENGTHS).row().expected[7]
+        lengths.add(Drafting(7), [of_model(first, 7, 7)], GPU_COSTS)
+    assert lengths.row()[True].expected[7] > 6 > DraftLengths(list(map(Drafting, LENGTHS))).row()[True].expected[7]
+
+
+WITH_TEXT = [*map(Drafting, LENGTHS), Drafting(7, model=False)]
+
+
+@pytest.mark.parametrize(
+    ("modelled", "looked_up", "expected"), [(7, 7, Drafting(7, False)), (7, 0, Drafting(7)), (0, 0, PLAIN)], ids=["text", "model", "none"]
+)
+def test_source_with_the_most_tokens_per_second_drafts(modelled: int, looked_up: int, expected: Drafting) -> None:
+    """The model continues the chains of the look-up: it accepts `modelled` drafts, the look-up alone the first `looked_up` of these."""
+    costs, lengths = {**GPU_COSTS, Drafting(7, False): 5.2}, DraftLengths(WITH_TEXT)
+    row, before, chosen = lengths.row(), PLAIN, list[Drafting]()
+    for _ in range(300):
+        chosen.append(lengths.choose([(row, 7)], costs))
+        offered = min(before.length, chosen[-1].length)
+        drafts = offered if before.model else min(offered, looked_up)
+        accepted = min(modelled if before.model else looked_up, offered)
+        lengths.add(chosen[-1], [(row, verified(before.model, offered, accepted, drafts, looked_up))], costs)
+        before = chosen[-1]
+    assert chosen.count(expected) > 0.85 * len(chosen), collections.Counter(chosen)
+
+
+def test_rounds_with_the_model_show_what_the_look_up_alone_would_have_accepted() -> None:
+    assert verified(True, offered=7, accepted=5, drafts=7, certain=2) == {True: (7, 5), False: (7, 2)}
+    of_text = verified(False, offered=7, accepted=5, drafts=5, certain=5)
+    assert of_text == {True: (5, 5), False: (7, 5)}, "the model would have continued after the fifth draft"
+
+
+def test_code_editing_runs_rounds_without_the_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that is known in advance. The draft model is never right; afterwards its cache is that of a model that never paused."""
+    monkeypatch.setattr(RoundCosts, "of", lambda *_: {**costs_of({0: 4.0, 3: 4.9, 7: 6.1}), Drafting(7, False): 5.2})
+    engine = make_engine(Setup(k=7, drafter="adversarial", max_rows=1, buckets=(1,), look_up=2), draft_length="auto")
+    expected = plain([5, 6], 80, sampling=IGNORE_EOS).tokens
+    job = engine.generate([5, 6], max_new_tokens=80, sampling=IGNORE_EOS, draft_ids=expected)
+    rounds = {graph.key.drafting: graph.rounds for graph in engine.stats().graphs}
+    assert job.tokens == expected and job.rounds < 30 and rounds[Drafting(7, False)] > 0.6 * job.rounds, rounds
+    assert job.origins.count(Origin.LOOK_UP) == job.num_accepted_drafts > 50
+    stages = [run.name for run in engine._graphs[GraphKey(1, False, False, False, 7, False)].report.stages]
+    assert not any(name.startswith("draft_") for name in stages)
+    engine.close()
 
 
 @pytest.mark.parametrize("drafter", ["perfect", "adversarial"])
@@ -175,7 +227,7 @@ def test_costs_are_measured_for_every_length() -> None:
     assert (engine.stats().replays, engine.stats().host_syncs) == (0, 0), "calls that measure are not rounds"
     engine.generate([5, 6], max_new_tokens=20, sampling=IGNORE_EOS)
     lengths = engine._parts.lengths
-    assert lengths is not None and lengths.lengths == (0, 1, 3)
+    assert lengths is not None and lengths.choices == tuple(map(Drafting, (0, 1, 3)))
     for rows, constrained in itertools.product((1, 2), (False, True)):
         assert all(0 < seconds < 10 for seconds in lengths.costs.of(GraphKey(rows, constrained)).values())
     engine.close()
@@ -183,15 +235,30 @@ def test_costs_are_measured_for_every_length() -> None:
 
 def test_plain_cost_that_was_measured_too_high_is_corrected() -> None:
     """As on a busy machine. The drafter is never right."""
-    key, costs, lengths = GraphKey(1, False), RoundCosts((0, 3)), DraftLengths((0, 3))
+    both = PLAIN, Drafting(3)
+    key, costs, lengths = GraphKey(1, False), RoundCosts(both), DraftLengths(both)
     for length, seconds in ((0, 50.0), (3, 5.0)):
         costs.calibrate(replace(key, draft_length=length), seconds)
-    row, chosen = lengths.row(), list[int]()
+    row, chosen = lengths.row(), [0]
     for _ in range(200):
-        chosen.append(lengths.choose([(row, 3)], costs.of(key)))
-        costs.add(key, chosen[-1], 5.0 if chosen[-1] else 2.0)
-        lengths.add(chosen[-1], [(row, min(chosen[-2:]), 0)], costs.of(key))
-    assert not any(chosen[-80:]) and costs.of(key)[0] < 2.1
+        drafting = lengths.choose([(row, 3)], costs.of(key))
+        chosen.append(drafting.length)
+        costs.add(key, drafting, 5.0 if drafting.length else 2.0)
+        lengths.add(drafting, [of_model(row, min(chosen[-2:]), 0)], costs.of(key))
+    assert not any(chosen[-80:]) and costs.of(key)[PLAIN] < 2.1
+
+
+def test_drafts_that_no_look_up_or_grammar_made_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of different lengths have their results in different columns."""
+    engine, lengths = make_engine(Setup(k=7, drafter="perfect", max_rows=1, buckets=(1,)), draft_length="auto"), itertools.cycle((7, 3, 0))
+    chooser = engine._parts.lengths
+    assert chooser is not None
+    monkeypatch.setattr(chooser, "choose", lambda *_, choose=chooser.choose: choose(*_) and Drafting(next(lengths)))
+    job = engine.generate([5, 6], constraint=Constraint.regex("[a-z]{60}"), max_new_tokens=60)
+    drafts = engine.stats().drafts
+    assert job.num_accepted_drafts > 20 and set(job.origins) == {Origin.DRAFT, Origin.TARGET}
+    assert (drafts.forced, drafts.looked_up) == (0, 0)
+    engine.close()
 
 
 def calls_per_round(engine: Engine) -> float:
@@ -213,7 +280,7 @@ def calls_per_round(engine: Engine) -> float:
 
 
 def test_choice_takes_few_calls_while_the_drafter_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RoundCosts, "of", lambda *_: {0: 1.0, 3: 100.0, 7: 100.0})
+    monkeypatch.setattr(RoundCosts, "of", lambda *_: costs_of({0: 1.0, 3: 100.0, 7: 100.0}))
     setup = Setup(k=7, drafter="adversarial", max_rows=1, buckets=(1,))
     with make_engine(replace(setup, k=0)) as plain, make_engine(setup, draft_length="auto") as adaptive:
         assert calls_per_round(adaptive) <= calls_per_round(plain) + 16
@@ -252,7 +319,7 @@ def test_requests_with_a_seed_have_the_same_tokens_whatever_the_engine_learned()
         for _ in range(60):
             lengths = engine._parts.lengths
             assert lengths is not None
-            lengths._choice._all.add(4, 4 * acceptance)
+            lengths._choice._all[True].add(4, 4 * acceptance)
         sampling = SamplingParams(temperature=1.2, seed=5, ignore_eos=True)
         other = engine.submit([3], max_new_tokens=60 * acceptance + 1, sampling=IGNORE_EOS)
         job = engine.submit([5, 6], max_new_tokens=40, sampling=sampling, num_speculative_tokens=3)
@@ -265,7 +332,7 @@ def test_requests_with_a_seed_have_the_same_tokens_whatever_the_engine_learned()
 
 
 def test_trace_has_length_and_account_of_every_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RoundCosts, "of", lambda *_: {0: 4.0, 3: 4.5, 7: 9.0})
+    monkeypatch.setattr(RoundCosts, "of", lambda *_: costs_of({0: 4.0, 3: 4.5, 7: 9.0}))
     engine = make_engine(Setup(k=7, drafter="perfect", max_rows=1, buckets=(1,)), draft_length="auto")
     with engine.trace(6) as trace:
         engine.generate([5, 6], max_new_tokens=40, sampling=IGNORE_EOS)
@@ -281,7 +348,7 @@ def test_trace_has_length_and_account_of_every_round(tmp_path: Path, monkeypatch
 
 def test_rejected_drafts_of_prose_do_not_slow_json_in_the_same_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds of four requests for JSON, alone and with four for prose, which gets no right draft. Fixed costs; counts."""
-    monkeypatch.setattr(RoundCosts, "of", lambda *_: {0: 4.0, 3: 4.9, 7: 6.1})
+    monkeypatch.setattr(RoundCosts, "of", lambda *_: costs_of({0: 4.0, 3: 4.9, 7: 6.1}))
     config = EngineConfig(max_rows=8, num_speculative_tokens=7, max_length=128, greedy_only=True, buckets=(4, 8), compile_isolation="none")
     schema = {f"a rather long name {index}": {"type": "boolean"} for index in range(3)}
     record = Constraint.json_schema({"type": "object", "properties": schema, "required": list(schema), "additionalProperties": False})

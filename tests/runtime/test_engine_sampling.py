@@ -74,13 +74,15 @@ def law(sampling: SamplingParams, grammar: Constraint = GRAMMAR) -> dict[tuple[i
     return texts
 
 
-def law_p(engine: Engine, sampling: SamplingParams, grammar: Constraint, seeds: int = 500) -> float:
-    """How likely the outputs of this many seeds are under the exact distribution."""
+def law_p(engine: Engine, sampling: SamplingParams, grammar: Constraint, seeds: int = 500, host_every: int = 0) -> float:
+    """How likely the outputs of this many seeds are under the exact distribution. One of `host_every` has its grammar on the host."""
+    on_host = replace(grammar, backend="xgrammar")
     texts = law(sampling, grammar)
     assert len(texts) > 6 and math.isclose(sum(texts.values()), 1.0)
     jobs = []
     for seed in range(seeds):
-        jobs.append(engine.submit(PROMPT, constraint=grammar, sampling=replace(sampling, seed=seed), max_new_tokens=8))
+        constraint = on_host if host_every and seed % host_every == 0 else grammar
+        jobs.append(engine.submit(PROMPT, constraint=constraint, sampling=replace(sampling, seed=seed), max_new_tokens=8))
         while engine.stats().waiting >= 1000:  # max_queued
             engine.step()
     for _ in engine.stream():
@@ -116,6 +118,26 @@ def test_outputs_follow_the_target_distribution(setup: Setup, name: str) -> None
 @pytest.mark.parametrize("setup", CROWDS, ids=str)
 def test_outputs_of_many_seeds_follow_the_target_distribution(setup: Setup, name: str) -> None:
     assert law_p(shared_engine(setup), *LAWS[name], seeds=5000) > 1e-9
+
+
+@pytest.mark.parametrize(
+    ("setup", "name"), [(crowd(3), "free"), (crowd(2, "random", False), "penalties"), (replace(crowd(2), eager=True), "filtered")], ids=str
+)
+def test_outputs_follow_the_target_distribution_when_batches_change_between_lanes(setup: Setup, name: str) -> None:
+    """Most rounds have all grammars on the device; a few requests with a grammar on the host join them and leave again."""
+    engine = shared_engine(setup)
+    before = rounds_by_lane(engine)
+    assert law_p(engine, *LAWS[name], host_every=100) > 1e-9
+    rounds = rounds_by_lane(engine) - before
+    assert rounds["device"] > 10 and rounds["host"] > 5
+
+
+def rounds_by_lane(engine: Engine) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for graph in engine.stats().graphs:
+        if graph.key.constrained:
+            found["device" if graph.key.device else "host"] += graph.rounds
+    return found
 
 
 def test_negative_control_penalties_ignore_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

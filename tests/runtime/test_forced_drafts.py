@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 
 from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams, Vocabulary
-from stepgraph.graphs import TapeBackend
+from stepgraph.graphs import TapeBackend, grammar_lane
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar import GrammarCompiler
+from stepgraph.sampling.grammar.link.protocol import HostStep, advance
 from stepgraph.sampling.grammar.matchers.forced import ForcedText
 from tests.helpers.oracles import Answer, greedy
 from tests.helpers.proposers import draft_ids_then_noise, noise, parrot
-from tests.helpers.toy_engines import needs_native
+from tests.helpers.toy_engines import needs_native, switch_draft_lengths
 from tools.bench import forced_drafts as bench_forced
 
 WORDS = ("total", "quantity", "unit_price", "currency", '":', '",', ' "', "alpha", "alphabet", "bet")
@@ -251,6 +254,85 @@ def test_forced_drafts_replace_proposed_ones(k: int, draft: Any, link: str) -> N
         made.close()
     assert rounds[0][0] < rounds[1][0], rounds
     assert k < 3 or not isinstance(draft, str) or rounds[0][1] <= rounds[1][1] + len(jobs), "the drafter continues after the forced draft"
+
+
+def first_byte(token: int) -> int:
+    """The token of the first byte: in a draft, another spelling of the same text."""
+    return VOCABULARY.tokens.index(VOCABULARY.tokens[token][:1])
+
+
+def jobs_at_random(made: Engine, batches: int) -> list[tuple[Answer, Job]]:
+    """Requests in random batches, greedy and sampled. With draft_length="auto" every round has random sources and lengths.
+
+    top_k=1 leaves the token that greedy decoding chooses, so all texts are known. Some are given as draft_ids, with errors.
+    """
+    random, jobs = Random(batches), list[tuple[Answer, Job]]()
+    if made.config.draft_length == "auto":
+        switch_draft_lengths(made)
+    for _ in range(batches):
+        for _ in range(random.randrange(1, 5)):
+            ask = (random.randrange(9), random.randrange(9)), random.choice((*CONSTRAINTS, ORDER, ORDER))
+            expected = answer(*ask)
+            given = [random.choice((token, token, first_byte(token), random.randrange(STOP))) for token in expected.tokens]
+            job = made.submit(
+                list(ask[0]),
+                constraint=ask[1],
+                max_new_tokens=32,
+                num_speculative_tokens=(most := random.choice((None, None, 1, 0))),
+                draft_ids=given if given and most != 0 and random.random() < 0.7 else None,
+                sampling=random.choice((SamplingParams(temperature=0), SamplingParams(temperature=1.0, top_k=1))),
+            )
+            jobs.append((expected, job))
+            for _ in range(random.randrange(4)):
+                made.step()
+        for _ in made.stream():
+            pass
+    return jobs
+
+
+Source = tuple[Any, int, dict[str, Any]]
+SOURCES: dict[str, Source] = {
+    "ngram 2": ("ngram", 2, {"host_link": "auto"}),
+    "ngram 4": ("ngram", 4, {"host_link": "python"}),
+    "model 2": (ToyDraft(TARGET, 0.6), 2, {"host_link": "python", "look_up": 1}),
+    "model 4": (ToyDraft(TARGET, 0.6), 4, {"host_link": "auto", "look_up": 2}),
+}
+
+
+def engine_of(source: Source, **options: Any) -> Engine:
+    draft, k, sizes = source
+    config = config_of(k, forced_drafts=True, **sizes)
+    return Engine(TARGET, draft, vocabulary=VOCABULARY, config=replace(config, **options))
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_random_switching_with_looked_up_and_forced_drafts_keeps_the_tokens(source: Source) -> None:
+    modelled = not isinstance(source[0], str)
+    with engine_of(source, draft_length="auto") as made:
+        check(jobs_at_random(made, 10))
+        stats = made.stats()
+        keys = {graph.key.drafting for graph in stats.graphs}
+        assert len(keys) == 3 + modelled and {graph.key.sampled for graph in stats.graphs} == {True, False}
+        assert stats.drafts.accepted_forced > 8 and stats.drafts.accepted_looked_up > 20
+        assert (stats.drafts.accepted > stats.drafts.accepted_forced + stats.drafts.accepted_looked_up) == modelled
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "wrong"),
+    [
+        ("ngram 2", "follow", advance),
+        ("model 2", "follow", advance),
+        ("ngram 2", "fill_next", lambda stage: advance(stage)),
+        ("model 2", "fill_next", lambda stage: advance(stage)),
+    ],
+)
+def test_random_requests_detect_a_wrong_grammar_step(
+    monkeypatch: pytest.MonkeyPatch, source: str, name: str, wrong: Callable[[int], HostStep]
+) -> None:
+    """Planted bugs: masks of a chain ignore forced tokens; the last mask of a round is filled as if all rounds had as many drafts."""
+    monkeypatch.setattr(grammar_lane, name, wrong)
+    with engine_of(SOURCES[source], draft_length="auto") as made, pytest.raises(AssertionError):
+        check(jobs_at_random(made, 10))
 
 
 def test_engine_with_forced_drafts_only() -> None:

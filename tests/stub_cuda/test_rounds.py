@@ -15,7 +15,7 @@ import torch
 
 from stepgraph import Engine
 from stepgraph.graphs.publishing import FINISH
-from stepgraph.graphs.shapes import LONGEST, GraphKey, graph_keys
+from stepgraph.graphs.shapes import FULL, LONGEST, Drafting, GraphKey, graph_keys
 from stepgraph.sampling.grammar.status import FinishCode
 from tests.stub_cuda import counters
 from tests.stub_cuda.subject import Backend, greedy_engine
@@ -36,10 +36,10 @@ def make(name: str, backend: Backend, **changes: Any) -> Engine:
     return Engine(target, drafter, vocabulary=VOCABULARY, config=config, backend=backend)  # type: ignore[arg-type]
 
 
-def replay_every_key_twice(engine: Engine, lengths: tuple[int, ...] = (LONGEST,), device: bool = False) -> int:
+def replay_every_key_twice(engine: Engine, drafting: tuple[Drafting, ...] = (FULL,), device: bool = False) -> int:
     """Capture, replay, drop and capture every key again. Two recordings of a key have the same nodes."""
     graphs, backend = engine._graphs, engine.backend
-    keys = graph_keys(graphs.buckets, False, device, lengths)
+    keys = graph_keys(graphs.buckets, False, device, drafting)
     for key in keys:
         reports = []
         for _ in range(2):
@@ -72,7 +72,7 @@ def test_every_key_of_every_drafter_is_captured_twice(backend: Backend, name: st
 @pytest.mark.parametrize("changes", [{}, {"draft_masks": False}], ids=["masked", "unmasked"])
 def test_every_key_of_every_draft_length_is_captured_twice(backend: Backend, changes: dict[str, Any]) -> None:
     engine = make("own vocabulary", backend, num_speculative_tokens=8, draft_length="auto", **changes)
-    assert replay_every_key_twice(engine, (0, 1, 3, 5, LONGEST)) == 20
+    assert replay_every_key_twice(engine, tuple(map(Drafting, (0, 1, 3, 5, LONGEST)))) == 20
     engine.close()
     assert not counters.take_messages()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from stepgraph.graphs.shapes import Drafting
 from stepgraph.runtime.demo.variants import toy_pair
 from tools.bench_adaptive import Bench, main, toy_workloads
 
@@ -13,10 +15,12 @@ from tools.bench_adaptive import Bench, main, toy_workloads
 def test_report_of_one_workload(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-k", "2", "--turns", "1", "--only", "json"]) == 0
     out = capsys.readouterr().out
-    found = json.loads(out[out.index("\n{") :])["workloads"]["json"]
-    assert list(found["variants"]) == ["0", "1", "2", "auto"] and found["variants"]["0"]["over_plain"] == 1
-    for length in ("0", "1", "2"):
-        assert list(found["variants"][length]["rounds_by_length"]) == [length]
+    document = json.loads(out[out.index("\n{") :])
+    found = document["workloads"]["json"]
+    assert [(each["workload"], each["goal"]) for each in document["goals"]] == [("json", 0.95)]
+    assert list(found["variants"]) == ["0", "1", "2", "2 without model", "auto"] and found["variants"]["0"]["over_plain"] == 1
+    for length in ("0", "1", "2", "2 without model"):
+        assert list(found["variants"][length]["rounds_by_drafts"]) == [length]
     assert found["variants"]["2"]["tokens_per_round"] > found["variants"]["1"]["tokens_per_round"] > 1
 
 
@@ -24,9 +28,18 @@ def test_drafter_that_is_never_right_has_one_token_per_round() -> None:
     pair = toy_pair()
     workload = toy_workloads(pair)["never right"]
     bench = Bench(pair, 2, 1, 64, workload.wrong, 0)
-    sample = bench.run(workload.asks(0), 30, 2)
+    sample = bench.run(workload.asks(0), 30, Drafting(2))
     assert sample.tokens == 29 and sample.row_rounds == 30
     bench.engine.close()
+
+
+def test_plot_and_goals_of_switching_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["-k", "2", "--turns", "3", "--seconds", "0", "--only", "switching", "--plot", str(tmp_path / "lengths.png")]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    found = json.loads(out[out.index("\n{") :])
+    assert found["turns"] == 2 and [each["goal"] for each in found["goals"]] == [0.93]
+    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_unknown_workload_is_named(capsys: pytest.CaptureFixture[str]) -> None:

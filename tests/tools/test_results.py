@@ -55,6 +55,8 @@ def quoted() -> list[tuple[str, str]]:
         name: sum(kind[name] for kind in kept("legality")["legality"].values()) for name in ("answers", "complete", "legal_of_complete")
     }
     head = ("head alone, masked", "head alone, not masked")
+    bench = kept("maskbench")
+    outcomes, again = bench["counts"], bench["again"]["counts"]
     return [
         ("README.md", f"the same weights | {speed['transformers + grammar']} | 1 |"),
         *(("README.md", f"| {name} | {speed[name]} | 1 |") for name in ("plain", "plain + grammar")),
@@ -70,9 +72,19 @@ def quoted() -> list[tuple[str, str]]:
         ("README.md", f"all {answers['legal_of_complete']} validate"),
         (
             "docs/constrain.md",
-            f"Of {compiled['schemas']:,} schemas of JSONSchemaBench, the {compiled['compiled']} that are not refused all fit",
+            f"Of {compiled['schemas']:,} schemas of JSONSchemaBench, {compiled['refused']} are refused and "
+            f"{compiled['compiled']:,} of the others fit",
         ),
         ("docs/constrain.md", f"{compiled['compile_ms']['p50']:.1f} ms at the median and {compiled['compile_ms']['p99']:.0f} ms at p99"),
+        (
+            "docs/constrain.md",
+            f"{outcomes['pass']:,} pass, {outcomes['refused']} are refused, and {outcomes['valid rejected']} reject a valid instance,"
+            f" of which {again['valid rejected']} still do",
+        ),
+        (
+            "docs/constrain.md",
+            f"{bench['compile_ms']['p50']:.0f} ms at the median and {bench['compile_ms']['p99']:,.0f} ms at p99 on a busy",
+        ),
         ("tools/README.md", f"{soak['wanted_seconds'] / 60:.0f} minutes on two busy cores"),
         ("tools/README.md", f"rose by {soak['trends']['resident_bytes']['per_hour'] / 1e6:.0f} MB per hour"),
     ]
@@ -82,4 +94,4 @@ def test_documents_quote_the_latest_records() -> None:
     texts = {name: " ".join((ROOT / name).read_text(encoding="utf-8").split()) for name in {name for name, _ in quoted()}}
     assert [(name, text) for name, text in quoted() if text not in texts[name]] == []
     linked = {path.name for path in RECORDS if any(path.name in text for text in texts.values())}
-    assert linked >= {max(RESULTS.glob(f"{kind}-*.json")).name for kind in ("demo", "legality", "automata", "soak")}
+    assert linked >= {max(RESULTS.glob(f"{kind}-*.json")).name for kind in ("demo", "legality", "automata", "maskbench", "soak")}

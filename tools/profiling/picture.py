@@ -69,13 +69,19 @@ def draw(timeline: Timeline, path: Path, *, rounds: int = 3, title: str = "") ->
 def draw_lengths(timeline: Timeline, path: Path, title: str = "") -> None:
     """Write a PNG of the draft length and the account of every round. RuntimeError if matplotlib is not installed."""
     figure, extents = _figure(), timeline.extents()
-    points = [(extents[each.round][0] / 1e6, each.drafts, each.account * 1e3) for each in timeline.lengths if each.round in extents]
+    points = [
+        (extents[each.round][0] / 1e6, each.drafts, each.account * 1e3, each.model) for each in timeline.lengths if each.round in extents
+    ]
     if not points:
         raise ValueError("got a timeline without draft lengths, expected one of an engine with draft_length='auto'")
-    times, drafts, accounts = zip(*points, strict=True)
+    times, drafts, accounts, modelled = zip(*points, strict=True)
+    unmodelled = [(time - times[0], length) for time, length, model in zip(times, drafts, modelled, strict=True) if not model]
     upper, lower = figure.subplots(2, 1, sharex=True)
     figure.suptitle(title or f"{len(points)} rounds, on average {sum(drafts) / len(drafts):.2f} drafts", fontsize=13)
     upper.step([time - times[0] for time in times], drafts, where="post", color=COLOURS["draft_prefill"])
+    if unmodelled:
+        upper.plot(*zip(*unmodelled, strict=True), "o", markersize=3, label="without the draft model")
+        upper.legend(loc="upper right")
     upper.set_ylabel("drafts of a round")
     lower.plot([time - times[0] for time in times], accounts, color=COLOURS["target_verify"])
     lower.set_ylabel("account, ms")

@@ -32,7 +32,7 @@ class ChatTemplate:
 
         Raises ValueError if a source is not a Jinja template.
         """
-        self._special_tokens = dict(special_tokens or {})
+        self._special_tokens, self._source = dict(special_tokens or {}), source + (with_tools or "")
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
@@ -44,16 +44,27 @@ class ChatTemplate:
         except Exception as error:  # deep nesting raises RecursionError or MemoryError
             raise ValueError(f"chat_template: not a Jinja template: {error}") from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, answer: bool) -> str:
-        """The text of the conversation; with `answer`, up to where the model's answer starts."""
+    def mentions(self, word: str) -> bool:
+        """Whether the word occurs in the template."""
+        return word in self._source
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        answer: bool,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of the conversation; with `answer`, up to where the model's answer starts. variables: further ones, by name."""
         nonempty = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages)
         if not nonempty or not all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in messages):
             raise ValueError(f"messages: got {clip_repr(messages)}, expected a list of objects with a role and a content")
         if tools is not None and not (isinstance(tools, (list, tuple)) and all(isinstance(tool, Mapping) for tool in tools)):
             raise ValueError(f"tools: got {clip_repr(tools)}, expected a list of objects in the format of OpenAI's API")
-        variables = {"messages": [dict(each) for each in messages], "tools": list(tools) if tools else None, "documents": None}
+        own = {"messages": [dict(each) for each in messages], "tools": list(tools) if tools else None, "documents": None}
+        names = {**self._special_tokens, **(variables or {}), **own, "add_generation_prompt": answer}
         try:
-            return (self._with_tools if tools else self._plain).render(**self._special_tokens, **variables, add_generation_prompt=answer)
+            return (self._with_tools if tools else self._plain).render(names)
         except Exception as error:  # a template can raise anything
             raise ValueError(f"messages: the model's chat template fails: {error}") from None
 

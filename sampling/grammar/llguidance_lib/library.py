@@ -21,20 +21,30 @@ def fuel_of(limits: Mapping[str, float]) -> dict[str, int]:
     return {name: int(limits[field]) for name, field in FUEL.items()}
 
 
-class LLGuidance:
-    """Makes matchers; also the token table in the form that the library expects."""
+class TokenizerWrapper:
+    """The token table in the form that the library expects.
+
+    The library's tokenizer keeps it in a reference that the garbage collector does not see, so it must not refer to the tokenizer.
+    """
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokens: list[bytes], stop_token_ids: Sequence[int], non_text_ids: Sequence[int], fuel: Mapping[str, int]) -> None:
-        self.tokens, self.eos_token_id, self.special_token_ids = tokens, stop_token_ids[0], non_text_ids
-        self._tokenizer = llguidance.LLTokenizer(self, eos_token=list(stop_token_ids))  # type: ignore[arg-type]
-        # Counted work limits a step before time does, so that the same text is rejected on every machine.
-        self._limits = llguidance.LLParserLimits(verbose_errors=False, **fuel)  # type: ignore[arg-type]
+    def __init__(self, tokens: list[bytes], eos_token_id: int, special_token_ids: Sequence[int]) -> None:
+        self.tokens, self.eos_token_id, self.special_token_ids = tokens, eos_token_id, special_token_ids
 
     def __call__(self, text: str) -> Sequence[int]:
         raise RuntimeError("no grammar names tokens, so no text is tokenized")
+
+
+class LLGuidance:
+    """Makes matchers over one vocabulary."""
+
+    def __init__(self, tokens: list[bytes], stop_token_ids: Sequence[int], non_text_ids: Sequence[int], fuel: Mapping[str, int]) -> None:
+        wrapper = TokenizerWrapper(tokens, stop_token_ids[0], non_text_ids)
+        self._tokenizer = llguidance.LLTokenizer(wrapper, eos_token=list(stop_token_ids))  # type: ignore[arg-type]
+        # Counted work limits a step before time does, so that the same text is rejected on every machine.
+        self._limits = llguidance.LLParserLimits(verbose_errors=False, **fuel)  # type: ignore[arg-type]
 
     def matcher(self, grammar: str) -> llguidance.LLMatcher:
         """A matcher at the start of a text; `is_error` where the grammar cannot be compiled."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -20,9 +21,11 @@ from hypothesis import strategies as st
 
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import terminal
+from stepgraph.runtime.serve.gate import Gate
 from stepgraph.runtime.serve.http import Bounds
 from stepgraph.runtime.serve.replies import Splitter
 from stepgraph.runtime.serve.tools import CLOSING, OPENING
+from tests.helpers.aio_runs import Gate as Steps
 from tests.helpers.running_server import ASK, FLAGS, FORMAT, ON, SCHEMA, SECONDS, TOOLS, Running, engine_of, running
 from tests.sampling.grammar.compile.test_compiler import waited
 
@@ -30,7 +33,7 @@ from tests.sampling.grammar.compile.test_compiler import waited
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     engine = engine_of()
-    with engine, running(engine, Bounds(head_bytes=4096, body_bytes=100_000)) as found:
+    with engine, running(engine, Bounds(head_bytes=4096, body_bytes=100_000, waiting=2)) as found:
         yield found
 
 
@@ -143,10 +146,14 @@ def test_tool_call_in_free_text_is_split_out() -> None:
     ]
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"n": 2}, "n"),
+INTERNAL = re.compile(r"Constraint|constraint|SamplingParams|EngineConfig|max_new_tokens|Engine\\.")
+REFUSED: list[tuple[dict[str, Any], str | None]] = [
+    ({"n": 17}, "n"),
+    ({"priority": "high"}, "priority"),
     ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
-    ({"user": "me"}, "user"),
+    ({"user": 5}, "user"),
+    ({"metadata": "x"}, "metadata"),
+    ({"reasoning_effort": "huge"}, "reasoning_effort"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
@@ -165,7 +172,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS[:1] * 2}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
-    ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, None),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
@@ -179,8 +188,9 @@ def test_unsupported_fields_are_refused_by_name(server: Running) -> None:
         for given_too, name in REFUSED:
             with pytest.raises(openai.BadRequestError) as caught:
                 client.chat.completions.create(**{"model": "toy", "messages": ASK}, extra_body=given_too)
+            name = name or "messages[0].tool_calls[0].function.arguments"
             assert caught.value.param == name, given_too
-            assert name in caught.value.message, given_too
+            assert name in caught.value.message and not INTERNAL.search(caught.value.message), caught.value.message
         with pytest.raises(openai.BadRequestError, match="suffix"):
             client.completions.create(model="toy", prompt="a", suffix="b")
         with pytest.raises(openai.BadRequestError, match="logprobs"):
@@ -189,8 +199,11 @@ def test_unsupported_fields_are_refused_by_name(server: Running) -> None:
             client.completions.create(model="gpt", prompt="a")
         assert server.engine.stats().submitted == submitted
         unknown = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}
-        with pytest.raises(openai.BadRequestError, match="uniqueItems"):
-            client.chat.completions.create(**{"model": "toy", "messages": ASK, "response_format": unknown, "stream": True})
+        malformed = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strange"}}}
+        for format, word in ((unknown, "uniqueItems"), (malformed, "strange")):
+            with pytest.raises(openai.BadRequestError, match=word) as caught:
+                client.chat.completions.create(**{"model": "toy", "messages": ASK, "response_format": format, "stream": True})
+            assert caught.value.param == "response_format" and not INTERNAL.search(caught.value.message), caught.value.message
 
 
 def test_disconnect_frees_the_row(server: Running) -> None:
@@ -209,9 +222,87 @@ def test_disconnect_frees_the_row(server: Running) -> None:
     assert server.engine.stats().running == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_equal_requests_with_their_seeds(server: Running, stream: bool) -> None:
+    request: Any = {"model": "toy", "messages": ASK, "max_tokens": 12, "temperature": 0.9, "extra_body": ON}
+    with server.client as client:
+        alone = [client.chat.completions.create(**request, seed=7 + index).choices[0].message.content for index in range(3)]
+        answer: Any = client.chat.completions.create(**request, seed=7, n=3, stream=stream, user="me", metadata={"a": "b"})
+        if stream:
+            texts = ["", "", ""]
+            for chunk in answer:
+                texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+        else:
+            texts = [choice.message.content for choice in answer.choices]
+            assert answer.usage.completion_tokens == 36
+    assert texts == alone
+
+
+def test_accepted_fields_and_roles(server: Running) -> None:
+    messages: Any = [{"role": "developer", "content": "be brief"}, *ASK]
+    system: Any = [{"role": "system", "content": "be brief"}, *ASK]
+    request: Any = {"model": "toy", "max_tokens": 5, "temperature": 0, "extra_body": ON}
+    with server.client as client:
+        texts = [client.chat.completions.create(**request, messages=each).choices[0].message.content for each in (messages, system)]
+        assert texts[0] == texts[1]
+        same = client.chat.completions.create(**request, messages=system, reasoning_effort="low", safety_identifier="x")
+        assert same.choices[0].message.content == texts[0]
+        called = client.chat.completions.create(
+            model="toy", messages=ASK, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, temperature=0
+        )
+        assert called.choices[0].finish_reason == "tool_calls"
+        past: Any = [*ASK, called.choices[0].message.model_dump(exclude_none=True)]
+        past.append({"role": "tool", "tool_call_id": called.choices[0].message.tool_calls[0].id, "content": "done"})
+        assert client.chat.completions.create(**request, messages=past).choices[0].message.content is not None
+        assert client.models.retrieve("toy").id == "toy"
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.models.retrieve("gpt/4")
+        assert caught.value.code == "model_not_found"
+
+
+def test_a_body_of_three_megabytes_is_status_413() -> None:
+    with engine_of() as engine, running(engine, Bounds()) as found, found.client as client:
+        with pytest.raises(openai.APIStatusError) as caught:
+            client.completions.create(model="toy", prompt="x" * (3 << 20))
+        assert caught.value.status_code == 413
+
+
+def test_keys_and_time_limit() -> None:
+    with engine_of() as engine, running(engine, Bounds(answer_seconds=0.2), ["secret", "other"]) as found, found.client as client:
+        assert client.with_options(api_key="secret").models.retrieve("toy").id == "toy"
+        for key in ("none", "secret2", ""):
+            with pytest.raises(openai.AuthenticationError) as caught:
+                client.with_options(api_key=key or "x").completions.create(model="toy", prompt="a")
+            assert caught.value.code == "invalid_api_key" and "secret" not in caught.value.message
+        long: Any = {"model": "toy", "prompt": "a", "max_tokens": 4000, "extra_body": ON}
+        allowed = client.with_options(api_key="other")
+        with pytest.raises(openai.InternalServerError, match=r"not complete after 0\.2 seconds"):
+            allowed.completions.create(**long)
+        with pytest.raises(openai.APIError, match=r"not complete after 0\.2 seconds"):
+            list(allowed.completions.create(**long, stream=True))
+        waited(lambda: found.count("cancelled") == 2, "jobs beyond the time limit still decode")
+
+
+def test_lower_priorities_enter_first() -> None:
+    async def order() -> list[int]:
+        gate, entered = Gate(1, 8), list[int]()
+        tickets = [gate.tickets(1, priority)[0] for priority in (0, 5, 0, -1)]
+        for _ in tickets:
+            (one,) = [ticket for ticket in tickets if ticket.entered.done() and not ticket.left]
+            entered.append(tickets.index(one))
+            gate.leave(one)
+            gate.leave(one)
+        assert gate.waiting == 0
+        return entered
+
+    assert asyncio.run(order()) == [0, 3, 2, 1]
+
+
 def counts_of(server: Running) -> tuple[int, int]:
-    stats = server.engine.stats()
-    return stats.running, stats.waiting
+    """Running, and waiting in the engine or at the gate."""
+    stats, waiting = server.engine.stats(), re.search(r"http_waiting (\d+)", server.metrics())
+    assert waiting is not None
+    return stats.running, stats.waiting + int(waiting[1])
 
 
 def test_full_queue_is_status_429(server: Running) -> None:
@@ -219,7 +310,7 @@ def test_full_queue_is_status_429(server: Running) -> None:
     request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     wires = []
     try:
-        for counts in ((1, 0), (2, 0), (2, 1), (2, 2)):  # running, waiting
+        for counts in ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3)):  # running, waiting
             wires.append(socket.create_connection(("127.0.0.1", server.port)))
             wires[-1].sendall(request)
             waited(partial(lambda counts: counts_of(server) == counts, counts), "the request was not queued")
@@ -258,3 +349,15 @@ def test_a_signal_lets_answers_end(number: signal.Signals) -> None:
         assert cli.main([*FLAGS, "--port", "0"]) == 0
     asking[0].join()
     assert len("".join(text)) > 100
+
+
+def test_leaving_does_not_wait_for_the_step_in_progress() -> None:
+    """A request beyond its time limit is answered while the engine is blocked inside a step."""
+    with engine_of() as engine:
+        steps = Steps(engine)
+        with running(engine, Bounds(answer_seconds=0.3)) as found, found.client as client:
+            for count in range(4):  # two get rows later, the others wait in the engine and at the gate
+                with pytest.raises(openai.InternalServerError, match="not complete"):
+                    client.completions.create(model="toy", prompt="x" * (count + 1), max_tokens=4)
+            steps.open()
+            waited(lambda: not engine.has_work, "left requests still decode")

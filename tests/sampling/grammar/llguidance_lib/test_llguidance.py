@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher, Vocabulary
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceTokenizer, llguidance_api
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceMatcher
+from stepgraph.sampling.grammar.llguidance_lib.library import LLGuidance, TokenizerWrapper
 from tests.helpers.grammar_texts import PRINTABLE, filled
 from tests.helpers.schema_cases import BYTES, groups, takes
 from tests.sampling.grammar.constraints.test_constraint import SHAPES, VALID
@@ -266,3 +268,18 @@ def test_error_of_the_c_api_has_the_librarys_message() -> None:
     tokenizer = LLGuidanceTokenizer(llguidance_api(), PRINTABLE)
     with pytest.raises(ValueError, match='unknown name: "nothing"'):
         LLGuidanceNativeGrammar(tokenizer, "start: nothing", {})
+
+
+def test_closed_compilers_free_their_token_tables() -> None:
+    def live_tables() -> int:
+        gc.collect()
+        return sum(isinstance(item, LLGuidance | TokenizerWrapper) for item in gc.get_objects())
+
+    before = live_tables()
+    for _ in range(3):
+        compiler = GrammarCompiler(BYTES, max_threads=1, backend="llguidance")
+        assert compiler.compile(Constraint.regex("a+")).matcher().accept_token(BYTES.tokens.index(b"a"))
+        assert live_tables() > before
+        compiler.close()
+        del compiler
+    assert live_tables() == before

@@ -1,0 +1,59 @@
+"""The order in which requests reach the engine: by priority, then by arrival."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+
+from stepgraph.runtime.request_queue import QueueFullError
+
+
+class Ticket:
+    """A place in the order; `entered` is done once the request may be submitted."""
+
+    def __init__(self, priority: int, arrival: int) -> None:
+        self.key, self.left = (priority, arrival), False
+        self.entered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def __lt__(self, other: Ticket) -> bool:
+        return self.key < other.key
+
+
+class Gate:
+    """Lets `capacity` requests into the engine. For one event loop."""
+
+    def __init__(self, capacity: int, max_waiting: int) -> None:
+        self._free, self._max_waiting, self._arrivals = capacity, max_waiting, itertools.count()
+        self._waiting: list[Ticket] = []
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def tickets(self, count: int, priority: int) -> list[Ticket]:
+        """QueueFullError if fewer than `count` may still wait. Lower priorities enter first."""
+        if len(self._waiting) + count > self._max_waiting + self._free:
+            raise QueueFullError(f"{len(self._waiting)} requests are waiting already, of at most {self._max_waiting}")
+        tickets = [Ticket(priority, next(self._arrivals)) for _ in range(count)]
+        for ticket in tickets:
+            heapq.heappush(self._waiting, ticket)
+        self._admit()
+        return tickets
+
+    def leave(self, ticket: Ticket) -> None:
+        """Give the place up, whether or not it was reached. Idempotent."""
+        if ticket.left:
+            return
+        ticket.left = True
+        if ticket.entered.done():
+            self._free += 1
+        else:
+            self._waiting.remove(ticket)
+            heapq.heapify(self._waiting)
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._free and self._waiting:
+            self._free -= 1
+            heapq.heappop(self._waiting).entered.set_result(None)
