@@ -6,7 +6,7 @@ import ctypes
 import functools
 import json
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Structure, byref, c_char, c_int, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from typing import Any
@@ -96,14 +96,8 @@ def functions() -> ctypes.CDLL:
     library.stepgraph_automaton_free_vocabulary.argtypes = (c_void_p,)
     library.stepgraph_automaton_view_vocabulary.restype = None
     library.stepgraph_automaton_view_vocabulary.argtypes = (c_void_p, POINTER(VocabularyStruct))
-    reason = POINTER(c_char), c_int64
-    source = POINTER(SourceStruct)
-    library.stepgraph_automaton_compile.argtypes = (source, c_void_p, POINTER(POINTER(c_int32)), *reason)
-    library.stepgraph_automaton_bytes.argtypes = (source, POINTER(c_void_p), *reason)
-    library.stepgraph_automaton_combine.argtypes = (c_void_p, c_void_p, c_int, c_void_p, POINTER(c_void_p), *reason)
-    library.stepgraph_automaton_shortest.restype = c_int64
-    library.stepgraph_automaton_shortest.argtypes = (c_void_p, POINTER(c_char), c_int64)
-    library.stepgraph_automaton_free.restype, library.stepgraph_automaton_free.argtypes = None, (c_void_p,)
+    arguments = (POINTER(SourceStruct), c_void_p, POINTER(POINTER(c_int32)), POINTER(c_char), c_int64)
+    library.stepgraph_automaton_compile.argtypes = arguments
     library.stepgraph_automaton_free_image.restype = None
     library.stepgraph_automaton_free_image.argtypes = (c_void_p,)
     library.stepgraph_open_automaton.restype, library.stepgraph_open_automaton.argtypes = c_void_p, (c_void_p, c_void_p)
@@ -134,53 +128,17 @@ class TokenTable:
     def compile(self, grammar_json: str, limits: npt.NDArray[np.int64]) -> Image:
         """The image of a grammar that xgrammar has parsed and serialised; UnfitError with the reason where it has none."""
         found, source = POINTER(c_int32)(), _Source(grammar_json, limits)
-        _call(functions().stepgraph_automaton_compile, byref(source.struct), self.handle, byref(found))
+        reason = ctypes.create_string_buffer(REASON_BYTES)
+        outcome = functions().stepgraph_automaton_compile(byref(source.struct), self.handle, byref(found), reason, REASON_BYTES)
+        if outcome == UNFIT:
+            raise UnfitError(reason.value.decode(errors="replace"))
+        if outcome:
+            raise MemoryError("the automaton compiler is out of memory")
         try:
             # np.ctypeslib.as_array would define an array type per length, and ctypes keeps every type that a pointer was made of
             return np.frombuffer(ctypes.string_at(found, found[Field.SIZE] * ctypes.sizeof(c_int32)), np.int32)
         finally:
             functions().stepgraph_automaton_free_image(found)
-
-
-class ByteAutomaton:
-    """A regular language of byte strings: `&`, `|` and `-` combine two, and `shortest` finds whether one is empty.
-
-    UnfitError where a grammar is not regular, or a result exceeds the limits.
-    """
-
-    def __init__(self, handle: c_void_p, limits: npt.NDArray[np.int64]) -> None:
-        self._handle, self._limits = handle, limits
-        weakref.finalize(self, functions().stepgraph_automaton_free, handle).atexit = False
-
-    @classmethod
-    def from_grammar(cls, grammar_json: str, limits: npt.NDArray[np.int64]) -> ByteAutomaton:
-        """The language of a grammar that xgrammar has parsed and serialised."""
-        found, source = c_void_p(), _Source(grammar_json, limits)
-        _call(functions().stepgraph_automaton_bytes, byref(source.struct), byref(found))
-        return cls(found, limits)
-
-    def __and__(self, other: ByteAutomaton) -> ByteAutomaton:
-        return self._combined(other, 0)
-
-    def __or__(self, other: ByteAutomaton) -> ByteAutomaton:
-        return self._combined(other, 1)
-
-    def __sub__(self, other: ByteAutomaton) -> ByteAutomaton:
-        """The texts of this language that are not in the other: a complement, where this one holds all texts."""
-        return self._combined(other, 2)
-
-    def _combined(self, other: ByteAutomaton, operation: int) -> ByteAutomaton:
-        found, limits = c_void_p(), self._limits
-        _call(functions().stepgraph_automaton_combine, self._handle, other._handle, operation, limits.ctypes.data, byref(found))
-        return ByteAutomaton(found, limits)
-
-    def shortest(self) -> bytes | None:
-        """A shortest text of the language; None where it is empty."""
-        shortest = functions().stepgraph_automaton_shortest
-        size = int(shortest(self._handle, None, 0))
-        text = (c_char * max(size, 0))()
-        shortest(self._handle, text, size)
-        return text.raw if size >= 0 else None
 
 
 class _Source:
@@ -193,12 +151,3 @@ class _Source:
         self._arrays = data, offsets, bodies, limits  # the struct holds their addresses
         addresses = (array.ctypes.data for array in (data, offsets, bodies))
         self.struct = SourceStruct(*addresses, len(offsets), len(bodies), parsed["root_rule_id"], limits.ctypes.data)
-
-
-def _call(function: Callable[..., int], *arguments: object) -> None:
-    reason = ctypes.create_string_buffer(REASON_BYTES)
-    outcome = function(*arguments, reason, REASON_BYTES)
-    if outcome == UNFIT:
-        raise UnfitError(reason.value.decode(errors="replace"))
-    if outcome:
-        raise MemoryError("the automaton compiler is out of memory")

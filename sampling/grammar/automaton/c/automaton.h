@@ -43,9 +43,4 @@ struct Automaton {
 Automaton determinise(const Nfa &nfa, const Limits &limits);
 Automaton minimise(Automaton automaton);
 
-// The operations are for automata without stack and counters; Unfit for others.
-enum class Operation { AND, OR, MINUS };
-Automaton combine(const Automaton &left, const Automaton &right, Operation operation, const Limits &limits);
-bool shortest_text(const Automaton &automaton, std::string &text); // false where the language is empty
-
 } // namespace stepgraph

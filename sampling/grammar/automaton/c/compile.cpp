@@ -57,10 +57,25 @@ EXPORTED void stepgraph_automaton_view_vocabulary(const void *vocabulary, image_
 
 EXPORTED void stepgraph_automaton_free_image(int32_t *image) { free(image); }
 
-// Runs `work` and returns its outcome; writes to `reason` why there is no result.
-template <class Work> static int outcome_of(char *reason, int64_t reason_size, const Work &work) {
+// A parsed grammar of xgrammar, and the limits of its automaton.
+struct grammar_source {
+    const int32_t *data, *offsets, *bodies;
+    int32_t num_expressions, num_rules, root;
+    const int64_t *limits; // the fields of Limits but the last
+    Grammar grammar() const { return {data, offsets, bodies, num_expressions, num_rules, root}; }
+    Limits bounds(int64_t longest) const { return {limits[0], limits[1], limits[2], limits[3], longest}; }
+};
+
+// Sets *image to the compiled grammar, or writes to `reason` why there is none.
+EXPORTED int stepgraph_automaton_compile(const grammar_source *source, const void *vocabulary, int32_t **image, char *reason, int64_t reason_size) {
     try {
-        return work() ? DONE : NO_MEMORY;
+        const Vocabulary &tokens = *(const Vocabulary *)vocabulary;
+        Limits limits = source->bounds(tokens.longest);
+        std::vector<int32_t> built = build_image(automaton_of(source->grammar(), limits), tokens, limits);
+        *image = (int32_t *)malloc(built.size() * sizeof **image);
+        if (!*image) return NO_MEMORY;
+        memcpy(*image, built.data(), built.size() * sizeof **image);
+        return DONE;
     } catch (const Unfit &unfit) {
         snprintf(reason, (size_t)reason_size, "%s", unfit.what());
         return UNFIT;
@@ -71,52 +86,3 @@ template <class Work> static int outcome_of(char *reason, int64_t reason_size, c
         return UNFIT;
     }
 }
-
-// A parsed grammar of xgrammar, and the limits of its automaton.
-struct grammar_source {
-    const int32_t *data, *offsets, *bodies;
-    int32_t num_expressions, num_rules, root;
-    const int64_t *limits; // the fields of Limits but the last
-    Grammar grammar() const { return {data, offsets, bodies, num_expressions, num_rules, root}; }
-    Limits bounds(int64_t longest) const { return {limits[0], limits[1], limits[2], limits[3], longest}; }
-};
-
-// Sets *image to the compiled grammar.
-EXPORTED int stepgraph_automaton_compile(const grammar_source *source, const void *vocabulary, int32_t **image, char *reason, int64_t reason_size) {
-    return outcome_of(reason, reason_size, [&] {
-        const Vocabulary &tokens = *(const Vocabulary *)vocabulary;
-        Limits limits = source->bounds(tokens.longest);
-        std::vector<int32_t> built = build_image(automaton_of(source->grammar(), limits), tokens, limits);
-        *image = (int32_t *)malloc(built.size() * sizeof **image);
-        if (*image) memcpy(*image, built.data(), built.size() * sizeof **image);
-        return *image != nullptr;
-    });
-}
-
-// Sets *automaton to the automaton of a grammar without its masks. Loops are written out.
-EXPORTED int stepgraph_automaton_bytes(const grammar_source *source, void **automaton, char *reason, int64_t reason_size) {
-    return outcome_of(reason, reason_size, [&] {
-        *automaton = new Automaton(automaton_of(source->grammar(), source->bounds(source->limits[0])));
-        return true;
-    });
-}
-
-EXPORTED int stepgraph_automaton_combine(
-    const void *left, const void *right, int operation, const int64_t *limits, void **automaton, char *reason, int64_t reason_size
-) {
-    return outcome_of(reason, reason_size, [&] {
-        Limits bounds{limits[0], limits[1], limits[2], limits[3], 0};
-        *automaton = new Automaton(combine(*(const Automaton *)left, *(const Automaton *)right, (Operation)operation, bounds));
-        return true;
-    });
-}
-
-// The size of the shortest text, which is written to `text` if it has room; -1 if there is none.
-EXPORTED int64_t stepgraph_automaton_shortest(const void *automaton, char *text, int64_t room) {
-    std::string found;
-    if (!shortest_text(*(const Automaton *)automaton, found)) return -1;
-    if ((int64_t)found.size() <= room) memcpy(text, found.data(), found.size());
-    return (int64_t)found.size();
-}
-
-EXPORTED void stepgraph_automaton_free(void *automaton) { delete (Automaton *)automaton; }
