@@ -176,7 +176,7 @@ def _layer_variants() -> list[Variant]:
     found.append(_variant("gate_tile", dense.gate_tile, ["*bf16", "*bf16", "i32"], {"TILE": dense.SILU_TILE}, 4))
     types = [*["*i64"] * 4, *["i32"] * 3, "*i1", *["*i64"] * 4, *["i32"] * 4]
     found.append(_variant("place_row", slot_mapping.place_row, types, {"HAS_LIVE": True, "HAS_COUNT": True, "WIDTH": 16}, 1))
-    types = [*["*i64"] * 5, *["i32"] * 5]
+    types = [*["*i64"] * 5, *["i32"] * 4]
     found.append(_variant("shift_tile", slot_mapping.shift_tile, types, {"TILE": slot_mapping.SHIFT_TILE}, 1))
     types = ["*i64", "*i64", "*i32", "*i64", "*i32", "i32", "i32"]
     found.append(_variant("scatter_row", slot_mapping.scatter_row, types, {"TILE": slot_mapping.MASK_TILE}, 4))
