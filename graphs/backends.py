@@ -119,7 +119,7 @@ class EagerStep:
     def __init__(self, backend: Backend, step: Step, buffers: StaticBuffers) -> None:
         self._backend, self._step, self._buffers = backend, step, buffers
 
-    def replay(self, *, until: Tensor | None = None, limit: int | None = None) -> None:
+    def replay(self, *, until: Tensor | None = None, limit: int | None = None, is_round: bool = True) -> None:
         if until is not None:
             raise CaptureError("eager-in-loop", "a step that runs eagerly is launched by the host each time; replay it without until=")
         self._backend.run(lambda: run_eager(self._step, self._buffers, self._backend.ranges))

@@ -87,12 +87,13 @@ class Recorded(Protocol):
     def rounds(self) -> int:
         """How often the step has run in the latest `replay(until=...)` that the device has begun; final once that has ended."""
 
-    def replay(self, *, until: Tensor | None = None, limit: int | None = None) -> None:
+    def replay(self, *, until: Tensor | None = None, limit: int | None = None, is_round: bool = True) -> None:
         """Run the recorded step once on the current contents of the buffers. Asynchronous if the backend is.
 
         until: one int32 of a device buffer. In the same launch, without the host, the step runs again while `until` is 0 after it, at
         most `limit` times in total. CaptureError for a step with host nodes, which only a launch can call, and for one that draws from
         a generator: it would draw the same numbers each time.
+        is_round: False for work between rounds. It is not counted in `stats.replays`, and has no number in a trace.
         """
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import get_args
+from typing import cast, get_args
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Recorded, Step
-from stepgraph.graphs.recording import CaptureReport, KeyRecorder, OnFailure
-from stepgraph.graphs.shapes import FULL, Drafting, GraphKey, checked_buckets, dispatch, graph_keys, host_buckets
+from stepgraph.graphs.prefill import Prompts
+from stepgraph.graphs.recording import CaptureReport, Key, KeyRecorder, OnFailure
+from stepgraph.graphs.shapes import FULL, Drafting, GraphKey, checked_buckets, dispatch, graph_keys, host_buckets, prompt_keys
 from stepgraph.sampling.fields import BOOL, FUNCTION, Check, check_members, check_value, instance_of, one_of, optional, whole
 
 REQUESTED = "EngineConfig.eager"
@@ -16,7 +17,7 @@ _DRAFTING = Check(lambda value: isinstance(value, tuple) and all(isinstance(each
 
 
 class GraphSet:
-    """One recording per key of `buckets`. `step_of(key)` is the function to record.
+    """One recording per key of `buckets`, and of `prompts` if it is given. `step_of(key)` is the function to record.
 
     on_failure: with "eager", a key that cannot be recorded is listed in the report, and its batches use another key or run eagerly.
     capture_bytes: limit of static buffers and recordings together; None: no limit.
@@ -33,6 +34,7 @@ class GraphSet:
         capture_bytes: int | None = None,
         device_grammars: bool = False,
         drafting: Sequence[Drafting] = (FULL,),
+        prompts: Prompts | None = None,
     ) -> None:
         check_members("GraphSet.backend", backend, Backend)
         check_value("GraphSet.buffers", buffers, instance_of(StaticBuffers, "StaticBuffers"))
@@ -42,12 +44,17 @@ class GraphSet:
         check_value("GraphSet.device_grammars", device_grammars, BOOL)
         check_value("GraphSet.drafting", drafting, _DRAFTING)
         self._device_grammars, self._drafting = device_grammars, drafting
+        self._prompts = prompt_keys(prompts.limits) if prompts else ()
         self.buckets = checked_buckets(buckets)
         self._host_buckets = host_buckets(self.buckets) if device_grammars else self.buckets
-        self._recorder = KeyRecorder(backend, buffers, step_of, on_failure, capture_bytes)
-        self._recorded: dict[GraphKey, Recorded] = {}
+
+        def step(key: Key) -> Step:
+            return step_of(key) if isinstance(key, GraphKey) else cast("Prompts", prompts).step(key)
+
+        self._recorder = KeyRecorder(backend, buffers, step, on_failure, capture_bytes)
+        self._recorded: dict[Key, Recorded] = {}
         self.on_demand = False
-        self._serving: dict[GraphKey, GraphKey] = {}  # failed key -> the key used instead
+        self._serving: dict[Key, Key] = {}  # failed key -> the key used instead
         self._keys: dict[tuple[int, bool, bool, bool, Drafting], GraphKey] = {}  # by arguments of `key_for`
         self.eager: Mapping[GraphKey, str] = {}  # keys that run eagerly, and the reason
 
@@ -64,17 +71,20 @@ class GraphSet:
         if self.captured:
             raise RuntimeError("GraphSet.capture(): already captured; create a new engine for other limits")
         keys = graph_keys(self.buckets, greedy_only, self._device_grammars, self._drafting)
-        self._recorded, report = self._recorder.record(keys, notes, eager, progress)
+        every: list[Key] = [*self._prompts, *keys]
+        self._recorded, report = self._recorder.record(every, notes, eager, progress)
         self._serving = {one.key: one.served_by for one in report.failed if one.served_by is not None}
         self._keys = {}
-        failed = {one.key: f"not captured: {one.why.splitlines()[0]}" for one in report.failed if one.served_by is None}
+        without = [one for one in report.failed if one.served_by is None]
+        failed = {one.key: f"not captured: {one.why.splitlines()[0]}" for one in without if isinstance(one.key, GraphKey)}
         self.eager = dict.fromkeys(keys, REQUESTED) if eager else failed
         return report
 
     @property
     def without_host_nodes(self) -> frozenset[GraphKey]:
         """The keys of which a launch can run many rounds."""
-        return frozenset(key for key, one in self._recorded.items() if key not in self.eager and not one.report.host_nodes)
+        recorded = ((key, one) for key, one in self._recorded.items() if isinstance(key, GraphKey) and key not in self.eager)
+        return frozenset(key for key, one in recorded if not one.report.host_nodes)
 
     def key_for(self, batch_rows: int, constrained: bool, sampled: bool, device: bool = False, drafting: Drafting = FULL) -> GraphKey:
         """The key for a batch."""
@@ -82,10 +92,15 @@ class GraphSet:
         if type(batch_rows) is not int or batch not in self._keys:
             check_value("GraphSet.key_for.batch_rows", batch_rows, whole(1, self.buckets[-1]))
             key = dispatch(self._host_buckets if constrained and not device else self.buckets, *batch)
-            self._keys[batch] = self._serving.get(key, key)
+            self._keys[batch] = cast("GraphKey", self._serving.get(key, key))
         return self._keys[batch]
 
-    def __getitem__(self, key: GraphKey) -> Recorded:
+    def prompt_graph(self, count: int) -> Recorded | None:
+        """The graph for a chunk of `count` prompt tokens; None without `prompts`."""
+        key = min((key for key in self._prompts if key.tokens >= count), default=None)
+        return None if key is None else self[self._serving.get(key, key)]
+
+    def __getitem__(self, key: Key) -> Recorded:
         if self.on_demand and key not in self._recorded:
             self._recorded[key] = self._recorder.record_one(key)
         return self._recorded[key]

@@ -29,7 +29,7 @@ class Embeddings(NamedTuple):
 
 
 class ModelInput(NamedTuple):
-    """Tokens of one call: B rows of Q positions. Prompts have B = 1 and any Q, rounds any B and a fixed Q.
+    """Tokens of one call: B rows of Q positions. Prompts have B = 1 and any Q, rounds any B and a fixed Q. Both are recorded.
 
     Positions are consecutive. Inert positions at a row's end have a slot in the scratch page (slot < page_size) and a position clamped
     into range; their output is not used. After a shared prefix, a prompt's first position may be the last shared one: its slot is
@@ -44,7 +44,7 @@ class ModelInput(NamedTuple):
     features: Tensor | None = None  # draft only, [B, Q, F]: features of the position before each token; zeros at position 0
     step: int = 1  # draft only: which draft of the round, from 1; at 1 and in prompts the features are the target's
     attend: Attend | None = None  # implementation of `attention` in this call; None: the operation
-    shared: int = 0  # prompts only: entries below this position are shared with other rows; `slots` contains none of them
+    shared: Tensor | int = 0  # entries below this position are shared with other rows, and `slots` contains none; [1] int64 in prompts
     embeddings: Embeddings | None = None  # prompts only; of a draft only if it has shares_embeddings
 
 

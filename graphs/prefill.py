@@ -1,82 +1,143 @@
-"""Prompts: one chunk of one row at a time, between rounds. Not part of a graph, so shapes may depend on the prompt."""
+"""Prompts: one chunk of one row at a time, between rounds.
+
+The host sends a line with the tokens of a chunk and where they belong; the rest happens on the device. A recorded chunk therefore
+serves any part of any prompt with at most as many tokens: the positions after them are inert. Run eagerly, a chunk has exactly its tokens.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
-from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.layers.slot_mapping import cache_slots
+from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs.capture import Step
+from stepgraph.graphs.layers.slot_mapping import place_tokens
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import DraftModel, Embeddings, ModelInput, TargetModel, run_model
+from stepgraph.graphs.model import Attend, Embeddings, ModelInput, ModelPair, TargetModel, run_model
+from stepgraph.graphs.shapes import PromptKey
+
+AttendCall = Callable[[], Attend | None]
+
+
+class Field(IntEnum):
+    """The first numbers of a line; prompt_window tokens follow, and for each whether an embedding replaces its own."""
+
+    ROW = 0
+    START = 1  # position of the first token
+    END = 2  # after the last token that the target processes
+    DRAFT_START = 3  # the draft takes the features of the position before: its chunk is one later, but for the first token of a prompt
+    DRAFT_END = 4
+    SHARED = 5  # cache entries below this position are shared with other rows: they are read, never written
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One part of a prompt."""
+    """A part of a prompt: the target processes `count` tokens from `start` on, the draft also the one after them."""
 
     row: int
     start: int
     count: int
-    shared: int = 0  # cache entries below this position are shared with other rows: they are read, never written
-    spans: tuple[tuple[int, Tensor], ...] = ()  # offset from `start` and host tensor [n, E] that replaces the tokens' embeddings
+    shared: int = 0
+
+    @property
+    def draft_start(self) -> int:
+        return self.start + 1 if self.start else 0
+
+    @property
+    def draft_count(self) -> int:
+        return self.start + self.count + 1 - self.draft_start
+
+    def line(self, tokens: Sequence[int], limits: Limits, embedded: Sequence[tuple[int, int]] = ()) -> npt.NDArray[np.int64]:
+        """The line of its count + 1 tokens. embedded: offset and length of each part with embeddings."""
+        line, window = np.zeros(line_width(limits), np.int64), limits.prompt_window
+        end = self.start + self.count
+        line[: len(Field)] = self.row, self.start, end, self.draft_start, end + 1, self.shared
+        line[len(Field) : len(Field) + len(tokens)] = tokens
+        for offset, length in embedded:
+            line[len(Field) + window + offset : len(Field) + window + offset + length] = 1
+        return line
 
 
-def prefill(
-    buffers: StaticBuffers,
-    chunk: Chunk,
-    target: TargetModel,
-    draft: DraftModel | None,
-    limits: Limits,
-    attention: AttentionChoice = OPERATION,
-    states_host: Tensor | None = None,
-) -> None:
-    """Fill both caches with one chunk of a prompt.
-
-    `buffers.prompt` holds the tokens at start .. start + count. The target processes the first `count` of them; the draft, which
-    takes the features of the position before, the last `count`, and at the start of a prompt also its first token.
-    states_host: pinned [count, width] for the target's saved states.
-    """
-    row, start, count, shared = chunk.row, chunk.start, chunk.count, chunk.shared
-    block_tables = buffers.row_block_tables[row : row + 1]
-    tokens = buffers.prompt[None, : count + 1]
-    positions = torch.arange(start, start + count + 1, device=tokens.device)[None]
-    slots = torch.where(positions < shared, positions % limits.page_size, cache_slots(block_tables, positions, limits.page_size))
-
-    def inputs(first: int, end: int, features: Tensor | None = None) -> ModelInput:
-        part, attend = slice(first, end), attention.prompt_call(start + first, end - first)
-        return ModelInput(
-            tokens[:, part], positions[:, part], slots[:, part], block_tables, limits.page_size, features, attend=attend, shared=shared
-        )
-
-    embeddings = _embeddings(chunk, target.feature_dtype, tokens.device)
-    # No position comes before the first token.
-    features = torch.zeros(1, 1, limits.feature_size, dtype=target.feature_dtype, device=tokens.device)
-    if count:
-        output = run_model("target", target, inputs(0, count)._replace(embeddings=_part(embeddings, 0, count)), buffers)
-        features = torch.cat([features, output.next_features], 1)
-        if states_host is not None:
-            states_host.copy_(output.saved_states(states_host.shape[-1])[0], non_blocking=True)
-    skip = 1 if start else 0
-    if draft is not None and skip <= count:
-        given = _part(embeddings, skip, count + 1) if getattr(draft, "shares_embeddings", False) else None
-        run_model("draft", draft, inputs(skip, count + 1, features[:, skip:])._replace(embeddings=given), buffers)
+def line_width(limits: Limits) -> int:
+    return len(Field) + 2 * limits.prompt_window
 
 
-def _part(embeddings: Embeddings | None, first: int, end: int) -> Embeddings | None:
-    return None if embeddings is None else Embeddings(embeddings.values[:, first:end], embeddings.given[:, first:end])
+def prompt_specs(limits: Limits, target: TargetModel) -> tuple[BufferSpec, ...]:
+    """In addition to `round_specs`, for `prefill`."""
+    width, embedding_size = line_width(limits), getattr(target, "embedding_size", None)
+    lines = (
+        BufferSpec("prompt", (width,), torch.int64),
+        BufferSpec("prompt_ring_host", (limits.admission_ring_depth, width), torch.int64, "pinned"),
+    )
+    if embedding_size is None:
+        return lines
+    return (*lines, BufferSpec("prompt_embeddings", (limits.prompt_window, embedding_size), target.feature_dtype))
 
 
-def _embeddings(chunk: Chunk, dtype: torch.dtype, device: torch.device) -> Embeddings | None:
-    """Of all tokens of the chunk, with the one after its last, which only the draft processes."""
-    if not chunk.spans:
-        return None
-    values = torch.zeros(1, chunk.count + 1, chunk.spans[0][1].shape[1], dtype=dtype, device=device)
-    given = torch.zeros(1, chunk.count + 1, dtype=torch.bool, device=device)
-    for offset, span in chunk.spans:
-        values[0, offset : offset + len(span)].copy_(span, non_blocking=True)
-        given[0, offset : offset + len(span)].fill_(True)
-    return Embeddings(values, given)
+@dataclass(frozen=True)
+class Prompts:
+    """What the chunks of an engine share. `step(key)` is the function to record."""
+
+    limits: Limits
+    models: ModelPair
+    attention: AttentionChoice = OPERATION
+
+    def step(self, key: PromptKey) -> Step:
+        """A chunk of at most `key.tokens` tokens."""
+        tokens, call = key.tokens, self.attention.chunk_call
+        return lambda buffers: self._prefill(buffers, tokens, tokens + 1, "prompt_embeddings" in buffers, call, call)
+
+    def run(self, buffers: StaticBuffers, chunk: Chunk, embedded: bool) -> None:
+        """The chunk that `buffers.prompt` holds. embedded: some of its tokens have embeddings."""
+        call = functools.partial(self.attention.prompt_call, chunk.start, chunk.count)
+        draft_call = functools.partial(self.attention.prompt_call, chunk.draft_start, chunk.draft_count)
+        self._prefill(buffers, chunk.count, chunk.draft_count, embedded, call, draft_call)
+
+    def _prefill(
+        self, buffers: StaticBuffers, count: int, draft_count: int, embedded: bool, call: AttendCall, draft_call: AttendCall
+    ) -> None:
+        """Fill both caches from one line, with room for `count` tokens of the target and `draft_count` of the draft."""
+        (target, draft), limits, window = self.models[:2], self.limits, self.limits.prompt_window
+        tokens, given = buffers.prompt[len(Field) :].split(window)
+        embeddings = Embeddings(buffers.prompt_embeddings[None], given[None] != 0) if embedded else None
+        if count:
+            part = None if embeddings is None else Embeddings(embeddings.values[:, :count], embeddings.given[:, :count])
+            inputs = self._inputs(buffers, tokens[None, :count], Field.START, call())
+            output = run_model("target", target, inputs._replace(embeddings=part), buffers)
+            if "prompt_states" in buffers:
+                states = buffers.prompt_states
+                states[:count].copy_(output.saved_states(states.shape[1])[0])
+        if draft is None or not draft_count:
+            return
+        # No position comes before the first token.
+        features = torch.zeros(1, 1, limits.feature_size, dtype=target.feature_dtype, device=tokens.device)
+        features = torch.cat([features, output.next_features], 1) if count else features
+        skipped = _field(buffers, Field.DRAFT_START) - _field(buffers, Field.START)
+        index = (torch.arange(draft_count, device=tokens.device) + skipped).clamp(max=count)
+        inputs = self._inputs(buffers, tokens.index_select(0, index)[None], Field.DRAFT_START, draft_call())
+        part = None
+        if embeddings is not None and getattr(draft, "shares_embeddings", False):
+            part = Embeddings(*(each.index_select(1, index) for each in embeddings))
+        run_model("draft", draft, inputs._replace(features=features.index_select(1, index), embeddings=part), buffers)
+
+    def _inputs(self, buffers: StaticBuffers, tokens: Tensor, start: Field, attend: Attend | None) -> ModelInput:
+        """Consecutive positions from the line's `start` on. Those beyond its end, which is the next field, use the scratch page."""
+        limits, shared, page_size = self.limits, _field(buffers, Field.SHARED), self.limits.page_size
+        tables = buffers.row_block_tables[_field(buffers, Field.ROW)]
+        first, end = _field(buffers, start), _field(buffers, Field(start + 1))
+        tokens, positions, slots = place_tokens(tokens, first, end, tables, 0, page_size, limits.max_length)
+        slots = torch.where(positions < shared, positions % page_size, slots)
+        return ModelInput(tokens, positions, slots, tables, page_size, attend=attend, shared=shared)
+
+
+def _field(buffers: StaticBuffers, field: Field) -> Tensor:
+    """[1] int64."""
+    return buffers.prompt[field : field + 1]

@@ -15,24 +15,26 @@ from stepgraph.graphs.backends import EagerStep
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Recorded, Step
 from stepgraph.graphs.errors import CaptureError
-from stepgraph.graphs.shapes import GraphKey
+from stepgraph.graphs.shapes import GraphKey, PromptKey
 from stepgraph.graphs.spans import RecordedReport
 
 OnFailure = Literal["raise", "eager"]
+Key = GraphKey | PromptKey
 LESS = "max_rows, buckets, num_speculative_tokens, max_length or num_pages; greedy_only=True halves the graphs"
 
 
 @dataclass(frozen=True)
 class FailedKey:
-    """A key that could not be recorded. Its batches use the next larger graph of the same kind, or run eagerly."""
+    """A key that could not be recorded. Its batches or chunks use the next larger graph of the same kind, or run eagerly."""
 
-    key: GraphKey
+    key: Key
     why: str
-    served_by: GraphKey | None
+    served_by: Key | None
 
     def __str__(self) -> str:
         served = f"replayed as {self.served_by}" if self.served_by else "run eagerly"
-        return f"{self.key} is not captured, its batches are {served}: {self.why.splitlines()[0]}"
+        uses = "batches" if isinstance(self.key, GraphKey) else "chunks"
+        return f"{self.key} is not captured, its {uses} are {served}: {self.why.splitlines()[0]}"
 
 
 @dataclass(frozen=True)
@@ -43,23 +45,24 @@ class CaptureReport:
     mode: str  # "captured", or "eager" with EngineConfig.eager
     notes: tuple[str, ...]
     keys: tuple[tuple[GraphKey, RecordedReport], ...]
+    prompts: tuple[tuple[PromptKey, RecordedReport], ...]
     buffer_bytes: int
     seconds: float
     failed: tuple[FailedKey, ...] = ()  # with on_capture_failure="eager"
 
     def as_dict(self) -> dict[str, object]:
-        keys = [{"key": asdict(key), **asdict(report)} for key, report in self.keys]
+        keys, prompts = ([{"key": asdict(key), **asdict(report)} for key, report in pairs] for pairs in (self.keys, self.prompts))
         failed = [asdict(one) for one in self.failed]
         plain = {name: getattr(self, name) for name in ("backend", "mode", "notes", "buffer_bytes", "seconds")}
-        return {**plain, "keys": keys, "failed": failed}
+        return {**plain, "keys": keys, "prompts": prompts, "failed": failed}
 
     def __str__(self) -> str:
         lines = [f"{'key':<32}{'nodes':>7}{'host nodes':>12}{'KiB':>9}{'ms':>8}"]
-        for key, report in self.keys:
+        for key, report in (*self.keys, *self.prompts):
             total = sum(report.nodes.values())
             lines.append(f"{key!s:<32}{total:>7}{len(report.host_nodes):>12}{report.nbytes / 1024:>9.0f}{report.seconds * 1000:>8.0f}")
         lines.append(
-            f"{len(self.keys)} graphs {self.mode} on {self.backend} in {self.seconds:.2f} s, "
+            f"{len(self.keys) + len(self.prompts)} graphs {self.mode} on {self.backend} in {self.seconds:.2f} s, "
             f"{self.buffer_bytes / 1024:.0f} KiB of static buffers"
         )
         return "\n".join([*lines, *map(str, self.failed), *self.notes])
@@ -72,35 +75,43 @@ class CaptureBudget:
         self._limit, self._buffer_bytes, self._pooled = limit, buffer_bytes, pooled
         self._used = buffer_bytes
         self._fixed = self._per_row = 0.0
+        self._measured: Mapping[Key, int] = {}
 
     @property
     def limited(self) -> bool:
         return self._limit is not None
 
-    def learn(self, probes: Sequence[tuple[int, int]]) -> None:
-        """Take rows and bytes of one or two small graphs, from which the others are estimated: memory is linear in the rows."""
+    def learn(self, probes: Sequence[tuple[int, int]], measured: Mapping[Key, int] | None = None) -> None:
+        """Take rows and bytes of one or two small graphs, from which the others are estimated: memory is linear in the rows.
+
+        measured: bytes of graphs that need no estimate.
+        """
+        self._measured = measured or {}
         (rows, nbytes), (more_rows, more_bytes) = probes[0], probes[-1]
         self._per_row = max(0, more_bytes - nbytes) / (more_rows - rows) if len(probes) > 1 else nbytes / rows
         self._fixed = max(0.0, nbytes - self._per_row * rows)
 
-    def estimate(self, keys: Sequence[GraphKey]) -> int:
+    def _expected(self, key: Key) -> float:
+        return self._measured.get(key, self._fixed + self._per_row * key.rows)
+
+    def estimate(self, keys: Sequence[Key]) -> int:
         """Bytes of static buffers and of these graphs."""
-        graphs = [self._fixed + self._per_row * key.rows for key in keys]
+        graphs = [self._expected(key) for key in keys]
         return self._buffer_bytes + round(max(graphs) if self._pooled else sum(graphs))
 
-    def check_all(self, keys: Sequence[GraphKey]) -> None:
+    def check_all(self, keys: Sequence[Key]) -> None:
         """CaptureError if the estimate for these graphs exceeds the limit."""
         estimate = self.estimate(keys)
         parts = f"{self._buffer_bytes:,} bytes of static buffers and about {estimate - self._buffer_bytes:,} of {len(keys)} graphs"
         self._check(estimate, f"need about {estimate:,}, {parts}")
 
-    def check_next(self, key: GraphKey) -> None:
+    def check_next(self, key: Key) -> None:
         """CaptureError if the graph of `key` is expected to exceed the limit."""
         pooled = self._used - self._buffer_bytes if self._pooled else 0
-        more = max(0, round(self._fixed + self._per_row * key.rows) - pooled)
+        more = max(0, round(self._expected(key)) - pooled)
         self._check(self._used + more, f"{key} would need about {more:,}, and {self._used:,} are used")
 
-    def add(self, key: GraphKey, nbytes: int) -> None:
+    def add(self, key: Key, nbytes: int) -> None:
         """Count a recorded graph. CaptureError if it exceeds the limit; the caller then drops it."""
         self._check(self._used + nbytes, f"{key} needs {nbytes:,}, and {self._used:,} are used")
         self._used += nbytes
@@ -117,19 +128,17 @@ class KeyRecorder:
         self,
         backend: Backend,
         buffers: StaticBuffers,
-        step_of: Callable[[GraphKey], Step],
+        step_of: Callable[[Key], Step],
         on_failure: OnFailure,
         capture_bytes: int | None,
     ) -> None:
         self._backend, self._buffers, self.step_of = backend, buffers, step_of
         self._on_failure, self._capture_bytes = on_failure, capture_bytes
 
-    def record(
-        self, keys: Sequence[GraphKey], notes: tuple[str, ...], eager: bool, progress: bool
-    ) -> tuple[dict[GraphKey, Recorded], CaptureReport]:
+    def record(self, keys: Sequence[Key], notes: tuple[str, ...], eager: bool, progress: bool) -> tuple[dict[Key, Recorded], CaptureReport]:
         """Record the keys in their order. An error leaves nothing recorded."""
         started = time.perf_counter()
-        recorded, failures = dict[GraphKey, Recorded](), dict[GraphKey, str]()
+        recorded, failures = dict[Key, Recorded](), dict[Key, str]()
         budget = CaptureBudget(self._capture_bytes, self._buffers.nbytes, pooled=self._backend.device.type == "cuda")
         if budget.limited and not eager:
             notes += (self._estimated(budget, keys),)
@@ -145,36 +154,38 @@ class KeyRecorder:
             backend=self._backend.name,
             mode="eager" if eager else "captured",
             notes=notes,
-            keys=tuple((key, one.report) for key, one in recorded.items()),
+            keys=tuple((key, one.report) for key, one in recorded.items() if isinstance(key, GraphKey)),
+            prompts=tuple((key, one.report) for key, one in recorded.items() if isinstance(key, PromptKey)),
             buffer_bytes=self._buffers.nbytes,
             seconds=time.perf_counter() - started,
             failed=failed,
         )
         return recorded | {one.key: self._eager(one.key) for one in failed if one.served_by is None}, report
 
-    def record_one(self, key: GraphKey) -> Recorded:
+    def record_one(self, key: Key) -> Recorded:
         """Record a key while rounds of others may be in flight."""
         with _capture_errors(key):
             return self._backend.capture(self.step_of(key), self._buffers)
 
-    def _eager(self, key: GraphKey) -> EagerStep:
+    def _eager(self, key: Key) -> EagerStep:
         return EagerStep(self._backend, self.step_of(key), self._buffers)
 
-    def _record(self, key: GraphKey, budget: CaptureBudget) -> Recorded:
+    def _record(self, key: Key, budget: CaptureBudget) -> Recorded:
         budget.check_next(key)
         recorded = self.record_one(key)
         budget.add(key, recorded.report.nbytes)
         return recorded
 
-    def _measure(self, key: GraphKey) -> tuple[int, int]:
+    def _measure(self, key: Key) -> tuple[int, int]:
         with _capture_errors(key):
             return key.rows, self._backend.measure(self.step_of(key), self._buffers)
 
-    def _estimated(self, budget: CaptureBudget, keys: Sequence[GraphKey]) -> str:
-        """A note with the estimated memory, from the two smallest keys of the largest kind."""
-        probes = [key for key in reversed(keys) if key.kind == keys[0].kind][:2]
+    def _estimated(self, budget: CaptureBudget, keys: Sequence[Key]) -> str:
+        """A note with the estimated memory, from the two smallest keys of the largest kind, and from those of prompts."""
+        rounds = [key for key in reversed(keys) if isinstance(key, GraphKey)]
+        probes = [key for key in rounds if key.kind == rounds[-1].kind][:2]
         try:
-            budget.learn([self._measure(key) for key in probes])
+            budget.learn([self._measure(key) for key in probes], {key: self._measure(key)[1] for key in keys if isinstance(key, PromptKey)})
         except CaptureError:
             if self._on_failure == "raise":
                 raise
@@ -184,13 +195,13 @@ class KeyRecorder:
         return f"memory: about {budget.estimate(keys):,} of at most {self._capture_bytes:,} bytes, static buffers included"
 
 
-def _larger(key: GraphKey, recorded: Mapping[GraphKey, Recorded]) -> GraphKey | None:
+def _larger(key: Key, recorded: Mapping[Key, Recorded]) -> Key | None:
     """The next larger key of the same kind that is recorded."""
     return min((other for other in recorded if other.kind == key.kind and other.rows > key.rows), default=None)
 
 
 @contextlib.contextmanager
-def _capture_errors(key: GraphKey) -> Iterator[None]:
+def _capture_errors(key: Key) -> Iterator[None]:
     """CaptureError if memory runs out, ValueError for an invalid model, RuntimeError with the key for any other error of the step."""
     try:
         yield

@@ -83,9 +83,8 @@ def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
         BufferSpec("batch_tags", (positions, slots, TAG_FIELDS), int64),
         BufferSpec("results", (slots, results), int64),
         BufferSpec("results_logprobs", (slots, positions, 2), torch.float32),
-        # admission and prompts
+        # admission
         BufferSpec("admission", (admission,), int64),
-        BufferSpec("prompt", (limits.prompt_window,), int64),
         # host link: written and read by host nodes within one replay
         BufferSpec("state_host", (slots, len(HostColumn)), int64, "pinned"),
         BufferSpec("drafts_host", (drafts, slots), int64, "pinned", fill=-1),
@@ -94,7 +93,6 @@ def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
         BufferSpec("tags_host", (positions, slots, TAG_FIELDS), int64, "pinned"),
         # rings: the host never writes a slot that the device still has to copy
         BufferSpec("admission_ring_host", (2 * limits.admission_ring_depth, admission), int64, "pinned"),
-        BufferSpec("prompt_ring_host", (limits.admission_ring_depth, limits.prompt_window), int64, "pinned"),
         BufferSpec("seen_ring_host", (limits.admission_ring_depth, -(-limits.num_tokens // 32)), int32, "pinned"),  # prompt token bits
     )
 
@@ -104,6 +102,7 @@ def state_specs(limits: Limits, width: int, dtype: torch.dtype) -> tuple[BufferS
     depth, slots, positions = limits.ring_depth, limits.max_rows, limits.positions
     return (
         BufferSpec("results_states", (slots, positions, width), dtype),
+        BufferSpec("prompt_states", (limits.prompt_window - 1, width), dtype),
         BufferSpec("states_ring_host", (depth, slots, positions, width), dtype, "pinned"),
         # one line per token; at most prefill_chunk tokens of prompts are processed between two rounds
         BufferSpec("prompt_states_ring_host", (depth * limits.prefill_chunk, width), dtype, "pinned"),

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from stepgraph.graphs.limits import Limits
 from stepgraph.sampling.fields import clip_repr, is_int
 
 LONGEST = -1  # as a draft length: num_speculative_tokens
+LEAST_CHUNK = 32  # tokens; the weights are read for any number
 
 
 class Drafting(NamedTuple):
@@ -53,6 +55,33 @@ class GraphKey:
     def kind(self) -> tuple[bool, bool, bool, Drafting]:
         """All but the number of rows."""
         return self.constrained, self.sampled, self.device, self.drafting
+
+
+@dataclass(frozen=True, order=True)
+class PromptKey:
+    """Identifies a recorded prompt chunk."""
+
+    tokens: int  # for at most so many
+
+    def __str__(self) -> str:
+        return f"prompt tokens={self.tokens}"
+
+    @property
+    def rows(self) -> int:
+        """Of its matrix products."""
+        return self.tokens
+
+    @property
+    def kind(self) -> str:
+        return "prompt"
+
+
+def prompt_keys(limits: Limits) -> tuple[PromptKey, ...]:
+    """Largest first: a whole chunk, and quarters of that for the ends of prompts. Below LEAST_CHUNK a shorter one is no faster."""
+    keys = [PromptKey(limits.prompt_window - 1)]
+    while keys[-1].tokens // 4 >= LEAST_CHUNK:
+        keys.append(PromptKey(keys[-1].tokens // 4))
+    return tuple(keys)
 
 
 def bucket_sizes(max_rows: int) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from stepgraph.graphs.drafting import process_skipped
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import UNTIL_EVENT
 from stepgraph.graphs.model import ModelPair, TargetModel
+from stepgraph.graphs.prefill import Prompts, prompt_specs
 from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.publishing import ring_specs
 from stepgraph.graphs.recording import LESS
@@ -88,23 +89,38 @@ class EngineParts:
         self.grammars = DeviceGrammars(no_tables, config, self.host_link)
         self.compiler = config.grammar_compiler(vocabulary) if vocabulary is not None else None
         decode_round = Round(limits, models, self.host_link, config.draft_masks, config.forced_acceptance, self.attention, tables)
-        step_of, on_failure, on_device = decode_round.step, config.on_capture_failure, tables is not None
+        prompts, step_of, on_failure = Prompts(limits, models, self.attention), decode_round.step, config.on_capture_failure
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
         self.hidden_states = states = open_states(config, saved, timed, buffers)
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend)
         self.lengths = make_chooser(config, models, recorder)
         drafting = self.lengths.choices if self.lengths else (FULL,)
-        self.graphs = GraphSet(self.backend, buffers, step_of, config.bucket_sizes, on_failure, config.capture_bytes, on_device, drafting)
+        self.graphs = GraphSet(
+            self.backend,
+            buffers,
+            step_of,
+            config.bucket_sizes,
+            on_failure,
+            config.capture_bytes,
+            tables is not None,
+            drafting,
+            prompts if records_prompts(config, device) else None,
+        )
         self.queue = RequestQueue(config.max_queued, self.compiler, self.grammars, recorder)
         self.sharing, ended = sharing_for(config, models), states.ended if states else None
         self.scheduler = Scheduler(self.queue, self.grammars, limits, self.sharing, recorder, ended, isinstance(proposer, NgramLookup))
-        self.uploader = Uploader(timed, buffers, models, limits, self.attention, states)
+        self.uploader = Uploader(timed, buffers, models, limits, prompts, self.graphs, states)
         function = proposer.function if isinstance(proposer, FunctionProposer) else None
         self.function_drafts = None if function is None else FunctionDrafts(function, timed, buffers, limits)
         draft = models.draft if "row_skipped_tokens" in buffers else None
         catch_up = functools.partial(process_skipped, buffers, model=draft, limits=limits) if draft is not None else None
         in_flight = loops_of(self, record is not None) if limits.loops else in_flight_type()
         self.in_flight = in_flight(timed, buffers, self.graphs, self.host_link, limits, states, self.lengths, catch_up)
+
+
+def records_prompts(config: EngineConfig, device: torch.device) -> bool:
+    wanted = device.type == "cuda" if config.prompt_graphs is None else config.prompt_graphs
+    return wanted and not config.eager
 
 
 def records_on_demand(parts: EngineParts) -> bool:
@@ -199,7 +215,12 @@ def make_buffers(parts: EngineParts, saved: StatesLayout | None, forced: bool, t
     candidates = (("target", models.target), ("draft", models.drafter), ("look_up", models.look_up))
     named = {name: model for name, model in candidates if model is not None}
     drawn = not config.greedy_only and models.proposer is None
-    specs = [*round_specs(limits, drawn), *ring_specs(limits), *[spec for model in named.values() for spec in model.cache_specs(limits)]]
+    specs = [
+        *round_specs(limits, drawn),
+        *ring_specs(limits),
+        *prompt_specs(limits, models.target),
+        *[spec for model in named.values() for spec in model.cache_specs(limits)],
+    ]
     specs += text_specs(limits) if models.reads_text else ()
     specs += look_up_specs(limits) if models.look_up is not None else ()
     if saved:

@@ -45,6 +45,7 @@ CHECKS = {
     "look_up": whole(0, ANCHOR),
     "draft_length": Check(lambda value: value == "auto" or (is_int(value) and value >= 0), "'auto', or an integer >= 0"),
     "forced_drafts": optional(BOOL),
+    "prompt_graphs": optional(BOOL),
 }
 
 
@@ -65,6 +66,9 @@ class EngineConfig:
     # ends it. Batches with grammars on the host have one round per launch
     rounds_per_launch: int | str = 1
     prefill_chunk: int = 128  # prompt tokens between two rounds
+    # Whether a chunk of a prompt is one replay of a graph, padded to a few lengths; None: on a GPU, where issuing its kernels one by one
+    # takes longer than running them
+    prompt_graphs: bool | None = None
     max_stop_ids: int = 8  # per request, the vocabulary's included
     max_bias_ids: int = 256  # entries of a request's logit_bias and bad_token_ids together
     max_queued: int = 4096  # requests waiting for a row; more raise QueueFullError

@@ -11,12 +11,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
 from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
+from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
-from stepgraph.graphs.prefill import Chunk, prefill
+from stepgraph.graphs.prefill import Chunk, Prompts
 from stepgraph.graphs.proposing import ANCHOR, given_from
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.request import ActiveRequest, Job
@@ -40,7 +40,7 @@ class PinnedRing:
         busy = self._events[self._next]
         return busy is None or busy.query()
 
-    def send(self, values: Sequence[int] | npt.NDArray[np.int32], copy: Callable[[Any], object]) -> None:
+    def send(self, values: Sequence[int] | npt.NDArray[Any], copy: Callable[[Any], object]) -> None:
         """Write `values` to the start of the next slot, and launch `copy(slot)`. Waits while the slot is being copied."""
         busy = self._events[self._next]
         if busy is not None and not self.ready:
@@ -61,11 +61,12 @@ class Uploader:
         buffers: StaticBuffers,
         models: ModelPair,
         limits: Limits,
-        attention: AttentionChoice = OPERATION,
+        prompts: Prompts,
+        graphs: GraphSet,
         states: HiddenStates | None = None,
     ) -> None:
-        self._backend, self._buffers, self._models, self._limits, self._attention = backend, buffers, models, limits, attention
-        self._states = states
+        self._backend, self._buffers, self._models, self._limits = backend, buffers, models, limits
+        self._chunks, self._graphs, self._states = prompts, graphs, states
         self._admissions = PinnedRing(backend, buffers.admission_ring_host)
         self._prompts = PinnedRing(backend, buffers.prompt_ring_host)
         self._texts = PinnedRing(backend, buffers.text_ring_host) if models.reads_text else None
@@ -88,17 +89,22 @@ class Uploader:
         """Launch the next chunk of the prompt; after the last one the request is decoding. Returns the number of tokens."""
         start, reused = request.prefilled, request.job.num_cached_tokens
         count = min(request.to_prefill, max(budget, reused - start + 1))  # recompute at least one token past the shared prefix
-        chunk = Chunk(request.row, start, count, reused, tuple(_spans(request.job, start, count + 1)))
-        buffers, models, limits = self._buffers, self._models, self._limits
+        chunk, spans = Chunk(request.row, start, count, reused), tuple(_spans(request.job, start, count + 1))
+        graph, buffers, chunks = self._graphs.prompt_graph(count), self._buffers, self._chunks
 
-        def run_chunk(slot: Tensor) -> None:
+        def send(slot: Tensor) -> None:
             buffers.prompt.copy_(slot, non_blocking=True)
-            prefill(buffers, chunk, models.target, models.draft, limits, self._attention, lines)
+            for offset, values in spans:
+                buffers.prompt_embeddings[offset : offset + len(values)].copy_(values, non_blocking=True)
+            if graph is None:
+                chunks.run(buffers, chunk, bool(spans))
 
-        lines = self._states.prompt_lines(request.job, count) if self._states else None
-        self._prompts.send(request.job.prompt_ids[start : start + count + 1], run_chunk)
+        embedded = [(offset, len(values)) for offset, values in spans]
+        self._prompts.send(chunk.line(request.job.prompt_ids[start : start + count + 1], self._limits, embedded), send)
+        if graph is not None:
+            graph.replay(is_round=False)
         if self._states:
-            self._states.prompt_sent(request.job, count)
+            self._states.prompt_launched(request.job, count)
         request.prefilled += count
         if request.to_prefill == 0:
             self._upload_state(request)

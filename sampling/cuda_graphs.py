@@ -14,7 +14,7 @@ import torch
 # thread of the process would, and a server that embeds an engine has such threads.
 _MODE = "thread_local"
 _failed: list[torch.cuda.CUDAGraph] = []  # torch's allocators keep a pointer into the graph of a failed capture
-_one_at_a_time = threading.RLock()  # torch allows one capture per process
+one_at_a_time = threading.RLock()  # torch allows one capture per process; each includes its warm-up: see CudaBackend
 _taken_streams: set[int] = set()  # torch reuses streams round-robin; two captures must not share one
 _free_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)  # by device
 
@@ -98,7 +98,7 @@ def replayed(step: Callable[[], object], device: torch.device) -> Callable[[], o
 
 def empty_cache() -> None:
     """torch.cuda.empty_cache(), not during a capture, where it fails."""
-    with _one_at_a_time:
+    with one_at_a_time:
         torch.cuda.empty_cache()
 
 
@@ -119,7 +119,7 @@ def _end(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence[torc
 @contextlib.contextmanager
 def _alone(stream: torch.cuda.Stream) -> Iterator[None]:
     """On `stream`, without other captures."""
-    with _one_at_a_time, torch.cuda.stream(stream), torch.no_grad(), without_collection():
+    with one_at_a_time, torch.cuda.stream(stream), torch.no_grad(), without_collection():
         yield
 
 

@@ -70,7 +70,8 @@ def choose_attention(device: torch.device, requested: str, shapes: tuple[Attenti
 
 def _choice(found: Mapping[str, _Candidate], rounds: str, prompts: str) -> AttentionChoice:
     passed_over = tuple(f"no {name}: {one.why_not}" for name, one in found.items() if one.why_not)
-    return AttentionChoice(rounds, prompts, passed_over, found[rounds].round_call, found[prompts].prompt_call)
+    chosen = found[prompts]
+    return AttentionChoice(rounds, prompts, passed_over, found[rounds].round_call, chosen.prompt_call, chosen.round_call)
 
 
 def _candidate(name: str, device: torch.device, shapes: tuple[AttentionShape, ...], page_size: int) -> _Candidate:

@@ -137,6 +137,7 @@ class AttentionChoice:
     passed_over: tuple[str, ...] = ()  # preferred implementations, and why they cannot be used
     round_call: Callable[[], Attend | None] = run_operation  # ModelInput.attend for one call of a model in a round
     prompt_call: Callable[[int, int], Attend | None] = run_operation  # the same for a number of prompt tokens from a position on
+    chunk_call: Callable[[], Attend | None] = run_operation  # the same for a recorded chunk of a prompt
 
     def __str__(self) -> str:
         names = self.rounds if self.rounds == self.prompts else f"rounds {self.rounds}, prompts {self.prompts}"

@@ -21,14 +21,18 @@ class RowTables:
         self.qo_indptr = _starts(batch, count, device)  # [2B + 1]
         self.kv_indptr = _starts(batch, pages, device)  # [2B + 1], in pages
         self.pages = torch.zeros(batch * pages, dtype=INDEX, device=device)
+        self._places = torch.arange(1, count + 1, dtype=INDEX, device=device)
         self.last_page = torch.full((2 * batch,), page_size, dtype=INDEX, device=device)  # entries in it
 
     def write(self, inputs: ModelInput) -> None:
-        """Lengths and pages of these rows, in place. A row without a live position has neither queries nor keys."""
+        """Lengths and pages of these rows, in place. A row without a live position has neither queries nor keys.
+
+        Queries up to the last live one count: the first of a prompt may be shared, without a slot of its own.
+        """
         page_size = inputs.page_size
         live = inputs.slots >= page_size
         last = torch.where(live, inputs.positions, -1).amax(1)
-        self.qo_indptr[1::2].copy_(self.qo_indptr[:-1:2] + live.sum(1))
+        self.qo_indptr[1::2].copy_(self.qo_indptr[:-1:2] + torch.where(live, self._places, 0).amax(1))
         self.kv_indptr[1::2].copy_(self.kv_indptr[:-1:2] + last // page_size + 1)
         self.last_page[::2].copy_(last % page_size + 1)
         self.pages.copy_(inputs.block_tables.flatten())

@@ -26,7 +26,7 @@ from stepgraph.graphs.cuda.recorder import CudaRecorder, Recording, broken_rule
 from stepgraph.graphs.cuda.trace import CudaTracer
 from stepgraph.graphs.errors import HostErrors, fail
 from stepgraph.graphs.spans import MakeRange, Span
-from stepgraph.sampling.cuda_graphs import GraphPool
+from stepgraph.sampling.cuda_graphs import GraphPool, one_at_a_time
 
 POLL_SECONDS = 50e-6
 
@@ -118,7 +118,7 @@ class CudaGraph:
         self.retire = weakref.finalize(self, retired.append, recording)
         self.retire.atexit = False
 
-    def replay(self, *, until: Tensor | None = None, limit: int | None = None) -> None:
+    def replay(self, *, until: Tensor | None = None, limit: int | None = None, is_round: bool = True) -> None:
         """Launch the captured step on the current contents of the buffers: once, or until a flag is set. Does not wait."""
         recording, backend = self._recording, self._backend
         loop = None
@@ -133,8 +133,8 @@ class CudaGraph:
                 self._loop = self._loop_of(*loop)
                 self._loop.launch(main)
         if self._backend.tracer is not None:
-            self._backend.tracer.replayed(self.report.stages)
-        self._backend.stats.replays += 1
+            self._backend.tracer.replayed(self.report.stages if is_round else None)
+        self._backend.stats.replays += is_round
         self._backend.stats.host_nodes += len(self.report.host_nodes)
 
     @property
@@ -286,7 +286,9 @@ class CudaBackend:
 
     @contextlib.contextmanager
     def _recording(self, call: str) -> Iterator[None]:
-        with torch.cuda.device(self.device), self.on_main(call):
+        # Two threads that launch a Triton program for the first time both compile it, and the second result replaces the first: without
+        # the lock, a program that the warm-up has loaded would be one to load in the capture, which is not allowed.
+        with one_at_a_time, torch.cuda.device(self.device), self.on_main(call):
             self._drain()
             self.errors.raise_first()
             with setting(self, "_capturing", True):

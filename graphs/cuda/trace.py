@@ -32,15 +32,15 @@ class Activity(NamedTuple):
 
 
 class CudaTracer:
-    """Profiles launches until `stop`. `replayed` must be called for each launch, in order."""
+    """Profiles launches until `stop`. `replayed` must be called for each launch, in order: without stages if it is no round."""
 
     def __init__(self, first_round: int, rounds: int, activity: ProfilerActivity = ProfilerActivity.CUDA) -> None:
         self._first, self._rounds = first_round, rounds
-        self._launched: list[tuple[StageRun, ...]] = []
+        self._launched: list[tuple[StageRun, ...] | None] = []
         self._profiler = profile(activities=[activity])
         self._profiler.start()
 
-    def replayed(self, stages: tuple[StageRun, ...]) -> None:
+    def replayed(self, stages: tuple[StageRun, ...] | None) -> None:
         self._launched.append(stages)
 
     def stop(self) -> tuple[Span, ...]:
@@ -54,9 +54,9 @@ class CudaTracer:
 
 
 def spans_of(
-    events: Iterable[Mapping[str, Any]], launched: Sequence[tuple[StageRun, ...]], first_round: int, rounds: int
+    events: Iterable[Mapping[str, Any]], launched: Sequence[tuple[StageRun, ...] | None], first_round: int, rounds: int
 ) -> tuple[Span, ...]:
-    """The n-th graph launch is round `first_round` + n with the nodes of `launched[n]`. Spans of the first `rounds` launches."""
+    """Spans of the first `rounds` rounds. The n-th graph launch has the nodes of `launched[n]`; if that is None, it is between rounds."""
     launches: list[tuple[int, int, int]] = []
     activities: dict[int, list[Activity]] = {}
     for event in events:
@@ -70,7 +70,8 @@ def spans_of(
             launches.append((start, end, details["correlation"]))
     launches.sort()
     spans: list[Span] = []
-    for number, ((start, end, correlation), stages) in enumerate(zip(launches[:rounds], launched, strict=False), first_round):
+    of_rounds = [(launch, stages) for launch, stages in zip(launches, launched, strict=False) if stages is not None]
+    for number, ((start, end, correlation), stages) in enumerate(of_rounds[:rounds], first_round):
         spans.append(Span(LAUNCHER, f"launch {number}", "launch", number, start, end))
         spans += named(sorted(activities.pop(correlation, ()), key=lambda activity: activity.start_ns), stages, number)
     window = (min((span.start_ns for span in spans), default=0), max((span.end_ns for span in spans), default=0))

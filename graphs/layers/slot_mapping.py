@@ -66,11 +66,9 @@ def _shift_outputs(positions: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 
 @operation(_shift_outputs, triton=True, c=CKernel("shift_entries", _shift_in_c))
-def shift_entries(
-    positions: Contiguous, slots: Contiguous, tables: Contiguous, page_size: int, by: int, shared: int
-) -> tuple[Tensor, Tensor]:
-    """Positions `by` earlier, and their slots, [B, Q] each. The first `by` entries and those below `shared` are inert."""
-    used = (slots >= page_size) & (positions >= by + shared)
+def shift_entries(positions: Contiguous, slots: Contiguous, tables: Contiguous, page_size: int, by: int) -> tuple[Tensor, Tensor]:
+    """Positions `by` earlier, and their slots, [B, Q] each. The first `by` entries are inert."""
+    used = (slots >= page_size) & (positions >= by)
     earlier = (positions - by).clamp(min=0)
     return earlier, torch.where(used, cache_slots(tables, earlier, page_size), earlier % page_size)
 

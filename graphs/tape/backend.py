@@ -51,11 +51,13 @@ class Tape:
         self._host_node = next(((node.name, node.site) for node in recorder.nodes if node.kind == "host"), None)
         _tapes.add(self)
 
-    def replay(self, *, until: Tensor | None = None, limit: int | None = None) -> None:
+    def replay(self, *, until: Tensor | None = None, limit: int | None = None, is_round: bool = True) -> None:
         """Run the recorded step on the current contents of the buffers: once, or until a flag is set (graphs/capture.py)."""
         run = self._run
         if until is not None or limit is not None:
             run = functools.partial(self._run_until, *checked_loop(self._buffers, until, limit, self._host_node, self._draws))
+        if not is_round:
+            return self._backend.run(functools.partial(run, None))
         tracer = self._backend.tracer
         with NOTHING if tracer is None else tracer.launching() as timed:
             self._backend.launch(functools.partial(run, timed), "replay()")

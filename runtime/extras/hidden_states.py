@@ -47,18 +47,16 @@ class HiddenStates:
         self._warned = False
         weakref.finalize(self, writer.finish).atexit = False  # for an engine that is not closed
 
-    def prompt_lines(self, job: Job, count: int) -> Tensor:
-        """Pinned lines for the states of a job's next `count` prompt tokens. Waits only if the whole ring is being copied."""
+    def prompt_launched(self, job: Job, count: int) -> None:
+        """Copy the states of the chunk just launched to the host. Waits only if the whole ring is being copied."""
         self._states.setdefault(job.id, [])
         if self._next + count > len(self._lines):
             self._next = 0
         while any(lines.start < self._next + count and self._next < lines.end for lines in self._sent):
             self._take_oldest()
-        return self._lines[self._next : self._next + count]
-
-    def prompt_sent(self, job: Job, count: int) -> None:
-        """Call after the copy into the last returned lines was issued."""
         if count:
+            lines, buffers = self._lines[self._next : self._next + count], self._buffers
+            self._backend.run(lambda: lines.copy_(buffers.prompt_states[:count], non_blocking=True))
             self._sent.append(PromptLines(self._backend.event(), job.id, self._next, self._next + count))
             self._next += count
 

@@ -106,6 +106,9 @@ def shift_inputs(inputs: ModelInput, count: int) -> ModelInput:
 
     The first `count` tokens of a history follow no state, and entries in shared pages exist already: both become inert.
     """
-    positions, slots = shift_entries(inputs.positions, inputs.slots, inputs.block_tables, inputs.page_size, count, inputs.shared)
+    slots = inputs.slots
+    if isinstance(inputs.shared, Tensor):
+        slots = torch.where(inputs.positions < inputs.shared + count, 0, slots)
+    positions, slots = shift_entries(inputs.positions, slots, inputs.block_tables, inputs.page_size, count)
     attend = inputs.attend if inputs.attend is by_reference else None  # an attention plan is valid for unshifted positions only
     return inputs._replace(positions=positions, slots=slots, attend=attend)

@@ -150,8 +150,8 @@ def test_engine_publishes_within_its_loops_and_launches_one_at_a_time() -> None:
             assert sum(node.name == "publish_round" for node in child.fields["body"]) == 1
         job = engine.submit([1, 2, 3], max_new_tokens=8)
         with counters.counted() as counts:
-            assert engine.step() == []  # kernels write nothing
-        assert counts["graph_launches"] == 1 and not counts.of(counters.ALLOCATIONS)
+            assert engine.step() == []  # a chunk of the prompt, and a launch of many rounds; kernels write nothing
+        assert counts["graph_launches"] == 2 and not counts.of(counters.ALLOCATIONS)
         engine.cancel(job)
         engine.step()
         assert job.finish_reason == "cancelled"

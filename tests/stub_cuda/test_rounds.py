@@ -15,7 +15,7 @@ import torch
 
 from stepgraph import Engine
 from stepgraph.graphs.publishing import FINISH
-from stepgraph.graphs.shapes import FULL, LONGEST, Drafting, GraphKey, graph_keys
+from stepgraph.graphs.shapes import FULL, LONGEST, Drafting, GraphKey, PromptKey, graph_keys
 from stepgraph.sampling.grammar.status import FinishCode
 from tests.stub_cuda import counters
 from tests.stub_cuda.subject import Backend, greedy_engine
@@ -27,7 +27,7 @@ DRAFTERS = [name for name, *_ in drafters_of(torch.device("cpu"))]
 TURNS = 50
 
 
-def make(name: str, backend: Backend, **changes: Any) -> Engine:
+def make(name: str, backend: Backend | None = None, **changes: Any) -> Engine:
     """An engine that was not captured."""
     _, target, drafter, own = next(one for one in drafters_of(DEVICE) if one[0] == name)
     settings = {"grammar_lane": "host", **own, **changes}
@@ -39,7 +39,7 @@ def make(name: str, backend: Backend, **changes: Any) -> Engine:
 def replay_every_key_twice(engine: Engine, drafting: tuple[Drafting, ...] = (FULL,), device: bool = False) -> int:
     """Capture, replay, drop and capture every key again. Two recordings of a key have the same nodes."""
     graphs, backend = engine._graphs, engine.backend
-    keys = graph_keys(graphs.buckets, False, device, drafting)
+    keys: list[GraphKey | PromptKey] = [*graph_keys(graphs.buckets, False, device, drafting), *graphs._prompts]
     for key in keys:
         reports = []
         for _ in range(2):
@@ -47,7 +47,7 @@ def replay_every_key_twice(engine: Engine, drafting: tuple[Drafting, ...] = (FUL
             reports.append((recorded.report.nodes, recorded.report.host_nodes, recorded.report.stages))
             with counters.counted() as counts:
                 for _ in range(2):
-                    if key.constrained and not key.device:
+                    if isinstance(key, GraphKey) and key.constrained and not key.device:
                         engine._in_flight._host.push_batch([None] * key.rows)
                     recorded.replay()
                     backend.synchronize()
@@ -64,7 +64,7 @@ def replay_every_key_twice(engine: Engine, drafting: tuple[Drafting, ...] = (FUL
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_key_of_every_drafter_is_captured_twice(backend: Backend, name: str) -> None:
     engine = make(name, backend)
-    assert replay_every_key_twice(engine) == 4
+    assert replay_every_key_twice(engine) == 5
     engine.close()
     assert not counters.take_messages()
 
@@ -72,7 +72,7 @@ def test_every_key_of_every_drafter_is_captured_twice(backend: Backend, name: st
 @pytest.mark.parametrize("changes", [{}, {"draft_masks": False}], ids=["masked", "unmasked"])
 def test_every_key_of_every_draft_length_is_captured_twice(backend: Backend, changes: dict[str, Any]) -> None:
     engine = make("own vocabulary", backend, num_speculative_tokens=8, draft_length="auto", **changes)
-    assert replay_every_key_twice(engine, tuple(map(Drafting, (0, 1, 3, 5, LONGEST)))) == 20
+    assert replay_every_key_twice(engine, tuple(map(Drafting, (0, 1, 3, 5, LONGEST)))) == 21
     engine.close()
     assert not counters.take_messages()
 
@@ -80,7 +80,7 @@ def test_every_key_of_every_draft_length_is_captured_twice(backend: Backend, cha
 def test_every_key_with_grammars_on_the_device_is_captured_twice(backend: Backend) -> None:
     lane = {"grammar_backend": "automaton", "grammar_lane": "device", "grammar_arena_bytes": 1 << 20}
     engine = make("own vocabulary", backend, **lane)
-    assert replay_every_key_twice(engine, device=True) == 6
+    assert replay_every_key_twice(engine, device=True) == 7
     engine.close()
     assert not counters.take_messages()
 
@@ -88,7 +88,7 @@ def test_every_key_with_grammars_on_the_device_is_captured_twice(backend: Backen
 def test_rounds_that_save_hidden_states_are_captured_twice(backend: Backend, tmp_path: Path) -> None:
     engine = make("EAGLE-3", backend, save_hidden_states=tmp_path)
     assert "results_states" in engine.buffers
-    assert replay_every_key_twice(engine) == 4
+    assert replay_every_key_twice(engine) == 5
     engine.close()
 
 
@@ -104,7 +104,7 @@ def test_every_key_is_captured_again_while_a_prompt_with_embeddings_is_decoded(b
         while not engine.stats().rounds:
             engine.step()
     assert prompts["eager_copies"] and prompts["graph_launches"], "the prompt's chunks, and the first round"
-    assert replay_every_key_twice(engine) == 4
+    assert replay_every_key_twice(engine) == 5
     with counters.counted() as rounds:
         for _ in range(5):
             engine.step()
@@ -201,3 +201,29 @@ def test_engines_in_threads_are_closed_in_any_order_without_a_leak() -> None:
         settle()
     assert not counts.of(counters.LIVE)
     assert counts["invalidated_captures"] == 0 and not counters.take_messages()
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3", "own vocabulary"])
+def test_a_chunk_of_a_prompt_is_a_copy_and_a_replay(name: str) -> None:
+    """Launches of the stepping thread per prompt token, in graphs and without."""
+    launches = {}
+    for in_graphs in (False, True):
+        engine = make(name, prefill_chunk=128, max_length=640, prompt_graphs=in_graphs, greedy_only=True)
+        engine.capture()
+        engine.buffers.results_ring_host[..., FINISH] = FinishCode.RUNNING
+        engine.submit([1, 2, 3], max_new_tokens=500)
+        while not engine.stats().rounds:
+            engine.step()
+        engine.submit([index % 50 for index in range(1 + 4 * 128)], max_new_tokens=50)
+        engine.step()  # its row and the first chunk
+        with counters.counted() as counts:
+            for _ in range(2):
+                engine.step()
+        assert engine.stats().prompt_tokens == 2 + 3 * 128, "one chunk each step"
+        assert not counts.of(counters.ALLOCATIONS) or not in_graphs
+        rounds = 2  # of the row that decodes between the chunks
+        launches[in_graphs] = (counts["graph_launches"] - rounds + sum(counts.of(counters.EAGER).values())) / (2 * 128)
+        engine.close()
+    print(f"{name}: {launches[False]:.3f} launches per prompt token without graphs, {launches[True]:.3f} with them")
+    assert launches[True] == 2 / 128 and launches[False] >= 10 * launches[True]
+    assert not counters.take_messages()

@@ -30,14 +30,14 @@ EXPORTED int stepgraph_place_tokens(const argument *given) {
     return 0;
 }
 
-/* positions, slots [batch, count]; tables [batch, pages]; page_size, by, shared; earlier, earlier_slots [batch, count]. */
+/* positions, slots [batch, count]; tables [batch, pages]; page_size, by; earlier, earlier_slots [batch, count]. */
 EXPORTED int stepgraph_shift_entries(const argument *given) {
     const int64_t *positions = given[0].data, *slots = given[1].data, *tables = given[2].data;
     int64_t batch = given[0].size[0], count = given[0].size[1], pages = given[2].size[1];
-    int64_t page_size = given[3].integer, by = given[4].integer, shared = given[5].integer;
-    int64_t *earlier = given[6].data, *earlier_slots = given[7].data;
+    int64_t page_size = given[3].integer, by = given[4].integer;
+    int64_t *earlier = given[5].data, *earlier_slots = given[6].data;
     for (int64_t i = 0; i < batch * count; i++) {
-        bool used = slots[i] >= page_size && positions[i] >= by + shared;
+        bool used = slots[i] >= page_size && positions[i] >= by;
         int64_t position = positions[i] < by ? 0 : positions[i] - by;
         int64_t slot = slot_of(tables + i / count * pages, pages, position, page_size);
         if (slot < 0 && used) return 1;

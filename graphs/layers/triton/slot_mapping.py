@@ -77,30 +77,30 @@ def place_tokens(*arguments: Any) -> None:
         HAS_LIVE=live is not None,
         HAS_COUNT=count is not None,
         WIDTH=triton.next_power_of_2(width),
-        num_warps=1,
+        num_warps=1 if width <= 256 else 8,
     )
 
 
 @triton.jit
-def shift_tile(positions, slots, tables, earlier, earlier_slots, width, pages, page_size, by, shared, TILE: tl.constexpr):
+def shift_tile(positions, slots, tables, earlier, earlier_slots, width, pages, page_size, by, TILE: tl.constexpr):
     """A part of one row. positions, slots, earlier, earlier_slots [B, Q] int64, tables [B, pages] int64."""
     row, index = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = index < width
     position = tl.load(positions + row * width + index, mask=inside, other=0)
-    used = (tl.load(slots + row * width + index, mask=inside, other=0) >= page_size) & (position >= by + shared)
+    used = (tl.load(slots + row * width + index, mask=inside, other=0) >= page_size) & (position >= by)
     position = tl.maximum(position - by, 0)
     tl.store(earlier + row * width + index, position, mask=inside)
     tl.store(earlier_slots + row * width + index, entry_of(tables + row * pages, position, page_size, used), mask=inside)
 
 
 def shift_entries(
-    positions: Tensor, slots: Tensor, tables: Tensor, page_size: int, by: int, shared: int, earlier: Tensor, earlier_slots: Tensor
+    positions: Tensor, slots: Tensor, tables: Tensor, page_size: int, by: int, earlier: Tensor, earlier_slots: Tensor
 ) -> None:
     batch, width = positions.shape
     tile = min(SHIFT_TILE, triton.next_power_of_2(width))
     grid = (batch, triton.cdiv(width, tile))
     pages = tables.shape[1]
-    shift_tile[grid](positions, slots, tables, earlier, earlier_slots, width, pages, page_size, by, shared, TILE=tile, num_warps=1)
+    shift_tile[grid](positions, slots, tables, earlier, earlier_slots, width, pages, page_size, by, TILE=tile, num_warps=1)
 
 
 @triton.jit

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from stepgraph import Engine, EngineConfig
-from stepgraph.graphs.attention.choose import choose_attention, differs
-from stepgraph.graphs.attention.paged import AttentionChoice, AttentionShape, by_reference
+from stepgraph.graphs.attention.choose import Probe, choose_attention, differs
+from stepgraph.graphs.attention.paged import AttentionChoice, AttentionShape, attention, by_reference
 from stepgraph.graphs.attention.row_tables import RowTables
 from stepgraph.graphs.model import Attend, ModelInput
 from stepgraph.runtime import build
@@ -82,6 +82,17 @@ def test_tables_of_a_round_describe_its_rows(page_size: int) -> None:
     assert differs(lambda: attend_by_tables(made), lambda first, count: None, SHAPE, page_size, CPU) == ""
     assert list(made) == [(4, 5)]
     assert all(part.dtype is torch.int32 for part in vars(made[4, 5]).values())
+
+
+def test_tables_of_a_padded_chunk_whose_first_entry_is_shared() -> None:
+    """It is a query without a slot of its own; the last two positions are inert."""
+    probe = Probe(SHAPE, 16, CPU)
+    probe.hold((0, 52, 0, 0))
+    query, inputs = probe.prompt(47, 7)
+    inputs.slots[0, [0, 5, 6]] = torch.tensor([47, 52, 53]) % 16
+    choices = (attend_by_tables({}), by_reference)
+    tabled, expected = (attention(query, probe.cache[0], probe.cache[1], inputs._replace(attend=each)) for each in choices)
+    torch.testing.assert_close(tabled[:, :5], expected[:, :5], rtol=2e-2, atol=2e-2)
 
 
 def forgetful() -> Attend:
@@ -155,6 +166,7 @@ def test_auto_chooses_among_available_implementations(monkeypatch: pytest.Monkey
         "triton; no flashinfer: flashinfer is not installed: pip install 'stepgraph[cuda]'"
     )
     assert choose_attention(CUDA, "auto", (SHAPE,), 16).prompt_call(0, 3) is None
+    assert choose_attention(CUDA, "auto", (SHAPE,), 16).chunk_call() is None
     plain = choose_attention(CUDA, "auto", (SHAPE._replace(dtype=torch.float32),), 16)
     assert (plain.rounds, plain.prompts) == ("reference", "reference")
     assert plain.round_call() is by_reference and plain.prompt_call(0, 3) is by_reference

@@ -53,6 +53,12 @@ def test_activities_have_the_names_of_their_stages() -> None:
     assert [span.name for span in spans if span.kind == "launch"] == ["launch 40", "launch 41"]
 
 
+def test_launches_of_prompts_lie_between_rounds() -> None:
+    spans = spans_of([*launched(0, 1), *launched(50, 2), *launched(100, 3)], [STAGES, None, STAGES], 40, 2)
+    assert [span.name for span in spans if span.kind == "launch"] == ["launch 40", "launch 41"]
+    assert {span.name for span in spans if 50_000 <= span.start_ns < 100_000} == {BETWEEN}
+
+
 def test_profile_without_graph_launches_has_no_spans() -> None:
     tracer = CudaTracer(3, 1, ProfilerActivity.CPU)
     torch.ones(4).softmax(0)

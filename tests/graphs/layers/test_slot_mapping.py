@@ -41,13 +41,13 @@ def test_slots_equal_the_reference(seed: int, batch: int, count: int, offset: in
             assert torch.equal(found, expected)
 
 
-@given(SEEDS, st.integers(1, 3), st.integers(1, 6), st.integers(0, 3), st.integers(0, 9))
-def test_shifted_entries_have_the_slots_of_earlier_positions(seed: int, batch: int, count: int, by: int, shared: int) -> None:
+@given(SEEDS, st.integers(1, 3), st.integers(1, 6), st.integers(0, 3))
+def test_shifted_entries_have_the_slots_of_earlier_positions(seed: int, batch: int, count: int, by: int) -> None:
     made = torch.Generator().manual_seed(seed)
     positions = random(made, 0, PAGE * PAGES - count + 1, batch, 1) + torch.arange(count)
     slots, tables = random(made, 0, 3 * PAGE, batch, count), random(made, 1, 40, batch, PAGES)
-    found = slot_mapping.shift_entries(positions, slots, tables, PAGE, by, shared)
-    expected = slot_mapping.shift_entries.reference(positions, slots, tables, PAGE, by, shared)
+    found = slot_mapping.shift_entries(positions, slots, tables, PAGE, by)
+    expected = slot_mapping.shift_entries.reference(positions, slots, tables, PAGE, by)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
@@ -60,7 +60,7 @@ def test_used_page_beyond_the_table_is_refused() -> None:
     inert = slot_mapping.place_tokens(tokens - 1, *arguments)
     assert bool((inert.slots < PAGE).all())
     with pytest.raises(IndexError, match="outside of its table"):
-        slot_mapping.shift_entries(tokens + PAGE * PAGES + 1, tokens + PAGE, tables, PAGE, 1, 0)
+        slot_mapping.shift_entries(tokens + PAGE * PAGES + 1, tokens + PAGE, tables, PAGE, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -149,7 +149,7 @@ def test_operations_pass_opcheck() -> None:
         slot_mapping.place_tokens.out,
         (positions, column, column, positions, 0, PAGE, 9, flags[:, 0].clone(), None, *(positions.clone() for _ in range(3))),
     )
-    opcheck(slot_mapping.shift_entries.out, (positions, positions, positions, PAGE, 1, 0, positions.clone(), positions.clone()))
+    opcheck(slot_mapping.shift_entries.out, (positions, positions, positions, PAGE, 1, positions.clone(), positions.clone()))
     opcheck(slot_mapping.rope_angles.out, (torch.arange(3), torch.ones(2), torch.float32, torch.empty(3, 1, 4), torch.empty(3, 1, 4)))
     tags, masks = torch.ones(2, TAG_FIELDS, dtype=torch.int64), torch.ones(2, 6, dtype=torch.int32)
     opcheck(slot_mapping.scatter_masks.out, (torch.arange(2), tags, masks, tags[:, None].repeat(1, 3, 1), masks[:, None].repeat(1, 3, 1)))

@@ -73,7 +73,7 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
         [torch.tensor([[7, 8, 9], [1, -1, 3]]), torch.tensor([2, 9]), torch.tensor([4, 11]), TABLES, 0, PAGE, LONGEST, None, None],
         like(POSITIONS, POSITIONS, POSITIONS),
     ),
-    "shift_entries": (slot_mapping.shift_entries, [POSITIONS, SLOTS, TABLES, PAGE, 1, 2], like(POSITIONS, POSITIONS)),
+    "shift_entries": (slot_mapping.shift_entries, [POSITIONS, SLOTS, TABLES, PAGE, 1], like(POSITIONS, POSITIONS)),
     "rope_angles": (
         slot_mapping.rope_angles,
         [torch.tensor([0, 5]), torch.tensor([1.0, 0.25]), torch.float32],
@@ -134,9 +134,9 @@ def test_outputs_with_gaps_run_as_the_reference(name: str) -> None:
 
 
 def test_shifted_entries_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = slot_mapping.shift_entries(POSITIONS, SLOTS, TABLES, PAGE, 1, 2)
+    found = slot_mapping.shift_entries(POSITIONS, SLOTS, TABLES, PAGE, 1)
     monkeypatch.setattr(native, "load", lambda: Unavailable("they were not built"))
-    again = slot_mapping.shift_entries(POSITIONS, SLOTS, TABLES, PAGE, 1, 2)
+    again = slot_mapping.shift_entries(POSITIONS, SLOTS, TABLES, PAGE, 1)
     assert all(map(torch.equal, found, again))
 
 

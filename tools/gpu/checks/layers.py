@@ -42,7 +42,7 @@ def _slot_calls(device: torch.device, tokens: int, dtype: torch.dtype) -> Iterat
     yield Call(slot_mapping.place_tokens, f"B={tokens} Q=4", inputs, tuple(numbers(device, tokens, 4) for _ in range(3)))
     positions, slots = (lengths[:, None] + torch.arange(4)).to(device), torch.randint(0, 99, (tokens, 4), generator=made).to(device)
     outputs = tuple(numbers(device, tokens, 4) for _ in range(2))
-    yield Call(slot_mapping.shift_entries, f"B={tokens} Q=4", (positions, slots, tables, PAGE, 1, 9), outputs)
+    yield Call(slot_mapping.shift_entries, f"B={tokens} Q=4", (positions, slots, tables, PAGE, 1), outputs)
     row_masks = torch.randint(-9, 9, (tokens, 2, 300), generator=made, dtype=torch.int32).to(device)
     row_tags = torch.randint(0, 2, (tokens, 2, TAG_FIELDS), generator=made).to(device)
     scattered = (torch.randperm(tokens, generator=made).to(device), row_tags[:, 0].clone(), row_masks[:, 0].clone(), row_tags, row_masks)
