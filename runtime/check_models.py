@@ -38,8 +38,6 @@ def resolve_drafter(target: TargetModel, draft: Drafter | str | None, config: En
         return ModelPair(target, None), config
     if isinstance(drafter, Proposer):
         return ModelPair(target, None, drafter), config
-    if isinstance(drafter, ForcedDrafts):
-        drafter.to(next(iter(devices_of(target)), torch.device("cpu")))
     look_up = NgramLookup(min_ngram=config.look_up, why="beside the draft model") if config.look_up else None
     return ModelPair(target, drafter, look_up=look_up), config
 
@@ -58,7 +56,7 @@ def checked_drafter(draft: Drafter | None, config: EngineConfig) -> DraftModel |
         draft = _function_proposer(draft, config)
     if draft is not None and not isinstance(draft, Proposer):
         check_members("Engine.draft", draft, DraftModel)
-    if config.look_up and isinstance(draft, (Proposer, ForcedDrafts)):
+    if config.look_up and isinstance(draft, Proposer):
         raise ValueError(
             f"EngineConfig.look_up: got {config.look_up} with the drafter {type(draft).__name__}, expected 0: "
             "it needs a draft model; draft='ngram' looks up without one"
@@ -66,7 +64,7 @@ def checked_drafter(draft: Drafter | None, config: EngineConfig) -> DraftModel |
     return cast("DraftModel | Proposer | None", draft)
 
 
-def named_proposer(name: str, reason: str = "") -> Proposer | ForcedDrafts | None:
+def named_proposer(name: str, reason: str = "") -> Proposer | None:
     """The drafter for one of DRAFTER_NAMES. reason: why "auto" is the look-up, for the capture report."""
     if name not in DRAFTER_NAMES:
         names = ", ".join(map(repr, DRAFTER_NAMES))
@@ -133,7 +131,7 @@ def forces_drafts(config: EngineConfig, models: ModelPair, vocabulary: Vocabular
     if not config.draft_masks or models.drafter is None or vocabulary is None or isinstance(models.proposer, FunctionProposer):
         return False
     default = models.proposer is not None
-    return (default if config.forced_drafts is None else config.forced_drafts) or isinstance(models.draft, ForcedDrafts)
+    return (default if config.forced_drafts is None else config.forced_drafts) or isinstance(models.proposer, ForcedDrafts)
 
 
 def _function_proposer(function: DraftFunction, config: EngineConfig) -> FunctionProposer:

@@ -338,7 +338,9 @@ def test_random_requests_detect_a_wrong_grammar_step(
 def test_engine_with_forced_drafts_only() -> None:
     """`draft="forced"` without a draft model. Greedy and sampled, beside requests without drafts."""
     made = Engine(TARGET, "forced", vocabulary=VOCABULARY, config=config_of(4))
-    assert "draft: tokens forced by grammars" in made.capture().notes
+    report = made.capture()
+    assert "draft: tokens forced by grammars" in report.notes
+    assert {len(each.host_nodes) for key, each in report.keys if key.constrained and not key.device} == {3}, "one follows the chain"
     jobs = run(made)
     check(jobs)
     stats = made.stats()
