@@ -122,7 +122,8 @@ def test_benchmark_ratios_match_the_targets() -> None:
     found: dict[str, Any] = {name: {"tokens_per_second": rate} for name, rate in rates.items()}
     found |= {"head alone, masked": {"tokens_per_second": 40, "tokens_per_round": 2.4}}
     found |= {"head alone, not masked": {"tokens_per_second": 40, "tokens_per_round": 2.0}}
-    assert list(bench_demo.ratios(found).values()) == [2.4, 1.2, 1.25, 3.0]
+    free = {"plain": {"tokens_per_second": 50}, "speculative": {"tokens_per_second": 60}}
+    assert list(bench_demo.ratios({"variants": found, "free_text": free}).values()) == [2.4, 1.2, 1.2, 1.25, 3.0]
 
 
 def test_benchmark_validates_answers() -> None:
