@@ -222,7 +222,8 @@ class RoundCosts:
         costs, guessed = self._seconds.setdefault(key, {}), self._guessed.get(key, ())
         before = costs.get(drafting)
         if before is None or drafting in guessed:
-            costs[drafting] = seconds
+            # The first replay of a graph takes longer: at most 1.2 times the guess, or the account would pay for it in many rounds.
+            costs[drafting] = seconds if before is None else min(seconds, 1.2 * before)
             self._guessed.get(key, set()).discard(drafting)
         else:  # at most twice the time before: a round that the machine interrupted says nothing about its drafts
             costs[drafting] = before + self._weight * (min(seconds, 2 * before) - before)
