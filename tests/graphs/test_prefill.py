@@ -13,7 +13,7 @@ from stepgraph import Engine
 from stepgraph.graphs import TapeBackend
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.shapes import PromptKey, prompt_keys
-from stepgraph.runtime.build import Drafter
+from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.request import Job
 from tests.helpers.toy_engines import TARGET
 from tools.gpu.checks.context import VOCABULARY

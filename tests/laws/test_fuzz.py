@@ -90,7 +90,7 @@ def test_input_detects_its_removed_guard(doors: Callable[[str], Door], case: str
 
 
 def test_search_finds_a_removed_guard(doors: Callable[[str], Door], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(params._CHECKS, "temperature", fields.optional(fields.Check(fields.is_number, "a number")))
+    monkeypatch.setitem(params.CHECKS, "temperature", fields.optional(fields.Check(fields.is_number, "a number")))
     report = fuzz(doors("sampling"), 1000)
     assert [find.what for find in report.finds if "a number that is none was taken" in find.what]
 

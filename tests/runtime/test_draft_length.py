@@ -248,6 +248,22 @@ def test_plain_cost_that_was_measured_too_high_is_corrected() -> None:
     assert not any(chosen[-80:]) and costs.of(key)[PLAIN] < 2.1
 
 
+def test_slow_first_replays_do_not_stop_drafting() -> None:
+    """The first replay of a graph takes longer. All drafts are right."""
+    both = PLAIN, Drafting(3)
+    costs, lengths = RoundCosts(both), DraftLengths(both)
+    for length, seconds in ((0, 2.0), (3, 2.5)):
+        costs.calibrate(GraphKey(1, False, draft_length=length), seconds)
+    key, row, chosen = GraphKey(1, True), lengths.row(), list[Drafting]()
+    for _ in range(40):
+        drafting = lengths.choose([(row, 3)], costs.of(key))
+        seconds = 2.5 if drafting.length else 2.0
+        costs.add(key, drafting, seconds if drafting in chosen else 8 * seconds)
+        lengths.add(drafting, [of_model(row, min(drafting.length, 3), drafting.length)], costs.of(key))
+        chosen.append(drafting)
+    assert chosen[-20:] == [Drafting(3)] * 20
+
+
 def test_drafts_that_no_look_up_or_grammar_made_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds of different lengths have their results in different columns."""
     engine, lengths = make_engine(Setup(k=7, drafter="perfect", max_rows=1, buckets=(1,)), draft_length="auto"), itertools.cycle((7, 3, 0))
