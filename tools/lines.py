@@ -15,18 +15,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = (".py", ".c", ".h", ".cpp")
 BUDGETS = {
-    # raised from 8,964: graphs recorded on demand, checks of all public arguments, weights that stay quantised
-    "runtime": 9_203,
-    # raised from 7,588: products with quantised weights (376), batch and result rings inside the graph (180), memory that is available
-    "graphs": 8_203,
-    # raised from 17,265: constraints are checked when they are submitted, masks are filled by their changes, chains in one host node
-    "sampling": 17_611,
-    "tools": 14_694,  # raised from 14,659: the standard error decides the verdict of a soak run, kept records have a schema
-    "tests": 42_369,  # raised from 41,566: entry points with wrong values, draft heads, kept records, quantised weights, rings
+    # raised from 9,203: the server (about 1,300), which was an example under tools/ before
+    "runtime": 10_640,
+    # raised from 8,203: a prompt chunk is a graph, rounds without the draft model
+    "graphs": 8_371,
+    "sampling": 17_422,
+    "tools": 14_430,
+    # raised from 42,369: the server with real clients, prompt graphs, switching between drafters, lanes that change
+    "tests": 43_198,
 }
 # raised from 6,198: grammars are followed by kernels now, so the list has their files, those of the other Triton programs, and the choice
-# of the draft length, but not the host link; the goal is 5,500
-DECODE_RING_BUDGET = 6_931
+# of the draft length, but not the host link; from 6,931: prompt chunks and rounds without the draft model; the goal is 5,500
+DECODE_RING_BUDGET = 7_049
 # From traces of a steady constrained round with the default settings (tests/test_architecture.py compares them with this list). The host's
 # part is `Engine.step`. The device's part is the step that is recorded; of an operation the declaration and its Triton program. Instead of
 # the traced files of the CPU: graphs/cuda for graphs/tape and the eager context, Llama with an EAGLE-3 head for the toy models.
