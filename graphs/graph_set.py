@@ -43,6 +43,7 @@ class GraphSet:
         check_value("GraphSet.capture_bytes", capture_bytes, optional(whole(1)))
         check_value("GraphSet.device_grammars", device_grammars, BOOL)
         check_value("GraphSet.drafting", drafting, _DRAFTING)
+        check_value("GraphSet.prompts", prompts, optional(instance_of(Prompts, "Prompts")))
         self._device_grammars, self._drafting = device_grammars, drafting
         self._prompts = prompt_keys(prompts.limits) if prompts else ()
         self.buckets = checked_buckets(buckets)

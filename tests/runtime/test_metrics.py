@@ -168,7 +168,7 @@ def test_metrics_equal_stats() -> None:
         assert (value(read, f"{name}_sum"), value(read, f"{name}_count")) == (histogram.total, histogram.count)
         assert [value(read, f"{name}_bucket", le=bound) for bound in (*histogram.bounds, "+Inf")] == list(histogram.cumulative)
     for graph in stats.graphs:
-        flags = {name: str(getattr(graph.key, name)).lower() for name in ("constrained", "sampled", "device")}
+        flags = {name: str(getattr(graph.key, name)).lower() for name in ("constrained", "sampled", "device", "draft_model")}
         key = {"rows": graph.key.rows, **flags, "draft_length": graph.key.draft_length}
         figures = [value(read, f"graph_{name}_total", **key) for name in ("rounds", "padded_rounds", "padded_rows")]
         assert figures == [graph.rounds, graph.padded_rounds, graph.padded_rows]

@@ -61,6 +61,8 @@ class ChatTemplate:
             raise ValueError(f"messages: got {clip_repr(messages)}, expected a list of objects with a role and a content")
         if tools is not None and not (isinstance(tools, (list, tuple)) and all(isinstance(tool, Mapping) for tool in tools)):
             raise ValueError(f"tools: got {clip_repr(tools)}, expected a list of objects in the format of OpenAI's API")
+        if not isinstance(variables, (Mapping, type(None))) or not all(isinstance(name, str) for name in variables or ()):
+            raise ValueError(f"variables: got {clip_repr(variables)}, expected a mapping of names to values, or None")
         own = {"messages": [dict(each) for each in messages], "tools": list(tools) if tools else None, "documents": None}
         names = {**self._special_tokens, **(variables or {}), **own, "add_generation_prompt": answer}
         try:
