@@ -51,6 +51,7 @@ def quoted() -> list[tuple[str, str]]:
     variants, compiled, soak = kept("demo")["throughput"]["variants"], kept("automata")["compile"], kept("soak")
     speed = {name: math.floor(each["tokens_per_second"] + 0.5) for name, each in variants.items()}
     tokens = {name: each.get("tokens_per_round") for name, each in variants.items()}
+    free = {name: math.floor(each["tokens_per_second"] + 0.5) for name, each in kept("demo")["throughput"]["free_text"].items()}
     answers = {
         name: sum(kind[name] for kind in kept("legality")["legality"].values()) for name in ("answers", "complete", "legal_of_complete")
     }
@@ -62,12 +63,17 @@ def quoted() -> list[tuple[str, str]]:
         *(("README.md", f"| {name} | {speed[name]} | 1 |") for name in ("plain", "plain + grammar")),
         *(
             ("README.md", f"| {label} | {speed[name]} | {math.floor(tokens[name] * 10 + 0.5) / 10} |")
-            for label, name in (("speculative, K = 7", "speculative"), ("speculative + grammar", "speculative + grammar"))
+            for label, name in (
+                ("speculative", "speculative"),
+                ("speculative + grammar", "speculative + grammar"),
+                ("speculative + grammar, always 7 drafts", "speculative + grammar, always 7"),
+            )
         ),
         (
             "README.md",
             " | " + " / ".join(str(speed[name]) for name in head) + " | " + " / ".join(str(tokens[name]) for name in head) + " |",
         ),
+        ("README.md", f"| free text: plain / speculative | {free['plain']} / {free['speculative']} | 1 /"),
         ("README.md", f"{answers['complete']} of {answers['answers']} answers are complete"),
         ("README.md", f"all {answers['legal_of_complete']} validate"),
         (
