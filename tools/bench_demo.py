@@ -168,7 +168,7 @@ def legality(pair: Pair, drafts: int, count: int) -> dict[str, Any]:
 
 def valid(text: bytes, schema: Mapping[str, Any]) -> bool:
     try:
-        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+        jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema).validate(json.loads(text))
     except (ValueError, jsonschema.ValidationError):
         return False
     return True
