@@ -170,8 +170,10 @@ class Engine:
         queued = QueuedRequest(job)
         try:
             self.queue.enqueue(queued, self._require_open)
-        except BaseException:  # including KeyboardInterrupt
+        except BaseException as error:  # including KeyboardInterrupt
             self.queue.withdraw(queued)
+            if isinstance(error, RuntimeError):  # of the compiler, for example, which another thread has closed with the engine
+                self._require_open("submit")
             raise
         return job
 
@@ -181,7 +183,11 @@ class Engine:
         ValueError if it cannot be enforced.
         """
         self._require_open("compile")
-        return self.queue.compile(typed_constraint(constraint).constraint)
+        try:
+            return self.queue.compile(typed_constraint(constraint).constraint)
+        except RuntimeError:
+            self._require_open("compile")
+            raise
 
     def cancel(self, job: Job | int) -> bool:
         """End a job at the next step. False if it has finished or is unknown. Idempotent, and safe at any time."""

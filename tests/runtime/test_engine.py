@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Job, SamplingParams
+from stepgraph import Constraint, Engine, EngineClosedError, EngineConfig, FinishReason, Job, SamplingParams
 from stepgraph.graphs import StaticBuffers, TapeBackend
 from stepgraph.graphs.shapes import GraphKey
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.sampling.grammar.compile.compiler import GrammarCompiler
 from tests.helpers.toy_engines import (
     COMPILER,
     CONSTRAINTS,
@@ -346,3 +347,17 @@ def test_schema_constrained_output_matches_the_schema() -> None:
             document = json.loads(VOCABULARY.decode(job.tokens))
             assert document["name"] in ("ada", "bob") and isinstance(document["age"], int) and len(document["tags"]) <= 3
     assert COMPILER.compile(Constraint.json_schema(SCHEMA)).nbytes > 0
+
+
+@pytest.mark.parametrize("call", ["submit", "compile"])
+def test_engine_that_another_thread_closes_during_a_call_raises_engine_closed_error(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=64)
+    engine, check = Engine(TARGET, vocabulary=VOCABULARY, config=config), GrammarCompiler.check
+
+    def close_after(compiler: GrammarCompiler, constraint: Any) -> None:
+        check(compiler, constraint)
+        engine.close()
+
+    monkeypatch.setattr(GrammarCompiler, "check", close_after)
+    with pytest.raises(EngineClosedError, match=rf"Engine.{call}\(\): the engine was closed"):
+        engine.submit([5], constraint=Constraint.regex("a+")) if call == "submit" else engine.compile(Constraint.regex("a+"))
