@@ -6,7 +6,6 @@ python -m tools.error_index --write   write it
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import sys
@@ -19,6 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from stepgraph.runtime import config
 from stepgraph.sampling import params
 from stepgraph.sampling.fields import BOOL, Check
+from tools.generated import print_or_write
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "errors.md"
@@ -101,14 +101,7 @@ def _cell(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
-    options = parser.parse_args(arguments)
-    if options.write:
-        PAGE.write_text(page(), encoding="utf-8")
-    else:
-        print(page(), end="")
-    return 0
+    return print_or_write(__doc__, page, PAGE, arguments)
 
 
 if __name__ == "__main__":

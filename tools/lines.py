@@ -15,13 +15,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = (".py", ".c", ".h", ".cpp")
 BUDGETS = {
-    # raised from 9,203: the server (about 1,300), which was an example under tools/ before
+    # raised from 8,964: the server (about 1,300), which was an example under tools/ before, graphs recorded on demand, checks of all public
+    # arguments, weights that stay quantised
     "runtime": 10_648,
-    # raised from 8,203: a prompt chunk is a graph, rounds without the draft model
+    # raised from 7,588: products with quantised weights (376), batch and result rings inside the graph (180), a prompt chunk is a graph,
+    # rounds without the draft model
     "graphs": 8_372,
+    # raised from 17,265: constraints are checked when they are submitted, masks are filled by their changes, chains in one host node
     "sampling": 17_422,
-    "tools": 14_430,
-    # raised from 42,369: the server with real clients, prompt graphs, switching between drafters, lanes that change
+    "tools": 14_438,
+    # raised from 41,566: entry points with wrong values, draft heads, kept records, quantised weights, the server with real clients,
+    # prompt graphs, switching between drafters, lanes that change
     "tests": 43_219,
 }
 # raised from 6,198: grammars are followed by kernels now, so the list has their files, those of the other Triton programs, and the choice

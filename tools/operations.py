@@ -6,7 +6,6 @@ python -m tools.operations --write   write it
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from stepgraph.sampling.kernels.operation import OPERATIONS, Operation
+from tools.generated import print_or_write
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "operations.md"
@@ -87,14 +87,7 @@ def _link(path: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
-    options = parser.parse_args(arguments)
-    if options.write:
-        PAGE.write_text(page(), encoding="utf-8")
-    else:
-        print(page(), end="")
-    return 0
+    return print_or_write(__doc__, page, PAGE, arguments)
 
 
 if __name__ == "__main__":
