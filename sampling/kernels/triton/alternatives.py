@@ -41,7 +41,7 @@ def rank_tokens(
     logits,  # [B, Q, >= width]
     probs,  # [B, Q, >= width] float32
     rows,  # [B] int64
-    params,  # [R, columns] float32
+    row_params,  # [R, columns] float32
     published,  # [1] int64
     ids_ring,  # [S, slots, Q', 2 * most] int32, pinned, written
     values_ring,  # float32, likewise
@@ -60,7 +60,7 @@ def rank_tokens(
     TILE: tl.constexpr,
 ):
     row, position = (tl.program_id(0) // positions).to(tl.int64), (tl.program_id(0) % positions).to(tl.int64)
-    asked = tl.minimum(tl.load(params + tl.load(rows + row) * columns + _ASKED).to(tl.int32), most)
+    asked = tl.minimum(tl.load(row_params + tl.load(rows + row) * columns + _ASKED).to(tl.int32), most)
     at = (tl.load(published) % slots) * slot_line + row * row_line + position * position_line
     if asked > 0:
         own = logits + row * row_stride + position * position_stride
