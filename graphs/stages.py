@@ -18,7 +18,7 @@ from stepgraph.graphs.buffers import Column, ResultLayout, StaticBuffers
 from stepgraph.graphs.layers import slot_mapping
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import TargetModel, check_shape, run_model
-from stepgraph.graphs.publishing import publish
+from stepgraph.graphs.publishing import Counter, publish
 from stepgraph.sampling import kernels, rng, sampler
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.kernels import Emission, GrammarMask, rejection
@@ -122,6 +122,9 @@ def _choose_sampled(
         drawn = kernels.race(probs.gather(1, index).squeeze(1), seed, length + accepted, rng.Purpose.TARGET)
         tokens = _after_accepted(batch, accepted, drawn[:, None].expand_as(tokens))
     kernels.log_probabilities(logits, probs, tokens, buffers.results_logprobs[: len(batch.rows), : drafts + 1])
+    if "top_ids_ring_host" in buffers:
+        rings = buffers.top_ids_ring_host, buffers.top_logprobs_ring_host
+        kernels.top_logprobs(logits, probs, batch.rows, buffers.row_params, buffers.round_counters[Counter.PUBLISHED :], *rings)
     return Choice(tokens, finite, accepted, status)
 
 
