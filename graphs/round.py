@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from stepgraph.graphs import drafting, proposing, stages
+from stepgraph.graphs import drafting, proposing, skipped_tokens, stages
 from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
 from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.buffers import StaticBuffers
@@ -73,7 +73,7 @@ class Round:
         if draft is None or not self.limits.num_speculative_tokens:
             with context.stage("propose"):
                 if "row_skipped_tokens" in buffers:
-                    drafting.skip_tokens(buffers, batch, emission, features)
+                    skipped_tokens.skip_tokens(buffers, batch, emission, features)
                 self._propose(buffers, batch, emission, after, grammar, context, key)
             return
 

@@ -2,7 +2,7 @@
 
 Host nodes are host functions of the driver, and run on a thread of the driver. A Python host node needs the GIL there, so no
 thread may wait inside the driver with the GIL held, and a host node must not call CUDA, not even by printing or freeing a device
-tensor. Native host nodes (driver.HostCallback) do not need the GIL.
+tensor. Native host nodes (HostCallback) do not need the GIL.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.backends import capture, make_backend, run_eager
-from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs.buffer_spec import BufferSpec
+from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import current_context
 from stepgraph.graphs.errors import CaptureError, HostNodeError
 from stepgraph.graphs.tape import backend as tape
