@@ -10,6 +10,7 @@ from torch import Tensor
 from stepgraph.graphs.batch import Batch, Choice
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.forced_acceptance import after_accepted, force_accepted
+from stepgraph.graphs.ring_specs import Counter
 from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling import kernels, rng, sampler
 from stepgraph.sampling.kernels import GrammarMask, processors
@@ -36,6 +37,9 @@ def choose_sampled(
         drawn = kernels.race(probs.gather(1, index).squeeze(1), seed, length + accepted, rng.Purpose.TARGET)
         tokens = after_accepted(batch, accepted, drawn[:, None].expand_as(tokens))
     kernels.log_probabilities(logits, probs, tokens, buffers.results_logprobs[: len(batch.rows), : drafts + 1])
+    if "top_ids_ring_host" in buffers:
+        rings = buffers.top_ids_ring_host, buffers.top_logprobs_ring_host
+        kernels.top_logprobs(logits, probs, batch.rows, buffers.row_params, buffers.round_counters[Counter.PUBLISHED :], *rings)
     return Choice(tokens, finite, accepted, status)
 
 
