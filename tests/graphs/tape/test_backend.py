@@ -568,7 +568,7 @@ def test_process_exits_cleanly_without_close() -> None:
     """A process may exit with replays in flight and an open backend."""
     program = """
 import time, torch
-from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs import BufferSpec, StaticBuffers
 from stepgraph.graphs.capture import current_context
 from stepgraph.graphs.tape.backend import TapeBackend
 def step(b):
