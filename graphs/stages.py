@@ -66,14 +66,18 @@ def accept(
     emission, after = Emission(tokens, written.emitted, chosen[1], written.finish), batch._replace(state=written.state)
     if sampled:
         count_output(batch.rows, tokens, written.emitted, buffers.row_output_counts)
-    layout = ResultLayout(drafts.shape[1])
+    return emission, after
+
+
+def publish_round(buffers: StaticBuffers, batch: Batch, constrained: bool) -> None:
+    """Complete the results of `accept` with the origins of the verified drafts, and publish them. Before the next drafts are chosen."""
+    layout, lines = ResultLayout(batch.drafts.shape[1]), buffers.results[: len(batch.rows)]
     if constrained and "row_forced" in buffers:
         # an unconstrained row may have flags of the request that had the row before
         layout.write(lines, forced=_draft_bits(buffers.row_forced, batch) * batch.column(Column.CONSTRAINED))
     if "row_looked_up" in buffers:
         layout.write(lines, looked_up=_draft_bits(buffers.row_looked_up, batch))
     publish(buffers, batch.rows)
-    return emission, after
 
 
 class Choice(NamedTuple):
