@@ -118,15 +118,15 @@ class CudaRecorder:
         )
         return Recording(graph, context.callbacks, nodes, report, context.first_host_node, draws, {})
 
-    def measure(self, step: Step, buffers: StaticBuffers) -> int:
-        """Bytes of a capture in its own pool, which is then freed."""
+    def measure(self, step: Step, buffers: StaticBuffers) -> RecordedReport:
+        """The report of a capture in its own pool, which is then freed."""
         pool = GraphPool(self._pool.stream)
         alone = CudaRecorder(self._driver, self._streams, pool, self._errors)
         recording = alone.record(step, buffers, (), alone.warm_up(step, buffers, ()))
         recording.free()
         pool.release()
         empty_cache()
-        return recording.report.nbytes
+        return recording.report
 
     def synchronize(self) -> None:
         for stream in self._streams.values():
