@@ -199,7 +199,7 @@ class KeyRecorder:
         probes = [key for key in rounds if key.kind == rounds[-1].kind][:2]
         try:
             reports = {key: self._measure(key) for key in (*probes, rounds[0])}
-            prompts = {key: self._measure(key).nbytes for key in keys if isinstance(key, PromptKey)}
+            prompts: dict[Key, int] = {key: self._measure(key).nbytes for key in keys if isinstance(key, PromptKey)}
             objects = reports[probes[0]].host_bytes + reports[rounds[0]].host_bytes
             budget.learn([(key.rows, reports[key].nbytes) for key in probes], prompts, objects // 2)
         except CaptureError:
