@@ -16,7 +16,7 @@ from stepgraph.runtime.models.files.weights import Stored
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_SCALES = {  # the bytes of a block that hold its scales as float16
+SCALES = {  # the bytes of a block that hold its scales as float16
     "Q4_0": slice(2),
     "Q4_1": slice(4),
     "Q5_0": slice(2),
@@ -26,7 +26,7 @@ _SCALES = {  # the bytes of a block that hold its scales as float16
     "Q5_K": slice(4),
     "Q6_K": slice(-2, None),
 }
-READABLE = ("F32", "F16", "BF16", *_SCALES)
+READABLE = ("F32", "F16", "BF16", *SCALES)
 _ROWS_AT_ONCE = 32  # the package takes 16 rows at a time, which is little work for a call
 _FIELDS = {
     "hidden_size": "embedding_length",
@@ -103,7 +103,7 @@ class GgufSource:
 
     def read_scales(self, name: str) -> Tensor:
         """A quantised tensor is finite exactly if its scales are: the other numbers of a block are small integers."""
-        scales = _SCALES.get(self.tensors[name].kind)
+        scales = SCALES.get(self.tensors[name].kind)
         if scales is None:
             return self.read(name)
         blocks = self._blocks[name].reshape(-1, self._block_bytes[name])
