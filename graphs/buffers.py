@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -213,7 +213,7 @@ class ResultRecord(NamedTuple):
     drafts: list[int]  # [K], -1 or REFUSED after the last one
     forced: int  # one bit per draft: forced by the grammar; written by constrained rounds only
     looked_up: int  # one bit per draft: found by the look-up and not forced
-    logprobs: list[list[float]]  # [K + 1][2] raw, masked; of sampled rounds
+    logprobs: list[list[Any]]  # [K + 1] raw and masked, with the likeliest tokens of each where the request asks; of sampled rounds
 
 
 class ResultLayout:
@@ -238,6 +238,6 @@ class ResultLayout:
         values = [value if value.dim() == 2 else value[:, None] for value in fields.values()]
         lines[:, columns[0].start : columns[-1].stop].copy_(torch.cat(values, 1) if len(values) > 1 else values[0])
 
-    def read(self, line: list[int], logprobs: list[list[float]]) -> ResultRecord:
+    def read(self, line: list[int], logprobs: list[list[Any]]) -> ResultRecord:
         """The record of one line."""
         return ResultRecord._make((*self._fields_of(line), logprobs))

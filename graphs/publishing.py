@@ -18,6 +18,7 @@ from stepgraph.sampling.grammar.status import FinishCode
 from stepgraph.sampling.kernels.c_kernel import CKernel
 from stepgraph.sampling.kernels.operation import Contiguous, operation
 
+TOP_RINGS = {"ids": torch.int32, "logprobs": torch.float32}  # written by kernels.top_logprobs
 FINISH = ResultLayout(0).columns["finish"].start  # the column is the same for any number of drafts
 
 
@@ -42,12 +43,15 @@ def ring_specs(limits: Limits) -> tuple[BufferSpec, ...]:
     The host never writes a slot that the device still has to read, and never reads one that the device still writes.
     """
     slots, results = limits.max_rows, ResultLayout(limits.num_speculative_tokens).width
-    rings = (
+    rings: tuple[BufferSpec, ...] = (
         BufferSpec("round_counters", (len(Counter),), torch.int64),
         BufferSpec("batch_rows_ring_host", (limits.ring_depth, slots), torch.int64, "pinned", fill=limits.dummy_row),
         BufferSpec("results_ring_host", (limits.result_slots, slots, results), torch.int64, "pinned"),
         BufferSpec("logprobs_ring_host", (limits.result_slots, slots, limits.positions, 2), torch.float32, "pinned"),
     )
+    if limits.max_top_logprobs:
+        shape = (limits.result_slots, slots, limits.positions, 2 * limits.max_top_logprobs)
+        rings += tuple(BufferSpec(f"top_{name}_ring_host", shape, dtype, "pinned") for name, dtype in TOP_RINGS.items())
     loops = (
         BufferSpec("loop_done", (1,), torch.int32),  # whether the launch ends after this round
         BufferSpec("loop_control_host", (len(Control),), torch.int64, "pinned"),

@@ -9,15 +9,17 @@
       wait row 1; mask, choose d_2            ... and so on to d_K
 
 A proposer drafts a whole chain in one stage instead of draft_prefill and draft_decode; if the grammar also forces tokens, one
-host node follows the chain and fills the masks of all its drafts. A look-up beside a draft model runs before draft_prefill: a row
-drafts the tokens of its look-up chain as long as they are legal, and the draft model's from then on. A key without the draft model
-has the look-up as its proposer. The mask that guides draft i + 1
-also verifies it in the next round: each of the K + 1 mask rows is filled once and used twice. `grammar_lane` has the side stream: one
-kernel per mask for grammars whose tables are in device memory, one host node with copies both ways for others.
+host node follows the chain and fills the masks of all its drafts, while the results are published. A look-up beside a draft model
+runs before draft_prefill: a row drafts the tokens of its look-up chain as long as they are legal, and the draft model's from then on.
+A key without the draft model has the look-up as its proposer. The mask that guides draft i + 1 also verifies it in the next round:
+each of the K + 1 mask rows is filled once and used twice. `grammar_lane` has the side stream: one kernel per mask for grammars whose
+tables are in device memory, one host node with copies both ways for others.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -71,15 +73,13 @@ class Round:
         with context.stage("accept"):
             emission, after = stages.accept(buffers, batch, logits, key.constrained, key.sampled, self.forced_acceptance)
         if draft is None or not self.limits.num_speculative_tokens:
-            with context.stage("propose"):
-                if "row_skipped_tokens" in buffers:
-                    drafting.skip_tokens(buffers, batch, emission, features)
-                self._propose(buffers, batch, emission, after, grammar, context, key)
+            self._propose(buffers, batch, emission, features, after, grammar, context, key)
             return
 
         masked = grammar is not None and self.masks_drafts(buffers)
         tokens, chain = emission.tokens, None
         with context.stage("accept"):
+            stages.publish_round(buffers, batch, key.constrained)
             alive = drafting.continuing(after)
         for step in range(1, self.limits.positions):
             mask_ready = grammar.rows(step - 1, step - 1) if grammar and masked else None
@@ -131,35 +131,57 @@ class Round:
         buffers: StaticBuffers,
         batch: Batch,
         emission: Emission,
+        features: Tensor,
         after: Batch,
         grammar: GrammarLane | None,
         context: CaptureContext,
         key: GraphKey,
     ) -> None:
         """Draft without a draft model: the chain of the proposer, or of the look-up beside the model, or none in a round without drafts."""
-        proposer = self.models.proposer or self.models.look_up
-        if self.models.reads_text:
-            proposing.append_emission(buffers, batch, emission, self.limits)
-        if not self.limits.num_speculative_tokens:
-            buffers.row_drafts.index_fill_(0, batch.rows, -1)
-        elif proposer is not None:
-            if not key.draft_model:
-                proposing.mark_looked_up(buffers, after, key.sampled)
-            drafting.store_chain(buffers, after, self._chain(buffers, after, proposer, grammar, context))
+        count, proposer = self.limits.num_speculative_tokens, self.models.proposer or self.models.look_up
+        publish = functools.partial(stages.publish_round, buffers, batch, key.constrained)
+        followed = grammar is not None and self.masks_drafts(buffers) and proposer is not None and count > 1
+        if not followed:
+            with context.stage("accept"):
+                publish()
+        with context.stage("propose"):
+            if "row_skipped_tokens" in buffers:
+                drafting.skip_tokens(buffers, batch, emission, features)
+            if self.models.reads_text:
+                proposing.append_emission(buffers, batch, emission, self.limits)
+            if not count:
+                buffers.row_drafts.index_fill_(0, batch.rows, -1)
+            elif proposer is not None:
+                chain = self._chain(buffers, after, proposer, grammar, context, publish if followed else None)
+                drafting.store_chain(buffers, after, chain)
+                if not key.draft_model:
+                    proposing.mark_looked_up(buffers, after, key.sampled)
 
     def _chain(
-        self, buffers: StaticBuffers, after: Batch, proposer: Proposer, grammar: GrammarLane | None, context: CaptureContext
+        self,
+        buffers: StaticBuffers,
+        after: Batch,
+        proposer: Proposer,
+        grammar: GrammarLane | None,
+        context: CaptureContext,
+        publish: Callable[[], None] | None,
     ) -> Tensor:
-        """[B, K] the proposer's chains. A token that the grammar forces replaces the proposed one; a chain is followed while it agrees."""
+        """[B, K] the proposer's chains. A token that the grammar forces replaces the proposed one; a chain is followed while it agrees.
+
+        publish: called while the grammar follows the chains.
+        """
         if grammar is None or not self.masks_drafts(buffers):
             return proposing.propose(buffers, after, proposer, self.limits)
         count, size = self.limits.num_speculative_tokens, len(after.rows)
         mask_ready = grammar.rows(0, 0)
         proposed = proposing.propose(buffers, after, proposer, self.limits)
         context.wait(mask_ready)
-        if count > 1:
+        if publish is not None:
             buffers.batch_drafts[:count, :size].copy_(proposed.T)
-            context.wait(grammar.rows(1, count - 1))
+            mask_ready = grammar.rows(1, count - 1)
+            with context.stage("publish"):
+                publish()
+            context.wait(mask_ready)
         alive = drafting.continuing(after)
         for step in range(1, self.limits.positions):
             with context.stage(f"choose_draft {step}"):

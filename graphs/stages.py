@@ -18,7 +18,7 @@ from stepgraph.graphs.buffers import Column, ResultLayout, StaticBuffers
 from stepgraph.graphs.layers import slot_mapping
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import TargetModel, check_shape, run_model
-from stepgraph.graphs.publishing import publish
+from stepgraph.graphs.publishing import Counter, publish
 from stepgraph.sampling import kernels, rng, sampler
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.kernels import Emission, GrammarMask, rejection
@@ -66,14 +66,18 @@ def accept(
     emission, after = Emission(tokens, written.emitted, chosen[1], written.finish), batch._replace(state=written.state)
     if sampled:
         count_output(batch.rows, tokens, written.emitted, buffers.row_output_counts)
-    layout = ResultLayout(drafts.shape[1])
+    return emission, after
+
+
+def publish_round(buffers: StaticBuffers, batch: Batch, constrained: bool) -> None:
+    """Complete the results of `accept` with the origins of the verified drafts, and publish them. Before the next drafts are chosen."""
+    layout, lines = ResultLayout(batch.drafts.shape[1]), buffers.results[: len(batch.rows)]
     if constrained and "row_forced" in buffers:
         # an unconstrained row may have flags of the request that had the row before
         layout.write(lines, forced=_draft_bits(buffers.row_forced, batch) * batch.column(Column.CONSTRAINED))
     if "row_looked_up" in buffers:
         layout.write(lines, looked_up=_draft_bits(buffers.row_looked_up, batch))
     publish(buffers, batch.rows)
-    return emission, after
 
 
 class Choice(NamedTuple):
@@ -122,6 +126,9 @@ def _choose_sampled(
         drawn = kernels.race(probs.gather(1, index).squeeze(1), seed, length + accepted, rng.Purpose.TARGET)
         tokens = _after_accepted(batch, accepted, drawn[:, None].expand_as(tokens))
     kernels.log_probabilities(logits, probs, tokens, buffers.results_logprobs[: len(batch.rows), : drafts + 1])
+    if "top_ids_ring_host" in buffers:
+        rings = buffers.top_ids_ring_host, buffers.top_logprobs_ring_host
+        kernels.top_logprobs(logits, probs, batch.rows, buffers.row_params, buffers.round_counters[Counter.PUBLISHED :], *rings)
     return Choice(tokens, finite, accepted, status)
 
 

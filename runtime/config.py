@@ -71,6 +71,7 @@ class EngineConfig:
     prompt_graphs: bool | None = None
     max_stop_ids: int = 8  # per request, the vocabulary's included
     max_bias_ids: int = 256  # entries of a request's logit_bias and bad_token_ids together
+    max_top_logprobs: int = 0  # likeliest tokens that a request may have reported beside each of its own, up to 100
     max_queued: int = 4096  # requests waiting for a row; more raise QueueFullError
     forced_drafts: bool | None = None  # draft tokens that are the grammar's only choice; None: only where no model drafts
     look_up: int = 0  # beside a draft model: minimum n-gram match for look-up drafts; 0: none

@@ -89,21 +89,25 @@ class Engine:
         config: EngineConfig | None = None,
         dtype: torch.dtype | None = None,
         weights: str = "dequantised",
+        implementation: str = "auto",
         feature_layers: Sequence[int] = (),
         progress: bool = False,
         record: Recording | str | Path | None = None,
     ) -> Engine:
-        """An engine for a Llama, Mistral, Qwen2 or Qwen3 model in a local Hugging Face folder or .gguf file, which is checked first.
+        """An engine for a model in a local Hugging Face folder or .gguf file, which is checked first.
 
         path: "demo" is the pair of the demonstration, with its head as the drafter and in bfloat16.
         draft: a model, a proposer or a function; the folder of an EAGLE-3 head, of MTP modules or of a smaller model; "mtp" for the
         modules in `path`, "ngram" for look-up, "auto" for the first of these that is available; None or "none" for no drafts.
         dtype: None is the model's own. feature_layers: target layers whose inputs a draft model reads; a draft folder sets its own.
         weights: those of a .gguf file are "dequantised" to `dtype`, or Q4_0, Q4_1 and Q8_0 stay "quantised" in memory, on the CPU.
+        implementation: "native" for Llama, Mistral, Qwen2 and Qwen3; "transformers" for a folder of any causal language model of that
+        package (`pip install 'stepgraph[transformers]'`); "auto" is "native" where it implements the model's config.
         progress: print the memory required, and show a progress bar. record: the file that `stepgraph replay` reads.
         ValueError for a wrong file, field or tensor. Downloads nothing and runs no code of the folder.
         """
-        loaded = load_models(path, draft, config, dtype=dtype, weights=weights, feature_layers=feature_layers, progress=progress)
+        options: dict[str, Any] = {"dtype": dtype, "weights": weights, "feature_layers": feature_layers, "implementation": implementation}
+        loaded = load_models(path, draft, config, progress=progress, **options)
         tokenizer = functools.partial(TextCodec.open, path, loaded.vocabulary)
         return cls(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, tokenizer=tokenizer, config=loaded.config, record=record)
 

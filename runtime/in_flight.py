@@ -181,8 +181,17 @@ class InFlight:
         all_pairs = self._buffers.logprobs_ring_host[slot].tolist() if launched.logprobs else [[]] * len(results)
         for index, (request, line, pairs) in enumerate(zip(launched.requests, results, all_pairs, strict=False)):
             if not request.job.finished:  # if it ended after this round was launched, the row was inert
+                if asked := request.job.sampling.top_logprobs:
+                    pairs = [[*pair, *tops] for pair, tops in zip(pairs, self._top_logprobs(slot, index, asked), strict=True)]
                 result = layout.read(line, pairs)
                 yield index, request, result._replace(**self._unwritten) if self._unwritten else result
+
+    def _top_logprobs(self, slot: int, index: int, asked: int) -> Iterator[list[tuple[tuple[int, float], ...]]]:
+        """For each position of a row, its likeliest tokens under the target's logits, and under the distribution it was sampled from."""
+        b, half = self._buffers, self._buffers.top_ids_ring_host.shape[-1] // 2
+        for ids, values in zip(b.top_ids_ring_host[slot, index].tolist(), b.top_logprobs_ring_host[slot, index].tolist(), strict=True):
+            ranked = [[*zip(ids[start:], values[start:], strict=True)][:asked] for start in (0, half)]
+            yield [tuple(pair for pair in pairs if pair[0] >= 0) for pairs in ranked]
 
     def _wait(self, launched: LaunchedRound) -> float | None:
         """The duration of the round; None if the device had ended it before this call."""

@@ -123,6 +123,9 @@ class RequestValidator:
         if len(sampling.biases) > limits.max_bias_ids:
             names = " and ".join(name for name in ("logit_bias", "bad_token_ids") if getattr(sampling, name))
             raise ValueError(f"sampling.{names}: got {len(sampling.biases)} tokens, expected at most max_bias_ids={limits.max_bias_ids}")
+        if sampling.top_logprobs > limits.max_top_logprobs:
+            expected = f"expected at most max_top_logprobs={limits.max_top_logprobs}"
+            raise ValueError(f"sampling.top_logprobs: got {sampling.top_logprobs}, {expected}")
         if sampling.min_new_tokens > max_new_tokens:
             raise ValueError(f"sampling.min_new_tokens: got {sampling.min_new_tokens}, expected at most max_new_tokens={max_new_tokens}")
         if sampling.stop and self._vocabulary is None:

@@ -12,6 +12,7 @@ FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127  # a larger temperature would be infinit
 _TOKEN_ID = Check(lambda token: is_int(token) and token >= 0, "a token id >= 0")
 _BIAS = number(-100, 100)
 MAX_STOP_CHARS = 1000
+MAX_TOP_LOGPROBS = 100
 _STOP = Check(lambda text: isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS, f"a text of 1 to {MAX_STOP_CHARS} characters")
 CHECKS = {
     "temperature": optional(number(0.0, FLOAT32_MAX)),
@@ -23,6 +24,7 @@ CHECKS = {
     "top_k": whole(0, 2**24),
     "seed": optional(whole(0, 2**63 - 1)),
     "min_new_tokens": whole(0, 2**24),
+    "top_logprobs": whole(0, MAX_TOP_LOGPROBS),
 }
 
 
@@ -51,6 +53,7 @@ class SamplingParams:
     min_new_tokens: int = 0  # no stop token before; a grammar that allows nothing else still ends the text
     ignore_eos: bool = False  # the vocabulary's stop ids may be chosen and do not stop; those of stop_token_ids do
     logprobs: bool = False  # report the log-probabilities of every emitted token
+    top_logprobs: int = 0  # with logprobs, also so many of the likeliest tokens at each position, up to EngineConfig.max_top_logprobs
 
     def __post_init__(self) -> None:
         check_fields(self, CHECKS)
@@ -61,6 +64,8 @@ class SamplingParams:
         self._check_ids("stop_token_ids")
         self._check_ids("bad_token_ids")
         self._check_bias()
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"SamplingParams.top_logprobs: got {self.top_logprobs} with logprobs=False, expected logprobs=True, or 0")
 
     def _check_ids(self, name: str) -> None:
         ids = getattr(self, name)

@@ -76,7 +76,7 @@ def variants() -> list[Variant]:
 
 def _mask_variants() -> list[Variant]:
     """Tags, and masks with every setting of a request."""
-    from stepgraph.sampling.kernels.triton import chain, processors
+    from stepgraph.sampling.kernels.triton import alternatives, chain, processors
 
     types = [*["*i64"] * 4, "i32", "*i64", "*i64", "*i1", *["i32"] * 6]
     found = [_variant("check_tags", chain.check_tags, types, {"HAS_ROWS": True, "POSITIONS": 16}, 1)]
@@ -90,6 +90,8 @@ def _mask_variants() -> list[Variant]:
     found.append(_variant("sum_tile bf16", processors.sum_tile, ["*bf16", "*fp32", *["i32"] * 4], {"TILE": processors.SUM_TILE}, 8))
     types = ["*bf16", "*fp32", "*i64", "*fp32", "*fp32", *["i32"] * 7]
     found.append(_variant("report_token bf16", processors.report_token, types, {"TILES": 64}, 1))
+    types = ["*bf16", "*fp32", "*i64", "*fp32", "*i64", "*i32", "*fp32", *["i32"] * 12]
+    found.append(_variant("rank_tokens bf16", alternatives.rank_tokens, types, {"TILE": alternatives.TOP_TILE}, 8))
     for has_status in (True, False):
         types = ["*i32", "*i64" if has_status else "*i1", "*i1", "*i64", "i32"]
         constants = {"HAS_STATUS": has_status, "TILES": 512}

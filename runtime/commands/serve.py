@@ -42,6 +42,7 @@ def open_engine(options: argparse.Namespace) -> Engine:
         look_up=options.look_up,
         max_length=options.max_length,
         eager=options.eager,
+        max_top_logprobs=20,  # as in OpenAI's interface
     )
     if options.model == TOY:
         vocabulary = Vocabulary([*(bytes([value]) for value in range(256)), b"<end>"], [256])

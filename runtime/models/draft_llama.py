@@ -1,16 +1,16 @@
-"""A complete model of the Llama family as a draft, and the mapping between its vocabulary and the target's."""
+"""A complete model as a draft, and the mapping between its vocabulary and the target's."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.llama_config import LlamaConfig, TargetSizes
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 
@@ -22,11 +22,13 @@ class TokenMap(NamedTuple):
     d2t: Tensor  # [N] int64, the target ids of `proposable`
 
 
-class DraftLlama(Llama):
-    """Reads the tokens only and ignores the target's features. Without a token map it has the target's vocabulary."""
+class TokenMapped(nn.Module):
+    """A base class, before that of a target, of a draft that reads the tokens only and ignores the target's features."""
 
-    def __init__(self, config: LlamaConfig, token_map: TokenMap | None = None, *, device: str | torch.device = "cpu") -> None:
-        super().__init__(config, name="draft", device=device)
+    vocab_size: int
+
+    def set_token_map(self, token_map: TokenMap | None, device: str | torch.device) -> None:
+        """Called once. None: the draft has the target's vocabulary."""
         draft_ids, proposable, d2t = (None, None, None) if token_map is None else (ids.to(device) for ids in token_map)
         for name, ids in (("draft_ids", draft_ids), ("proposable", proposable), ("d2t", d2t)):
             self.register_buffer(name, ids, persistent=False)
@@ -40,15 +42,25 @@ class DraftLlama(Llama):
     def notes(self) -> tuple[str, ...]:
         """For the capture report."""
         tokens = "the target's vocabulary" if self.d2t is None else f"{self.vocab_size} tokens with the bytes of a target token"
-        return (f"draft: a model of {self.config.num_layers} layers with {tokens}",)
+        layers = cast("TargetSizes", self.config).num_layers
+        return (f"draft: a model of {layers} layers with {tokens}", *getattr(super(), "notes", ()))
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         tokens = inputs.tokens if self.draft_ids is None else self.draft_ids[inputs.tokens]
-        return super().forward(inputs._replace(tokens=tokens), buffers)
+        output: ModelOutput = super().forward(inputs._replace(tokens=tokens), buffers)
+        return output
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = super().logits(hidden)
+        logits: Tensor = super().logits(hidden)  # type: ignore[misc]
         return logits if self.proposable is None else logits[..., self.proposable]
+
+
+class DraftLlama(TokenMapped, Llama):
+    """A model of the Llama family."""
+
+    def __init__(self, config: LlamaConfig, token_map: TokenMap | None = None, *, device: str | torch.device = "cpu") -> None:
+        super().__init__(config, name="draft", device=device)
+        self.set_token_map(token_map, device)
 
 
 def map_tokens(draft: Vocabulary, target: Vocabulary) -> TokenMap | None:

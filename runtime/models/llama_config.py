@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,26 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "
 _MAX_PARAMETERS = 1 << 42
 # Options that are not implemented, with the values that turn them off.
 _UNSUPPORTED = {"hidden_act": "silu", "partial_rotary_factor": 1, "pretraining_tp": 1}
+
+
+class TargetSizes(Protocol):
+    """What a draft's config is compared with."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class UnsupportedConfigError(ValueError):
+    """A config that is well-formed, and needs something that the class does not implement."""
 
 
 @dataclass(frozen=True)
@@ -132,20 +152,20 @@ def _check_unsupported(config: Mapping[str, Any]) -> None:
     require_off(config, _UNSUPPORTED)
     for name in ("mlp_bias", "quantization_config", "attention_multiplier", "logits_scaling", "final_logit_softcapping"):
         if config.get(name):
-            raise ValueError(f"config.{name}: got {config[name]!r:.200}, which is not supported")
+            raise UnsupportedConfigError(f"config.{name}: got {config[name]!r:.200}, which is not supported")
 
 
 def require_off(config: Mapping[str, Any], options: Mapping[str, object]) -> None:
     """options: the values that turn them off."""
     for name, off in options.items():
         if config.get(name, off) not in (off, None):
-            raise ValueError(f"config.{name}: got {config[name]!r:.100}, expected {off!r}")
+            raise UnsupportedConfigError(f"config.{name}: got {config[name]!r:.100}, expected {off!r}")
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
-        raise ValueError(f"config.architectures: got {names!r:.100}, expected one of {', '.join(ARCHITECTURES)}")
+        raise UnsupportedConfigError(f"config.architectures: got {names!r:.100}, expected one of {', '.join(ARCHITECTURES)}")
     return str(names[0])
 
 
@@ -180,7 +200,7 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
     if kind == "default":
         return RopeConfig(theta)
     if kind not in ("linear", "llama3"):
-        raise ValueError(f"config.rope_scaling.rope_type: got {kind!r:.100}, expected 'default', 'linear' or 'llama3'")
+        raise UnsupportedConfigError(f"config.rope_scaling.rope_type: got {kind!r:.100}, expected 'default', 'linear' or 'llama3'")
     factor = _number(fields, "factor", 0.0, 1e6)
     if kind == "linear":
         return RopeConfig(theta, factor)

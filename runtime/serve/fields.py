@@ -33,7 +33,7 @@ _BOTH = {*_SAMPLING, "model", "n", "stream", "stream_options", "max_tokens", "st
 _BOTH |= {"priority"}
 _CHAT = {*_BOTH, "messages", "max_completion_tokens", "tools", "tool_choice"}
 _COMPLETION = {*_BOTH, "prompt", "best_of"}
-_CHAT |= {"parallel_tool_calls", "reasoning_effort", "thinking_token_budget", "chat_template_kwargs"}
+_CHAT |= {"top_logprobs", "parallel_tool_calls", "reasoning_effort", "thinking_token_budget", "chat_template_kwargs"}
 _MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -41,13 +41,13 @@ _NOTES = {"user": str, "safety_identifier": str, "prompt_cache_key": str, "metad
 _NO_EFFECT: dict[str, tuple[Any, ...]] = {  # fields that are accepted with these values only
     "echo": (False,),
     "store": (False,),
-    "top_logprobs": (0,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
 }
 _REQUEST_FIELDS = {runtime: field for field, runtime in _SAMPLING.items()}
 MAX_STOPS = 4
 MAX_CHOICES = 16
+MAX_CHAT_LOGPROBS, MAX_COMPLETION_LOGPROBS = 20, 5  # as OpenAI's endpoints
 MAX_PRIORITY = 1000
 
 
@@ -93,9 +93,10 @@ def parse_request(body: Mapping[str, Any], chat: bool, codec: TextCodec, model: 
     parallel = _flag(fields, "parallel_tool_calls", True)
     tools = tool_use(fields.get("tools"), fields.get("tool_choice"), parallel) if chat else None
     prompt_ids = _chat_ids(fields, tools, codec) if chat else _prompt_ids(fields, codec)
-    logprobs = _flag(fields, "logprobs") if chat else _completion_logprobs(fields)
+    logprobs, top_logprobs = _logprobs(fields, chat)
+    sampling = _sampling(fields, logprobs, top_logprobs)
     max_tokens = _max_tokens(fields, len(prompt_ids), max_length, chat)
-    options = {"max_new_tokens": max_tokens, "sampling": _sampling(fields, logprobs), "constraint": _constraint(fields, tools)}
+    options = {"max_new_tokens": max_tokens, "sampling": sampling, "constraint": _constraint(fields, tools)}
     stream, include_usage = _flag(fields, "stream"), _include_usage(fields)
     n, priority = fields.get("n", 1), fields.get("priority", 0)
     if not is_int(n) or not 1 <= n <= MAX_CHOICES:
@@ -142,7 +143,6 @@ def _check_known(fields: dict[str, Any], known: set[str]) -> None:
             raise HttpError(400, f"{name}: got {_clipped(value)}, but the field is not supported", name, "unsupported_parameter")
         if not any(value == accepted and type(value) is type(accepted) for accepted in _NO_EFFECT[name]):
             expected = " or ".join(map(json.dumps, _NO_EFFECT[name]))
-            expected += ": the log-probabilities of other tokens are not computed" if name == "top_logprobs" else ""
             raise HttpError(400, f"{name}: got {_clipped(value)}, expected {expected}", name, "unsupported_value")
 
 
@@ -244,14 +244,14 @@ def _prompt_ids(fields: Mapping[str, Any], codec: TextCodec) -> list[int]:
         raise HttpError(400, f"prompt: {error}", "prompt") from None
 
 
-def _sampling(fields: Mapping[str, Any], logprobs: bool) -> SamplingParams:
+def _sampling(fields: Mapping[str, Any], logprobs: bool, top_logprobs: int) -> SamplingParams:
     params = {runtime: fields[field] for field, runtime in _SAMPLING.items() if field in fields}
     biases = fields.get("logit_bias", {})
     if not isinstance(biases, dict) or not all(re.fullmatch(r"\d{1,9}", token) for token in biases):
         _refuse("logit_bias", biases, "an object from token ids to numbers")
     try:
         params = {"temperature": 1.0, **params, "logit_bias": {int(token): bias for token, bias in biases.items()}}
-        return SamplingParams(**params, logprobs=logprobs)
+        return SamplingParams(**params, logprobs=logprobs, top_logprobs=top_logprobs)
     except ValueError as error:
         raise runtime_refusal(error) from None
 
@@ -292,12 +292,19 @@ def _flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
     return value
 
 
-def _completion_logprobs(fields: Mapping[str, Any]) -> bool:
-    """In a completion request, the number of alternatives to report for each token."""
-    value = fields.get("logprobs")
-    if value is not None and (value != 0 or isinstance(value, bool)):
-        _refuse("logprobs", value, "0: only chosen tokens have log-probabilities here")
-    return value is not None
+def _logprobs(fields: Mapping[str, Any], chat: bool) -> tuple[bool, int]:
+    """Whether log-probabilities are reported, and how many of the likeliest tokens beside each one."""
+    if not chat:
+        top = fields.get("logprobs")
+        if top is not None and (not is_int(top) or not 0 <= top <= MAX_COMPLETION_LOGPROBS):
+            _refuse("logprobs", top, f"a whole number from 0 to {MAX_COMPLETION_LOGPROBS}")
+        return top is not None, top or 0
+    chosen, top = _flag(fields, "logprobs"), fields.get("top_logprobs", 0)
+    if not is_int(top) or not 0 <= top <= MAX_CHAT_LOGPROBS:
+        _refuse("top_logprobs", top, f"a whole number from 0 to {MAX_CHAT_LOGPROBS}")
+    if top and not chosen:
+        _refuse("top_logprobs", top, "none without logprobs: true")
+    return chosen, top
 
 
 def _clipped(value: Any) -> str:

@@ -133,16 +133,24 @@ class Reply:
         if not self.request.logprobs:
             return None
         taken, self._logprobs = self._logprobs, []
-        pieces = [self._codec.vocabulary.decode([token]) for token, _ in taken]
-        texts, values = [piece.decode("utf-8", "replace") for piece in pieces], [logprob.raw for _, logprob in taken]
-        if not self.request.chat:
-            offsets = [offset + sum(map(len, texts[:index])) for index in range(len(texts))]
-            return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
-        content = [
-            {"token": text, "logprob": value, "bytes": [*piece], "top_logprobs": []}
-            for text, value, piece in zip(texts, values, pieces, strict=True)
-        ]
-        return {"content": content, "refusal": None}
+        if self.request.chat:
+            content = [
+                self._logprob(token, found.raw) | {"top_logprobs": [self._logprob(*each) for each in found.top_raw]}
+                for token, found in taken
+            ]
+            return {"content": content, "refusal": None}
+        texts, values = [self._token_text(token) for token, _ in taken], [found.raw for _, found in taken]
+        offsets = [offset + sum(map(len, texts[:index])) for index in range(len(texts))]
+        # of tokens with equal texts, the likeliest
+        top = [{self._token_text(other): value for other, value in reversed(found.top_raw)} for _, found in taken]
+        asked = self.request.options["sampling"].top_logprobs
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": top if asked else None, "text_offset": offsets}
+
+    def _logprob(self, token: int, value: float) -> dict[str, Any]:
+        return {"token": self._token_text(token), "logprob": value, "bytes": [*self._codec.vocabulary.decode([token])]}
+
+    def _token_text(self, token: int) -> str:
+        return self._codec.vocabulary.decode([token]).decode("utf-8", "replace")
 
     def _deltas(self, text: str) -> list[Delta]:
         return [delta for part in self._reasoning.push(text) for delta in self._part(*part)]

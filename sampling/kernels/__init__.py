@@ -5,6 +5,7 @@ import torch
 from stepgraph.sampling import native
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.kernels.advance import advance_fill
+from stepgraph.sampling.kernels.alternatives import top_logprobs
 from stepgraph.sampling.kernels.chain import Emission, chain_accept, mask_status
 from stepgraph.sampling.kernels.choice import GrammarMask, masked_argmax
 from stepgraph.sampling.kernels.filter_choice import choose_filters
@@ -28,6 +29,7 @@ __all__ = [
     "process",
     "race",
     "reject_sample",
+    "top_logprobs",
 ]
 
 

@@ -37,6 +37,7 @@ SAMPLING: dict[str, Value] = {
     "min_new_tokens": 1,
     "ignore_eos": True,
     "logprobs": True,
+    "top_logprobs": 2,
 }
 CONSTRAINTS: list[tuple[str, list[Value]]] = [
     ("json_schema", [PERSON]),

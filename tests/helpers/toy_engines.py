@@ -115,6 +115,7 @@ class Setup:
     eager: bool = False
     prefill_chunk: int = 5
     greedy_only: bool = True
+    max_top_logprobs: int = 0
     forced_acceptance: tuple[float, ...] | None = None
     host_link: str = "auto"
     forced_drafts: bool = False
@@ -141,6 +142,7 @@ def make_engine(setup: Setup, backend: TapeBackend | None = None, **others: Any)
         forced_drafts=setup.forced_drafts,
         look_up=setup.look_up,
         greedy_only=setup.greedy_only,
+        max_top_logprobs=setup.max_top_logprobs,
         forced_acceptance=setup.forced_acceptance,
         eager=setup.eager,
         host_link=setup.host_link,

@@ -49,21 +49,29 @@ asks = st.tuples(
 
 
 def told_rightly(job: Job, constraint: Constraint | None) -> bool:
-    """All pairs of log-probabilities in float64: of the raw logits, and of the processed distribution."""
+    """All log-probabilities in float64, those of the likeliest tokens too: of the raw logits, and of the processed distribution."""
     grammar = compiled(constraint)
     matcher, masks = grammar.matcher() if grammar else None, torch.zeros(1, VOCABULARY.mask_words, dtype=torch.int32)
     sampling = job.sampling
-    for index, (token, (raw, masked)) in enumerate(zip(job.tokens, job.logprobs, strict=True)):
+    for index, (token, (raw, masked, *likeliest)) in enumerate(zip(job.tokens, job.logprobs, strict=True)):
         logits = prefix_logits(TARGET, [*job.prompt_ids, *job.tokens[:index]])[:WIDTH]
-        own = torch.tensor(logits, dtype=torch.float64).log_softmax(0)[token]
+        own = torch.tensor(logits, dtype=torch.float64).log_softmax(0).tolist()
         left = processed(logits, sampling, job.prompt_ids, job.tokens[:index], job.stop_ids)
         if matcher:
             matcher.fill_next_token_bitmask(masks, 0)
             left = [value if int(masks[0, i // 32]) >> (i % 32) & 1 else -math.inf for i, value in enumerate(left)]
             assert matcher.accept_token(token)
-        drawn = filtered(left, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)[token]
-        if abs(raw - float(own)) > 1e-4 or abs(masked - math.log(drawn)) > 1e-4:
+        drawn = filtered(left, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        logs = [math.log(share) if share else -math.inf for share in drawn]
+        if abs(raw - own[token]) > 1e-4 or abs(masked - logs[token]) > 1e-4:
             return False
+        for found, every in zip(likeliest, (own, logs), strict=True):
+            expected = sorted(filter(math.isfinite, every), reverse=True)[: sampling.top_logprobs]
+            values = [value for _, value in found]
+            if len({other for other, _ in found}) != len(expected) or not all(abs(every[other] - value) < 1e-4 for other, value in found):
+                return False
+            if not all(abs(value - best) < 1e-4 for value, best in zip(values, expected, strict=True)):
+                return False
     return True
 
 
@@ -109,10 +117,11 @@ def test_greedy_requests_equal_a_plain_loop_at_length(setup: Setup, batch: list[
 
 @pytest.mark.parametrize("constraint", CONSTRAINTS[:4])
 def test_logprobs_of_sampled_requests_equal_float64(constraint: Constraint | None) -> None:
-    engine = shared_engine(Setup(k=3, greedy_only=False, drafter="fair"))
+    engine = shared_engine(Setup(k=3, greedy_only=False, drafter="fair", max_top_logprobs=5))
     requested = SamplingParams(
         temperature=1.3, top_k=40, top_p=0.9, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={70: 2.0}, logprobs=True
     )
+    requested = replace(requested, top_logprobs=5)
     silent = engine.submit([4, 2], constraint=constraint, sampling=SamplingParams(seed=1), max_new_tokens=30)
     jobs = [engine.submit([9, seed], constraint=constraint, sampling=replace(requested, seed=seed), max_new_tokens=30) for seed in range(6)]
     for _ in engine.stream():
@@ -121,7 +130,11 @@ def test_logprobs_of_sampled_requests_equal_float64(constraint: Constraint | Non
     assert any(job.num_accepted_drafts for job in jobs)
     for job in jobs:
         assert len(job.logprobs) == len(job.tokens)
+        assert all(len(each.top_raw) == 5 for each in job.logprobs)
         assert told_rightly(job, constraint)
+    (token, value), *others = jobs[0].logprobs[0].top_raw
+    wrong = jobs[0].logprobs[0]._replace(top_raw=((token + 1, value), *others))
+    assert not told_rightly(replace(jobs[0], logprobs=[wrong, *jobs[0].logprobs[1:]]), constraint)
 
 
 def test_min_new_tokens_holds_at_every_draft_position() -> None:

@@ -79,9 +79,9 @@ def test_rounds_continue_while_the_python_thread_is_stalled(engine: Engine) -> N
 
 
 def test_results_equal_those_of_single_rounds() -> None:
-    runs, sampling = [], SamplingParams(temperature=0.9, top_p=0.9, seed=5, logprobs=True)
+    runs, sampling = [], SamplingParams(temperature=0.9, top_p=0.9, seed=5, logprobs=True, top_logprobs=2)
     for loops in (True, False):
-        one = shared_engine(replace(LOOPS, loops=loops, greedy_only=False))
+        one = shared_engine(replace(LOOPS, loops=loops, greedy_only=False, max_top_logprobs=2))
         jobs = [
             one.submit([9, index], max_new_tokens=20 + index, constraint=constraint, sampling=sampling)
             for index, constraint in enumerate((None, SHAPE, None, replace(SHAPE, backend="xgrammar"), SHAPE, None))

@@ -163,6 +163,8 @@ def test_unknown_fields_raise() -> None:
         ({"min_new_tokens": -1}, r"SamplingParams.min_new_tokens: got -1, expected a whole number from 0"),
         ({"ignore_eos": 1}, r"SamplingParams.ignore_eos: got 1, expected True or False"),
         ({"logprobs": 5}, r"SamplingParams.logprobs: got 5, expected True or False"),
+        ({"top_logprobs": 101, "logprobs": True}, r"SamplingParams.top_logprobs: got 101, expected a whole number from 0 to 100"),
+        ({"top_logprobs": 5}, r"SamplingParams.top_logprobs: got 5 with logprobs=False, expected logprobs=True, or 0"),
         ({"seed": -3}, r"SamplingParams.seed: got -3, expected a whole number from 0 to"),
         ({"seed": 2**63}, r"SamplingParams.seed: got 9223372036854775808"),
     ],

@@ -69,7 +69,7 @@ def test_every_key_of_every_drafter_is_captured_twice(backend: Backend, name: st
     assert not counters.take_messages()
 
 
-@pytest.mark.parametrize("changes", [{}, {"draft_masks": False}], ids=["masked", "unmasked"])
+@pytest.mark.parametrize("changes", [{"max_top_logprobs": 3}, {"draft_masks": False}], ids=["masked", "unmasked"])
 def test_every_key_of_every_draft_length_is_captured_twice(backend: Backend, changes: dict[str, Any]) -> None:
     engine = make("own vocabulary", backend, num_speculative_tokens=8, draft_length="auto", **changes)
     assert replay_every_key_twice(engine, tuple(map(Drafting, (0, 1, 3, 5, LONGEST)))) == 21

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from stepgraph.graphs.buffers import BufferSpec
 from stepgraph.graphs.layers.quantised import KINDS, TILE, Kind, count_weights
 from stepgraph.graphs.limits import Limits
-from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files.gguf import GgufSource
 from stepgraph.runtime.models.files.weights import FLOATS, SafetensorsSource, Source, StoredModel, llama_slices, read_json
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import DTYPES, LlamaConfig, count_field, read_config
-from stepgraph.runtime.models.mtp import Mtp
 from stepgraph.sampling.fields import checked_path, clip_repr
 from stepgraph.sampling.grammar.tokenizers.gguf import table_of_metadata
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_folder
@@ -56,6 +55,14 @@ class Checkpoint(StoredModel):
         return model
 
 
+class Outline(Protocol):
+    """A model on the meta device."""
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]: ...
+
+
 class MemoryNeed(NamedTuple):
     """Memory of a model's weights and cache."""
 
@@ -63,7 +70,7 @@ class MemoryNeed(NamedTuple):
     note: str  # one line for the user
 
 
-def memory_need(name: str, outline: Llama | Eagle3 | Mtp, limits: Limits, shared: nn.Module | None = None) -> MemoryNeed:
+def memory_need(name: str, outline: Outline, limits: Limits, shared: nn.Module | None = None) -> MemoryNeed:
     """Without the parameters that the model shares with the module `shared`."""
     counted = set() if shared is None else set(shared.parameters())
     own = [parameter for parameter in outline.parameters() if parameter not in counted]

@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from stepgraph.graphs.limits import Limits
-from stepgraph.runtime.models.draft_llama import DraftLlama, map_tokens
+from stepgraph.runtime.models.draft_llama import DraftLlama, TokenMap, map_tokens
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files import draft_layouts as layouts
-from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, MemoryNeed, memory_need, open_checkpoint
+from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, MemoryNeed, memory_need
+from stepgraph.runtime.models.files.target import Target, open_target
+from stepgraph.runtime.models.files.transformers_folder import TransformersCheckpoint
 from stepgraph.runtime.models.files.weights import RenamedSource, SafetensorsSource, Source, StoredModel, read_json
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.llama_config import ARCHITECTURES
+from stepgraph.runtime.models.llama_config import UnsupportedConfigError
 from stepgraph.runtime.models.mtp import Mtp
+
+if TYPE_CHECKING:
+    from stepgraph.runtime.models.transformers_model import DraftTransformers, TransformersModel
 
 OWN_MTP = "mtp"
 MAX_DRAFTS = 8
@@ -29,8 +35,8 @@ class DraftCheckpoint(StoredModel):
     """A draft that was checked against its target; its weights are not in memory yet."""
 
     kind: str
-    make: Callable[[Llama, Device], Draft]  # for this target, on this device
-    target: Checkpoint
+    make: Callable[[Llama | TransformersModel, Device], Draft]  # for this target, on this device
+    target: Target
     feature_layers: tuple[int, ...] = ()  # layers of the target whose inputs are the draft's features
     max_drafts: int = MAX_DRAFTS  # per round
     max_positions: int | None = None  # None: more positions than in the training cost acceptance only
@@ -40,7 +46,7 @@ class DraftCheckpoint(StoredModel):
         """Check names, shapes and types of all tensors. Raises ValueError that names the tensor. Returns self."""
         self.check_header(self._outline()[1], {"d2t", "t2d", *self.repeated})
         for name, target_name in self.repeated.items():
-            found, shape = self.source.tensors[name].shape, self.target.source.tensors[target_name].shape
+            found, shape = self.source.tensors[name].shape, self._target_source.tensors[target_name].shape
             if found != shape:
                 raise ValueError(f"{self.path}: {name}: got shape {found}, expected {shape}, the shape of the target's {target_name}")
         return self
@@ -49,24 +55,54 @@ class DraftCheckpoint(StoredModel):
         target, draft = self._outline()
         return memory_need(f"{self.path.name}: {self.kind}", draft, limits, shared=target)
 
-    def _outline(self) -> tuple[Llama, Draft]:
+    @property
+    def _target_source(self) -> Source:
+        assert isinstance(self.target, Checkpoint)  # only MTP modules repeat tensors
+        return self.target.source
+
+    def _outline(self) -> tuple[Llama | TransformersModel, Draft]:
         target = self.target.outline(self.feature_layers)
         return target, self.make(target, "meta")
 
     def check(self, progress: bool = False) -> None:
         super().check(progress)
         for name, target_name in self.repeated.items():
-            if not torch.equal(self.source.read(name), self.target.source.read(target_name)):
+            if not torch.equal(self.source.read(name), self._target_source.read(target_name)):
                 raise ValueError(f"{self.path}: {name} differs from the target's {target_name}, which MTP modules share")
 
-    def load(self, target: Llama, device: Device, progress: bool = False) -> Draft:
+    def load(self, target: Llama | TransformersModel, device: Device, progress: bool = False) -> Draft:
         """Call `check` first. target: the loaded target."""
         model = self.make(target, device)
         self.fill(model, progress)
         return model
 
 
-def open_draft(draft: str | Path, target: Checkpoint, dtype: torch.dtype | None = None, weights: str = DEQUANTISED) -> DraftCheckpoint:
+@dataclass(frozen=True)
+class TransformersDraft:
+    """A smaller model that `transformers` implements; its weights are not in memory yet."""
+
+    stored: TransformersCheckpoint
+    token_map: TokenMap | None
+    feature_layers: tuple[int, ...] = ()
+    max_drafts: int = MAX_DRAFTS
+
+    @property
+    def max_positions(self) -> int:
+        return self.stored.config.max_positions
+
+    def memory(self, limits: Limits) -> MemoryNeed:
+        return memory_need(f"{self.stored.path.name}: draft", self.stored.outline_draft(self.token_map), limits)
+
+    def check(self, progress: bool = False) -> None:
+        self.stored.check(progress)
+
+    def load(self, target: object, device: Device, progress: bool = False) -> DraftTransformers:
+        return self.stored.load_draft(self.token_map, device, progress)
+
+
+def open_draft(
+    draft: str | Path, target: Target, dtype: torch.dtype | None = None, weights: str = DEQUANTISED
+) -> DraftCheckpoint | TransformersDraft:
     """Open a draft folder or .gguf file; "mtp" opens the MTP modules in the target's own folder.
 
     The config and the tensor names decide which kind of draft it is. Raises ValueError that names the file, and the field or tensor.
@@ -75,6 +111,7 @@ def open_draft(draft: str | Path, target: Checkpoint, dtype: torch.dtype | None 
         if not target.mtp_modules:
             why = f"{target.path} has no num_nextn_predict_layers"
             raise ValueError(f"draft: got {OWN_MTP!r}, expected a target with MTP modules; {why}")
+        assert isinstance(target, Checkpoint)  # the only one with MTP modules
         return _open_mtp(target.path, target.source, {}, target)
     path = Path(draft)
     try:
@@ -88,16 +125,17 @@ def open_draft(draft: str | Path, target: Checkpoint, dtype: torch.dtype | None 
             return _open_eagle3(path, fields, target)
         source = SafetensorsSource(path)
         if layouts.mtp_layers(source) and "model.norm.weight" not in source.tensors:
+            if not isinstance(target, Checkpoint):
+                raise ValueError(f"draft: got MTP modules, expected another drafter: the target {target.path.name} has no native class")
             return _open_mtp(path, source, fields, target)
-        if fields.get("architectures") in [[name] for name in ARCHITECTURES]:
-            return _open_model(path, target, dtype, weights)
-        accepted = f"an EAGLE-3 head (LlamaForCausalLMEagle3), MTP modules (eh_proj.weight), or a model of {', '.join(ARCHITECTURES)}"
-        raise ValueError(f"config.architectures: got {fields.get('architectures')!r:.100}, expected {accepted}")
+        return _open_model(path, target, dtype, weights)
+    except UnsupportedConfigError as error:
+        raise ValueError(f"{error}, an EAGLE-3 head (LlamaForCausalLMEagle3), or MTP modules (eh_proj.weight)") from None
     except ValueError as error:  # with the draft's path, so that it is not taken for an error of the target
         raise error if str(path) in str(error) else ValueError(f"{path}: {error}") from None
 
 
-def _open_eagle3(path: Path, fields: Mapping[str, object], target: Checkpoint) -> DraftCheckpoint:
+def _open_eagle3(path: Path, fields: Mapping[str, object], target: Target) -> DraftCheckpoint:
     stored = SafetensorsSource(path)
     names: dict[str, str] = {}
     for stored_name in stored.tensors:
@@ -117,7 +155,7 @@ def _open_eagle3(path: Path, fields: Mapping[str, object], target: Checkpoint) -
     # A head without lm_head.weight uses the target's, if that has the same width and vocabulary.
     own_head = own_head or not same_width or d2t is not None
 
-    def make(around: Llama, device: Device) -> Eagle3:
+    def make(around: Llama | TransformersModel, device: Device) -> Eagle3:
         embedding = None if own_embedding else around.embedding
         return Eagle3(config, d2t=d2t, embedding=embedding, head=None if own_head else around.unembedding, device=device)
 
@@ -135,7 +173,7 @@ def _open_mtp(path: Path, stored: Source, fields: Mapping[str, object], target: 
         layouts.read_mtp(fields, target.config, count) if fields else replace(target.config, windows=(target.config.windows[-1],) * count)
     )
 
-    def make(around: Llama, device: Device) -> Mtp:
+    def make(around: Llama | TransformersModel, device: Device) -> Mtp:
         return Mtp(config, embedding=around.embedding, head=around.unembedding, device=device)
 
     return DraftCheckpoint(
@@ -150,11 +188,13 @@ def _open_mtp(path: Path, stored: Source, fields: Mapping[str, object], target: 
     ).check_shapes()
 
 
-def _open_model(path: Path, target: Checkpoint, dtype: torch.dtype | None, weights: str) -> DraftCheckpoint:
-    stored = open_checkpoint(path, dtype, weights)
+def _open_model(path: Path, target: Target, dtype: torch.dtype | None, weights: str) -> DraftCheckpoint | TransformersDraft:
+    stored = open_target(path, dtype, weights)
     token_map = map_tokens(stored.vocabulary, target.vocabulary)
+    if isinstance(stored, TransformersCheckpoint):
+        return TransformersDraft(stored, token_map)
 
-    def make(around: Llama, device: Device) -> DraftLlama:
+    def make(around: Llama | TransformersModel, device: Device) -> DraftLlama:
         return stored.make_room(DraftLlama(stored.config, token_map, device=device))
 
     positions = stored.config.max_positions

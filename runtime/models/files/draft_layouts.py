@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.runtime.models.files.weights import Slices, Source, layer_slices, whole_slices
-from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig, count_field, flag_field, read_config, require_off
+from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig, TargetSizes, count_field, flag_field, read_config, require_off
 from stepgraph.sampling.fields import is_int
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -48,7 +48,7 @@ def is_eagle3(config: Mapping[str, Any]) -> bool:
     return "draft_vocab_size" in config or "eagle3" in str(kind).lower()
 
 
-def read_eagle3(config: Mapping[str, Any], target: LlamaConfig) -> Eagle3Config:
+def read_eagle3(config: Mapping[str, Any], target: TargetSizes) -> Eagle3Config:
     """Takes the configs of EAGLE, SpecForge and ModelOpt, and those of speculators, which nest the layer's fields."""
     nested = config.get("eagle_config") or {}
     layer_config = config.get("transformer_layer_config") or {}
@@ -100,7 +100,7 @@ def read_mtp(config: Mapping[str, Any], target: LlamaConfig, count: int) -> Llam
     return replace(layer, windows=(target.windows[-1],) * count, dtype=target.dtype, tied=False)
 
 
-def _check_vocab_size(layer: LlamaConfig, target: LlamaConfig) -> None:
+def _check_vocab_size(layer: LlamaConfig, target: TargetSizes) -> None:
     if layer.vocab_size != target.vocab_size:
         raise ValueError(f"config.vocab_size: got {layer.vocab_size}, expected the target's {target.vocab_size}")
 

@@ -10,13 +10,15 @@ from typing import NamedTuple
 import torch
 
 from stepgraph.graphs.memory import check_memory
+from stepgraph.graphs.model import TargetModel
 from stepgraph.graphs.recording import LESS
 from stepgraph.runtime.check_models import AUTO, DRAFTER_NAMES, NONE, Drafter, check_config, checked_drafter, named_proposer, without_drafts
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.demo.pair import DEMO, DRAFTS, head_path, path_of
-from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED, Checkpoint, open_checkpoint
-from stepgraph.runtime.models.files.draft import OWN_MTP, DraftCheckpoint, open_draft
-from stepgraph.runtime.models.llama import Llama
+from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED
+from stepgraph.runtime.models.files.draft import OWN_MTP, DraftCheckpoint, TransformersDraft, open_draft
+from stepgraph.runtime.models.files.target import AUTO as AUTO_CLASS
+from stepgraph.runtime.models.files.target import Target, open_target
 from stepgraph.sampling.fields import BOOL, Check, check_value, checked_path, is_int, one_of
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
@@ -24,7 +26,7 @@ _LAYERS = Check(lambda value: isinstance(value, (tuple, list)) and all(map(is_in
 
 
 class Loaded(NamedTuple):
-    target: Llama
+    target: TargetModel
     draft: Drafter | None
     vocabulary: Vocabulary
     config: EngineConfig
@@ -39,11 +41,13 @@ def load_models(
     feature_layers: Sequence[int] = (),
     progress: bool = False,
     weights: str = DEQUANTISED,
+    implementation: str = AUTO_CLASS,
 ) -> Loaded:
     """A target and its drafter on the device of the config's backend. "demo" is the demonstration's pair.
 
     config: None for the defaults, reduced to the positions and drafts that the models support. draft: "auto" uses the MTP
     modules in the target's folder, or n-gram look-up if there are none. weights: of .gguf files, QUANTISED or DEQUANTISED.
+    implementation: of the target, as in `open_target`.
     """
     check_config(config)
     check_value("progress", progress, BOOL)
@@ -57,7 +61,7 @@ def load_models(
     backend = "auto" if config is None else config.backend
     on_cuda = backend == "cuda" or (backend == "auto" and torch.cuda.is_available())
     _check_weights(weights, on_cuda)
-    checkpoint = open_checkpoint(path_of(path), dtype, weights)
+    checkpoint = open_target(path_of(path), dtype, weights, implementation)
     if draft in (None, NONE):
         config = without_drafts(config)
     drafter, draft_checkpoint = _open_drafter(draft, checkpoint, dtype, weights)
@@ -72,7 +76,7 @@ def load_models(
         drafter = checked_drafter(drafter, config)
     outline = checkpoint.outline(feature_layers)
     limits = config.limits(outline.vocab_size, len(checkpoint.vocabulary.tokens), outline.feature_size)
-    parts: list[Checkpoint | DraftCheckpoint] = [checkpoint, *([draft_checkpoint] if draft_checkpoint else [])]
+    parts: list[Target | DraftCheckpoint | TransformersDraft] = [checkpoint, *([draft_checkpoint] if draft_checkpoint else [])]
     needs = [part.memory(limits) for part in parts]  # raises ValueError if a model does not support these limits
     if progress:
         print(*(need.note for need in needs), sep="\n", file=sys.stderr, flush=True)
@@ -94,8 +98,8 @@ def _check_weights(weights: str, on_cuda: bool) -> None:
 
 
 def _open_drafter(
-    draft: Drafter | str | Path | None, checkpoint: Checkpoint, dtype: torch.dtype | None, weights: str
-) -> tuple[Drafter | None, DraftCheckpoint | None]:
+    draft: Drafter | str | Path | None, checkpoint: Target, dtype: torch.dtype | None, weights: str
+) -> tuple[Drafter | None, DraftCheckpoint | TransformersDraft | None]:
     """A drafter that needs no files, or the checked files of one."""
     if draft == AUTO and checkpoint.mtp_modules:
         draft = OWN_MTP
@@ -106,7 +110,9 @@ def _open_drafter(
     return draft, None
 
 
-def _default_config(checkpoint: Checkpoint, draft: DraftCheckpoint | None, drafter: Drafter | None, drafts: int) -> EngineConfig:
+def _default_config(
+    checkpoint: Target, draft: DraftCheckpoint | TransformersDraft | None, drafter: Drafter | None, drafts: int
+) -> EngineConfig:
     max_drafts = draft.max_drafts if draft else 0 if drafter is None else drafts
     lengths = [EngineConfig.max_length, checkpoint.config.max_positions, draft.max_positions if draft else None]
     return EngineConfig(

@@ -14,11 +14,12 @@ import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import GrammarMask, Processed, chain, processors
+from stepgraph.sampling.kernels.triton import alternatives as alternative_programs
 from stepgraph.sampling.kernels.triton import chain as chain_programs
 from stepgraph.sampling.kernels.triton import processors as programs
 from tests.helpers.pairs import pairs
 from tools.gpu.checks.masks import Case, make_case, tag_inputs
-from tools.gpu.checks.operations import log_probabilities
+from tools.gpu.checks.operations import log_probabilities, top_logprobs
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
 WIDTHS = [32, 33, 100, 1000, 4097, 32_768, 131_071, 151_669, 151_936, 262_144]
@@ -136,3 +137,9 @@ def test_mask_status_equals_the_reference(positions: int) -> None:
 def test_log_probabilities_equal_the_reference(width: int, tile: int) -> None:
     call = log_probabilities(torch.device("cpu"), 3, 2, width)
     assert not any(call.different_rows(lambda *arguments: programs.log_probabilities(*arguments, tile=tile)))
+
+
+@pytest.mark.parametrize(("width", "tile"), [(4, 32), (70, 32), (1_003, 256), (131_071, 4096)])
+def test_top_logprobs_equal_the_reference(width: int, tile: int) -> None:
+    call = top_logprobs(torch.device("cpu"), 5, 2, width)
+    assert not any(call.different_rows(lambda *arguments: alternative_programs.top_logprobs(*arguments, tile=tile)))

@@ -59,6 +59,25 @@ def test_streamed_chat_equals_whole_chat(server: Running) -> None:
     assert bytes(byte for entry in logprobs for byte in entry.bytes or []).decode("utf-8", "replace") == choice.message.content
 
 
+def test_likeliest_tokens_are_reported_beside_the_chosen_one(server: Running) -> None:
+    """The likeliest token of a greedy answer is the chosen one."""
+    request: Any = {"model": "toy", "max_tokens": 8, "temperature": 0, "extra_body": ON}
+    with server.client as client:
+        answer = client.chat.completions.create(messages=ASK, logprobs=True, top_logprobs=3, **request)
+        completion = client.completions.create(prompt="abc", logprobs=2, **request)
+    found = answer.choices[0].logprobs
+    assert found is not None and found.content is not None and len(found.content) == 8
+    for entry in found.content:
+        values = [each.logprob for each in entry.top_logprobs]
+        assert len(values) == 3 and values == sorted(values, reverse=True)
+        first = entry.top_logprobs[0]
+        assert (first.token, first.bytes, first.logprob) == (entry.token, entry.bytes, pytest.approx(entry.logprob, abs=1e-5))
+    listed = completion.choices[0].logprobs
+    assert listed is not None and listed.top_logprobs is not None and listed.token_logprobs is not None and listed.tokens is not None
+    for token, value, top in zip(listed.tokens, listed.token_logprobs, listed.top_logprobs, strict=True):
+        assert 1 <= len(top) <= 2 and top[token] == pytest.approx(value, abs=1e-5) == max(top.values())
+
+
 def test_completion_of_text_or_ids_ends_at_a_stop_text(server: Running) -> None:
     request: Any = {"model": "toy", "max_tokens": 40, "temperature": 0, "extra_body": ON}
     with server.client as client:
@@ -150,7 +169,9 @@ INTERNAL = re.compile(r"Constraint|constraint|SamplingParams|EngineConfig|max_ne
 REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"n": 17}, "n"),
     ({"priority": "high"}, "priority"),
-    ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ({"top_logprobs": "all", "logprobs": True}, "top_logprobs"),
     ({"user": 5}, "user"),
     ({"metadata": "x"}, "metadata"),
     ({"reasoning_effort": "huge"}, "reasoning_effort"),
@@ -194,7 +215,7 @@ def test_unsupported_fields_are_refused_by_name(server: Running) -> None:
         with pytest.raises(openai.BadRequestError, match="suffix"):
             client.completions.create(model="toy", prompt="a", suffix="b")
         with pytest.raises(openai.BadRequestError, match="logprobs"):
-            client.completions.create(model="toy", prompt="a", logprobs=2)
+            client.completions.create(model="toy", prompt="a", logprobs=6)
         with pytest.raises(openai.NotFoundError, match="expected 'toy'"):
             client.completions.create(model="gpt", prompt="a")
         assert server.engine.stats().submitted == submitted

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stepgraph.sampling import bitmask, sampler
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
-from stepgraph.sampling.kernels import chain, choice, filters, processors, rejection
+from stepgraph.sampling.kernels import alternatives, chain, choice, filters, processors, rejection
 from stepgraph.sampling.kernels.operation import Operation
 from stepgraph.sampling.rng import Purpose
 from stepgraph.sampling.sampler import Param
@@ -152,6 +152,23 @@ def log_probabilities(device: torch.device, batch: int, positions: int, width: i
     inputs = (logits.to(device)[..., :width], probs.to(device), tokens.to(device), found)
     least = batch * positions * (width * 4 + 28)
     return Call(processors.log_probabilities, f"B={batch} Q={positions} V={width}", inputs, (), least, writes=(3,), near=1e-5)
+
+
+def top_logprobs(device: torch.device, batch: int, positions: int, width: int) -> Call:
+    """Ties, infinities, a distribution with fewer tokens than asked for, and a row that asks for none; results in a wider table."""
+    made, most = torch.Generator().manual_seed(width), 6
+    logits = (torch.randn(batch, positions, width + 5, generator=made) * 3).round(decimals=1)
+    logits[1, 0, : width // 2] = float("-inf")
+    probs = torch.rand(batch, positions, width, generator=made)
+    probs[..., 3:] *= torch.rand(batch, positions, 1, generator=made) > 0.5
+    params = torch.zeros(batch + 2, len(Param))
+    params[:, Param.TOP_LOGPROBS] = torch.arange(batch + 2) % (most + 1)
+    rows = torch.randperm(batch, generator=made) + 2
+    shape, pinned = (3, batch + 1, positions + 1, 2 * most), device.type == "cuda"
+    rings = torch.full(shape, -7, dtype=torch.int32, pin_memory=pinned), torch.full(shape, 7.5, pin_memory=pinned)
+    inputs = (logits.to(device)[..., :width], probs.to(device), rows.to(device), params.to(device), numbers(device, 1).fill_(4), *rings)
+    least = batch * positions * width * 8
+    return Call(alternatives.top_logprobs, f"B={batch} Q={positions} V={width}", inputs, (), least, writes=(5, 6), near=1e-5)
 
 
 def chain_accept(device: torch.device, batch: int, k: int) -> Call:

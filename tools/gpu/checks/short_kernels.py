@@ -45,6 +45,7 @@ def calls(device: torch.device) -> tuple[Call, ...]:
         operations.distribution(device, 3, WIDTH),
         operations.draw(device, 3, WIDTH),
         operations.log_probabilities(device, 3, 2, WIDTH),
+        operations.top_logprobs(device, 5, 2, WIDTH),
         operations.reject_sample(device, 3, 2, WIDTH),
         grammar_rows.call_of(device, 8, WIDTH),
         rope_call(device, torch.float32, 6, 64),

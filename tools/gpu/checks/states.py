@@ -162,6 +162,7 @@ class RoundBench:
             Param.PRESENCE_PENALTY: choice(0, 0.5, -1),
             Param.FREQUENCY_PENALTY: choice(0, 0.25, -0.5),
             Param.MIN_NEW_TOKENS: choice(0, 0, 5, 40),
+            Param.TOP_LOGPROBS: choice(0),
         }
         b.row_params.copy_(torch.stack([columns[column] for column in Param], 1))
         used = torch.arange(self.limits.max_bias_ids) < torch.randint(0, width, (rows, 1), generator=made)

@@ -249,7 +249,11 @@ SPOILED: dict[str, tuple[Drafter, Callable[[Path], object], str]] = {
         "head: vocabulary: lacks .* of the target's 110 tokens, such as 4 b'!'",
     ),
     "a field of a model": (MODEL, config(hidden_size=None), "head: config.hidden_size: got None, expected a whole number from 1 to 131072"),
-    "no kind of draft": (MODEL, config(architectures=["T5"]), r"architectures: got \['T5'\], expected an EAGLE-3 head .*, MTP modules"),
+    "no kind of draft": (
+        MODEL,
+        config(architectures=["T5"]),
+        r"architectures: got \['T5'\], expected one causal language model of .*, an EAGLE-3 head .*, or MTP modules",
+    ),
     "no folder": (
         MODEL,
         shutil.rmtree,

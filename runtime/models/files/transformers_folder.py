@@ -1,0 +1,182 @@
+"""A model folder for the implementation of `transformers`: checked on the meta device before its weights are loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stepgraph.graphs.limits import Limits
+from stepgraph.runtime.models.files.checkpoint import MemoryNeed, memory_need
+from stepgraph.runtime.models.files.weights import SafetensorsSource, read_json
+from stepgraph.runtime.models.llama_config import DTYPES, UnsupportedConfigError
+from stepgraph.sampling.fields import clip_error, clip_repr
+from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_folder
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from stepgraph.runtime.models.draft_llama import TokenMap
+    from stepgraph.runtime.models.transformers_model import DraftTransformers, ModelSizes, TransformersModel
+
+_EXPERTS = "batched_mm"  # the one for experts that reads nothing on the host
+_VARYING_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class TransformersCheckpoint:
+    """A model of `transformers` whose config, layers and vocabulary were checked; its weights are not in memory yet."""
+
+    path: Path
+    config: ModelSizes
+    vocabulary: Vocabulary
+    outlined: Any  # the model on the meta device
+    mtp_modules: int = 0
+
+    def outline(self, feature_layers: Sequence[int] = ()) -> TransformersModel:
+        """The model on the meta device."""
+        model: TransformersModel = _model_module().TransformersModel(self.outlined, self.config, feature_layers=feature_layers)
+        return model
+
+    def memory(self, limits: Limits) -> MemoryNeed:
+        return memory_need(self.path.name, self.outline(), limits)
+
+    def check(self, progress: bool = False) -> None:
+        """The weights are checked when they are loaded."""
+
+    def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> TransformersModel:
+        """ValueError names a tensor that is missing, does not fit, or holds NaN or infinity."""
+        loaded = self._load(device, progress)
+        model: TransformersModel = _model_module().TransformersModel(loaded, self.config, feature_layers=feature_layers)
+        model.origin = self.path.name
+        return model
+
+    def outline_draft(self, token_map: TokenMap | None) -> DraftTransformers:
+        return self._as_draft(self.outlined, token_map)
+
+    def load_draft(self, token_map: TokenMap | None, device: str | torch.device, progress: bool = False) -> DraftTransformers:
+        return self._as_draft(self._load(device, progress), token_map)
+
+    def _as_draft(self, model: Any, token_map: TokenMap | None) -> DraftTransformers:
+        draft: DraftTransformers = _model_module().DraftTransformers(model, self.config, token_map)
+        return draft
+
+    def _load(self, device: str | torch.device, progress: bool) -> Any:
+        options = _options(self.config.dtype, _model_module().PAGED)
+        with _quiet(progress):
+            loaded, report = type(self.outlined).from_pretrained(
+                self.path,
+                **options,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        _check_report(self.path, report)
+        loaded.eval().requires_grad_(False)
+        for name, tensor in loaded.named_parameters():
+            if not bool(torch.isfinite(tensor).all()):
+                raise ValueError(f"{self.path}: {name} holds NaN or infinity")
+        return loaded.to(device)
+
+
+def open_transformers(path: Path, dtype: torch.dtype | None = None) -> TransformersCheckpoint:
+    """Read and check everything except the weights. ValueError names the file and the field or layer."""
+    if not path.is_dir():
+        raise ValueError(f"path: got {str(path)!r}, expected a local folder with a config.json for implementation='transformers'")
+    module, fields = _model_module(), read_json(path / "config.json")
+    kind = _class_of(path, fields)
+    SafetensorsSource(path)  # the folder has its weights in this format
+    config = kind.config_class.from_dict(dict(fields))
+    _check_config(path, config)
+    stated = config.get_text_config().dtype or torch.float32
+    dtype = dtype or (getattr(torch, stated) if isinstance(stated, str) else stated)
+    if dtype not in DTYPES.values():
+        raise ValueError(f"{path}: config.dtype: got {clip_repr(dtype)}, expected one of {', '.join(DTYPES)}")
+    try:
+        with _quiet(False), torch.device("meta"):
+            outlined = kind._from_config(config, **_options(dtype, module.INSPECTED)).eval().requires_grad_(False)
+        sizes = module.inspect_model(outlined)
+    except (ValueError, KeyError, TypeError, ZeroDivisionError, RuntimeError) as error:
+        raise ValueError(f"{path}: {kind.__name__}: {clip_error(error)}") from None
+    vocabulary = Vocabulary.from_table(read_folder(path, fields, sizes.vocab_size))
+    return TransformersCheckpoint(path, sizes, vocabulary, outlined)
+
+
+def why_no_transformers() -> str:
+    return "" if importlib.util.find_spec("transformers") else "transformers is not installed: pip install 'stepgraph[transformers]'"
+
+
+def _model_module() -> Any:
+    if why := why_no_transformers():
+        raise ValueError(f"implementation: got 'transformers', expected 'native': {why}")
+    return importlib.import_module("stepgraph.runtime.models.transformers_model")
+
+
+def _class_of(path: Path, fields: Mapping[str, Any]) -> Any:
+    """The class of `transformers` that the config names. Code in the folder is never run."""
+    transformers = importlib.import_module("transformers")
+    causal = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    names, remote = fields.get("architectures"), fields.get("auto_map")
+    name = names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else ""
+    stated = remote.get("AutoModelForCausalLM") if isinstance(remote, dict) else remote
+    # Public folders of models that transformers has since adopted still name their file, with the same class.
+    if remote and (name not in causal or str(stated).rpartition(".")[2] != name):
+        raise _refused(path, "auto_map", remote, "a class of transformers, since code in a model folder is not run")
+    if name not in causal:
+        raise UnsupportedConfigError(str(_refused(path, "architectures", names, "one causal language model of transformers")))
+    found = getattr(transformers, name)
+    if found.config_class.model_type != fields.get("model_type"):
+        raise _refused(path, "model_type", fields.get("model_type"), f"{found.config_class.model_type!r} for {name}")
+    return found
+
+
+def _check_config(path: Path, config: Any) -> None:
+    if config.is_encoder_decoder:
+        raise _refused(path, "is_encoder_decoder", True, "a decoder alone")
+    if quantised := getattr(config, "quantization_config", None):
+        raise _refused(path, "quantization_config", quantised, "weights that are not quantised")
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if part.get("rope_type") in _VARYING_ROPE:
+            why = "frequencies that do not depend on the length of the text, which a captured round cannot read"
+            raise _refused(path, "rope_parameters.rope_type", part["rope_type"], why)
+
+
+def _refused(path: Path, field: str, value: object, expected: str) -> ValueError:
+    return ValueError(f"{path / 'config.json'}: {field}: got {clip_repr(value)}, expected {expected}")
+
+
+def _check_report(path: Path, report: Mapping[str, Any]) -> None:
+    for name, stored, expected in report["mismatched_keys"]:
+        raise ValueError(f"{path}: {name}: got shape {tuple(stored)}, expected {tuple(expected)} by the config")
+    for name in sorted(report["missing_keys"]):
+        raise ValueError(f"{path}: {name} is missing")
+    for name in sorted(report["unexpected_keys"]):
+        raise ValueError(f"{path}: got {len(report['unexpected_keys'])} tensors that the config does not account for, such as {name}")
+    if report["error_msgs"]:
+        raise ValueError(f"{path}: {clip_repr(report['error_msgs'])}")
+
+
+def _options(dtype: torch.dtype, attention: str) -> dict[str, Any]:
+    return {"dtype": dtype, "attn_implementation": attention, "experts_implementation": _EXPERTS}
+
+
+@contextlib.contextmanager
+def _quiet(progress: bool) -> Iterator[None]:
+    """Without the messages of `transformers`, whose content is checked here, and without its progress bar unless wanted."""
+    logging = importlib.import_module("transformers").utils.logging
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    (logging.enable_progress_bar if progress else logging.disable_progress_bar)()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        (logging.enable_progress_bar if bar else logging.disable_progress_bar)()

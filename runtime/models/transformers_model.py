@@ -1,0 +1,288 @@
+"""A causal language model of `transformers` over static buffers: its modules run as they are, with the paged attention of this project.
+
+Imported only where a model needs it, because `transformers` is an optional dependency. The modules reach the attention through
+transformers' attention interface; positions, cache slots and block tables come from ModelInput, so no mask is built.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from stepgraph.graphs.attention.paged import AttentionShape, attention, cache_specs
+from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs.layers.dense import product
+from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.runtime.models.draft_llama import TokenMap, TokenMapped
+
+PAGED, INSPECTED = "stepgraph", "stepgraph_inspected"  # names in transformers' attention interface
+_ACCEPTED = {"dropout", "position_ids", "use_cache", "sliding_window", "is_causal"}  # options of attention that are known without effect
+_PROBED_TOKENS = 2
+
+
+class LayerAttention(NamedTuple):
+    """The attention of one layer."""
+
+    heads: int
+    kv_heads: int
+    size: int  # of queries and keys
+    value_size: int  # at most `size`: values are stored with zeros after them
+    window: int | None
+    scale: float
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What engines and drafts need to know of a config."""
+
+    vocab_size: int
+    hidden_size: int
+    max_positions: int
+    dtype: torch.dtype
+    attention: tuple[LayerAttention, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.attention)
+
+
+class _Call(NamedTuple):
+    """One call of a TransformersModel; passed through the modules as a keyword argument."""
+
+    model: TransformersModel
+    inputs: ModelInput
+    buffers: StaticBuffers
+    layer_inputs: dict[int, Tensor]
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, **options: Any) -> Tensor:
+        """query [B, heads, Q, size], key, value [B, kv_heads, Q, size] -> [B, Q, heads, size]."""
+        index: Any = module.layer_idx
+        layer = self.model.config.attention[index]
+        keys, values = self.model.cache_of(index, self.buffers)
+        query, key, value = (states.transpose(1, 2) for states in (query, key, value))
+        if layer.value_size < layer.size:
+            value = functional.pad(value, (0, layer.size - layer.value_size))
+        slots = (self.inputs.slots.flatten(),)
+        keys.index_put_(slots, key.flatten(0, 1))
+        values.index_put_(slots, value.flatten(0, 1))
+        return attention(query, keys, values, self.inputs, layer.window, layer.scale)[..., : layer.value_size]
+
+
+class _Inspection:
+    """Takes the place of a _Call, over tensors without data: collects what every layer asks of its attention."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerAttention] = {}
+        self.masks: dict[int, Any] = {}
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, **options: Any) -> Tensor:
+        index: Any = getattr(module, "layer_idx", None)
+        name = f"{type(module).__name__} of layer {index}"
+        if index is None or index in self.layers:
+            raise ValueError(f"{name}: got a second attention, expected one per layer")
+        scale = options.pop("scaling", None)
+        unknown = [option for option, given in options.items() if option not in _ACCEPTED and given is not None]
+        if unknown or options.get("is_causal") is False:
+            raise ValueError(f"{name}: got the option {(unknown or ['is_causal=False'])[0]} of attention, which is not supported")
+        sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
+        if sizes[0] % sizes[1] or sizes[3] > sizes[2] or query.shape[3] != sizes[2]:
+            raise ValueError(f"{name}: got queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)}")
+        self.layers[index] = LayerAttention(*sizes, None, float(sizes[2] ** -0.5 if scale is None else scale))
+        self.masks[index] = mask
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
+def _attention(module: nn.Module, *tensors: Any, stepgraph: _Call | _Inspection | None = None, **options: Any) -> tuple[Tensor, None]:
+    if stepgraph is None:
+        raise ValueError(f"{type(module).__name__} does not pass keyword arguments to its attention, as every call needs here")
+    return stepgraph.attend(module, *tensors, **options), None
+
+
+AttentionInterface.register(PAGED, _attention)
+AttentionInterface.register(INSPECTED, _attention)
+AttentionMaskInterface.register(INSPECTED, lambda **options: options["mask_function"])  # PAGED has none: no mask is built
+
+
+def inspect_model(model: PreTrainedModel) -> ModelSizes:
+    """The sizes of a model on the meta device, made with INSPECTED. ValueError names the layer that is not supported, and why."""
+    config, inspection = model.config.get_text_config(), _Inspection()
+    decoder = decoder_of(model)
+    ids = torch.zeros(1, _PROBED_TOKENS, dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            decoder(input_ids=ids, position_ids=ids, attention_mask=ids.bool(), use_cache=False, stepgraph=inspection)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+        raise ValueError(f"{type(model).__name__}: a call without data failed, as a captured round would: {error}") from None
+    layers, positions = range(config.num_hidden_layers), getattr(config, "max_position_embeddings", None) or 1 << 20
+    missing = [index for index in layers if index not in inspection.layers]
+    if missing:
+        kinds = getattr(config, "layer_types", None) or [type(_layers(decoder, config)[missing[0]]).__name__] * len(layers)
+        raise ValueError(f"layer {missing[0]} ({kinds[missing[0]]}) does not use the attention interface, and its state is not supported")
+    windows = {id(mask): _window(index, mask, positions) for index, mask in inspection.masks.items()}
+    found = tuple(inspection.layers[index]._replace(window=windows[id(inspection.masks[index])]) for index in layers)
+    return ModelSizes(config.vocab_size, config.hidden_size, positions, model.dtype, found)
+
+
+def _window(layer: int, mask: Any, positions: int) -> int | None:
+    """The attention window of a mask function. ValueError for a mask that is not causal with at most a window."""
+    query = min(positions, 1 << 17) - 2
+    places = torch.arange(query + 2)
+    zero = torch.zeros((), dtype=torch.int64)
+    try:
+        seen = torch.broadcast_to(mask(zero, zero, torch.tensor(query), places), places.shape)
+    except (TypeError, RuntimeError, NotImplementedError):
+        seen = torch.zeros_like(places, dtype=torch.bool)
+    count = int(seen.sum())
+    if not count or not torch.equal(seen, (places <= query) & (places > query - count)):
+        raise ValueError(f"layer {layer}: its attention mask is neither causal nor causal with a window, and is not supported")
+    return None if count > query else count
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    if decoder is model or all(child is not decoder for child in model.children()):
+        raise ValueError(f"{type(model).__name__}: got no decoder among its own modules, expected a causal language model")
+    return decoder
+
+
+def _layers(decoder: nn.Module, config: Any) -> nn.ModuleList:
+    lists = [module for module in decoder.children() if isinstance(module, nn.ModuleList) and len(module) >= config.num_hidden_layers]
+    if len(lists) != 1:
+        raise ValueError(f"{type(decoder).__name__}: got {len(lists)} lists of layers, expected one")
+    return lists[0]
+
+
+class _Product(nn.Module):
+    """nn.Linear by this project's product: on the CPU a row has the same bits in any batch."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, states: Tensor) -> Tensor:
+        return product(states.reshape(-1, states.shape[-1]), self.weight, self.bias).view(*states.shape[:-1], -1)
+
+
+class _Given(nn.Module):
+    """Takes the place of the decoder, so that the model's own forward computes logits from a hidden state."""
+
+    def forward(self, inputs_embeds: Tensor, **_: object) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+class TransformersModel(nn.Module):
+    """A target. model: loaded, with PAGED attention. sizes: from `inspect_model`. feature_layers, name: as of Llama."""
+
+    def __init__(self, model: PreTrainedModel, sizes: ModelSizes, *, feature_layers: Sequence[int] = (), name: str = "target") -> None:
+        super().__init__()
+        self.config, self.name, self.feature_layers, self.origin = sizes, name, tuple(feature_layers), ""
+        for layer in self.feature_layers:
+            if not 0 <= layer <= sizes.num_layers:
+                raise ValueError(f"feature_layers: got {layer!r}, expected whole numbers from 0 to {sizes.num_layers}")
+        self.vocab_size, self.hidden_size, self.embedding_size = sizes.vocab_size, sizes.hidden_size, sizes.hidden_size
+        self.feature_size, self.feature_dtype = sizes.hidden_size * max(1, len(self.feature_layers)), sizes.dtype
+        self.family = type(model).__name__
+        self.decoder = decoder_of(model)
+        self.head = copy.copy(model)  # shares every parameter
+        self.head._modules = {name: _Given() if child is self.decoder else child for name, child in model._modules.items()}
+        for module in [*self.decoder.modules(), *self.head.modules()]:
+            for child_name, child in module.named_children():
+                if type(child) is nn.Linear:
+                    setattr(module, child_name, _Product(child))
+        self._save_layer_inputs(_layers(self.decoder, model.config.get_text_config()))
+        shapes: dict[tuple[int, int], list[int]] = {}
+        for index, layer_attention in enumerate(sizes.attention):
+            shapes.setdefault((layer_attention.kv_heads, layer_attention.size), []).append(index)
+        self._groups = shapes  # layers by the shape of their cache entries
+        self._cache_of = {index: (number, place) for number, layers in enumerate(shapes.values()) for place, index in enumerate(layers)}
+        grouped: dict[AttentionShape, list[int | None]] = {}
+        for each in sizes.attention:
+            grouped.setdefault(AttentionShape(sizes.dtype, each.heads, each.kv_heads, each.size, ()), []).append(each.window)
+        self.attends = tuple(shape._replace(windows=tuple(windows)) for shape, windows in grouped.items())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For the capture report."""
+        return (f"{self.name}: {self.family} of transformers",)
+
+    @property
+    def embedding(self) -> nn.Parameter:
+        """[vocab_size, hidden_size], for a draft that shares it. ValueError if the model scales its embeddings."""
+        module = cast("PreTrainedModel", self.decoder).get_input_embeddings()
+        if type(module) is not nn.Embedding:
+            raise ValueError(f"{self.family}: its embeddings are scaled, expected a draft with embed_tokens.weight of its own")
+        return cast("nn.Parameter", module.weight)
+
+    @property
+    def unembedding(self) -> nn.Parameter:
+        """[vocab_size, hidden_size], the matrix of the logits."""
+        weight: nn.Parameter = self.head.get_output_embeddings().weight  # type: ignore[no-untyped-call]
+        return weight
+
+    def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
+        if limits.max_length > self.config.max_positions:
+            accepted = f"at most the {self.config.max_positions} positions of the {self.name}"
+            raise ValueError(f"Limits.max_length: got {limits.max_length}, expected {accepted}")
+        return [
+            spec
+            for number, ((heads, size), layers) in enumerate(self._groups.items())
+            for spec in cache_specs(self._cache_name(number), len(layers), limits, heads, size, self.config.dtype)
+        ]
+
+    def cache_of(self, layer: int, buffers: StaticBuffers) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, [slots, kv_heads, size] each."""
+        number, place = self._cache_of[layer]
+        name = self._cache_name(number)
+        return buffers[f"{name}_keys"][place], buffers[f"{name}_values"][place]
+
+    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+        call = _Call(self, inputs, buffers, {})
+        given: Mapping[str, Tensor] = {"input_ids": inputs.tokens}
+        if inputs.embeddings is not None:
+            embedded = cast("PreTrainedModel", self.decoder).get_input_embeddings()(inputs.tokens)
+            given = {"inputs_embeds": torch.where(inputs.embeddings.given[..., None], inputs.embeddings.values, embedded)}
+        output = self.decoder(**given, position_ids=inputs.positions, use_cache=False, stepgraph=call)
+        features = [call.layer_inputs[layer] for layer in self.feature_layers]
+        return ModelOutput(output.last_hidden_state, torch.cat(features, -1) if features else None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        output = self.head(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1]), use_cache=False)
+        logits: Tensor = output.logits.view(*hidden.shape[:-1], -1)
+        return logits
+
+    def _cache_name(self, number: int) -> str:
+        return self.name if len(self._groups) == 1 else f"{self.name}{number}"
+
+    def _save_layer_inputs(self, layers: nn.ModuleList) -> None:
+        """Hooks that keep the inputs of the feature layers for the call."""
+
+        def keep(index: int, options: Mapping[str, Any], states: Tensor | tuple[Tensor, ...]) -> None:
+            options["stepgraph"].layer_inputs[index] = states if isinstance(states, Tensor) else states[0]
+
+        for index in self.feature_layers:
+            if index < len(layers):
+                layers[index].register_forward_pre_hook(
+                    lambda module, args, options, index=index: keep(index, options, args or options["hidden_states"]), with_kwargs=True
+                )
+            else:
+                layers[index - 1].register_forward_hook(
+                    lambda module, args, options, output, index=index: keep(index, options, output), with_kwargs=True
+                )
+
+
+class DraftTransformers(TokenMapped, TransformersModel):
+    """A model as a draft."""
+
+    def __init__(self, model: PreTrainedModel, sizes: ModelSizes, token_map: TokenMap | None = None) -> None:
+        super().__init__(model, sizes, name="draft")
+        self.set_token_map(token_map, model.device)

@@ -1,0 +1,94 @@
+"""Models of `transformers` in the engine: texts equal greedy decoding by the same package without a cache."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepgraph import Engine, EngineConfig
+from stepgraph.runtime.models.files.target import open_target
+from tests.helpers.families import folder_of
+from tests.helpers.family_texts import CONFIG, CONSTRAINTS, PROMPTS, decode, plain
+
+
+def pretrained(path: Path, draft: Any = "ngram", k: int = 3, **options: Any) -> Engine:
+    config = EngineConfig(**{**vars(CONFIG), "num_speculative_tokens": k, "draft_length": k})
+    return Engine.from_pretrained(path, draft, config=config, implementation="transformers", **options)
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram", "model"])
+def test_texts_equal_plain_greedy_decoding(draft: str) -> None:
+    """Prompts in chunks, three rows, with and without grammars."""
+    family = "llama-3.1"
+    with pretrained(folder_of(family), folder_of(family) if draft == "model" else draft) as engine:
+        assert "target: LlamaForCausalLM of transformers" in engine.capture().notes
+        accepted = 0
+        for constraint in CONSTRAINTS[:3]:
+            for prompt, job in zip(PROMPTS, decode(engine, PROMPTS, constraint), strict=True):
+                assert (job.tokens, str(job.finish_reason)) == plain(family, tuple(prompt), constraint, 24), (prompt, constraint)
+                accepted += job.num_accepted_drafts
+    assert draft == "none" or accepted > 5
+
+
+def changed(tmp_path: Path, **fields: Any) -> Path:
+    """A copy of a Llama folder with other fields in its config.json."""
+    folder = Path(shutil.copytree(folder_of("llama-2"), tmp_path / "model"))
+    file = folder / "config.json"
+    kept = {**json.loads(file.read_text(encoding="utf-8")), **fields}
+    file.write_text(json.dumps({name: value for name, value in kept.items() if value is not None}), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": None}, r"config\.json: architectures: got None, expected one causal language model of transformers"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            r"architectures: got \['LlamaForSequenceClassification'\], expected one causal",
+        ),
+        ({"architectures": ["MistralForCausalLM"]}, r"model_type: got 'llama', expected 'mistral' for MistralForCausalLM"),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}},
+            r"auto_map: got .*, expected a class of transformers, since code in a model",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config: got .*, expected weights that are not quantised"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, r"rope_type: got 'dynamic', expected frequencies that do not depend"),
+        ({"num_hidden_layers": 5}, r"model\.layers\.4\.\S+ is missing"),
+        ({"num_hidden_layers": 3}, r"got 9 tensors that the config does not account for, such as model\.layers\.3\."),
+        ({"intermediate_size": 80}, r"model\.layers\.0\.mlp\.\S+: got shape \(.*\), expected \(.*\) by the config"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pretrained(changed(tmp_path, **fields))
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"implementation: got 'torch', expected one of 'auto', 'native', 'transformers'"):
+        Engine.from_pretrained(folder_of("llama-2"), implementation="torch")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"path: got '.*model\.gguf', expected a local folder .* for implementation='transformers'"):
+        pretrained(tmp_path / "model.gguf")
+    with pytest.raises(ValueError, match=r"weights: got 'quantised' with implementation='transformers', expected 'dequantised'"):
+        pretrained(folder_of("llama-2"), weights="quantised")
+
+
+def test_auto_is_native_where_that_implements_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(open_target(folder_of("llama-2"))).__name__ == "Checkpoint"
+    rope = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+    folder = changed(tmp_path, rope_parameters=rope)
+    assert type(open_target(folder)).__name__ == "TransformersCheckpoint"
+    with pytest.raises(ValueError, match=r"rope_type: got 'yarn', expected 'default', 'linear' or 'llama3'"):
+        open_target(folder, implementation="native")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"rope_type: got 'yarn'.* pip install 'stepgraph\[transformers\]'"):
+        open_target(folder)
+    with pytest.raises(
+        ValueError, match=r"implementation: got 'transformers', expected 'native': .* pip install 'stepgraph\[transformers\]'"
+    ):
+        open_target(folder, implementation="transformers")
