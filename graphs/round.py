@@ -28,8 +28,10 @@ from stepgraph.graphs import drafting, proposing, skipped_tokens, stages
 from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
 from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import CaptureContext, Step, current_context
-from stepgraph.graphs.grammar_lane import DeviceTables, GrammarLane, HostNodes, MaskSource, RoundShape
+from stepgraph.graphs.capture import Step
+from stepgraph.graphs.context import CaptureContext, current_context
+from stepgraph.graphs.grammar_lane import DeviceTables, GrammarLane, MaskSource, RoundShape
+from stepgraph.graphs.host_nodes import HostNodes
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.proposer import Proposer

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step, checked_loop, setting
+from stepgraph.graphs.capture import BackendStats, Check, Step, checked_loop
+from stepgraph.graphs.context import MAIN, setting
 from stepgraph.graphs.cuda.context import Streams
 from stepgraph.graphs.cuda.driver import Driver, open_driver
 from stepgraph.graphs.cuda.loop import LoopGraph, why_no_loops
