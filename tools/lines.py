@@ -59,7 +59,7 @@ DECODE_RING = (
     "graphs/limits.py",
     "graphs/model_call.py",
     "graphs/graph_set.py",
-    "graphs/capture.py",
+    "graphs/context.py",
     "graphs/cuda/backend.py",
     "graphs/cuda/context.py",
     "graphs/cuda/driver.py",
