@@ -2,7 +2,7 @@
 
 Host nodes are host functions of the driver, and run on a thread of the driver. A Python host node needs the GIL there, so no
 thread may wait inside the driver with the GIL held, and a host node must not call CUDA, not even by printing or freeing a device
-tensor. Native host nodes (driver.HostCallback) do not need the GIL.
+tensor. Native host nodes (HostCallback) do not need the GIL.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step, checked_loop, setting
+from stepgraph.graphs.capture import BackendStats, Check, Step, checked_loop
+from stepgraph.graphs.context import MAIN, setting
 from stepgraph.graphs.cuda.context import Streams
 from stepgraph.graphs.cuda.driver import Driver, open_driver
 from stepgraph.graphs.cuda.loop import LoopGraph, why_no_loops

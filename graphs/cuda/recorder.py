@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, Step, refusing_threads, use_context
+from stepgraph.graphs.capture import Step
+from stepgraph.graphs.context import MAIN, refusing_threads, use_context
 from stepgraph.graphs.cuda.context import CudaCaptureContext, Streams
-from stepgraph.graphs.cuda.driver import Driver, HostCallback, KernelParams
+from stepgraph.graphs.cuda.driver import Driver
+from stepgraph.graphs.cuda.driver_calls import KernelParams
+from stepgraph.graphs.cuda.host_callback import HostCallback
 from stepgraph.graphs.cuda.loop import LoopGraph
 from stepgraph.graphs.errors import CaptureError, HostErrors, Site, fail, site_of
 from stepgraph.graphs.spans import MakeRange, RecordedReport, stage_runs

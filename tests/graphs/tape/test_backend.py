@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.backends import capture, make_backend, run_eager
-from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
-from stepgraph.graphs.capture import current_context
+from stepgraph.graphs.buffer_spec import BufferSpec
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.context import current_context
 from stepgraph.graphs.errors import CaptureError, HostNodeError
 from stepgraph.graphs.tape import backend as tape
 from stepgraph.graphs.tape.backend import TapeBackend
@@ -572,7 +573,7 @@ def test_process_exits_cleanly_without_close() -> None:
     """A process may exit with replays in flight and an open backend."""
     program = """
 import time, torch
-from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs import BufferSpec, StaticBuffers
 from stepgraph.graphs.capture import current_context
 from stepgraph.graphs.tape.backend import TapeBackend
 def step(b):
