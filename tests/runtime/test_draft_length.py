@@ -19,7 +19,16 @@ from hypothesis import strategies as st
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
 from stepgraph.graphs.shapes import PLAIN, Drafting, GraphKey
 from stepgraph.graphs.tape.backend import Tape
-from stepgraph.runtime.draft_length import DEFAULT_RULE, Costs, Counts, DraftLengths, RoundCosts, Sources, verified
+from stepgraph.runtime.draft_length import (
+    DEFAULT_RULE,
+    Costs,
+    Counts,
+    DraftLengthChooser,
+    DraftLengths,
+    RoundCosts,
+    Sources,
+    verified,
+)
 from stepgraph.runtime.in_flight import CALIBRATING_ROUNDS
 from stepgraph.runtime.request import Origin
 from tests.helpers.toy_engines import DRAFTERS, TARGET, VOCABULARY, Setup, make_engine, plain
@@ -282,6 +291,23 @@ def test_rounds_with_host_grammars_beside_device_grammars_have_two_lengths() -> 
         assert jobs[0].tokens == jobs[1].tokens == plain([5, 6], 30, grammar).tokens
         assert used and {key.draft_length for key in used} <= ({7} if chooser.fixed else {0, 7})
     engine.close()
+
+
+def test_round_that_processes_skipped_tokens_measures_no_cost() -> None:
+    both = PLAIN, Drafting(3)
+    key, chooser = GraphKey(1, False), DraftLengthChooser(both)
+    for length, seconds in ((0, 2.0), (3, 2.5)):
+        chooser.costs.calibrate(GraphKey(1, False, draft_length=length), seconds)
+    catches_up = []
+    for drafting in (PLAIN, Drafting(3), Drafting(3)):
+        chooser.choose((), key)
+        catches_up.append(chooser.needs_catch_up(drafting))
+    assert catches_up == [False, True, False]
+    chooser.ended(PLAIN, (), 2.0)
+    chooser.ended(Drafting(3), (), 50.0)
+    assert chooser.costs.of(key)[Drafting(3)] == 2.5
+    chooser.ended(Drafting(3), (), 2.8)
+    assert chooser.costs.of(key)[Drafting(3)] > 2.5
 
 
 def test_slow_first_replays_do_not_stop_drafting() -> None:
