@@ -128,8 +128,8 @@ class Backend(Protocol):
     ) -> Recorded:
         """Record `step` and leave the buffers unchanged. CaptureError if the step cannot be replayed."""
 
-    def measure(self, step: Step, buffers: StaticBuffers) -> int:
-        """Bytes of a recording of `step` that shares no memory with others. The recording is discarded."""
+    def measure(self, step: Step, buffers: StaticBuffers) -> RecordedReport:
+        """The report of a recording of `step` that shares no memory with others. The recording is discarded."""
 
     def run(self, function: Callable[[], object]) -> None:
         """Issue the operations of `function` on the main stream, after everything launched before. Does not block.

@@ -14,10 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import drafting, stages
+from stepgraph.graphs import drafting, mask_upload
 from stepgraph.graphs.batch import Batch
-from stepgraph.graphs.buffers import Column, StaticBuffers
+from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import CaptureContext, StreamEvent
+from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, advance, fill_next, follow
 from stepgraph.sampling.grammar.status import HostColumn
@@ -190,7 +191,7 @@ class HostNodes:
             for stage in stages_filled:
                 buffers.batch_masks[stage, :size].copy_(buffers.masks_host[stage, :size], non_blocking=True)
                 buffers.batch_tags[stage, :size].copy_(buffers.tags_host[stage, :size], non_blocking=True)
-                stages.place_masks(buffers, rows, stage)
+                mask_upload.place_masks(buffers, rows, stage)
                 if forced and stage < len(buffers.forced_host):
                     buffers.batch_forced[stage, :size].copy_(buffers.forced_host[stage, :size], non_blocking=True)
 

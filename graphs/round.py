@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from stepgraph.graphs import drafting, proposing, stages
+from stepgraph.graphs import drafting, proposing, skipped_tokens, stages
 from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
 from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.buffers import StaticBuffers
@@ -146,7 +146,7 @@ class Round:
                 publish()
         with context.stage("propose"):
             if "row_skipped_tokens" in buffers:
-                drafting.skip_tokens(buffers, batch, emission, features)
+                skipped_tokens.skip_tokens(buffers, batch, emission, features)
             if self.models.reads_text:
                 proposing.append_emission(buffers, batch, emission, self.limits)
             if not count:

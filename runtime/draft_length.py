@@ -13,13 +13,15 @@ from __future__ import annotations
 import collections
 import itertools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from stepgraph.graphs.buffers import ResultRecord
+from stepgraph.graphs.key_sets import host_drafting
 from stepgraph.graphs.round_specs import MAX_SKIPPED
-from stepgraph.graphs.shapes import FULL, PLAIN, Drafting, GraphKey, host_drafting
+from stepgraph.graphs.row_layout import ResultRecord
+from stepgraph.graphs.shapes import FULL, PLAIN, Drafting, GraphKey
 from stepgraph.runtime.request import ActiveRequest
 
 AUTO = "auto"
@@ -284,6 +286,7 @@ class DraftLengthChooser:
     ) -> None:
         """chosen: called with the choice for each round. device_grammars: see host_drafting."""
         self._chosen, self.choices = chosen, choices
+        self.clock: Callable[[], float] = time.perf_counter  # of costs; benchmarks on a shared machine use the processor's time
         self.fixed: Drafting | None = None  # of every round until it is None: for replays of recordings, and to compare choices
         self.log: list[tuple[Drafting, float]] | None = None  # choice and account of each round, while it is a list
         self.costs, self._choice = RoundCosts(choices), DraftLengths(choices)

@@ -116,10 +116,10 @@ class Bench:
         )
         assert isinstance(pair.draft, nn.Module)
         self.engine = Engine(pair.target, NeverRight(pair.draft) if wrong else pair.draft, vocabulary=pair.vocabulary, config=config)
-        self.engine._in_flight.clock = time.process_time
-        self.engine.capture()
         chooser = self.engine._parts.lengths
         assert chooser is not None
+        chooser.clock = time.process_time
+        self.engine.capture()
         self.chooser = chooser
 
     @property

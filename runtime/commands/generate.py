@@ -35,11 +35,11 @@ def run(options: argparse.Namespace) -> int:
     engines.set_threads(options)
     engine, vocabulary = _make_engine(options, request)
     with engine:
-        report = engine.capture(progress=terminal.shows_progress())
+        engine.ensure_captured(progress=terminal.shows_progress())
         if request.constraint is not None:
             engine.compile(request.constraint)  # bad input if it cannot be enforced; not part of the measured time
         document = _generate(engine, request, options, TextStream(vocabulary))
-        document |= {"threads": torch.get_num_threads(), "notes": report.notes, "stats": asdict(engine.stats())}
+        document |= {"threads": torch.get_num_threads(), "notes": engine.notes, "stats": asdict(engine.stats())}
     if options.json:
         terminal.print_json(document)
     if not document["error"] and terminal.shows_progress():

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
 from stepgraph.graphs.shapes import PLAIN, Drafting, GraphKey
 from stepgraph.graphs.tape.backend import Tape
+from stepgraph.runtime.calibration import CALIBRATING_ROUNDS
 from stepgraph.runtime.draft_length import (
     DEFAULT_RULE,
     Costs,
@@ -29,7 +30,6 @@ from stepgraph.runtime.draft_length import (
     Sources,
     verified,
 )
-from stepgraph.runtime.in_flight import CALIBRATING_ROUNDS
 from stepgraph.runtime.request import Origin
 from tests.helpers.toy_engines import DRAFTERS, TARGET, VOCABULARY, Setup, make_engine, plain
 
