@@ -18,7 +18,7 @@ from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.proposer import Proposer
 
-Attend = Callable[[Tensor, Tensor, Tensor, "ModelInput", int, float, Tensor], None]  # query, keys, values, inputs, window, scale, output
+Attend = Callable[..., None]  # (query, keys, values, inputs, window, scale, output), then (softcap, sinks) where a model has either
 
 
 class Embeddings(NamedTuple):

@@ -39,6 +39,8 @@ class LayerAttention(NamedTuple):
     value_size: int  # at most `size`: values are stored with zeros after them
     window: int | None
     scale: float
+    softcap: float = 0.0
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ class _Call(NamedTuple):
     buffers: StaticBuffers
     layer_inputs: dict[int, Tensor]
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, **options: Any) -> Tensor:
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, s_aux: Tensor | None = None, **_: Any
+    ) -> Tensor:
         """query [B, heads, Q, size], key, value [B, kv_heads, Q, size] -> [B, Q, heads, size]."""
         index: Any = module.layer_idx
         layer = self.model.config.attention[index]
@@ -75,7 +79,8 @@ class _Call(NamedTuple):
         slots = (self.inputs.slots.flatten(),)
         keys.index_put_(slots, key.flatten(0, 1))
         values.index_put_(slots, value.flatten(0, 1))
-        return attention(query, keys, values, self.inputs, layer.window, layer.scale)[..., : layer.value_size]
+        output = attention(query, keys, values, self.inputs, layer.window, layer.scale, layer.softcap, s_aux)
+        return output[..., : layer.value_size]
 
 
 class _Inspection:
@@ -90,14 +95,15 @@ class _Inspection:
         name = f"{type(module).__name__} of layer {index}"
         if index is None or index in self.layers:
             raise ValueError(f"{name}: got a second attention, expected one per layer")
-        scale = options.pop("scaling", None)
+        scale, softcap, sinks = (options.pop(option, None) for option in ("scaling", "softcap", "s_aux"))
         unknown = [option for option, given in options.items() if option not in _ACCEPTED and given is not None]
         if unknown or options.get("is_causal") is False:
             raise ValueError(f"{name}: got the option {(unknown or ['is_causal=False'])[0]} of attention, which is not supported")
         sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
         if sizes[0] % sizes[1] or sizes[3] > sizes[2] or query.shape[3] != sizes[2]:
             raise ValueError(f"{name}: got queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)}")
-        self.layers[index] = LayerAttention(*sizes, None, float(sizes[2] ** -0.5 if scale is None else scale))
+        scale = float(sizes[2] ** -0.5 if scale is None else scale)
+        self.layers[index] = LayerAttention(*sizes, None, scale, float(softcap or 0.0), sinks is not None)
         self.masks[index] = mask
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
@@ -207,7 +213,8 @@ class TransformersModel(nn.Module):
         self._cache_of = {index: (number, place) for number, layers in enumerate(shapes.values()) for place, index in enumerate(layers)}
         grouped: dict[AttentionShape, list[int | None]] = {}
         for each in sizes.attention:
-            grouped.setdefault(AttentionShape(sizes.dtype, each.heads, each.kv_heads, each.size, ()), []).append(each.window)
+            shape = AttentionShape(sizes.dtype, each.heads, each.kv_heads, each.size, (), each.softcap > 0, each.sinks)
+            grouped.setdefault(shape, []).append(each.window)
         self.attends = tuple(shape._replace(windows=tuple(windows)) for shape, windows in grouped.items())
 
     @property
