@@ -205,6 +205,10 @@ class TransformersModel(nn.Module):
             for child_name, child in module.named_children():
                 if type(child) is nn.Linear:
                     setattr(module, child_name, _Product(child))
+        products = [module for module in self.modules() if isinstance(module, (_Product, nn.Embedding))]
+        known = {id(weight) for module in products for weight in module.parameters()}
+        # On the CPU: whether a row has the same bits in any batch. Routers and experts multiply without nn.Linear.
+        self.batch_invariant = all(weight.dim() == 1 or id(weight) in known for weight in self.parameters())
         self._save_layer_inputs(_layers(self.decoder, model.config.get_text_config()))
         shapes: dict[tuple[int, int], list[int]] = {}
         for index, layer_attention in enumerate(sizes.attention):
@@ -220,7 +224,8 @@ class TransformersModel(nn.Module):
     @property
     def notes(self) -> tuple[str, ...]:
         """For the capture report."""
-        return (f"{self.name}: {self.family} of transformers",)
+        varies = "" if self.batch_invariant else "; the last bits of its results may depend on the batch"
+        return (f"{self.name}: {self.family} of transformers{varies}",)
 
     @property
     def embedding(self) -> nn.Parameter:
