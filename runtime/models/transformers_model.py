@@ -20,7 +20,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from stepgraph.graphs.attention.paged import AttentionShape, attention, cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
-from stepgraph.graphs.layers.dense import product
+from stepgraph.graphs.layers.dense import product, rms_norm
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.runtime.models.draft_llama import TokenMap, TokenMapped
@@ -179,6 +179,31 @@ class _Product(nn.Module):
         return product(states.reshape(-1, states.shape[-1]), self.weight, self.bias).view(*states.shape[:-1], -1)
 
 
+class _Norm(nn.Module):
+    """An RMS norm in one operation."""
+
+    def __init__(self, weight: nn.Parameter, epsilon: float) -> None:
+        super().__init__()
+        self.weight, self.epsilon = weight, epsilon
+
+    def forward(self, states: Tensor) -> Tensor:
+        return rms_norm(states.reshape(-1, states.shape[-1]), self.weight, self.epsilon).view(states.shape)
+
+
+def _fused(module: nn.Module) -> nn.Module | None:
+    """The module of this package that computes what `module` does; None if there is none."""
+    if type(module) is nn.Linear:
+        return _Product(module)
+    weight: object = getattr(module, "weight", None)
+    epsilon: object = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, nn.Parameter) or not isinstance(epsilon, float) or weight.dim() != 1 or weight.is_meta:
+        return None
+    # Norms of several families differ in their rounding, or add one to the weight: these stay.
+    states = torch.linspace(-3, 3, 4 * len(weight), device=weight.device).cos().view(4, -1).to(weight.dtype)
+    same = torch.equal(module(states), rms_norm.reference(states, weight, epsilon))
+    return _Norm(weight, epsilon) if same else None
+
+
 class _Given(nn.Module):
     """Takes the place of the decoder, so that the model's own forward computes logits from a hidden state."""
 
@@ -203,8 +228,8 @@ class TransformersModel(nn.Module):
         self.head._modules = {name: _Given() if child is self.decoder else child for name, child in model._modules.items()}
         for module in [*self.decoder.modules(), *self.head.modules()]:
             for child_name, child in module.named_children():
-                if type(child) is nn.Linear:
-                    setattr(module, child_name, _Product(child))
+                if (fused := _fused(child)) is not None:
+                    setattr(module, child_name, fused)
         products = [module for module in self.modules() if isinstance(module, (_Product, nn.Embedding))]
         known = {id(weight) for module in products for weight in module.parameters()}
         # On the CPU: whether a row has the same bits in any batch. Routers and experts multiply without nn.Linear.
