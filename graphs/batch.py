@@ -7,13 +7,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
-from stepgraph.graphs.buffers import Column, StaticBuffers
+from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.slot_mapping import place_tokens
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import DraftModel, ModelInput, TargetModel, check_shape
+from stepgraph.graphs.model import DraftModel, TargetModel
+from stepgraph.graphs.model_call import ModelInput, check_shape
 from stepgraph.graphs.publishing import receive
+from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling.grammar.status import FinishCode
-from stepgraph.sampling.kernels import processors
 
 
 class Batch(NamedTuple):
@@ -76,7 +77,10 @@ def model_logits(name: str, model: TargetModel | DraftModel, hidden: Tensor, lim
     return logits[..., : limits.num_tokens]
 
 
-def row_settings(buffers: StaticBuffers, batch: Batch) -> processors.RowSettings:
-    """The sampling settings of all rows; indexed with batch.rows."""
-    tables = {name: buffers[f"row_{name}"] for name in processors.RowSettings._fields[:-1]}
-    return processors.RowSettings(**tables, generated=batch.column(Column.GENERATED))
+class Choice(NamedTuple):
+    """The target's tokens for every position of a row."""
+
+    tokens: Tensor  # [B, K + 1] int64
+    finite: Tensor  # [B, K + 1] bool: some legal logit is finite
+    accepted: Tensor | None  # [B] int64: leading drafts that are accepted; None: those that equal the tokens
+    status: Tensor  # [B, K + 1] int64 MaskStatus

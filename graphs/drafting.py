@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepgraph.graphs.batch import Batch, model_input, model_logits, read_batch, row_settings
-from stepgraph.graphs.buffers import Column, StaticBuffers
-from stepgraph.graphs.layers.slot_mapping import place_tokens
+from stepgraph.graphs.batch import Batch, model_input, model_logits
+from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import DraftModel, ModelInput, run_model
-from stepgraph.sampling import kernels, rng
+from stepgraph.graphs.model import DraftModel
+from stepgraph.graphs.model_call import run_model
+from stepgraph.graphs.row_layout import Column
+from stepgraph.graphs.sampled_stages import draft_sampled
+from stepgraph.sampling import kernels
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 from stepgraph.sampling.kernels import Emission, GrammarMask
 from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
@@ -33,26 +35,6 @@ def draft_prefill(
     features = output.next_features
     features = features.gather(1, last.expand(-1, 1, features.shape[2]))
     return model_logits("draft", model, hidden[:, 0], limits), features
-
-
-def skip_tokens(buffers: StaticBuffers, before: Batch, emission: Emission, features: Tensor) -> None:
-    """Keep the input of the draft model for the tokens of a round in which it does not run."""
-    skipped, count = before.column(Column.SKIPPED), emission.tokens.shape[1]
-    columns = skipped[:, None] + torch.arange(count, device=skipped.device)  # those after the emitted tokens are written again later
-    index = before.rows[:, None], columns.clamp(max=buffers.row_skipped_tokens.shape[1] - 1)  # inert rows may have no room
-    buffers.row_skipped_tokens.index_put_(index, emission.tokens)
-    buffers.row_skipped_features.index_put_(index, features)
-    buffers.row_state[:, Column.SKIPPED].index_copy_(0, before.rows, skipped + emission.emitted)
-
-
-def process_skipped(buffers: StaticBuffers, size: int, model: DraftModel, limits: Limits) -> None:
-    """Run the draft model over the skipped tokens of a batch. Between rounds, like a prompt."""
-    batch, tokens = read_batch(buffers, size), buffers.row_skipped_tokens
-    skipped = batch.column(Column.SKIPPED)
-    start, end, tables = batch.column(Column.LENGTH) - skipped, batch.column(Column.MAX_LENGTH), batch.block_tables
-    placed = place_tokens(tokens[batch.rows], start, end, tables, 0, limits.page_size, limits.max_length, batch.live, skipped)
-    model.forward(ModelInput(*placed, tables, limits.page_size, buffers.row_skipped_features[batch.rows]), buffers)
-    buffers.row_state[:, Column.SKIPPED].index_fill_(0, batch.rows, 0)
 
 
 def draft_decode(
@@ -84,7 +66,7 @@ def choose_draft(
     they are looked up or forced by the grammar.
     chain [B, K]: tokens of the look-up for rows that still follow it, -1 for other rows. A legal one replaces the model's choice.
     """
-    choose = _draft_sampled if sampled else _draft_greedy
+    choose = draft_sampled if sampled else _draft_greedy
     finite, tokens = choose(buffers, after, step, logits, mask, d2t)
     found = None if chain is None else chain[:, step - 1]
     forced = buffers.batch_forced[step - 1, : len(after.rows)] if mask is not None and "batch_forced" in buffers else None
@@ -131,19 +113,6 @@ def _draft_greedy(
         masks, rows, constrained, status = mask
         finite, choice = (each.squeeze(1) for each in kernels.masked_argmax(logits[:, None], masks, rows, constrained, d2t, status))
     return finite, choice if d2t is None else d2t[choice]
-
-
-def _draft_sampled(
-    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, mask: GrammarMask | None, d2t: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """A token drawn from the draft's processed logits; the distribution is kept for rejection sampling in the next round."""
-    size = len(after.rows)
-    before = buffers.batch_drafts[: step - 1, :size].T
-    masked, finite, _ = kernels.process(logits[:, None], row_settings(buffers, after), after.rows, before, step - 1, mask, d2t)
-    params, seed, position = buffers.row_params[after.rows], after.column(Column.SEED), after.column(Column.LENGTH) + (step - 1)
-    tokens = kernels.draw(masked[:, 0], params, seed, position, rng.Purpose.DRAFT, after.rows, buffers.row_draft_probs[:, step - 1], d2t)
-    buffers.row_certain[:, step - 1].index_fill_(0, after.rows, False)
-    return finite[:, 0], tokens
 
 
 def continuing(after: Batch) -> Tensor:

@@ -28,7 +28,7 @@ class Limits:
     max_bias_ids: int = 256  # entries of logit_bias and bad_token_ids together
     max_top_logprobs: int = 0  # likeliest tokens reported per position
     prefill_chunk: int = 128
-    rounds_per_launch: int | str = 1  # or UNTIL_EVENT: graphs/publishing.py
+    rounds_per_launch: int | str = 1  # or UNTIL_EVENT: graphs/looping.py
 
     def __post_init__(self) -> None:
         special = {"num_speculative_tokens": whole(0, 8), "feature_size": whole(0), "rounds_per_launch": ROUNDS_PER_LAUNCH}

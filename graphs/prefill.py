@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
-from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs.buffer_spec import BufferSpec
+from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Step
+from stepgraph.graphs.key_sets import PromptKey
 from stepgraph.graphs.layers.slot_mapping import place_tokens
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import Attend, Embeddings, ModelInput, ModelPair, TargetModel, run_model
-from stepgraph.graphs.shapes import PromptKey
+from stepgraph.graphs.model import ModelPair, TargetModel
+from stepgraph.graphs.model_call import Attend, Embeddings, ModelInput, run_model
 
 AttendCall = Callable[[], Attend | None]
 

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.batch import Batch
-from stepgraph.graphs.buffers import REFUSED, BufferSpec, Column, StaticBuffers
+from stepgraph.graphs.buffer_spec import BufferSpec
+from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.drafting import continuing, legal, rule_of, select_draft
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import check_shape
+from stepgraph.graphs.model_call import check_shape
 from stepgraph.graphs.proposer import History, Proposer
+from stepgraph.graphs.row_layout import REFUSED, Column
 from stepgraph.sampling.kernels import Emission, GrammarMask
 
 ANCHOR = 8  # prompt tokens copied before a given text, so that the start of the output is found after the end of the prompt

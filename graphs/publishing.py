@@ -1,63 +1,17 @@
 """The rings of a round in pinned memory: its batch is read from a slot, its results are written to one, both within the graph.
 
-The number of the round, in device memory, selects the slots, so a round is one launch. With `Limits.loops` the device also decides
-whether the launch runs another round: the host reads a slot when its header has the number of the round it expects, and controls
-running launches by three integers that it may write at any time.
+The number of the round, in device memory, selects the slots, so a round is one launch.
 """
 
 from __future__ import annotations
 
-from enum import IntEnum
-
-import torch
 from torch import Tensor
 
-from stepgraph.graphs.buffers import BufferSpec, ResultLayout, StaticBuffers
-from stepgraph.graphs.limits import Limits
-from stepgraph.sampling.grammar.status import FinishCode
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.looping import end_round
+from stepgraph.graphs.ring_specs import Counter
 from stepgraph.sampling.kernels.c_kernel import CKernel
 from stepgraph.sampling.kernels.operation import Contiguous, operation
-
-TOP_RINGS = {"ids": torch.int32, "logprobs": torch.float32}  # written by kernels.top_logprobs
-FINISH = ResultLayout(0).columns["finish"].start  # the column is the same for any number of drafts
-
-
-class Counter(IntEnum):
-    """`round_counters`, and the header of each slot."""
-
-    LAUNCH = 0  # with loops: number of the launch, from 1 on, which selects the batch
-    PUBLISHED = 1  # rounds published so far, in a header the one in the slot included
-
-
-class Control(IntEnum):
-    """`loop_control_host`: when a launch ends besides the end of all its rows."""
-
-    STOP_BEFORE = 0  # launches with a smaller number end after one more round
-    WAITING = 1  # 1: end when a row has finished, as a request waits for one
-    READ = 2  # rounds that the host has read: a launch ends while the ring is full
-
-
-def ring_specs(limits: Limits) -> tuple[BufferSpec, ...]:
-    """In addition to `round_specs`. Without them `batch_rows` is the batch, and `results` are for the caller to read.
-
-    The host never writes a slot that the device still has to read, and never reads one that the device still writes.
-    """
-    slots, results = limits.max_rows, ResultLayout(limits.num_speculative_tokens).width
-    rings: tuple[BufferSpec, ...] = (
-        BufferSpec("round_counters", (len(Counter),), torch.int64),
-        BufferSpec("batch_rows_ring_host", (limits.ring_depth, slots), torch.int64, "pinned", fill=limits.dummy_row),
-        BufferSpec("results_ring_host", (limits.result_slots, slots, results), torch.int64, "pinned"),
-        BufferSpec("logprobs_ring_host", (limits.result_slots, slots, limits.positions, 2), torch.float32, "pinned"),
-    )
-    if limits.max_top_logprobs:
-        shape = (limits.result_slots, slots, limits.positions, 2 * limits.max_top_logprobs)
-        rings += tuple(BufferSpec(f"top_{name}_ring_host", shape, dtype, "pinned") for name, dtype in TOP_RINGS.items())
-    loops = (
-        BufferSpec("loop_done", (1,), torch.int32),  # whether the launch ends after this round
-        BufferSpec("loop_control_host", (len(Control),), torch.int64, "pinned"),
-        BufferSpec("results_header_ring_host", (limits.result_slots, len(Counter)), torch.int64, "pinned"),
-    )
-    return (*rings, *loops) if limits.loops else rings
 
 
 def receive(buffers: StaticBuffers, size: int) -> None:
@@ -115,20 +69,3 @@ def publish_results(results: Contiguous, logprobs: Contiguous, published: Tensor
         copy[:, : len(lines)].index_copy_(0, slot, lines[None])
         lines_ring.copy_(copy, non_blocking=True)
     published.add_(1)
-
-
-@operation(lambda *_: None, writes=("done", "headers"), triton=True, mapped=True)
-def end_round(
-    results: Contiguous, rows: Contiguous, control: Tensor, counters: Tensor, done: Tensor, headers: Tensor, dummy_row: int, capacity: int
-) -> None:
-    """Write the header of the slot that was published, and to `done` whether the launch ends.
-
-    results [B, width] int64; rows [B] int64; counters [Counter] int64; done [1] int32. In pinned memory: control [Control] int64; headers
-    [S, Counter] int64.
-    """
-    live = results[:, FINISH] == FinishCode.RUNNING
-    finished = (~live & (rows != dummy_row)).any() & (control[Control.WAITING] != 0)
-    stopped = counters[Counter.LAUNCH] < control[Control.STOP_BEFORE]
-    full = counters[Counter.PUBLISHED] - control[Control.READ] >= capacity
-    done.copy_(~live.any() | finished | stopped | full)
-    headers.index_copy_(0, (counters[Counter.PUBLISHED :] - 1) % len(headers), counters[None])

@@ -15,7 +15,9 @@ from stepgraph.graphs.backends import EagerStep
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Recorded, Step
 from stepgraph.graphs.errors import CaptureError
-from stepgraph.graphs.shapes import GraphKey, PromptKey
+from stepgraph.graphs.key_sets import PromptKey
+from stepgraph.graphs.memory import resident_bytes
+from stepgraph.graphs.shapes import GraphKey
 from stepgraph.graphs.spans import RecordedReport
 
 OnFailure = Literal["raise", "eager"]
@@ -47,33 +49,40 @@ class CaptureReport:
     keys: tuple[tuple[GraphKey, RecordedReport], ...]
     prompts: tuple[tuple[PromptKey, RecordedReport], ...]
     buffer_bytes: int
+    resident_bytes: int | None  # by which the process grew meanwhile, its threads included; None if unknown
     seconds: float
     failed: tuple[FailedKey, ...] = ()  # with on_capture_failure="eager"
 
     def as_dict(self) -> dict[str, object]:
         keys, prompts = ([{"key": asdict(key), **asdict(report)} for key, report in pairs] for pairs in (self.keys, self.prompts))
         failed = [asdict(one) for one in self.failed]
-        plain = {name: getattr(self, name) for name in ("backend", "mode", "notes", "buffer_bytes", "seconds")}
+        plain = {name: getattr(self, name) for name in ("backend", "mode", "notes", "buffer_bytes", "resident_bytes", "seconds")}
         return {**plain, "keys": keys, "prompts": prompts, "failed": failed}
 
     def __str__(self) -> str:
         lines = [f"{'key':<32}{'nodes':>7}{'host nodes':>12}{'KiB':>9}{'ms':>8}"]
         for key, report in (*self.keys, *self.prompts):
             total = sum(report.nodes.values())
-            lines.append(f"{key!s:<32}{total:>7}{len(report.host_nodes):>12}{report.nbytes / 1024:>9.0f}{report.seconds * 1000:>8.0f}")
+            lines.append(f"{key!s:<32}{total:>7}{len(report.host_nodes):>12}{_bytes_of(report) / 1024:>9.0f}{report.seconds * 1000:>8.0f}")
+        graphs = [report for _, report in (*self.keys, *self.prompts)]
+        grown = "" if self.resident_bytes is None else f"; the process grew by {self.resident_bytes / 1024:.0f} KiB"
         lines.append(
-            f"{len(self.keys) + len(self.prompts)} graphs {self.mode} on {self.backend} in {self.seconds:.2f} s, "
-            f"{self.buffer_bytes / 1024:.0f} KiB of static buffers"
+            f"{len(graphs)} graphs {self.mode} on {self.backend} in {self.seconds:.2f} s, "
+            f"{self.buffer_bytes / 1024:.0f} KiB of static buffers, {sum(map(_bytes_of, graphs)) / 1024:.0f} KiB of graphs{grown}"
         )
         return "\n".join([*lines, *map(str, self.failed), *self.notes])
 
 
-class CaptureBudget:
-    """Checks `limit` bytes for static buffers and graphs together; None: no limit. `pooled`: graphs share memory."""
+def _bytes_of(report: RecordedReport) -> int:
+    return report.nbytes + report.host_bytes
 
-    def __init__(self, limit: int | None, buffer_bytes: int, pooled: bool) -> None:
-        self._limit, self._buffer_bytes, self._pooled = limit, buffer_bytes, pooled
-        self._used = buffer_bytes
+
+class CaptureBudget:
+    """Checks `limit` bytes for static buffers and graphs together; None: no limit. Graphs share the memory of their intermediates."""
+
+    def __init__(self, limit: int | None, buffer_bytes: int) -> None:
+        self._limit, self._buffer_bytes = limit, buffer_bytes
+        self._pool = self._host = self._host_each = 0
         self._fixed = self._per_row = 0.0
         self._measured: Mapping[Key, int] = {}
 
@@ -81,12 +90,16 @@ class CaptureBudget:
     def limited(self) -> bool:
         return self._limit is not None
 
-    def learn(self, probes: Sequence[tuple[int, int]], measured: Mapping[Key, int] | None = None) -> None:
+    @property
+    def _used(self) -> int:
+        return self._buffer_bytes + self._pool + self._host
+
+    def learn(self, probes: Sequence[tuple[int, int]], measured: Mapping[Key, int] | None = None, host_bytes: int = 0) -> None:
         """Take rows and bytes of one or two small graphs, from which the others are estimated: memory is linear in the rows.
 
-        measured: bytes of graphs that need no estimate.
+        measured: bytes of graphs that need no estimate. host_bytes: what each graph needs besides, which it does not share.
         """
-        self._measured = measured or {}
+        self._measured, self._host_each = measured or {}, host_bytes
         (rows, nbytes), (more_rows, more_bytes) = probes[0], probes[-1]
         self._per_row = max(0, more_bytes - nbytes) / (more_rows - rows) if len(probes) > 1 else nbytes / rows
         self._fixed = max(0.0, nbytes - self._per_row * rows)
@@ -96,8 +109,7 @@ class CaptureBudget:
 
     def estimate(self, keys: Sequence[Key]) -> int:
         """Bytes of static buffers and of these graphs."""
-        graphs = [self._expected(key) for key in keys]
-        return self._buffer_bytes + round(max(graphs) if self._pooled else sum(graphs))
+        return self._buffer_bytes + round(max(map(self._expected, keys))) + self._host_each * len(keys)
 
     def check_all(self, keys: Sequence[Key]) -> None:
         """CaptureError if the estimate for these graphs exceeds the limit."""
@@ -107,14 +119,14 @@ class CaptureBudget:
 
     def check_next(self, key: Key) -> None:
         """CaptureError if the graph of `key` is expected to exceed the limit."""
-        pooled = self._used - self._buffer_bytes if self._pooled else 0
-        more = max(0, round(self._expected(key)) - pooled)
+        more = max(0, round(self._expected(key)) - self._pool) + self._host_each
         self._check(self._used + more, f"{key} would need about {more:,}, and {self._used:,} are used")
 
-    def add(self, key: Key, nbytes: int) -> None:
+    def add(self, key: Key, nbytes: int, host_bytes: int = 0) -> None:
         """Count a recorded graph. CaptureError if it exceeds the limit; the caller then drops it."""
-        self._check(self._used + nbytes, f"{key} needs {nbytes:,}, and {self._used:,} are used")
-        self._used += nbytes
+        self._check(self._used + nbytes + host_bytes, f"{key} needs {nbytes + host_bytes:,}, and {self._used:,} are used")
+        self._pool += nbytes
+        self._host += host_bytes
 
     def _check(self, needed: int, why: str) -> None:
         if self._limit is not None and needed > self._limit:
@@ -137,9 +149,9 @@ class KeyRecorder:
 
     def record(self, keys: Sequence[Key], notes: tuple[str, ...], eager: bool, progress: bool) -> tuple[dict[Key, Recorded], CaptureReport]:
         """Record the keys in their order. An error leaves nothing recorded."""
-        started = time.perf_counter()
+        started, before = time.perf_counter(), resident_bytes()
         recorded, failures = dict[Key, Recorded](), dict[Key, str]()
-        budget = CaptureBudget(self._capture_bytes, self._buffers.nbytes, pooled=self._backend.device.type == "cuda")
+        budget = CaptureBudget(self._capture_bytes, self._buffers.nbytes)
         if budget.limited and not eager:
             notes += (self._estimated(budget, keys),)
         for key in tqdm(keys, desc="capture", unit="graph", disable=not progress, leave=False):
@@ -150,6 +162,7 @@ class KeyRecorder:
                     raise
                 failures[key] = str(error)
         failed = tuple(FailedKey(key, reason, _larger(key, recorded)) for key, reason in failures.items())
+        after = resident_bytes()
         report = CaptureReport(
             backend=self._backend.name,
             mode="eager" if eager else "captured",
@@ -157,6 +170,7 @@ class KeyRecorder:
             keys=tuple((key, one.report) for key, one in recorded.items() if isinstance(key, GraphKey)),
             prompts=tuple((key, one.report) for key, one in recorded.items() if isinstance(key, PromptKey)),
             buffer_bytes=self._buffers.nbytes,
+            resident_bytes=None if before is None or after is None else max(0, after - before),
             seconds=time.perf_counter() - started,
             failed=failed,
         )
@@ -173,19 +187,22 @@ class KeyRecorder:
     def _record(self, key: Key, budget: CaptureBudget) -> Recorded:
         budget.check_next(key)
         recorded = self.record_one(key)
-        budget.add(key, recorded.report.nbytes)
+        budget.add(key, recorded.report.nbytes, recorded.report.host_bytes)
         return recorded
 
-    def _measure(self, key: Key) -> tuple[int, int]:
+    def _measure(self, key: Key) -> RecordedReport:
         with _capture_errors(key):
-            return key.rows, self._backend.measure(self.step_of(key), self._buffers)
+            return self._backend.measure(self.step_of(key), self._buffers)
 
     def _estimated(self, budget: CaptureBudget, keys: Sequence[Key]) -> str:
-        """A note with the estimated memory, from the two smallest keys of the largest kind, and from those of prompts."""
+        """A note with the estimated memory, from the two smallest keys of the largest kind, the smallest key, and those of prompts."""
         rounds = [key for key in reversed(keys) if isinstance(key, GraphKey)]
         probes = [key for key in rounds if key.kind == rounds[-1].kind][:2]
         try:
-            budget.learn([self._measure(key) for key in probes], {key: self._measure(key)[1] for key in keys if isinstance(key, PromptKey)})
+            reports = {key: self._measure(key) for key in (*probes, rounds[0])}
+            prompts: dict[Key, int] = {key: self._measure(key).nbytes for key in keys if isinstance(key, PromptKey)}
+            objects = reports[probes[0]].host_bytes + reports[rounds[0]].host_bytes
+            budget.learn([(key.rows, reports[key].nbytes) for key in probes], prompts, objects // 2)
         except CaptureError:
             if self._on_failure == "raise":
                 raise

@@ -9,11 +9,11 @@
       wait row 1; mask, choose d_2            ... and so on to d_K
 
 A proposer drafts a whole chain in one stage instead of draft_prefill and draft_decode; if the grammar also forces tokens, one
-host node follows the chain and fills the masks of all its drafts. A look-up beside a draft model runs before draft_prefill: a row
-drafts the tokens of its look-up chain as long as they are legal, and the draft model's from then on. A key without the draft model
-has the look-up as its proposer. The mask that guides draft i + 1
-also verifies it in the next round: each of the K + 1 mask rows is filled once and used twice. `grammar_lane` has the side stream: one
-kernel per mask for grammars whose tables are in device memory, one host node with copies both ways for others.
+host node follows the chain and fills the masks of all its drafts, while the results are published. A look-up beside a draft model
+runs before draft_prefill: a row drafts the tokens of its look-up chain as long as they are legal, and the draft model's from then on.
+A key without the draft model has the look-up as its proposer. The mask that guides draft i + 1 also verifies it in the next round:
+each of the K + 1 mask rows is filled once and used twice. `grammar_lane` has the side stream: one kernel per mask for grammars whose
+tables are in device memory, one host node with copies both ways for others.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from stepgraph.graphs import drafting, proposing, stages
 from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
 from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import CaptureContext, Step, current_context
-from stepgraph.graphs.grammar_lane import DeviceTables, GrammarLane, HostNodes, MaskSource, RoundShape
+from stepgraph.graphs.capture import Step
+from stepgraph.graphs.context import CaptureContext, current_context
+from stepgraph.graphs.grammar_lane import DeviceTables, GrammarLane, MaskSource, RoundShape
+from stepgraph.graphs.host_nodes import HostNodes
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
-from stepgraph.graphs.proposer import Proposer
+from stepgraph.graphs.proposed_round import ProposedRound
 from stepgraph.graphs.shapes import LONGEST, GraphKey
 from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors
 from stepgraph.sampling.grammar.link.protocol import HostLink
@@ -70,19 +72,17 @@ class Round:
             context.wait(masks_ready)
         with context.stage("accept"):
             emission, after = stages.accept(buffers, batch, logits, key.constrained, key.sampled, self.forced_acceptance)
+        mask_lane = grammar if self.masks_drafts(buffers) else None
         if draft is None or not self.limits.num_speculative_tokens:
-            with context.stage("propose"):
-                if "row_skipped_tokens" in buffers:
-                    drafting.skip_tokens(buffers, batch, emission, features)
-                self._propose(buffers, batch, emission, after, grammar, context, key)
-            return
+            end = ProposedRound(buffers, context, self.limits, self.models, key, mask_lane)
+            return end.run(batch, emission, features, after)
 
-        masked = grammar is not None and self.masks_drafts(buffers)
         tokens, chain = emission.tokens, None
         with context.stage("accept"):
+            stages.publish_round(buffers, batch, key.constrained)
             alive = drafting.continuing(after)
         for step in range(1, self.limits.positions):
-            mask_ready = grammar.rows(step - 1, step - 1) if grammar and masked else None
+            mask_ready = mask_lane.rows(step - 1, step - 1) if mask_lane else None
             if step == 1:
                 chain = self._look_up(buffers, batch, after, emission, context)
                 with context.stage("draft_prefill"):
@@ -93,7 +93,7 @@ class Round:
             if mask_ready:
                 context.wait(mask_ready)
             with context.stage(f"choose_draft {step}"):
-                mask = grammar.mask(after, step) if grammar and masked else None
+                mask = mask_lane.mask(after, step) if mask_lane else None
                 tokens = drafting.choose_draft(buffers, after, step, logits, alive, mask, key.sampled, draft.d2t, chain)
                 buffers.batch_drafts[step - 1, : key.rows].copy_(tokens)
                 chain = None if chain is None else drafting.matching_chains(chain, step, tokens)
@@ -125,46 +125,3 @@ class Round:
         with context.stage("look_up"):
             proposing.append_emission(buffers, batch, emission, self.limits)
             return proposing.propose(buffers, after, self.models.look_up, self.limits)
-
-    def _propose(
-        self,
-        buffers: StaticBuffers,
-        batch: Batch,
-        emission: Emission,
-        after: Batch,
-        grammar: GrammarLane | None,
-        context: CaptureContext,
-        key: GraphKey,
-    ) -> None:
-        """Draft without a draft model: the chain of the proposer, or of the look-up beside the model, or none in a round without drafts."""
-        proposer = self.models.proposer or self.models.look_up
-        if self.models.reads_text:
-            proposing.append_emission(buffers, batch, emission, self.limits)
-        if not self.limits.num_speculative_tokens:
-            buffers.row_drafts.index_fill_(0, batch.rows, -1)
-        elif proposer is not None:
-            if not key.draft_model:
-                proposing.mark_looked_up(buffers, after, key.sampled)
-            drafting.store_chain(buffers, after, self._chain(buffers, after, proposer, grammar, context))
-
-    def _chain(
-        self, buffers: StaticBuffers, after: Batch, proposer: Proposer, grammar: GrammarLane | None, context: CaptureContext
-    ) -> Tensor:
-        """[B, K] the proposer's chains. A token that the grammar forces replaces the proposed one; a chain is followed while it agrees."""
-        if grammar is None or not self.masks_drafts(buffers):
-            return proposing.propose(buffers, after, proposer, self.limits)
-        count, size = self.limits.num_speculative_tokens, len(after.rows)
-        mask_ready = grammar.rows(0, 0)
-        proposed = proposing.propose(buffers, after, proposer, self.limits)
-        context.wait(mask_ready)
-        if count > 1:
-            buffers.batch_drafts[:count, :size].copy_(proposed.T)
-            context.wait(grammar.rows(1, count - 1))
-        alive = drafting.continuing(after)
-        for step in range(1, self.limits.positions):
-            with context.stage(f"choose_draft {step}"):
-                tokens = proposing.choose_proposed(buffers, after, step, proposed[:, step - 1], alive, grammar.mask(after, step))
-                buffers.batch_drafts[step - 1, :size].copy_(tokens)
-                proposed = drafting.matching_chains(proposed, step, tokens)
-                alive = tokens >= 0
-        return buffers.batch_drafts[:count, :size].T

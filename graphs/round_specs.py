@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from stepgraph.graphs.buffers import BufferSpec, Column, ResultLayout
+from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.sampling.grammar.status import CONTENT_FIELDS, TAG_FIELDS, HostColumn
 from stepgraph.sampling.kernels.advance import PLACE_INTS
 from stepgraph.sampling.sampler import Param

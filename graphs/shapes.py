@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stepgraph.graphs.limits import Limits
-from stepgraph.sampling.fields import clip_repr, is_int
-
 LONGEST = -1  # as a draft length: num_speculative_tokens
-LEAST_CHUNK = 32  # tokens; the weights are read for any number
 
 
 class Drafting(NamedTuple):
@@ -55,83 +50,6 @@ class GraphKey:
     def kind(self) -> tuple[bool, bool, bool, Drafting]:
         """All but the number of rows."""
         return self.constrained, self.sampled, self.device, self.drafting
-
-
-@dataclass(frozen=True, order=True)
-class PromptKey:
-    """Identifies a recorded prompt chunk."""
-
-    tokens: int  # for at most so many
-
-    def __str__(self) -> str:
-        return f"prompt tokens={self.tokens}"
-
-    @property
-    def rows(self) -> int:
-        """Of its matrix products."""
-        return self.tokens
-
-    @property
-    def kind(self) -> str:
-        return "prompt"
-
-
-def prompt_keys(limits: Limits) -> tuple[PromptKey, ...]:
-    """Largest first: a whole chunk, and quarters of that for the ends of prompts. Below LEAST_CHUNK a shorter one is no faster."""
-    keys = [PromptKey(limits.prompt_window - 1)]
-    while keys[-1].tokens // 4 >= LEAST_CHUNK:
-        keys.append(PromptKey(keys[-1].tokens // 4))
-    return tuple(keys)
-
-
-def bucket_sizes(max_rows: int) -> tuple[int, ...]:
-    """Powers of two below `max_rows`, and `max_rows`."""
-    sizes = []
-    size = 1
-    while size < max_rows:
-        sizes.append(size)
-        size *= 2
-    return (*sizes, max_rows)
-
-
-def checked_buckets(buckets: Iterable[int], max_rows: int | None = None) -> tuple[int, ...]:
-    """The buckets sorted; ValueError if there are none, or if a batch of 1..max_rows would have none."""
-    sizes = tuple(buckets) if isinstance(buckets, Iterable) else ()
-    whole = sizes and all(is_int(size) and size >= 1 for size in sizes)
-    if not whole or max(sizes) != (max_rows or max(sizes)):
-        largest = "" if max_rows is None else f" of which the largest is max_rows={max_rows}"
-        raise ValueError(f"buckets: got {clip_repr(buckets)}, expected integers >= 1{largest}")
-    return tuple(sorted(set(sizes)))
-
-
-def host_buckets(buckets: Iterable[int]) -> tuple[int, ...]:
-    """Every other bucket, the largest included: the sizes with graphs for grammars on the host where grammars may be on the device.
-
-    Few batches need these graphs, and each also has the kernels for grammars on the device.
-    """
-    return tuple(sorted(buckets)[::-2][::-1])
-
-
-def graph_keys(
-    buckets: Iterable[int], greedy_only: bool = False, device: bool = False, drafting: Sequence[Drafting] = (FULL,)
-) -> tuple[GraphKey, ...]:
-    """Every key, largest first: the memory pool then places the small graphs in the memory of the large ones.
-
-    device: grammars may be on the device. The constrained graphs then serve batches that also have grammars on the host.
-    """
-    sizes = sorted(buckets, reverse=True)
-    # constrained, on the device, rows
-    lanes = ((True, True, sizes if device else ()), (True, False, host_buckets(sizes) if device else sizes), (False, False, sizes))
-    modes = (False,) if greedy_only else (True, False)
-    longest_first = sorted(drafting, key=lambda each: (each.length != LONGEST, -each.length, not each.model))
-    return tuple(
-        GraphKey(rows, constrained, sampled, lane, *each)
-        for rows in sizes
-        for each in longest_first
-        for constrained, lane, served in lanes
-        if rows in served
-        for sampled in modes
-    )
 
 
 def dispatch(

@@ -33,9 +33,10 @@ class RecordedReport:
 
     nodes: Mapping[str, int]  # by kind: kernel, copy, fill, host, ...
     host_nodes: tuple[str, ...]
-    nbytes: int  # memory of the intermediates
+    nbytes: int  # memory of the intermediates that earlier recordings of the backend had not taken
     seconds: float  # duration of the capture
     stages: tuple[StageRun, ...] = ()  # in capture order
+    host_bytes: int = 0  # of the Python objects that replay it, estimated from their number; 0 on CUDA, where the driver has them
 
 
 class Span(NamedTuple):

@@ -13,15 +13,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.batch import Batch, model_input, model_logits, row_settings
-from stepgraph.graphs.buffers import Column, ResultLayout, StaticBuffers
-from stepgraph.graphs.layers import slot_mapping
+from stepgraph.graphs.batch import Batch, Choice, model_input, model_logits
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.forced_acceptance import after_accepted, force_accepted
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import TargetModel, check_shape, run_model
-from stepgraph.graphs.publishing import Counter, publish
-from stepgraph.sampling import kernels, rng, sampler
+from stepgraph.graphs.model import TargetModel
+from stepgraph.graphs.model_call import check_shape, run_model
+from stepgraph.graphs.publishing import publish
+from stepgraph.graphs.row_layout import Column, ResultLayout
+from stepgraph.graphs.sampled_stages import choose_sampled, count_output
+from stepgraph.sampling import kernels
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
-from stepgraph.sampling.kernels import Emission, GrammarMask, rejection
+from stepgraph.sampling.kernels import Emission, GrammarMask
 from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
 from stepgraph.sampling.kernels.operation import Contiguous, operation
 
@@ -56,7 +59,7 @@ def accept(
         status, has_grammar = kernels.mask_status(tags, owner, generated, constraint, rows=batch.rows)
         batch = batch._replace(constrained=has_grammar)
         mask = GrammarMask(masks, batch.rows, has_grammar, status)
-    choose = _choose_sampled if sampled else _choose_greedy
+    choose = choose_sampled if sampled else _choose_greedy
     tokens, finite, accepted, status = choose(buffers, batch, logits, mask, forced)
     room = batch.column(Column.MAX_LENGTH) - batch.column(Column.LENGTH)
     drafts, draft_count, stop_ids = batch.drafts, batch.column(Column.DRAFT_COUNT), buffers.row_stop_ids[batch.rows]
@@ -66,23 +69,18 @@ def accept(
     emission, after = Emission(tokens, written.emitted, chosen[1], written.finish), batch._replace(state=written.state)
     if sampled:
         count_output(batch.rows, tokens, written.emitted, buffers.row_output_counts)
-    layout = ResultLayout(drafts.shape[1])
+    return emission, after
+
+
+def publish_round(buffers: StaticBuffers, batch: Batch, constrained: bool) -> None:
+    """Complete the results of `accept` with the origins of the verified drafts, and publish them. Before the next drafts are chosen."""
+    layout, lines = ResultLayout(batch.drafts.shape[1]), buffers.results[: len(batch.rows)]
     if constrained and "row_forced" in buffers:
         # an unconstrained row may have flags of the request that had the row before
         layout.write(lines, forced=_draft_bits(buffers.row_forced, batch) * batch.column(Column.CONSTRAINED))
     if "row_looked_up" in buffers:
         layout.write(lines, looked_up=_draft_bits(buffers.row_looked_up, batch))
     publish(buffers, batch.rows)
-    return emission, after
-
-
-class Choice(NamedTuple):
-    """The target's tokens for every position of a row."""
-
-    tokens: Tensor  # [B, K + 1] int64
-    finite: Tensor  # [B, K + 1] bool: some legal logit is finite
-    accepted: Tensor | None  # [B] int64: leading drafts that are accepted; None: those that equal the tokens
-    status: Tensor  # [B, K + 1] int64 MaskStatus
 
 
 def _choose_greedy(
@@ -97,34 +95,8 @@ def _choose_greedy(
         finite, tokens = kernels.masked_argmax(logits, mask.masks, mask.rows, mask.constrained, status=status)
     accepted = None
     if forced is not None:
-        accepted = _force_accepted(batch, finite, status, forced)
-        tokens = _after_accepted(batch, accepted, tokens)
-    return Choice(tokens, finite, accepted, status)
-
-
-def _choose_sampled(
-    buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, forced: Sequence[float] | None
-) -> Choice:
-    """Masks and logit processors, then rejection sampling against the distributions of the drafts."""
-    masked, finite, status = kernels.process(logits, row_settings(buffers, batch), batch.rows, batch.drafts, mask=mask)
-    params = buffers.row_params[batch.rows]
-    probs = kernels.distribution(masked, params)
-    greedy = params[:, sampler.Param.TEMPERATURE] <= 0  # their drafts are greedy too, perhaps from a round that keeps no distributions
-    drafts = batch.drafts.shape[1]
-    certain = buffers.row_certain[:, :drafts][batch.rows] | greedy[:, None]
-    draft_count, seed, length = (batch.column(column) for column in (Column.DRAFT_COUNT, Column.SEED, Column.LENGTH))
-    tokens, accepted = kernels.reject_sample(
-        probs, buffers.row_draft_probs[:, :drafts], batch.rows, certain, finite, batch.drafts, draft_count, status, seed, length
-    )
-    if forced is not None:
-        accepted = _force_accepted(batch, finite, status, forced)
-        index = accepted[:, None, None].expand(-1, 1, probs.shape[2])
-        drawn = kernels.race(probs.gather(1, index).squeeze(1), seed, length + accepted, rng.Purpose.TARGET)
-        tokens = _after_accepted(batch, accepted, drawn[:, None].expand_as(tokens))
-    kernels.log_probabilities(logits, probs, tokens, buffers.results_logprobs[: len(batch.rows), : drafts + 1])
-    if "top_ids_ring_host" in buffers:
-        rings = buffers.top_ids_ring_host, buffers.top_logprobs_ring_host
-        kernels.top_logprobs(logits, probs, batch.rows, buffers.row_params, buffers.round_counters[Counter.PUBLISHED :], *rings)
+        accepted = force_accepted(batch, finite, status, forced)
+        tokens = after_accepted(batch, accepted, tokens)
     return Choice(tokens, finite, accepted, status)
 
 
@@ -134,32 +106,6 @@ def _draft_bits(flags: Tensor, batch: Batch) -> Tensor:
     index = torch.arange(count, device=batch.rows.device)
     set_flags = flags[:, :count][batch.rows] & (index < batch.column(Column.DRAFT_COUNT)[:, None])
     return (set_flags.to(torch.int64) << index).sum(1)
-
-
-def _force_accepted(batch: Batch, finite: Tensor, status: Tensor, shares: Sequence[float]) -> Tensor:
-    owner, length = batch.column(Column.OWNER), batch.column(Column.LENGTH)
-    return rejection.force_accepted(shares, finite, batch.column(Column.DRAFT_COUNT), status, owner, length)
-
-
-def _after_accepted(batch: Batch, accepted: Tensor, tokens: Tensor) -> Tensor:
-    """[B, K + 1] the accepted drafts, then `tokens` from that position on."""
-    index = torch.arange(tokens.shape[1], device=tokens.device)
-    return torch.where(index < accepted[:, None], torch.cat([batch.drafts, tokens[:, -1:]], 1), tokens)
-
-
-def place_masks(buffers: StaticBuffers, rows: Tensor, stage: int) -> None:
-    """Copy one stage of uploaded masks into the masks of `rows`; each tag holds the index among the row's K + 1 masks."""
-    tags, masks = buffers.batch_tags[stage, : len(rows)], buffers.batch_masks[stage, : len(rows)]
-    slot_mapping.scatter_masks(rows, tags, masks, buffers.row_tags, buffers.row_masks)
-
-
-@operation(lambda *_: None, writes=("output_counts",), triton=True)
-def count_output(rows: Contiguous, tokens: Contiguous, emitted: Contiguous, output_counts: Contiguous) -> None:
-    """Add the emitted tokens to output_counts [R, V] int32, which penalties use. rows, emitted [B], tokens [B, Q] int64."""
-    index = torch.arange(tokens.shape[1], device=rows.device)
-    flat_index = rows[:, None] * output_counts.shape[1] + tokens
-    counted = (index < emitted[:, None]).to(output_counts.dtype)
-    output_counts.view(-1).scatter_add_(0, flat_index.flatten(), counted.flatten())
 
 
 class Written(NamedTuple):

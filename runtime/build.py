@@ -13,19 +13,20 @@ from torch import nn
 from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.graphs.attention.paged import AttentionChoice
 from stepgraph.graphs.backends import make_backend
-from stepgraph.graphs.buffers import StaticBuffers, check_fit
+from stepgraph.graphs.buffer_spec import check_fit
+from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
-from stepgraph.graphs.drafting import process_skipped
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import UNTIL_EVENT
 from stepgraph.graphs.model import ModelPair, TargetModel
 from stepgraph.graphs.prefill import Prompts, prompt_specs
 from stepgraph.graphs.proposing import text_specs
-from stepgraph.graphs.publishing import ring_specs
 from stepgraph.graphs.recording import LESS
+from stepgraph.graphs.ring_specs import ring_specs
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, grammar_specs, look_up_specs, round_specs, skipped_specs, state_specs
 from stepgraph.graphs.shapes import FULL
+from stepgraph.graphs.skipped_tokens import process_skipped
 from stepgraph.runtime.check_models import Drafter, check_models, checked_vocabulary_size, devices_of, forces_drafts, resolve_drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.device_grammars import INT_BYTES, DeviceGrammars, why_no_device_grammars

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import get_args
 
 from stepgraph.graphs.attention.choose import ATTENTION
+from stepgraph.graphs.key_sets import bucket_sizes, checked_buckets
 from stepgraph.graphs.limits import UNTIL_EVENT, Limits
 from stepgraph.graphs.proposing import ANCHOR
 from stepgraph.graphs.recording import OnFailure
-from stepgraph.graphs.shapes import bucket_sizes, checked_buckets
 from stepgraph.sampling.fields import BOOL, Check, check_fields, check_value, is_int, is_number, number, one_of, optional, whole
 from stepgraph.sampling.grammar.compile.compiler import CACHE_BYTES, MAX_COMPILES, GrammarCompiler, Isolation
 from stepgraph.sampling.grammar.compile.limits import DEFAULTS, MIB, GrammarLimits

@@ -7,7 +7,7 @@ import collections
 import enum
 from collections.abc import Sequence
 
-from stepgraph.graphs.buffers import REFUSED, ResultRecord
+from stepgraph.graphs.row_layout import REFUSED, ResultRecord
 from stepgraph.runtime.request import NO_DRAFTS, FinishReason
 from stepgraph.sampling.grammar.status import MaskStatus
 

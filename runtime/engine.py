@@ -24,17 +24,8 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.metrics import prometheus_text
 from stepgraph.runtime.models.files.loading import load_models
-from stepgraph.runtime.request import (
-    ActiveRequest,
-    EngineClosedError,
-    FinishReason,
-    Job,
-    Prompt,
-    Prompts,
-    RequestOptions,
-    StepEvent,
-    TokenIds,
-)
+from stepgraph.runtime.request import ActiveRequest, EngineClosedError, FinishReason, Job, StepEvent
+from stepgraph.runtime.request_options import Prompt, Prompts, RequestOptions, TokenIds
 from stepgraph.runtime.request_queue import QueuedRequest
 from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.step_lock import StepLock
@@ -127,21 +118,20 @@ class Engine:
             self._require_open("capture")
             if self.captured:
                 raise RuntimeError("Engine.capture(): already captured; make a new engine for other limits")
-            notes = capture_notes(self._parts)
             with self._in_flight.capturing():
-                report = self._graphs.capture(notes, self.config.eager, self.config.greedy_only, progress)
+                report = self._graphs.capture(self.notes, self.config.eager, self.config.greedy_only, progress)
             self._in_flight.calibrate()
             return report
 
-    def ensure_captured(self) -> None:
-        """What the first step does if capture() was not called. On the CPU graphs share no memory, and an answer needs few of them."""
+    def ensure_captured(self, progress: bool = False) -> None:
+        """What the first step does if capture() was not called. On the CPU it takes seconds, and an answer needs few of the graphs."""
         if self.captured:
             return
         if records_on_demand(self._parts):
-            capture_notes(self._parts)
+            _ = self.notes  # chooses the implementation of the filters
             self._graphs.capture_on_demand()
         else:
-            self.capture()
+            self.capture(progress=progress)
 
     def submit(
         self,
@@ -224,6 +214,11 @@ class Engine:
     @property
     def captured(self) -> bool:
         return self._graphs.captured
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The implementations that were chosen, as in the capture report."""
+        return capture_notes(self._parts)
 
     @property
     def has_work(self) -> bool:

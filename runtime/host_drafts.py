@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.buffers import BufferSpec, Column, StaticBuffers
+from stepgraph.graphs.buffer_spec import BufferSpec
+from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.proposer import History
+from stepgraph.graphs.row_layout import Column
 from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.runtime.upload import PinnedRing
 from stepgraph.runtime.validate import checked_count

@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-from stepgraph.graphs.buffers import ResultLayout, ResultRecord, StaticBuffers
+from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.publishing import Counter
+from stepgraph.graphs.row_layout import ResultLayout, ResultRecord
 from stepgraph.graphs.shapes import FULL, LONGEST, Drafting, GraphKey
+from stepgraph.runtime.calibration import Calibration
 from stepgraph.runtime.draft_length import DraftLengthChooser
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar.link.protocol import HostLink
 
-CALIBRATING_ROUNDS = 2  # the first replay of a graph takes longer
 Launch = tuple[int, bool, bool, bool, Drafting]  # rows; whether some are constrained, some sampled, all grammars on the device
 
 
@@ -54,6 +54,7 @@ class InFlight:
     ) -> None:
         self._backend, self._buffers, self._graphs, self._host = backend, buffers, graphs, host
         self._states, self._lengths, self._catch_up = states, lengths, catch_up
+        self._calibration = Calibration(backend, buffers, graphs, limits.dummy_row, lengths) if lengths else None
         self._idle_at = 0.0  # when the device had ended the latest collected round; infinity if unknown
         self._ring_depth, self._dummy_row = limits.ring_depth, limits.dummy_row
         self._batches = buffers.batch_rows_ring_host.numpy()
@@ -83,39 +84,9 @@ class InFlight:
                 self._graphs[key].replay(**loop)
 
     def calibrate(self) -> None:
-        """Measure unconstrained greedy rounds of inert rows, for the choice of draft lengths."""
-        if self._lengths is None:
-            return
-        buckets = self._graphs.buckets
-        fewest, most = buckets[0], buckets[-1]
-        for drafting in self._lengths.choices:
-            keys = {rows: self._graphs.key_for(rows, False, False, False, drafting) for rows in buckets}
-            low, high = (self._time(keys[rows]) for rows in (fewest, most))
-            for rows, key in keys.items():  # those between are about linear in the rows
-                self._lengths.costs.calibrate(key, low + (high - low) * (rows - fewest) / max(1, most - fewest))
-
-    def _record(self, key: GraphKey) -> None:
-        """Record and measure the graphs of every draft length for batches like that of `key`, which is used for the first time."""
-        assert self._lengths is not None
-        if key.on_host:  # rounds of inert rows have no batch for the host nodes
-            key = self._graphs.key_for(key.rows, False, False)
-        for each in self._lengths.costs.keys(key):
-            self._lengths.costs.calibrate(each, self._time(each))
-
-    def _time(self, key: GraphKey) -> float:
-        """Seconds of a round of inert rows."""
-        graph, seconds, before = self._graphs[key], list[float](), dict(vars(self._backend.stats))
-        published = self._buffers.round_counters[Counter.PUBLISHED :]
-        for _ in range(CALIBRATING_ROUNDS):
-            self._backend.event().wait()
-            self._batches[:] = self._dummy_row  # no launched round has still to read its batch
-            begin = time.perf_counter()
-            graph.replay()
-            self._backend.event().wait()
-            seconds.append(time.perf_counter() - begin)
-            self._backend.run(lambda: published.sub_(1))
-        vars(self._backend.stats).update(before)  # these are no rounds
-        return min(seconds)
+        """After the capture: launch what must be launched once, and measure rounds."""
+        if self._calibration:
+            self._calibration.measure_all()
 
     def launch(self, requests: tuple[ActiveRequest, ...]) -> None:
         """Launch one round: write its batch to the ring, and replay. Does not wait."""
@@ -139,8 +110,8 @@ class InFlight:
         if lengths is None:
             return (*kind, FULL), self._graphs.key_for(*kind)
         key = self._graphs.key_for(*kind)
-        if self._graphs.on_demand and not lengths.costs.known(key):
-            self._record(key)
+        if self._graphs.on_demand and self._calibration and not lengths.costs.known(key):
+            self._calibration.measure(key)
         launch = *kind, lengths.choose(requests, key)
         return launch, self._graphs.key_for(*launch)
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from stepgraph.graphs.buffers import ResultRecord
+from stepgraph.graphs.row_layout import ResultRecord
 from stepgraph.graphs.shapes import GraphKey
 from stepgraph.runtime.in_flight import InFlight
 from stepgraph.runtime.request import ActiveRequest

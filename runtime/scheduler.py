@@ -6,8 +6,8 @@ import collections
 import time
 from collections.abc import Callable, Collection
 
-from stepgraph.graphs.buffers import ResultRecord
 from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.row_layout import ResultRecord
 from stepgraph.runtime.counters import Counters, loss_of
 from stepgraph.runtime.device_grammars import DeviceGrammars
 from stepgraph.runtime.extras.record import Recorder

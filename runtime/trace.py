@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from stepgraph.graphs.capture import MAIN, Backend
+from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.shapes import Drafting
 from stepgraph.graphs.spans import LAUNCHER, OUTSIDE, Span
 from stepgraph.runtime.draft_length import DraftLengthChooser
@@ -46,7 +47,8 @@ class Summary:
     rounds: int
     round_ns: int  # median of the time from a round's first to its last work on the main stream
     stages: tuple[StageTime, ...]
-    host_ns: int  # total of all host nodes
+    host_nodes: int | None  # None: unknown, since the CUDA profiler does not report them
+    host_ns: int  # their total
     hidden_ns: int  # the part of it during which a stage ran on the main stream
     exposed_ns: int  # the other part
     exposed_wait_ns: int  # waits of the main stream for host nodes and for the copies to and from them
@@ -54,7 +56,7 @@ class Summary:
 
     @property
     def share_hidden(self) -> float | None:
-        """None without host nodes in the timeline; the CUDA profiler does not report them."""
+        """None without host nodes in the timeline."""
         return self.hidden_ns / self.host_ns if self.host_ns else None
 
     def as_dict(self) -> dict[str, object]:
@@ -72,6 +74,8 @@ class Summary:
                 f"host nodes {self.host_ns / 1e6:.2f} ms, {self.share_hidden:.1%} of it hidden under the main stream's stages; "
                 f"the main stream waited {self.exposed_wait_ns / 1e6:.2f} ms"
             )
+        elif self.host_nodes == 0:
+            lines.append("no host nodes: these rounds follow no grammar on the host")
         return "\n".join(lines)
 
 
@@ -114,6 +118,7 @@ class Timeline:
             rounds=len(extents),
             round_ns=int(statistics.median(end - start for start, end in extents)) if extents else 0,
             stages=tuple(self._stage_times()),
+            host_nodes=len(host) if host or self.backend == "tape" else None,
             host_ns=total,
             hidden_ns=hidden,
             exposed_ns=total - hidden,

@@ -174,7 +174,7 @@ def attention_variants() -> list[Variant]:
 def _layer_variants() -> list[Variant]:
     """Norms of heads and of states; slots, angles, masks and drafts of a round."""
     from stepgraph.graphs.layers.triton import dense, slot_mapping
-    from stepgraph.graphs.triton import drafting, publishing, stages
+    from stepgraph.graphs.triton import drafting, looping, mask_upload, publishing, sampled_stages, stages
 
     found = []
     for size, adds in ((128, False), (4096, True), (16_384, True)):
@@ -186,16 +186,16 @@ def _layer_variants() -> list[Variant]:
     types = [*["*i64"] * 5, *["i32"] * 4]
     found.append(_variant("shift_tile", slot_mapping.shift_tile, types, {"TILE": slot_mapping.SHIFT_TILE}, 1))
     types = ["*i64", "*i64", "*i32", "*i64", "*i32", "i32", "i32"]
-    found.append(_variant("scatter_row", slot_mapping.scatter_row, types, {"TILE": slot_mapping.MASK_TILE}, 4))
+    found.append(_variant("scatter_row", mask_upload.scatter_row, types, {"TILE": mask_upload.MASK_TILE}, 4))
     types = ["*i64", "*i1", "*i1", "*i64", "i32", "*i64", "*i64", "*i32", "*i1", *["*i64"] * 3, "*i1", "*i1", *["i32"] * 4]
     flags = dict.fromkeys(("HAS_FOUND", "HAS_FORCED", "HAS_MASK", "HAS_ROWS"), True)
     found.append(_variant("select_row", drafting.select_row, types, flags, 1))
     found.append(_variant("write_row", stages.write_row, [*["*i64"] * 13, *["i32"] * 3], {"COLUMNS": 16, "POSITIONS": 16}, 1))
-    found.append(_variant("count_row", stages.count_row, ["*i64", "*i64", "*i64", "*i32", "i32", "i32"], {"POSITIONS": 16}, 1))
+    found.append(_variant("count_row", sampled_stages.count_row, ["*i64", "*i64", "*i64", "*i32", "i32", "i32"], {"POSITIONS": 16}, 1))
     found.append(_variant("take_rows", publishing.take_rows, [*["*i64"] * 3, *["i32"] * 3], {"ROWS": 64}, 1))
     types = ["*i64", "*fp32", "*i64", "*i64", "*fp32", *["i32"] * 5]
     found.append(_variant("publish_round", publishing.publish_round, types, {"TILE": publishing.TILE}, 4))
-    found.append(_variant("decide_end", publishing.decide_end, [*["*i64"] * 4, "*i32", "*i64", *["i32"] * 5], {"ROWS": 64}, 1))
+    found.append(_variant("decide_end", looping.decide_end, [*["*i64"] * 4, "*i32", "*i64", *["i32"] * 5], {"ROWS": 64}, 1))
     found.append(_variant("store_row", drafting.store_row, [*["*i64"] * 4, *["i32"] * 4], {"WIDTH": 8}, 1))
     types = ["*i64", "*fp32", "*bf16", "*bf16", "i32"]
     return [*found, _variant("angles_of", slot_mapping.angles_of, types, {"HALF": 128}, 4)]

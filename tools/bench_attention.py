@@ -21,7 +21,7 @@ import torch
 import triton
 
 from stepgraph.graphs.attention.triton import paged as paged_programs
-from stepgraph.graphs.model import ModelInput
+from stepgraph.graphs.model_call import ModelInput
 
 
 class Shape(NamedTuple):

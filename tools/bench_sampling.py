@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.graphs import Limits, StaticBuffers, drafting, stages
 from stepgraph.graphs.batch import read_batch
-from stepgraph.graphs.buffers import Column
 from stepgraph.graphs.round_specs import round_specs
+from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling import bitmask, kernels, sampler
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.kernels.operation import OPERATIONS

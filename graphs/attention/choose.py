@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice, AttentionShape, attention, by_reference, run_operation
-from stepgraph.graphs.model import Attend, ModelInput
+from stepgraph.graphs.model_call import Attend, ModelInput
 from stepgraph.sampling.cuda_graphs import replayed
 from stepgraph.sampling.fields import reason
 from stepgraph.sampling.kernels import triton as programs

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stepgraph.graphs.attention.paged import AttentionShape
 from stepgraph.graphs.attention.row_tables import INDEX, RowTables
-from stepgraph.graphs.model import Attend, ModelInput
+from stepgraph.graphs.model_call import Attend, ModelInput
 
 MOST_TILE = 128  # rows of queries per program of FlashInfer
 PLANS_IN_FLIGHT = 8  # prompt plans queued on the device before the host waits

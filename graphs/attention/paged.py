@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepgraph.graphs.buffers import BufferSpec
+from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.layers.dense import LEAST_ROWS
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import Attend, ModelInput
+from stepgraph.graphs.model_call import Attend, ModelInput
 from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous, same_float_type
 from stepgraph.sampling.kernels.operation import Contiguous, operation
 

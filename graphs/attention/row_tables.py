@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.model import ModelInput
+from stepgraph.graphs.model_call import ModelInput
 
 INDEX = torch.int32
 

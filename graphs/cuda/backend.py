@@ -2,7 +2,7 @@
 
 Host nodes are host functions of the driver, and run on a thread of the driver. A Python host node needs the GIL there, so no
 thread may wait inside the driver with the GIL held, and a host node must not call CUDA, not even by printing or freeing a device
-tensor. Native host nodes (driver.HostCallback) do not need the GIL.
+tensor. Native host nodes (HostCallback) do not need the GIL.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step, checked_loop, setting
+from stepgraph.graphs.capture import BackendStats, Check, Step, checked_loop
+from stepgraph.graphs.context import MAIN, setting
 from stepgraph.graphs.cuda.context import Streams
 from stepgraph.graphs.cuda.driver import Driver, open_driver
 from stepgraph.graphs.cuda.loop import LoopGraph, why_no_loops
 from stepgraph.graphs.cuda.recorder import CudaRecorder, Recording, broken_rule
 from stepgraph.graphs.cuda.trace import CudaTracer
 from stepgraph.graphs.errors import HostErrors, fail
-from stepgraph.graphs.spans import MakeRange, Span
+from stepgraph.graphs.spans import MakeRange, RecordedReport, Span
 from stepgraph.sampling.cuda_graphs import GraphPool, one_at_a_time
 
 POLL_SECONDS = 50e-6
@@ -213,7 +214,7 @@ class CudaBackend:
     def why_no_loops(self) -> str:
         return why_no_loops(self.driver)
 
-    def measure(self, step: Step, buffers: StaticBuffers) -> int:
+    def measure(self, step: Step, buffers: StaticBuffers) -> RecordedReport:
         with self._recording("measure()"):
             return self._recorder.measure(step, buffers)
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, NOTHING, StreamEvent, setting
-from stepgraph.graphs.cuda.driver import Driver, HostCallback
+from stepgraph.graphs.context import MAIN, NOTHING, StreamEvent, setting
+from stepgraph.graphs.cuda.driver import Driver
+from stepgraph.graphs.cuda.host_callback import HostCallback
 from stepgraph.graphs.errors import HostErrors, Site, call_site, fail
 from stepgraph.graphs.spans import STEP, MakeRange, StageRun
 from stepgraph.sampling import cuda_graphs

@@ -9,51 +9,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Mapping
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from collections.abc import Mapping
+from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from typing import Any
 
-from stepgraph.graphs.capture import C_HOST_FUNCTION, native_entry
-from stepgraph.graphs.errors import HostErrors
-from stepgraph.sampling.cuda_graphs import without_collection
+from stepgraph.graphs.cuda.driver_calls import SIGNATURES
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY, the result of a query
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING; waits spin, for low latency
-
-
-class KernelParams(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS_v2."""
-
-    _fields_ = (
-        ("func", c_void_p),
-        ("shape", c_uint * 7),  # grid, block, dynamic shared memory
-        ("kernel_params", c_void_p),
-        ("extra", c_void_p),
-        ("kern", c_void_p),
-        ("ctx", c_void_p),
-    )
-
-
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "cuGetErrorName": (c_int, POINTER(c_char_p)),
-    "cuDriverGetVersion": (POINTER(c_int),),
-    "cuCtxGetCurrent": (POINTER(c_void_p),),
-    "cuCtxSetCurrent": (c_void_p,),
-    "cuStreamQuery": (c_void_p,),
-    "cuStreamSynchronize": (c_void_p,),
-    "cuStreamGetCaptureInfo_v2": (c_void_p, POINTER(c_int), POINTER(c_uint64), POINTER(c_void_p), POINTER(c_void_p), POINTER(c_size_t)),
-    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
-    "cuEventCreate": (POINTER(c_void_p), c_uint),
-    "cuEventRecord": (c_void_p, c_void_p),
-    "cuEventQuery": (c_void_p,),
-    "cuEventSynchronize": (c_void_p,),
-    "cuEventDestroy_v2": (c_void_p,),
-    "cuLaunchHostFunc": (c_void_p, c_void_p, c_void_p),
-    "cuGraphUpload": (c_void_p, c_void_p),
-    "cuGraphGetNodes": (c_void_p, POINTER(c_void_p), POINTER(c_size_t)),
-    "cuGraphNodeGetType": (c_void_p, POINTER(c_int)),
-    "cuGraphKernelNodeGetParams_v2": (c_void_p, c_void_p),
-}
 
 
 class Driver:
@@ -64,7 +27,7 @@ class Driver:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self.declare(_SIGNATURES, "12.0")
+        self.declare(SIGNATURES, "12.0")
 
     def declare(self, signatures: Mapping[str, tuple[Any, ...]], version: str) -> None:
         """Make these calls, which the drivers from this version of CUDA on have."""
@@ -81,7 +44,7 @@ class Driver:
                 call.errcheck = self._check
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{name} is not declared in _SIGNATURES")
+        raise AttributeError(f"{name} is not declared in SIGNATURES")
 
     def _check(self, result: int, call: Any, arguments: tuple[Any, ...]) -> bool:
         if result not in (0, _NOT_READY):
@@ -120,31 +83,3 @@ def open_driver() -> Driver:
     except OSError as error:
         raise RuntimeError(f"no NVIDIA driver: {error}; use backend 'tape' on the CPU") from error
     return Driver(library)
-
-
-class HostCallback:
-    """The C function and user data of a host node. Must outlive every graph that contains them.
-
-    A native function (`CaptureContext.host_node`) is called directly. A Python function is wrapped in a callback that takes the GIL and
-    stores exceptions in `errors`.
-    """
-
-    def __init__(self, name: str, function: Callable[[], object], errors: HostErrors) -> None:
-        self.name = name
-        self._function = function  # owns the data of a native function
-        entry = native_entry(name, function)
-        if entry is None:
-            self._entry = _python_entry(name, function, errors)
-            entry = int(c_void_p.from_buffer(self._entry).value or 0), 0  # ctypes.cast would make a reference cycle
-        self.address, self.data = entry
-
-
-def _python_entry(name: str, function: Callable[[], object], errors: HostErrors) -> Any:
-    def enter(_: int | None) -> None:
-        try:
-            with without_collection():  # a host node must not call CUDA
-                function()
-        except BaseException as error:
-            errors.store(name, error)
-
-    return C_HOST_FUNCTION(enter)

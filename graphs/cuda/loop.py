@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.cuda.driver import Driver, KernelParams
+from stepgraph.graphs.cuda.driver import Driver
+from stepgraph.graphs.cuda.driver_calls import KernelParams
 
 VERSION = 12040  # of CUDA, the first with WHILE nodes
 CONDITIONAL_NODE = 13  # CU_GRAPH_NODE_TYPE_CONDITIONAL
@@ -52,7 +53,7 @@ class MemsetParams(ctypes.Structure):
     )
 
 
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
+SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
     "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
     "cuGraphCreate": (POINTER(c_void_p), c_uint),
@@ -115,7 +116,7 @@ class LoopGraph:
     """Runs a captured step again while `until` is 0 after it, at most `limit` times in total. Build and launch it on one stream."""
 
     def __init__(self, driver: Driver, step: int, until: Tensor, limit: int) -> None:
-        driver.declare(_SIGNATURES, "12.4")
+        driver.declare(SIGNATURES, "12.4")
         self._driver, self._graph, self._instance, context = driver, c_void_p(), c_void_p(), driver.context()
         self._count = torch.empty(1, dtype=torch.int32, device=until.device)
         self._rounds_host = torch.zeros(1, dtype=torch.int32, pin_memory=True)

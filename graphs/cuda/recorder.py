@@ -15,12 +15,16 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, Step, refusing_threads, use_context
+from stepgraph.graphs.capture import Step
+from stepgraph.graphs.context import MAIN, refusing_threads, use_context
 from stepgraph.graphs.cuda.context import CudaCaptureContext, Streams
-from stepgraph.graphs.cuda.driver import Driver, HostCallback, KernelParams
+from stepgraph.graphs.cuda.driver import Driver
+from stepgraph.graphs.cuda.driver_calls import KernelParams
+from stepgraph.graphs.cuda.host_callback import HostCallback
 from stepgraph.graphs.cuda.loop import LoopGraph
 from stepgraph.graphs.errors import CaptureError, HostErrors, Site, fail, site_of
 from stepgraph.graphs.spans import MakeRange, RecordedReport, stage_runs
+from stepgraph.graphs.tape.arena import Arena
 from stepgraph.graphs.tape.recorder import Recorder
 from stepgraph.sampling.cuda_graphs import GraphPool, capturing, empty_cache
 
@@ -118,15 +122,15 @@ class CudaRecorder:
         )
         return Recording(graph, context.callbacks, nodes, report, context.first_host_node, draws, {})
 
-    def measure(self, step: Step, buffers: StaticBuffers) -> int:
-        """Bytes of a capture in its own pool, which is then freed."""
+    def measure(self, step: Step, buffers: StaticBuffers) -> RecordedReport:
+        """The report of a capture in its own pool, which is then freed."""
         pool = GraphPool(self._pool.stream)
         alone = CudaRecorder(self._driver, self._streams, pool, self._errors)
         recording = alone.record(step, buffers, (), alone.warm_up(step, buffers, ()))
         recording.free()
         pool.release()
         empty_cache()
-        return recording.report.nbytes
+        return recording.report
 
     def synchronize(self) -> None:
         for stream in self._streams.values():
@@ -202,7 +206,7 @@ def broken_rule(error: Exception, step: Step, buffers: StaticBuffers, generators
         return None
     site = Site(error.file, error.line) if isinstance(error, CaptureError) else site_of(_frames(error))
     try:
-        Recorder(buffers, [*generators, torch.default_generator], lambda key: False).record_step(step)
+        Recorder(buffers, [*generators, torch.default_generator], lambda key: False, Arena()).record_step(step)
     except CaptureError as found:
         unknown = not site.file and not isinstance(error, torch.OutOfMemoryError)
         if unknown or found.rule == rule or site == (found.file, found.line):

@@ -1,4 +1,4 @@
-"""Positions and cache slots of the tokens of a call, their rotary angles, and the rows of grammar masks.
+"""Positions and cache slots of the tokens of a call, and their rotary angles.
 
 In torch each of these is many small operations; here each is one kernel: in C on the CPU, a Triton program on a GPU.
 """
@@ -89,18 +89,6 @@ def rope_angles(positions: Contiguous, frequencies: Tensor, dtype: torch.dtype) 
     angles = positions[:, None, None].float() * frequencies
     angles = torch.cat([angles, angles], -1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-@operation(
-    lambda *_: None,
-    writes=("row_tags", "row_masks"),
-    triton=True,
-    c=CKernel("scatter_masks", lambda *tensors: all(each.is_contiguous() for each in tensors)),
-)
-def scatter_masks(rows: Contiguous, tags: Contiguous, masks: Contiguous, row_tags: Tensor, row_masks: Tensor) -> None:
-    """Write masks [B, words] and tags [B, TAG_FIELDS] into their rows [R, positions, ...]; tags[:, 2] is the position."""
-    row_masks.index_put_((rows, tags[:, 2]), masks)
-    row_tags.index_put_((rows, tags[:, 2]), tags)
 
 
 def cache_slots(tables: Tensor, positions: Tensor, page_size: int) -> Tensor:

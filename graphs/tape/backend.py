@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, NOTHING, BackendStats, Check, Step, checked_loop, setting
+from stepgraph.graphs.capture import BackendStats, Check, Step, checked_loop
+from stepgraph.graphs.context import MAIN, NOTHING, setting
 from stepgraph.graphs.errors import fail
-from stepgraph.graphs.spans import MakeRange, Span
+from stepgraph.graphs.spans import MakeRange, RecordedReport, Span
+from stepgraph.graphs.tape.arena import Arena
 from stepgraph.graphs.tape.player import Delay, Item, Timed, Tracer, Worker, programs, report, stop, taken_lock
 from stepgraph.graphs.tape.recorder import Recorder, first_difference, record_perturbed
 from stepgraph.graphs.tape.replay_ops import poison
@@ -35,7 +37,7 @@ _tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
 class Tape:
     """A recorded step."""
 
-    def __init__(self, backend: TapeBackend, recorder: Recorder, seconds: float) -> None:
+    def __init__(self, backend: TapeBackend, recorder: Recorder, nbytes: int, seconds: float) -> None:
         self._backend = backend
         self._memory = [tensor for tensor, *_ in recorder.memory.made.values()]
         self._keys = frozenset(recorder.memory.made)
@@ -46,7 +48,7 @@ class Tape:
         self._error: BaseException | None = None
         self._poisoned = False
         self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        self.report, self.rounds = report(recorder, seconds), 0
+        self.report, self.rounds = report(recorder, nbytes, seconds), 0
         self._buffers, self._draws = recorder.memory.buffers, bool(recorder.rules.generators)
         self._host_node = next(((node.name, node.site) for node in recorder.nodes if node.kind == "host"), None)
         _tapes.add(self)
@@ -166,6 +168,7 @@ class TapeBackend:
         self.stats, self.ranges = BackendStats(wait_ns=0), ranges
         self.replaying: Tape | None = None  # the running tape
         self._tracer: Tracer | None = None
+        self._arena = Arena()
         self._errors: deque[BaseException] = deque()
         self._workers: dict[str, Worker] = {_DEVICE: Worker(_DEVICE)} if asynchronous else {}  # by stream
         self._device = self._workers.get(_DEVICE)
@@ -188,18 +191,20 @@ class TapeBackend:
             raise ValueError(f"TapeBackend.capture: got buffers on {buffers.device}, expected cpu")
         self._drain()
         self.raise_pending()
-        begin = time.perf_counter()
-        recorder = _record(step, buffers, generators, check == "twice")
+        begin, before = time.perf_counter(), self._arena.nbytes
+        record = functools.partial(_record, step, buffers, generators, self._arena, check == "twice")
+        recorder = record()
         if check == "twice":
             if between is not None:
                 between()
-            second = record_perturbed(functools.partial(_record, step, buffers, generators, True), buffers)
+            second = record_perturbed(record, buffers)
             if (difference := first_difference(recorder.nodes, second.nodes)) is not None:
                 raise difference
-        return Tape(self, recorder, time.perf_counter() - begin)
+        return Tape(self, recorder, self._arena.nbytes - before, time.perf_counter() - begin)
 
-    def measure(self, step: Step, buffers: StaticBuffers) -> int:
-        return self.capture(step, buffers).report.nbytes
+    def measure(self, step: Step, buffers: StaticBuffers) -> RecordedReport:
+        with setting(self, "_arena", Arena()):
+            return self.capture(step, buffers).report
 
     def run(self, function: Callable[[], object]) -> None:
         tracer = self.tracer
@@ -305,8 +310,9 @@ def _refuse_while_recording(what: str) -> None:
             raise fail("nested-capture" if what == "capture()" else "host-sync", f"{what} inside a step that is being captured")
 
 
-def _record(step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator], compared: bool) -> Recorder:
-    recorder = Recorder(buffers, generators, lambda key: any(tape.owns(key) for tape in _tapes), compared)
+def _record(step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator], arena: Arena, compared: bool) -> Recorder:
+    arena.restart()
+    recorder = Recorder(buffers, generators, lambda key: any(tape.owns(key) for tape in _tapes), arena, compared)
     with setting(_local, "recording", recorder):
         recorder.record_step(step)
     return recorder

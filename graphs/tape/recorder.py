@@ -18,9 +18,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
-from stepgraph.graphs.capture import MAIN, Step, StreamEvent, refusing_threads, setting, use_context
+from stepgraph.graphs.capture import Step
+from stepgraph.graphs.context import MAIN, StreamEvent, refusing_threads, setting, use_context
 from stepgraph.graphs.errors import CaptureError, Site, call_site, fail
 from stepgraph.graphs.spans import STEP
+from stepgraph.graphs.tape.arena import Arena
 from stepgraph.graphs.tape.races import WHOLE, Access, Clock, RaceChecker, region_of
 from stepgraph.graphs.tape.replay_ops import Call, repeat, tensors_in, whole
 from stepgraph.graphs.tape.rules import Memory, Rules, generator_key
@@ -62,16 +64,22 @@ class Recorder(TorchDispatchMode):
     """One capture: a dispatch mode that sees operations, and the context for events and host nodes."""
 
     def __init__(
-        self, buffers: StaticBuffers, generators: Sequence[torch.Generator], foreign: Callable[[int], bool], compared: bool = False
+        self,
+        buffers: StaticBuffers,
+        generators: Sequence[torch.Generator],
+        foreign: Callable[[int], bool],
+        arena: Arena,
+        compared: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.compared = compared  # whether leaves are recorded for a comparison with a second recording
-        self.memory = Memory(buffers, foreign)
+        self.memory = Memory(buffers, foreign, arena)
         self.rules = Rules(self.memory, generators)
         self.races = RaceChecker(MAIN)
         self.nodes: list[Node] = []
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> its bytes, and a copy from before the first write
         self._stream, self._stage = MAIN, STEP
+        self._capture = object()  # in the events of this capture; the recorder itself would be a cycle, which keeps its memory alive
         self.paused = False
         self._failure: CaptureError | None = None
 
@@ -92,6 +100,7 @@ class Recorder(TorchDispatchMode):
             torch.clear_autocast_cache()
             for memory, saved in self._saved.values():
                 memory.copy_(saved)
+            self._saved.clear()
             for generator, state in states:
                 generator.set_state(state)
 
@@ -135,6 +144,7 @@ class Recorder(TorchDispatchMode):
         known = {storage_key(tensor) for tensor in call.inputs}
         fresh = [tensor for tensor in results if storage_key(tensor) not in known]
         leaves = tuple(self._leaves(call.values)) if self.compared else ()
+        self.memory.arena.move(fresh)
         for tensor in fresh:
             made.setdefault(storage_key(tensor), (tensor, len(made), name, site))
         kind, again = repeat(call, result, results, fresh)
@@ -206,13 +216,13 @@ class Recorder(TorchDispatchMode):
         with self.working():
             self._join_or_fail("record()")
             number = sum(node.kind == "record" for node in self.nodes)
-            event = TapeStreamEvent(number, self._stream, self.races.record(self._stream), self)
+            event = TapeStreamEvent(number, self._stream, self.races.record(self._stream), self._capture)
             self._add(Node("record", "record", self._stream, call_site(), event=event))
             return event
 
     def wait(self, event: StreamEvent) -> None:
         with self.working():
-            if not isinstance(event, TapeStreamEvent) or event.capture is not self:
+            if not isinstance(event, TapeStreamEvent) or event.capture is not self._capture:
                 raise fail("foreign-event", "wait() for an event that was not recorded in this capture")
             self.races.wait(self._stream, event.clock)
             leaves: tuple[Leaf, ...] = (("tensor", f"event {event.number}"),)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
 from stepgraph.graphs.errors import Site, fail
+from stepgraph.graphs.tape.arena import Arena
 from stepgraph.graphs.tape.replay_ops import Call, tensors_in
 from stepgraph.sampling.kernels.operation import OPERATIONS
 
@@ -60,12 +61,12 @@ def generator_key(generator: torch.Generator) -> int:
 class Memory:
     """Classifies the memory of tensors in one capture."""
 
-    def __init__(self, buffers: StaticBuffers, foreign: Callable[[int], bool]) -> None:
+    def __init__(self, buffers: StaticBuffers, foreign: Callable[[int], bool], arena: Arena) -> None:
         self.buffers = buffers
         # storages created in this capture, kept alive so that keys stay unique; with number, operation and line
         self.made: dict[int, tuple[Tensor, int, str, Site]] = {}
         self.literals: dict[int, Tensor] = {}  # 0-d tensors that torch creates from a Python scalar, as in x[0] = 5
-        self._foreign = foreign
+        self.arena, self._foreign = arena, foreign
 
     def kind(self, tensor: Tensor) -> Kind:
         key = storage_key(tensor)

@@ -1,4 +1,4 @@
-"""The Triton programs of write_emission and count_output: one instance per row."""
+"""The Triton program of write_emission: one instance per row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepgraph.graphs.buffers import Column, ResultLayout
+from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.sampling.grammar.status import FinishCode
 
 _RUNNING = tl.constexpr(int(FinishCode.RUNNING))
@@ -81,16 +81,6 @@ def write_row(
     tl.store(written + 2 * positions, draft, mask=index < positions - 1)
 
 
-@triton.jit
-def count_row(rows, tokens, emitted, output_counts, positions, vocabulary, POSITIONS: tl.constexpr):
-    """Count the emitted tokens of one row. tokens [B, positions]; POSITIONS is a power of two >= positions."""
-    place = tl.program_id(0).to(tl.int64)
-    index = tl.arange(0, POSITIONS)
-    counted = index < tl.minimum(tl.load(emitted + place), positions)
-    token = tl.load(tokens + place * positions + index, mask=counted, other=0)
-    tl.atomic_add(output_counts + tl.load(rows + place) * vocabulary + token, 1, mask=counted, sem="relaxed")
-
-
 def write_emission(*tensors: Tensor) -> None:
     """The arguments and outputs of stages.write_emission, in the order of the program."""
     _, state, tokens, *_ = tensors
@@ -104,10 +94,3 @@ def write_emission(*tensors: Tensor) -> None:
         POSITIONS=triton.next_power_of_2(positions),
         num_warps=1,
     )
-
-
-def count_output(rows: Tensor, tokens: Tensor, emitted: Tensor, output_counts: Tensor) -> None:
-    """The arguments of stages.count_output."""
-    (batch, positions), vocabulary = tokens.shape, output_counts.shape[1]
-    padded = triton.next_power_of_2(positions)
-    count_row[(batch,)](rows, tokens, emitted, output_counts, positions, vocabulary, POSITIONS=padded, num_warps=1)

@@ -70,7 +70,9 @@ async def _serve(engine: Engine, options: argparse.Namespace) -> None:
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.create_server((options.host, options.port), family=family) as listener:
         async with AsyncEngine(engine) as serving:
-            app = App(serving, options.name or Path(options.model).name, Bounds(waiting=options.max_queued), options.api_keys)
+            app = App(
+                serving, options.name or Path(options.model).name, Bounds(waiting=options.max_queued), options.api_keys, options.tool_format
+            )
             announce(listener, options)
             await app.serve(listener, soon, at_once, options.grace)
 

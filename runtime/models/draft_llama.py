@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig, TargetSizes
 from stepgraph.sampling.grammar.vocabulary import Vocabulary

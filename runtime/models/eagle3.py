@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph.graphs.attention.paged import cache_specs
-from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs.buffer_spec import BufferSpec
+from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.dense import rms_norm
 from stepgraph.graphs.layers.quantised import linear
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, embed, empty_weight
 from stepgraph.runtime.models.llama_config import Eagle3Config
 from stepgraph.runtime.models.mtp import shift_inputs

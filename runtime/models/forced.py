@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs.buffer_spec import BufferSpec
+from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.proposer import History
 

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from stepgraph.graphs.attention.paged import AttentionShape, attention, cache_specs
 from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
-from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs.buffer_spec import BufferSpec
+from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.dense import Residual, add_rms_norm, rms_norm, silu_and_mul
 from stepgraph.graphs.layers.quantised import linear, lookup
 from stepgraph.graphs.layers.slot_mapping import rope_angles
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.sampling.fields import is_int
 

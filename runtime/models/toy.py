@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs.buffer_spec import BufferSpec
+from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.model_call import ModelInput, ModelOutput
 
 _LIMBS = 3  # a hash of 42 bits as three floats of 14 bits each: exact in float32
 _HASH_BITS = 42

@@ -19,10 +19,11 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from stepgraph.graphs.attention.paged import AttentionShape, attention, cache_specs
-from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs.buffer_spec import BufferSpec
+from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.dense import product, rms_norm
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.draft_llama import TokenMap, TokenMapped
 
 PAGED, INSPECTED = "stepgraph", "stepgraph_inspected"  # names in transformers' attention interface

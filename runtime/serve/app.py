@@ -24,6 +24,7 @@ from stepgraph.runtime.aio import AsyncEngine, JobStream
 from stepgraph.runtime.metrics import CONTENT_TYPE
 from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
+from stepgraph.runtime.serve.calls import Delta, call_style
 from stepgraph.runtime.serve.fields import GenerationRequest, parse_request, runtime_refusal
 from stepgraph.runtime.serve.gate import Gate, Ticket
 from stepgraph.runtime.serve.http import (
@@ -38,17 +39,19 @@ from stepgraph.runtime.serve.http import (
     server_config,
     until_disconnect,
 )
-from stepgraph.runtime.serve.replies import Delta, Reply, usage_of, whole_message
+from stepgraph.runtime.serve.replies import Reply, usage_of, whole_message
 
 LOG = logging.getLogger("stepgraph.serve")  # one JSON object per request; never prompts, texts or keys
 
 
 class App:
-    """Endpoints around one engine; `asgi` is the ASGI application. keys: accepted API keys; none: no key is required."""
+    """Endpoints around one engine; `asgi` is the ASGI application. keys: accepted API keys; none: no key is required.
+    tool_format: one of FORMATS, or auto: by the chat template."""
 
-    def __init__(self, serving: AsyncEngine, model: str, bounds: Bounds, keys: Sequence[str] = ()) -> None:
+    def __init__(self, serving: AsyncEngine, model: str, bounds: Bounds, keys: Sequence[str] = (), tool_format: str = "auto") -> None:
         self._serving, self._codec, self._model, self._bounds = serving, serving.engine.tokenizer, model, bounds
         self._keys = {hashlib.sha256(key.encode()).hexdigest() for key in keys}  # looked up by hash: no timing of a comparison
+        self._style = call_style(self._codec, tool_format)
         rows = serving.engine.config.max_rows
         self._gate = Gate(rows + max(1, rows // 4), bounds.waiting)  # some wait in the engine, for the next free row
         self._opened = int(time.time())
@@ -116,7 +119,7 @@ class App:
         started, key = time.perf_counter(), self._authorize(request)
         body = await read_json(request, self._bounds)
         chat = request.scope["path"] == "/v1/chat/completions"
-        parsed = parse_request(body, chat, self._codec, self._model, self._serving.engine.limits.max_length)
+        parsed = parse_request(body, chat, self._codec, self._model, self._serving.engine.limits.max_length, self._style)
         parsed.options["cache_salt"] = key  # callers with different keys share no cached prefixes
         if self.leaving:
             raise HttpError(503, "the server is shutting down")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+from stepgraph.runtime.serve.calls import CallStyle
 from stepgraph.runtime.serve.http import HttpError
 from stepgraph.runtime.serve.reasoning import CLOSING, Reasoning, reasoning_of
 from stepgraph.runtime.serve.tools import ToolUse, tool_use
@@ -80,7 +81,9 @@ class GenerationRequest:
         return options
 
 
-def parse_request(body: Mapping[str, Any], chat: bool, codec: TextCodec, model: str, max_length: int) -> GenerationRequest:
+def parse_request(
+    body: Mapping[str, Any], chat: bool, codec: TextCodec, model: str, max_length: int, style: CallStyle
+) -> GenerationRequest:
     """HttpError names the field that is wrong or not supported."""
     fields = {name: value for name, value in body.items() if value is not None}
     for name in _NOTES.keys() & fields.keys():
@@ -91,7 +94,7 @@ def parse_request(body: Mapping[str, Any], chat: bool, codec: TextCodec, model: 
     if fields.get("model", model) != model:
         raise HttpError(404, f"model: got {_clipped(fields['model'])}, expected {model!r}", "model", "model_not_found")
     parallel = _flag(fields, "parallel_tool_calls", True)
-    tools = tool_use(fields.get("tools"), fields.get("tool_choice"), parallel) if chat else None
+    tools = tool_use(fields.get("tools"), fields.get("tool_choice"), parallel, style) if chat else None
     prompt_ids = _chat_ids(fields, tools, codec) if chat else _prompt_ids(fields, codec)
     logprobs, top_logprobs = _logprobs(fields, chat)
     sampling = _sampling(fields, logprobs, top_logprobs)
@@ -155,11 +158,7 @@ def _chat_ids(fields: Mapping[str, Any], tools: ToolUse | None, codec: TextCodec
         plain = [message | {"role": "system"} if message["role"] == "developer" else message for message in plain]
     variables = _template_variables(fields)
     try:
-        ids = codec.chat(plain, variables=variables)
-        if tools is None or not tools.callable:
-            return ids
-        with_tools = codec.chat(plain, tools.callable, variables=variables)
-        return with_tools if with_tools != ids else codec.chat(tools.as_system_message(plain), variables=variables)
+        return codec.chat(plain, variables=variables) if tools is None else tools.prompt_ids(codec, plain, variables)
     except ValueError as error:
         raise runtime_refusal(error) from None
 

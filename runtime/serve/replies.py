@@ -6,52 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stepgraph.runtime.request import FinishReason, Job, StepEvent, TokenLogprob
+from stepgraph.runtime.serve.calls import CallReader, Delta, Splitter, joined
 from stepgraph.runtime.serve.fields import GenerationRequest
 from stepgraph.runtime.serve.reasoning import ReasoningSplitter
-from stepgraph.runtime.serve.tools import CLOSING, OPENING, parse_call
 from stepgraph.runtime.text import TextCodec
-
-Delta = dict[str, Any]  # content or reasoning_content: some text, or tool_calls: whole calls
-
-
-class Splitter:
-    """Splits streamed text at stop texts and tool calls; holds back an end that may be the beginning of a delimiter."""
-
-    def __init__(self, stops: Sequence[str], calls: bool) -> None:
-        self._stops, self._delimiters = tuple(stops), (*stops, *([OPENING] if calls else ()))
-        self._pending, self._in_call = "", False
-        self.stopped = False
-
-    def push(self, text: str) -> Iterator[tuple[bool, str]]:
-        """Pieces; True with the inside of a call."""
-        self._pending += text
-        while not self.stopped:
-            delimiters = (CLOSING,) if self._in_call else self._delimiters
-            found = [(start, -len(delimiter), delimiter) for delimiter in delimiters if (start := self._pending.find(delimiter)) >= 0]
-            if not found:
-                break
-            start, _, delimiter = min(found)
-            piece, self._pending = self._pending[:start], self._pending[start + len(delimiter) :]
-            if piece or self._in_call:
-                yield self._in_call, piece
-            self.stopped = delimiter in self._stops and not self._in_call
-            self._in_call = delimiter == OPENING and not self.stopped
-        certain = 0 if self._in_call or self.stopped else len(self._pending) - self._held_back()
-        if certain:
-            yield False, self._pending[:certain]
-            self._pending = self._pending[certain:]
-
-    def finish(self) -> str:
-        """The text that was held back, as it was written."""
-        rest = "" if self.stopped else (OPENING if self._in_call else "") + self._pending
-        self._pending, self._in_call = "", False
-        return rest
-
-    def _held_back(self) -> int:
-        """Characters at the end that may begin a delimiter."""
-        longest = max(map(len, self._delimiters), default=1) - 1
-        sizes = range(min(longest, len(self._pending)), 0, -1)
-        return next((size for size in sizes if any(each.startswith(self._pending[-size:]) for each in self._delimiters)), 0)
 
 
 class Reply:
@@ -62,14 +20,15 @@ class Reply:
         self.job: Job | None = None  # once it is submitted
         self._text = codec.stream()
         tools = request.tools if request.tools is not None and request.tools.callable else None
-        self._is_call = tools is not None and tools.required  # the whole answer is one call
+        only_calls = tools is not None and tools.required
         self._parallel = tools is None or tools.parallel
-        self._splitter = Splitter(() if self._is_call else request.stops, tools is not None and not self._is_call)
+        self._splitter = Splitter(() if only_calls else request.stops, tools.form if tools else None, only_calls)
+        self._opening = tools.form.opening if tools is not None and not only_calls else ""
+        self._call: CallReader | None = None  # inside a call
         self._reasoning = ReasoningSplitter(request.reasoning)
         self.ids: list[int] = []
         self.reasoning_tokens = 0
-        self._call_text = ""  # of an answer that is one call
-        self._calls = 0
+        self._calls = 0  # that are complete
         self._logprobs: list[tuple[int, TokenLogprob]] = []  # of tokens that no delta has reported yet
 
     @property
@@ -115,12 +74,9 @@ class Reply:
         deltas = self._deltas(self._text.finish())
         deltas += [delta for part in self._reasoning.finish() for delta in self._part(*part)]
         rest = self._splitter.finish()
-        if self._is_call:
-            try:
-                deltas.append(self._call(self._call_text))
-            except ValueError:  # cut short
-                rest = self._call_text
-        return _merged([*deltas, *([{"content": rest}] if rest else [])])
+        deltas += [{"content": rest}] if rest else []
+        deltas += self._call.finish(cut_short=True) if self._call is not None else []
+        return _merged(deltas)
 
     @property
     def reason(self) -> str:
@@ -155,26 +111,30 @@ class Reply:
     def _deltas(self, text: str) -> list[Delta]:
         return [delta for part in self._reasoning.push(text) for delta in self._part(*part)]
 
-    def _part(self, reasoning: bool, text: str) -> list[Delta]:
+    def _part(self, reasoning: bool, text: str) -> Iterator[Delta]:
         if reasoning:
-            return [{"reasoning_content": text}]
-        if self._is_call:
-            self._call_text += text
-            return []
-        return [self._call(piece) if in_call else {"content": piece} for in_call, piece in self._splitter.push(text)]
-
-    def _call(self, text: str) -> Delta:
-        delta = {"tool_calls": [parse_call(text, self._calls, self._answer_id)]}
-        self._calls += 1
-        return delta
+            yield {"reasoning_content": text}
+            return
+        for kind, piece in self._splitter.push(text):
+            if kind == "text":
+                yield {"content": piece}
+                continue
+            self._call = self._call or CallReader(self._calls, self._answer_id, self._opening)
+            if kind == "call":
+                yield from self._call.push(piece)
+            else:
+                yield from self._call.finish()
+                self._call, self._calls = None, self._calls + 1
+                if not self._parallel:
+                    return
 
 
 def _merged(deltas: Sequence[Delta]) -> list[Delta]:
-    """With adjacent texts of a kind as one."""
+    """With adjacent parts of a text or a call as one."""
     merged: list[Delta] = []
     for delta in deltas:
-        if merged and delta.keys() == merged[-1].keys() and "tool_calls" not in delta:
-            merged[-1] = {kind: merged[-1][kind] + text for kind, text in delta.items()}
+        if merged and (both := joined(merged[-1], delta)) is not None:
+            merged[-1] = both
         else:
             merged.append(delta)
     return merged
@@ -183,11 +143,12 @@ def _merged(deltas: Sequence[Delta]) -> list[Delta]:
 def whole_message(deltas: Sequence[Delta]) -> dict[str, Any]:
     """The message of an answer that is not streamed."""
     content = "".join(delta.get("content", "") for delta in deltas)
-    calls = [{key: value for key, value in call.items() if key != "index"} for delta in deltas for call in delta.get("tool_calls", ())]
+    calls = [delta["tool_calls"][0] for delta in _merged([delta for delta in deltas if "tool_calls" in delta])]
     message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
     if reasoning := "".join(delta.get("reasoning_content", "") for delta in deltas):
         message["reasoning_content"] = reasoning
-    return {**message, "tool_calls": calls} if calls else message
+    without_index = [{key: value for key, value in call.items() if key != "index"} for call in calls]
+    return {**message, "tool_calls": without_index} if calls else message
 
 
 def usage_of(replies: Sequence[Reply]) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""`tools` and `tool_choice`: as a constraint on the answer, and parsed out of the answer.
-
-A call in free text has the form that many models were trained on: `<tool_call>`, a line of JSON with name and arguments, `</tool_call>`.
-"""
+"""`tools` and `tool_choice`: which functions an answer may call, as a constraint on it and in its prompt."""
 
 from __future__ import annotations
 
@@ -11,18 +8,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stepgraph.runtime.serve.calls import CallFormat, CallStyle
 from stepgraph.runtime.serve.http import HttpError
+from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 
-OPENING, CLOSING = "<tool_call>\n", "\n</tool_call>"
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True)
 class ToolUse:
     callable: tuple[dict[str, Any], ...]  # entries of `tools` that may be called
-    required: bool  # the answer is one call and nothing else
+    style: CallStyle
+    required: bool = False  # the answer is calls and nothing else
     parallel: bool = True  # an answer may have several calls
+
+    @property
+    def form(self) -> CallFormat:
+        return self.style.form
 
     @property
     def functions(self) -> dict[str, Any]:
@@ -31,25 +34,36 @@ class ToolUse:
 
     def constraint(self) -> Constraint:
         if self.required:
-            return Constraint.json_schema({"anyOf": [_call_schema(*function) for function in self.functions.items()]})
-        structures = [
-            {"begin": f'{OPENING}{{"name": {json.dumps(name)}, "arguments": ', "schema": schema, "end": "}" + CLOSING}
-            for name, schema in self.functions.items()
-        ]
-        return Constraint.structural_tag({"triggers": [OPENING], "structures": structures})
+            schema: dict[str, Any] = {"anyOf": [self._call_schema(*function) for function in self.functions.items()]}
+            return Constraint.json_schema({"type": "array", "items": schema, "minItems": 1} if self.parallel else schema)
+        end = "}" + self.form.closing
+        structures = [{"begin": self.form.begin(name), "schema": schema, "end": end} for name, schema in self.functions.items()]
+        return Constraint.structural_tag({"triggers": [self.form.trigger], "structures": structures})
 
-    def as_system_message(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """The messages with the functions described in a system message, for chat templates that ignore tools."""
+    def prompt_ids(self, codec: TextCodec, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[int]:
+        """The conversation with the functions, in the chat template's words if it describes the format, else in a system message."""
+        ids = codec.chat(messages, variables=variables)
+        if not self.callable:
+            return ids
+        with_tools = codec.chat(messages, self.callable, variables=variables) if self.style.templated else ids
+        return with_tools if with_tools != ids else codec.chat(self._as_system_message(messages), variables=variables)
+
+    def _as_system_message(self, messages: Sequence[Message]) -> list[Message]:
         lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in self.callable]
-        form = '{"name": "...", "arguments": {...}}'
-        instruction = f"Answer with one call: {form}" if self.required else f"To call one, write:\n{OPENING}{form}{CLOSING}"
+        call = f'{{"name": "...", "{self.form.arguments}": {{...}}}}'
+        whole = f"Answer with a list of calls: [{call}, ...]" if self.parallel else f"Answer with one call: {call}"
+        instruction = whole if self.required else f"To call one, write:\n{self.form.opening}{call}{self.form.closing}"
         text = "\n".join(["These functions can be called:", *lines, instruction])
         if messages[0]["role"] != "system":
             return [{"role": "system", "content": text}, *messages]
         return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
 
+    def _call_schema(self, name: str, arguments: Any) -> dict[str, Any]:
+        properties = {"name": {"const": name}, self.form.arguments: arguments}
+        return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
-def tool_use(tools: Any, choice: Any, parallel: bool) -> ToolUse | None:
+
+def tool_use(tools: Any, choice: Any, parallel: bool, style: CallStyle) -> ToolUse | None:
     """HttpError names the field that is wrong."""
     if tools is None:
         if choice not in (None, "none"):
@@ -64,26 +78,14 @@ def tool_use(tools: Any, choice: Any, parallel: bool) -> ToolUse | None:
         names = ", ".join(tool["function"]["name"] for tool in tools)
         raise HttpError(400, f"tools: got the names {names}, expected different names", "tools")
     if choice in (None, "auto", "required"):
-        return ToolUse(tuple(tools), required=choice == "required", parallel=parallel)
+        return ToolUse(tuple(tools), style, choice == "required", parallel)
     if choice == "none":
-        return ToolUse((), required=False)
+        return ToolUse((), style)
     for name, tool in by_name.items():
         if choice == {"type": "function", "function": {"name": name}}:
-            return ToolUse((tool,), required=True)
+            return ToolUse((tool,), style, required=True, parallel=False)
     expected = "none, auto, required or one of the functions"
     raise HttpError(400, f"tool_choice: got {json.dumps(choice)[:60]}, expected {expected}", "tool_choice")
-
-
-def parse_call(text: str, index: int, answer_id: str) -> dict[str, Any]:
-    """One entry of `tool_calls`. ValueError where the text was cut short."""
-    call = json.loads(text)
-    function = {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
-    return {"index": index, "id": f"call_{answer_id}_{index}", "type": "function", "function": function}
-
-
-def _call_schema(name: str, arguments: Any) -> dict[str, Any]:
-    properties = {"name": {"const": name}, "arguments": arguments}
-    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
 def _check_tool(tool: Any, name: str) -> None:

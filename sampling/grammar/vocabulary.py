@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import xgrammar
 from torch import Tensor
 
 from stepgraph.sampling.fields import IDS, Check, check_value, checked_path, clip_repr, instance_of, is_int, optional
@@ -20,6 +19,9 @@ from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_o
 from stepgraph.sampling.grammar.tokenizers.objects import read_object, table_of_ranks
 from stepgraph.sampling.grammar.tokenizers.table import TokenTable
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_tokenizer_json
+
+if TYPE_CHECKING:
+    import xgrammar
 
 _DEMO_TOKENS = (b'{"', b'": ', b'": "', b'", "', b'"}', b"}]", b", ", b"[]", b"true", b"false", b"null", b"10", b"name", b"the ")
 
@@ -199,6 +201,8 @@ class Vocabulary:
 
     @cached_property
     def tokenizer_info(self) -> xgrammar.TokenizerInfo:
+        import xgrammar  # which imports transformers
+
         return xgrammar.TokenizerInfo(
             self.for_xgrammar,
             xgrammar.VocabType.RAW,

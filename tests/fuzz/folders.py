@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from stepgraph.graphs import StaticBuffers
-from stepgraph.graphs.model import ModelInput
+from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, open_checkpoint
 from stepgraph.runtime.models.files.draft import open_draft

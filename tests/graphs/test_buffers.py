@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
-from stepgraph.graphs.buffers import Column, ResultLayout, ResultRecord
 from stepgraph.graphs.round_specs import round_specs
+from stepgraph.graphs.row_layout import Column, ResultLayout, ResultRecord
 from tests.graphs.test_shapes import SIZES
 
 
@@ -59,7 +59,7 @@ def test_static_buffer_cannot_be_rebound() -> None:
         (lambda: BufferSpec("x", (1,), torch.int32, "pinned"), r"BufferSpec.name: got 'x' in pinned memory"),
         (lambda: BufferSpec("not a name", (1,), torch.int32), r"BufferSpec.name: got 'not a name', expected a public Python identifier"),
         (lambda: BufferSpec("_x", (1,), torch.int32), r"BufferSpec.name: got '_x'"),
-        (lambda: BufferSpec("reset", (1,), torch.int32), r"BufferSpec.name: got 'reset', a method of StaticBuffers"),
+        (lambda: StaticBuffers([BufferSpec("reset", (1,), torch.int32)]), r"StaticBuffers.specs: got 'reset', a method of StaticBuffers"),
         (lambda: BufferSpec("x", (2, -1), torch.int32), r"BufferSpec.shape of 'x': got \(2, -1\), expected a tuple of integers >= 0"),
         (lambda: BufferSpec("x", 4, torch.int32), r"BufferSpec.shape of 'x': got 4, expected a tuple"),  # type: ignore[arg-type]
         (lambda: BufferSpec("x", (4,), "float32"), r"BufferSpec.dtype of 'x': got 'float32', expected a torch.dtype"),  # type: ignore[arg-type]

@@ -16,8 +16,9 @@ from torch import Tensor
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
 from stepgraph.graphs import GraphKey, TapeBackend, drafting, proposing
 from stepgraph.graphs.batch import Batch, read_batch
-from stepgraph.graphs.buffers import BufferSpec, Column
+from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.round_specs import look_up_specs
+from stepgraph.graphs.row_layout import Column
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tests.graphs.test_proposing import asks_with_texts

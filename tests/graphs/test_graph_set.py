@@ -119,28 +119,28 @@ def test_error_of_the_step_names_the_graph_and_is_chained() -> None:
 def test_capture_bytes_is_checked_before_the_capture(lane: str) -> None:
     with make(grammar_lane=lane) as engine:
         report = engine.capture()
-        graphs, buffers = sum(one.nbytes for _, one in report.keys), report.buffer_bytes
+        graphs, buffers = sum(one.nbytes + one.host_bytes for _, one in report.keys), report.buffer_bytes
     backend = Refusing()
     with make(backend, grammar_lane=lane, capture_bytes=buffers + graphs // 2) as engine:
         with pytest.raises(CaptureError) as caught:
             engine.capture()
-        assert backend.captures == 2, "only the two smallest, for the estimate"
+        assert backend.captures == 3, "for the estimate, the two smallest of the largest kind, and the smallest"
         message = str(caught.value)
         assert f"capture_bytes: got {buffers + graphs // 2:,}, need about " in message and f"{buffers:,} bytes of static buffers" in message
         assert "lower max_rows, buckets" in message
     with make(grammar_lane=lane, capture_bytes=(buffers + graphs) * 21 // 20) as engine:
         (note,) = [note for note in engine.capture().notes if note.startswith("memory: about")]
         about = int(note.split()[2].replace(",", ""))
-        assert abs(about - buffers - graphs) < graphs * 0.05, "an estimate from the two smallest"
+        assert abs(about - buffers - graphs) < graphs * 0.05, "an estimate from three small graphs"
     with make(grammar_lane=lane, capture_bytes=buffers + graphs // 2, on_capture_failure="eager") as engine:
         report = engine.capture()
-        assert sum(one.nbytes for _, one in report.keys) <= graphs // 2
+        assert sum(one.nbytes + one.host_bytes for _, one in report.keys) <= graphs // 2
         assert report.failed and all("[memory] capture_bytes: got" in one.why for one in report.failed)
         serve(engine, 4, 1)
 
 
 def test_graph_larger_than_its_estimate_is_refused() -> None:
-    key, budget = GraphKey(4, False), CaptureBudget(1000, 400, pooled=True)
+    key, budget = GraphKey(4, False), CaptureBudget(1000, 400)
     budget.learn([(1, 100), (2, 150)])
     assert budget.estimate([key, GraphKey(2, False)]) == 400 + 250, "in one pool the largest graph determines the memory"
     budget.check_next(key)
@@ -150,18 +150,19 @@ def test_graph_larger_than_its_estimate_is_refused() -> None:
 
 
 def test_pooled_graphs_need_no_additional_memory() -> None:
-    budget = CaptureBudget(700, 400, pooled=True)
+    budget = CaptureBudget(700, 400)
     budget.learn([(1, 100), (2, 150)])
     for key, nbytes in ((GraphKey(4, False), 250), (GraphKey(2, False), 0)):
         budget.check_next(key)
         budget.add(key, nbytes)
     with pytest.raises(CaptureError, match=r"rows=8 free greedy would need about 200, and 650 are used"):
         budget.check_next(GraphKey(8, False))
-    alone = CaptureBudget(700, 400, pooled=False)
-    alone.learn([(1, 100), (2, 150)])
-    alone.add(GraphKey(4, False), 250)
-    with pytest.raises(CaptureError, match=r"rows=2 free greedy would need about 150, and 650 are used"):
-        alone.check_next(GraphKey(2, False))
+    alone = CaptureBudget(700, 400)
+    alone.learn([(1, 10), (2, 20)], host_bytes=140)
+    assert alone.estimate([GraphKey(2, False)] * 3) == 400 + 20 + 3 * 140, "the objects of each graph are its own"
+    alone.add(GraphKey(2, False), 20, 140)
+    with pytest.raises(CaptureError, match=r"rows=4 free greedy would need about 160, and 560 are used"):
+        alone.check_next(GraphKey(4, False))
 
 
 @pytest.mark.parametrize(
@@ -210,3 +211,20 @@ def test_graph_set_is_captured_once() -> None:
     graphs.capture(eager=True)
     with pytest.raises(RuntimeError, match=r"GraphSet\.capture\(\): already captured"):
         graphs.capture()
+
+
+def test_process_grows_by_what_the_report_counts() -> None:
+    buffers = StaticBuffers([BufferSpec("x", (1 << 20,), torch.float32)])
+
+    def step(buffers: StaticBuffers) -> None:
+        buffers.x.copy_(((buffers.x + 1) * 2).exp().sin())
+
+    backend = TapeBackend()
+    try:
+        report = GraphSet(backend, buffers, lambda key: step, range(1, 17), capture_bytes=32 << 20).capture(greedy_only=True)
+    finally:
+        backend.close()
+    counted = sum(one.nbytes + one.host_bytes for _, one in report.keys)
+    assert counted <= 17 << 20, "32 graphs share four intermediates of 4 MiB"
+    assert report.resident_bytes is None or report.resident_bytes <= counted + (4 << 20)
+    assert "KiB of graphs; the process grew by" in str(report) or report.resident_bytes is None

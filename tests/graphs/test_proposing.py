@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from stepgraph import Engine, SamplingParams
 from stepgraph.graphs import GraphKey, Limits, StaticBuffers, TapeBackend
 from stepgraph.graphs.batch import read_batch
-from stepgraph.graphs.buffers import Column
 from stepgraph.graphs.drafting import store_chain
 from stepgraph.graphs.proposing import propose, text_specs
 from stepgraph.graphs.round_specs import round_specs
+from stepgraph.graphs.row_layout import Column
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.sampling.grammar.status import FinishCode
 from tests.helpers.proposers import Proposes, noise

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.buffers import ResultLayout
-from stepgraph.graphs.publishing import FINISH, Counter, end_round, publish_results, take_batch
+from stepgraph.graphs.looping import FINISH, end_round
+from stepgraph.graphs.publishing import publish_results, take_batch
+from stepgraph.graphs.ring_specs import Counter
+from stepgraph.graphs.row_layout import ResultLayout
 from stepgraph.sampling.grammar.status import FinishCode
 
 DUMMY, SLOTS, CAPACITY, DRAFTS = 6, 5, 3, 2

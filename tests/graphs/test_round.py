@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepgraph.graphs import GraphKey, TapeBackend, drafting, run_eager, stages
+from stepgraph.graphs import GraphKey, TapeBackend, run_eager, sampled_stages, stages
 from stepgraph.graphs.batch import read_batch
-from stepgraph.graphs.buffers import Column, ResultLayout
+from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.sampling import bitmask, rng, sampler
 from stepgraph.sampling import native as c_library
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, advance
@@ -128,8 +128,7 @@ def test_greedy_graph_contains_no_sampling_nodes(
         (processors, "process"),
         (sampler, "distribution"),
         (rng, "uniform"),
-        (stages, "row_settings"),
-        (drafting, "row_settings"),
+        (sampled_stages, "row_settings"),
     ):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("called for a greedy round"))
     bench = RoundBench(backend, 3)

@@ -83,7 +83,8 @@ def test_stages_of_proposed_and_unmasked_rounds() -> None:
         with small_engine(2, drafter, **options) as engine:
             reports.append(report_of(engine, True))
     masked, free, unmasked = reports
-    assert names(masked, "main") == ["read_batch", "target_verify", "accept", "propose", "choose_draft 1", "choose_draft 2", "propose"]
+    chosen = ["choose_draft 1", "choose_draft 2"]
+    assert names(masked, "main") == ["read_batch", "target_verify", "accept", "propose", "publish", "propose", *chosen, "propose"]
     assert names(masked, "side") == SHOWN[:9]
     assert names(free, "main") == ["read_batch", "target_verify", "accept", "propose"]
     assert names(free, "side") == names(unmasked, "side") == SHOWN[:3]

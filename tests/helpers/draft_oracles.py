@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs import Limits, StaticBuffers
-from stepgraph.graphs.model import DraftModel, ModelInput
+from stepgraph.graphs.model import DraftModel
+from stepgraph.graphs.model_call import ModelInput
 
 Tensors = Mapping[str, Tensor]
 PAGE, LENGTH = 8, 64

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 
 from stepgraph.graphs import Limits, StaticBuffers
-from stepgraph.graphs.model import ModelInput
+from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.transformers_model import TransformersModel

@@ -13,7 +13,7 @@ from torch import Tensor
 from stepgraph import Engine, Job
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
 from stepgraph.graphs.errors import HostNodeError
-from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.graphs.tape.backend import TapeBackend, TapeEvent
 from stepgraph.graphs.tape.player import HostCall, Segment
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget

@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import Limits, StaticBuffers, drafting, stages
+from stepgraph.graphs import Limits, StaticBuffers, drafting, mask_upload, stages
 from stepgraph.graphs.batch import Batch, read_batch
-from stepgraph.graphs.buffers import BufferSpec, Column
-from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.buffer_spec import BufferSpec
+from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.graphs.round_specs import round_specs
+from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.params import SamplingParams
@@ -218,7 +219,7 @@ class Law:
         status = torch.where(legal, int(MaskStatus.OK), int(MaskStatus.ILLEGAL))
         tags = [batch.column(Column.OWNER), batch.column(Column.GENERATED), torch.full_like(status, index), status]
         b.batch_tags[index].copy_(torch.stack(tags, 1))
-        stages.place_masks(b, b.batch_rows[:size], index)
+        mask_upload.place_masks(b, b.batch_rows[:size], index)
 
     def tally(self, rounds: int) -> HistogramBuilder:
         """Count the results of at least `rounds` rounds of every setting."""

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stepgraph import Engine, EngineConfig, Job
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers, TapeBackend
 from stepgraph.graphs.buffers import storage_key
-from stepgraph.graphs.model import DraftModel, ModelInput, ModelOutput
+from stepgraph.graphs.model import DraftModel
+from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models import toy
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig

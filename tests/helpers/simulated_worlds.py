@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs import StaticBuffers, TapeBackend
-from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.toy import ToyTarget
 from stepgraph.sampling.params import GREEDY
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, STOP, VOCABULARY

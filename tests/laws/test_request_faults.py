@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Job, Vocabulary
 from stepgraph.graphs import HostNodeError, StaticBuffers, TapeBackend
-from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar.link.native_row import NativeRow

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stepgraph.graphs import drafting
 from stepgraph.graphs.batch import Batch
-from stepgraph.graphs.buffers import Column
+from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling import kernels, rng, sampler
 from stepgraph.sampling.kernels import processors, rejection
 from stepgraph.sampling.params import SamplingParams

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from stepgraph.graphs import drafting
 from stepgraph.graphs.batch import Batch, read_batch
-from stepgraph.graphs.buffers import BufferSpec, Column
+from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.round_specs import forced_specs
+from stepgraph.graphs.row_layout import Column
 from tests.helpers.law import Law, Setting, forget_certain_drafts, setting
 
 ROUNDS, RARE = 20_000, 1e-13  # as in test_sampling_law.py

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from stepgraph.graphs import BufferSpec, proposing
 from stepgraph.graphs.batch import Batch
-from stepgraph.graphs.buffers import Column
 from stepgraph.graphs.proposer import History
 from stepgraph.graphs.round_specs import look_up_specs, round_specs
+from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling.kernels import rejection
 from stepgraph.sampling.params import SamplingParams
 from tests.helpers.law import GENERATED, TOKENS, Law, Setting, setting

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from stepgraph import Constraint, Engine, StepEvent
-from stepgraph.graphs.buffers import ResultRecord
+from stepgraph.graphs.row_layout import ResultRecord
 from stepgraph.runtime.page_cache import PageCache
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.runtime.scheduler import Scheduler

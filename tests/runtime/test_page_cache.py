@@ -10,7 +10,7 @@ import torch
 
 from stepgraph import Engine, SamplingParams
 from stepgraph.graphs import StaticBuffers, TapeBackend
-from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.page_cache import PageCache

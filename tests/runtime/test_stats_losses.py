@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stepgraph import Constraint, Engine, SamplingParams
-from stepgraph.graphs.buffers import REFUSED, Column, ResultRecord
+from stepgraph.graphs.row_layout import REFUSED, Column, ResultRecord
 from stepgraph.runtime.counters import Loss, loss_of
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar.status import MaskStatus

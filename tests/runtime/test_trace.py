@@ -15,7 +15,7 @@ import pytest
 
 from stepgraph import Constraint, Engine, EngineConfig
 from stepgraph.graphs import TapeBackend
-from stepgraph.graphs.capture import MAIN
+from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, Span
 from stepgraph.graphs.tape.backend import Tape
 from stepgraph.graphs.tape.player import Segment
@@ -106,6 +106,15 @@ def test_waits_end_after_the_work_they_wait_for(traced: Traced) -> None:
         assert all(span.end_ns >= first[span.name] for span in of_round(traced.timeline, number, SIDE, "wait"))
 
 
+def test_results_are_published_while_a_host_node_follows_the_chain() -> None:
+    with small_engine(drafter="ngram", forced_drafts=True) as engine, engine.trace(rounds=ROUNDS) as trace:
+        engine.generate([1, 2, 3], **ASK)
+    for number in trace.timeline.rounds:
+        spans = of_round(trace.timeline, number, MAIN, "stage", "wait")
+        order = [(span.kind, span.name) for span in spans if span.kind == "wait" or span.name == "publish"]
+        assert order == [("wait", "head"), ("wait", "commit"), ("stage", "publish"), ("wait", "follow 1 to 2")]
+
+
 def test_summary_times_add_up(traced: Traced) -> None:
     summary = traced.timeline.summary()
     assert summary.rounds == ROUNDS
@@ -180,7 +189,8 @@ def test_idle_time_excludes_work_between_rounds() -> None:
     assert Timeline((*spans, outside)).summary().idle_ns == 600 + 600 - 150
     assert Timeline((outside,)).summary().rounds == 0
     empty = Timeline(()).summary()
-    assert (empty.rounds, empty.round_ns, empty.share_hidden) == (0, 0, None)
+    assert (empty.rounds, empty.round_ns, empty.host_nodes, empty.share_hidden) == (0, 0, 0, None)
+    assert "no host nodes" in str(empty)
 
 
 def test_covered_time_agrees_with_counting_nanoseconds() -> None:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import ModelInput
+from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.extras.hidden_states import states_layout
 from stepgraph.runtime.extras.states_folder import INDEX, SavedText, StatesWriter
 from stepgraph.runtime.models.llama import Llama

@@ -80,10 +80,10 @@ EXPORTED int stepgraph_scatter_masks(const argument *given) {
     return 0;
 }
 
-/* As buffers.Column numbers them. */
+/* As row_layout.Column numbers them. */
 enum { GENERATED = 1, LAST_TOKEN, ACCEPTED, FINISH, DRAFT_COUNT, LENGTH };
 
-/* As buffers.ResultLayout orders a result; the tokens are followed by the statuses and the drafts. */
+/* As row_layout.ResultLayout orders a result; the tokens are followed by the statuses and the drafts. */
 enum { RESULT_EMITTED, RESULT_FINISH, RESULT_ACCEPTED, RESULT_DRAFT_COUNT, RESULT_TOKENS };
 
 /* rows [batch]; state [batch, columns]; tokens, status [batch, positions]; drafts [batch, positions - 1]; emitted, accepted, finish [batch];

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from stepgraph.graphs.buffers import BufferSpec
+from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.layers.quantised import KINDS, TILE, Kind, count_weights
 from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.files.gguf import GgufSource

@@ -16,7 +16,18 @@ from stepgraph.runtime.models.files.weights import Stored
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-READABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+SCALES = {  # the bytes of a block that hold its scales as float16
+    "Q4_0": slice(2),
+    "Q4_1": slice(4),
+    "Q5_0": slice(2),
+    "Q5_1": slice(4),
+    "Q8_0": slice(2),
+    "Q4_K": slice(4),
+    "Q5_K": slice(4),
+    "Q6_K": slice(-2, None),
+}
+READABLE = ("F32", "F16", "BF16", *SCALES)
+_ROWS_AT_ONCE = 32  # the package takes 16 rows at a time, which is little work for a call
 _FIELDS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -57,9 +68,10 @@ class GgufSource:
             raise ValueError(f"{path}: reading GGUF needs the gguf package: pip install 'stepgraph[gguf]'") from None
         header = read_gguf_header(path)
         self._path, self.metadata = path, header.metadata
-        self._data = np.memmap(path, mode="r")
+        self._data = np.asarray(np.memmap(path, mode="r"))  # operations on a memmap itself are slow
         self._kinds: dict[str, Any] = {}  # GGMLQuantizationType
         self._blocks: dict[str, npt.NDArray[np.uint8]] = {}  # [*shape[:-1], bytes per row]
+        self._block_bytes: dict[str, int] = {}
         self.tensors: dict[str, Stored] = {}
         for stored_name, tensor in header.tensors.items():
             name = _rename(stored_name, path)
@@ -77,14 +89,25 @@ class GgufSource:
             if end > len(self._data):
                 raise ValueError(f"{path}: not a complete GGUF file: {stored_name} ends at byte {end}, the file at {len(self._data)}")
             self._kinds[name], self._blocks[name] = kind, self._data[tensor.offset : end].reshape(rows)
+            self._block_bytes[name] = block_bytes
             self.tensors[name] = Stored(tensor.shape, kind.name, kind.name in READABLE)
         self.config = self._read_config()
 
     def read(self, name: str) -> Tensor:
         import gguf
 
-        values = gguf.quants.dequantize(self._blocks[name], self._kinds[name])
+        blocks = self._blocks[name]
+        joined = blocks.reshape(len(blocks) // math.gcd(len(blocks), _ROWS_AT_ONCE), -1)
+        values = gguf.quants.dequantize(joined, self._kinds[name]).reshape(self.tensors[name].shape)
         return self._in_order(name, torch.from_numpy(np.require(values, requirements=["C", "W"])))  # a copy of what the file maps
+
+    def read_scales(self, name: str) -> Tensor:
+        """A quantised tensor is finite exactly if its scales are: the other numbers of a block are small integers."""
+        scales = SCALES.get(self.tensors[name].kind)
+        if scales is None:
+            return self.read(name)
+        blocks = self._blocks[name].reshape(-1, self._block_bytes[name])
+        return torch.from_numpy(blocks[:, scales].copy().view(np.float16))
 
     def read_blocks(self, name: str) -> Tensor:
         """[out, in / 32, bytes] uint8: a tensor of a kind with blocks of 32 values, as the file stores it."""

@@ -5,7 +5,7 @@ safetensors and GGUF are data formats: nothing here unpickles or executes file c
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -41,6 +41,9 @@ class Source(Protocol):
 
     def read(self, name: str) -> Tensor:
         """On the CPU."""
+
+    def read_scales(self, name: str) -> Tensor:
+        """Numbers that are finite exactly if the tensor is."""
 
     def read_blocks(self, name: str) -> Tensor:
         """A tensor of one of KINDS as the file stores it: [out, in / 32, bytes] uint8."""
@@ -95,6 +98,8 @@ class SafetensorsSource:
         tensor: Tensor = self._file_of[name].get_tensor(name)
         return tensor
 
+    read_scales = read
+
     def read_blocks(self, name: str) -> Tensor:
         raise AssertionError(f"{name}: no safetensors type is among KINDS")
 
@@ -119,6 +124,9 @@ class RenamedSource:
 
     def read(self, name: str) -> Tensor:
         return self._source.read(self._names[name])
+
+    def read_scales(self, name: str) -> Tensor:
+        return self._source.read_scales(self._names[name])
 
     def read_blocks(self, name: str) -> Tensor:
         return self._source.read_blocks(self._names[name])
@@ -186,9 +194,8 @@ class StoredModel:
             raise ValueError(f"{self.path}: got {len(extra)} tensors that the config does not account for, such as {extra[0]}")
 
     def check(self, progress: bool = False) -> None:
-        """Read all weights. Raises ValueError for a tensor with NaN or infinity. A separate pass, so that memory is taken for good
-        files only."""
-        for name, tensor in self._read(progress, "check"):
+        """Raises ValueError for a tensor with NaN or infinity. A separate pass, so that memory is taken for good files only."""
+        for name, tensor in self._read(progress, "check", self.source.read_scales):
             if not bool(torch.isfinite(tensor).all()):
                 raise ValueError(f"{self.path}: {name} holds NaN or infinity")
 
@@ -212,7 +219,7 @@ class StoredModel:
     @torch.no_grad()
     def fill(self, model: nn.Module, progress: bool) -> None:
         """Call `check` first."""
-        for name, tensor in self._read(progress, "load"):
+        for name, tensor in self._read(progress, "load", self._read_one):
             target = self.slices[name]
             kind = self.packed.get(target.parameter)
             if kind is None:
@@ -221,11 +228,13 @@ class StoredModel:
                 model.get_parameter(target.parameter)[target.tiles].copy_(pack(kind, tensor))
         model.eval()
 
-    def _read(self, progress: bool, label: str) -> Iterator[tuple[str, Tensor]]:
+    def _read_one(self, name: str) -> Tensor:
+        return self.source.read_blocks(name) if self.slices[name].parameter in self.packed else self.source.read(name)
+
+    def _read(self, progress: bool, label: str, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         for name in tqdm(self.slices, desc=label, unit="tensor", disable=not progress):
             try:
-                as_stored = label == "load" and self.slices[name].parameter in self.packed
-                tensor = self.source.read_blocks(name) if as_stored else self.source.read(name)
+                tensor = read(name)
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{self.path}: {name}: {error}") from None
             yield name, tensor

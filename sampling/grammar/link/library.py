@@ -11,7 +11,7 @@ from pathlib import Path
 from stepgraph.sampling.grammar.compile.backends import installed
 from stepgraph.sampling.grammar.link.layout import OWN_LAYOUT, declare, layout_of
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceBinding, llguidance_api
-from stepgraph.sampling.grammar.link.xgrammar_binding import XGrammarBinding
+from stepgraph.sampling.grammar.link.xgrammar_binding import XGrammarBinding, check_versions, versions_are_known
 from stepgraph.sampling.native import Unavailable, find_library
 
 __all__ = ["NativeLibrary", "Unavailable", "find_library", "load"]
@@ -32,10 +32,17 @@ class NativeLibrary:
             raise Unavailable(f"{path.name} cannot be loaded: {error}") from error
         if layout_of(self.quick) != OWN_LAYOUT:
             raise Unavailable(f"{path.name} was built from other sources; install stepgraph again")
-        self.xgrammar = XGrammarBinding(self.quick)
+        check_versions()
+        if not versions_are_known():
+            _ = self.xgrammar
         self.llguidance = LLGuidanceBinding(self.waiting, llguidance_api()) if installed("llguidance") else None
         self.node_address = int(ctypes.cast(self.waiting.stepgraph_node, c_void_p).value or 0)
         self.run_calls_address = int(ctypes.cast(self.waiting.stepgraph_run_calls, c_void_p).value or 0)
+
+    @functools.cached_property
+    def xgrammar(self) -> XGrammarBinding:
+        """Bound when a grammar first needs it, since xgrammar imports transformers; at once where its version is not known to fit."""
+        return XGrammarBinding(self.quick)
 
 
 def available_processors() -> int:

@@ -72,7 +72,7 @@ class _HeaderReader:
             return self._number(self._format(kind))
         inner, count = self._number("I"), self._count()
         if inner == _STRING:
-            return [self._text() for _ in range(count)]
+            return self._texts(count)
         return list(self._unpack(f"{count}{self._format(inner)}"))
 
     def _format(self, kind: int) -> str:
@@ -86,6 +86,20 @@ class _HeaderReader:
         if self._entries > MAX_GGUF_ENTRIES:
             raise ValueError(f"got {self._entries} tensors, metadata entries and array values, expected at most {MAX_GGUF_ENTRIES}")
         return count
+
+    def _texts(self, count: int) -> list[str]:
+        """As so many calls of `_text`, of which a tokenizer would need a hundred thousand."""
+        texts, data, unpack, size = list[str](), self._data, struct.Struct("<Q").unpack_from, len(self._data)
+        while len(texts) < count:
+            start = self._position + 8
+            end = start + unpack(data, self._position)[0] if start <= size else size + 1
+            content = data[start:end] if end <= size else b"\xff"
+            if not content.isascii():
+                texts.append(self._text())
+                continue
+            texts.append(content.decode("ascii"))
+            self._position = end
+        return texts
 
     def _text(self) -> str:
         length = self._number("Q")

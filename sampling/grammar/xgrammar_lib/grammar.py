@@ -6,9 +6,8 @@ import importlib
 import time
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import xgrammar
 from torch import Tensor
 
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
@@ -20,7 +19,9 @@ from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.ebnf import parsed_grammar
 
-_CORE: Any = importlib.import_module("xgrammar.base")._core  # the bindings that the compile worker uses too
+if TYPE_CHECKING:
+    import xgrammar  # importing it takes a second, as it imports transformers, and grammars with tables do not need it here
+
 MAX_PARSED = 8_000  # characters of an EBNF grammar that is parsed before it is compiled: at most about 50 ms
 
 
@@ -33,6 +34,8 @@ class XGrammarMatcher:
 
     def __init__(self, grammar: xgrammar.CompiledGrammar, vocabulary: Vocabulary, fuel_seconds: float) -> None:
         # Without a limit on the number of tokens to roll back. The native host link uses it too; this object does not see its calls.
+        import xgrammar
+
         self.library_matcher = xgrammar.GrammarMatcher(grammar)
         self.vocabulary, self.fuel_seconds = vocabulary, fuel_seconds
         self.num_accepted = 0  # tokens accepted and not rolled back, a stop token included
@@ -125,7 +128,8 @@ class XGrammar:
 
 def parse(constraint: Constraint, limits: GrammarLimits) -> Any:
     """The grammar of a checked constraint, parsed in this process."""
-    return parsed_grammar(_CORE, constraint.kind, constraint.payload, constraint.schema_options, limits.least_bytes)
+    bindings: Any = importlib.import_module("xgrammar.base")._core  # as in the compile worker
+    return parsed_grammar(bindings, constraint.kind, constraint.payload, constraint.schema_options, limits.least_bytes)
 
 
 def check_text(constraint: Constraint, limits: GrammarLimits) -> None:
@@ -161,14 +165,20 @@ class XGrammarBuilder:
         return XGrammar(compiled, self._vocabulary, self._limits.step_seconds)
 
     def _compiled_here(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
+        import xgrammar
+
         grammar: Any = xgrammar.Grammar._create_from_handle(parse(constraint, self._limits))
         compiled: xgrammar.CompiledGrammar = self._compiler.compile_grammar(grammar)
         return compiled
 
     def _compiled_by(self, worker: CompileWorker, constraint: Constraint) -> xgrammar.CompiledGrammar:
         serialised = worker.call("xgrammar", constraint.kind, constraint.payload, asdict(constraint.schema_options))
+        import xgrammar
+
         return xgrammar.CompiledGrammar.deserialize_json(serialised.decode(), self._vocabulary.tokenizer_info)
 
     @cached_property
     def _compiler(self) -> xgrammar.GrammarCompiler:
+        import xgrammar
+
         return xgrammar.GrammarCompiler(self._vocabulary.tokenizer_info, max_threads=self._max_threads, cache_enabled=False)

@@ -15,7 +15,7 @@ from stepgraph import Engine, EngineConfig
 from stepgraph.graphs.attention.choose import Probe, choose_attention, differs
 from stepgraph.graphs.attention.paged import AttentionChoice, AttentionShape, attention, by_reference
 from stepgraph.graphs.attention.row_tables import RowTables
-from stepgraph.graphs.model import Attend, ModelInput
+from stepgraph.graphs.model_call import Attend, ModelInput
 from stepgraph.runtime import build
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig

@@ -11,7 +11,7 @@ from torch.library import opcheck
 
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers, TapeBackend, run_eager
 from stepgraph.graphs.attention.paged import PART, attention, by_reference, cache_specs, paged_attention
-from stepgraph.graphs.model import Attend, ModelInput
+from stepgraph.graphs.model_call import Attend, ModelInput
 
 PAGE = 8
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from stepgraph.graphs import BufferSpec, CaptureError, HostNodeError, StaticBuffers, capture, make_backend
-from stepgraph.graphs.cuda.driver import Driver, HostCallback, open_driver
+from stepgraph.graphs.cuda.driver import Driver, open_driver
+from stepgraph.graphs.cuda.host_callback import HostCallback
 from stepgraph.graphs.cuda.recorder import BufferBackup, GraphNode, as_capture_error, difference, holds_only
 from stepgraph.graphs.errors import HostErrors, Site, site_of
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from stepgraph.graphs.capture import MAIN
+from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.cuda.trace import UNNAMED, CudaTracer, spans_of
 from stepgraph.graphs.spans import BETWEEN, OUTSIDE, StageRun
 from stepgraph.runtime.trace import Timeline
@@ -70,4 +70,5 @@ def test_activities_that_do_not_match_the_recording_are_unnamed() -> None:
     spans = spans_of(launched(0, 1, kernels=6), [STAGES], 0, 1)
     assert {span.name for span in spans if span.stream == "stream 13"} == {UNNAMED}
     assert {span.name for span in spans if span.stream == SIDE} == {"show head", "place head"}
-    assert Timeline(spans, "cuda").summary().share_hidden is None
+    summary = Timeline(spans, "cuda").summary()
+    assert (summary.host_nodes, summary.share_hidden) == (None, None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 
-from stepgraph.graphs import drafting
+from stepgraph.graphs import drafting, mask_upload
 from stepgraph.graphs.layers import slot_mapping
 from stepgraph.sampling import native
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, TAG_FIELDS, MaskStatus
@@ -84,12 +84,12 @@ def test_masks_and_tags_are_scattered_by_tag_position(index: int) -> None:
     tags = random(made, 0, 9, 2, TAG_FIELDS)
     tags[:, 2] = index
     found, expected = ((torch.zeros(4, 3, TAG_FIELDS, dtype=torch.int64), torch.zeros(4, 3, 6, dtype=torch.int32)) for _ in range(2))
-    slot_mapping.scatter_masks(rows, tags, masks, *found)
-    slot_mapping.scatter_masks.reference(rows, tags, masks, *expected)
+    mask_upload.scatter_masks(rows, tags, masks, *found)
+    mask_upload.scatter_masks.reference(rows, tags, masks, *expected)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]) and bool(found[1].any())
     tags[1, 2] = 3
     with pytest.raises(IndexError):
-        slot_mapping.scatter_masks(rows, tags, masks, *found)
+        mask_upload.scatter_masks(rows, tags, masks, *found)
 
 
 def settling_case(seed: int, batch: int, constrained: bool, looked_up: bool, forced: bool, by_row: bool = False) -> tuple[Any, ...]:
@@ -152,7 +152,7 @@ def test_operations_pass_opcheck() -> None:
     opcheck(slot_mapping.shift_entries.out, (positions, positions, positions, PAGE, 1, positions.clone(), positions.clone()))
     opcheck(slot_mapping.rope_angles.out, (torch.arange(3), torch.ones(2), torch.float32, torch.empty(3, 1, 4), torch.empty(3, 1, 4)))
     tags, masks = torch.ones(2, TAG_FIELDS, dtype=torch.int64), torch.ones(2, 6, dtype=torch.int32)
-    opcheck(slot_mapping.scatter_masks.out, (torch.arange(2), tags, masks, tags[:, None].repeat(1, 3, 1), masks[:, None].repeat(1, 3, 1)))
+    opcheck(mask_upload.scatter_masks.out, (torch.arange(2), tags, masks, tags[:, None].repeat(1, 3, 1), masks[:, None].repeat(1, 3, 1)))
     call = write_emission(torch.device("cpu"), 4, 2)
     opcheck(call.operation.out, (*call.inputs, *call.outputs))
     some = torch.arange(2)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.backends import capture, make_backend, run_eager
-from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
-from stepgraph.graphs.capture import current_context
+from stepgraph.graphs.buffer_spec import BufferSpec
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.context import current_context
 from stepgraph.graphs.errors import CaptureError, HostNodeError
 from stepgraph.graphs.tape import backend as tape
 from stepgraph.graphs.tape.backend import TapeBackend
@@ -251,7 +252,7 @@ def test_replays_in_place(buffers: StaticBuffers) -> None:
 
     recorded = TapeBackend().capture(step, buffers)
     intermediates, fingerprint = [t.data_ptr() for t in recorded._memory], buffers.fingerprint()
-    assert recorded.report.nbytes == sum(t.untyped_storage().nbytes() for t in recorded._memory) > 0
+    assert recorded.report.nbytes == sum(-(-t.untyped_storage().nbytes() // 64) * 64 for t in recorded._memory) > 0
     for _ in range(100):
         recorded.replay()
     assert [t.data_ptr() for t in recorded._memory] == intermediates and buffers.fingerprint() == fingerprint
@@ -298,10 +299,15 @@ def test_poison_every_finds_reads_of_the_previous_replay(buffers: StaticBuffers)
 def test_tapes_share_buffers(buffers: StaticBuffers) -> None:
     backend = TapeBackend()
 
-    def twice(b: StaticBuffers) -> None:
-        b.x.mul_(2)
+    def plus_one(b: StaticBuffers) -> None:
+        b.x.copy_(b.x + 1)
 
-    add, double = backend.capture(add_one, buffers), backend.capture(twice, buffers)
+    def twice(b: StaticBuffers) -> None:
+        b.x.copy_(b.x * 2)
+
+    add, double = backend.capture(plus_one, buffers), backend.capture(twice, buffers)
+    assert add.report.nbytes > 0 == double.report.nbytes, "intermediates of later tapes are in the memory of earlier ones"
+    assert backend.measure(twice, buffers).nbytes > 0
     for recorded in (add, double, add):
         recorded.replay()
     assert bool((buffers.x == 5).all()) and backend.stats.replays == 3
@@ -567,7 +573,7 @@ def test_process_exits_cleanly_without_close() -> None:
     """A process may exit with replays in flight and an open backend."""
     program = """
 import time, torch
-from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs import BufferSpec, StaticBuffers
 from stepgraph.graphs.capture import current_context
 from stepgraph.graphs.tape.backend import TapeBackend
 def step(b):

@@ -11,12 +11,13 @@ import triton
 from torch import Tensor
 
 import tests.helpers.fast_interpreter  # noqa: F401
-from stepgraph.graphs import drafting
+from stepgraph.graphs import drafting, mask_upload
 from stepgraph.graphs.layers import dense, slot_mapping
 from stepgraph.graphs.layers.triton import dense as dense_programs
 from stepgraph.graphs.layers.triton import slot_mapping as slot_programs
 from stepgraph.graphs.triton import drafting as draft_programs
-from stepgraph.graphs.triton import publishing
+from stepgraph.graphs.triton import looping, publishing
+from stepgraph.graphs.triton import mask_upload as upload_programs
 from stepgraph.sampling.grammar.status import TAG_FIELDS
 from stepgraph.sampling.kernels.operation import Operation
 from tests.graphs.layers.test_slot_mapping import settling_case
@@ -95,16 +96,16 @@ def test_angles_equal_the_reference() -> None:
     assert torch.equal(cosines[:, 0, :half], exact.double().cos().float()) and torch.equal(sines[:, 0, half:], exact.double().sin().float())
 
 
-@pytest.mark.parametrize("words", [3, slot_programs.MASK_TILE + 5])
+@pytest.mark.parametrize("words", [3, upload_programs.MASK_TILE + 5])
 def test_scattered_masks_equal_the_reference(words: int) -> None:
     rows, masks, tags = torch.tensor([3, 0]), whole(-(2**31), 2**31, 2, words).to(torch.int32), whole(0, 3, 2, TAG_FIELDS)
     found, expected = ([torch.zeros(4, 3, TAG_FIELDS, dtype=torch.int64), torch.zeros(4, 3, words, dtype=torch.int32)] for _ in range(2))
-    slot_programs.scatter_masks(rows, tags, masks, found[0], found[1])
-    slot_mapping.scatter_masks.reference(rows, tags, masks, expected[0], expected[1])
+    upload_programs.scatter_masks(rows, tags, masks, found[0], found[1])
+    mask_upload.scatter_masks.reference(rows, tags, masks, expected[0], expected[1])
     assert all(map(torch.equal, found, expected))
     tags[:, 2] = torch.tensor([3, -1])
     before = [each.clone() for each in found]
-    slot_programs.scatter_masks(rows, tags, masks + 1, found[0], found[1])
+    upload_programs.scatter_masks(rows, tags, masks + 1, found[0], found[1])
     assert all(map(torch.equal, found, before)), "a tag without a position of the row is not written"
 
 
@@ -137,6 +138,6 @@ def test_written_emissions_equal_the_reference(drafts: int) -> None:
 
 def test_published_rounds_equal_the_reference() -> None:
     check_batch(publishing.take_batch)
-    check_slot(publishing.publish_results, publishing.end_round)
+    check_slot(publishing.publish_results, looping.end_round)
     for end in ENDS:
-        check_end(publishing.end_round, *end)
+        check_end(looping.end_round, *end)

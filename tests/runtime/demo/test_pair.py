@@ -7,10 +7,12 @@ from typing import Any, Literal
 
 import pytest
 
-from stepgraph import Constraint, Engine, FinishReason, Origin
+from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Origin
 from stepgraph.runtime.demo.pair import DRAFTS, target_path
 from stepgraph.runtime.demo.scenarios import SCENARIOS
-from stepgraph.runtime.demo.variants import Case, Pair, open_pair
+from stepgraph.runtime.demo.variants import LOOK_UP, Case, Pair, open_pair
+from stepgraph.runtime.models.forced import ForcedDrafts
+from stepgraph.runtime.models.ngram import NgramLookup
 from tests.helpers.application_schemas import APPLICATIONS, in_json_schema
 from tools import bench_demo
 from tools.train.demo.collect import LONGEST_PROMPT, encoded
@@ -64,6 +66,30 @@ def test_held_out_prompts_exceed_two_tokens_per_round(pair: Pair, cases: dict[st
             assert job.finish_reason is FinishReason.LENGTH or bench_demo.valid(text, SCHEMAS[kind]), text
     after = case.engine.stats()
     assert (after.tokens - before.tokens) / (after.rounds - before.rounds) > 2
+
+
+@pytest.mark.parametrize("drafter", ["none", "head", "head and look-up", "look-up", "look-up and forced", "forced"])
+def test_host_nodes_are_hidden(pair: Pair, drafter: str) -> None:
+    """On the host link, under the grammar library that is tried first. Another process may delay a thread: the best of three answers."""
+    made = prompt(2000, MEASURED[0], held_out=True)
+    draft = {"none": None, "forced": ForcedDrafts()}.get(drafter, pair.draft if "head" in drafter else NgramLookup(LOOK_UP))
+    config = EngineConfig(
+        max_rows=1,
+        num_speculative_tokens=DRAFTS if draft else 0,
+        draft_length=DRAFTS if draft else 0,
+        max_length=512,
+        look_up=LOOK_UP if drafter == "head and look-up" else 0,
+        forced_drafts=drafter != "look-up" and draft is not None,
+        greedy_only=True,
+        grammar_lane="host",
+    )
+    shares = []
+    with Engine(pair.target, draft, vocabulary=pair.vocabulary, config=config) as engine:
+        for _ in range(3):
+            with engine.trace(rounds=40) as trace:
+                engine.generate(pair.codec.chat(made.messages), constraint=Constraint.json_schema(made.schema), max_new_tokens=60)
+            shares.append(trace.timeline.summary().share_hidden or 0.0)
+    assert max(shares) >= 0.95, shares
 
 
 @pytest.mark.parametrize("name", APPLICATIONS)

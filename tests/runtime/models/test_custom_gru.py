@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams, Vocabulary
-from stepgraph.graphs.model import ModelInput
+from stepgraph.graphs.model_call import ModelInput
 from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
 from tests.helpers.documents import block_with
 from tests.helpers.oracles import Answer, accepts

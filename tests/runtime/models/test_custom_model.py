@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stepgraph import Engine, EngineConfig, Vocabulary
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
-from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.model_call import ModelInput, ModelOutput
 
 VOCABULARY = Vocabulary.printable()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
-from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.toy import ToyTarget
 from tests.helpers.toy_engines import VOCABULARY, plain
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stepgraph import Constraint, Engine, Job, SamplingParams
 from stepgraph.graphs import StaticBuffers
-from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import Llama
 from tests.helpers.draft_engines import CONFIG, DRAFTERS, Drafter

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers, TapeBackend
 from stepgraph.graphs.attention.paged import attention, cache_specs
-from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.model_call import ModelInput, ModelOutput
 
 TOKENS, SIZE, NEW = 12, 8, 14
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [3, 1, 4, 1, 5, 9, 2, 7], [8]]

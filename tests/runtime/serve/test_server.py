@@ -16,15 +16,11 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import terminal
 from stepgraph.runtime.serve.gate import Gate
 from stepgraph.runtime.serve.http import Bounds
-from stepgraph.runtime.serve.replies import Splitter
-from stepgraph.runtime.serve.tools import CLOSING, OPENING
 from tests.helpers.aio_runs import Gate as Steps
 from tests.helpers.running_server import ASK, FLAGS, FORMAT, ON, SCHEMA, SECONDS, TOOLS, Running, engine_of, running
 from tests.sampling.grammar.compile.test_compiler import waited
@@ -110,59 +106,53 @@ def test_answer_matches_its_response_format(server: Running, stream: bool) -> No
             jsonschema.validate(json.loads(content), SCHEMA if format is FORMAT else {"type": "object"})
 
 
+def calls_of(answer: Any, stream: bool) -> tuple[list[tuple[str, str]], str]:
+    """Names and arguments of an answer's calls, and its finish reason. In a stream, an entry with an id begins a call."""
+    if not stream:
+        (choice,) = answer.choices
+        return [(call.function.name, call.function.arguments) for call in choice.message.tool_calls], choice.finish_reason
+    found: list[tuple[str, str]] = []
+    for chunk in answer:
+        (choice,) = chunk.choices
+        for call in choice.delta.tool_calls or ():
+            if call.id:
+                assert call.index == len(found) and call.type == "function"
+                found.append((call.function.name, ""))
+            assert call.index == len(found) - 1
+            found[-1] = (found[-1][0], found[-1][1] + call.function.arguments)
+    return found, choice.finish_reason
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_required_tool_is_called(server: Running, stream: bool) -> None:
     request: Any = {"model": "toy", "messages": [{"role": "system", "content": "be brief"}, *ASK], "tools": TOOLS, "temperature": 0}
+    named = {"type": "function", "function": {"name": "look_up"}}
     with server.client as client:
-        for choice in ("required", {"type": "function", "function": {"name": "look_up"}}):
-            answer: Any = client.chat.completions.create(tool_choice=choice, stream=stream, **request)
-            last = [*answer][-2:] if stream else [answer]
-            (call,) = (last[0].choices[0].delta if stream else answer.choices[0].message).tool_calls
-            assert last[-1].choices[0].finish_reason == "tool_calls"
-            assert call.function.name == "look_up" or choice == "required"
-            jsonschema.validate(json.loads(call.function.arguments), SCHEMA if call.function.name == "look_up" else {"type": "object"})
+        for choice, parallel in ((named, True), ("required", False)):
+            answer: Any = client.chat.completions.create(tool_choice=choice, parallel_tool_calls=parallel, stream=stream, **request)
+            ((name, arguments),), reason = calls_of(answer, stream)
+            assert reason == "tool_calls" and (name == "look_up" or choice == "required")
+            jsonschema.validate(json.loads(arguments), SCHEMA if name == "look_up" else {"type": "object"})
         free = client.chat.completions.create(tool_choice="auto", max_tokens=9, **request)
         assert free.choices[0].finish_reason in ("length", "stop") and free.choices[0].message.tool_calls is None
         plain = client.chat.completions.create(tool_choice="none", max_tokens=9, **request)
         assert free.usage is not None and plain.usage is not None and plain.usage.prompt_tokens < free.usage.prompt_tokens
 
 
-MARKED = st.lists(st.sampled_from(["a", "<", "<tool", "stop", "st", "op", "\n", "{}", "<tool_call>", OPENING, CLOSING]), max_size=12).map(
-    "".join
-)
-
-
-@given(MARKED, st.data())
-def test_split_is_independent_of_chunk_boundaries(text: str, data: st.DataObject) -> None:
-    def split(pieces: list[str]) -> tuple[list[tuple[bool, str]], bool]:
-        splitter, found = Splitter(["stop", "\n<"], calls=True), list[tuple[bool, str]]()
-        for piece in pieces:
-            for inside, part in splitter.push(piece):
-                if found and not inside and not found[-1][0]:
-                    found[-1] = (False, found[-1][1] + part)
-                else:
-                    found.append((inside, part))
-        rest = splitter.finish()
-        return ([*found[:-1], (False, found[-1][1] + rest)] if found and not found[-1][0] else [*found, (False, rest)]), splitter.stopped
-
-    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
-    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    whole, stopped = split([text])
-    assert split(pieces) == (whole, stopped)
-    written = "".join(OPENING + part + CLOSING if inside else part for inside, part in whole)
-    assert text.startswith(written) and (stopped or written == text)
-    outside = "|".join(part for inside, part in whole if not inside)
-    assert stopped == (len(written) < len(text)) and "stop" not in outside
-
-
-def test_tool_call_in_free_text_is_split_out() -> None:
-    call = OPENING + '{"name": "f", "arguments": {"x": 1}}' + CLOSING
-    splitter = Splitter([], calls=True)
-    assert [*splitter.push("so: " + call[:20]), *splitter.push(call[20:] + "<to"), (False, splitter.finish())] == [
-        (False, "so: "),
-        (True, '{"name": "f", "arguments": {"x": 1}}'),
-        (False, "<to"),
-    ]
+def test_several_calls_may_be_required_and_the_last_may_be_cut_short(server: Running) -> None:
+    """A bias towards commas makes the toy model go on with the next call."""
+    request: Any = {"model": "toy", "messages": ASK, "tools": TOOLS, "tool_choice": "required", "temperature": 0, "max_tokens": 300}
+    request["logit_bias"] = {str(ord(",")): 100}
+    with server.client as client:
+        whole, reason = calls_of(client.chat.completions.create(**request), False)
+        streamed = calls_of(client.chat.completions.create(**request, stream=True), True)
+        assert streamed == (whole, reason) and reason == "length" and len(whole) > 2
+        for name, arguments in whole[:-1]:
+            jsonschema.validate(json.loads(arguments), SCHEMA if name == "look_up" else {"type": "object"})
+        name, arguments = whole[0]
+        request["max_tokens"] = len(f'[{{"name": "{name}", "arguments": ') + 1  # a token of the toy model is a byte
+        for stream in (False, True):
+            assert calls_of(client.chat.completions.create(**request, stream=stream), stream) == ([(name, arguments[:1])], "length")
 
 
 INTERNAL = re.compile(r"Constraint|constraint|SamplingParams|EngineConfig|max_new_tokens|Engine\\.")

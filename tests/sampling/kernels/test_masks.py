@@ -12,7 +12,7 @@ from torch.library import opcheck
 
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, drafting, run_eager
 from stepgraph.graphs.batch import read_batch
-from stepgraph.graphs.buffers import Column
+from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling import acceptance, bitmask, kernels
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.kernels import GrammarMask, chain, processors

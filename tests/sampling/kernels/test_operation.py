@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import drafting
+from stepgraph.graphs import drafting, mask_upload
 from stepgraph.graphs.layers import dense, quantised, slot_mapping
 from stepgraph.sampling import bitmask, native
 from stepgraph.sampling.grammar.status import TAG_FIELDS, MaskStatus
@@ -80,7 +80,7 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
         [torch.zeros(2, 1, 4), torch.zeros(2, 1, 4)],
     ),
     "scatter_masks": (
-        slot_mapping.scatter_masks,
+        mask_upload.scatter_masks,
         [torch.tensor([2, 0]), torch.tensor([[0, 7, 1, 1], [1, 7, 0, 1]]), LEGAL],
         [torch.zeros(3, 2, TAG_FIELDS, dtype=torch.int64), torch.zeros(3, 2, 2, dtype=torch.int32)],
     ),

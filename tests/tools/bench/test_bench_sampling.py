@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from stepgraph.graphs.buffers import ResultLayout
+from stepgraph.graphs.row_layout import ResultLayout
 from stepgraph.sampling import bitmask, kernels, sampler
 from stepgraph.sampling.sampler import Param
 from tests.helpers.chi_square import chi_square_p

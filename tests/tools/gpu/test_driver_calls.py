@@ -13,10 +13,11 @@ from types import ModuleType
 import pytest
 
 from stepgraph.graphs.cuda import driver, loop, recorder
+from stepgraph.graphs.cuda.driver_calls import KernelParams
 from tools.gpu.checks import driver_calls
 
 STRUCTURES = {
-    "CUDA_KERNEL_NODE_PARAMS": driver.KernelParams,
+    "CUDA_KERNEL_NODE_PARAMS": KernelParams,
     "CUDA_CONDITIONAL_NODE_PARAMS": loop.ConditionalParams,
     "CUgraphNodeParams": loop.NodeParams,
     "CUDA_MEMSET_NODE_PARAMS": loop.MemsetParams,
@@ -72,7 +73,7 @@ def test_signatures_match_the_header(module: ModuleType) -> None:
     """Same number and sizes of arguments, in order. A driver has all versions of a call whose arguments changed."""
     text = re.sub(r"\s+", " ", (header() / "cuda.h").read_text(encoding="utf-8"))
     renamed = {real: name for name, real in re.findall(r"#define (cu\w+) (?:__CUDA_API_\w+\()?(cu\w+)\)?", text) if not real.endswith("z")}
-    for name, signature in module._SIGNATURES.items():
+    for name, signature in module.SIGNATURES.items():
         prototypes = re.findall(rf"CUresult CUDAAPI {name} ?\(([^;]*?)\);", text)  # an older version has its own name
         if name in renamed:
             prototypes = re.findall(rf"CUresult CUDAAPI {renamed[name]} ?\(([^;]*?)\);", text)[:1]

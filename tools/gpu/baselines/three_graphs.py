@@ -18,7 +18,8 @@ from torch import Tensor
 
 from stepgraph.graphs import Backend, BufferSpec, Limits, StaticBuffers
 from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
-from stepgraph.graphs.model import DraftModel, ModelInput, TargetModel
+from stepgraph.graphs.model import DraftModel, TargetModel
+from stepgraph.graphs.model_call import ModelInput
 from stepgraph.sampling import kernels
 from stepgraph.sampling.grammar import CompiledConstraint, MaskStatus, Matcher, Vocabulary
 from stepgraph.sampling.grammar.status import FinishCode

@@ -12,7 +12,7 @@ WAIT_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 IF = 0  # CU_GRAPH_COND_TYPE_IF
 
 
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
+SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuCtxGetCurrent": (POINTER(c_void_p),),
     "cuMemHostGetDevicePointer_v2": (POINTER(c_uint64), c_void_p, c_uint),
     "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint, c_uint),
@@ -42,7 +42,7 @@ class DriverCalls:
             call = self._library[name]
         except AttributeError:
             raise RuntimeError(f"the driver has no {name}") from None
-        call.restype, call.argtypes = c_int, _SIGNATURES[name]
+        call.restype, call.argtypes = c_int, SIGNATURES[name]
         code = call(*arguments)
         if code:
             raise RuntimeError(f"{name} failed with {code}")

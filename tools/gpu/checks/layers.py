@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import drafting, stages
-from stepgraph.graphs.buffers import Column, ResultLayout
+from stepgraph.graphs import drafting, mask_upload, sampled_stages, stages
 from stepgraph.graphs.layers import dense, slot_mapping
+from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode
 from tools.gpu.checks.operations import Call, numbers
 
@@ -46,7 +46,7 @@ def _slot_calls(device: torch.device, tokens: int, dtype: torch.dtype) -> Iterat
     row_masks = torch.randint(-9, 9, (tokens, 2, 300), generator=made, dtype=torch.int32).to(device)
     row_tags = torch.randint(0, 2, (tokens, 2, TAG_FIELDS), generator=made).to(device)
     scattered = (torch.randperm(tokens, generator=made).to(device), row_tags[:, 0].clone(), row_masks[:, 0].clone(), row_tags, row_masks)
-    yield Call(slot_mapping.scatter_masks, f"B={tokens}", scattered, (), writes=(3, 4))
+    yield Call(mask_upload.scatter_masks, f"B={tokens}", scattered, (), writes=(3, 4))
     stored = (scattered[0], ids.to(device), numbers(device, tokens, 4), numbers(device, tokens))
     yield Call(drafting.store_drafts, f"B={tokens} K=4", stored, (), writes=(2, 3))
     masks, status, alive = row_masks[:, 0], row_tags[:, 0, 3].clone(), live.to(device)
@@ -82,4 +82,4 @@ def count_output(device: torch.device, batch: int, k: int) -> Call:
     rows, tokens = torch.randperm(batch + 2, generator=made)[:batch], torch.randint(0, 5, (batch, k + 1), generator=made)
     emitted, counts = torch.arange(batch) % (k + 2), torch.randint(0, 9, (batch + 2, 5), generator=made, dtype=torch.int32)
     inputs = tuple(each.to(device) for each in (rows, tokens, emitted, counts))
-    return Call(stages.count_output, f"B={batch} K={k}", inputs, (), writes=(3,))
+    return Call(sampled_stages.count_output, f"B={batch} K={k}", inputs, (), writes=(3,))

@@ -9,15 +9,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from stepgraph.graphs import Backend, BufferSpec, Limits, StaticBuffers, drafting, run_eager, stages
+from stepgraph.graphs import Backend, BufferSpec, Limits, StaticBuffers, drafting, mask_upload, run_eager, stages
 from stepgraph.graphs.batch import read_batch
-from stepgraph.graphs.buffers import Column
 from stepgraph.graphs.capture import Step
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.proposer import Proposer
 from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, grammar_specs, look_up_specs, round_specs
+from stepgraph.graphs.row_layout import Column
 from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler
 from stepgraph.sampling.grammar.automaton.device_tables import token_tensors
@@ -222,7 +222,7 @@ class RoundBench:
         def place_masks(b: StaticBuffers) -> None:
             b.batch_tags[1, :, 2].copy_(b.batch_rows % 4)
             b.batch_masks[1].copy_(b.row_masks[:ROWS, 0])
-            stages.place_masks(b, b.batch_rows[:ROWS], 1)
+            mask_upload.place_masks(b, b.batch_rows[:ROWS], 1)
 
         return {step.__name__: step for step in (target_verify, accept, draft_prefill, draft_decode, place_masks)}
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stepgraph import Engine, EngineConfig
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.files.gguf import SCALES
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
 from tests.helpers.families import Cached, judge, refused_when_damaged
 
@@ -106,6 +107,23 @@ def test_gguf_logits_equal_the_source_model(tmp_path: Path, family: str, kind: s
 def test_quantised_gguf_logits_are_close_to_the_source_model(tmp_path: Path, kind: Kind, tolerance: float) -> None:
     found, answer = logits_of(write(tmp_path / "model.gguf", "llama-2", "llama", kind)), expected("llama-2")
     assert 0 < float((found - answer).pow(2).mean() / answer.pow(2).mean()) < tolerance
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_a_quantised_tensor_is_finite_exactly_if_its_scales_are(kind: str) -> None:
+    draw, size = np.random.default_rng(1), gguf.GGML_QUANT_SIZES[Kind[kind]][1]
+    finite = draw.integers(256, size=(500, size), dtype=np.uint8)
+    scales = finite[:, SCALES[kind]]
+    scales[:, 1::2] &= 0xFB  # one bit of the exponent of a float16
+    finite[:, SCALES[kind]] = scales
+    for index in range(0, scales.shape[1], 2):
+        for value in (np.inf, -np.inf, np.nan):
+            broken, bad = finite.copy(), scales.copy()
+            bad[:, index : index + 2] = np.array([value], np.float16).view(np.uint8)
+            broken[:, SCALES[kind]] = bad
+            with np.errstate(invalid="ignore"):
+                assert not np.isfinite(gguf.quants.dequantize(broken, Kind[kind])).all(axis=1).any()
+    assert np.isfinite(gguf.quants.dequantize(finite, Kind[kind])).all()
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1])

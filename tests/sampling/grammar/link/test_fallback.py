@@ -111,5 +111,12 @@ DIFFERENCES: list[tuple[Any, str, Any, str]] = [
 def test_a_library_that_differs_is_not_called(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, value: Any, message: str) -> None:
     path = find_library()
     monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(xgrammar_binding, "KNOWN", {"xgrammar": "another"})
     with pytest.raises(Unavailable, match=message):
         NativeLibrary(path)
+
+
+@needs_native
+def test_the_installed_versions_are_known_and_bound() -> None:
+    assert xgrammar_binding.versions_are_known(), "update KNOWN: otherwise every engine imports xgrammar, and with it transformers"
+    assert NativeLibrary(find_library()).xgrammar.struct.call

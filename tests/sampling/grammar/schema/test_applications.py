@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler
 from stepgraph.sampling.grammar.status import MaskStatus
 from tests.helpers.application_schemas import APPLICATIONS, in_json_schema, large
 from tests.helpers.schema_cases import BYTES
@@ -23,7 +23,7 @@ LARGE = large()
 
 
 def compiler() -> GrammarCompiler:
-    return GrammarCompiler(BYTES, max_threads=1, isolation="none", limits=GrammarLimits(max_chars=600_000))
+    return GrammarCompiler(BYTES, max_threads=1, isolation="none")
 
 
 def random_text(schema: Any, draw: random.Random, objects: Any) -> str:

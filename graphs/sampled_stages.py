@@ -1,0 +1,71 @@
+"""What sampled rounds do in place of greedy ones: the choices of target and draft model, and counts of tokens for penalties."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stepgraph.graphs.batch import Batch, Choice
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.forced_acceptance import after_accepted, force_accepted
+from stepgraph.graphs.ring_specs import Counter
+from stepgraph.graphs.row_layout import Column
+from stepgraph.sampling import kernels, rng, sampler
+from stepgraph.sampling.kernels import GrammarMask, processors
+from stepgraph.sampling.kernels.operation import Contiguous, operation
+
+
+def choose_sampled(
+    buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, forced: Sequence[float] | None
+) -> Choice:
+    """Masks and logit processors, then rejection sampling against the distributions of the drafts."""
+    masked, finite, status = kernels.process(logits, row_settings(buffers, batch), batch.rows, batch.drafts, mask=mask)
+    params = buffers.row_params[batch.rows]
+    probs = kernels.distribution(masked, params)
+    greedy = params[:, sampler.Param.TEMPERATURE] <= 0  # their drafts are greedy too, perhaps from a round that keeps no distributions
+    drafts = batch.drafts.shape[1]
+    certain = buffers.row_certain[:, :drafts][batch.rows] | greedy[:, None]
+    draft_count, seed, length = (batch.column(column) for column in (Column.DRAFT_COUNT, Column.SEED, Column.LENGTH))
+    tokens, accepted = kernels.reject_sample(
+        probs, buffers.row_draft_probs[:, :drafts], batch.rows, certain, finite, batch.drafts, draft_count, status, seed, length
+    )
+    if forced is not None:
+        accepted = force_accepted(batch, finite, status, forced)
+        index = accepted[:, None, None].expand(-1, 1, probs.shape[2])
+        drawn = kernels.race(probs.gather(1, index).squeeze(1), seed, length + accepted, rng.Purpose.TARGET)
+        tokens = after_accepted(batch, accepted, drawn[:, None].expand_as(tokens))
+    kernels.log_probabilities(logits, probs, tokens, buffers.results_logprobs[: len(batch.rows), : drafts + 1])
+    if "top_ids_ring_host" in buffers:
+        rings = buffers.top_ids_ring_host, buffers.top_logprobs_ring_host
+        kernels.top_logprobs(logits, probs, batch.rows, buffers.row_params, buffers.round_counters[Counter.PUBLISHED :], *rings)
+    return Choice(tokens, finite, accepted, status)
+
+
+@operation(lambda *_: None, writes=("output_counts",), triton=True)
+def count_output(rows: Contiguous, tokens: Contiguous, emitted: Contiguous, output_counts: Contiguous) -> None:
+    """Add the emitted tokens to output_counts [R, V] int32, which penalties use. rows, emitted [B], tokens [B, Q] int64."""
+    index = torch.arange(tokens.shape[1], device=rows.device)
+    flat_index = rows[:, None] * output_counts.shape[1] + tokens
+    counted = (index < emitted[:, None]).to(output_counts.dtype)
+    output_counts.view(-1).scatter_add_(0, flat_index.flatten(), counted.flatten())
+
+
+def draft_sampled(
+    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, mask: GrammarMask | None, d2t: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A token drawn from the draft's processed logits; the distribution is kept for rejection sampling in the next round."""
+    size = len(after.rows)
+    before = buffers.batch_drafts[: step - 1, :size].T
+    masked, finite, _ = kernels.process(logits[:, None], row_settings(buffers, after), after.rows, before, step - 1, mask, d2t)
+    params, seed, position = buffers.row_params[after.rows], after.column(Column.SEED), after.column(Column.LENGTH) + (step - 1)
+    tokens = kernels.draw(masked[:, 0], params, seed, position, rng.Purpose.DRAFT, after.rows, buffers.row_draft_probs[:, step - 1], d2t)
+    buffers.row_certain[:, step - 1].index_fill_(0, after.rows, False)
+    return finite[:, 0], tokens
+
+
+def row_settings(buffers: StaticBuffers, batch: Batch) -> processors.RowSettings:
+    """The sampling settings of all rows; indexed with batch.rows."""
+    tables = {name: buffers[f"row_{name}"] for name in processors.RowSettings._fields[:-1]}
+    return processors.RowSettings(**tables, generated=batch.column(Column.GENERATED))
