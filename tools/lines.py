@@ -61,6 +61,7 @@ DECODE_RING = (
     "graphs/graph_set.py",
     "graphs/context.py",
     "graphs/cuda/backend.py",
+    "graphs/cuda/events.py",
     "graphs/cuda/context.py",
     "graphs/cuda/driver.py",
     "graphs/attention/paged.py",

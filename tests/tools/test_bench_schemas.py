@@ -19,6 +19,11 @@ ENTRIES: list[dict[str, Any]] = [
     },
     {"name": "refused", "schema": {"uniqueItems": True}, "tests": []},
     {"name": "whole", "schema": {"type": "integer"}, "tests": [{"valid": True, "data": 1.0}, {"valid": False, "data": 1.5}]},
+    {
+        "name": "old draft",
+        "schema": {"$schema": "http://json-schema.org/draft-04/schema#", "type": "integer"},
+        "tests": [{"valid": False, "data": 1.0}],
+    },
     {"name": "narrowed", "schema": {"type": "string", "format": "regex"}, "tests": [{"valid": True, "data": "(?=a)"}]},
     {"name": "mislabelled", "schema": {"type": "integer"}, "tests": [{"valid": False, "data": 1}]},
 ]
@@ -30,7 +35,7 @@ def test_outcomes_are_counted_and_kept(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["--data", str(data), "--out", str(out), "--backend", "xgrammar", "--vocabulary", "bytes"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["masks"] > 10 and found["mask_us"]["all"]["least of three"]["p50"] > 0
-    assert found["counts"] == {"pass": 2, "refused": 1, "valid rejected": 1, "invalid accepted": 1}
+    assert found["counts"] == {"pass": 3, "refused": 1, "valid rejected": 1, "invalid accepted": 1}
     assert list(found["refused"]) == [
         "_: uniqueItems: is enforced for a list of values, or at most one item; give items an enum, or leave uniqueItems out"
     ]

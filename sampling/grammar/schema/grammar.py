@@ -239,8 +239,10 @@ class GrammarWriter:
         for item in form.objects:
             texts = members_texts(self, item) if self._object_has_value(item) else ()
             cases += [f'"{{" {inside} {self.opening}"}}"' for inside in texts]
-        if not cases:
+        if not cases and form.objects:
             reject(self.where, "minProperties", "is enforced as far as properties are declared: others may have one name twice")
+        if not cases:
+            reject(self.where, "contains", "no array has such counts of items; write bounds that go together")
         return " | ".join(dict.fromkeys(cases))
 
     def _numbers(self, numbers: tuple[Numbers, ...]) -> list[str]:

@@ -55,6 +55,10 @@ def test_random_text_of_a_large_schema_validates(name: str) -> None:
     jsonschema.validate(json.loads(random_text(LARGE[name], random.Random(name), "standard")), LARGE[name])
 
 
+def test_thirty_schemas_are_those_of_openapi() -> None:
+    assert sum(name.startswith("openapi") for name in APPLICATIONS) == 30
+
+
 def test_large_schemas_are_as_large_as_their_names_say() -> None:
     assert len(json.dumps(LARGE["500 kB"])) > 500_000
     assert len(LARGE["enum of 5,000"]["enum"]) == len(set(LARGE["enum of 5,000"]["enum"])) == 5000
