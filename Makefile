@@ -79,7 +79,7 @@ stub-cuda: $(STUB_VENV)/.ready
 	$(STUB_BIN)/python -m tests.stub_cuda.build
 	$(STUB_BIN)/pytest -q -m stub_cuda tests/stub_cuda $(ARGS)
 
-lint: $(VENV)/.ready-dev build/types/stepgraph
+lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p stepgraph.sampling -p stepgraph.graphs -p stepgraph.runtime
@@ -94,11 +94,6 @@ format: $(VENV)/.ready-dev
 clean:
 	rm -rf $(VENV) $(STUB_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
-
-# Type checkers do not see an editable install whose root is the package; this gives them the same name for it.
-build/types/stepgraph:
-	mkdir -p $(@D)
-	ln -sfn ../.. $@
 
 $(VENV)/.ready-%: pyproject.toml setup.py $(wildcard sampling/grammar/automaton/c/* sampling/grammar/link/c/*.[ch] sampling/kernels/c/*.[ch] graphs/layers/c/*.[ch]) $(VENV)/.torch
 	$(BIN)/pip install $(QUIET) -e '.[$*]'

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.editable_wheel import _StaticPth, editable_wheel
 
 FOLDERS = ("sampling/grammar/automaton/c", "sampling/grammar/link/c", "sampling/kernels/c", "graphs/layers/c")
 
@@ -34,9 +36,20 @@ class BuildBeside(build_ext):
         return outfile, True
 
 
+class VisibleEditable(editable_wheel):  # type: ignore[misc]
+    """An editable install adds the folder `typings` to the path: type checkers do not see the import hook that is the default here."""
+
+    def _select_strategy(self, name: str, *_: object) -> _StaticPth:
+        link = Path("typings", "stepgraph")
+        if not link.exists():  # a source distribution has no links
+            link.parent.mkdir(exist_ok=True)
+            link.symlink_to("..")
+        return _StaticPth(self.distribution, name, [link.parent])
+
+
 setup(
     script_name="setup.py",  # the root is the package: without this the script would be taken for one of its modules
-    cmdclass={"build_ext": BuildBeside},
+    cmdclass={"build_ext": BuildBeside, "editable_wheel": VisibleEditable},
     ext_modules=[
         Extension(
             "stepgraph.sampling._native",

@@ -3,7 +3,8 @@
 from stepgraph.graphs.backends import capture, make_backend, run_eager
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Backend, Recorded, current_context
+from stepgraph.graphs.capture import Backend, Recorded
+from stepgraph.graphs.context import current_context
 from stepgraph.graphs.errors import CaptureError, HostNodeError
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits

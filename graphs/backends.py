@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import NOTHING, Backend, Check, Recorded, Step, StreamEvent, host_call, use_context
+from stepgraph.graphs.capture import Backend, Check, Recorded, Step, host_call
+from stepgraph.graphs.context import NOTHING, StreamEvent, use_context
 from stepgraph.graphs.errors import CaptureError, HostNodeError
 from stepgraph.graphs.spans import MakeRange, RecordedReport, nvtx_range
 from stepgraph.graphs.tape.backend import TapeBackend

@@ -26,6 +26,7 @@ class Batch(NamedTuple):
     block_tables: Tensor  # [B, pages_per_row] int64
     attention: AttentionChoice = OPERATION
     constrained: Tensor | None = None  # [B] bool, set by the first stage that needs it
+    params: Tensor | None = None  # [B, Param] float32, set by `accept` in a sampled round
 
     def column(self, column: Column) -> Tensor:
         return self.state[:, column]

@@ -1,17 +1,13 @@
-"""The contract between a step and a backend: streams, events, host nodes, capture, replay, statistics.
+"""The contract of backends: capture, replay, events, statistics. What a step may use while it runs: `context`.
 
-A step is a function over static buffers. The same code runs eagerly, on the tape (CPU) and in a CUDA graph. `current_context()`
-gives it streams, events and host nodes.
+A step is a function over static buffers. The same code runs eagerly, on the tape (CPU) and in a CUDA graph.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -25,35 +21,6 @@ from stepgraph.sampling.fields import check_value, whole
 
 Step = Callable[[StaticBuffers], None]
 Check = Literal["once", "twice"]
-MAIN = "main"
-
-
-class StreamEvent(Protocol):
-    """A point in a stream that another stream can wait for."""
-
-
-class CaptureContext(Protocol):
-    """What a step uses besides tensor operations. Calls on one stream run in the order they are made."""
-
-    def stream(self, name: str) -> AbstractContextManager[None]:
-        """Issue the operations of the block on the named stream. A side stream joins the step with its first `wait`."""
-
-    def stage(self, name: str) -> AbstractContextManager[None]:
-        """Name the operations of the block, for profiles. With nested stages, a node belongs to the innermost."""
-
-    def record(self) -> StreamEvent:
-        """An event at the current point of the current stream."""
-
-    def wait(self, event: StreamEvent) -> None:
-        """Make the current stream wait for `event`."""
-
-    def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        """Call `function` on the host, in the order of the current stream, in every replay.
-
-        It may use pinned buffers only, and must declare them in `reads` and `writes`. If it has the attributes `native_address`, the
-        address of a C function `void (*)(void *)`, and `native_data`, the argument, that function is called directly, without
-        the GIL; `function` must keep the data alive.
-        """
 
 
 class Event(Protocol):
@@ -159,8 +126,6 @@ class Backend(Protocol):
         """Close while work may still run. Memory that this work can access is not freed."""
 
 
-NOTHING: AbstractContextManager[None] = contextlib.nullcontext()  # shared: a round creates none
-_local = threading.local()
 C_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -194,43 +159,3 @@ def checked_loop(
     if draws:
         raise CaptureError("generator-in-loop", "the step was captured with generators, and is replayed with until=")
     return until, limit
-
-
-def current_context() -> CaptureContext:
-    """The context of the step that this thread runs or records."""
-    context: CaptureContext | None = getattr(_local, "context", None)
-    if context is None:
-        raise RuntimeError("current_context(): no step is running on this thread; call it inside a step given to capture() or run_eager()")
-    return context
-
-
-_start_thread = threading.Thread.start
-
-
-def _start_checked(thread: threading.Thread) -> None:
-    if getattr(_local, "recording", False):
-        raise fail("other-thread", "a step that is being captured starts a thread, whose work would not be recorded")
-    _start_thread(thread)
-
-
-@contextlib.contextmanager
-def refusing_threads() -> Iterator[None]:
-    """Within the block, starting a thread from this one is a CaptureError. For backends."""
-    with setting(_local, "recording", True), setting(threading.Thread, "start", _start_checked):
-        yield
-
-
-def use_context(context: CaptureContext) -> AbstractContextManager[None]:
-    """Make `context` this thread's current one. For backends."""
-    return setting(_local, "context", context)
-
-
-@contextlib.contextmanager
-def setting(owner: object, name: str, value: object) -> Iterator[None]:
-    """Set an attribute for the duration of the block."""
-    before = getattr(owner, name, None)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

@@ -79,6 +79,8 @@ def choose_draft(
             certain.append(taken)
     if sampled and certain:
         buffers.row_certain[:, step - 1].index_copy_(0, after.rows, functools.reduce(torch.bitwise_or, certain))
+    elif sampled and step == 1:
+        buffers.row_certain.index_fill_(0, after.rows, False)
     return draft.tokens
 
 

@@ -1,6 +1,6 @@
 """The masks of a round on the side stream: when each is filled, and the two places where grammars are followed.
 
-`HostNodes` drives matchers on the host: state and drafts to pinned memory, a host node, masks and tags back to the device.
+`host_nodes.HostNodes` drives matchers on the host: state and drafts to pinned memory, a host node, masks and tags back to the device.
 `DeviceTables` follows grammars in device memory: one kernel, no host node and no copy. A row uses one of them from admission to its
 end; a round whose batch has rows of both runs both.
 """
@@ -11,17 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
-from stepgraph.graphs import drafting, mask_upload
+from stepgraph.graphs import drafting
 from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import CaptureContext, StreamEvent
+from stepgraph.graphs.context import CaptureContext, StreamEvent
 from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors
-from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, advance, fill_next, follow
-from stepgraph.sampling.grammar.status import HostColumn
 from stepgraph.sampling.kernels import GrammarMask, advance_fill
 
 SIDE, HEAD = "side", "head"
@@ -96,7 +91,7 @@ class DeviceTables:
         self._fill(HEAD, first, drafts, of_last_round=True, fill_new=first > 0)
 
     def rows(self, first: int, last: int) -> None:
-        self._fill(_name(first, last), first, last)
+        self._fill(mask_name(first, last), first, last)
 
     def _fill(self, name: str, first: int, last: int, of_last_round: bool = False, fill_new: bool = False) -> None:
         b, size = self.buffers, self.shape.size
@@ -122,79 +117,5 @@ class DeviceTables:
             )
 
 
-@dataclass(frozen=True)
-class HostNodes:
-    """Matchers on the host."""
-
-    buffers: StaticBuffers
-    context: CaptureContext
-    link: HostLink
-    shape: RoundShape
-    dummy_row: int
-    beside_device: bool  # rows of the batch may have their grammars on the device: their masks and tags are not touched
-
-    def head(self) -> None:
-        buffers, shape = self.buffers, self.shape
-        longest = buffers.row_drafts.shape[1]
-        # With masked drafts one mask is filled per row, in the last stage: its index differs if the number of drafts does.
-        stages_filled = range(longest, longest + 1) if shape.masked else range(shape.drafts + 1)
-        steps = [fill_next(stage=longest)] if shape.masked else [COMMIT, *(advance(index) for index in stages_filled[1:])]
-        ends = not (shape.masked and shape.drafts)
-        with self.context.stage(f"show {HEAD}"):
-            rows = buffers.batch_rows[: shape.size]
-            if self.beside_device:
-                images = buffers.row_state[rows, Column.IMAGE]
-                buffers.batch_host_rows[: shape.size].copy_(torch.where(images == 0, rows, self.dummy_row))
-            self._copy_state()
-            if not shape.masked:
-                for draft in range(shape.drafts):
-                    self._copy_draft(draft, buffers.row_drafts[rows, draft])
-            elif shape.fixed:
-                self._copy_draft(longest - 1, buffers.row_drafts[rows, longest - 1])
-            else:
-                last = (buffers.row_state[rows, Column.DRAFT_COUNT] - 1).clamp(min=0)
-                self._copy_draft(longest - 1, buffers.row_drafts[rows, last])
-        self._node(HEAD, [BEGIN_ROUND, *steps, *([END_ROUND] if ends else [])], stages_filled)
-
-    def rows(self, first: int, last: int) -> None:
-        name, ends, drafts = _name(first, last), last == self.shape.drafts - 1, range(max(1, first), last + 1)
-        with self.context.stage(f"show {name}"):
-            if first == 0:
-                self._copy_state()
-            for index in drafts:
-                self._copy_draft(index - 1, self.buffers.batch_drafts[index - 1, : self.shape.size])
-        accept = follow if self.shape.proposed else advance
-        steps = [COMMIT] * (first == 0) + [accept(index) for index in drafts]
-        self._node(name, [*steps, END_ROUND] if ends else steps, range(first, last + 1))
-
-    def _copy_state(self) -> None:
-        size = self.shape.size
-        state = self.buffers.row_state[self.buffers.batch_rows[:size], : len(HostColumn)]
-        self.buffers.state_host[:size].copy_(state, non_blocking=True)
-
-    def _copy_draft(self, index: int, tokens: Tensor) -> None:
-        self.buffers.drafts_host[index, : self.shape.size].copy_(tokens, non_blocking=True)
-
-    def _node(self, name: str, steps: Sequence[HostStep], stages_filled: range) -> None:
-        """A host node, then the copies of the masks and tags that it filled."""
-        buffers, size = self.buffers, self.shape.size
-        forced = [buffers.forced_host] if "forced_host" in buffers else []
-        filled = buffers.masks_host, buffers.contents_host
-        self.context.host_node(
-            name,
-            self.link.node(steps),
-            reads=[buffers.state_host, buffers.drafts_host],
-            writes=[*(masks[stages_filled.start : stages_filled.stop] for masks in filled), buffers.tags_host, *forced],
-        )
-        rows = (buffers.batch_host_rows if self.beside_device else buffers.batch_rows)[:size]
-        with self.context.stage(f"place {name}"):
-            for stage in stages_filled:
-                buffers.batch_masks[stage, :size].copy_(buffers.masks_host[stage, :size], non_blocking=True)
-                buffers.batch_tags[stage, :size].copy_(buffers.tags_host[stage, :size], non_blocking=True)
-                mask_upload.place_masks(buffers, rows, stage)
-                if forced and stage < len(buffers.forced_host):
-                    buffers.batch_forced[stage, :size].copy_(buffers.forced_host[stage, :size], non_blocking=True)
-
-
-def _name(first: int, last: int) -> str:
+def mask_name(first: int, last: int) -> str:
     return "commit" if last == 0 else f"advance {last}" if first == last else f"follow {first} to {last}"

@@ -18,21 +18,21 @@ tables are in device memory, one host node with copies both ways for others.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from stepgraph.graphs import drafting, proposing, skipped_tokens, stages
+from stepgraph.graphs import drafting, proposing, stages
 from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
 from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import CaptureContext, Step, current_context
-from stepgraph.graphs.grammar_lane import DeviceTables, GrammarLane, HostNodes, MaskSource, RoundShape
+from stepgraph.graphs.capture import Step
+from stepgraph.graphs.context import CaptureContext, current_context
+from stepgraph.graphs.grammar_lane import DeviceTables, GrammarLane, MaskSource, RoundShape
+from stepgraph.graphs.host_nodes import HostNodes
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
-from stepgraph.graphs.proposer import Proposer
+from stepgraph.graphs.proposed_round import ProposedRound
 from stepgraph.graphs.shapes import LONGEST, GraphKey
 from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors
 from stepgraph.sampling.grammar.link.protocol import HostLink
@@ -72,17 +72,17 @@ class Round:
             context.wait(masks_ready)
         with context.stage("accept"):
             emission, after = stages.accept(buffers, batch, logits, key.constrained, key.sampled, self.forced_acceptance)
+        mask_lane = grammar if self.masks_drafts(buffers) else None
         if draft is None or not self.limits.num_speculative_tokens:
-            self._propose(buffers, batch, emission, features, after, grammar, context, key)
-            return
+            end = ProposedRound(buffers, context, self.limits, self.models, key, mask_lane)
+            return end.run(batch, emission, features, after)
 
-        masked = grammar is not None and self.masks_drafts(buffers)
         tokens, chain = emission.tokens, None
         with context.stage("accept"):
             stages.publish_round(buffers, batch, key.constrained)
             alive = drafting.continuing(after)
         for step in range(1, self.limits.positions):
-            mask_ready = grammar.rows(step - 1, step - 1) if grammar and masked else None
+            mask_ready = mask_lane.rows(step - 1, step - 1) if mask_lane else None
             if step == 1:
                 chain = self._look_up(buffers, batch, after, emission, context)
                 with context.stage("draft_prefill"):
@@ -93,7 +93,7 @@ class Round:
             if mask_ready:
                 context.wait(mask_ready)
             with context.stage(f"choose_draft {step}"):
-                mask = grammar.mask(after, step) if grammar and masked else None
+                mask = mask_lane.mask(after, step) if mask_lane else None
                 tokens = drafting.choose_draft(buffers, after, step, logits, alive, mask, key.sampled, draft.d2t, chain)
                 buffers.batch_drafts[step - 1, : key.rows].copy_(tokens)
                 chain = None if chain is None else drafting.matching_chains(chain, step, tokens)
@@ -125,68 +125,3 @@ class Round:
         with context.stage("look_up"):
             proposing.append_emission(buffers, batch, emission, self.limits)
             return proposing.propose(buffers, after, self.models.look_up, self.limits)
-
-    def _propose(
-        self,
-        buffers: StaticBuffers,
-        batch: Batch,
-        emission: Emission,
-        features: Tensor,
-        after: Batch,
-        grammar: GrammarLane | None,
-        context: CaptureContext,
-        key: GraphKey,
-    ) -> None:
-        """Draft without a draft model: the chain of the proposer, or of the look-up beside the model, or none in a round without drafts."""
-        count, proposer = self.limits.num_speculative_tokens, self.models.proposer or self.models.look_up
-        publish = functools.partial(stages.publish_round, buffers, batch, key.constrained)
-        followed = grammar is not None and self.masks_drafts(buffers) and proposer is not None and count > 1
-        if not followed:
-            with context.stage("accept"):
-                publish()
-        with context.stage("propose"):
-            if "row_skipped_tokens" in buffers:
-                skipped_tokens.skip_tokens(buffers, batch, emission, features)
-            if self.models.reads_text:
-                proposing.append_emission(buffers, batch, emission, self.limits)
-            if not count:
-                buffers.row_drafts.index_fill_(0, batch.rows, -1)
-            elif proposer is not None:
-                chain = self._chain(buffers, after, proposer, grammar, context, publish if followed else None)
-                drafting.store_chain(buffers, after, chain)
-                if not key.draft_model:
-                    proposing.mark_looked_up(buffers, after, key.sampled)
-
-    def _chain(
-        self,
-        buffers: StaticBuffers,
-        after: Batch,
-        proposer: Proposer,
-        grammar: GrammarLane | None,
-        context: CaptureContext,
-        publish: Callable[[], None] | None,
-    ) -> Tensor:
-        """[B, K] the proposer's chains. A token that the grammar forces replaces the proposed one; a chain is followed while it agrees.
-
-        publish: called while the grammar follows the chains.
-        """
-        if grammar is None or not self.masks_drafts(buffers):
-            return proposing.propose(buffers, after, proposer, self.limits)
-        count, size = self.limits.num_speculative_tokens, len(after.rows)
-        mask_ready = grammar.rows(0, 0)
-        proposed = proposing.propose(buffers, after, proposer, self.limits)
-        context.wait(mask_ready)
-        if publish is not None:
-            buffers.batch_drafts[:count, :size].copy_(proposed.T)
-            mask_ready = grammar.rows(1, count - 1)
-            with context.stage("publish"):
-                publish()
-            context.wait(mask_ready)
-        alive = drafting.continuing(after)
-        for step in range(1, self.limits.positions):
-            with context.stage(f"choose_draft {step}"):
-                tokens = proposing.choose_proposed(buffers, after, step, proposed[:, step - 1], alive, grammar.mask(after, step))
-                buffers.batch_drafts[step - 1, :size].copy_(tokens)
-                proposed = drafting.matching_chains(proposed, step, tokens)
-                alive = tokens >= 0
-        return buffers.batch_drafts[:count, :size].T

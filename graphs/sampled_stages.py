@@ -22,7 +22,7 @@ def choose_sampled(
 ) -> Choice:
     """Masks and logit processors, then rejection sampling against the distributions of the drafts."""
     masked, finite, status = kernels.process(logits, row_settings(buffers, batch), batch.rows, batch.drafts, mask=mask)
-    params = buffers.row_params[batch.rows]
+    params = params_of(buffers, batch)
     probs = kernels.distribution(masked, params)
     greedy = params[:, sampler.Param.TEMPERATURE] <= 0  # their drafts are greedy too, perhaps from a round that keeps no distributions
     drafts = batch.drafts.shape[1]
@@ -59,10 +59,15 @@ def draft_sampled(
     size = len(after.rows)
     before = buffers.batch_drafts[: step - 1, :size].T
     masked, finite, _ = kernels.process(logits[:, None], row_settings(buffers, after), after.rows, before, step - 1, mask, d2t)
-    params, seed, position = buffers.row_params[after.rows], after.column(Column.SEED), after.column(Column.LENGTH) + (step - 1)
+    length = after.column(Column.LENGTH)
+    params, seed, position = params_of(buffers, after), after.column(Column.SEED), length + (step - 1) if step > 1 else length
     tokens = kernels.draw(masked[:, 0], params, seed, position, rng.Purpose.DRAFT, after.rows, buffers.row_draft_probs[:, step - 1], d2t)
-    buffers.row_certain[:, step - 1].index_fill_(0, after.rows, False)
     return finite[:, 0], tokens
+
+
+def params_of(buffers: StaticBuffers, batch: Batch) -> Tensor:
+    """[B, Param] float32, gathered once in a round."""
+    return buffers.row_params[batch.rows] if batch.params is None else batch.params
 
 
 def row_settings(buffers: StaticBuffers, batch: Batch) -> processors.RowSettings:

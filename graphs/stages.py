@@ -59,6 +59,8 @@ def accept(
         status, has_grammar = kernels.mask_status(tags, owner, generated, constraint, rows=batch.rows)
         batch = batch._replace(constrained=has_grammar)
         mask = GrammarMask(masks, batch.rows, has_grammar, status)
+    if sampled:
+        batch = batch._replace(params=buffers.row_params[batch.rows])
     choose = choose_sampled if sampled else _choose_greedy
     tokens, finite, accepted, status = choose(buffers, batch, logits, mask, forced)
     room = batch.column(Column.MAX_LENGTH) - batch.column(Column.LENGTH)

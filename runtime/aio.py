@@ -16,7 +16,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.request import NO_DRAFTS, EngineClosedError, Job, Prompt, RequestOptions, StepEvent
+from stepgraph.runtime.request import NO_DRAFTS, EngineClosedError, Job, StepEvent
+from stepgraph.runtime.request_options import Prompt, RequestOptions
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.sampling.fields import check_value, instance_of
 from stepgraph.sampling.lifetimes import ExitStage, close_at_exit

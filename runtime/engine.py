@@ -24,17 +24,8 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.metrics import prometheus_text
 from stepgraph.runtime.models.files.loading import load_models
-from stepgraph.runtime.request import (
-    ActiveRequest,
-    EngineClosedError,
-    FinishReason,
-    Job,
-    Prompt,
-    Prompts,
-    RequestOptions,
-    StepEvent,
-    TokenIds,
-)
+from stepgraph.runtime.request import ActiveRequest, EngineClosedError, FinishReason, Job, StepEvent
+from stepgraph.runtime.request_options import Prompt, Prompts, RequestOptions, TokenIds
 from stepgraph.runtime.request_queue import QueuedRequest
 from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.step_lock import StepLock

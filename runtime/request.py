@@ -6,38 +6,20 @@ import enum
 import functools
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, TypedDict
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from stepgraph.runtime.page_cache import CachedPage
-from stepgraph.runtime.text import Message, TextStream
+from stepgraph.runtime.text import TextStream
 from stepgraph.sampling.grammar.automaton.arena import ArenaBlock
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.status import FinishCode
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.params import SamplingParams
-
-TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
-Prompt: TypeAlias = str | Sequence[Message] | TokenIds
-Prompts: TypeAlias = list[str] | Sequence[Sequence[int]] | Sequence[Sequence[Message]]
-
-
-class RequestOptions(TypedDict, total=False):
-    """The options of Engine.submit(), where they are described."""
-
-    constraint: object
-    sampling: SamplingParams | None
-    max_new_tokens: int | None
-    num_speculative_tokens: int | None
-    draft_ids: TokenIds | None
-    cache_salt: str
-    prompt_embeddings: Mapping[int, Tensor] | None
 
 
 class FinishReason(str, enum.Enum):

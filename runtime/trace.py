@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from stepgraph.graphs.capture import MAIN, Backend
+from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.shapes import Drafting
 from stepgraph.graphs.spans import LAUNCHER, OUTSIDE, Span
 from stepgraph.runtime.draft_length import DraftLengthChooser

@@ -78,9 +78,10 @@ def build(what: str, tmp_path: Path, *, with_library: bool = False, **environmen
     pytest.importorskip("setuptools", minversion="77")
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md", "__init__.py", "py.typed"):
-        shutil.copy(ROOT / name, source)
-    for folder in (*CORE, "tests", "tools"):
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, source)
+    for folder in (*CORE, "tests", "tools", "docs", ".ci"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     if with_library:
         reuse_library(source)
@@ -119,7 +120,7 @@ def test_a_wheel_holds_every_module_and_nothing_else(tmp_path: Path) -> None:
     found = {name: compiler for name, compiler in compilers.items() if compiler is not None}
     wheel = build("wheel", tmp_path, with_library=True, **hurried(tmp_path, **found))
     names = files_of(wheel)
-    expected = {"stepgraph/__init__.py", "stepgraph/py.typed"}
+    expected = {"stepgraph/__init__.py", "stepgraph/__main__.py", "stepgraph/py.typed"}
     kinds = (".py", ".c", ".cpp", ".h")
     expected |= {
         f"stepgraph/{path.relative_to(ROOT).as_posix()}" for folder in CORE for path in (ROOT / folder).rglob("*") if path.suffix in kinds
@@ -159,8 +160,23 @@ def test_a_library_that_is_built_again_replaces_the_old_one_whole(tmp_path: Path
     assert old.read_bytes() == new.read_bytes() and sorted(tmp_path.iterdir()) == [new, old]
 
 
-def test_an_sdist_holds_the_c_sources(tmp_path: Path) -> None:
+def test_an_sdist_holds_all_that_a_clone_has(tmp_path: Path) -> None:
     with tarfile.open(build("sdist", tmp_path)) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    assert {path.relative_to(ROOT).as_posix() for folder in CORE for path in (ROOT / folder).rglob("*.[ch]")} <= names
-    assert "setup.py" in names
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    files = {name for name in listed if name != "typings/stepgraph"} or {"setup.py", "Makefile", "tests/conftest.py", "docs/text.md"}
+    assert files <= names, "the tests run from it"
+
+
+def test_type_checkers_see_an_editable_install(tmp_path: Path) -> None:
+    """They read the paths in .pth files, and run no import hooks."""
+    wheel = zipfile.ZipFile(build("editable", tmp_path, CC="no-such-compiler"))
+    (path,) = (name for name in wheel.namelist() if name.endswith(".pth"))
+    folder = Path(wheel.read(path).decode().strip())
+    assert os.listdir(folder) == ["stepgraph"] and (folder / "stepgraph").samefile(tmp_path / "source")
+    assert (folder / "stepgraph" / "py.typed").exists()
+
+
+def test_type_checkers_see_the_package_in_a_checkout_of_any_name() -> None:
+    assert (ROOT / "typings" / "stepgraph").samefile(ROOT), "where pyright looks for types by default"
+    assert 'mypy_path = "$MYPY_CONFIG_FILE_DIR/typings"' in PROJECT

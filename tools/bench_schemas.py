@@ -3,8 +3,10 @@
     python tools/bench_schemas.py --data path/to/maskbench.jsonl.xz --out outcomes.jsonl
 
 The data is a folder of .json files, or a file with one JSON object per line (.jsonl or .jsonl.xz), each with `schema` and `tests`, which
-have `data` and `valid`. An instance counts as accepted if some order of its properties is. With --out, a line per schema is appended as it
-is found, and a second run continues after the schemas in the file. Prints one JSON document; the exit code is 1 if an invalid instance is
+have `data` and `valid`. An instance counts as accepted if some order of its properties is. Grammars are compiled as by an engine: over
+131,072 tokens, and in the worker process under the default limits. Compile times are processor time of this process and of the worker. Mask
+times are processor time of one call from Python at each position of a valid instance. With --out, a line per schema is appended as it is
+found, and a second run continues after the schemas in the file. Prints one JSON document; the exit code is 1 if an invalid instance is
 accepted.
 """
 
@@ -14,7 +16,6 @@ import argparse
 import json
 import lzma
 import re
-import signal
 import sys
 import time
 from collections import Counter
@@ -23,15 +24,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from stepgraph.sampling.grammar import Constraint, GrammarLimits, Vocabulary
 from stepgraph.sampling.grammar.compile.backends import Backends, Grammar
+from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
+
+from tools.bench.grammar_documents import encode, vocabulary
 
 BYTES = Vocabulary([*(bytes([code]) for code in range(256)), b""], stop_token_ids=[256])
-COMPILE_SECONDS = 60
+MAX_MASKS = 200  # that are measured of one schema
 MAX_TRIED = 200  # properties of an instance that are written to find an order
 PASS, REFUSED, VALID_REJECTED, INVALID_ACCEPTED = "pass", "refused", "valid rejected", "invalid accepted"
+_OLD_DRAFT = re.compile(r'"\$schema": "[^"]*draft-0[34]')
 _NAMES = re.compile(r"'[^']*'|\"[^\"]*\"|#[^ :]*|\d+")
 
 
@@ -90,30 +98,59 @@ class Orders:
         return {name: self._best(value[name]) for name in (*known, *(name for name in value if name not in set(known)))}
 
 
+class Tokens:
+    """A vocabulary in which each byte has a token."""
+
+    def __init__(self, table: Vocabulary) -> None:
+        self.table, self.stop = table, table.stop_token_ids[0]
+        self.ids = {token: index for index, token in enumerate(table.tokens) if token and index not in table.non_text_ids}
+        self.bytes = [self.ids[bytes([code])] for code in range(256)]
+        self.mask = torch.zeros(1, table.mask_words, dtype=torch.int32)
+
+    def mask_micros(self, grammar: Grammar, text: str) -> list[tuple[float, float]]:
+        """Processor time of the mask at each position of a text: of the first call, and the least of three, which a cold cache or an
+        interrupt did not delay."""
+        walks = [self._walk(grammar, text) for _ in range(3)]
+        return [(times[0], min(times)) for times in zip(*walks, strict=True)]
+
+    def _walk(self, grammar: Grammar, text: str) -> list[float]:
+        matcher, found = grammar.matcher(), list[float]()
+        for token in (*encode(text, self.ids), self.stop):
+            start = time.thread_time()
+            matcher.fill_next_token_bitmask(self.mask, 0)
+            found.append(round((time.thread_time() - start) * 1e6, 2))
+            if len(found) == MAX_MASKS or not matcher.accept_token(token):
+                break
+        return found
+
+
 class Instance:
     """Looks for an order of properties in which a grammar accepts a value: combined schemas have an order of their own."""
 
-    def __init__(self, grammar: Grammar) -> None:
-        self._matcher, self._length, self._tried = grammar.matcher(), 0, 0
+    def __init__(self, grammar: Grammar, tokens: Tokens, has_whole_floats: bool = True) -> None:
+        """`has_whole_floats`: 1.0 is an integer, which it is not in drafts 3 and 4."""
+        self._matcher, self._tokens, self._whole, self._tried = grammar.matcher(), tokens, has_whole_floats, 0
+        self.text = bytearray()
 
     def is_accepted(self, value: Any) -> bool:
-        return self._placed(value) and self._matcher.accept_token(256)
+        return self._placed(value) and self._matcher.accept_token(self._tokens.stop)
 
     def _written(self, text: str) -> bool:
-        for count, byte in enumerate(text.encode("utf-8", "surrogatepass")):
-            if not self._matcher.accept_token(byte):
+        data = text.encode("utf-8", "surrogatepass")
+        for count, byte in enumerate(data):
+            if not self._matcher.accept_token(self._tokens.bytes[byte]):
                 self._matcher.rollback(count)
                 return False
-        self._length += len(text.encode("utf-8", "surrogatepass"))
+        self.text += data
         return True
 
     def _back_to(self, length: int) -> None:
-        self._matcher.rollback(self._length - length)
-        self._length = length
+        self._matcher.rollback(len(self.text) - length)
+        del self.text[length:]
 
     def _placed(self, value: Any) -> bool:
         """Append the text of a value; if no order is found, nothing."""
-        start = self._length
+        start = len(self.text)
         if isinstance(value, dict):
             found = self._written("{") and self._members(value, "")
         elif isinstance(value, list):
@@ -121,7 +158,7 @@ class Instance:
             found = self._written("[") and all(parts) and self._written("]")
         else:
             found = self._written(json.dumps(value, ensure_ascii=False))
-            found = found or (isinstance(value, float) and value.is_integer() and self._written(str(int(value))))
+            found = found or (self._whole and isinstance(value, float) and value.is_integer() and self._written(str(int(value))))
         if not found:
             self._back_to(start)
         return found
@@ -129,7 +166,7 @@ class Instance:
     def _members(self, rest: dict[str, Any], comma: str) -> bool:
         if not rest:
             return self._written("}")
-        start, possible = self._length, self._possible(rest, comma)
+        start, possible = len(self.text), self._possible(rest, comma)
         for name in possible:
             self._tried += 1
             if self._tried > MAX_TRIED:
@@ -147,7 +184,7 @@ class Instance:
         return False
 
     def _possible(self, names: Iterable[str], comma: str) -> list[str]:
-        found, start = list[str](), self._length
+        found, start = list[str](), len(self.text)
         for name in names:
             if self._written(f"{comma}{_key(name)}"):
                 found.append(name)
@@ -159,27 +196,47 @@ def _key(name: str) -> str:
     return json.dumps(name, ensure_ascii=False) + ": "
 
 
-def accepts(grammar: Grammar, text: str) -> bool:
-    matcher = grammar.matcher()
-    return all(matcher.accept_token(byte) for byte in text.encode("utf-8", "surrogatepass")) and matcher.accept_token(256)
+def accepts(grammar: Grammar, text: str, tokens: Tokens) -> bool:
+    matcher, data = grammar.matcher(), text.encode("utf-8", "surrogatepass")
+    return all(matcher.accept_token(tokens.bytes[byte]) for byte in data) and matcher.accept_token(tokens.stop)
 
 
-def outcome(schema: Any, tests: Sequence[dict[str, Any]], backends: Backends, options: dict[str, Any]) -> dict[str, Any]:
-    start = time.process_time()
-    signal.setitimer(signal.ITIMER_VIRTUAL, COMPILE_SECONDS)
+class Compiler:
+    """Compiles as an engine does, and measures the processor time of this process and of the worker."""
+
+    def __init__(self, table: Vocabulary, backend: Any) -> None:
+        self._backends = Backends(table, backend, GrammarLimits(), max_threads=1)
+        self._worker = CompileWorker(table, GrammarLimits(), max_threads=1)
+        self._backends.build(Constraint.json_schema({}), self._worker)  # starts the worker
+
+    def build(self, constraint: Constraint) -> tuple[Grammar, str, float]:
+        """The grammar, its library, and the seconds."""
+        start, before, pid = time.process_time(), self._worker_seconds(), self._worker.pid
+        grammar, backend, _ = self._backends.build(constraint, self._worker)
+        spent = self._worker_seconds() - (before if self._worker.pid == pid else 0.0)
+        return grammar, backend, time.process_time() - start + spent
+
+    def _worker_seconds(self) -> float:
+        """The processor time of the worker so far; 0 while there is none."""
+        return time.clock_gettime(~self._worker.pid << 3 | 2) if self._worker.pid else 0.0  # as clock_getcpuclockid
+
+
+def outcome(schema: Any, tests: Sequence[dict[str, Any]], compiler: Compiler, tokens: Tokens, options: dict[str, Any]) -> dict[str, Any]:
     try:
-        grammar, backend, _ = backends.build(Constraint.json_schema(schema, **options), None)
-    except (ValueError, TimeoutError, RuntimeError) as error:
-        return {"outcome": REFUSED, "reason": str(error), "seconds": time.process_time() - start}
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    found: dict[str, Any] = {"backend": backend, "seconds": time.process_time() - start, "wrong": []}
-    orders = Orders(schema)
+        grammar, backend, seconds = compiler.build(Constraint.json_schema(schema, **options))
+    except ValueError as error:
+        return {"outcome": REFUSED, "reason": str(error)}
+    found: dict[str, Any] = {"backend": backend, "seconds": seconds, "mask_us": [], "wrong": []}
+    orders, has_whole_floats = Orders(schema), not _OLD_DRAFT.search(json.dumps(schema))
     for number, test in enumerate(tests):
-        accepted = any(accepts(grammar, text) for text in orders.texts(test["data"]))
-        accepted = accepted or Instance(grammar).is_accepted(orders.ranked(test["data"]))
-        if accepted != test["valid"]:
-            found["wrong"].append([number, INVALID_ACCEPTED if accepted else VALID_REJECTED])
+        text = next((text for text in orders.texts(test["data"]) if accepts(grammar, text, tokens)), None)
+        instance = Instance(grammar, tokens, has_whole_floats)
+        if text is None and instance.is_accepted(orders.ranked(test["data"])):
+            text = instance.text.decode("utf-8", "surrogatepass")
+        if (text is not None) != test["valid"]:
+            found["wrong"].append([number, VALID_REJECTED if text is None else INVALID_ACCEPTED])
+        elif text is not None and len(found["mask_us"]) < MAX_MASKS and text.isprintable():
+            found["mask_us"] += tokens.mask_micros(grammar, text)
     kinds = [kind for _, kind in found["wrong"]]
     return {"outcome": max(kinds, key=[VALID_REJECTED, INVALID_ACCEPTED].index) if kinds else PASS, **found}
 
@@ -187,25 +244,36 @@ def outcome(schema: Any, tests: Sequence[dict[str, Any]], backends: Backends, op
 def summary(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     counts = Counter(found["outcome"] for found in outcomes)
     reasons = Counter(_reason(found["reason"]) for found in outcomes if found["outcome"] == REFUSED)
-    seconds = [found["seconds"] for found in outcomes if found["outcome"] != REFUSED] or [0.0]
+    compiled = [found for found in outcomes if found["outcome"] != REFUSED]
     wrong = Counter(kind for found in outcomes for _, kind in found.get("wrong", ()))
+    backends = Counter(found["backend"] for found in compiled)
+    masks = {name: [times for found in compiled if found["backend"] == name for times in found["mask_us"]] for name in backends}
+    everything = [times for found in masks.values() for times in found]
     return {
         "schemas": len(outcomes),
         "counts": dict(counts.most_common()),
         "instances": dict(wrong),
-        "backends": dict(Counter(found.get("backend", "none") for found in outcomes)),
-        "compile_ms": {f"p{at}": round(float(np.percentile(seconds, at)) * 1e3, 1) for at in (50, 95, 99, 100)},
+        "backends": dict(backends),
+        "compile_ms": _percentiles([found["seconds"] * 1e3 for found in compiled], (50, 95, 99, 100)),
+        "masks": len(everything),
+        "mask_us": {
+            name: {
+                kind: _percentiles([pair[at] for pair in found], (50, 99, 99.9, 100)) for at, kind in enumerate(("first", "least of three"))
+            }
+            for name, found in {"all": everything, **masks}.items()
+            if found
+        },
         "refused": dict(reasons.most_common(40)),
     }
+
+
+def _percentiles(values: Sequence[float], shares: Sequence[float]) -> dict[str, float]:
+    return {f"p{share}": round(float(np.percentile(values or [0.0], share)), 1) for share in shares}
 
 
 def _reason(message: str) -> str:
     """A message without places and values, so that equal reasons are counted together."""
     return _NAMES.sub("_", message.partition("cannot be compiled: ")[2] or message)[:160]
-
-
-def _over(*_: object) -> None:
-    raise TimeoutError(f"took more than {COMPILE_SECONDS} s")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -216,16 +284,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--objects", choices=["closed", "standard"], default="standard", help="see Constraint.json_schema (default: standard)"
     )
+    parser.add_argument(
+        "--vocabulary", choices=["large", "bytes"], default="large", help="131,072 tokens, or one for each byte (default: large)"
+    )
     options = parser.parse_args(arguments)
     if not options.data.exists():
         parser.error(f"--data: got {options.data}, expected a folder or a file")
     known = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out and options.out.exists() else []
     names = {found["name"] for found in known}
-    backends = Backends(BYTES, options.backend, GrammarLimits(), max_threads=1)
-    signal.signal(signal.SIGVTALRM, _over)
+    table = BYTES if options.vocabulary == "bytes" else vocabulary()[0]
+    compiler, tokens = Compiler(table, options.backend), Tokens(table)
     pending = [entry for entry in entries(options.data) if entry[0] not in names]
     for name, schema, tests in tqdm(pending, unit="schema", disable=not sys.stderr.isatty()):
-        found = {"name": name, **outcome(schema, tests, backends, {"objects": options.objects})}
+        found = {"name": name, **outcome(schema, tests, compiler, tokens, {"objects": options.objects})}
         known.append(found)
         if options.out:
             with options.out.open("a") as file:

@@ -29,7 +29,7 @@ from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabula
 from stepgraph.graphs import GraphKey, drafting, stages
 from stepgraph.graphs.backends import EagerContext
 from stepgraph.graphs.batch import read_batch
-from stepgraph.graphs.capture import use_context
+from stepgraph.graphs.context import use_context
 from stepgraph.graphs.layers.slot_mapping import cache_slots
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.models.eagle3 import Eagle3

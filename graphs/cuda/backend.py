@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,94 +17,16 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step, checked_loop, setting
-from stepgraph.graphs.cuda.context import Streams
-from stepgraph.graphs.cuda.driver import Driver, open_driver
+from stepgraph.graphs.capture import BackendStats, Check, Step, checked_loop
+from stepgraph.graphs.context import MAIN, setting
+from stepgraph.graphs.cuda.events import CudaEvent
 from stepgraph.graphs.cuda.loop import LoopGraph, why_no_loops
 from stepgraph.graphs.cuda.recorder import CudaRecorder, Recording, broken_rule
+from stepgraph.graphs.cuda.resources import DeviceResources, checked_device
 from stepgraph.graphs.cuda.trace import CudaTracer
 from stepgraph.graphs.errors import HostErrors, fail
 from stepgraph.graphs.spans import MakeRange, RecordedReport, Span
-from stepgraph.sampling.cuda_graphs import GraphPool, one_at_a_time
-
-POLL_SECONDS = 50e-6
-
-
-class _DeviceResources:
-    """Streams, events, pool and retired recordings of a backend. Outlives the backend until the device is idle."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.driver: Driver = open_driver()
-        self.streams = Streams(device)
-        self.pool = GraphPool(self.streams[MAIN])
-        self.retired: list[Recording] = []  # recordings without references that may still be running
-        self._spare_events: list[int] = []
-        self._released = False
-        self.order_event = self.take_event()
-
-    def take_event(self) -> int:
-        if self._spare_events:
-            return self._spare_events.pop()
-        with torch.cuda.device(self._device):
-            return self.driver.event_create()
-
-    def give_event(self, event: int) -> None:
-        """Return an event for reuse. From any thread."""
-        if self._released:
-            with contextlib.suppress(RuntimeError):
-                self.driver.cuEventDestroy_v2(event)
-        else:
-            self._spare_events.append(event)
-
-    def free_retired(self) -> None:
-        """Free the retired recordings. The device must be idle."""
-        while self.retired:
-            self.retired.pop().free()
-
-    def release(self) -> None:
-        with contextlib.suppress(RuntimeError):  # after a device error nothing runs
-            for stream in self.streams.values():
-                self.driver.cuStreamSynchronize(stream.cuda_stream)
-        self.free_retired()
-        self.pool.release()
-        self._released = True
-        for event in (self.order_event, *self._spare_events):
-            self.give_event(event)
-        self._spare_events.clear()
-        self.streams.release()
-
-
-class CudaEvent:
-    """A point in the main stream of a CudaBackend. Its CUDA event is reused after this object is freed."""
-
-    def __init__(self, backend: CudaBackend, resources: _DeviceResources) -> None:
-        self._backend, self._resources = backend, resources
-        self.handle = resources.take_event()
-
-    def query(self) -> bool:
-        return bool(self._backend.driver.cuEventQuery(self.handle))
-
-    def wait(self, seconds: float | None = None) -> bool:
-        self._backend.refuse_while_capturing("Event.wait()")
-        self._backend.stats.event_waits += 1
-        if seconds is None:
-            self._backend.driver.cuEventSynchronize(self.handle)
-        elif not self._poll(until=time.monotonic() + seconds):
-            return False
-        self._backend.errors.raise_first()
-        return True
-
-    def _poll(self, until: float) -> bool:
-        """Query until the event is reached; the driver has no wait with a time-out."""
-        while not self.query():
-            if time.monotonic() > until:
-                return False
-            time.sleep(POLL_SECONDS)
-        return True
-
-    def __del__(self) -> None:
-        self._resources.give_event(self.handle)
+from stepgraph.sampling.cuda_graphs import one_at_a_time
 
 
 class CudaGraph:
@@ -165,14 +86,14 @@ class CudaBackend:
     name = "cuda"
 
     def __init__(self, device: str | torch.device | int | None = None, *, ordered: bool = True, ranges: MakeRange | None = None) -> None:
-        self.device = _checked_device(device)
+        self.device = checked_device(device)
         self.stats, self.ranges = BackendStats(), ranges
         self.tracer: CudaTracer | None = None
         self.errors = HostErrors()
         self._ordered, self._capturing = ordered, False
         with torch.cuda.device(self.device):
             torch.cuda.mem_get_info()  # creates a context for this thread; driver calls need one
-            self._resources = held = _DeviceResources(self.device)
+            self._resources = held = DeviceResources(self.device)
             self.driver, self._main, self._order_event = held.driver, held.pool.stream, held.order_event
             self._recorder = CudaRecorder(held.driver, held.streams, held.pool, self.errors, ranges)
             self._context = self.driver.context()
@@ -223,7 +144,7 @@ class CudaBackend:
 
     def event(self) -> CudaEvent:
         self._enter("event()")
-        event = CudaEvent(self, self._resources)
+        event = CudaEvent(self, self._resources.events)
         self.driver.cuEventRecord(event.handle, self._main.cuda_stream)
         return event
 
@@ -305,14 +226,3 @@ class CudaBackend:
         if not getattr(self._local, "bound", False):  # a new thread has no context before its first torch call
             self.driver.cuCtxSetCurrent(self._context)
             self._local.bound = True
-
-
-def _checked_device(device: str | torch.device | int | None) -> torch.device:
-    if not torch.cuda.is_available():
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-        raise RuntimeError(f"backend 'cuda': torch {torch.__version__}, {built}, has no CUDA device; use backend 'tape' on the CPU")
-    torch.cuda.init()
-    chosen = torch.device("cuda" if device is None else device)
-    if chosen.type != "cuda" or (chosen.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"CudaBackend.device: got {device!r}, expected one of {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", torch.cuda.current_device() if chosen.index is None else chosen.index)

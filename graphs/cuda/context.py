@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, NOTHING, StreamEvent, setting
+from stepgraph.graphs.context import MAIN, NOTHING, StreamEvent, setting
 from stepgraph.graphs.cuda.driver import Driver
 from stepgraph.graphs.cuda.host_callback import HostCallback
 from stepgraph.graphs.errors import HostErrors, Site, call_site, fail

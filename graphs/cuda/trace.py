@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch.profiler import ProfilerActivity, profile
 
-from stepgraph.graphs.capture import MAIN
+from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, Span, StageRun
 
 UNNAMED = "unnamed"

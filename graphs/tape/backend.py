@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, NOTHING, BackendStats, Check, Step, checked_loop, setting
+from stepgraph.graphs.capture import BackendStats, Check, Step, checked_loop
+from stepgraph.graphs.context import MAIN, NOTHING, setting
 from stepgraph.graphs.errors import fail
 from stepgraph.graphs.spans import MakeRange, RecordedReport, Span
 from stepgraph.graphs.tape.arena import Arena

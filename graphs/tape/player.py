@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import storage_key
-from stepgraph.graphs.capture import MAIN, BackendStats, host_call
+from stepgraph.graphs.capture import BackendStats, host_call
+from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.errors import HostNodeError
 from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, STEP, RecordedReport, Span, StageRun, stage_runs
 from stepgraph.graphs.tape.recorder import Node, Recorder

@@ -36,7 +36,7 @@ def _checked(schema: dict[str, Any], objects: Any) -> dict[str, Any]:
         parts = sorted(set(found.unenforced or next(iter(found.unsupported.values()))), key=lambda part: (part.where, part.keyword))
     result = "narrowed" if found.enforced else "refused"
     rows = [_row(part, schema, result) for part in parts]
-    return {"enforced": found.enforced, "backend": found.backend, "objects": objects, "parts": rows}
+    return {"enforced": found.enforced, "backend": found.backend, "reason": found.reason, "objects": objects, "parts": rows}
 
 
 def _row(part: Unsupported, schema: dict[str, Any], result: str) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _table(document: dict[str, Any]) -> list[str]:
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in (HEAD, *rows)]
     if not document["enforced"]:
         return [*lines, f"not enforced: {len(rows)} {'part is' if len(rows) == 1 else 'parts are'} refused"]
-    summary = f"enforced by {document['backend']}"
+    summary = f"enforced by {document['backend']}" + (f" ({document['reason']})" if document["reason"] else "")
     return [*lines, f"{summary}; fewer texts are generated than the schema accepts"] if rows else [f"{summary}: every keyword"]
 
 

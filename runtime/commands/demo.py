@@ -21,9 +21,6 @@ from stepgraph.sampling.grammar.compile.coverage import check_constraints
 TRACE = "timeline.json"
 TRACED_ROUNDS = 6
 MIN_LENGTH = 512
-COLOURS = {"draft": "\x1b[32m", "look_up": "\x1b[36m", "forced": "\x1b[35m", "target": "\x1b[1m"}
-ORIGINS = {"draft": "from the draft", "look_up": "looked up in the text", "forced": "forced by the grammar", "target": "from the target"}
-RESET = "\x1b[0m"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -63,7 +60,7 @@ class Demonstration:
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
         self._print(f"{self.pair.name}, at most {self.options.drafts} drafts per round, {threads}")
         if self._colour:
-            print(", ".join(f"{COLOURS[origin]}{meaning}{RESET}" for origin, meaning in ORIGINS.items()))
+            print(", ".join(terminal.coloured(meaning, origin) for origin, meaning in terminal.ORIGINS.items()))
         answers = {scenario.name: self.answer(scenario) for scenario in self.scenarios}
         with self._bar("race", self.options.repeats * sum(len(self._suitable(scenario)) for scenario in self.scenarios)) as bar:
             for scenario in self.scenarios:
@@ -152,8 +149,7 @@ class Demonstration:
         if self.options.json:
             return
         for token, origin in zip(event.tokens, event.origins, strict=True):
-            text = terminal.printable(decode((token,)), sys.stdout)
-            print(f"{COLOURS[origin.value]}{text}{RESET}" if self._colour else text, end="", flush=True)
+            terminal.print_text(decode((token,)), end="", origin=origin.value if self._colour else "")
 
     def _print(self, text: str) -> None:
         if not self.options.json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -43,9 +44,18 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         terminal.print_json(document)
     if not document["error"] and terminal.shows_progress():
-        speed = f"{document['tokens_per_second']:.1f} tokens/s, the first after {document['seconds_to_first_token']:.2f} s"
-        terminal.print_error(f"{document['tokens']} tokens in {document['rounds']} rounds, {speed}, {document['finish_reason']}")
+        print(_summary(document), file=sys.stderr)
     return terminal.report_failures("generate", filter(None, [document["error"]]))
+
+
+def _summary(document: dict[str, Any]) -> str:
+    """One line, with the colours of the text as a legend."""
+    colour = terminal.colour_enabled(sys.stdout) and terminal.colour_enabled(sys.stderr)
+    counts = {origin: document["origins"].count(origin) for origin in terminal.ORIGINS}
+    parts = [(f"{count} {terminal.ORIGINS[origin]}", origin) for origin, count in counts.items() if count]
+    origins = ", ".join(terminal.coloured(text, origin) if colour else text for text, origin in parts)
+    speed = f"{document['tokens_per_second']:.1f} tokens/s, the first after {document['seconds_to_first_token']:.2f} s"
+    return f"{document['tokens']} tokens in {document['rounds']} rounds ({origins}), {speed}, {document['finish_reason']}"
 
 
 def _read_request(options: argparse.Namespace) -> Request:
@@ -134,19 +144,28 @@ def _make_engine(options: argparse.Namespace, request: Request) -> tuple[Engine,
 
 
 def _generate(engine: Engine, request: Request, options: argparse.Namespace, stream: TextStream) -> dict[str, Any]:
-    started, first, pieces = time.perf_counter(), 0.0, []
+    started, first, pieces = time.perf_counter(), 0.0, list[str]()
+    colour = terminal.colour_enabled(sys.stdout)
+
+    def show(text: str, origin: str) -> None:
+        pieces.append(text)
+        if not options.json:
+            terminal.print_text(text, end="", origin=origin if colour else "")
+
     job = engine.submit(request.prompt_ids, constraint=request.constraint, sampling=request.sampling, max_new_tokens=options.max_new_tokens)
     for event in engine.stream():
         first = first or time.perf_counter() - started
-        pieces.append(stream.push(event.tokens) + (stream.finish() if event.finish_reason else ""))
-        if not options.json:
-            terminal.print_text(pieces[-1], end="")
+        for token, origin in zip(event.tokens, event.origins, strict=True):
+            show(stream.push((token,)), origin.value)
+        if event.finish_reason:
+            show(stream.finish(), "")
     if not options.json:
         terminal.print_text("")
     seconds = time.perf_counter() - started
     return {
         "text": "".join(pieces),
         "token_ids": job.tokens,
+        "origins": [origin.value for origin in job.origins],
         "finish_reason": str(job.finish_reason),
         "error": _failure_of(job),
         "prompt_tokens": len(job.prompt_ids),

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn, TextIO
 
 FAILED, BAD_INPUT, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
+ORIGINS = {"draft": "from the draft", "look_up": "looked up in the text", "forced": "forced by the grammar", "target": "from the target"}
+COLOURS = {"draft": "\x1b[32m", "look_up": "\x1b[36m", "forced": "\x1b[35m", "target": "\x1b[1m"}
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all control characters except tab and newline
 
 
@@ -44,9 +46,15 @@ def printable(text: str, stream: TextIO) -> str:
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text) if stream.isatty() else text
 
 
-def print_text(text: str, end: str = "\n") -> None:
-    """Print to stdout."""
-    print(printable(text, sys.stdout), end=end, flush=True)
+def coloured(text: str, origin: str) -> str:
+    """`text` in the colour of tokens of this origin."""
+    return f"{COLOURS[origin]}{text}\x1b[0m"
+
+
+def print_text(text: str, end: str = "\n", origin: str = "") -> None:
+    """Print to stdout, in the colour of `origin` if it is given."""
+    text = printable(text, sys.stdout)
+    print(coloured(text, origin) if origin and text else text, end=end, flush=True)
 
 
 def print_error(text: str) -> None:

@@ -11,7 +11,6 @@ import importlib
 import inspect
 import typing
 from collections.abc import Callable, Sequence
-from types import UnionType
 from typing import Annotated, Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -21,6 +20,7 @@ from torch._ops import OpOverload
 from stepgraph.sampling import native
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.kernels.c_kernel import CKernel, Run
+from stepgraph.sampling.kernels.signature import arrangement, count_tensors, schema_type
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,9 +61,9 @@ class Operation(Generic[P, R]):
         self._outputs = outputs
         self._names = tuple(parameters)
         self._defaults = {name: parameter.default for name, parameter in parameters.items() if parameter.default is not parameter.empty}
-        self._arrange = tuple(_arrangement(hints[name]) for name in parameters)
-        written = [f"out{index}" for index in range(_count_tensors(hints["return"]))]
-        types = [_schema_type(hints[name], name if name in writes else "") for name in parameters]
+        self._arrange = tuple(arrangement(hints[name]) for name in parameters)
+        written = [f"out{index}" for index in range(count_tensors(hints["return"]))]
+        types = [schema_type(hints[name], name if name in writes else "") for name in parameters]
         schema = [*map(" ".join, zip(types, parameters, strict=True)), *(f"Tensor({name}!) {name}" for name in written)]
         # torch.library.custom_op would add wrappers that cost more than most kernels, and import the compiler at the first call
         _LIBRARY.define(f"{self.name}({', '.join(schema)}) -> ()")
@@ -152,30 +152,6 @@ def native_call(func: OpOverload, arguments: Sequence[Any]) -> Run | None:
     """A call in C that repeats `func` in the memory of its arguments, without torch's dispatcher; None where there is none."""
     found = OPERATIONS.get(func._schema.name)
     return None if found is None else found.prepare(*arguments)
-
-
-def _arrangement(hint: Any) -> Callable[[Tensor], Tensor] | None:
-    """The function in Annotated[Tensor, function], also in a union with None."""
-    for part in (hint, *typing.get_args(hint)):
-        if typing.get_origin(part) is Annotated:
-            arrange: Callable[[Tensor], Tensor] = typing.get_args(part)[1]
-            return arrange
-    return None
-
-
-def _schema_type(hint: Any, alias: str) -> str:
-    """As a schema writes it; `alias` names the memory of a tensor that is written."""
-    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
-    (plain,) = (part for part in parts if part is not type(None))
-    base = typing.get_args(plain)[0] if typing.get_origin(plain) is Annotated else plain
-    kind = {Tensor: "Tensor", float: "float", torch.dtype: "ScalarType"}.get(base, "int")
-    return f"{kind}({alias}!)" if alias else kind + "?" * (type(None) in parts)
-
-
-def _count_tensors(returned: Any) -> int:
-    if returned is type(None):
-        return 0
-    return 1 if returned is Tensor else len(getattr(returned, "_fields", typing.get_args(returned)))
 
 
 def _tensors(returned: Any) -> tuple[Tensor | None, ...]:

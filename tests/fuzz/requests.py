@@ -20,7 +20,15 @@ from tests.fuzz.values import Value, built, form, written
 from tests.helpers.families import folder_of
 from tests.helpers.grammar_texts import PERSON, TAGS
 
-LIMITS = GrammarLimits(max_chars=4000, max_nesting=50, compile_seconds=0.5, compile_bytes=128 * MIB, result_bytes=4 * MIB, step_seconds=2.0)
+LIMITS = GrammarLimits(
+    max_chars=4000,
+    max_schema_chars=4000,
+    max_nesting=50,
+    compile_seconds=0.5,
+    compile_bytes=128 * MIB,
+    result_bytes=4 * MIB,
+    step_seconds=2.0,
+)
 WORKER = frozenset({"subprocess.Popen", "open", "tempfile.mkstemp", "os.posix_spawn", "os.remove", "tempfile.mkdtemp", "ctypes.dlopen"})
 SAMPLING: dict[str, Value] = {
     "temperature": 0.7,

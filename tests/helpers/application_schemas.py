@@ -98,6 +98,35 @@ OPENAPI_30 = {  # `nullable` is not a keyword of JSON Schema
         },
     },
     "annotations": {**record(a={**FLAG, "readOnly": True, "deprecated": True}), "xml": {"name": "A"}, "externalDocs": {"url": "x"}},
+    "page": record(["items"], items={"type": "array", "items": record(id=WHOLE)}, next={**TEXT, "nullable": True, "format": "uri"}),
+    "error": record(["code", "message"], code={**WHOLE, "format": "int32"}, message=TEXT, details={"type": "array", "items": TEXT}),
+    "money": record(
+        currency={**TEXT, "pattern": "^[A-Z]{3}$"}, units={**WHOLE, "format": "int64"}, nanos={**WHOLE, "maximum": 999_999_999}
+    ),
+    "order": {
+        **ref("Order", "components/schemas"),
+        "components": {
+            "schemas": {
+                "Line": record(sku={**TEXT, "minLength": 1}, quantity={**WHOLE, "minimum": 1}),
+                "Order": record(
+                    ["lines", "status"],
+                    lines={"type": "array", "items": ref("Line", "components/schemas"), "minItems": 1},
+                    status={"type": "string", "enum": ["placed", "approved", "delivered"], "default": "placed"},
+                    placed={**TEXT, "format": "date-time"},
+                ),
+            }
+        },
+    },
+    "map": {"type": "object", "additionalProperties": {**WHOLE, "format": "int32"}},
+    "file": record(name={**TEXT, "maxLength": 80}, content={**TEXT, "format": "byte"}),
+    "any of": record(value={"anyOf": [{**TEXT, "maxLength": 9}, {**REAL, "format": "float"}, {"type": "array", "items": FLAG}]}),
+    "patch": {"allOf": [record([], name=TEXT, tags={"type": "array", "items": TEXT, "maxItems": 4})], "minProperties": 1},
+    "category tree": {
+        **ref("Category", "components/schemas"),
+        "components": {
+            "schemas": {"Category": record(["name"], name=TEXT, children={"type": "array", "items": ref("Category", "components/schemas")})}
+        },
+    },
 }
 
 OPENAPI_31 = {
@@ -112,6 +141,26 @@ OPENAPI_31 = {
         "else": {"properties": {"size": FLAG}},
     },
     "unevaluated": {"allOf": [record(a=WHOLE)], "properties": {"b": FLAG}, "unevaluatedProperties": False},
+    "problem": record(["type", "status"], type={**TEXT, "format": "uri-reference"}, status={**WHOLE, "minimum": 100, "maximum": 599}),
+    "point": record(
+        type={"const": "Point"}, coordinates={"type": "array", "prefixItems": [REAL, REAL], "items": REAL, "minItems": 2, "maxItems": 3}
+    ),
+    "nullable reference": {
+        **record(owner={"anyOf": [ref("User", "components/schemas"), NOTHING]}),
+        "components": {"schemas": {"User": record(id={**TEXT, "format": "uuid"}, email={**TEXT, "format": "email"})}},
+    },
+    "event": {
+        "oneOf": [
+            record(event={"const": "created"}, at={**TEXT, "format": "date-time"}),
+            record(event={"const": "deleted"}, reason={"type": ["string", "null"]}),
+        ],
+        "discriminator": {"propertyName": "event"},
+    },
+    "headers": {"type": "object", "patternProperties": {"^x-[a-z]+$": TEXT}, "additionalProperties": False, "maxProperties": 3},
+    "range": record(low={**REAL, "exclusiveMinimum": 0}, high={**REAL, "exclusiveMaximum": 100, "multipleOf": 0.5}),
+    "media": record(image={**TEXT, "contentEncoding": "base64", "contentMediaType": "image/png"}),
+    "levels": record(level={"enum": [1, 2, 3, "max", None]}, unit={"enum": ["ms", "s"], "default": "s"}),
+    "annotated": {"$comment": "c", **record(["a"], a={**TEXT, "examples": ["x"]}, b={"default": 1, **WHOLE, "deprecated": True})},
 }
 
 APPLICATIONS = {

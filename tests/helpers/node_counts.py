@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.graphs.backends import EagerContext
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Step, use_context
+from stepgraph.graphs.capture import Step
+from stepgraph.graphs.context import use_context
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.ring_specs import ring_specs

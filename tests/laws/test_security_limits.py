@@ -108,6 +108,7 @@ AUTOMATON_LIMITS = ("automaton_states", "automaton_bytes", "automaton_steps")
 LETTERS = Constraint.regex("[a-z]{1,9}", "llguidance")
 EXCEEDED: dict[str, Callable[[], object]] = {
     "max_chars": lambda: compiled(Constraint.regex("a" * 11), max_chars=10),
+    "max_schema_chars": lambda: compiled(Constraint.json_schema({"type": "integer"}), max_schema_chars=10),
     "max_nesting": lambda: compiled(Constraint.regex("((a))"), max_nesting=1),
     "compile_seconds": lambda: compiled(Constraint.regex("(a{1,90}b){1,90}", "xgrammar"), "process", compile_seconds=1e-4),
     "compile_bytes": lambda: compiled(Constraint.regex("(a{1,90}b){1,90}", "xgrammar"), "process", compile_bytes=1 << 20),

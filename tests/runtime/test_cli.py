@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -191,10 +192,29 @@ def test_generate_escapes_model_output_on_a_terminal(
     assert cli.main(arguments) == 0
     assert capsys.readouterr().out == "a\x1b]0;title\x07b\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
     assert cli.main(arguments) == 0
     assert capsys.readouterr().out == "a\\x1b]0;title\\x07b\n"
     assert cli.main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["text"] == "a\x1b]0;title\x07b"
+
+
+@pytest.mark.parametrize("colours", [True, False])
+def test_generate_colours_tokens_by_origin_and_counts_them(
+    colours: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "" if colours else "1")
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    assert cli.main(["generate", str(model_folder()), "hi", "--draft", "forced", "--choice", "abcdefghij", "--max-new-tokens", "32"]) == 0
+    out, errors = capsys.readouterr()
+    assert ("\x1b[1m" in out, "\x1b[1m" in errors) == (colours, colours), "each round ends with a token of the target"
+    assert re.sub("\x1b\\[[0-9]*m", "", out) == "abcdefghij\n"
+    found = re.search(
+        r"(\d+) tokens in \d+ rounds \((?:(\d+) forced by the grammar, )?(\d+) from the target\), ", re.sub("\x1b\\[\\d*m", "", errors)
+    )
+    assert found is not None and int(found[1]) == int(found[2] or 0) + int(found[3])
 
 
 def test_json_output_has_no_raw_control_characters(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams, Vocabulary
-from stepgraph.graphs import TapeBackend, grammar_lane
+from stepgraph.graphs import TapeBackend, host_nodes
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar import GrammarCompiler
 from stepgraph.sampling.grammar.link.protocol import HostStep, advance
@@ -330,7 +330,7 @@ def test_random_requests_detect_a_wrong_grammar_step(
     monkeypatch: pytest.MonkeyPatch, source: str, name: str, wrong: Callable[[int], HostStep]
 ) -> None:
     """Planted bugs: masks of a chain ignore forced tokens; the last mask of a round is filled as if all rounds had as many drafts."""
-    monkeypatch.setattr(grammar_lane, name, wrong)
+    monkeypatch.setattr(host_nodes, name, wrong)
     with engine_of(SOURCES[source], draft_length="auto") as made, pytest.raises(AssertionError):
         check(jobs_at_random(made, 10))
 

@@ -10,7 +10,8 @@ import torch
 
 from stepgraph import Constraint
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend
-from stepgraph.graphs.capture import BackendStats, current_context
+from stepgraph.graphs.capture import BackendStats
+from stepgraph.graphs.context import current_context
 from stepgraph.graphs.tape.player import Await
 from stepgraph.runtime.stats import Histogram
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostLink

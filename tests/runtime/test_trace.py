@@ -15,7 +15,7 @@ import pytest
 
 from stepgraph import Constraint, Engine, EngineConfig
 from stepgraph.graphs import TapeBackend
-from stepgraph.graphs.capture import MAIN
+from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, Span
 from stepgraph.graphs.tape.backend import Tape
 from stepgraph.graphs.tape.player import Segment

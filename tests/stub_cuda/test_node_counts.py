@@ -20,9 +20,9 @@ from tools.gpu.checks.shapes import SHAPES
         ("1B", GraphKey(1, True), 304),
         ("8B", GraphKey(1, True), 464),
         ("1B", GraphKey(1, True, device=True), 266),
-        ("1B", GraphKey(1, False, True), 295),
-        ("1B", GraphKey(1, True, True), 341),
-        ("1B", GraphKey(1, True, True, device=True), 300),
+        ("1B", GraphKey(1, False, True), 289),
+        ("1B", GraphKey(1, True, True), 334),
+        ("1B", GraphKey(1, True, True, device=True), 294),
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler
-from tools.bench_schemas import BYTES, Instance, Orders, main
+from tools.bench_schemas import BYTES, Instance, Orders, Tokens, main
 
 ENTRIES: list[dict[str, Any]] = [
     {
@@ -19,6 +19,11 @@ ENTRIES: list[dict[str, Any]] = [
     },
     {"name": "refused", "schema": {"uniqueItems": True}, "tests": []},
     {"name": "whole", "schema": {"type": "integer"}, "tests": [{"valid": True, "data": 1.0}, {"valid": False, "data": 1.5}]},
+    {
+        "name": "old draft",
+        "schema": {"$schema": "http://json-schema.org/draft-04/schema#", "type": "integer"},
+        "tests": [{"valid": False, "data": 1.0}],
+    },
     {"name": "narrowed", "schema": {"type": "string", "format": "regex"}, "tests": [{"valid": True, "data": "(?=a)"}]},
     {"name": "mislabelled", "schema": {"type": "integer"}, "tests": [{"valid": False, "data": 1}]},
 ]
@@ -27,15 +32,16 @@ ENTRIES: list[dict[str, Any]] = [
 def test_outcomes_are_counted_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, out = tmp_path / "data.jsonl", tmp_path / "out.jsonl"
     data.write_text("".join(json.dumps(entry) + "\n" for entry in ENTRIES))
-    assert main(["--data", str(data), "--out", str(out), "--backend", "xgrammar"]) == 1
+    assert main(["--data", str(data), "--out", str(out), "--backend", "xgrammar", "--vocabulary", "bytes"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert found["counts"] == {"pass": 2, "refused": 1, "valid rejected": 1, "invalid accepted": 1}
+    assert found["masks"] > 10 and found["mask_us"]["all"]["least of three"]["p50"] > 0
+    assert found["counts"] == {"pass": 3, "refused": 1, "valid rejected": 1, "invalid accepted": 1}
     assert list(found["refused"]) == [
         "_: uniqueItems: is enforced for a list of values, or at most one item; give items an enum, or leave uniqueItems out"
     ]
     lines = out.read_text()
     out.write_text("".join(lines.splitlines(keepends=True)[:-1]))  # the last one is found again, and only that one
-    assert main(["--data", str(data), "--out", str(out), "--backend", "xgrammar"]) == 1
+    assert main(["--data", str(data), "--out", str(out), "--backend", "xgrammar", "--vocabulary", "bytes"]) == 1
     assert [json.loads(line)["name"] for line in out.read_text().splitlines()] == [entry["name"] for entry in ENTRIES]
 
 
@@ -56,4 +62,4 @@ def test_instances_are_written_in_declared_orders() -> None:
 def test_instance_is_accepted_if_one_order_of_its_properties_is(value: Any, accepted: bool) -> None:
     schema = {"properties": {"a": {"type": "integer"}, "b": {"properties": {"d": {"type": "boolean"}, "e": {}}}, "c": {}}}
     grammar = GrammarCompiler(BYTES, max_threads=1, isolation="none").compile(Constraint.json_schema(schema, objects="standard"))
-    assert Instance(grammar).is_accepted(value) is accepted
+    assert Instance(grammar, Tokens(BYTES)).is_accepted(value) is accepted

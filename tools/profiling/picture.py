@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepgraph.graphs.capture import MAIN
+from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.spans import BETWEEN, LAUNCHER, Span
 from stepgraph.runtime.trace import Timeline
 

@@ -62,7 +62,11 @@ def limits_of(limits: Mapping[str, Any]) -> npt.NDArray[np.int64]:
 
 
 class UnfitError(ValueError):
-    """Why a grammar has no automaton within the limits."""
+    """Why a grammar has no automaton within the limits, and its size: the characters of the parsed grammar in JSON."""
+
+    def __init__(self, reason: str, size: int) -> None:
+        super().__init__(reason)
+        self.size = size
 
 
 class VocabularyStruct(Structure):
@@ -131,7 +135,7 @@ class TokenTable:
         reason = ctypes.create_string_buffer(REASON_BYTES)
         outcome = functions().stepgraph_automaton_compile(byref(source.struct), self.handle, byref(found), reason, REASON_BYTES)
         if outcome == UNFIT:
-            raise UnfitError(reason.value.decode(errors="replace"))
+            raise UnfitError(reason.value.decode(errors="replace"), len(grammar_json))
         if outcome:
             raise MemoryError("the automaton compiler is out of memory")
         try:

@@ -6,13 +6,14 @@ import importlib.util
 import json
 import re
 import threading
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
 from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar.automaton.grammar import AutomatonBuilder
+from stepgraph.sampling.grammar.automaton.library import UnfitError
 from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, GrammarLimits, named, over
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice, Constraint
@@ -25,9 +26,10 @@ from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder
 
-# "auto" tries them in this order. An automaton has the language of xgrammar's grammar and costs least, but not every grammar fits in one.
-# xgrammar stores the masks of most states. llguidance computes each mask anew.
+# "auto" tries them in this order, but for schemas that do not fit in an automaton: see `by_cost`. An automaton has the language of
+# xgrammar's grammar and costs least. xgrammar stores the masks of most states. llguidance computes each mask anew.
 BACKENDS = ("automaton", "xgrammar", "llguidance")
+SCHEMA_KINDS = ("json_schema", "json_object", "structural_tag")
 MAX_REASON = 600  # characters of a library's reason in an error message
 
 _STRING, _CLASS = r'"(?:[^"\\]|\\.)*"', r"\[(?:[^\]\\]|\\.)*\]"
@@ -39,6 +41,18 @@ _PIECES = {
 }
 
 Result = TypeVar("Result")
+
+
+class Cost(NamedTuple):
+    seconds_per_size: float  # of compiling
+    nested_micros: float  # a slow mask where the automaton did not fit because of nested parts
+    other_micros: float
+
+
+# Measured on the schemas of MaskBench that do not fit in an automaton, over 131,072 tokens, with `tools/bench_schemas.py --backend NAME`:
+# processor time at p50, and masks at p99. tools/results/maskbench-*.json has the figures.
+COSTS = {"xgrammar": Cost(3e-5, 55_000, 250), "llguidance": Cost(5e-7, 1_200, 1_300)}
+MAX_COMPILE_SECONDS = 1.0
 
 
 class Grammar(Protocol):
@@ -71,6 +85,20 @@ def backends_for(constraint: Constraint, default: BackendChoice) -> tuple[str, .
     """The libraries to try, in order of preference."""
     choice = constraint.backend if constraint.backend != "auto" else default
     return BACKENDS if choice == "auto" else (choice,)
+
+
+def by_cost(names: Sequence[str], kind: str, unfit: UnfitError) -> tuple[dict[str, str], list[str]]:
+    """The libraries for a grammar that does not fit in an automaton: those that should compile it in time first, and of these the one with
+    the faster masks. Also why each that precedes the first of them otherwise is tried later."""
+    if kind not in SCHEMA_KINDS:
+        return {}, list(names)
+    nested = "nested part" in str(unfit)
+    seconds = {name: COSTS[name].seconds_per_size * unfit.size for name in names}
+    micros = {name: COSTS[name].nested_micros if nested else COSTS[name].other_micros for name in names}
+    slow = {name: f"compiling is expected to take {spent:.0f} s" for name, spent in seconds.items() if spent > MAX_COMPILE_SECONDS}
+    order = sorted(names, key=lambda name: (name in slow, micros[name]))
+    earlier = names[: names.index(order[0])] if names else ()
+    return {name: slow.get(name, f"a mask is expected to take up to {micros[name] / 1e3:g} ms") for name in earlier}, order
 
 
 def builder(name: str, vocabulary: Vocabulary, limits: GrammarLimits, max_threads: int) -> Builder:
@@ -112,18 +140,23 @@ class Backends:
         return self._first(constraint, attempt)
 
     def _first(self, constraint: Constraint, attempt: Callable[[str], Result]) -> tuple[Result, str, str]:
-        reasons = dict[str, str]()
+        reasons, later = dict[str, str](), dict[str, str]()
         try:
             check_size(constraint, self._limits)
-            for name in backends_for(constraint, self._choice):
+            names = list(backends_for(constraint, self._choice))
+            while names:
+                name = names.pop(0)
+                later.pop(name, None)
                 try:
                     result = attempt(name)
                 except Exception as error:  # also OverflowError and RecursionError: a constraint may not fail the engine
                     if is_final(error, name, constraint.kind):
                         raise
                     reasons[name] = reason_of(error)
+                    if isinstance(error, UnfitError):
+                        later, names = by_cost(names, constraint.kind, error)
                     continue
-                return result, name, _joined(reasons)
+                return result, name, _joined({**reasons, **later})
         except ValueError as error:
             reasons = {"": reason_of(error)}
         distinct = set(reasons.values())
@@ -148,10 +181,11 @@ def check_first_mask(grammar: Grammar, constraint: Constraint, vocabulary: Vocab
 
 
 def check_size(constraint: Constraint, limits: GrammarLimits) -> None:
-    """ValueError where the text of a constraint exceeds `max_chars` or `max_nesting`."""
+    """ValueError where the text of a constraint exceeds `max_chars`, `max_schema_chars` or `max_nesting`."""
     kind, payload = constraint.kind, constraint.payload
-    if len(payload) > limits.max_chars:
-        raise ValueError(over("max_chars", f"{len(payload)} characters", limits.max_chars))
+    field, most = ("max_schema_chars", limits.max_schema_chars) if kind in SCHEMA_KINDS else ("max_chars", limits.max_chars)
+    if len(payload) > most:
+        raise ValueError(over(field, f"{len(payload)} characters", most))
     text = _grammar_of(payload) if kind == "ebnf" else payload
     if kind in _PIECES and (depth := _depth(kind, text)) > limits.max_nesting:
         raise ValueError(over("max_nesting", f"{depth} brackets open at once", limits.max_nesting))
@@ -186,9 +220,9 @@ def _depth(kind: str, text: str) -> int:
 
 def is_final(error: Exception, name: str, kind: str) -> bool:
     """Whether no other library is tried: a limit that a library reaches holds for all, but a grammar need not fit in an automaton. A schema
-    is written as one grammar for all."""
+    is written as one grammar for all, but llguidance has limits of its own for it."""
     if isinstance(error, UnsupportedError):
-        return kind in ("json_schema", "json_object", "structural_tag")
+        return kind in SCHEMA_KINDS and name != "llguidance"
     return isinstance(error, CompileAbortedError) and not (name == "automaton" and error.by_limit)
 
 

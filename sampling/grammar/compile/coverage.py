@@ -10,11 +10,13 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from stepgraph.sampling.grammar.automaton.library import UnfitError
 from stepgraph.sampling.grammar.compile.backends import (
     Backends,
     Builder,
     backends_for,
     builder,
+    by_cost,
     check_first_mask,
     check_size,
     is_final,
@@ -37,6 +39,7 @@ class Coverage:
 
     backend: str | None  # the library that would be used; None where compiling it raises an error
     unsupported: Mapping[str, tuple[Unsupported, ...]]  # by library
+    reason: str = ""  # why that is not the first library that enforces all of it
 
     @property
     def enforced(self) -> bool:
@@ -64,11 +67,15 @@ def coverage(constraint: Constraint, limits: GrammarLimits | None = None) -> Cov
     except ValueError as error:
         return Coverage(None, dict.fromkeys(names, (Unsupported("#", constraint.kind, str(error)),)))
     worker, unsupported, backend = CompileWorker(_BYTES, limits, max_threads=1), dict[str, tuple[Unsupported, ...]](), None
+    later, pending = dict[str, str](), list(names)
     exact = replace(constraint, approximate=False)
     try:
-        for name in names:
-            found, final = _unsupported(name, exact, limits, worker)
+        while pending:
+            name = pending.pop(0)
+            found, final, unfit = _unsupported(name, exact, limits, worker)
             unsupported[name] = found
+            if unfit:
+                later, pending = by_cost(pending, constraint.kind, unfit)
             if not found and backend is None:
                 backend = name
             if final and backend is None:
@@ -78,7 +85,8 @@ def coverage(constraint: Constraint, limits: GrammarLimits | None = None) -> Cov
             backend = next((name for name in names if not _unsupported(name, constraint, limits, worker)[0]), None)
     finally:
         worker.close()
-    return Coverage(backend, unsupported)
+    later = {name: why for name, why in later.items() if name != backend and not unsupported[name]}
+    return Coverage(backend, unsupported, "; ".join(f"{name}: {why}" for name, why in later.items()))
 
 
 def check_constraints(constraints: Iterable[Constraint]) -> None:
@@ -92,10 +100,13 @@ def check_constraints(constraints: Iterable[Constraint]) -> None:
         worker.close()
 
 
-def _unsupported(name: str, constraint: Constraint, limits: GrammarLimits, worker: CompileWorker) -> tuple[tuple[Unsupported, ...], bool]:
-    """The unsupported parts found in the time of one compile, by removing each from the schema and compiling the rest again; and
-    whether they are those of every library."""
+def _unsupported(
+    name: str, constraint: Constraint, limits: GrammarLimits, worker: CompileWorker
+) -> tuple[tuple[Unsupported, ...], bool, UnfitError | None]:
+    """The unsupported parts found in the time of one compile, by removing each from the schema and compiling the rest again; whether
+    they are those of every library; and why the rest does not fit in an automaton."""
     found, kind, end, final = list[Unsupported](), constraint.kind, time.monotonic() + limits.compile_seconds, False
+    unfit: UnfitError | None = None
     library: Builder | None = None
     while not found or (len(found) < MAX_UNSUPPORTED and time.monotonic() < end):
         try:
@@ -110,13 +121,14 @@ def _unsupported(name: str, constraint: Constraint, limits: GrammarLimits, worke
             constraint = replace(constraint, payload=rest)
         except CompileAbortedError as error:
             found.append(Unsupported("#", kind, str(error)))
-            return tuple(found), final or (len(found) == 1 and is_final(error, name, kind))
+            return tuple(found), final or (len(found) == 1 and is_final(error, name, kind)), None
         except Exception as error:  # a library's error is a property of the constraint
             found.append(Unsupported("#", kind, reason_of(error)))
+            unfit = error if isinstance(error, UnfitError) else None
             break
         else:
             break
-    return tuple(found), final
+    return tuple(found), final, unfit
 
 
 def _without(payload: str, part: Unsupported) -> str | None:

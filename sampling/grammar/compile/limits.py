@@ -43,13 +43,14 @@ class CompileAbortedError(ValueError):
 class GrammarLimits:
     """An error for one of these limits names the field, the value and the limit.
 
-    `max_chars` and `max_nesting` are checked by `submit`. `compile_*` and `result_bytes` bound calls to the compile worker
-    (`isolation` "process"): compiles of xgrammar, trials of llguidance. Without the worker only the libraries bound a compile.
+    `max_*` are checked by `submit`. `compile_*` and `result_bytes` bound calls to the compile worker (`isolation` "process"): compiles of
+    xgrammar, trials of llguidance. Without the worker only the libraries bound a compile.
     `least_bytes` is computed from a grammar before it is compiled. The remaining limits are counts of llguidance's work, so that the
     same text is rejected on every machine, and `step_seconds`, which holds for both libraries.
     """
 
-    max_chars: int = 120_000  # of a schema, pattern or grammar
+    max_chars: int = 120_000  # of a pattern, grammar or list of choices
+    max_schema_chars: int = 600_000  # of a schema, or of the tags of one constraint
     max_nesting: int = 200  # brackets open at once in a pattern or grammar; schemas: 64 levels
     compile_seconds: float = 30.0  # wall-clock time of one compile in the worker
     compile_bytes: int = 1024 * MIB  # address space that one compile may add to that of the idle worker
@@ -69,8 +70,9 @@ class GrammarLimits:
 
     def __post_init__(self) -> None:
         check_fields(self, {field.name: _SECONDS if field.type == "float" else _COUNT for field in fields(self)})
-        if self.max_chars > MAX_PAYLOAD_CHARS:
-            raise ValueError(f"GrammarLimits.max_chars: got {self.max_chars}, expected at most {MAX_PAYLOAD_CHARS}")
+        for field, most in {"max_chars": self.max_chars, "max_schema_chars": self.max_schema_chars}.items():
+            if most > MAX_PAYLOAD_CHARS:
+                raise ValueError(f"GrammarLimits.{field}: got {most}, expected at most {MAX_PAYLOAD_CHARS}")
         if self.compile_seconds > 3600:
             raise ValueError(f"GrammarLimits.compile_seconds: got {clip_repr(self.compile_seconds)}, expected at most 3600")
         if self.automaton_depth > MAX_DEPTH:

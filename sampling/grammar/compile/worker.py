@@ -21,7 +21,8 @@ import types
 from collections.abc import Sequence
 from typing import IO, Any
 
-DONE, FAILED, ABORTED, UNSUPPORTED, NO_MEMORY, TOO_LARGE = "done", "failed", "aborted", "unsupported", "no memory", "too large"
+DONE, FAILED, ABORTED, UNSUPPORTED, UNFIT = "done", "failed", "aborted", "unsupported", "unfit"
+NO_MEMORY, TOO_LARGE = "no memory", "too large"
 
 
 def send(connection: socket.socket, *parts: Any, body: bytes = b"") -> None:
@@ -141,6 +142,7 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 def _answer(call: Any, arguments: Sequence[Any], result_bytes: int) -> tuple[str, bytes]:
+    from stepgraph.sampling.grammar.automaton.library import UnfitError
     from stepgraph.sampling.grammar.compile.limits import CompileAbortedError
     from stepgraph.sampling.grammar.constraints.unsupported import UnsupportedError
 
@@ -152,6 +154,8 @@ def _answer(call: Any, arguments: Sequence[Any], result_bytes: int) -> tuple[str
         return ABORTED, str(error).encode(errors="replace")
     except UnsupportedError as error:
         return UNSUPPORTED, json.dumps([error.unsupported.where, error.unsupported.keyword, error.unsupported.reason]).encode()
+    except UnfitError as error:
+        return UNFIT, json.dumps([str(error), error.size]).encode()
     except Exception as error:  # the libraries raise RuntimeError and several types of their own
         message = str(error)
         return (NO_MEMORY, b"") if "bad_alloc" in message else (FAILED, message.encode(errors="replace"))

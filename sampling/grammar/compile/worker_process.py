@@ -21,9 +21,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from stepgraph.sampling.grammar.automaton.library import UnfitError
 from stepgraph.sampling.grammar.compile import worker as compile_worker
 from stepgraph.sampling.grammar.compile.limits import MIB, CompileAbortedError, GrammarLimits, over
-from stepgraph.sampling.grammar.compile.worker import ABORTED, DONE, NO_MEMORY, TOO_LARGE, UNSUPPORTED, receive, send
+from stepgraph.sampling.grammar.compile.worker import ABORTED, DONE, NO_MEMORY, TOO_LARGE, UNFIT, UNSUPPORTED, receive, send
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.lifetimes import call_after_fork
@@ -41,7 +42,7 @@ def library_errors() -> Iterator[None]:
     """Raise errors of a library, in the worker or here, as ValueError with its message."""
     try:
         yield
-    except (MemoryError, CompileAbortedError, UnsupportedError):
+    except (MemoryError, CompileAbortedError, UnfitError, UnsupportedError):
         raise
     except Exception as error:  # the library raises RuntimeError and several types of its own
         raise ValueError(_SOURCE_PREFIX.sub("", str(error)).strip()) from error
@@ -131,6 +132,8 @@ class CompileWorker:
             raise CompileAbortedError(over("result_bytes", f"{int(result):,} bytes of compiled grammar", limits.result_bytes))
         if status == UNSUPPORTED:
             raise UnsupportedError(Unsupported(*json.loads(result)))
+        if status == UNFIT:
+            raise UnfitError(*json.loads(result))
         if status != DONE:
             raise (CompileAbortedError if status == ABORTED else ValueError)(result.decode())
         return result

@@ -117,12 +117,15 @@ class GrammarWriter:
     def rules_of(self, root: Expr) -> dict[str, str]:
         if not self.is_alive(root):
             raise UnsupportedError(contradiction(self._normaliser))
-        self.rules[f"{self._prefix}root"] = self.value(root)
-        while self._waiting:
-            name, form, self.where = self._waiting.popleft()
-            self.rules[name] = self._alternatives(form)
-            if len(self.rules) > MAX_RULES:
-                reject("#", "schema", f"its grammar takes more than {MAX_RULES} rules; write fewer alternatives or smaller counts")
+        try:
+            self.rules[f"{self._prefix}root"] = self.value(root)
+            while self._waiting:
+                name, form, self.where = self._waiting.popleft()
+                self.rules[name] = self._alternatives(form)
+                if len(self.rules) > MAX_RULES:
+                    reject("#", "schema", f"its grammar takes more than {MAX_RULES} rules; write fewer alternatives or smaller counts")
+        except TooComplexError as error:
+            reject(self.where, "pattern", str(error))
         return self.rules
 
     # Which expressions have values at all: the least fixed point, so that no rule leads into an endless text.
@@ -236,8 +239,10 @@ class GrammarWriter:
         for item in form.objects:
             texts = members_texts(self, item) if self._object_has_value(item) else ()
             cases += [f'"{{" {inside} {self.opening}"}}"' for inside in texts]
-        if not cases:
+        if not cases and form.objects:
             reject(self.where, "minProperties", "is enforced as far as properties are declared: others may have one name twice")
+        if not cases:
+            reject(self.where, "contains", "no array has such counts of items; write bounds that go together")
         return " | ".join(dict.fromkeys(cases))
 
     def _numbers(self, numbers: tuple[Numbers, ...]) -> list[str]:
@@ -255,14 +260,11 @@ class GrammarWriter:
 
     def _strings(self, form: Form) -> list[str]:
         exact, narrow, _ = form.strings
-        try:
-            term = generated(narrow) if self.is_closed else NOTHING
-            wanted = exact if is_empty(term) else narrow
-            term = generated(exact) if is_empty(term) else term
-            if term is not wanted:
-                self.narrow("maxLength", _SHORTER)
-        except TooComplexError as error:
-            reject(self.where, "pattern", str(error))
+        term = generated(narrow) if self.is_closed else NOTHING
+        wanted = exact if is_empty(term) else narrow
+        term = generated(exact) if is_empty(term) else term
+        if term is not wanted:
+            self.narrow("maxLength", _SHORTER)
         return [] if is_empty(term) else [self.string(term)]
 
     def string(self, term: Term) -> str:

@@ -15,6 +15,7 @@ from typing import Literal
 from stepgraph.sampling.grammar.constraints.charset import EVERY, CharSet, union
 
 SURROGATES = 0xD800, 0xDFFF
+MAX_CASES = 8  # lengths of a part of a text that are told apart
 START, END = 0x110000, 0x110001  # before the first and after the last character: what `^` and `$` of a pattern match
 Kind = Literal["chars", "words", "cat", "alt", "and", "not", "repeat", "end", "multiple"]
 Label = tuple[object, ...]
@@ -223,8 +224,8 @@ def _narrowed(parts: list[Term], term: Term) -> list[Term]:
     return [*parts, term]
 
 
-def of_length(term: Term, low: int, high: int | None) -> Term | None:
-    """The texts of a language of a length in these bounds; None where that takes more than other counts."""
+def of_length(term: Term, low: int, high: int | None, cases: int = MAX_CASES) -> Term | None:
+    """The texts of a language of a length in these bounds; None where that takes more than other counts, and this many alternatives."""
     least, most = length_range(term)
     if least >= low and (high is None or (most is not None and most <= high)):
         return term
@@ -234,18 +235,31 @@ def of_length(term: Term, low: int, high: int | None) -> Term | None:
         case "words":
             return words(text for text in texts_of(term) if low <= len(text) and (high is None or len(text) <= high))
         case "alt":
-            found = [of_length(part, low, high) for part in term.parts]
+            found = [of_length(part, low, high, cases) for part in term.parts]
             return None if None in found else either(*(part for part in found if part is not None))
-        case "repeat" if length_range(term.parts[0])[0] == length_range(term.parts[0])[1] == 1:
-            ends = [end for end in (high, counts(term)[1]) if end is not None]
-            return repeat(term.parts[0], max(low, counts(term)[0]), min(ends, default=None))
+        case "repeat" if (size := length_range(term.parts[0])[0]) and size == length_range(term.parts[0])[1]:
+            ends = [end for end in (None if high is None else high // size, counts(term)[1]) if end is not None]
+            return repeat(term.parts[0], max(-(-low // size), counts(term)[0]), min(ends, default=None))
         case "cat":
             for part, rest in (term.parts, term.parts[::-1]):
-                size, longest = length_range(part)
-                if size == longest:
-                    bounded = of_length(rest, max(low - size, 0), None if high is None else high - size)
-                    return None if bounded is None else cat(part, bounded) if part is term.parts[0] else cat(bounded, part)
+                bounded, sized = list[Term](), _by_length(part, cases)
+                for size, texts in sized.items():
+                    after = of_length(rest, max(low - size, 0), None if high is None else high - size, cases // len(sized))
+                    if after is None:
+                        break
+                    bounded.append(cat(texts, after) if part is term.parts[0] else cat(after, texts))
+                if sized and len(bounded) == len(sized):
+                    return either(*bounded)
     return None
+
+
+def _by_length(term: Term, cases: int) -> dict[int, Term]:
+    """The texts of each length, if there are at most so many lengths; else none."""
+    least, most = length_range(term)
+    if most is None or most - least >= cases:
+        return {}
+    found = {size: of_length(term, size, size, cases) for size in range(least, most + 1)}
+    return {} if None in found.values() else {size: part for size, part in found.items() if part not in (None, NOTHING)}
 
 
 def complement(term: Term) -> Term:

@@ -89,7 +89,7 @@ class _HeaderReader:
 
     def _texts(self, count: int) -> list[str]:
         """As so many calls of `_text`, of which a tokenizer would need a hundred thousand."""
-        texts, data, unpack, size = [], self._data, struct.Struct("<Q").unpack_from, len(self._data)
+        texts, data, unpack, size = list[str](), self._data, struct.Struct("<Q").unpack_from, len(self._data)
         while len(texts) < count:
             start = self._position + 8
             end = start + unpack(data, self._position)[0] if start <= size else size + 1

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from stepgraph.graphs.capture import MAIN
+from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.cuda.trace import UNNAMED, CudaTracer, spans_of
 from stepgraph.graphs.spans import BETWEEN, OUTSIDE, StageRun
 from stepgraph.runtime.trace import Timeline

@@ -18,7 +18,7 @@ from torch import Tensor
 from stepgraph.graphs.backends import capture, make_backend, run_eager
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import current_context
+from stepgraph.graphs.context import current_context
 from stepgraph.graphs.errors import CaptureError, HostNodeError
 from stepgraph.graphs.tape import backend as tape
 from stepgraph.graphs.tape.backend import TapeBackend

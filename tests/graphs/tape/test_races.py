@@ -16,7 +16,7 @@ from torch import Tensor
 from stepgraph.graphs.backends import run_eager
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import CaptureContext, StreamEvent, current_context
+from stepgraph.graphs.context import CaptureContext, StreamEvent, current_context
 from stepgraph.graphs.errors import CaptureError
 from stepgraph.graphs.tape.backend import TapeBackend
 from stepgraph.graphs.tape.races import overlap, region_of

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from stepgraph.runtime import cli
-from stepgraph.runtime.commands import demo, doctor, serve, terminal
+from stepgraph.runtime.commands import doctor, serve, terminal
 from stepgraph.runtime.commands.flags import COMMANDS, STEP_EXAMPLE
 from stepgraph.runtime.commands.generate import constraint_of
 from stepgraph.runtime.text import TextCodec
@@ -104,7 +104,7 @@ def test_examples_of_help_run(word: str, example: str, capsys: pytest.CaptureFix
     assert shlex.split(command)[:2] == ["stepgraph", word]
     code, out, _ = run(command.removeprefix("stepgraph"), capsys)
     assert code == 0 and out.strip()
-    assert demo.RESET not in out
+    assert "\x1b[0m" not in out
     if "--json" in command:
         json.loads(out)
 

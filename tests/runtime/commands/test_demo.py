@@ -33,7 +33,7 @@ def test_demo_prints_answers_table_and_timeline(
     for scenario in SCENARIOS:
         assert f"{scenario.name}: {scenario.user}" in out
     for colour in ("draft", "forced", "target"):
-        assert demo.COLOURS[colour] in out.split(SCENARIOS[0].user)[1], f"{colour}: of a token, not of the legend"
+        assert terminal.COLOURS[colour] in out.split(SCENARIOS[0].user)[1], f"{colour}: of a token, not of the legend"
     table = out[out.index("tokens per second") :].splitlines()
     assert [line[:22].strip() for line in table[1:5]] == ["plain", "plain + grammar", "speculative", "speculative + grammar"]
     assert re.search(r"6 rounds of .* ms", out) and not errors, "no bars in a pipe"
@@ -73,7 +73,7 @@ def test_demo_of_free_text_reports_a_failure(tmp_path: Path, monkeypatch: pytest
     assert cli.main(arguments) == terminal.FAILED
     out, errors = capsys.readouterr()
     assert errors == "stepgraph demo: yours: error: planted\n"
-    assert "speculative" in out and "grammar" not in out.split("tokens per second")[1]
+    assert "speculative" in out and "grammar" not in out.split("tokens per second")[1].split("\n\n")[0]
     assert [file.name for file in tmp_path.iterdir()] == [demo.TRACE]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stepgraph.graphs.capture import MAIN
+from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.spans import OUTSIDE, Span
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import Llama

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from stepgraph.graphs import spans as marks
-from stepgraph.graphs.capture import MAIN as ENGINES_MAIN
+from stepgraph.graphs.context import MAIN as ENGINES_MAIN
 from tests.helpers import nsys_files
 from tests.helpers.nsys_files import FIRST, KEY, RUNS
 from tools.profiling import figures, tables

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepgraph.graphs.capture import MAIN
+from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, Span
 from stepgraph.runtime.trace import ChosenLength, Timeline
 from tests.helpers.tool_runs import examples

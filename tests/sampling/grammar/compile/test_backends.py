@@ -52,6 +52,34 @@ def test_auto_falls_back_to_xgrammar_where_no_automaton_fits(
     assert [part.reason.startswith(reason) for part in found.unsupported["automaton"]] == [True]
 
 
+NESTED = {
+    "type": "object",
+    "anyOf": [
+        {"properties": {"links": {"type": "array", "items": {"type": "string", "format": "uri"}}}},
+        {"properties": {"names": {"type": "array", "items": {"type": "string"}}}},
+    ],
+}
+MANY = {"properties": {f"field_{index}": {"type": "string"} for index in range(150)}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "limits", "backend", "reason"),
+    [
+        (COMBINED, {"automaton_steps": 1}, "xgrammar", "automaton: GrammarLimits.automaton_steps: got a grammar"),
+        (MANY, {"automaton_steps": 1}, "llguidance", "xgrammar: compiling is expected to take "),
+        (NESTED, {}, "llguidance", "xgrammar: a mask is expected to take up to 55 ms"),
+    ],
+)
+def test_schema_without_an_automaton_goes_to_the_library_that_is_expected_to_be_fast(
+    schema: Any, limits: dict[str, int], backend: str, reason: str
+) -> None:
+    constraint, bounds = Constraint.json_schema(schema, objects="standard"), GrammarLimits(**limits)
+    compiled = GrammarCompiler(BYTES, max_threads=1, limits=bounds, isolation="none").compile(constraint)
+    assert compiled.backend == backend and compiled.reason.startswith("automaton: ") and reason in compiled.reason
+    found = coverage(constraint, bounds)
+    assert found.backend == backend and (found.reason.startswith(reason) if backend == "llguidance" else found.reason == "")
+
+
 def test_a_limit_that_only_the_automaton_reaches_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def aborted(*_: object) -> None:
         raise CompileAbortedError("GrammarLimits.compile_seconds: got no answer")

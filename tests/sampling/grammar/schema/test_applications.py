@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler
 from stepgraph.sampling.grammar.status import MaskStatus
 from tests.helpers.application_schemas import APPLICATIONS, in_json_schema, large
 from tests.helpers.schema_cases import BYTES
@@ -23,7 +23,7 @@ LARGE = large()
 
 
 def compiler() -> GrammarCompiler:
-    return GrammarCompiler(BYTES, max_threads=1, isolation="none", limits=GrammarLimits(max_chars=600_000))
+    return GrammarCompiler(BYTES, max_threads=1, isolation="none")
 
 
 def random_text(schema: Any, draw: random.Random, objects: Any) -> str:
@@ -53,6 +53,10 @@ def test_random_text_of_an_application_validates(name: str) -> None:
 @pytest.mark.parametrize("name", LARGE)
 def test_random_text_of_a_large_schema_validates(name: str) -> None:
     jsonschema.validate(json.loads(random_text(LARGE[name], random.Random(name), "standard")), LARGE[name])
+
+
+def test_thirty_schemas_are_those_of_openapi() -> None:
+    assert sum(name.startswith("openapi") for name in APPLICATIONS) == 30
 
 
 def test_large_schemas_are_as_large_as_their_names_say() -> None:

@@ -118,6 +118,16 @@ def test_terms_are_simplified() -> None:
     assert length_range(patterns.full("a{2,3}(bc|d)")) == (3, 5) and chars(EVERY) is ANY_CHAR
 
 
+@pytest.mark.parametrize("pattern", ["^(a|bb)(1|a1)[ab]*$", "(a|bb|b1b)a*(1|bb)", "^[ab]{1,2}(1|11)b*$", "^(ab|1a)*(a|b1)$"])
+def test_length_is_bounded_by_the_counts_of_a_pattern(pattern: str) -> None:
+    term = patterns.full(pattern)
+    for low, high in ((0, 3), (2, 4), (3, None), (0, 0), (3, 3)):
+        bounded = both(term, repeat(ANY_CHAR, low, high))
+        assert bounded.is_plain
+        for text in TEXTS:
+            assert matches(bounded, text) == (matches(term, text) and low <= len(text) <= (len(text) if high is None else high)), text
+
+
 def test_too_large_automaton_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(automata, "MAX_STATES", 50)
     with pytest.raises(TooComplexError, match="more than 50 states"):

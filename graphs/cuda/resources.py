@@ -1,0 +1,52 @@
+"""What a CUDA backend holds on its device: streams, events, a memory pool, and recordings that may still be running."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from stepgraph.graphs.context import MAIN
+from stepgraph.graphs.cuda.context import Streams
+from stepgraph.graphs.cuda.driver import Driver, open_driver
+from stepgraph.graphs.cuda.events import EventPool
+from stepgraph.graphs.cuda.recorder import Recording
+from stepgraph.sampling.cuda_graphs import GraphPool
+
+
+class DeviceResources:
+    """Outlives its backend until the device is idle."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.driver: Driver = open_driver()
+        self.streams = Streams(device)
+        self.pool = GraphPool(self.streams[MAIN])
+        self.retired: list[Recording] = []  # recordings without references that may still be running
+        self.events = EventPool(device, self.driver)
+        self.order_event = self.events.take()
+
+    def free_retired(self) -> None:
+        """Free the retired recordings. The device must be idle."""
+        while self.retired:
+            self.retired.pop().free()
+
+    def release(self) -> None:
+        with contextlib.suppress(RuntimeError):  # after a device error nothing runs
+            for stream in self.streams.values():
+                self.driver.cuStreamSynchronize(stream.cuda_stream)
+        self.free_retired()
+        self.pool.release()
+        self.events.give(self.order_event)
+        self.events.release()
+        self.streams.release()
+
+
+def checked_device(device: str | torch.device | int | None) -> torch.device:
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        raise RuntimeError(f"backend 'cuda': torch {torch.__version__}, {built}, has no CUDA device; use backend 'tape' on the CPU")
+    torch.cuda.init()
+    chosen = torch.device("cuda" if device is None else device)
+    if chosen.type != "cuda" or (chosen.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"CudaBackend.device: got {device!r}, expected one of {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", torch.cuda.current_device() if chosen.index is None else chosen.index)

@@ -1,0 +1,79 @@
+"""The end of a round that runs no draft model: its drafts are the chain of a proposer, or of the look-up beside the model, or none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from stepgraph.graphs import drafting, proposing, skipped_tokens, stages
+from stepgraph.graphs.batch import Batch
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.context import CaptureContext
+from stepgraph.graphs.grammar_lane import GrammarLane
+from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.model import ModelPair
+from stepgraph.graphs.proposer import Proposer
+from stepgraph.graphs.shapes import GraphKey
+from stepgraph.sampling.kernels import Emission
+
+
+@dataclass(frozen=True)
+class ProposedRound:
+    """After `accept`."""
+
+    buffers: StaticBuffers
+    context: CaptureContext
+    limits: Limits
+    models: ModelPair
+    key: GraphKey
+    grammar: GrammarLane | None  # if it fills the masks of drafts
+
+    def run(self, batch: Batch, emission: Emission, features: Tensor, after: Batch) -> None:
+        """Publish the results, and draft."""
+        buffers, count, proposer = self.buffers, self.limits.num_speculative_tokens, self.models.proposer or self.models.look_up
+        publish = functools.partial(stages.publish_round, buffers, batch, self.key.constrained)
+        followed = self.grammar is not None and proposer is not None and count > 1
+        if not followed:
+            with self.context.stage("accept"):
+                publish()
+        with self.context.stage("propose"):
+            if "row_skipped_tokens" in buffers:
+                skipped_tokens.skip_tokens(buffers, batch, emission, features)
+            if self.models.reads_text:
+                proposing.append_emission(buffers, batch, emission, self.limits)
+            if not count:
+                buffers.row_drafts.index_fill_(0, batch.rows, -1)
+            elif proposer is not None:
+                drafting.store_chain(buffers, after, self._chain(after, proposer, publish if followed else None))
+                if not self.key.draft_model:
+                    proposing.mark_looked_up(buffers, after, self.key.sampled)
+
+    def _chain(self, after: Batch, proposer: Proposer, publish: Callable[[], None] | None) -> Tensor:
+        """[B, K] the proposer's chains. A token that the grammar forces replaces the proposed one; a chain is followed while it agrees.
+
+        publish: called while the grammar follows the chains.
+        """
+        buffers, context, grammar = self.buffers, self.context, self.grammar
+        if grammar is None:
+            return proposing.propose(buffers, after, proposer, self.limits)
+        count, size = self.limits.num_speculative_tokens, len(after.rows)
+        mask_ready = grammar.rows(0, 0)
+        proposed = proposing.propose(buffers, after, proposer, self.limits)
+        context.wait(mask_ready)
+        if publish is not None:
+            buffers.batch_drafts[:count, :size].copy_(proposed.T)
+            mask_ready = grammar.rows(1, count - 1)
+            with context.stage("publish"):
+                publish()
+            context.wait(mask_ready)
+        alive = drafting.continuing(after)
+        for step in range(1, self.limits.positions):
+            with context.stage(f"choose_draft {step}"):
+                tokens = proposing.choose_proposed(buffers, after, step, proposed[:, step - 1], alive, grammar.mask(after, step))
+                buffers.batch_drafts[step - 1, :size].copy_(tokens)
+                proposed = drafting.matching_chains(proposed, step, tokens)
+                alive = tokens >= 0
+        return buffers.batch_drafts[:count, :size].T
