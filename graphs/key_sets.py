@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.shapes import FULL, LONGEST, Drafting, GraphKey
+from stepgraph.graphs.shapes import FULL, LONGEST, PLAIN, Drafting, GraphKey
 from stepgraph.sampling.fields import clip_repr, is_int
 
 LEAST_CHUNK = 32  # tokens; the weights are read for any number
@@ -48,6 +48,16 @@ def host_buckets(buckets: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(buckets)[::-2][::-1])
 
 
+def host_drafting(drafting: Sequence[Drafting]) -> tuple[Drafting, ...]:
+    """None and the most drafts: what graphs for grammars on the host have where grammars may be on the device. See `host_buckets`."""
+    most = min(drafting, key=_longest_first)
+    return tuple(each for each in drafting if each in (PLAIN, most))
+
+
+def _longest_first(drafting: Drafting) -> tuple[bool, int, bool]:
+    return drafting.length != LONGEST, -drafting.length, not drafting.model
+
+
 def graph_keys(
     buckets: Iterable[int], greedy_only: bool = False, device: bool = False, drafting: Sequence[Drafting] = (FULL,)
 ) -> tuple[GraphKey, ...]:
@@ -56,16 +66,16 @@ def graph_keys(
     device: grammars may be on the device. The constrained graphs then serve batches that also have grammars on the host.
     """
     sizes = sorted(buckets, reverse=True)
-    # constrained, on the device, rows
-    lanes = ((True, True, sizes if device else ()), (True, False, host_buckets(sizes) if device else sizes), (False, False, sizes))
+    on_host = (host_buckets(sizes), host_drafting(drafting)) if device else (sizes, drafting)
+    # constrained, on the device, rows and drafts
+    lanes = ((True, True, sizes if device else (), drafting), (True, False, *on_host), (False, False, sizes, drafting))
     modes = (False,) if greedy_only else (True, False)
-    longest_first = sorted(drafting, key=lambda each: (each.length != LONGEST, -each.length, not each.model))
     return tuple(
         GraphKey(rows, constrained, sampled, lane, *each)
         for rows in sizes
-        for each in longest_first
-        for constrained, lane, served in lanes
-        if rows in served
+        for each in sorted(drafting, key=_longest_first)
+        for constrained, lane, served, drafts in lanes
+        if rows in served and each in drafts
         for sampled in modes
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
 
-Attend = Callable[[Tensor, Tensor, Tensor, "ModelInput", int, float, Tensor], None]  # query, keys, values, inputs, window, scale, output
+Attend = Callable[..., None]  # (query, keys, values, inputs, window, scale, output), then (softcap, sinks) where a model has either
 
 
 class Embeddings(NamedTuple):

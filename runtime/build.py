@@ -94,7 +94,7 @@ class EngineParts:
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
         self.hidden_states = states = open_states(config, saved, timed, buffers)
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend)
-        self.lengths = make_chooser(config, models, recorder)
+        self.lengths = make_chooser(config, models, recorder, tables is not None)
         drafting = self.lengths.choices if self.lengths else (FULL,)
         self.graphs = GraphSet(
             self.backend,
@@ -146,12 +146,12 @@ def loops_of(parts: EngineParts, recorded: bool) -> Callable[..., InFlight]:
     return functools.partial(Loops, parts.queue, parts.watchdog.poll, parts.limits.max_length)
 
 
-def make_chooser(config: EngineConfig, models: ModelPair, recorder: Recorder | None) -> DraftLengthChooser | None:
+def make_chooser(config: EngineConfig, models: ModelPair, recorder: Recorder | None, device_grammars: bool) -> DraftLengthChooser | None:
     """None where every round has num_speculative_tokens drafts. A function is called before each round, whatever its draft length."""
     if config.draft_length != AUTO_LENGTH or models.drafter is None or isinstance(models.proposer, FunctionProposer):
         return None
-    choices = draft_choices(config.num_speculative_tokens, models.look_up is not None)
-    return DraftLengthChooser(choices, recorder.chosen if recorder else None)
+    choices = draft_choices(config.num_speculative_tokens, models.draft is not None, models.look_up is not None)
+    return DraftLengthChooser(choices, recorder.chosen if recorder else None, device_grammars)
 
 
 def backend_for(name: str, models: ModelPair, nvtx: bool) -> Backend:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.graph_set import GraphSet
@@ -26,7 +24,8 @@ class Calibration:
         fewest, most = buckets[0], buckets[-1]
         for drafting in self._lengths.choices:
             keys = {rows: self._graphs.key_for(rows, False, False, False, drafting) for rows in buckets}
-            low, high = (self._seconds(keys[rows]) for rows in (fewest, most))
+            low = self._seconds(keys[fewest])
+            high = low if most == fewest else self._seconds(keys[most])
             for rows, key in keys.items():  # those between are about linear in the rows
                 costs.calibrate(key, low + (high - low) * (rows - fewest) / max(1, most - fewest))
 
@@ -44,10 +43,10 @@ class Calibration:
         for _ in range(CALIBRATING_ROUNDS):
             self._backend.event().wait()
             self._buffers.batch_rows_ring_host.fill_(self._dummy_row)  # no launched round has still to read its batch
-            begin = time.perf_counter()
+            begin = self._lengths.clock()
             graph.replay()
             self._backend.event().wait()
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(self._lengths.clock() - begin)
             self._backend.run(lambda: published.sub_(1))
         vars(self._backend.stats).update(before)  # these are no rounds
         return min(seconds)

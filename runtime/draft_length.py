@@ -13,10 +13,12 @@ from __future__ import annotations
 import collections
 import itertools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from stepgraph.graphs.key_sets import host_drafting
 from stepgraph.graphs.round_specs import MAX_SKIPPED
 from stepgraph.graphs.row_layout import ResultRecord
 from stepgraph.graphs.shapes import FULL, PLAIN, Drafting, GraphKey
@@ -136,8 +138,8 @@ class DraftLengths:
         """The acceptance of a new row."""
         return {model: Acceptance(self._longest, self._rule, prior) for model, prior in self._all.items()}
 
-    def choose(self, rows: Sequence[tuple[Sources, int]], costs: Costs) -> Drafting:
-        """For a round of rows, each with its most drafts. Counts the round as in flight until `add`."""
+    def choose(self, rows: Sequence[tuple[Sources, int]], costs: Costs, choices: Sequence[Drafting] = ()) -> Drafting:
+        """For a round of rows, each with its most drafts. Counts the round as in flight until `add`. choices: of this round, if not all."""
         if self._rest and rows == self._rows:
             self._rest -= 1
             return PLAIN
@@ -145,7 +147,7 @@ class DraftLengths:
             self.account = self._rule.credit * costs[PLAIN]
         rounds = 1 if self._last.length else self._rule.spell  # a spell is only started if it can be paid
         room = self.account - self._at_risk
-        paid = {each: costs[each] for each in self._choices if rounds * (costs[each] - costs[PLAIN]) <= max(0.0, room)}
+        paid = {each: costs[each] for each in choices or self._choices if rounds * (costs[each] - costs[PLAIN]) <= max(0.0, room)}
         chosen = self._best(rows, paid) if len(paid) > 1 else PLAIN
         self._last, self._spell = chosen, self._spell + 1 if chosen.length else 0
         self._rest, self._rows = 0 if chosen.length else self._rule.rest, rows
@@ -182,9 +184,12 @@ class DraftLengths:
         return best
 
 
-def draft_choices(longest: int, look_up: bool) -> tuple[Drafting, ...]:
-    """The choices of an engine, by length. Each has its graphs. look_up: there is one beside the draft model."""
-    lengths = sorted({0, longest // 2 or longest, longest})
+def draft_choices(longest: int, model: bool, look_up: bool) -> tuple[Drafting, ...]:
+    """The choices of an engine, by length. Each has its graphs. look_up: there is one beside the draft model.
+
+    Without a model there are two: a proposed chain takes about as long whatever its length.
+    """
+    lengths = sorted({0, (longest // 2 if model else 0) or longest, longest})
     return (*map(Drafting, lengths), *([Drafting(longest, model=False)] if look_up else []))
 
 
@@ -244,14 +249,29 @@ def _with(key: GraphKey, drafting: Drafting) -> GraphKey:
     return replace(key, draft_length=drafting.length, draft_model=drafting.model)
 
 
+def _nearest(drafting: Drafting, choices: Sequence[Drafting]) -> Drafting:
+    """`drafting` if it is a choice, otherwise the shortest one with the model that has as many drafts."""
+    return drafting if drafting in choices else min(each for each in choices if each.model and each.length >= drafting.length)
+
+
 class _Batch(NamedTuple):
     """What the choice needs of consecutive rounds with the same requests."""
 
     requests: tuple[ActiveRequest, ...]
     key: GraphKey
     costs: Costs
+    choices: Sequence[Drafting]  # with graphs for such batches
     required: Drafting | None  # of all rounds; None if the rule chooses
     rows: list[tuple[Sources, int]]  # and the maximum length
+
+
+@dataclass
+class _Launched:
+    """A round in flight."""
+
+    batch: _Batch
+    free: bool  # the rule chose
+    catches_up: bool = False  # its time includes skipped tokens, which the draft model processes once
 
 
 class DraftLengthChooser:
@@ -261,14 +281,18 @@ class DraftLengthChooser:
     request may have, with the draft model, in every round, and nothing is learned from it.
     """
 
-    def __init__(self, choices: Sequence[Drafting], chosen: Callable[[Drafting], object] | None = None) -> None:
-        """chosen: called with the choice for each round."""
+    def __init__(
+        self, choices: Sequence[Drafting], chosen: Callable[[Drafting], object] | None = None, device_grammars: bool = False
+    ) -> None:
+        """chosen: called with the choice for each round. device_grammars: see host_drafting."""
         self._chosen, self.choices = chosen, choices
+        self.clock: Callable[[], float] = time.perf_counter  # of costs; benchmarks on a shared machine use the processor's time
         self.fixed: Drafting | None = None  # of every round until it is None: for replays of recordings, and to compare choices
         self.log: list[tuple[Drafting, float]] | None = None  # choice and account of each round, while it is a list
         self.costs, self._choice = RoundCosts(choices), DraftLengths(choices)
+        self._on_host = host_drafting(choices) if device_grammars else choices
         self._batch: _Batch | None = None  # of the latest round
-        self._in_flight: collections.deque[tuple[_Batch, bool]] = collections.deque()  # and whether the rule chose
+        self._in_flight: collections.deque[_Launched] = collections.deque()
         self._rows: dict[ActiveRequest, tuple[Sources, Drafting]] = {}  # of the latest batch; its pending drafts are at most these
         self._skipped = 0  # no request has more tokens that the draft model has not processed
 
@@ -277,10 +301,10 @@ class DraftLengthChooser:
         batch = self._batch
         if batch is None or batch.requests != requests:
             batch = self._batch = self._batch_of(requests, key)
-        drafting = batch.required if self.fixed is None else self.fixed
-        self._in_flight.append((batch, drafting is None))
+        drafting = batch.required if self.fixed is None else _nearest(self.fixed, batch.choices)
+        self._in_flight.append(_Launched(batch, drafting is None))
         if drafting is None:
-            drafting = self._choice.choose(batch.rows, batch.costs)
+            drafting = self._choice.choose(batch.rows, batch.costs, batch.choices)
         if self._chosen is not None:
             self._chosen(drafting)
         if self.log is not None:
@@ -291,12 +315,13 @@ class DraftLengthChooser:
         """Whether the draft model must process skipped tokens before this round. Counts the round."""
         skips = drafting.length + 1 if not drafting.length or not drafting.model else 0
         needed = self._skipped + skips > MAX_SKIPPED if skips else self._skipped > 0
+        self._in_flight[-1].catches_up = needed
         self._skipped = (0 if needed else self._skipped) + skips
         return needed
 
     def ended(self, drafting: Drafting, results: Sequence[tuple[ActiveRequest, ResultRecord]], seconds: float | None) -> None:
         """The oldest round has ended. seconds: its duration, if known."""
-        (batch, free), outcomes = self._in_flight.popleft(), list[tuple[Sources, Counts]]()
+        launched, outcomes = self._in_flight.popleft(), list[tuple[Sources, Counts]]()
         for request, result in results:
             if request in self._rows:
                 row, pending = self._rows[request]
@@ -309,16 +334,17 @@ class DraftLengthChooser:
                 outcomes.append((row, counts))
                 if pending != (most, drafting.model):
                     self._rows[request] = row, Drafting(most, drafting.model)
-        if free:
-            if seconds is not None:
-                self.costs.add(batch.key, drafting, seconds)
-            self._choice.add(drafting, outcomes, batch.costs)
+        if launched.free:
+            if seconds is not None and not launched.catches_up:
+                self.costs.add(launched.batch.key, drafting, seconds)
+            self._choice.add(drafting, outcomes, launched.batch.costs)
 
     def _batch_of(self, requests: tuple[ActiveRequest, ...], key: GraphKey) -> _Batch:
         """Called when the requests of the rounds change: a request that left does not come back."""
         self._rows = {request: self._rows.get(request) or (self._choice.row(), PLAIN) for request in requests}
         seeded = [request.job for request in requests if request.job.sampling.seed is not None and not request.job.sampling.greedy]
         most = max((job.num_speculative_tokens for job in seeded), default=0)
-        required = min(each for each in self.choices if each.model and each.length >= most) if most else None
+        choices = self._on_host if key.on_host else self.choices
+        required = _nearest(Drafting(most), choices) if most else None
         rows = [(self._rows[request][0], request.job.num_speculative_tokens) for request in requests]
-        return _Batch(requests, key, self.costs.of(key), required, rows)
+        return _Batch(requests, key, self.costs.of(key), choices, required, rows)

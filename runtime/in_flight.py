@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -101,7 +100,7 @@ class InFlight:
         logprobs = any(request.job.sampling.logprobs for request in requests)
         if self._states:
             self._states.launched(slot, len(requests))
-        self._pending.append(LaunchedRound(self._backend.event(), number, requests, key, logprobs, time.perf_counter(), launch))
+        self._pending.append(LaunchedRound(self._backend.event(), number, requests, key, logprobs, self._now(), launch))
 
     def _dispatch(self, requests: tuple[ActiveRequest, ...]) -> tuple[Launch, GraphKey]:
         constrained, sampled = any(request.constrained for request in requests), any(request.sampled for request in requests)
@@ -168,8 +167,11 @@ class InFlight:
         """The duration of the round; None if the device had ended it before this call."""
         reached = self._lengths is not None and launched.event.query()
         launched.event.wait()
-        started, self._idle_at = max(launched.launched_at, self._idle_at), math.inf if reached else time.perf_counter()
+        started, self._idle_at = max(launched.launched_at, self._idle_at), math.inf if reached else self._now()
         return None if reached or math.isinf(started) else self._idle_at - started
+
+    def _now(self) -> float:
+        return 0.0 if self._lengths is None else self._lengths.clock()
 
     def _layout_of(self, key: GraphKey) -> ResultLayout:
         length = self._num_drafts if key.draft_length == LONGEST else key.draft_length

@@ -142,6 +142,8 @@ class Attended(NamedTuple):
     groups: int = 4
     page: int = 16
     alone: bool = False  # in one part
+    capped: bool = False
+    sinks: bool = False
 
 
 def attention_variants() -> list[Variant]:
@@ -151,13 +153,16 @@ def attention_variants() -> list[Variant]:
 
     launched = [Attended("bf16", size, 16) for size in paged.HEAD_SIZES] + [Attended("bf16", size, 64) for size in (64, 256)]
     launched += [Attended("bf16", 96, 16, 3, 64, True), Attended("fp16", 128, 64, 1, 32)]
+    launched.append(Attended("bf16", 256, 64, capped=True))  # Gemma 2
+    launched += [Attended("bf16", 64, rows, 8, sinks=True) for rows in (16, 64)]  # GPT-OSS
     found = []
     for one in launched:
-        tile = paged_programs.tile_for(one.rows, one.size)
-        types = [*[f"*{one.dtype}"] * 3, *["*i64"] * 3, f"*{one.dtype}", *["*fp32"] * 3, *["i32"] * 6, "fp32"]
+        tile = paged_programs.tile_for(one.rows, one.size, one.capped)
+        types = [*[f"*{one.dtype}"] * 3, *["*i64"] * 3, *[f"*{one.dtype}"] * 2, *["*fp32"] * 3, *["i32"] * 6, "fp32", "fp32"]
         shape = {"size": one.size, "GROUPS": one.groups, "PAGE": one.page, "ROWS": tile.rows, "KEYS": tile.keys, "SIZE": tile.size}
-        constants = shape | {"ALONE": one.alone, "WIDE": False}
-        where = f"{one.groups} to a cache head, pages of {one.page}{', one part' if one.alone else ''}"
+        constants = shape | {"ALONE": one.alone, "WIDE": False, "CAPPED": one.capped, "SINKS": one.sinks}
+        where = f"{one.groups} to a cache head, pages of {one.page}"
+        where += ", one part" * one.alone + ", soft-capped" * one.capped + ", sinks" * one.sinks
         label = f"attend_part {one.dtype} {one.size}, {tile.rows} rows, {where}"
         found.append(_variant(label, paged_programs.attend_part, types, constants, tile.warps))
     types = [*["*fp32"] * 3, "*bf16", "i32", "i32"]

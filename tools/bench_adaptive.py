@@ -4,7 +4,7 @@
     python tools/bench_adaptive.py --demo --plot lengths.png      the demonstration's pair, on held-out prompts, in 10 minutes
     python tools/bench_adaptive.py --demo --only json "free text" --turns 2
 
-Costs are processor times of the whole process, since other processes may share the machine; the choice itself uses the clock. Rounds,
+Costs are processor times of the whole process, also those that the choice uses, since other processes may share the machine. Rounds,
 tokens per round and draft lengths are counts. Ratios are medians over turns; the first turn, in which "auto" learns, is listed apart.
 All workloads run once in each turn; turns from the third on begin only if `--seconds` leaves time for them.
 """
@@ -116,9 +116,10 @@ class Bench:
         )
         assert isinstance(pair.draft, nn.Module)
         self.engine = Engine(pair.target, NeverRight(pair.draft) if wrong else pair.draft, vocabulary=pair.vocabulary, config=config)
-        self.engine.capture()
         chooser = self.engine._parts.lengths
         assert chooser is not None
+        chooser.clock = time.process_time
+        self.engine.capture()
         self.chooser = chooser
 
     @property

@@ -93,7 +93,7 @@ def run(shape: Shape) -> None:
     keys = torch.randn((batch * pages + 1) * shape.page, shape.kv_heads, shape.size).bfloat16()
     query = torch.randn(batch, shape.queries, shape.heads, shape.size).bfloat16()
     inputs = ModelInput(positions, positions, slots, tables, shape.page)
-    arguments = (inputs.positions, inputs.slots, inputs.block_tables, shape.page, shape.window, 1.0, torch.empty_like(query))
+    arguments = (inputs.positions, inputs.slots, inputs.block_tables, shape.page, shape.window, 1.0, 0.0, None, torch.empty_like(query))
     paged_programs.paged_attention(query, keys, keys.clone(), *arguments)
 
 

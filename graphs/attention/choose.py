@@ -107,6 +107,8 @@ def unfit(name: str, device: torch.device, shapes: tuple[AttentionShape, ...]) -
     for shape in shapes:
         if shape.dtype not in TOLERANCE:
             return f"it supports bfloat16 and float16, not {str(shape.dtype).removeprefix('torch.')}"
+        if name == "flashinfer" and (shape.softcap or shape.sinks):
+            return "it supports neither soft-capped scores nor sinks here"
         if shape.size > MOST_HEAD_SIZE or (name == "flashinfer" and shape.size not in FLASHINFER_HEAD_SIZES):
             sizes = ", ".join(map(str, FLASHINFER_HEAD_SIZES)) if name == "flashinfer" else f"up to {MOST_HEAD_SIZE}"
             return f"it supports head sizes {sizes}, not {shape.size}"

@@ -35,6 +35,8 @@ class AttentionShape(NamedTuple):
     kv_heads: int
     size: int
     windows: tuple[int | None, ...] = (None,)
+    softcap: bool = False  # see `attention`
+    sinks: bool = False
 
 
 def cache_specs(name: str, layers: int, limits: Limits, heads: int, size: int, dtype: torch.dtype) -> tuple[BufferSpec, BufferSpec]:
@@ -44,27 +46,42 @@ def cache_specs(name: str, layers: int, limits: Limits, heads: int, size: int, d
 
 
 def attention(
-    query: Tensor, keys: Tensor, values: Tensor, inputs: ModelInput, window: int | None = None, scale: float | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    inputs: ModelInput,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of each query over its row's cache, [B, Q, heads, size] as `query`.
 
     query [B, Q, heads, size]; keys, values [slots, kv_heads, size] of one layer, already written; query head h reads cache head
-    h // (heads // kv_heads). window: how many positions back a query sees, including its own; None: all.
+    h // (heads // kv_heads). window: how many positions back a query sees, including its own; None: all. softcap: a scaled score s
+    becomes softcap * tanh(s / softcap); 0: it stays. sinks [heads]: the score of one more entry per head, without a value.
     """
     batch, count, heads, size = query.shape
     assert keys.shape == values.shape and keys.shape[2] == size and heads % keys.shape[1] == 0, f"query {query.shape}, keys {keys.shape}"
     assert inputs.positions.shape == inputs.slots.shape == (batch, count), f"query {query.shape}, positions {inputs.positions.shape}"
     assert query.dtype is keys.dtype is values.dtype, f"query {query.dtype}, keys {keys.dtype}"
+    assert sinks is None or sinks.shape == (heads,), f"query {query.shape}, sinks {sinks.shape if sinks is not None else None}"
     scale = size**-0.5 if scale is None else scale
     if inputs.attend is not None:
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        inputs.attend(query.contiguous(), keys, values, inputs, window or 0, scale, output)
+        more = (softcap, sinks) if softcap or sinks is not None else ()
+        inputs.attend(query.contiguous(), keys, values, inputs, window or 0, scale, output, *more)
         return output
-    return paged_attention(query, keys, values, inputs.positions, inputs.slots, inputs.block_tables, inputs.page_size, window or 0, scale)
+    tables, page_size = inputs.block_tables, inputs.page_size
+    return paged_attention(query, keys, values, inputs.positions, inputs.slots, tables, page_size, window or 0, scale, softcap, sinks)
 
 
-def _in_c(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor, block_tables: Tensor, *_: float) -> bool:
+def _in_c(
+    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor, block_tables: Tensor, *others: float | Tensor | None
+) -> bool:
+    sinks = others[-1]
     dense = all(tensor.is_contiguous() for tensor in (query, keys, values)) and query.shape[3] <= C_HEAD_SIZE
+    dense = dense and (not isinstance(sinks, Tensor) or (sinks.is_contiguous() and same_float_type(sinks)))
     return dense and same_float_type(query, keys, values) and is_contiguous(torch.int64, positions, slots, block_tables)
 
 
@@ -83,6 +100,8 @@ def paged_attention(
     page_size: int,
     window: int,
     scale: float,
+    softcap: float = 0.0,
+    sinks: Contiguous | None = None,
 ) -> Tensor:
     """`attention` in float32 and plain torch. A query's result has the same bits in any batch and with any length of the tables."""
     batch, count, heads, size = query.shape
@@ -105,8 +124,14 @@ def paged_attention(
     packed = query.view(batch, count, kv_heads, groups, size).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, groups * count, size)
     packed = functional.pad(packed.float() * scale, (0, 0, 0, rows - groups * count))
     scores = (packed @ key.transpose(2, 3))[:, :, : groups * count].view(batch, kv_heads, groups, count, -1)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     hidden = torch.finfo(torch.float32).min  # finite: a query that sees nothing gives no NaN
-    weights = scores.masked_fill(~visible[:, None, None], hidden).softmax(-1).flatten(2, 3)
+    scores = scores.masked_fill(~visible[:, None, None], hidden)
+    if sinks is not None:
+        column = sinks.float().view(1, kv_heads, groups, 1, 1).expand(batch, -1, -1, count, 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1)[..., : len(index)].flatten(2, 3)
     weights = functional.pad(weights, (0, 0, 0, rows - groups * count))
     total = torch.zeros(batch, kv_heads, rows, size, device=device)
     for start in range(0, len(index), PART):  # one long product would sum in an order that depends on its length
@@ -118,10 +143,21 @@ def paged_attention(
 reference_attention = operation(_outputs, name="reference_attention")(paged_attention.reference)
 
 
-def by_reference(query: Tensor, keys: Tensor, values: Tensor, inputs: ModelInput, window: int, scale: float, output: Tensor) -> None:
+def by_reference(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    inputs: ModelInput,
+    window: int,
+    scale: float,
+    output: Tensor,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> None:
     """For ModelInput.attend: plain torch on every device. On the CPU it is an operation, which the tape records as one node."""
     run = reference_attention.out if query.device.type == "cpu" else reference_attention.run_reference
-    run(query, keys, values, inputs.positions, inputs.slots, inputs.block_tables, inputs.page_size, window, scale, output)
+    places = (inputs.positions, inputs.slots, inputs.block_tables, inputs.page_size)
+    run(query, keys, values, *places, window, scale, softcap, sinks, output)
 
 
 def run_operation(*_: int) -> None:

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from stepgraph.graphs.attention.paged import AttentionShape, attention, cache_specs
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.layers.dense import product
+from stepgraph.graphs.layers.dense import product, rms_norm
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.draft_llama import TokenMap, TokenMapped
@@ -40,6 +40,8 @@ class LayerAttention(NamedTuple):
     value_size: int  # at most `size`: values are stored with zeros after them
     window: int | None
     scale: float
+    softcap: float = 0.0
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,9 @@ class _Call(NamedTuple):
     buffers: StaticBuffers
     layer_inputs: dict[int, Tensor]
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, **options: Any) -> Tensor:
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, s_aux: Tensor | None = None, **_: Any
+    ) -> Tensor:
         """query [B, heads, Q, size], key, value [B, kv_heads, Q, size] -> [B, Q, heads, size]."""
         index: Any = module.layer_idx
         layer = self.model.config.attention[index]
@@ -76,7 +80,8 @@ class _Call(NamedTuple):
         slots = (self.inputs.slots.flatten(),)
         keys.index_put_(slots, key.flatten(0, 1))
         values.index_put_(slots, value.flatten(0, 1))
-        return attention(query, keys, values, self.inputs, layer.window, layer.scale)[..., : layer.value_size]
+        output = attention(query, keys, values, self.inputs, layer.window, layer.scale, layer.softcap, s_aux)
+        return output[..., : layer.value_size]
 
 
 class _Inspection:
@@ -91,14 +96,15 @@ class _Inspection:
         name = f"{type(module).__name__} of layer {index}"
         if index is None or index in self.layers:
             raise ValueError(f"{name}: got a second attention, expected one per layer")
-        scale = options.pop("scaling", None)
+        scale, softcap, sinks = (options.pop(option, None) for option in ("scaling", "softcap", "s_aux"))
         unknown = [option for option, given in options.items() if option not in _ACCEPTED and given is not None]
         if unknown or options.get("is_causal") is False:
             raise ValueError(f"{name}: got the option {(unknown or ['is_causal=False'])[0]} of attention, which is not supported")
         sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
         if sizes[0] % sizes[1] or sizes[3] > sizes[2] or query.shape[3] != sizes[2]:
             raise ValueError(f"{name}: got queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)}")
-        self.layers[index] = LayerAttention(*sizes, None, float(sizes[2] ** -0.5 if scale is None else scale))
+        scale = float(sizes[2] ** -0.5 if scale is None else scale)
+        self.layers[index] = LayerAttention(*sizes, None, scale, float(softcap or 0.0), sinks is not None)
         self.masks[index] = mask
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
@@ -174,6 +180,31 @@ class _Product(nn.Module):
         return product(states.reshape(-1, states.shape[-1]), self.weight, self.bias).view(*states.shape[:-1], -1)
 
 
+class _Norm(nn.Module):
+    """An RMS norm in one operation."""
+
+    def __init__(self, weight: nn.Parameter, epsilon: float) -> None:
+        super().__init__()
+        self.weight, self.epsilon = weight, epsilon
+
+    def forward(self, states: Tensor) -> Tensor:
+        return rms_norm(states.reshape(-1, states.shape[-1]), self.weight, self.epsilon).view(states.shape)
+
+
+def _fused(module: nn.Module) -> nn.Module | None:
+    """The module of this package that computes what `module` does; None if there is none."""
+    if type(module) is nn.Linear:
+        return _Product(module)
+    weight: object = getattr(module, "weight", None)
+    epsilon: object = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, nn.Parameter) or not isinstance(epsilon, float) or weight.dim() != 1 or weight.is_meta:
+        return None
+    # Norms of several families differ in their rounding, or add one to the weight: these stay.
+    states = torch.linspace(-3, 3, 4 * len(weight), device=weight.device).cos().view(4, -1).to(weight.dtype)
+    same = torch.equal(module(states), rms_norm.reference(states, weight, epsilon))
+    return _Norm(weight, epsilon) if same else None
+
+
 class _Given(nn.Module):
     """Takes the place of the decoder, so that the model's own forward computes logits from a hidden state."""
 
@@ -198,8 +229,12 @@ class TransformersModel(nn.Module):
         self.head._modules = {name: _Given() if child is self.decoder else child for name, child in model._modules.items()}
         for module in [*self.decoder.modules(), *self.head.modules()]:
             for child_name, child in module.named_children():
-                if type(child) is nn.Linear:
-                    setattr(module, child_name, _Product(child))
+                if (fused := _fused(child)) is not None:
+                    setattr(module, child_name, fused)
+        products = [module for module in self.modules() if isinstance(module, (_Product, nn.Embedding))]
+        known = {id(weight) for module in products for weight in module.parameters()}
+        # On the CPU: whether a row has the same bits in any batch. Routers and experts multiply without nn.Linear.
+        self.batch_invariant = all(weight.dim() == 1 or id(weight) in known for weight in self.parameters())
         self._save_layer_inputs(_layers(self.decoder, model.config.get_text_config()))
         shapes: dict[tuple[int, int], list[int]] = {}
         for index, layer_attention in enumerate(sizes.attention):
@@ -208,13 +243,15 @@ class TransformersModel(nn.Module):
         self._cache_of = {index: (number, place) for number, layers in enumerate(shapes.values()) for place, index in enumerate(layers)}
         grouped: dict[AttentionShape, list[int | None]] = {}
         for each in sizes.attention:
-            grouped.setdefault(AttentionShape(sizes.dtype, each.heads, each.kv_heads, each.size, ()), []).append(each.window)
+            shape = AttentionShape(sizes.dtype, each.heads, each.kv_heads, each.size, (), each.softcap > 0, each.sinks)
+            grouped.setdefault(shape, []).append(each.window)
         self.attends = tuple(shape._replace(windows=tuple(windows)) for shape, windows in grouped.items())
 
     @property
     def notes(self) -> tuple[str, ...]:
         """For the capture report."""
-        return (f"{self.name}: {self.family} of transformers",)
+        varies = "" if self.batch_invariant else "; the last bits of its results may depend on the batch"
+        return (f"{self.name}: {self.family} of transformers{varies}",)
 
     @property
     def embedding(self) -> nn.Parameter:

@@ -19,6 +19,7 @@ from stepgraph.graphs import Limits, StaticBuffers
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.llama import Llama
+from stepgraph.runtime.models.transformers_model import TransformersModel
 
 PAGE, LENGTH, VOCABULARY = 16, 208, 160
 FEATURE_LAYERS = (1, 0, 3)
@@ -124,10 +125,10 @@ def refused_when_damaged(file: Path, whole: bytes, head: int, opened: Path, case
 class Cached:
     """A model with a cache for two rows, whose pages are in random order."""
 
-    def __init__(self, model: Llama) -> None:
+    def __init__(self, model: Llama | TransformersModel, length: int = LENGTH) -> None:
         self.model = model
-        pages = LENGTH // PAGE
-        limits = Limits(2, 4, LENGTH, PAGE, 2 * pages, model.vocab_size, model.vocab_size, model.feature_size)
+        pages = length // PAGE
+        limits = Limits(2, 4, length, PAGE, 2 * pages, model.vocab_size, model.vocab_size, model.feature_size)
         self.buffers = StaticBuffers(model.cache_specs(limits))
         self.tables = 1 + torch.randperm(2 * pages, generator=torch.Generator().manual_seed(0)).view(2, pages)
 

@@ -18,7 +18,18 @@ from hypothesis import strategies as st
 
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
 from stepgraph.graphs.shapes import PLAIN, Drafting, GraphKey
-from stepgraph.runtime.draft_length import DEFAULT_RULE, Costs, Counts, DraftLengths, RoundCosts, Sources, verified
+from stepgraph.graphs.tape.backend import Tape
+from stepgraph.runtime.calibration import CALIBRATING_ROUNDS
+from stepgraph.runtime.draft_length import (
+    DEFAULT_RULE,
+    Costs,
+    Counts,
+    DraftLengthChooser,
+    DraftLengths,
+    RoundCosts,
+    Sources,
+    verified,
+)
 from stepgraph.runtime.request import Origin
 from tests.helpers.toy_engines import DRAFTERS, TARGET, VOCABULARY, Setup, make_engine, plain
 
@@ -233,6 +244,23 @@ def test_costs_are_measured_for_every_length() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize(("drafter", "look_up", "graphs"), [("fair", 2, 4 + 2 + 4), ("ngram", 0, 3 * 2)])
+def test_graphs_of_all_lengths_take_less_than_twice_those_of_one(
+    monkeypatch: pytest.MonkeyPatch, drafter: str, look_up: int, graphs: int
+) -> None:
+    """Grammars on the device, on the host, and none. Beside those on the device, host grammars have two lengths; so has a proposer."""
+    setup, sizes, replays = Setup(k=7, drafter=drafter, max_rows=1, buckets=(1,), look_up=look_up), list[list[float]](), []
+    monkeypatch.setattr(Tape, "replay", lambda *_, replay=Tape.replay, **options: replays.append(1) or replay(*_, **options))  # type: ignore[func-returns-value]
+    for length in (7, "auto"):
+        with make_engine(setup, draft_length=length) as engine:
+            reports = [recorded.report for recorded in engine._graphs._recorded.values()]
+            sizes.append([sum(sum(each.nodes.values()) for each in reports), sum(each.nbytes for each in reports)])
+            assert len(reports) == (graphs if length == "auto" else 3)
+            lengths = len(engine._parts.lengths.choices) if engine._parts.lengths else 0
+    assert all(every < 2 * one for one, every in zip(*sizes, strict=True)), sizes
+    assert len(replays) == lengths * CALIBRATING_ROUNDS
+
+
 def test_plain_cost_that_was_measured_too_high_is_corrected() -> None:
     """As on a busy machine. The drafter is never right."""
     both = PLAIN, Drafting(3)
@@ -246,6 +274,40 @@ def test_plain_cost_that_was_measured_too_high_is_corrected() -> None:
         costs.add(key, drafting, 5.0 if drafting.length else 2.0)
         lengths.add(drafting, [of_model(row, min(chosen[-2:]), 0)], costs.of(key))
     assert not any(chosen[-80:]) and costs.of(key)[PLAIN] < 2.1
+
+
+def test_rounds_with_host_grammars_beside_device_grammars_have_two_lengths() -> None:
+    """A mixed batch, also where another length is requested. The tokens are those of plain decoding."""
+    engine = make_engine(Setup(k=7, max_rows=2, buckets=(2,)), draft_length="auto")
+    chooser, grammar = engine._parts.lengths, Constraint.regex("[a-z]{40}")
+    assert chooser is not None
+    engine.compile(on_host := replace(grammar, backend="xgrammar"))
+    for chooser.fixed in (None, Drafting(3)):
+        before = {graph.key: graph.rounds for graph in engine.stats().graphs}
+        jobs = [engine.submit([5, 6], constraint=each, max_new_tokens=30) for each in (grammar, on_host)]
+        for _ in engine.stream():
+            pass
+        used = [graph.key for graph in engine.stats().graphs if graph.rounds > before.get(graph.key, 0) and graph.key.on_host]
+        assert jobs[0].tokens == jobs[1].tokens == plain([5, 6], 30, grammar).tokens
+        assert used and {key.draft_length for key in used} <= ({7} if chooser.fixed else {0, 7})
+    engine.close()
+
+
+def test_round_that_processes_skipped_tokens_measures_no_cost() -> None:
+    both = PLAIN, Drafting(3)
+    key, chooser = GraphKey(1, False), DraftLengthChooser(both)
+    for length, seconds in ((0, 2.0), (3, 2.5)):
+        chooser.costs.calibrate(GraphKey(1, False, draft_length=length), seconds)
+    catches_up = []
+    for drafting in (PLAIN, Drafting(3), Drafting(3)):
+        chooser.choose((), key)
+        catches_up.append(chooser.needs_catch_up(drafting))
+    assert catches_up == [False, True, False]
+    chooser.ended(PLAIN, (), 2.0)
+    chooser.ended(Drafting(3), (), 50.0)
+    assert chooser.costs.of(key)[Drafting(3)] == 2.5
+    chooser.ended(Drafting(3), (), 2.8)
+    assert chooser.costs.of(key)[Drafting(3)] > 2.5
 
 
 def test_slow_first_replays_do_not_stop_drafting() -> None:

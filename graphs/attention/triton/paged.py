@@ -18,7 +18,7 @@ from stepgraph.graphs.attention import paged
 MOST_PARTS = 64
 LEAST_PART = 128  # keys
 MOST_HEAD_SIZE = 256
-_LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _COUNTED = tl.constexpr(128)  # positions loaded at a time to find the last one
 
 
@@ -31,10 +31,10 @@ class Tile(NamedTuple):
     warps: int
 
 
-def tile_for(rows: int, size: int) -> Tile:
-    """Rounds have few rows, prompts many."""
+def tile_for(rows: int, size: int, capped: bool = False) -> Tile:
+    """Rounds have few rows, prompts many. With 32 rows, large heads and soft-capped scores sm_80 would spill."""
     wide = max(16, triton.next_power_of_2(size))
-    most = 64 if wide <= 128 else 32
+    most = 64 if wide <= 128 else 16 if capped else 32
     return Tile(min(most, max(16, triton.next_power_of_2(rows))), 64 if wide <= 128 else 32, wide, 4 if wide <= 64 else 8)
 
 
@@ -63,6 +63,26 @@ def product(left, right, WIDE: tl.constexpr):
 
 
 @triton.jit
+def score(asked, key, scale, cap, WIDE: tl.constexpr, CAPPED: tl.constexpr):
+    """Exponents of two. With CAPPED, `scale` includes the factor by which a hyperbolic tangent follows from a power of two."""
+    scores = product(asked, key, WIDE) * scale
+    if CAPPED:
+        scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+    return scores
+
+
+@triton.jit
+def first_weights(sinks, counted, ROWS: tl.constexpr, SINKS: tl.constexpr):
+    """Peak and total of a softmax before its first key: of the sinks where they are `counted`, in one part of the keys."""
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        peak = tl.load(sinks, mask=counted, other=float("-inf")).to(tl.float32) * _LOG2_E
+        total = tl.where(counted, 1.0, 0.0)
+    return peak, total
+
+
+@triton.jit
 def weigh(scores, value, peak, total, summed, WIDE: tl.constexpr):
     """Add entries to a running softmax of powers of two. scores [ROWS, KEYS], minus infinity for keys that a query does not see."""
     higher = tl.maximum(peak, tl.max(scores, 1))
@@ -81,6 +101,7 @@ def attend_part(
     positions,  # [B, Q] int64
     slots,  # [B, Q] int64
     tables,  # [B, pages] int64
+    sinks,  # [heads]; not read without SINKS
     output,  # [B, Q, heads, size], written where there is one part
     sums,  # [B * Q * heads, parts, SIZE] float32, written elsewhere
     peaks,  # [B * Q * heads, parts] float32; minus infinity: the part saw nothing, and its sum is not written
@@ -91,7 +112,8 @@ def attend_part(
     cache_stride,
     part,  # keys of one part
     window,  # 0: none
-    scale,  # of powers of two
+    scale,  # see `score`
+    cap,
     size: tl.constexpr,
     GROUPS: tl.constexpr,  # query heads of one cache head
     PAGE: tl.constexpr,
@@ -100,6 +122,8 @@ def attend_part(
     SIZE: tl.constexpr,
     ALONE: tl.constexpr,  # there is one part
     WIDE: tl.constexpr,  # multiply in float32: Triton's interpreter takes bfloat16 for whole numbers
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """One part of the keys of one row and cache head, for ROWS of its queries."""
     batch, head, parts = tl.program_id(0), tl.program_id(1), tl.cdiv(pages * PAGE, part)
@@ -117,8 +141,7 @@ def attend_part(
         begin = tl.maximum(begin, oldest // KEYS * KEYS)
     asking = row < tl.where(begin < end, count * GROUPS, 0)  # none if no key is visible
     asked = tl.load(query + line[:, None] * size + column[None, :], mask=asking[:, None] & (column < size)[None, :], other=0.0)
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    peak, total = first_weights(sinks + head * GROUPS + row % GROUPS, row < tl.where(number == 0, count * GROUPS, 0), ROWS, SINKS)
     summed = tl.zeros([ROWS, SIZE], tl.float32)
     for start in range(begin, end, KEYS):
         place = start + tl.arange(0, KEYS)
@@ -129,8 +152,7 @@ def attend_part(
         seen = held[None, :] & (place[None, :] <= position[:, None])
         if window > 0:
             seen = seen & (place[None, :] > position[:, None] - window)
-        scores = product(asked, key, WIDE) * scale
-        scores = tl.where(seen, scores, float("-inf"))
+        scores = tl.where(seen, score(asked, key, scale, cap, WIDE, CAPPED), float("-inf"))
         value = tl.load(values + entry[:, None] + column[None, :], mask=held[:, None] & (column < size)[None, :], other=0.0)
         peak, total, summed = weigh(scores, value, peak, total, summed, WIDE)
 
@@ -168,7 +190,7 @@ def combine_parts(sums, peaks, totals, output, parts, size, PARTS: tl.constexpr,
 
 def paged_attention(*arguments: Any, least_part: int = LEAST_PART) -> None:
     """The arguments of paged.paged_attention, and its output."""
-    *tensors, page_size, window, scale, output = arguments
+    *tensors, page_size, window, scale, softcap, sinks, output = arguments
     query, keys, values, _, _, tables = tensors
     if query.dtype is torch.float32 and query.is_cuda:  # its products are made without tensor cores, and spill
         return paged.paged_attention.run_reference(*arguments)
@@ -178,13 +200,14 @@ def paged_attention(*arguments: Any, least_part: int = LEAST_PART) -> None:
     assert keys.stride() == values.stride() and keys.stride()[1:] == (size, 1), f"keys {keys.stride()}, values {values.stride()}"
     kv_heads, pages = keys.shape[1], tables.shape[1]
     groups = heads // kv_heads
-    tile = tile_for(groups * count, size)
+    tile = tile_for(groups * count, size, softcap != 0)
     part, parts = parts_of(pages * page_size, least_part)
     lines = batch * count * heads if parts > 1 else 0
     sums = torch.empty(lines, parts, tile.size, dtype=torch.float32, device=query.device)
     peaks, totals = (torch.empty(lines, parts, dtype=torch.float32, device=query.device) for _ in range(2))
     attend_part[(batch, kv_heads, triton.cdiv(groups * count, tile.rows) * parts)](
         *tensors,
+        query if sinks is None else sinks,
         output,
         sums,
         peaks,
@@ -195,7 +218,8 @@ def paged_attention(*arguments: Any, least_part: int = LEAST_PART) -> None:
         keys.stride(0),
         part,
         window,
-        scale * _LOG2_E,
+        scale * _LOG2_E.value * (2 / softcap if softcap else 1),
+        softcap * _LOG2_E.value,
         size=size,
         GROUPS=groups,
         PAGE=page_size,
@@ -204,6 +228,8 @@ def paged_attention(*arguments: Any, least_part: int = LEAST_PART) -> None:
         SIZE=tile.size,
         ALONE=parts == 1,
         WIDE=query.device.type == "cpu",
+        CAPPED=softcap != 0,
+        SINKS=sinks is not None,
         num_warps=tile.warps,
         enable_fp_fusion=False,
     )

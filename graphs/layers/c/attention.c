@@ -8,9 +8,10 @@ enum { TILE = 64, BLOCK = 32 };
 typedef struct {
     const void *query, *keys, *values;         /* [batch, count, heads, size]; [slots, kv_heads, size] of one layer */
     const int64_t *positions, *slots, *tables; /* [batch, count] twice, [batch, pages] */
+    const void *sinks;                         /* [heads] or NULL */
     void *output;
-    int64_t batch, count, heads, kv_heads, size, page_size, pages, cache_slots, window, bfloat16;
-    float scale;
+    int64_t batch, count, heads, kv_heads, size, page_size, pages, cache_slots, window, bfloat16, bfloat16_sinks;
+    float scale, softcap; /* softcap 0: none */
 } attention_call;
 
 /* Up to BLOCK queries over one tile of one head's entries, as float32, heads filled up with zeros to `width`. */
@@ -44,7 +45,7 @@ INLINED void score(const float *query, const float *keys, int64_t from, int64_t 
     }
 }
 
-INLINED void weigh(block *held, int64_t one, int64_t tile, int64_t width) {
+INLINED void weigh(block *held, int64_t one, int64_t tile, int64_t width, float softcap) {
     int64_t from = held->first[one] - tile, to = held->end[one] - tile;
     from = from < 0 ? 0 : from;
     to = to > TILE ? TILE : to;
@@ -52,6 +53,8 @@ INLINED void weigh(block *held, int64_t one, int64_t tile, int64_t width) {
     int64_t begin = from / LANES * LANES, finish = (to + LANES - 1) / LANES * LANES;
     float scores[TILE], top[LANES], sums[LANES] = {0};
     score(held->query + one * width, held->keys, begin, finish, width, scores);
+    if (softcap != 0.0f)
+        for (int64_t key = from; key < to; key++) scores[key] = softcap * tanhf(scores[key] / softcap);
     for (int lane = 0; lane < LANES; lane++) top[lane] = held->highest[one];
     for (int64_t key = begin; key < finish; key++) scores[key] = key >= from && key < to ? scores[key] : -INFINITY;
     for (int64_t key = begin; key < finish; key += LANES)
@@ -114,13 +117,13 @@ INLINED int attend(const attention_call *call, block *held, int64_t row, int64_t
         float *wide = held->query + one * width;
         pad_and_read(wide, call->query, ((row * call->count + index) * call->heads + query) * size, size, width, call->bfloat16);
         for (int64_t i = 0; i < size; i++) wide[i] *= call->scale;
-        held->highest[one] = -INFINITY;
-        held->weight[one] = 0.0f;
+        held->highest[one] = call->sinks ? number(call->sinks, query, call->bfloat16_sinks) : -INFINITY;
+        held->weight[one] = call->sinks ? 1.0f : 0.0f;
     }
     memset(held->total, 0, (size_t)(used * width) * sizeof(float));
     for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
         if (read_tile(call, held, call->tables + row * call->pages, head, tile, end, width)) return 1;
-        for (int64_t one = 0; one < used; one++) weigh(held, one, tile, width);
+        for (int64_t one = 0; one < used; one++) weigh(held, one, tile, width, call->softcap);
     }
     for (int64_t one = 0; one < used; one++) {
         int64_t index = (start + one) / groups, query = (start + one) % groups + head * groups;
@@ -152,10 +155,11 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_attention(const argument *given) {
     block held;
     attention_call call = {
         .query = query->data, .keys = keys->data, .values = given[2].data,
-        .positions = given[3].data, .slots = given[4].data, .tables = tables->data, .output = given[9].data,
+        .positions = given[3].data, .slots = given[4].data, .tables = tables->data, .sinks = given[10].data,
+        .output = given[11].data,
         .batch = query->size[0], .count = query->size[1], .heads = query->size[2], .kv_heads = keys->size[1], .size = query->size[3],
         .page_size = given[6].integer, .pages = tables->size[1], .cache_slots = keys->size[0], .window = given[7].integer,
-        .bfloat16 = query->bfloat16, .scale = (float)given[8].real,
+        .bfloat16 = query->bfloat16, .bfloat16_sinks = given[10].bfloat16, .scale = (float)given[8].real, .softcap = (float)given[9].real,
     };
     if (call.size == 64 && call.bfloat16) { /* with sizes that the compiler knows, sums stay in registers */
         call.size = 64, call.bfloat16 = 1;

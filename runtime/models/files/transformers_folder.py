@@ -16,7 +16,7 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.files.checkpoint import MemoryNeed, memory_need
 from stepgraph.runtime.models.files.weights import SafetensorsSource, read_json
 from stepgraph.runtime.models.llama_config import DTYPES, UnsupportedConfigError
-from stepgraph.sampling.fields import clip_error, clip_repr
+from stepgraph.sampling.fields import clip_error, clip_repr, reason
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_folder
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from stepgraph.runtime.models.transformers_model import DraftTransformers, ModelSizes, TransformersModel
 
 _EXPERTS = "batched_mm"  # the one for experts that reads nothing on the host
+_LAYERS = ("full_attention", "sliding_attention")
 _VARYING_ROPE = ("dynamic", "longrope")
 
 
@@ -93,7 +94,10 @@ def open_transformers(path: Path, dtype: torch.dtype | None = None) -> Transform
     module, fields = _model_module(), read_json(path / "config.json")
     kind = _class_of(path, fields)
     SafetensorsSource(path)  # the folder has its weights in this format
-    config = kind.config_class.from_dict(dict(fields))
+    try:
+        config = kind.config_class.from_dict(dict(fields))
+    except Exception as error:  # transformers checks some fields, with exceptions of several packages
+        raise ValueError(f"{path / 'config.json'}: {kind.__name__}: {reason(error)}") from None
     _check_config(path, config)
     stated = config.get_text_config().dtype or torch.float32
     dtype = dtype or (getattr(torch, stated) if isinstance(stated, str) else stated)
@@ -142,7 +146,12 @@ def _check_config(path: Path, config: Any) -> None:
         raise _refused(path, "is_encoder_decoder", True, "a decoder alone")
     if quantised := getattr(config, "quantization_config", None):
         raise _refused(path, "quantization_config", quantised, "weights that are not quantised")
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    text = config.get_text_config()
+    for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
+        if kind not in _LAYERS:
+            why = "the state of other layers is not one entry per token, and drafts could not be undone"
+            raise ValueError(f"{path / 'config.json'}: layer_types: layer {index}: got {kind!r}, expected one of {_LAYERS}: {why}")
+    rope = getattr(text, "rope_parameters", None) or {}
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if part.get("rope_type") in _VARYING_ROPE:
             why = "frequencies that do not depend on the length of the text, which a captured round cannot read"
@@ -154,7 +163,7 @@ def _refused(path: Path, field: str, value: object, expected: str) -> ValueError
 
 
 def _check_report(path: Path, report: Mapping[str, Any]) -> None:
-    for name, stored, expected in report["mismatched_keys"]:
+    for name, stored, expected in sorted(report["mismatched_keys"]):
         raise ValueError(f"{path}: {name}: got shape {tuple(stored)}, expected {tuple(expected)} by the config")
     for name in sorted(report["missing_keys"]):
         raise ValueError(f"{path}: {name} is missing")

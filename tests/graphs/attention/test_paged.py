@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.library import opcheck
 
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers, TapeBackend, run_eager
-from stepgraph.graphs.attention.paged import PART, attention, cache_specs, paged_attention
-from stepgraph.graphs.model_call import ModelInput
+from stepgraph.graphs.attention.paged import PART, attention, by_reference, cache_specs, paged_attention
+from stepgraph.graphs.model_call import Attend, ModelInput
 
 PAGE = 8
 
@@ -34,8 +34,8 @@ class Case(NamedTuple):
         inputs = ModelInput(tokens[:, queries], positions[:, queries], slots[:, queries], tables, self.inputs.page_size)
         return Case(self.query[:, queries], self.keys, self.values, inputs)
 
-    def run(self, window: int | None = None) -> Tensor:
-        return attention(self.query, self.keys, self.values, self.inputs, window)
+    def run(self, window: int | None = None, softcap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
+        return attention(self.query, self.keys, self.values, self.inputs, window, softcap=softcap, sinks=sinks)
 
 
 def make_case(
@@ -64,7 +64,7 @@ def make_case(
     return Case(query.to(dtype), keys.to(dtype), values.to(dtype), inputs)
 
 
-def plain(case: Case, row: int, index: int, window: int | None) -> Tensor:
+def plain(case: Case, row: int, index: int, window: int | None, softcap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
     """[heads, size] in float64, one head at a time."""
     query, keys, values, inputs = case
     page = inputs.page_size
@@ -75,7 +75,10 @@ def plain(case: Case, row: int, index: int, window: int | None) -> Tensor:
     for head in range(query.shape[2]):
         mine = head // (query.shape[2] // keys.shape[1])
         scores = keys[slots, mine].double() @ query[row, index, head].double() / query.shape[3] ** 0.5
-        found.append(scores.softmax(0) @ values[slots, mine].double())
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
+        sink = torch.empty(0).double() if sinks is None else sinks[head : head + 1].double()
+        found.append(torch.cat([scores, sink]).softmax(0)[: len(slots)] @ values[slots, mine].double())
     return torch.stack(found)
 
 
@@ -90,6 +93,22 @@ def test_attention_equals_plain_attention_over_the_prefix(sizes: tuple[int, int,
     assert len(live) > 3 * (count - 1)
     for row, index in live:
         torch.testing.assert_close(output[row, index].double(), plain(case, row, index, window), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("by", [None, by_reference])
+@pytest.mark.parametrize(("softcap", "has_sinks", "window"), [(0.5, False, None), (0.0, True, 7), (20.0, True, None)])
+def test_soft_capped_scores_and_sinks(softcap: float, has_sinks: bool, window: int | None, by: Attend | None) -> None:
+    """Also independent of other rows."""
+    case = make_case([5, PART + 40, 2 * PART + 9], 5, 4, 2, 16)
+    case = case._replace(inputs=case.inputs._replace(attend=by))
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(3)) if has_sinks else None
+    output = case.run(window, softcap, sinks)
+    for row, index in (case.inputs.slots >= PAGE).nonzero().tolist():
+        torch.testing.assert_close(output[row, index].double(), plain(case, row, index, window, softcap, sinks), rtol=1e-5, atol=1e-5)
+    for row in range(3):
+        alone = case.rows(slice(row, row + 1))
+        alone = alone._replace(inputs=alone.inputs._replace(attend=by))
+        assert torch.equal(alone.run(window, softcap, sinks)[0], output[row])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -127,7 +146,9 @@ def test_arguments_of_wrong_shapes_are_refused() -> None:
 
 def test_operation_passes_opcheck() -> None:
     query, keys, values, (_, positions, slots, tables, size, *_) = make_case([5, 30], 2)
-    opcheck(paged_attention.out, (query, keys, values, positions, slots, tables, size, 4, 0.25, torch.empty_like(query)))
+    opcheck(
+        paged_attention.out, (query, keys, values, positions, slots, tables, size, 4, 0.25, 2.0, torch.ones(4), torch.empty_like(query))
+    )
 
 
 def test_tape_writes_and_reads_the_cache_in_place() -> None:

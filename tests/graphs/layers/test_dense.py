@@ -33,9 +33,9 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def arguments(case: Case, window: int, output: Tensor) -> tuple[Any, ...]:
+def arguments(case: Case, window: int, output: Tensor, softcap: float = 0.0, sinks: Tensor | None = None) -> tuple[Any, ...]:
     query, keys, values, (_, positions, slots, tables, page, *_) = case
-    return query, keys, values, positions, slots, tables, page, window, query.shape[3] ** -0.5, output
+    return query, keys, values, positions, slots, tables, page, window, query.shape[3] ** -0.5, softcap, sinks, output
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -45,10 +45,11 @@ def test_attention_in_c_equals_the_reference(heads: int, kv_heads: int, size: in
     near = 2e-5 if dtype is torch.float32 else 8e-3
     for lengths, count in (([1, 63, 64, 65, 0], 1), ([40, 129, 5, 0, 200], 5), ([150], 150)):
         case = make_case(lengths, count, heads, kv_heads, size, dtype)
-        for window in (0, 1, 50):
+        sinks = random(heads, dtype=dtype)
+        for window, softcap, sink in ((0, 0.0, None), (1, 0.0, None), (50, 0.0, None), (0, 0.7, None), (50, 0.7, sinks), (1, 0.0, sinks)):
             expected, found = torch.empty_like(case.query), torch.full_like(case.query, torch.nan)
-            paged_attention.run_reference(*arguments(case, window, expected))
-            run = paged_attention.prepare(*arguments(case, window, found))
+            paged_attention.run_reference(*arguments(case, window, expected, softcap, sink))
+            run = paged_attention.prepare(*arguments(case, window, found, softcap, sink))
             assert run is not None
             run()
             live, empty = case.inputs.slots >= case.inputs.page_size, torch.tensor(lengths) == 0

@@ -19,21 +19,24 @@ from tools.bench_attention import Shape, figures
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
 
 
-def run(case: Case, window: int = 0, least_part: int = paged_programs.LEAST_PART) -> torch.Tensor:
+More = tuple[float, torch.Tensor | None]  # softcap, sinks
+
+
+def run(case: Case, window: int = 0, least_part: int = paged_programs.LEAST_PART, more: More = (0.0, None)) -> torch.Tensor:
     """On an output with arbitrary content."""
     query, keys, values, (_, positions, slots, tables, size, *_) = case
     output = torch.full_like(query, 7.5)
     paged_programs.paged_attention(
-        query, keys, values, positions, slots, tables, size, window, query.shape[3] ** -0.5, output, least_part=least_part
+        query, keys, values, positions, slots, tables, size, window, query.shape[3] ** -0.5, *more, output, least_part=least_part
     )
     return output
 
 
-def compare(case: Case, window: int = 0, tolerance: float = 2e-6) -> None:
-    expected = attention(case.query, case.keys, case.values, case.inputs, window or None)
+def compare(case: Case, window: int = 0, tolerance: float = 2e-6, more: More = (0.0, None)) -> None:
+    expected = attention(case.query, case.keys, case.values, case.inputs, window or None, None, *more)
     live = case.inputs.slots >= case.inputs.page_size
     for least_part in (paged_programs.LEAST_PART, 4096):  # several parts, and one
-        found = run(case, window, least_part)
+        found = run(case, window, least_part, more)
         assert torch.isfinite(found).all(), "an inert query gives numbers too"
         torch.testing.assert_close(found[live].float(), expected[live].float(), rtol=tolerance, atol=tolerance)
 
@@ -47,6 +50,13 @@ LENGTHS = [9, 150, 0, 260]
 )
 def test_attention_equals_the_reference(heads: int, kv_heads: int, size: int, count: int, window: int) -> None:
     compare(make_case(LENGTHS, count, heads, kv_heads, size, page=16), window)
+
+
+@pytest.mark.parametrize(("softcap", "has_sinks", "window"), [(0.5, False, 0), (0.0, True, 40), (5.0, True, 0)])
+def test_soft_capped_scores_and_sinks(softcap: float, has_sinks: bool, window: int) -> None:
+    """A window that leaves out the first part leaves its sink."""
+    sinks = torch.randn(6, generator=torch.Generator().manual_seed(1)) if has_sinks else None
+    compare(make_case(LENGTHS, 3, 6, 2, 64, page=16), window, more=(softcap, sinks))
 
 
 @pytest.mark.parametrize(("page", "size"), [(16, 256), (32, 64), (64, 96)])

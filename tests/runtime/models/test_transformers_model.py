@@ -92,3 +92,12 @@ def test_auto_is_native_where_that_implements_the_config(tmp_path: Path, monkeyp
         ValueError, match=r"implementation: got 'transformers', expected 'native': .* pip install 'stepgraph\[transformers\]'"
     ):
         open_target(folder, implementation="transformers")
+
+
+def test_norms_and_products_are_one_node_each() -> None:
+    """A layer of a Llama has 9 nodes in the native class. Here rotary positions take 10, the cache 2, and nothing is merged."""
+    nodes = []
+    for implementation in ("native", "transformers"):
+        with Engine.from_pretrained(folder_of("llama-3.1"), "none", config=CONFIG, implementation=implementation) as engine:
+            nodes.append(sum(engine.capture().keys[0][1].nodes.values()))
+    assert nodes[1] - nodes[0] <= 4 * (26 - 9) + 8

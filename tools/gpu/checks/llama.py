@@ -77,7 +77,7 @@ def attention_call(device: torch.device, batch: int, count: int, length: int, si
     """Least bytes: every key and value of a row, queries and results, once each."""
     query, keys, values, inputs = attention_inputs(device, batch, count, length, size)
     held = int((length - torch.arange(batch) * 13 % (length // 2)).sum())
-    tensors = (query, keys, values, inputs.positions, inputs.slots, inputs.block_tables, PAGE, window, size**-0.5)
+    tensors = (query, keys, values, inputs.positions, inputs.slots, inputs.block_tables, PAGE, window, size**-0.5, 0.0, None)
     shape = f"B={batch} Q={count} keys={length} size={size}"
     return Call(paged_attention, shape, tensors, (torch.empty_like(query),), 2 * held * keys[0].nbytes + 2 * query.nbytes), inputs
 

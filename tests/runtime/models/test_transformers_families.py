@@ -1,0 +1,176 @@
+"""Tiny random models of many families in the engine, by the modules of `transformers`, against its eager greedy decoding.
+
+FAMILIES is the table of docs/models.md, which test_the_documented_families_are_those_tested compares.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
+from stepgraph.runtime.models.files.target import open_target
+from stepgraph.runtime.models.files.transformers_folder import open_transformers
+from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
+from tests.helpers.families import Cached, random_model, save
+
+BASE: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+SLIDING = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4}
+GROUPED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 2, "topk_group": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 12},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Gemma": {},
+    "Gemma2": {**SLIDING, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "Gemma3": {**SLIDING, "query_pre_attn_scalar": 16},
+    "Phi3": {},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": EXPERTS,
+    "GptOss": {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Olmo2": {},
+    "Olmo3": SLIDING,
+    "Olmoe": EXPERTS,
+    "Granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.2},
+    "Cohere2": {**SLIDING, "logit_scale": 0.25},
+    "SmolLM3": {},
+    "Glm4": {"partial_rotary_factor": 0.5},
+    "DeepseekV3": {**GROUPED, **LATENT, "first_k_dense_replace": 1, "head_dim": 8},
+}
+CONFIG = EngineConfig(
+    max_rows=3,
+    num_speculative_tokens=2,
+    draft_length=2,
+    max_length=64,
+    page_size=4,
+    prefill_chunk=7,
+    buckets=(1, 3),
+    greedy_only=True,
+    compile_isolation="none",
+)
+PROMPTS = [[7, 30, 5], [40 + index % 5 for index in range(17)], [12, 12, 3, 90, 33, 12, 12]]
+COUNT = 16
+VARIES = ("Mixtral", "Qwen3Moe", "GptOss", "Olmoe", "DeepseekV3")
+GRAMMAR = Constraint.regex("[a-f]{3,9}[0-9]+[A-Z]?")
+
+
+@functools.cache
+def judge(family: str) -> Any:
+    """A model with random weights whose products keep the magnitude of their input."""
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    torch.manual_seed(len(family))
+    transformers.utils.logging.set_verbosity_error()
+    model = kind(kind.config_class(**{**BASE, **FAMILIES[family]})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.normal_(float("norm" in name and "Gemma" not in family), 0.3)
+            else:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+def chosen(family: str, vocabulary: Vocabulary, prompt: list[int], tokens: list[int], constraint: Constraint | None = None) -> list[int]:
+    """What greedy decoding chooses after the prompt and each prefix of `tokens`, from one pass over the whole text."""
+    with torch.no_grad():
+        logits = judge(family)(torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1, : len(vocabulary.tokens)]
+    if constraint is not None:
+        matcher, masks = GrammarCompiler(vocabulary).compile(constraint).matcher(), torch.zeros(1, vocabulary.mask_words, dtype=torch.int32)
+        for position, token in enumerate(tokens):
+            assert matcher.fill_next_token_bitmask(masks, 0) == MaskStatus.OK
+            legal = [bool(int(masks[0, index // 32]) >> (index % 32) & 1) for index in range(logits.shape[1])]
+            logits[position, ~torch.tensor(legal)] = -torch.inf
+            assert matcher.accept_token(token)
+    return [int(choice) for choice in logits.argmax(-1)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_equal_eager_transformers(family: str, parent: Path) -> None:
+    """Prompts in chunks, a batch of three, look-up drafts, with and without a grammar."""
+    folder = save(judge(family), parent / family)
+    with Engine.from_pretrained(folder, "ngram", config=CONFIG, implementation="transformers") as engine:
+        vocabulary = open_target(folder).vocabulary
+        accepted = 0
+        for constraint in (None, GRAMMAR):
+            jobs = engine.generate(PROMPTS, max_new_tokens=COUNT, constraint=constraint)
+            for prompt, job in zip(PROMPTS, jobs, strict=True):
+                assert job.tokens == chosen(family, vocabulary, prompt, job.tokens, constraint)
+                accepted += job.num_accepted_drafts
+        assert accepted > 5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bits_are_independent_of_chunking_and_batch(family: str, parent: Path) -> None:
+    """Not promised for experts, whose products are others."""
+    folder = parent / family
+    model = open_transformers(folder if folder.exists() else save(judge(family), folder)).load("cpu")
+    assert model.batch_invariant == (family not in VARIES)
+    if not model.batch_invariant:
+        return
+    tokens, cached = torch.randint(0, BASE["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(0)), Cached(model, 64)
+    whole, _ = cached.run(tokens, 0, 40)
+    for rows, size in ((2, 17), (2, 1), (1, 16)):
+        cached.buffers.reset()
+        assert torch.equal(cached.in_chunks(tokens[:rows], size), whole[:rows])
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Qwen3Moe"])
+def test_a_family_drafts_for_another(family: str, parent: Path) -> None:
+    """Every draft of the same weights is accepted, hardly one of others."""
+    folders = [save(judge(each), parent / f"{each} of {family}") for each in (family, "Granite")]
+    for folder, right in zip(folders, (True, False), strict=True):
+        with Engine.from_pretrained(folders[0], folder, config=CONFIG) as engine:
+            assert sum(" of transformers" in note for note in engine.capture().notes) == 2
+            jobs = engine.generate(PROMPTS, max_new_tokens=COUNT, constraint=GRAMMAR)
+            vocabulary = open_target(folder).vocabulary
+            for prompt, job in zip(PROMPTS, jobs, strict=True):
+                assert job.tokens == chosen(family, vocabulary, prompt, job.tokens, GRAMMAR)
+            assert (sum(job.num_accepted_drafts for job in jobs) >= sum(len(job.tokens) for job in jobs) // 2) == right
+
+
+def unsupported(family: str, message: str, parent: Path, **fields: Any) -> None:
+    folder = save(random_model(family, BASE | fields, 0), parent / family)
+    with pytest.raises(ValueError, match=message):
+        Engine.from_pretrained(folder, config=CONFIG)
+
+
+def test_layers_without_paged_attention_are_refused(parent: Path) -> None:
+    """Before weights are loaded: the layer, its kind and the reason."""
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    unsupported(
+        "Qwen3Next", r"layer_types: layer 0: got 'linear_attention', expected one of .*: the state of other", parent, **EXPERTS, **linear
+    )
+    unsupported("Mamba", "layer 0: got .linear_attention.", parent)
+
+
+def test_the_documented_families_are_those_tested() -> None:
+    """Also whether their bits depend on the batch."""
+    page = (Path(__file__).parents[3] / "docs/models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)ForCausalLM` \|.*\| (yes|no) \|$", page, re.MULTILINE)
+    assert rows == [(family, "no" if family in VARIES else "yes") for family in FAMILIES]
