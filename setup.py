@@ -37,10 +37,10 @@ class BuildBeside(build_ext):
 
 
 class VisibleEditable(editable_wheel):  # type: ignore[misc]
-    """An editable install adds the folder `typings` to the path: type checkers do not see the import hook that is the default here."""
+    """An editable install adds the folder `.typings` to the path: type checkers do not see the import hook that is the default here."""
 
     def _select_strategy(self, name: str, *_: object) -> _StaticPth:
-        link = Path("typings", "stepgraph")
+        link = Path(".typings", "stepgraph")
         if not link.exists():  # a source distribution has no links
             link.parent.mkdir(exist_ok=True)
             link.symlink_to("..")

@@ -164,7 +164,7 @@ def test_an_sdist_holds_all_that_a_clone_has(tmp_path: Path) -> None:
     with tarfile.open(build("sdist", tmp_path)) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
-    files = {name for name in listed if name != "typings/stepgraph"} or {"setup.py", "Makefile", "tests/conftest.py", "docs/text.md"}
+    files = {name for name in listed if name != ".typings/stepgraph"} or {"setup.py", "Makefile", "tests/conftest.py", "docs/text.md"}
     assert files <= names, "the tests run from it"
 
 
@@ -178,5 +178,5 @@ def test_type_checkers_see_an_editable_install(tmp_path: Path) -> None:
 
 
 def test_type_checkers_see_the_package_in_a_checkout_of_any_name() -> None:
-    assert (ROOT / "typings" / "stepgraph").samefile(ROOT), "where pyright looks for types by default"
-    assert 'mypy_path = "$MYPY_CONFIG_FILE_DIR/typings"' in PROJECT
+    assert (ROOT / ".typings" / "stepgraph").samefile(ROOT)
+    assert 'mypy_path = "$MYPY_CONFIG_FILE_DIR/.typings"' in PROJECT and 'stubPath = ".typings"' in PROJECT
