@@ -49,8 +49,8 @@ class Cost(NamedTuple):
     other_micros: float
 
 
-# Measured on the schemas of MaskBench that do not fit in an automaton, over 131,072 tokens, with `tools/bench_schemas.py --backend NAME`:
-# processor time at p50, and masks at p99. tools/results/maskbench-*.json has the figures.
+# From a profile of 50 schemas of MaskBench that do not fit in an automaton, over 131,072 tokens: processor time of compiling at the median,
+# and masks at p99, those of four schemas only. No record of it is kept; tools/bench_schemas.py --backend NAME measures a library.
 COSTS = {"xgrammar": Cost(3e-5, 55_000, 250), "llguidance": Cost(5e-7, 1_200, 1_300)}
 MAX_COMPILE_SECONDS = 1.0
 
