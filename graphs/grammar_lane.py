@@ -18,7 +18,7 @@ from stepgraph.graphs import drafting, stages
 from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.capture import CaptureContext, StreamEvent
-from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors
+from stepgraph.sampling.grammar.automaton.device_tables import SplitTensors, TokenTensors
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, advance, fill_next, follow
 from stepgraph.sampling.grammar.status import HostColumn
 from stepgraph.sampling.kernels import GrammarMask, advance_fill
@@ -87,6 +87,7 @@ class DeviceTables:
     buffers: StaticBuffers
     context: CaptureContext
     tokens: TokenTensors
+    split: SplitTensors | None  # with forced tokens
     shape: RoundShape
 
     def head(self) -> None:
@@ -101,6 +102,11 @@ class DeviceTables:
         b, size = self.buffers, self.shape.size
         drafts = b.row_drafts if of_last_round else b.batch_drafts[:, :size].T
         rows, images = b.batch_rows[:size], b.row_state[:, Column.IMAGE]
+        forced: tuple[Tensor | None, Tensor | None, Tensor | None, int, int] = None, None, None, 0, 0
+        if self.split is not None:  # no draft of this round is chosen by the masks of the last one
+            takes_forced = self.shape.proposed and first > 0 and not of_last_round
+            searched = None if of_last_round else b.batch_forced
+            forced = b.row_forced_text, self.split.token_slots, searched, int(self.split.merges), int(takes_forced)
         with self.context.stage(f"fill {name}"):
             advance_fill(
                 b.row_state,
@@ -118,6 +124,7 @@ class DeviceTables:
                 last,
                 int(fill_new),
                 int(of_last_round),
+                *forced,
             )
 
 
