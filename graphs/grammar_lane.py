@@ -16,7 +16,7 @@ from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.context import CaptureContext, StreamEvent
 from stepgraph.graphs.row_layout import Column
-from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors
+from stepgraph.sampling.grammar.automaton.device_tables import SplitTensors, TokenTensors
 from stepgraph.sampling.kernels import GrammarMask, advance_fill
 
 SIDE, HEAD = "side", "head"
@@ -83,6 +83,7 @@ class DeviceTables:
     buffers: StaticBuffers
     context: CaptureContext
     tokens: TokenTensors
+    split: SplitTensors | None  # with forced tokens
     shape: RoundShape
 
     def head(self) -> None:
@@ -97,6 +98,11 @@ class DeviceTables:
         b, size = self.buffers, self.shape.size
         drafts = b.row_drafts if of_last_round else b.batch_drafts[:, :size].T
         rows, images = b.batch_rows[:size], b.row_state[:, Column.IMAGE]
+        forced: tuple[Tensor | None, Tensor | None, Tensor | None, int, int] = None, None, None, 0, 0
+        if self.split is not None:  # no draft of this round is chosen by the masks of the last one
+            takes_forced = self.shape.proposed and first > 0 and not of_last_round
+            searched = None if of_last_round else b.batch_forced
+            forced = b.row_forced_text, self.split.token_slots, searched, int(self.split.merges), int(takes_forced)
         with self.context.stage(f"fill {name}"):
             advance_fill(
                 b.row_state,
@@ -114,6 +120,7 @@ class DeviceTables:
                 last,
                 int(fill_new),
                 int(of_last_round),
+                *forced,
             )
 
 

@@ -9,9 +9,9 @@
       wait row 1; mask, choose d_2            ... and so on to d_K
 
 A proposer drafts a whole chain in one stage instead of draft_prefill and draft_decode; if the grammar also forces tokens, one
-host node follows the chain and fills the masks of all its drafts, while the results are published. A look-up beside a draft model
-runs before draft_prefill: a row drafts the tokens of its look-up chain as long as they are legal, and the draft model's from then on.
-A key without the draft model has the look-up as its proposer. The mask that guides draft i + 1 also verifies it in the next round:
+kernel or host node follows the chain and fills the masks of all its drafts, while the results are published. A look-up beside a draft
+model runs before draft_prefill: a row drafts the tokens of its look-up chain as long as they are legal, and the draft model's from then
+on. A key without the draft model has the look-up as its proposer. The mask that guides draft i + 1 also verifies it in the next round:
 each of the K + 1 mask rows is filled once and used twice. `grammar_lane` has the side stream: one kernel per mask for grammars whose
 tables are in device memory, one host node with copies both ways for others.
 """
@@ -34,7 +34,7 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.proposed_round import ProposedRound
 from stepgraph.graphs.shapes import LONGEST, GraphKey
-from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors
+from stepgraph.sampling.grammar.automaton.device_tables import SplitTensors, TokenTensors
 from stepgraph.sampling.grammar.link.protocol import HostLink
 from stepgraph.sampling.kernels import Emission
 
@@ -50,6 +50,7 @@ class Round:
     forced_acceptance: tuple[float, ...] | None = None  # for benchmarks
     attention: AttentionChoice = OPERATION
     tables: TokenTensors | None = None  # with grammars on the device
+    split: SplitTensors | None = None  # with tokens that are forced there
     fixed: bool = True  # every round has as many drafts
 
     def step(self, key: GraphKey) -> Step:
@@ -102,14 +103,17 @@ class Round:
             drafting.store_chain(buffers, after, buffers.batch_drafts[: self.limits.num_speculative_tokens, : key.rows].T)
 
     def _lane(self, buffers: StaticBuffers, context: CaptureContext, key: GraphKey) -> GrammarLane:
-        """Batches whose grammars are all on the device need no host node; others may have rows of both kinds."""
+        """Batches whose grammars are all on the device need no host node; others may have rows of both kinds.
+
+        The device's forced tokens are written after the copy of the host's, which are -1 for its rows.
+        """
         proposed = self.models.proposer is not None or not key.draft_model
         shape = RoundShape(key.rows, self.limits.num_speculative_tokens, self.masks_drafts(buffers), self.fixed, proposed)
         sources: list[MaskSource] = []
-        if self.tables is not None:
-            sources.append(DeviceTables(buffers, context, self.tables, shape))
         if not key.device:
             sources.append(HostNodes(buffers, context, self.host, shape, self.limits.dummy_row, self.tables is not None))
+        if self.tables is not None:
+            sources.append(DeviceTables(buffers, context, self.tables, self.split, shape))
         return GrammarLane(sources, buffers, context, key.device)
 
     def masks_drafts(self, buffers: StaticBuffers) -> bool:

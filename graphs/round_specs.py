@@ -8,7 +8,7 @@ from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.sampling.grammar.status import CONTENT_FIELDS, TAG_FIELDS, HostColumn
-from stepgraph.sampling.kernels.advance import PLACE_INTS
+from stepgraph.sampling.kernels.advance import PLACE_INTS, TEXT_INTS
 from stepgraph.sampling.sampler import Param
 
 MAX_SKIPPED = 32  # tokens of rounds in which the draft model does not run, before it processes them
@@ -39,10 +39,12 @@ def skipped_specs(limits: Limits, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
     )
 
 
-def grammar_specs(limits: Limits, arena: int, depth: int) -> tuple[BufferSpec, ...]:
+def grammar_specs(limits: Limits, arena: int, depth: int, forced: bool = False) -> tuple[BufferSpec, ...]:
     """In addition to `round_specs`, for grammars on the device: `arena` int32 of images, stacks of `depth` symbols."""
     rows, places, int32 = limits.rows, limits.positions + 1, torch.int32
+    texts = (BufferSpec("row_forced_text", (rows, TEXT_INTS), int32),) if forced else ()
     return (
+        *texts,
         BufferSpec("grammar_arena", (arena,), int32),
         BufferSpec("batch_host_rows", (limits.max_rows,), torch.int64, fill=limits.dummy_row),  # batch_rows without rows on the device
         BufferSpec("batch_status", (limits.positions, limits.max_rows), torch.int64),  # of the masks that this round filled on the device

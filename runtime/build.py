@@ -48,7 +48,7 @@ from stepgraph.runtime.validate import RequestValidator
 from stepgraph.runtime.watchdog import Watchdog
 from stepgraph.sampling import kernels
 from stepgraph.sampling.fields import check_members, check_value, instance_of, optional
-from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors, token_tensors
+from stepgraph.sampling.grammar.automaton.device_tables import SplitTensors, TokenTensors, split_tensors, token_tensors
 from stepgraph.sampling.grammar.link.choose import open_host_link
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -79,17 +79,17 @@ class EngineParts:
         timed, device, proposer = self.watchdog.backend, self.backend.device, models.proposer
         check_models(models, self.backend, limits)
         saved = states_layout(target) if config.save_hidden_states else None
-        forced = forces_drafts(config, models, vocabulary)
-        no_tables = why_no_device_grammars(config, device, vocabulary, forced)
+        forced, no_tables = forces_drafts(config, models, vocabulary), why_no_device_grammars(config, device, vocabulary)
         tables = None if no_tables or vocabulary is None else token_tensors(vocabulary, device)
-        self.buffers = buffers = make_buffers(self, saved, forced, tables)
+        split = split_tensors(vocabulary, device) if tables and vocabulary and forced else None
+        self.buffers = buffers = make_buffers(self, saved, forced, tables, split)
         self.attention = attention_for(device, config, models)
         forcing = Forcing(token_table(vocabulary), buffers.forced_host) if vocabulary and forced else None
         pinned, contents = (buffers.state_host, buffers.drafts_host, buffers.masks_host, buffers.tags_host), buffers.contents_host
         self.host_link = open_host_link(config.host_link, *pinned, limits.ring_depth, forcing, config.check_masks, contents)
         self.grammars = DeviceGrammars(no_tables, config, self.host_link)
         self.compiler = config.grammar_compiler(vocabulary) if vocabulary is not None else None
-        decode_round = Round(limits, models, self.host_link, config.draft_masks, config.forced_acceptance, self.attention, tables)
+        decode_round = Round(limits, models, self.host_link, config.draft_masks, config.forced_acceptance, self.attention, tables, split)
         prompts, step_of, on_failure = Prompts(limits, models, self.attention), decode_round.step, config.on_capture_failure
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
         self.hidden_states = states = open_states(config, saved, timed, buffers)
@@ -210,7 +210,9 @@ def sharing_for(config: EngineConfig, models: ModelPair) -> PrefixSharing:
     return PrefixSharing(off, config.prefix_cache_pages, int(models.draft is not None and lookahead == 0), lookahead)
 
 
-def make_buffers(parts: EngineParts, saved: StatesLayout | None, forced: bool, tables: TokenTensors | None) -> StaticBuffers:
+def make_buffers(
+    parts: EngineParts, saved: StatesLayout | None, forced: bool, tables: TokenTensors | None, split: SplitTensors | None
+) -> StaticBuffers:
     """All static memory: of the round, of the models' caches, of saved states and grammars. Weights and token tables are constants."""
     limits, models, config, device = parts.limits, parts.models, parts.config, parts.backend.device
     candidates = (("target", models.target), ("draft", models.drafter), ("look_up", models.look_up))
@@ -231,7 +233,9 @@ def make_buffers(parts: EngineParts, saved: StatesLayout | None, forced: bool, t
         specs += skipped_specs(limits, models.target.feature_dtype)
     constants: dict[str, nn.Module | torch.Tensor] = {name: model for name, model in named.items() if isinstance(model, nn.Module)}
     if tables is not None:
-        specs += grammar_specs(limits, config.grammar_arena_bytes // INT_BYTES, config.grammar_limits.automaton_depth)
+        specs += grammar_specs(limits, config.grammar_arena_bytes // INT_BYTES, config.grammar_limits.automaton_depth, split is not None)
         constants |= tables._asdict()
+    if split is not None:
+        constants["token_slots"] = split.token_slots
     check_fit("EngineConfig", specs, device, f"; lower {LESS}")
     return StaticBuffers(specs, device, constants)

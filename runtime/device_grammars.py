@@ -70,18 +70,15 @@ class DeviceGrammars:
             self.arena.release(request.block)
 
 
-def why_no_device_grammars(config: EngineConfig, device: torch.device, vocabulary: Vocabulary | None, forced: bool) -> str:
-    """Why all grammars use the host link; empty if they can be on the device. ValueError if the config requires the device.
-
-    forced: whether grammars propose forced drafts.
-    """
-    reason = _why_not(config, device, vocabulary, forced)
+def why_no_device_grammars(config: EngineConfig, device: torch.device, vocabulary: Vocabulary | None) -> str:
+    """Why all grammars use the host link; empty if they can be on the device. ValueError if the config requires the device."""
+    reason = _why_not(config, device, vocabulary)
     if reason and config.grammar_lane == "device":
         raise ValueError(f"EngineConfig.grammar_lane: got 'device', expected 'auto' or 'host': {reason}")
     return reason
 
 
-def _why_not(config: EngineConfig, device: torch.device, vocabulary: Vocabulary | None, forced: bool) -> str:
+def _why_not(config: EngineConfig, device: torch.device, vocabulary: Vocabulary | None) -> str:
     backends = BACKENDS if config.grammar_backend == "auto" else (config.grammar_backend,)
     if config.grammar_lane == "host":
         return "EngineConfig.grammar_lane is 'host'"
@@ -89,8 +86,6 @@ def _why_not(config: EngineConfig, device: torch.device, vocabulary: Vocabulary 
         return "the engine has no vocabulary"
     if config.check_masks:
         return "EngineConfig.check_masks compares masks on the host"
-    if forced:
-        return "forced drafts are found on the host"
     if "automaton" not in backends:
         return f"grammar_backend {config.grammar_backend!r} compiles no automata"
     if device.type == "cuda":

@@ -103,11 +103,21 @@ def _grammar_variants() -> list[Variant]:
     """As launched for 131,072 tokens, and for a mask whose rows have no common alignment."""
     from stepgraph.sampling.kernels.triton import advance
 
-    types = [*["*i64"] * 4, "*i32", "*u8", *["*i32"] * 6, "*i64", "*i64", *["i32"] * 13]
+    types = [*["*i64"] * 4, "*i32", "*u8", *["*i32"] * 6, "*i64", "*i64", "*i32", "*i64", "*i64", *["i32"] * 15]
     found = []
-    for new, aligned in ((True, True), (False, True), (False, False)):
-        constants = {"FILL_NEW": new, "BY_ROW": new, "ALIGNED": aligned, "WORDS": advance.WORDS, "LANES": advance.LANES}
+    tiles = {"WORDS": advance.WORDS, "LEGAL_WORDS": advance.LEGAL_WORDS, "LANES": advance.LANES}
+    for new, aligned, follows, forces, merges in (
+        (True, True, False, False, False),
+        (False, True, False, False, False),
+        (False, False, False, False, False),
+        (True, True, True, False, False),
+        (False, True, True, True, True),
+        (False, False, True, True, False),
+    ):
+        constants = {"FILL_NEW": new, "BY_ROW": new, "FOLLOWS": follows, "FORCES": forces, "MERGES": merges, "TAKES_FORCED": forces}
+        constants |= {"ALIGNED": aligned, **tiles}
         label = f"advance_rows {'new and ' if new else ''}{'aligned' if aligned else 'any width'}"
+        label += f", forced by {'merging' if merges else 'longest match'}" if forces else ", after forced ones" if follows else ""
         variant = _variant(label, advance.advance_rows, types, constants, advance.WARPS)
         found.append(variant._replace(registers=advance.REGISTERS))
     return found

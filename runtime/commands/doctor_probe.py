@@ -82,7 +82,7 @@ def grammar_lane() -> dict[str, str]:
     from stepgraph.runtime.device_grammars import why_no_device_grammars
 
     config, device = EngineConfig(), "cuda:0" if torch.cuda.is_available() else "cpu"
-    reason = why_no_device_grammars(config, torch.device(device), Vocabulary.printable(), forced=False)
+    reason = why_no_device_grammars(config, torch.device(device), Vocabulary.printable())
     return {"auto": f"host, {reason}" if reason else "device"}
 
 

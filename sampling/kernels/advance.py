@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling.grammar.automaton.library import IMAGE_VERSION, MOVE_INTS, SPECIAL, Field
+from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, ForcedText, TokenTable, first_slot, text_key
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn, MaskStatus
 from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
 from stepgraph.sampling.kernels.operation import Contiguous, operation
@@ -21,6 +22,9 @@ ENDED, TOO_DEEP = -1, -2  # in place of a state: a stop token ended the text; it
 PLACE_INTS = 8
 HEADER_INTS = Field.CROSS + 1
 COUNTERS = 3
+TEXT_COLUMNS = 3  # of row_forced_text: start, size, count; then the tokens, and as bytes their ends and the text: forced_text of forced.h
+TEXT_INTS = TEXT_COLUMNS + FORCED_BYTES + 2 * FORCED_BYTES // 4
+FORCED_PUSHES = 64  # symbols that a forced text pushes at most
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -35,7 +39,7 @@ class PlaceColumn(IntEnum):
 
 
 def _outputs(state: Tensor, images: Tensor, rows: Tensor, drafts: Tensor, *others: Any) -> None:
-    *_, places, stacks, masks, tags, statuses, first, last, _, by_row = others
+    *_, places, stacks, masks, tags, statuses, first, last, _, by_row, texts, slots, forced, _, takes_forced = others
     num_rows, positions, _ = masks.shape
     assert places.shape == (num_rows, positions + 1, PLACE_INTS), f"row_places {places.shape}, row_masks {masks.shape}"
     assert stacks.shape[:2] == (num_rows, positions + 1), f"row_stacks {stacks.shape}, row_masks {masks.shape}"
@@ -43,18 +47,24 @@ def _outputs(state: Tensor, images: Tensor, rows: Tensor, drafts: Tensor, *other
     assert statuses.shape[0] == positions and statuses.shape[1] >= len(rows), f"batch_status {statuses.shape}, rows {rows.shape}"
     assert drafts.shape[1] == positions - 1 and len(drafts) >= (num_rows if by_row else len(rows)), f"drafts {drafts.shape}"
     assert 0 <= first <= last < positions, f"first {first}, last {last}, row_masks {masks.shape}"
+    assert (texts is None) is (slots is None) and (texts is None or texts.shape == (num_rows, TEXT_INTS)), "row_forced_text"
+    assert forced is not None or not takes_forced, "takes_forced without batch_forced"
+    assert forced is None or (texts is not None and len(forced) == positions - 1 and forced.shape[1] >= len(rows)), f"forced {forced.shape}"
 
 
 def _in_c(state: Tensor, images: Tensor, rows: Tensor, drafts: Tensor, *others: Any) -> bool:
-    arena, text, starts, plain, stops, places, stacks, masks, tags, statuses, *_ = others
+    arena, text, starts, plain, stops, places, stacks, masks, tags, statuses, _, _, _, _, *forcing, _, _ = others
     numbers = state.dtype is images.dtype is drafts.dtype is torch.int64
     tables = is_contiguous(torch.int32, arena, starts, plain, stops, places, stacks, masks)
-    return numbers and tables and is_contiguous(torch.int64, rows, tags, statuses) and is_contiguous(torch.uint8, text)
+    texts, slots, forced = forcing
+    forces = texts is None or (is_contiguous(torch.int32, texts) and is_contiguous(torch.int64, slots))
+    forces = forces and (forced is None or is_contiguous(torch.int64, forced))
+    return numbers and tables and forces and is_contiguous(torch.int64, rows, tags, statuses) and is_contiguous(torch.uint8, text)
 
 
 @operation(
     _outputs,
-    writes=("row_places", "row_stacks", "row_masks", "row_tags", "batch_status"),
+    writes=("row_places", "row_stacks", "row_masks", "row_tags", "batch_status", "row_forced_text", "batch_forced"),
     triton=True,
     c=CKernel("advance_fill", _in_c),
 )
@@ -77,6 +87,11 @@ def advance_fill(
     last: int,
     fill_new: int = 0,
     by_row: int = 0,
+    row_forced_text: Tensor | None = None,
+    token_slots: Tensor | None = None,
+    batch_forced: Tensor | None = None,
+    merges: int = 0,
+    takes_forced: int = 0,
 ) -> None:
     """Masks `first` to `last` of every row that has an image, as the host link writes them with the matcher of that image.
 
@@ -94,21 +109,86 @@ def advance_fill(
     is OK. A draft that is not legal gives an ILLEGAL tag; any other mask that cannot be filled gets a tag without owner, as do the
     masks of a row that is not running. A text that nests deeper than IMAGE_DEPTH has the status FAULT; if it was a draft that did,
     the row continues without it. fill_new: also mask 0, before the others, of rows that do not have it yet.
+
+    With forced tokens: row_forced_text [R, TEXT_INTS] int32, the forced text of each row as matchers.forced.ForcedText keeps it;
+    token_slots [n, 2] int64, merges: of the vocabulary's TokenTable. batch_forced [K, >= B] int64: gets the token that is forced
+    after each of these masks, -1 where none is, of rows with an image; None: no forced text is searched. takes_forced: a token that
+    is forced after mask i - 1 replaces draft i.
     """
     written = (row_places, row_stacks, row_masks, row_tags, batch_status)
     inputs = (state, images, rows, drafts, arena, token_text, token_starts, plain_rows, stop_words)
     with torch._C.DisableTorchFunction():  # a tape checks the calls of a step, not those of an operation
         states, offsets, batch, tokens, ints, *tables = (tensor.cpu().numpy() for tensor in inputs)
         arrays = [tensor.cpu().numpy() for tensor in written]
+        texts, slots, forced = (None if each is None else each.cpu().numpy() for each in (row_forced_text, token_slots, batch_forced))
         for slot, row in enumerate(batch.tolist()):
             offset, (*by_row_arrays, statuses) = int(offsets[row]), arrays
             statuses[first : last + 1, slot] = MaskStatus.NONE
             if 0 < offset <= len(ints) - HEADER_INTS and ints[offset] == IMAGE_VERSION:
                 one = _Row(states[row], ints[offset:], *tables, *(array[row] for array in by_row_arrays))
+                if texts is not None and slots is not None:
+                    table = _Tokens(tables[0], tables[1], slots, bool(merges))
+                    one.forced = _Forced(texts[row], table, None if forced is None else forced[:, slot], bool(takes_forced))
                 one.run(tokens[row if by_row else slot], first, last, bool(fill_new))
                 statuses[first : last + 1, slot] = one.tags[first : last + 1, 3]
-        for tensor, array in zip(written, arrays, strict=True):
-            tensor.copy_(torch.from_numpy(array))
+        for tensor, array in zip((*written, row_forced_text, batch_forced), (*arrays, texts, forced), strict=True):
+            if tensor is not None and array is not None:
+                tensor.copy_(torch.from_numpy(array))
+
+
+class _Tokens(TokenTable):
+    """The token table of a vocabulary in device memory."""
+
+    def __init__(self, text: npt.NDArray[np.uint8], starts: Ints, slots: Longs, merges: bool) -> None:
+        self.bytes, self.starts, self.slots, self.merges = text, starts, slots, merges
+        self.num_tokens, self.longest = len(starts) - 1, FORCED_BYTES
+
+    def find(self, text: bytes) -> int:
+        key = text_key(text)
+        slot = first_slot(key, len(self.slots))
+        while self.slots[slot, 1] >= 0 and self.slots[slot, 0] != key:
+            slot = (slot + 1) % len(self.slots)
+        return int(self.slots[slot, 1])
+
+
+@dataclass
+class _Forced:
+    """The forced text of one row of the reference."""
+
+    ints: Ints
+    table: TokenTable
+    tokens: Longs | None  # after each mask
+    takes: bool
+
+    @property
+    def text(self) -> ForcedText:
+        start, size, count = self.ints[:TEXT_COLUMNS].tolist()
+        raw = self.ints[TEXT_COLUMNS + FORCED_BYTES :].view(np.uint8)
+        text = raw[FORCED_BYTES : FORCED_BYTES + size].tobytes()
+        return ForcedText(start, text, self.ints[TEXT_COLUMNS : TEXT_COLUMNS + count].tolist(), raw[:count].tolist())
+
+    @text.setter
+    def text(self, kept: ForcedText) -> None:
+        count, raw = len(kept.tokens), self.ints[TEXT_COLUMNS + FORCED_BYTES :].view(np.uint8)
+        self.ints[:TEXT_COLUMNS] = kept.start, len(kept.text), count
+        self.ints[TEXT_COLUMNS : TEXT_COLUMNS + count] = kept.tokens
+        raw[:count] = kept.ends[:count]
+        raw[FORCED_BYTES : FORCED_BYTES + len(kept.text)] = np.frombuffer(kept.text, np.uint8)
+
+    def draft(self, index: int) -> int:
+        """What replaces draft `index`; -1: nothing does."""
+        return int(self.tokens[index - 1]) if self.takes and self.tokens is not None else -1
+
+    def accepted(self, position: int, token: int) -> None:
+        text = self.text
+        text.accepted(position, token)
+        self.text = text
+
+    def propose(self, index: int, position: int, row: _Row) -> None:
+        if self.tokens is not None and index < len(self.tokens):
+            text = self.text
+            self.tokens[index] = text.propose(position, row.masks[index], self.table, _At(row, row._load(position)))
+            self.text = text
 
 
 @dataclass
@@ -138,17 +218,22 @@ class _Row:
     stacks: Ints
     masks: Ints
     tags: Longs
+    forced: _Forced | None = None
 
     def run(self, drafts: Longs, first: int, last: int, fill_new: bool) -> None:
         running = self.state[HostColumn.FINISH] == FinishCode.RUNNING and self.image[Field.DEPTH] <= self.stacks.shape[1]
+        if self.forced and self.forced.tokens is not None:
+            self.forced.tokens[first : last + 1] = -1
         if running and fill_new and not self._is_filled(self._generated, 0):
             self._commit()
         for index in range(first, last + 1):
+            forced = self.forced.draft(index) if self.forced and index else -1
+            token = int(drafts[index - 1]) if index and forced < 0 else forced
             if running and index == 0:
                 self._commit()
-            elif not running or drafts[index - 1] < 0 or not self._is_open(self._generated, index - 1):
+            elif not running or token < 0 or not self._is_open(self._generated, index - 1):
                 self.tags[index] = (0, 0, index, MaskStatus.NONE)
-            elif self._step(self._generated + index - 1, index - 1, int(drafts[index - 1])):
+            elif self._step(self._generated + index - 1, index - 1, token):
                 self._fill(index)
             else:
                 self._tag(index, MaskStatus.ILLEGAL)
@@ -177,6 +262,8 @@ class _Row:
         elif self._generated == 0:
             counters = self.image[Field.START_COUNTERS : Field.START_COUNTERS + COUNTERS].tolist()
             self._store(0, _Place(int(self.image[Field.START]), counters, []))
+            if self.forced:
+                self.forced.text = ForcedText()
         else:
             emitted = self._generated - before
             legal = 0 < emitted <= len(self.masks) and self._is_open(before, emitted - 1)
@@ -211,6 +298,8 @@ class _Row:
             except _TooDeepError:
                 place.state = TOO_DEEP
         self._store(tokens + 1, place)
+        if self.forced:
+            self.forced.accepted(tokens, token)
         return True
 
     def _at(self, table: Field, index: int) -> int:
@@ -219,24 +308,48 @@ class _Row:
     def _follow(self, place: _Place, token: int) -> bool:
         """Read the bytes of a token; False if they are not legal, or if there are none."""
         text = self.text[self.starts[token] : self.starts[token + 1]].tolist()
-        kept = len(place.stack)  # symbols that the token has not popped
+        return bool(text) and self._read(place, text, len(place.stack), int(self.image[Field.PUSHES])) is not None
+
+    def _read(self, place: _Place, text: list[int], kept: int, pushes: int) -> int | None:
+        """Read bytes that push at most `pushes` symbols. Of the stack before a text, `kept` symbols were not popped; returns how many
+        are not popped now. None if the bytes are not legal."""
         for byte in text:
-            entry = self._at(Field.NEXT, place.state * int(self.image[Field.CLASSES]) + self._at(Field.CLASS_OF, byte))
+            entry = self._next(place.state, self._at(Field.CLASS_OF, byte))
             if entry < 0:
-                return False
+                return None
             if entry < SPECIAL:
                 place.state = entry
-            elif not self._move(place, entry - SPECIAL, kept):
-                return False
+            elif not self._move(place, entry - SPECIAL, kept, pushes):
+                return None
             while (finish_set := self._at(Field.LEAVE, place.state)) >= 0:
                 symbol = place.stack.pop()
                 kept = min(kept, len(place.stack))
                 place.state = self._at(Field.RETURN, finish_set * int(self.image[Field.SYMBOLS]) + symbol)
                 if place.state < 0:
-                    return False
-        return bool(text)
+                    return None
+        return kept
 
-    def _move(self, place: _Place, index: int, kept: int) -> bool:
+    def _next(self, state: int, byte_class: int) -> int:
+        return self._at(Field.NEXT, state * int(self.image[Field.CLASSES]) + byte_class)
+
+    def only_bytes(self, place: _Place) -> bytes:
+        """The bytes that must come next."""
+        text, kept = bytearray(), len(place.stack)
+        while len(text) < FORCED_BYTES and place.state >= 0 and self._at(Field.LEAVE, place.state) == -1:
+            legal = [each for each in range(int(self.image[Field.CLASSES])) if self._next(place.state, each) >= 0]
+            if len(legal) != 1 or (byte := self._at(Field.BYTE_OF, legal[0])) < 0:
+                break
+            try:
+                read = self._read(place, [byte], kept, FORCED_PUSHES)
+            except _TooDeepError:
+                break
+            if read is None:
+                break
+            kept = read
+            text.append(byte)
+        return bytes(text)
+
+    def _move(self, place: _Place, index: int, kept: int, pushes: int) -> bool:
         """A move that does more than enter a state."""
         start = int(self.image[Field.MOVES]) + index * MOVE_INTS
         target, push, counter, last_target, *pairs = self.image[start : start + MOVE_INTS].tolist()
@@ -249,7 +362,7 @@ class _Row:
             if which >= 0:
                 place.counters[which] = value
         if push >= 0:
-            if len(place.stack) - kept >= self.image[Field.PUSHES]:
+            if len(place.stack) - kept >= pushes:
                 return False
             if len(place.stack) >= self.image[Field.DEPTH]:
                 raise _TooDeepError
@@ -277,9 +390,22 @@ class _Row:
                 mask[token // 32] |= np.uint32(1 << token % 32).astype(np.int32)
                 status = MaskStatus.OK
         self._tag(index, status)
+        if self.forced and status == MaskStatus.OK:
+            self.forced.propose(index, self._generated + index, self)
 
     def _crossing(self, state: int) -> list[int]:
         """The tokens whose legality depends on the stack."""
         if not self.image[Field.SYMBOLS]:
             return []
         return [self._at(Field.CROSS, at) for at in range(self._at(Field.CROSS_START, state), self._at(Field.CROSS_START, state + 1))]
+
+
+@dataclass
+class _At:
+    """A place as the matcher of a forced text."""
+
+    row: _Row
+    place: _Place
+
+    def forced_bytes(self) -> bytes:
+        return self.row.only_bytes(self.place)

@@ -26,7 +26,7 @@ def schema_type(hint: Any, alias: str) -> str:
     (plain,) = (part for part in parts if part is not type(None))
     base = typing.get_args(plain)[0] if typing.get_origin(plain) is Annotated else plain
     kind = {Tensor: "Tensor", float: "float", torch.dtype: "ScalarType"}.get(base, "int")
-    return f"{kind}({alias}!)" if alias else kind + "?" * (type(None) in parts)
+    return (f"{kind}({alias}!)" if alias else kind) + "?" * (type(None) in parts)
 
 
 def count_tensors(returned: Any) -> int:

@@ -41,10 +41,10 @@ def test_round_replays_as_eager_for_every_key(backend: TapeBackend, k: int, draf
 
 
 @pytest.mark.skipif(bool(c_library.why_not()), reason=c_library.why_not())
-@pytest.mark.parametrize(("k", "draft_masks"), [(0, True), (3, True), (3, False)])
-def test_rounds_with_grammars_on_the_device_replay_as_eager(backend: TapeBackend, k: int, draft_masks: bool) -> None:
+@pytest.mark.parametrize(("k", "draft_masks", "forced"), [(0, True, False), (3, True, True), (3, False, False)])
+def test_rounds_with_grammars_on_the_device_replay_as_eager(backend: TapeBackend, k: int, draft_masks: bool, forced: bool) -> None:
     """Batches with grammars on the device, on the host or both."""
-    bench = RoundBench(backend, k, draft_masks, device_grammars=True)
+    bench = RoundBench(backend, k, draft_masks, forced_drafts=forced, device_grammars=True)
     for device, sampled in itertools.product((False, True), (False, True)):
         step = bench.round.step(GraphKey(4, True, sampled, device))
         bench.compare(step, 6, (lambda: None) if device else functools.partial(bench.push_batch, 4))

@@ -15,10 +15,11 @@ from stepgraph.sampling.grammar.automaton.arena import ALIGNMENT
 from stepgraph.sampling.grammar.automaton.device_tables import token_tensors
 from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar
 from stepgraph.sampling.grammar.automaton.library import Field
-from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostStep, MatcherRow, advance, fill_next
+from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostStep, MatcherRow, advance, fill_next, follow
 from stepgraph.sampling.grammar.link.python import PythonLink
+from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn, MaskStatus
-from stepgraph.sampling.kernels.advance import PLACE_INTS
+from stepgraph.sampling.kernels.advance import PLACE_INTS, TEXT_INTS
 
 Program = Callable[..., None]  # takes the arguments of advance_fill
 BRACKETS = frozenset(b'{}[]()"')
@@ -68,17 +69,26 @@ class World:
     """Rows in random rounds. Every second row has a grammar; one that finishes is inert for some rounds, then it gets another request.
 
     Every program has its own copy of what the operation writes. After each call all copies are equal, and equal to what a host link
-    has written with matchers. Drafts are chosen under masks if the seed is even.
+    has written with matchers. Drafts are chosen under masks if the seed is even; with `forced`, many of them are those that the grammar
+    forces, and if the seed is a multiple of 4, these replace a proposed chain.
     """
 
-    def __init__(self, grammars: Sequence[AutomatonGrammar], slots: int, drafts: int, seed: int, programs: Sequence[Program]) -> None:
+    def __init__(
+        self,
+        grammars: Sequence[AutomatonGrammar],
+        slots: int,
+        drafts: int,
+        seed: int,
+        programs: Sequence[Program],
+        forced: bool = False,
+    ) -> None:
         self.masked = drafts > 0 and seed % 2 == 0
         self.grammars, self.slots, self.drafts, self.programs = grammars, slots, drafts, programs
         self.draw, positions, words = Random(seed), drafts + 1, grammars[0].vocabulary.mask_words
         self.counts = Counter[MaskStatus]()  # of the tags that were compared
         arena, self.offsets = arena_of(grammars)
         self.tables = (arena, *token_tensors(grammars[0].vocabulary, torch.device("cpu")))
-        made = torch.Generator().manual_seed(seed)
+        made = self.made = torch.Generator().manual_seed(seed)
 
         def noise(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.randint(-(2**31), 2**31 - 1, shape, generator=made).to(dtype)
@@ -98,7 +108,16 @@ class World:
         self.host_state, self.host_drafts = torch.zeros(slots, len(HostColumn), dtype=torch.int64), torch.full((drafts, slots), -1)
         self.masks = torch.zeros(positions, slots, words, dtype=torch.int32)
         self.tags = torch.zeros(positions, slots, TAG_FIELDS, dtype=torch.int64)
-        self.link = PythonLink(self.host_state, self.host_drafts, self.masks, self.tags)
+        self.forced_host, self.num_forced = torch.full((drafts, slots), -1), 0
+        self.texts, self.forced, forcing = [None for _ in programs], [None for _ in programs], None
+        self.split: tuple[Tensor | None, int] = None, 0
+        if forced:
+            table = token_table(grammars[0].vocabulary)
+            forcing, self.split = Forcing(table, self.forced_host), (torch.from_numpy(table.slots), int(table.merges))
+            self.texts = [noise(slots + 1, TEXT_INTS) for _ in programs]
+            self.forced = [torch.full((drafts, slots + 1), -1) for _ in programs]
+        self.proposed = forced and seed % 4 == 0
+        self.link = PythonLink(self.host_state, self.host_drafts, self.masks, self.tags, forcing=forcing)
         self.requests: dict[int, Request] = {}
         self.owner = 0
         for row in self.rows.tolist():
@@ -119,9 +138,15 @@ class World:
         self.emit()
         self.call([COMMIT], 0, 0)
         chains = self.chains()
+        if self.proposed and last > 1:
+            self.batch_drafts.copy_(chains.T)
+            self.call([follow(index) for index in range(1, last)], 1, last - 1)
         for index in range(1, last + 1):
+            forced = self.forced_host[index - 1]
+            replaced = (forced >= 0) & (self.proposed | (torch.rand(len(forced), generator=self.made) < 0.7))
+            chains[:, index - 1] = torch.where(replaced, forced, chains[:, index - 1])
             self.batch_drafts[index - 1] = chains[:, index - 1]
-            if index < last:
+            if index < last and not self.proposed:
                 self.call([advance(index)], index, index)
         self.link.node([END_ROUND])()
         self.row_drafts[self.rows] = chains
@@ -146,14 +171,27 @@ class World:
         self.host_drafts.copy_(self.row_drafts[self.rows].T if by_row else self.batch_drafts)
         self.link.node(steps)()
         before = [tensor.clone() for tensor in self.written[0]]
-        for program, written in zip(self.programs, self.written, strict=True):
-            program(self.state, self.state[:, -1], self.rows, drafts, *self.tables, *written, first, last, int(new), int(by_row))
+        slots, merges = self.split
+        for program, written, text, forced in zip(self.programs, self.written, self.texts, self.forced, strict=True):
+            forcing = text, slots, None if by_row else forced, merges, int(self.proposed and first > 0 and not by_row)
+            program(self.state, self.state[:, -1], self.rows, drafts, *self.tables, *written, first, last, int(new), int(by_row), *forcing)
+        compared = range(5) if slots is None else (0, 2, 3, 4)  # a program may use the stack of a place that is not in use
         for other in self.written[1:]:
-            assert all(map(torch.equal, self.written[0], other))
+            assert all(torch.equal(self.written[0][each], other[each]) for each in compared)
+        if slots is not None and not by_row:
+            self.compare_forced(range(first, last + 1))
         for row in range(self.slots + 1):
             if self.state[row, -1] == 0 or row not in self.rows:
                 assert all(torch.equal(now[row], then[row]) for now, then in zip(self.written[0][:4], before[:4], strict=True))
         self.compare(range(first, last + 1))
+
+    def compare_forced(self, filled: range) -> None:
+        on_device = self.state[self.rows, -1] > 0
+        for forced in self.forced:
+            assert torch.equal(
+                forced[filled.start : filled.stop, : self.slots][:, on_device], self.forced_host[filled.start : filled.stop][:, on_device]
+            )
+        self.num_forced += int((self.forced_host[filled.start : filled.stop] >= 0).sum())
 
     def compare(self, filled: range) -> None:
         masks, tags, statuses = self.written[0][2:]

@@ -235,7 +235,6 @@ def test_grammars_that_the_device_does_not_follow_use_the_host(monkeypatch: pyte
     [
         ({"check_masks": True}, "EngineConfig.check_masks compares masks on the host"),
         ({"grammar_backend": "xgrammar"}, "grammar_backend 'xgrammar' compiles no automata"),
-        ({"forced_drafts": True}, "forced drafts are found on the host"),
     ],
 )
 def test_lane_that_is_not_possible_is_refused_or_noted(changes: dict[str, Any], reason: str) -> None:

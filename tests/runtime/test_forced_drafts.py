@@ -57,6 +57,7 @@ def config_of(k: int, **options: Any) -> EngineConfig:
         "prefill_chunk": 8,
         "backend": "tape",
         "compile_isolation": "none",
+        "grammar_lane": "host",
     }
     return EngineConfig(num_speculative_tokens=k, draft_length=k, **{**sizes, **options})
 
@@ -296,6 +297,8 @@ SOURCES: dict[str, Source] = {
     "ngram 4": ("ngram", 4, {"host_link": "python"}),
     "model 2": (ToyDraft(TARGET, 0.6), 2, {"host_link": "python", "look_up": 1}),
     "model 4": (ToyDraft(TARGET, 0.6), 4, {"host_link": "auto", "look_up": 2}),
+    "device ngram 3": ("ngram", 3, {"grammar_lane": "device"}),
+    "device model 4": (ToyDraft(TARGET, 0.6), 4, {"grammar_lane": "device", "look_up": 2}),
 }
 
 
@@ -351,6 +354,33 @@ def test_engine_with_forced_drafts_only() -> None:
     drawn = [made.generate([7, 1], constraint=ORDER, **sampled) for _ in range(2)]
     assert drawn[0].tokens == drawn[1].tokens and drawn[0].num_accepted_drafts > 0
     made.close()
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("k", "draft"),
+    [(1, "forced"), (4, "forced"), (3, "ngram"), (4, ToyDraft(TARGET, 0.6)), (6, noise(len(VOCABULARY.tokens)))],
+    ids=["forced 1", "forced 4", "ngram 3", "model 4", "noise 6"],
+)
+def test_device_forces_the_drafts_of_the_host(k: int, draft: Any) -> None:
+    """Alone and beside rows on the host, greedy and sampled: same tokens, and the same drafts in every round."""
+    found = []
+    for lane in ("device", "host"):
+        made = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config_of(k, forced_drafts=True, grammar_lane=lane))
+        nodes = [(key.device, len(report.host_nodes)) for key, report in made.capture().keys if key.constrained]
+        assert (True, 0) in nodes or lane == "host"
+        check(run(made))
+        sampled: dict[str, Any] = {"sampling": SamplingParams(temperature=0.9, seed=5), "max_new_tokens": 32}
+        jobs = [made.submit([7, index, 1], constraint=constraint, **sampled) for index, constraint in enumerate(CONSTRAINTS)]
+        events = [(event.job_id, event.tokens, event.drafts) for event in made.stream()]
+        device = [job for job in jobs if job.grammar_lane == "device"]
+        assert len(device) == (4 if lane == "device" else 0)
+        alone = made.generate([7, 1], constraint=ORDER, **sampled)
+        stats = made.stats()
+        assert stats.drafts.accepted_forced > 0
+        found.append((sorted(events, key=lambda event: event[0]), alone.tokens, alone.rounds, stats.drafts))
+        made.close()
+    assert found[0] == found[1]
 
 
 def test_forced_drafter_without_masks_raises() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling.grammar.automaton.grammar import token_table
+from stepgraph.sampling.grammar.matchers import forced
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 
@@ -20,6 +21,18 @@ class TokenTensors(NamedTuple):
     token_starts: Tensor  # [tokens + 1] int32
     plain_rows: Tensor  # [n, words] int32
     stop_words: Tensor  # [words] int32
+
+
+class SplitTensors(NamedTuple):
+    """With what a device splits text into tokens: of the vocabulary's `forced.TokenTable`."""
+
+    token_slots: Tensor  # [n, 2] int64
+    merges: bool
+
+
+def split_tensors(vocabulary: Vocabulary, device: torch.device) -> SplitTensors:
+    table = forced.token_table(vocabulary)
+    return SplitTensors(torch.from_numpy(table.slots).to(device), table.merges)
 
 
 def token_tensors(vocabulary: Vocabulary, device: torch.device) -> TokenTensors:

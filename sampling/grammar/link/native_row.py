@@ -83,5 +83,5 @@ class NativeRow:
 
 def token_struct(table: TokenTable) -> Any:
     """Borrows the arrays of the table."""
-    arrays = {name: getattr(table, name).ctypes.data for name in ("texts", "starts", "ids", "text_index", "buckets", "singles")}
-    return structs.token_table(**arrays, num_tokens=table.num_tokens, longest=table.longest, merges=table.merges)
+    arrays = {"text": table.bytes.ctypes.data, "starts": table.starts.ctypes.data, "slots": table.slots.ctypes.data}
+    return structs.token_table(**arrays, num_tokens=table.num_tokens, num_slots=len(table.slots), merges=table.merges)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -26,6 +26,8 @@ SAMPLE = 1000  # texts of a vocabulary that are examined for merges
 MERGED_SHARE = 0.9
 MAX_LEGAL = 64  # a position with more legal tokens is not forced: they cannot all be prefixes of one text
 
+KEY_FACTOR = 0x9E3779B97F4A7C15  # of the keys of texts; odd
+
 Int32s = npt.NDArray[np.int32]
 _tables: weakref.WeakKeyDictionary[Vocabulary, TokenTable] = weakref.WeakKeyDictionary()
 
@@ -37,33 +39,31 @@ class ForcingMatcher(Protocol):
     def forced_bytes(self) -> bytes: ...
 
 
-def forced_bytes(matcher: Matcher) -> bytes:
+def forced_bytes(matcher: Matcher | ForcingMatcher) -> bytes:
     """The bytes that must come next, as far as the matcher can report them. Leaves the matcher unchanged."""
     return matcher.forced_bytes() if isinstance(matcher, ForcingMatcher) else b""
 
 
 class TokenTable:
-    """The texts of a vocabulary in sorted order, for look-up by bytes. The native link reads the same arrays."""
+    """The texts of a vocabulary, for look-up by id and by text. The native link and devices read the same arrays.
+
+    bytes, starts: of all tokens; tokens that are not text have none. slots [n, 2]: a hash table with open addressing, n a power of
+    two: the `text_key` and the token of each text; -1 in a free slot.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        token_of: dict[bytes, int] = {}
-        for token_id, token in enumerate(vocabulary.tokens):
+        tokens = vocabulary.for_llguidance[: len(vocabulary.tokens)]
+        self.token_of: dict[bytes, int] = {}
+        for token_id, token in enumerate(tokens):
             # Of two tokens with the same text the first one is the result of merging. Of a single byte it may be a fallback, <0x41>.
-            if token_id not in vocabulary.non_text_ids and (len(token) == 1 or token not in token_of):
-                token_of[token] = token_id
-        texts = sorted(token_of)
-        index_of = {text: index for index, text in enumerate(texts)}
-        non_text = vocabulary.non_text_ids
-        self.token_of = token_of
-        self.texts: npt.NDArray[np.uint8] = np.frombuffer(b"".join(texts), np.uint8)
-        self.starts = np.cumsum([0, *map(len, texts)], dtype=np.int32)
-        self.ids = np.array([token_of[text] for text in texts], np.int32)
-        self.text_index = np.array([-1 if i in non_text else index_of[token] for i, token in enumerate(vocabulary.tokens)], np.int32)
-        self.buckets = _buckets(self.texts, self.starts)
-        self.singles = np.array([token_of.get(bytes([byte]), -1) for byte in range(256)], np.int32)
-        self.num_tokens = len(vocabulary.tokens)
-        self.longest = max(map(len, texts), default=0)
-        self.merges = self._has_merges(texts)
+            if token and (len(token) == 1 or token not in self.token_of):
+                self.token_of[token] = token_id
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(b"".join(tokens) + b"\0", np.uint8)
+        self.starts = np.cumsum([0, *map(len, tokens)], dtype=np.int32)
+        self.slots = _slots(self.token_of)
+        self.num_tokens = len(tokens)
+        self.longest = max(map(len, tokens))
+        self.merges = self._has_merges(sorted(self.token_of))
 
     def _has_merges(self, texts: Sequence[bytes]) -> bool:
         """Whether nearly all longer texts are the concatenation of two others, as after byte-pair encoding."""
@@ -73,20 +73,23 @@ class TokenTable:
         return merged >= MERGED_SHARE * len(sample)
 
     def text(self, token_id: int) -> bytes:
-        index = int(self.text_index[token_id])
-        return self.texts[self.starts[index] : self.starts[index + 1]].tobytes()
+        return self.bytes[self.starts[token_id] : self.starts[token_id + 1]].tobytes()
+
+    def find(self, text: bytes) -> int:
+        """The token with this text, -1 if there is none."""
+        return self.token_of.get(text, -1)
 
     def split(self, text: bytes) -> list[int]:
         """The tokens of a text; empty if one of its bytes has no token of its own."""
-        if any(self.singles[byte] < 0 for byte in text):
+        if any(self.find(bytes([byte])) < 0 for byte in text):
             return []
         return self._split_merged(text) if self.merges else self.split_longest(text)
 
     def split_longest(self, text: bytes) -> list[int]:
         """The longest token at each position, up to the first byte that no token begins with."""
         tokens = []
-        while size := next((size for size in range(min(len(text), self.longest), 0, -1) if text[:size] in self.token_of), 0):
-            tokens.append(self.token_of[text[:size]])
+        while size := next((size for size in range(min(len(text), self.longest), 0, -1) if self.find(text[:size]) >= 0), 0):
+            tokens.append(self.find(text[:size]))
             text = text[size:]
         return tokens
 
@@ -96,24 +99,41 @@ class TokenTable:
         After byte-pair encoding, token ids are in the order of the merges, so within a word this is the tokenizer's result.
         """
         parts = [bytes([byte]) for byte in text]
-        pairs = [self.token_of.get(left + right) for left, right in itertools.pairwise(parts)]
-        while any(pair is not None for pair in pairs):
-            index = min((pair, index) for index, pair in enumerate(pairs) if pair is not None)[1]
+        pairs = [self.find(left + right) for left, right in itertools.pairwise(parts)]
+        while legal := [(pair, index) for index, pair in enumerate(pairs) if pair >= 0]:
+            index = min(legal)[1]
             parts[index : index + 2] = [parts[index] + parts[index + 1]]
             del pairs[index]
             for changed in (index - 1, index):
                 if 0 <= changed < len(pairs):
-                    pairs[changed] = self.token_of.get(parts[changed] + parts[changed + 1])
-        return [self.token_of[part] for part in parts]
+                    pairs[changed] = self.find(parts[changed] + parts[changed + 1])
+        return [self.find(part) for part in parts]
 
 
-def _buckets(texts: npt.NDArray[np.uint8], starts: Int32s) -> Int32s:
-    """[65537] index of the first text that starts with a given pair of bytes, or of the first text sorted after it."""
-    firsts, single = texts[starts[:-1]].astype(np.int64) << 8, np.diff(starts) == 1
-    seconds = texts[np.minimum(starts[:-1] + 1, len(texts) - 1)]
-    counts = np.bincount((firsts | seconds)[~single], minlength=1 << 16)
-    singles = np.bincount(firsts[single], minlength=1 << 16)  # sorted before all longer texts with the same first byte
-    return np.concatenate([np.cumsum(counts + singles) - counts, [len(single)]]).astype(np.int32)
+def text_key(text: bytes) -> int:
+    """Of `slots`, as an int64. The slot follows from the upper bits."""
+    key = sum((byte + 1) * pow(KEY_FACTOR, index + 1, 1 << 64) for index, byte in enumerate(text)) % (1 << 64)
+    return key - (key >> 63 << 64)
+
+
+def first_slot(key: int, slots: int) -> int:
+    return key % (1 << 64) >> 65 - slots.bit_length()
+
+
+def _slots(token_of: Mapping[bytes, int]) -> npt.NDArray[np.int64]:
+    text, lengths = np.frombuffer(b"".join(token_of), np.uint8), np.array([*map(len, token_of)])
+    starts, powers = np.cumsum(lengths) - lengths, np.full(lengths.max(initial=1), KEY_FACTOR, np.uint64).cumprod(dtype=np.uint64)
+    weighted = (text.astype(np.uint64) + np.uint64(1)) * powers[np.arange(len(text)) - np.repeat(starts, lengths)]
+    keys = np.add.reduceat(weighted, starts).view(np.int64).tolist() if token_of else []
+    slots = np.full((1 << (2 * len(token_of) + 1).bit_length(), 2), -1, np.int64)
+    taken = set[int]()
+    for key, token in zip(keys, token_of.values(), strict=True):
+        slot = first_slot(key, len(slots))
+        while slot in taken:
+            slot = (slot + 1) % len(slots)
+        taken.add(slot)
+        slots[slot] = key, token
+    return slots
 
 
 def token_table(vocabulary: Vocabulary) -> TokenTable:
@@ -145,17 +165,15 @@ class ForcedText:
         if index < 0 or (index < len(self.tokens) and self.tokens[index] != token):
             del self.tokens[max(index, 0) :]
 
-    def propose(self, position: int, mask: Int32s, table: TokenTable, matcher: Matcher) -> int:
+    def propose(self, position: int, mask: Int32s, table: TokenTable, matcher: Matcher | ForcingMatcher) -> int:
         """The token that is forced at `position`, given its mask [words]; -1 if none is."""
         legal = _legal(mask)
         if not legal or len(legal) > MAX_LEGAL or max(legal) >= table.num_tokens:
             return -1
         if len(legal) == 1:
             return legal[0]
-        if any(table.text_index[token] < 0 for token in legal):
-            return -1
         texts = [table.text(token) for token in legal]
-        if len({text[0] for text in texts}) > 1:
+        if not all(texts) or len({text[0] for text in texts}) > 1:
             return -1
         index = position - self.start
         if not 0 <= index < len(self.tokens):
@@ -169,7 +187,7 @@ class ForcedText:
         token = self.tokens[index] if self.tokens else -1
         return token if token in legal else -1
 
-    def _look(self, position: int, matcher: Matcher) -> None:
+    def _look(self, position: int, matcher: Matcher | ForcingMatcher) -> None:
         self.looks += 1
         self.start, self.text, self.tokens, self.ends = position, b"", [], []
         self.text = bytes(forced_bytes(matcher)[:FORCED_BYTES])  # may raise: the state before it is consistent

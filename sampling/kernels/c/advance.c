@@ -3,6 +3,7 @@
 #include "native.h"
 
 #include "../../grammar/automaton/c/image.h"
+#include "../../grammar/link/c/forced.h"
 
 enum { OWNER, GENERATED, LAST_TOKEN, ACCEPTED, FINISH }; /* columns of the rows' state, as in status.py */
 enum { PLACE_INTS = 8 };
@@ -14,13 +15,21 @@ typedef struct {
     int32_t *places, *stacks, *masks; /* [rows, ring, PLACE_INTS], [rows, ring, room], [rows, positions, words] */
     int64_t *tags; /* [rows, positions, TAG_FIELDS] */
     int64_t ring, room, positions;
+    forced_text *texts; /* [rows]; NULL: without forced tokens */
+    token_table table;
+    int64_t *forced, forced_step; /* [positions - 1, slots]; NULL: they are followed and not searched */
 } advance_call;
 
 typedef struct {
     const advance_call *call;
     const int32_t *image;
-    int64_t row, owner, generated;
+    int64_t row, owner, generated, *forced;
 } advance_row;
+
+typedef struct {
+    const advance_row *row;
+    int64_t tokens;
+} row_place;
 
 static int64_t number_at(const argument *table, int64_t line, int64_t column) {
     return ((const int64_t *)table->data)[line * table->stride[0] + column * table->stride[1]];
@@ -60,12 +69,23 @@ static image_place load_place(const advance_row *row, int64_t tokens) {
     return place;
 }
 
+static int64_t find_forced(void *context, uint8_t *text) {
+    const row_place *at = context;
+    image_place place = load_place(at->row, at->tokens);
+    return image_forced(at->row->image, &place, stack_at(at->row, at->tokens), text, FORCED_BYTES);
+}
+
 static void fill(const advance_row *row, int64_t index) {
     const advance_call *call = row->call;
     int64_t tokens = row->generated + index;
     image_place place = load_place(row, tokens);
     int32_t *mask = call->masks + (row->row * call->positions + index) * call->vocabulary.words;
-    set_tag(row, row->owner, row->generated, index, image_fill(row->image, &call->vocabulary, &place, stack_at(row, tokens), mask, IMAGE_UNKNOWN));
+    int64_t status = image_fill(row->image, &call->vocabulary, &place, stack_at(row, tokens), mask, IMAGE_UNKNOWN);
+    set_tag(row, row->owner, row->generated, index, status);
+    if (!row->forced || index + 1 == call->positions || status != STATUS_OK) return;
+    row_place at = {row, tokens};
+    row->forced[index * call->forced_step] =
+        forced_token(call->texts + row->row, &call->table, tokens, mask, call->vocabulary.words, find_forced, &at);
 }
 
 /* From the place after `tokens` tokens, whose mask is mask `index`, to the next one. */
@@ -77,6 +97,7 @@ static bool step(const advance_row *row, int64_t tokens, int64_t index, int64_t 
     if (!image_accept(row->image, &row->call->vocabulary, &walk, token)) return false;
     memcpy(place_at(row, tokens + 1), &walk.place, sizeof walk.place);
     image_copy_stack(&walk, stack_at(row, tokens + 1));
+    if (row->call->texts) follow_forced(row->call->texts + row->row, tokens, token);
     return true;
 }
 
@@ -86,6 +107,7 @@ static bool reach(const advance_row *row, int64_t last_token) {
     if (row->generated == 0) {
         image_place start = image_start(row->image);
         memcpy(place_at(row, 0), &start, sizeof start);
+        if (row->call->texts) row->call->texts[row->row].count = 0; /* of the row's last text */
         return true;
     }
     int64_t before = tag_at(row, 0)[1], emitted = row->generated - before;
@@ -105,7 +127,7 @@ static void advance(const advance_row *row, int64_t index, int64_t token) {
 
 EXPORTED int stepgraph_advance_fill(const argument *given) {
     const argument *images = given + 1, *rows = given + 2, *arena = given + 4, *starts = given + 6, *plain = given + 7;
-    const argument *places = given + 9, *stacks = given + 10, *masks = given + 11;
+    const argument *places = given + 9, *stacks = given + 10, *masks = given + 11, *slots = given + 19, *forced = given + 20;
     advance_call call = {
         .state = given, .drafts = given + 3, .arena = arena->data,
         .vocabulary = {
@@ -114,8 +136,14 @@ EXPORTED int stepgraph_advance_fill(const argument *given) {
         },
         .places = places->data, .stacks = stacks->data, .masks = masks->data, .tags = given[12].data,
         .ring = places->size[1], .room = stacks->size[2], .positions = masks->size[1],
+        .texts = given[18].data, .forced = forced->data, .forced_step = forced->stride[0],
+        .table = {
+            .text = given[5].data, .starts = starts->data, .slots = slots->data, .num_tokens = starts->size[0] - 1,
+            .num_slots = slots->size[0], .merges = (int32_t)given[21].integer,
+        },
     };
     int64_t first = given[14].integer, last = given[15].integer, fill_new = given[16].integer, by_row = given[17].integer;
+    int64_t takes_forced = given[22].integer;
     for (int64_t slot = 0; slot < rows->size[0]; slot++) {
         int64_t at = ((const int64_t *)rows->data)[slot];
         if (at < 0 || at >= masks->size[0]) return 1;
@@ -123,13 +151,16 @@ EXPORTED int stepgraph_advance_fill(const argument *given) {
         for (int64_t index = first; index <= last; index++) status[index * step] = STATUS_NONE;
         int64_t offset = ((const int64_t *)images->data)[at * images->stride[0]];
         if (offset <= 0 || offset > arena->size[0] - IMAGE_HEADER || call.arena[offset] != IMAGE_VERSION) continue;
-        advance_row row = {&call, call.arena + offset, at, number_at(call.state, at, OWNER), number_at(call.state, at, GENERATED)};
+        advance_row row = {&call, call.arena + offset, at, number_at(call.state, at, OWNER), number_at(call.state, at, GENERATED),
+                           call.forced ? call.forced + slot : NULL};
         bool running = number_at(call.state, at, FINISH) == FINISH_RUNNING && row.image[IMAGE_DEPTH] <= call.room;
         int64_t last_token = number_at(call.state, at, LAST_TOKEN);
         if (running && fill_new && !is_filled(&row, row.generated, 0)) commit(&row, last_token);
+        for (int64_t index = first; row.forced && index <= last && index + 1 < call.positions; index++) row.forced[index * call.forced_step] = -1;
         for (int64_t index = first; index <= last; index++) {
+            int64_t forced_draft = takes_forced && index > 0 ? row.forced[(index - 1) * call.forced_step] : -1;
             if (!running) set_tag(&row, 0, 0, index, STATUS_NONE);
-            else if (index > 0) advance(&row, index, number_at(call.drafts, by_row ? at : slot, index - 1));
+            else if (index > 0) advance(&row, index, forced_draft < 0 ? number_at(call.drafts, by_row ? at : slot, index - 1) : forced_draft);
             else commit(&row, last_token);
             status[index * step] = tag_at(&row, index)[3];
         }

@@ -16,6 +16,7 @@ from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn
 from stepgraph.sampling.kernels import advance
 from stepgraph.sampling.kernels.advance import PlaceColumn
 from stepgraph.sampling.kernels.triton.automaton import fill, follow, symbol_at
+from stepgraph.sampling.kernels.triton.forced import follow_text, write_forced_token
 
 _VERSION = tl.constexpr(IMAGE_VERSION)
 _HEADER_INTS = tl.constexpr(advance.HEADER_INTS)
@@ -23,6 +24,7 @@ _PLACE_INTS = tl.constexpr(advance.PLACE_INTS)
 _TAG_FIELDS = tl.constexpr(TAG_FIELDS)
 _ENDED = tl.constexpr(advance.ENDED)
 _TOO_DEEP = tl.constexpr(advance.TOO_DEEP)
+_TEXT_INTS = tl.constexpr(advance.TEXT_INTS)
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _POSITIONS = tl.constexpr(16)  # a power of two, at least those of 8 drafts
 
@@ -44,6 +46,7 @@ _ILLEGAL = tl.constexpr(int(MaskStatus.ILLEGAL))
 WARPS = 8
 REGISTERS = 128  # of a thread: without a bound ptxas takes fewer and spills
 WORDS = 4096  # of a mask at a time
+LEGAL_WORDS = 512  # the same, where its tokens are compared with a forced text
 LANES = 256  # crossing tokens, changed words or symbols at a time
 
 
@@ -111,10 +114,21 @@ def _write_place(place, state, one, two, three, stack, source, kept, own, pushed
 
 
 @triton.jit
-def _clear(statuses, step, first, last):
-    """Write NONE as the status of the masks `first` to `last`."""
-    index = tl.arange(0, _POSITIONS)
-    tl.store(statuses + index * step, tl.zeros((_POSITIONS,), tl.int64) + _NONE, mask=(index >= first) & (index <= last))
+def _clear(column, step, first, last, value, WHEN: tl.constexpr):
+    """Write a value for the masks `first` to `last`."""
+    if WHEN:
+        index = tl.arange(0, _POSITIONS)
+        tl.store(column + index * step, tl.zeros((_POSITIONS,), tl.int64) + value, mask=(index >= first) & (index <= last))
+
+
+@triton.jit
+def _draft(drafts, draft_step, forced, forced_step, index, last_token, TAKES_FORCED: tl.constexpr):
+    """Draft `index`, from 1, or the token that was forced in its place; the last token for index 0."""
+    token = tl.load(drafts + (index - 1) * draft_step, mask=index > 0, other=-1)
+    if TAKES_FORCED:
+        forced_token = tl.load(forced + (index - 1) * forced_step, mask=index > 0, other=-1)
+        token = tl.where(forced_token >= 0, forced_token, token)
+    return tl.where(index > 0, token, last_token)
 
 
 @triton.jit
@@ -133,8 +147,12 @@ def advance_rows(
     row_masks,  # [R, positions, words] int32
     row_tags,  # [R, positions, TAG_FIELDS] int64
     batch_status,  # [positions, >= B] int64
+    row_forced_text,  # [R, TEXT_INTS] int32; not read unless FOLLOWS
+    token_slots,  # [slots, 2] int64; not read unless FORCES
+    batch_forced,  # [positions - 1, >= B] int64; not written unless FORCES
     arena_ints,
     num_tokens,
+    slot_bits,
     room,
     positions,
     words,
@@ -146,10 +164,16 @@ def advance_rows(
     draft_line_step,
     draft_position_step,
     status_step,
+    forced_step,
     FILL_NEW: tl.constexpr,
     BY_ROW: tl.constexpr,
+    FOLLOWS: tl.constexpr,
+    FORCES: tl.constexpr,
+    MERGES: tl.constexpr,
+    TAKES_FORCED: tl.constexpr,
     ALIGNED: tl.constexpr,
     WORDS: tl.constexpr,
+    LEGAL_WORDS: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """advance_fill for one row. WORDS is a power of two; ALIGNED: `words` is a multiple of four."""
@@ -158,23 +182,24 @@ def advance_rows(
     slot = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + slot)
     offset = tl.load(images + row * image_step)
-    columns, line = state + row * state_row_step, row if BY_ROW else slot
-    owner, generated = tl.load(columns + _OWNER * state_column_step), tl.load(columns + _GENERATED * state_column_step)
-    last_token, finish = tl.load(columns + _LAST_TOKEN * state_column_step), tl.load(columns + _FINISH * state_column_step)
-    _clear(batch_status + slot, status_step, first, last)
+    columns, line = state + row * state_row_step, drafts + (row if BY_ROW else slot) * draft_line_step
+    owner, generated, last_token, finish = (
+        tl.load(columns + _OWNER * state_column_step),
+        tl.load(columns + _GENERATED * state_column_step),
+        tl.load(columns + _LAST_TOKEN * state_column_step),
+        tl.load(columns + _FINISH * state_column_step),
+    )
+    _clear(batch_status + slot, status_step, first, last, _NONE, True)
     inside, image = (offset > 0) & (offset <= arena_ints - _HEADER_INTS), arena + offset
     if tl.load(image, mask=inside, other=0) == _VERSION:
         running = (finish == _RUNNING) & (tl.load(image + _MOST_DEPTH) <= room)
         tags, ring, step = row_tags + row * positions * _TAG_FIELDS, positions + 1, first
         if FILL_NEW:
             step = first - (running & (_status_of(tags, owner, generated, 0) == _NONE)).to(tl.int32)
+        _clear(batch_forced + slot, forced_step, first, tl.minimum(last, positions - 2), -1, FORCES)
         while step <= last:
             index = tl.where(step < first, 0, step)
-            token = tl.where(
-                index > 0,
-                tl.load(drafts + line * draft_line_step + (index - 1) * draft_position_step, mask=index > 0, other=-1),
-                last_token,
-            )
+            token = _draft(line, draft_position_step, batch_forced + slot, forced_step, index, last_token, TAKES_FORCED)
             by_token, starts, known, guide = _kind_of(tags, owner, generated, index, token, positions, running)
             tokens = (generated + index).to(tl.int32)
             source, target = row * ring + (tokens - by_token.to(tl.int32)) % ring, row * ring + tokens % ring
@@ -203,11 +228,23 @@ def advance_rows(
             )
             status = tl.where(by_token & (index > 0), _ILLEGAL, _NONE).to(tl.int64)
             if legal | starts:
-                target_place, target_stack = row_places + target * _PLACE_INTS, row_stacks + target * room
-                _write_place(target_place, now, one, two, three, target_stack, stack, kept, own, pushed, LANES)
+                _write_place(
+                    row_places + target * _PLACE_INTS,
+                    now,
+                    one,
+                    two,
+                    three,
+                    row_stacks + target * room,
+                    stack,
+                    kept,
+                    own,
+                    pushed,
+                    LANES,
+                )
+                follow_text(row_forced_text + row * _TEXT_INTS, starts, tokens - 1, token.to(tl.int32), legal, FOLLOWS)
             if legal | starts | known:
                 mask = row_masks + (row * positions + index) * words
-                found = fill(
+                status = fill(
                     image,
                     offset,
                     arena,
@@ -226,8 +263,31 @@ def advance_rows(
                     pushed,
                     WORDS,
                     LANES,
+                ).to(tl.int64)
+                write_forced_token(
+                    batch_forced + slot + index * forced_step,
+                    (status == _OK) & (step >= first) & (step + 1 < positions),
+                    row_forced_text + row * _TEXT_INTS,
+                    image,
+                    token_text,
+                    token_starts,
+                    num_tokens,
+                    token_slots,
+                    slot_bits,
+                    tokens,
+                    mask,
+                    words,
+                    now,
+                    one,
+                    two,
+                    three,
+                    row_stacks + target * room,
+                    row_stacks + (row * ring + (tokens + 1) % ring) * room,  # of a place that is not in use
+                    kept + own,
+                    FORCES,
+                    MERGES,
+                    LEGAL_WORDS,
                 )
-                status = found.to(tl.int64)
             tl.debug_barrier()  # all threads have read the tags of this step
             _write_tag(tags + index * _TAG_FIELDS, owner, generated, index.to(tl.int64), status)
             tl.store(batch_status + slot + step * status_step, status, mask=step >= first)
@@ -237,13 +297,17 @@ def advance_rows(
 
 def advance_fill(*tensors: Any, tile: int = WORDS, lanes: int = LANES) -> None:
     """The arguments of kernels.advance.advance_fill."""
-    *arguments, first, last, fill_new, by_row = tensors
+    *arguments, first, last, fill_new, by_row, texts, slots, forced, merges, takes_forced = tensors
     state, images, rows, drafts, arena, _, starts, _, _, _, stacks, masks, _, statuses = arguments
     _, positions, words = masks.shape
     advance_rows[(len(rows),)](
         *arguments,
+        stacks if texts is None else texts,  # in place of None, any tensor: it is not read
+        rows if slots is None else slots,
+        statuses if forced is None else forced,
         len(arena),
         len(starts) - 1,
+        0 if slots is None else len(slots).bit_length() - 1,
         stacks.shape[2],
         positions,
         words,
@@ -253,10 +317,16 @@ def advance_fill(*tensors: Any, tile: int = WORDS, lanes: int = LANES) -> None:
         images.stride(0),
         *drafts.stride(),
         statuses.stride(0),
+        0 if forced is None else forced.stride(0),
         FILL_NEW=fill_new,
         BY_ROW=by_row,
+        FOLLOWS=texts is not None,
+        FORCES=forced is not None,
+        MERGES=merges,
+        TAKES_FORCED=takes_forced,
         ALIGNED=words % ALIGNMENT == 0,
         WORDS=min(tile, triton.next_power_of_2(words)),
+        LEGAL_WORDS=min(tile, LEGAL_WORDS, triton.next_power_of_2(words)),
         LANES=lanes,
         num_warps=WARPS,
         maxnreg=REGISTERS,

@@ -13,7 +13,7 @@ import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling.kernels.advance import advance_fill
 from stepgraph.sampling.kernels.triton import advance as advance_programs
 from tests.helpers.grammar_rows import World
-from tests.sampling.kernels.test_advance import grammars, inputs, without_a_valid_image
+from tests.sampling.kernels.test_advance import forcing_grammars, grammars, inputs, without_a_valid_image
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
 
@@ -23,6 +23,15 @@ def test_program_equals_c(drafts: int, rounds: int, seed: int, aligned: bool) ->
     """Tiles and blocks of four, so that all loops take several turns."""
     program = functools.partial(advance_programs.advance_fill, tile=4, lanes=4)
     World(grammars(aligned), 4, drafts, seed, [advance_fill.out, program]).run(rounds)
+
+
+@pytest.mark.parametrize(("merges", "seed"), [(True, 2), (False, 4)])
+def test_program_forces_the_tokens_of_the_host_link(merges: bool, seed: int) -> None:
+    """Texts split by merging, and by longest match; drafts chosen one by one, and proposed chains."""
+    program = functools.partial(advance_programs.advance_fill, tile=4, lanes=4)
+    world = World(forcing_grammars(merges), 4, 3, seed, [advance_fill.out, program], forced=True)
+    world.run(5)
+    assert world.num_forced > 10, world.num_forced
 
 
 @pytest.mark.soak

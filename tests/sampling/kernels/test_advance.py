@@ -42,6 +42,47 @@ def grammars(aligned: bool = False) -> list[AutomatonGrammar]:
     return found  # type: ignore[return-value]
 
 
+@functools.cache
+def forcing_grammars(merges: bool = False) -> list[AutomatonGrammar]:
+    """Texts without alternatives, nested, counted, long, and beside others; over a vocabulary of merged tokens or of any."""
+    nested = 'root ::= "[{" root "}]" | "[name: <" [0-9] ">"'
+    schema = {"type": "object", "properties": {"name": {"type": "boolean"}, "quantity": {"enum": ["alpha", "alphabet"]}}}
+    constraints = [
+        Constraint.json_schema({**schema, "required": ["name", "quantity"], "additionalProperties": False}),
+        Constraint.ebnf(nested),
+        Constraint.regex("(total: [0-9]{2}, ){3}"),
+        Constraint.choice(["the name of " * 20 + "alpha", "the total"]),
+        Constraint.choice(["alpha", "alphabet", "alpha_bet"]),
+    ]
+    words = [
+        "al",
+        "ph",
+        "alph",
+        "alpha",
+        "be",
+        "alphabet",
+        "na",
+        "me",
+        "name",
+        "to",
+        "ta",
+        "tota",
+        "l:",
+        "total:",
+        '":',
+        " <",
+        "}]",
+        "}]}]",
+        "e ",
+        "th",
+    ]
+    words += [] if merges else ["quantity", "the ", " of", "unit_price"]
+    base = [bytes([code]) for code in range(0x20, 0x7F)]
+    tokens = [*base, *(word.encode() for word in words), b"", b"a", b"<stop>"]
+    compiler = GrammarCompiler(Vocabulary(tokens, [len(tokens) - 1]), backend="automaton", limits=GrammarLimits(automaton_depth=5))
+    return [compiler.compile(constraint).grammar for constraint in constraints]  # type: ignore[misc]
+
+
 @pytest.mark.parametrize(("drafts", "rounds"), [(0, 150), (1, 100), (4, 50)])
 def test_reference_and_c_equal_the_host_link(drafts: int, rounds: int) -> None:
     counts = Counter[MaskStatus]()
@@ -50,6 +91,14 @@ def test_reference_and_c_equal_the_host_link(drafts: int, rounds: int) -> None:
         world.run(rounds)
         counts += world.counts
     assert set(counts) == set(MaskStatus) - ({MaskStatus.ILLEGAL} if drafts == 0 else set())
+
+
+@pytest.mark.parametrize("seed", [2, 4])
+def test_forced_tokens_equal_those_of_the_host_link(seed: int) -> None:
+    """Drafts chosen one by one, and proposed chains."""
+    world = World(forcing_grammars(), 7, 4, seed, [advance_fill.run_reference, advance_fill.out], forced=True)
+    world.run(30)
+    assert world.num_forced > 100, world.num_forced
 
 
 @pytest.mark.soak
@@ -61,10 +110,10 @@ def test_reference_and_c_equal_the_host_link_in_long_runs(seed: int) -> None:
 # planted errors
 
 
-def run_until_found(program: Any, drafts: int = 3) -> None:
+def run_until_found(program: Any, drafts: int = 3, forced: bool = False) -> None:
     def run() -> None:
         for seed in range(20):
-            World(grammars(), 7, drafts, seed, [program]).run(100)
+            World(forcing_grammars() if forced else grammars(), 7, drafts, seed, [program], forced).run(100)
 
     with pytest.raises((AssertionError, IndexError)):
         run()
@@ -119,6 +168,22 @@ def test_an_error_in_the_rules_is_found(method: str, bug: Any, monkeypatch: pyte
     real = getattr(advance._Row, method)
     monkeypatch.setattr(advance._Row, method, lambda row, *arguments: bug(real, row, *arguments))
     run_until_found(advance_fill.run_reference)
+
+
+@pytest.mark.parametrize(
+    ("cls", "method", "bug"),
+    [
+        (advance._At, "forced_bytes", lambda real, at: real(at)[:-1]),
+        (advance._At, "forced_bytes", lambda real, at: real(at).replace(b"a", b"b", 1)),
+        (advance._Forced, "accepted", lambda real, forced, position, token: None),
+        (advance._Forced, "draft", lambda real, forced, index: -1),
+        (advance._Tokens, "find", lambda real, table, text: max(real(table, text) - (len(text) > 1), -1)),
+    ],
+    ids=["short", "changed", "accepted", "draft", "find"],
+)
+def test_an_error_in_a_forced_text_is_found(cls: type, method: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cls, method, lambda *given, real=getattr(cls, method): bug(real, *given))
+    run_until_found(advance_fill.run_reference, forced=True)
 
 
 # arguments

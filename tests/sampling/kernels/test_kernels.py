@@ -68,7 +68,7 @@ def test_programs_compile_ahead_of_time_without_spills(arch: int) -> None:
         if entry["kernel"].startswith("masked_candidates"):
             assert entry["wide_loads"] > 0, f"logits are read 16 bytes at a time: {entry}"
         if entry["kernel"].startswith("advance_rows"):
-            assert (entry["wide_loads"] > 0) == entry["kernel"].endswith("aligned"), f"mask rows are read 16 bytes at a time: {entry}"
+            assert (entry["wide_loads"] > 0) == ("aligned" in entry["kernel"]), f"mask rows are read 16 bytes at a time: {entry}"
 
 
 def masked_argmax_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

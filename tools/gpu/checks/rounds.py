@@ -61,9 +61,13 @@ def replay_equals_eager(context: Context) -> Figures:
             for kind in kinds:
                 push_batch = partial(bench.push_batch, ROWS) if kind[0] else lambda: None
                 compared += bench.compare(bench.round.step(GraphKey(ROWS, *kind)), states, push_batch)
-    if context.fits("grammars on the device") and (context.rehearsal or not why_no_triton(context.device)):
+    for forced_drafts in (True,) if context.rehearsal else (False, True):
+        if not context.fits(f"grammars on the device, forced_drafts={forced_drafts}"):
+            continue
+        if not context.rehearsal and why_no_triton(context.device):
+            continue
         with context.backend() as backend:
-            bench = RoundBench(backend, 3, device_grammars=True)
+            bench = RoundBench(backend, 3, forced_drafts=forced_drafts, device_grammars=True)
             for sampled, device in itertools.product((False, True), (False, True)):
                 push_batch = (lambda: None) if device else partial(bench.push_batch, ROWS)
                 compared += bench.compare(bench.round.step(GraphKey(ROWS, True, sampled, device)), states, push_batch)

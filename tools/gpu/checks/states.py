@@ -20,7 +20,7 @@ from stepgraph.graphs.round_specs import forced_specs, grammar_specs, look_up_sp
 from stepgraph.graphs.row_layout import Column
 from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler
-from stepgraph.sampling.grammar.automaton.device_tables import token_tensors
+from stepgraph.sampling.grammar.automaton.device_tables import split_tensors, token_tensors
 from stepgraph.sampling.grammar.automaton.library import Field, Image
 from stepgraph.sampling.grammar.compile.limits import DEFAULTS
 from stepgraph.sampling.grammar.link.choose import open_host_link
@@ -84,14 +84,16 @@ class RoundBench:
         specs += look_up_specs(self.limits) if look_up else ()
         specs += forced_specs(self.limits) if forced_drafts else ()
         tables = token_tensors(VOCABULARY, backend.device) if device_grammars else None
-        specs += grammar_specs(self.limits, ARENA_INTS, DEFAULTS.automaton_depth) if device_grammars else ()
-        constants: dict[str, Tensor | nn.Module] = {"target": target, "draft": draft}
-        self.buffers = StaticBuffers(specs, backend.device, constants=constants | (tables._asdict() if tables else {}))
+        split = split_tensors(VOCABULARY, backend.device) if device_grammars and forced_drafts else None
+        specs += grammar_specs(self.limits, ARENA_INTS, DEFAULTS.automaton_depth, split is not None) if device_grammars else ()
+        constants: dict[str, Tensor | nn.Module] = {"target": target, "draft": draft, **(tables._asdict() if tables else {})}
+        constants |= {"token_slots": split.token_slots} if split else {}
+        self.buffers = StaticBuffers(specs, backend.device, constants=constants)
         b = self.buffers
         forcing = Forcing(token_table(VOCABULARY), b.forced_host) if forced_drafts else None
         pinned = b.state_host, b.drafts_host, b.masks_host, b.tags_host
         self.host = open_host_link(host_link, *pinned, depth=256, forcing=forcing, contents_host=b.contents_host)
-        self.round = Round(self.limits, self.models, self.host, draft_masks, tables=tables)
+        self.round = Round(self.limits, self.models, self.host, draft_masks, tables=tables, split=split)
 
     def randomise(self, seed: int) -> None:
         """A random valid state. At most one slot is padding: two would race for the dummy row, which is harmless but not reproducible."""
@@ -118,6 +120,8 @@ class RoundBench:
             b.grammar_arena[IMAGE_OFFSET : IMAGE_OFFSET + len(image)].copy_(torch.tensor(image))
             numbers("row_places", 0, int(image[Field.STATES]))
             b.row_places[:, :, PlaceColumn.DEPTH].fill_(0)  # of a grammar without a stack
+        if "row_forced_text" in b:
+            b.row_forced_text.zero_()  # no text is known
         states, tags = b.row_state.cpu(), b.row_tags.cpu()
         for row in range(ROWS):
             length = pick.randint(1, 40)

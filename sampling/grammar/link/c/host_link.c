@@ -41,6 +41,25 @@ static void tag(host_link *link, int64_t slot, matcher_row *row, int64_t index, 
     tags[3] = row->last_mask_status;
 }
 
+typedef struct {
+    host_link *link;
+    matcher_row *row;
+} search;
+
+/* Asks the row's library for the forced text; before the end of a marker there is none. Sets a fault if it fails. */
+static int64_t find_forced(void *context, uint8_t *text) {
+    search *of = context;
+    matcher_row *row = of->row;
+    char error[FAULT_BYTES];
+    count(of->link, LOOKS, 1);
+    if (before_marker_end(&row->marker)) return 0;
+    double start = start_of_call(row);
+    int size = row->library->forced(row->library, row->matcher, (char *)text, FORCED_BYTES, error);
+    if (size < 0) fail(row, "%s", error);
+    else end_of_call(row, start);
+    return faulted(row) ? -1 : size;
+}
+
 static void fill(host_link *link, int64_t slot, matcher_row *row, int64_t index, int64_t stage) {
     count(link, FILLS, 1);
     int64_t index_of_mask = stage * link->shape.slots + slot;
@@ -50,8 +69,9 @@ static void fill(host_link *link, int64_t slot, matcher_row *row, int64_t index,
     row->last_mask_status = status;
     tag(link, slot, row, index, stage);
     if (!link->shape.forced || status != OK || stage != index || index + 1 == link->shape.stages) return;
+    search context = {link, row};
     link->shape.forced[index * link->shape.slots + slot] =
-        forced_token(row, link->shape.tokens, row->committed + index, mask, link->shape.words, &link->counts[LOOKS]);
+        forced_token(&row->forced, link->shape.tokens, row->committed + index, mask, link->shape.words, find_forced, &context);
 }
 
 static void commit(host_link *link, int64_t slot, matcher_row *row, const int64_t *state, int64_t stage) {
@@ -76,7 +96,7 @@ static void commit(host_link *link, int64_t slot, matcher_row *row, const int64_
                  (long long)state[LAST_TOKEN]);
             return;
         }
-        follow_forced(row, generated - 1, state[LAST_TOKEN]);
+        follow_forced(&row->forced, generated - 1, state[LAST_TOKEN]);
         row->committed = generated;
     }
     fill(link, slot, row, 0, stage);
@@ -91,7 +111,7 @@ static void advance(host_link *link, int64_t slot, matcher_row *row, int64_t tok
     count(link, ACCEPTS, 1);
     int accepted = accept_token(row, token);
     if (accepted > 0) {
-        follow_forced(row, row->committed + index - 1, token);
+        follow_forced(&row->forced, row->committed + index - 1, token);
         row->pending_drafts = index;
         fill(link, slot, row, index, stage);
     }

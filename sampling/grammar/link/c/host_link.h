@@ -13,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { LAYOUT_VERSION = 14, FAULT_BYTES = 480, MAX_SLOTS = 4096, NODE_BOUNDS = 9 };
+enum { LAYOUT_VERSION = 15, FAULT_BYTES = 480, MAX_SLOTS = 4096, NODE_BOUNDS = 9 };
 
 /* Same values as in status.py. */
 enum { OWNER, GENERATED, LAST_TOKEN, ACCEPTED, FINISH, HOST_COLUMNS };
@@ -22,6 +22,8 @@ enum { NONE, OK, COMPLETE, TERMINATED, DEAD_END, ILLEGAL, FAULT };
 
 /* protocol.HostAction, same values: the steps of a host node. */
 enum { BEGIN_ROUND, NEXT, COMMIT, ADVANCE, FOLLOW, END_ROUND };
+
+typedef struct matcher_row matcher_row;
 
 /* The functions of a grammar library. A function that fails returns -1 and writes the reason to `error` (FAULT_BYTES). */
 typedef struct matcher_library matcher_library;
