@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 from stepgraph.graphs import drafting
 from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import StaticBuffers

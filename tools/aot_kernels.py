@@ -114,8 +114,8 @@ def _grammar_variants() -> list[Variant]:
         (False, True, True, True, True),
         (False, False, True, True, False),
     ):
-        constants = {"FILL_NEW": new, "BY_ROW": new, "FOLLOWS": follows, "FORCES": forces, "MERGES": merges, "TAKES_FORCED": forces}
-        constants |= {"ALIGNED": aligned, **tiles}
+        flags = {"FILL_NEW": new, "BY_ROW": new, "FOLLOWS": follows, "FORCES": forces, "MERGES": merges, "TAKES_FORCED": forces}
+        constants = {**flags, "ALIGNED": aligned, **tiles}
         label = f"advance_rows {'new and ' if new else ''}{'aligned' if aligned else 'any width'}"
         label += f", forced by {'merging' if merges else 'longest match'}" if forces else ", after forced ones" if follows else ""
         variant = _variant(label, advance.advance_rows, types, constants, advance.WARPS)

@@ -109,7 +109,9 @@ class World:
         self.masks = torch.zeros(positions, slots, words, dtype=torch.int32)
         self.tags = torch.zeros(positions, slots, TAG_FIELDS, dtype=torch.int64)
         self.forced_host, self.num_forced = torch.full((drafts, slots), -1), 0
-        self.texts, self.forced, forcing = [None for _ in programs], [None for _ in programs], None
+        self.texts: list[Tensor | None] = [None for _ in programs]
+        self.forced: list[Tensor | None] = [None for _ in programs]
+        forcing = None
         self.split: tuple[Tensor | None, int] = None, 0
         if forced:
             table = token_table(grammars[0].vocabulary)
@@ -188,7 +190,7 @@ class World:
     def compare_forced(self, filled: range) -> None:
         on_device = self.state[self.rows, -1] > 0
         for forced in self.forced:
-            assert torch.equal(
+            assert forced is not None and torch.equal(
                 forced[filled.start : filled.stop, : self.slots][:, on_device], self.forced_host[filled.start : filled.stop][:, on_device]
             )
         self.num_forced += int((self.forced_host[filled.start : filled.stop] >= 0).sum())

@@ -182,7 +182,8 @@ def test_an_error_in_the_rules_is_found(method: str, bug: Any, monkeypatch: pyte
     ids=["short", "changed", "accepted", "draft", "find"],
 )
 def test_an_error_in_a_forced_text_is_found(cls: type, method: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cls, method, lambda *given, real=getattr(cls, method): bug(real, *given))
+    real = getattr(cls, method)
+    monkeypatch.setattr(cls, method, lambda *given: bug(real, *given))
     run_until_found(advance_fill.run_reference, forced=True)
 
 
