@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
 from stepgraph.graphs import drafting
 from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import StaticBuffers
@@ -100,11 +98,8 @@ class DeviceTables:
         b, size = self.buffers, self.shape.size
         drafts = b.row_drafts if of_last_round else b.batch_drafts[:, :size].T
         rows, images = b.batch_rows[:size], b.row_state[:, Column.IMAGE]
-        forced: tuple[Tensor | None, Tensor | None, Tensor | None, int, int] = None, None, None, 0, 0
-        if self.split is not None:  # no draft of this round is chosen by the masks of the last one
-            takes_forced = self.shape.proposed and first > 0 and not of_last_round
-            searched = None if of_last_round else b.batch_forced
-            forced = b.row_forced_text, self.split.token_slots, searched, int(self.split.merges), int(takes_forced)
+        split = self.split
+        searched = split is not None and not of_last_round  # no draft of this round is chosen by the masks of the last one
         with self.context.stage(f"fill {name}"):
             advance_fill(
                 b.row_state,
@@ -122,7 +117,11 @@ class DeviceTables:
                 last,
                 int(fill_new),
                 int(of_last_round),
-                *forced,
+                b.row_forced_text if split else None,
+                split.token_slots if split else None,
+                b.batch_forced if searched else None,
+                int(split is not None and split.merges),
+                int(searched and self.shape.proposed and first > 0),
             )
 
 

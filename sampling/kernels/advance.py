@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -218,7 +218,7 @@ class _Row:
     stacks: Ints
     masks: Ints
     tags: Longs
-    forced: _Forced | None = None
+    forced: _Forced | None = field(default=None, init=False)
 
     def run(self, drafts: Longs, first: int, last: int, fill_new: bool) -> None:
         running = self.state[HostColumn.FINISH] == FinishCode.RUNNING and self.image[Field.DEPTH] <= self.stacks.shape[1]
