@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stepgraph.graphs.publishing import FINISH
+from stepgraph.graphs.looping import FINISH
 from tests.stub_cuda import counters
 from tests.stub_cuda.subject import Constraint, Engine, greedy_engine
 

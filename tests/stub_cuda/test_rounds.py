@@ -15,7 +15,7 @@ import torch
 
 from stepgraph import Engine
 from stepgraph.graphs.key_sets import PromptKey, graph_keys
-from stepgraph.graphs.publishing import FINISH
+from stepgraph.graphs.looping import FINISH
 from stepgraph.graphs.shapes import FULL, LONGEST, Drafting, GraphKey
 from stepgraph.sampling.grammar.status import FinishCode
 from tests.stub_cuda import counters

@@ -574,7 +574,7 @@ def test_process_exits_cleanly_without_close() -> None:
     program = """
 import time, torch
 from stepgraph.graphs import BufferSpec, StaticBuffers
-from stepgraph.graphs.capture import current_context
+from stepgraph.graphs.context import current_context
 from stepgraph.graphs.tape.backend import TapeBackend
 def step(b):
     context = current_context()

@@ -236,7 +236,7 @@ def test_generate_reports_failures_and_prints_a_summary_on_terminals(
     monkeypatch.setattr(terminal, "shows_progress", lambda: True)
     arguments = ("hi", "--max-new-tokens", "3", "-k", "0")
     code, _, errors = run(capsys, "generate", str(model_folder()), *arguments)
-    assert code == 0 and "3 tokens in 3 rounds, " in errors and errors.rstrip().endswith(", length")
+    assert code == 0 and "3 tokens in 3 rounds (3 from the target), " in errors and errors.rstrip().endswith(", length")
     shutil.copytree(model_folder(), tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     tensors["model.norm.weight"].fill_(3e38)
