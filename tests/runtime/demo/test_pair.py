@@ -83,6 +83,7 @@ def test_host_nodes_are_hidden(pair: Pair, drafter: str) -> None:
         greedy_only=True,
         grammar_lane="host",
     )
+    assert made.schema is not None
     shares = []
     with Engine(pair.target, draft, vocabulary=pair.vocabulary, config=config) as engine:
         for _ in range(3):
