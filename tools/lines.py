@@ -16,21 +16,25 @@ ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = (".py", ".c", ".h", ".cpp")
 BUDGETS = {
     # raised from 8,964: the server (about 1,300), which was an example under tools/ before, graphs recorded on demand, checks of all public
-    # arguments, weights that stay quantised
-    "runtime": 10_648,
+    # arguments, weights that stay quantised; from 10,648: models of transformers (about 700), formats of tool calls, likeliest tokens
+    "runtime": 11_616,
     # raised from 7,588: products with quantised weights (376), batch and result rings inside the graph (180), a prompt chunk is a graph,
-    # rounds without the draft model
-    "graphs": 8_372,
-    # raised from 17,265: constraints are checked when they are submitted, masks are filled by their changes, chains in one host node
-    "sampling": 17_422,
-    "tools": 14_438,
+    # rounds without the draft model; from 8,372: soft-caps and sinks of attention, memory shared by tapes, and the headers of fifteen
+    # modules that were split off files of the decode ring (about 180)
+    "graphs": 8_889,
+    # raised from 17,265: constraints are checked when they are submitted, masks are filled by their changes, chains in one host node;
+    # from 17,422: forced tokens found by kernels (560), likeliest tokens (160), libraries chosen by measured cost
+    "sampling": 18_332,
+    # raised from 14,438: percentiles of masks in bench_schemas, likeliest tokens in gpu_check
+    "tools": 14_557,
     # raised from 41,566: entry points with wrong values, draft heads, kept records, quantised weights, the server with real clients,
-    # prompt graphs, switching between drafters, lanes that change
-    "tests": 43_219,
+    # prompt graphs, switching between drafters, lanes that change; from 43,219: nineteen families of transformers, forced tokens on the
+    # device, random walks over schemas, calls of tools, packaging
+    "tests": 44_126,
 }
 # raised from 6,198: grammars are followed by kernels now, so the list has their files, those of the other Triton programs, and the choice
-# of the draft length, but not the host link; from 6,931: prompt chunks and rounds without the draft model; the goal is 5,500
-DECODE_RING_BUDGET = 7_056
+# of the draft length, but not the host link; lowered from 7,056: what a steady round does not run has modules of its own; the goal is 5,500
+DECODE_RING_BUDGET = 6_543
 # From traces of a steady constrained round with the default settings (tests/test_architecture.py compares them with this list). The host's
 # part is `Engine.step`. The device's part is the step that is recorded; of an operation the declaration and its Triton program. Instead of
 # the traced files of the CPU: graphs/cuda for graphs/tape and the eager context, Llama with an EAGLE-3 head for the toy models.
