@@ -24,7 +24,6 @@ from stepgraph.graphs.cuda.host_callback import HostCallback
 from stepgraph.graphs.cuda.loop import LoopGraph
 from stepgraph.graphs.errors import CaptureError, HostErrors, Site, fail, site_of
 from stepgraph.graphs.spans import MakeRange, RecordedReport, stage_runs
-from stepgraph.graphs.tape.arena import Arena
 from stepgraph.graphs.tape.recorder import Recorder
 from stepgraph.sampling.cuda_graphs import GraphPool, capturing, empty_cache
 
@@ -206,7 +205,7 @@ def broken_rule(error: Exception, step: Step, buffers: StaticBuffers, generators
         return None
     site = Site(error.file, error.line) if isinstance(error, CaptureError) else site_of(_frames(error))
     try:
-        Recorder(buffers, [*generators, torch.default_generator], lambda key: False, Arena()).record_step(step)
+        Recorder(buffers, [*generators, torch.default_generator], lambda key: False, None).record_step(step)
     except CaptureError as found:
         unknown = not site.file and not isinstance(error, torch.OutOfMemoryError)
         if unknown or found.rule == rule or site == (found.file, found.line):

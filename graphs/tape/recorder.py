@@ -68,7 +68,7 @@ class Recorder(TorchDispatchMode):
         buffers: StaticBuffers,
         generators: Sequence[torch.Generator],
         foreign: Callable[[int], bool],
-        arena: Arena,
+        arena: Arena | None,  # None: intermediates stay where torch allocated them
         compared: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -144,7 +144,8 @@ class Recorder(TorchDispatchMode):
         known = {storage_key(tensor) for tensor in call.inputs}
         fresh = [tensor for tensor in results if storage_key(tensor) not in known]
         leaves = tuple(self._leaves(call.values)) if self.compared else ()
-        self.memory.arena.move(fresh)
+        if self.memory.arena is not None:
+            self.memory.arena.move(fresh)
         for tensor in fresh:
             made.setdefault(storage_key(tensor), (tensor, len(made), name, site))
         kind, again = repeat(call, result, results, fresh)

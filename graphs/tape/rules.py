@@ -61,7 +61,7 @@ def generator_key(generator: torch.Generator) -> int:
 class Memory:
     """Classifies the memory of tensors in one capture."""
 
-    def __init__(self, buffers: StaticBuffers, foreign: Callable[[int], bool], arena: Arena) -> None:
+    def __init__(self, buffers: StaticBuffers, foreign: Callable[[int], bool], arena: Arena | None) -> None:
         self.buffers = buffers
         # storages created in this capture, kept alive so that keys stay unique; with number, operation and line
         self.made: dict[int, tuple[Tensor, int, str, Site]] = {}
