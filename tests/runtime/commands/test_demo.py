@@ -50,7 +50,7 @@ def test_demo_answers_a_given_prompt_as_json(capsys: Captured) -> None:
     assert answer["same_tokens"]["plain + grammar"] is True, "speculation changes speed, never texts"
     rows = {row["variant"]: row for row in document["variants"]}
     assert all(row["host_syncs"] == 0 and row["rounds"] == row["replays"] for row in rows.values())
-    assert rows["plain"]["mask_fills"] == 0 < rows["speculative + grammar"]["mask_fills"]
+    assert not any(row["mask_fills"] for row in rows.values()), "the grammar is followed on the device"
     assert rows["speculative + grammar"]["tokens_per_second"]["yours"] > 0
 
 

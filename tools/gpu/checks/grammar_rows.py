@@ -11,12 +11,12 @@ from torch import Tensor
 from stepgraph import Constraint
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.automaton.arena import ImageArena
-from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors, token_tensors
+from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors, split_tensors, token_tensors
 from stepgraph.sampling.grammar.automaton.grammar import AutomatonBuilder
 from stepgraph.sampling.grammar.automaton.library import Field
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn, MaskStatus
-from stepgraph.sampling.kernels.advance import PLACE_INTS, advance_fill
+from stepgraph.sampling.kernels.advance import PLACE_INTS, TEXT_INTS, advance_fill
 from tools.gpu.checks.operations import Call
 from tools.gpu.checks.shapes import vocabulary_of
 
@@ -25,11 +25,12 @@ ENTRY = {
     "properties": {"name": {"type": "string", "maxLength": 60}, "size": {"type": "integer"}, "tags": {"type": "array", "items": {}}},
     "required": ["name", "size", "tags"],
 }
-CONSTRAINTS = (  # with mask rows stored as changes and whole, with counters, and with a stack and tokens that depend on it
+CONSTRAINTS = (  # mask rows stored as changes and whole, counters, a stack and tokens that depend on it, forced text
     Constraint.json_schema(ENTRY),
     Constraint.json_object(),
     Constraint.regex("([a-z ]{3,40}[.,])+"),
     Constraint.ebnf('root ::= "(" list ")" | [a-z]+\nlist ::= root | root "," list'),
+    Constraint.regex("([ab], and then so on; )+"),
 )
 POSITIONS, TOKENS = 3, 12
 ARENA_INTS = 1 << 22
@@ -51,10 +52,10 @@ def tables_of(width: int) -> tuple[Tensor, list[int], int, TokenTensors]:
     return memory, blocks, depth, token_tensors(vocabulary, torch.device("cpu"))
 
 
-def call_of(device: torch.device, batch: int, width: int, index: int = 1) -> Call:
+def call_of(device: torch.device, batch: int, width: int, index: int = 1, forces: bool = False) -> Call:
     """Mask 1 after a draft, or mask 0 after a token that was emitted, of rows with up to TOKENS random legal tokens.
 
-    Of eight rows the first has a draft that is not legal, and the second is inert.
+    Of eight rows the first has a draft that is not legal, and the second is inert. forces: also the token that the grammar forces then.
     """
     arena, offsets, depth, tokens = tables_of(width)
     words, draw = tokens.stop_words.shape[0], Random(batch)
@@ -70,7 +71,7 @@ def call_of(device: torch.device, batch: int, width: int, index: int = 1) -> Cal
     )
     *_, masks, tags, _ = written
     for turn in range(TOKENS + 1):
-        advance_fill.out(state, images, rows, drafts, arena, *tokens, *written, 0, 0, 0, 1)
+        advance_fill.out(state, images, rows, drafts, arena, *tokens, *written, 0, 0, 0, 1, None, None, None, 0, 0)
         for row in range(batch):
             if tags[row, 0, 3] != MaskStatus.OK:
                 continue
@@ -83,4 +84,11 @@ def call_of(device: torch.device, batch: int, width: int, index: int = 1) -> Cal
     inputs = (state, images, rows, drafts, arena, *tokens, *written)
     least = 2 * 4 * words * batch  # a row of the tables is read and the mask written; the rest is small
     on_device = tuple(tensor.to(device) for tensor in inputs)
-    return Call(advance_fill, f"B={batch} V={width} mask {index}", (*on_device, index, index, 0, 1), (), least, writes=(9, 10, 11, 12, 13))
+    name, flags, writes = f"B={batch} V={width} mask {index}", (index, index, 0, 1), (9, 10, 11, 12, 13)
+    if not forces:
+        return Call(advance_fill, name, (*on_device, *flags, None, None, None, 0, 0), (), least, writes=writes)
+    split = split_tensors(vocabulary_of(width), device)
+    texts = torch.zeros(batch, TEXT_INTS, dtype=torch.int32, device=device)
+    found = texts, split.token_slots, torch.full((POSITIONS - 1, batch), -1, device=device), int(split.merges), 0
+    # `texts` is a cache: where no text was forced, its content may differ
+    return Call(advance_fill, f"{name} forced", (*on_device, *flags, *found), (), least, writes=(*writes, 20))

@@ -47,7 +47,7 @@ def calls(device: torch.device) -> tuple[Call, ...]:
         operations.log_probabilities(device, 3, 2, WIDTH),
         operations.top_logprobs(device, 5, 2, WIDTH),
         operations.reject_sample(device, 3, 2, WIDTH),
-        grammar_rows.call_of(device, 8, WIDTH),
+        grammar_rows.call_of(device, 8, WIDTH, forces=True),
         rope_call(device, torch.float32, 6, 64),
         *layers.calls(device, 3, 72, torch.float32),
     )
