@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import statistics
 import sys
 import time
@@ -32,6 +31,7 @@ from tqdm import tqdm
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
 from stepgraph.graphs.shapes import PLAIN, Drafting
 from stepgraph.runtime.demo.variants import LOOK_UP, Pair, open_pair, toy_pair
+from tools.origin import origin
 from tools.profiling import picture
 from tools.train.demo.prompts import prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS
@@ -316,13 +316,11 @@ def report(demo: bool, drafts: int, turns: int, only: Sequence[str], seconds: fl
     for bench in benches.values():
         bench.engine.close()
     return {
+        **origin(),
         "models": pair.name,
         "drafts": drafts,
         "turns": done,
         "seconds": round(time.monotonic() - begin),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "machine": platform.processor() or platform.machine(),
         "goals": goals(found),
         "workloads": found,
     }

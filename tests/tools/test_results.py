@@ -30,7 +30,7 @@ def check(name: str, record: dict[str, Any]) -> None:
 def test_record_matches_the_schema_of_its_kind(path: Path) -> None:
     record = json.loads(path.read_text(encoding="utf-8"))
     check(path.name, record)
-    for name in ("commit", "machine", *({"compile", "throughput", "doors", "legality", "backends", "trends"} & {*record})):
+    for name in ("commit", "machine", *({"compile", "throughput", "doors", "goals", "legality", "backends", "trends"} & {*record})):
         with pytest.raises(jsonschema.ValidationError, match=f"'{name}' is a required property"):
             check(path.name, {key: value for key, value in record.items() if key != name})
 
@@ -49,6 +49,7 @@ def kept(kind: str) -> dict[str, Any]:
 def quoted() -> list[tuple[str, str]]:
     """(document, text that it must contain), from the records that the documents name."""
     variants, compiled, soak = kept("demo")["throughput"]["variants"], kept("automata")["compile"], kept("soak")
+    adaptive = kept("adaptive")
     trends, late = soak["trends"], soak["trends"]["resident_bytes, last half"]
     speed = {name: math.floor(each["tokens_per_second"] + 0.5) for name, each in variants.items()}
     tokens = {name: each.get("tokens_per_round") for name, each in variants.items()}
@@ -98,6 +99,7 @@ def quoted() -> list[tuple[str, str]]:
             "docs/constrain.md",
             f"{bench['compile_ms']['p50']:.0f} ms at the median and {bench['compile_ms']['p99']:,.0f} ms at p99 on a busy",
         ),
+        ("tools/README.md", f"{sum(goal['met'] for goal in adaptive['goals'])} of {len(adaptive['goals'])} goals are met"),
         ("tools/README.md", f"{soak['wanted_seconds'] / 60:.0f} minutes on two busy cores"),
         ("tools/README.md", f"minutes resident memory rose by {trends['resident_bytes']['per_hour'] / 1e6:.0f} MB per hour"),
         (
@@ -112,4 +114,6 @@ def test_documents_quote_the_latest_records() -> None:
     texts = {name: " ".join((ROOT / name).read_text(encoding="utf-8").split()) for name in {name for name, _ in quoted()}}
     assert [(name, text) for name, text in quoted() if text not in texts[name]] == []
     linked = {path.name for path in RECORDS if any(path.name in text for text in texts.values())}
-    assert linked >= {max(RESULTS.glob(f"{kind}-*.json")).name for kind in ("demo", "legality", "automata", "maskbench", "soak")}
+    assert linked >= {
+        max(RESULTS.glob(f"{kind}-*.json")).name for kind in ("adaptive", "demo", "legality", "automata", "maskbench", "soak")
+    }
