@@ -15,7 +15,7 @@ from typing import Literal
 from stepgraph.sampling.grammar.constraints.charset import EVERY, CharSet, union
 
 SURROGATES = 0xD800, 0xDFFF
-MAX_CASES = 8  # lengths of a part of a text that are told apart
+MAX_CASES = 8  # alternatives that `of_length` may make of one term, one for each length
 START, END = 0x110000, 0x110001  # before the first and after the last character: what `^` and `$` of a pattern match
 Kind = Literal["chars", "words", "cat", "alt", "and", "not", "repeat", "end", "multiple"]
 Label = tuple[object, ...]
