@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from stepgraph.runtime.request import DraftCounts, EngineClosedError, FinishReason, Job, Origin, StepEvent, TokenLogprob
     from stepgraph.runtime.request_queue import QueueFullError
     from stepgraph.runtime.stats import EngineStats
+    from stepgraph.runtime.text import TextCodec
     from stepgraph.sampling.grammar.constraints.constraint import Constraint
     from stepgraph.sampling.grammar.vocabulary import Vocabulary
     from stepgraph.sampling.params import SamplingParams
@@ -35,6 +36,7 @@ __all__ = [
     "QueueFullError",
     "SamplingParams",
     "StepEvent",
+    "TextCodec",
     "TokenLogprob",
     "Vocabulary",
 ]
@@ -52,6 +54,7 @@ _MODULES = {
     "QueueFullError": "runtime.request_queue",
     "SamplingParams": "sampling.params",
     "StepEvent": "runtime.request",
+    "TextCodec": "runtime.text",
     "TokenLogprob": "runtime.request",
     "Vocabulary": "sampling.grammar.vocabulary",
 }
