@@ -10,6 +10,8 @@ from importlib.util import module_from_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stepgraph.graphs.model import DraftModel, NoCache, TargetModel
+    from stepgraph.graphs.model_call import ModelInput, ModelOutput
     from stepgraph.runtime.aio import AsyncEngine
     from stepgraph.runtime.config import EngineConfig
     from stepgraph.runtime.engine import Engine
@@ -26,16 +28,21 @@ __all__ = [
     "AsyncEngine",
     "Constraint",
     "DraftCounts",
+    "DraftModel",
     "Engine",
     "EngineClosedError",
     "EngineConfig",
     "EngineStats",
     "FinishReason",
     "Job",
+    "ModelInput",
+    "ModelOutput",
+    "NoCache",
     "Origin",
     "QueueFullError",
     "SamplingParams",
     "StepEvent",
+    "TargetModel",
     "TextCodec",
     "TokenLogprob",
     "Vocabulary",
@@ -44,16 +51,21 @@ _MODULES = {
     "AsyncEngine": "runtime.aio",
     "Constraint": "sampling.grammar.constraints.constraint",
     "DraftCounts": "runtime.request",
+    "DraftModel": "graphs.model",
     "Engine": "runtime.engine",
     "EngineClosedError": "runtime.request",
     "EngineConfig": "runtime.config",
     "EngineStats": "runtime.stats",
     "FinishReason": "runtime.request",
     "Job": "runtime.request",
+    "ModelInput": "graphs.model_call",
+    "ModelOutput": "graphs.model_call",
+    "NoCache": "graphs.model",
     "Origin": "runtime.request",
     "QueueFullError": "runtime.request_queue",
     "SamplingParams": "sampling.params",
     "StepEvent": "runtime.request",
+    "TargetModel": "graphs.model",
     "TextCodec": "runtime.text",
     "TokenLogprob": "runtime.request",
     "Vocabulary": "sampling.grammar.vocabulary",

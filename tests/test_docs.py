@@ -36,6 +36,7 @@ OUTPUTS = {  # pattern of the printed text, by a phrase of the block
     "AsyncEngine(engine)": r"b'",
     "engine.trace": r"target_verify",
     "class Person": r'\{"name": ?"([A-Z][a-z]{1,12})", ?"age": ?(\d+)\} \2\n$',
+    "class Bigram": r"^\[(\d+, ){7}\d+\]\n$",
     "create_model": r"nights=\d+ breakfast=(True|False)\n$",
     "def continue_phrase": r" \d+ \d+\n$",
     "class RepeatLastToken": r" \d+ of 20 tokens were drafted\n$",
@@ -50,6 +51,7 @@ PERSON = {"type": "object", "properties": {"name": {"enum": ["Ada"]}}, "required
 EXECUTED = {  # what runs for a documented command: the same in a temporary folder, made shorter by flags and with names of its files
     "python tools/gpu_check.py": "python tools/gpu_check.py --list",
     "python tools/gpu_table.py --write": "python tools/gpu_table.py --check",  # does not write into the repository
+    "python -m tools.first_hour --lines": "python -m tools.first_hour --lines",
     "python -m tools.error_index --write": "python -m tools.error_index",
     "python -m tools.operations --write": "python -m tools.operations",
     "python tools/nsys_profile.py --rounds 20-40 --out /tmp/bench --bench": "python tools/nsys_profile.py --rounds 20-40 --bench --print",
@@ -83,6 +85,7 @@ PARSED = {  # the others, and why they do not run here
     "python -m tests.helpers.architecture --write": "tests/test_architecture.py compares what it writes",
     "python -m tests.fuzz": "tests/laws/test_fuzz.py runs it",
     "python -m tools.bench": "minutes long; tests/tools/bench runs its parts",
+    "python -m tools.first_hour": "installs the package; tests/tools runs it (make models)",
     "python -m tools.soak": "tests/laws/test_soak.py runs it",
     "python -m tools.soak --minutes 20 --out soak.json": "tests/laws/test_soak.py runs it",
     "python bundle/install.py": "needs a GPU host and a bundle",
