@@ -88,6 +88,7 @@ static Trie make_trie(const std::vector<Entry> &sorted) {
             trie.height.push_back(0);
             trie.reach.push_back(0);
             trie.plain_characters.push_back(0);
+            trie.plain_height.push_back(0);
             trie.starts_plain.push_back(0);
             trie.first_token.push_back((int32_t)trie.tokens.size());
         }
@@ -99,6 +100,7 @@ static Trie make_trie(const std::vector<Entry> &sorted) {
             if (at + 1 == from && from < size) trie.starts_plain[path[at]] = 1;
             int32_t &most = trie.plain_characters[path[at]];
             most = std::max(most, count_characters(text + at + 1, size - at - 1));
+            trie.plain_height[path[at]] = std::max(trie.plain_height[path[at]], size - at - 1);
         }
         trie.tokens.push_back(id);
         trie.plain_from.push_back(from);
@@ -115,7 +117,8 @@ constexpr int32_t FEW_TOKENS = 16; // below a node: they are set one by one
 constexpr int32_t MAX_ALIKE = 32; // bytes
 constexpr int64_t ALIKE_STEPS = 50'000'000; // moves that are compared to find states that are alike
 constexpr int32_t SHARED_TOKENS = 100; // below a node
-constexpr int64_t STEPS_PER_MOVE = 2; // followed before states that are alike are searched for: few grammars take so many
+// Followed before states that are alike are searched for, and before parts of the tree are shared, which takes longer where few states are alike.
+constexpr int64_t MOVES_PER_STEP = 8, STEPS_PER_MOVE = 2;
 constexpr size_t MAX_BELOW = 8'000'000; // words
 
 static void add_bits(Trie &trie, int32_t words) {
@@ -244,11 +247,23 @@ public:
         crossing.resize(automaton.symbols ? automaton.states : 0);
         for (int32_t state = 0; state < automaton.states; state++) {
             if (automaton.pop[state] >= 0) continue; // a text is never in it
-            if (alike.empty() && steps > STEPS_PER_MOVE * (int64_t)automaton.next.size()) find_alike();
+            int64_t moves = (int64_t)automaton.next.size();
+            if (alike.empty() && steps > moves / MOVES_PER_STEP) find_alike();
+            shares_parts = steps > STEPS_PER_MOVE * moves;
             int32_t base = plain_row[state] > 0 ? -2 - plain_row[state] : -1;
             if (automaton.symbols) crossed = &crossing[state];
-            if (base == -1) walk_tokens(state, -1);
-            else if (!add_suffixes(state) && !add_like_rest(state)) walk_tokens(state, 0);
+            if (base == -1) {
+                if (int32_t like = state_like(state); like >= 0) {
+                    row_of[state] = row_of[like];
+                    if (automaton.symbols) crossing[state] = crossing[like];
+                    continue;
+                }
+                followed = 1; // also in a state that reads no byte
+                walk_tokens(state, -1);
+                remember(state);
+            } else if (!add_suffixes(state) && !add_like_rest(state)) {
+                walk_tokens(state, 0);
+            }
             if (automaton.accepts[state])
                 for (int32_t stop : vocabulary.stops) set(stop);
             row_of[state] = take_row(base);
@@ -345,20 +360,33 @@ private:
         for (int32_t state = 0; state < automaton.states; state++) open[(size_t)automaton.pop[state] + 1].push_back(state);
         open.erase(std::remove_if(open.begin(), open.end(), [](const Ints &states) { return states.size() < 2; }), open.end());
         std::unordered_map<uint64_t, std::vector<Ints>> parts; // of one class
-        std::vector<uint64_t> factors(classes); // of a hash whose terms do not wait for each other
-        for (size_t c = 0; c < classes; c++) factors[c] = mixed(c + 1);
+        struct Run { int32_t entry; size_t end; uint64_t factor; }; // neighbouring classes with one entry: `end` is behind the last
+        std::vector<Run> runs;
+        std::vector<size_t> run_start{0}; // [states + 1]
+        for (int32_t state = 0; state < automaton.states; state++) {
+            for (size_t c = 0; c < classes; c++) {
+                int32_t entry = entry_of(state, (int32_t)c);
+                if (!c || entry != runs.back().entry) runs.push_back({entry, c, 0});
+                runs.back().end = c + 1;
+                runs.back().factor += mixed(c + 1); // the terms of the hash do not wait for each other
+            }
+            run_start.push_back(runs.size());
+        }
         for (int64_t work = 0; alike.size() <= MAX_ALIKE && !is_final && work <= ALIKE_STEPS;) {
             const Ints &last = alike.back();
-            auto class_after = [&](int32_t state, size_t c) -> int64_t {
-                int32_t entry = automaton.next[(size_t)state * classes + c];
+            auto class_after = [&](int32_t entry) -> int64_t {
                 if (entry < 0) return -2;
                 const Move *move = special(entry);
                 return !move ? last[entry] : move->target < 0 ? -2 : last[move->target] | ((int64_t)move->push + 1) << 32;
             };
             auto is_equal = [&](int32_t state, int32_t other) {
-                size_t c = 0;
-                while (c < classes && class_after(state, c) == class_after(other, c)) c++;
-                return c == classes;
+                for (size_t at = run_start[state], with = run_start[other]; at < run_start[state + 1];) {
+                    if (class_after(runs[at].entry) != class_after(runs[with].entry)) return false;
+                    size_t end = std::min(runs[at].end, runs[with].end);
+                    at += runs[at].end == end;
+                    with += runs[with].end == end;
+                }
+                return true;
             };
             Ints found = last;
             is_final = true;
@@ -367,13 +395,13 @@ private:
                 parts.clear();
                 for (int32_t state : members) {
                     uint64_t hash = 0;
-                    for (size_t c = 0; c < classes; c++) hash += (uint64_t)class_after(state, c) * factors[c];
+                    for (size_t at = run_start[state]; at < run_start[state + 1]; at++) hash += (uint64_t)class_after(runs[at].entry) * runs[at].factor;
+                    work += (int64_t)(run_start[state + 1] - run_start[state]);
                     std::vector<Ints> &same = parts[hash];
                     auto part = std::find_if(same.begin(), same.end(), [&](const Ints &states) { return is_equal(state, states[0]); });
                     if (part == same.end()) part = same.insert(part, Ints());
                     part->push_back(state);
                 }
-                work += (int64_t)(members.size() * classes);
                 int32_t number = last[members[0]]; // of the first part
                 for (auto &[hash, same] : parts)
                     for (Ints &part : same) {
@@ -387,12 +415,29 @@ private:
             open.swap(still);
             alike.push_back(std::move(found));
         }
+        alike_classes = count;
+    }
+
+    // A state with the row of `state`: the same texts of as many bytes as decided that row are legal in both. -1 if none is known.
+    int32_t state_like(int32_t state) const {
+        for (size_t bytes = 0; bytes < rows_like.size(); bytes++)
+            if (const Ints &known = rows_like[bytes]; !known.empty())
+                if (int32_t like = known[2 * (size_t)alike[bytes][state] + 2 + automaton.accepts[state]]; like >= 0) return like;
+        return -1;
+    }
+
+    void remember(int32_t state) {
+        if (alike.empty() || (followed >= (int32_t)alike.size() && !is_final)) return;
+        size_t bytes = std::min((size_t)followed, alike.size() - 1);
+        if (rows_like.size() <= bytes) rows_like.resize(bytes + 1);
+        rows_like[bytes].resize(2 * ((size_t)alike_classes + 1), -1);
+        rows_like[bytes][2 * (size_t)alike[bytes][state] + 2 + automaton.accepts[state]] = state;
     }
 
     // Whether tokens below a node are found for a class of states at a time.
     bool is_shared(const Trie &trie, int32_t node) const {
         bool is_large = trie.first_token[trie.skip[node]] - trie.first_token[node + 1] >= SHARED_TOKENS;
-        return is_large && !alike.empty() && (trie.height[node] < (int32_t)alike.size() || is_final);
+        return is_large && shares_parts && !alike.empty() && (trie.height[node] < (int32_t)alike.size() || is_final);
     }
 
     // Find the tokens below a node of the tree in a state after it, in which they began. False where they are unknown and there is no room for them.
@@ -407,17 +452,20 @@ private:
             Row &spare = spares[level++];
             std::swap(row, spare);
             Ints found, *outer = std::exchange(crossed, &found);
+            int32_t before = std::exchange(followed, 0);
             walk_part(trie, state, -1, node + 1, trie.skip[node]);
             crossed = outer;
             size_t bits_begin = below_bits.size(), crossed_begin = below_crossed.size();
             for (int32_t word : row.touched) below_bits.push_back({word, row.bits[word]});
             below_crossed.insert(below_crossed.end(), found.begin(), found.end());
             row.clear();
-            known = below.emplace(key, Below{bits_begin, below_bits.size(), crossed_begin, below_crossed.size()}).first;
+            known = below.emplace(key, Below{bits_begin, below_bits.size(), crossed_begin, below_crossed.size(), followed}).first;
+            followed = before;
             std::swap(row, spare);
             level--;
         }
         const Below &at = known->second;
+        followed = std::max(followed, at.followed);
         for (size_t index = at.bits_begin; index < at.bits_end; index++) row.set(below_bits[index].first, below_bits[index].second);
         if (at.crossed_begin < at.crossed_end) crossed->insert(crossed->end(), below_crossed.begin() + (int64_t)at.crossed_begin, below_crossed.begin() + (int64_t)at.crossed_end);
         return true;
@@ -448,6 +496,7 @@ private:
         for (int32_t node = begin; node < end;) {
             int32_t depth = trie.depth[node], entry = entry_of(state_at[depth], automaton.class_of[trie.byte[node]]);
             steps++;
+            followed = std::max(followed, depth + 1);
             if (entry < 0 || trie.reach[node] <= known_at[depth]) {
                 node = trie.skip[node];
                 continue;
@@ -484,6 +533,7 @@ private:
             if (covers && surely[to] > 0 && surely[to] >= trie.plain_characters[node]) {
                 if (known_at[depth] < depth || trie.starts_plain[node]) set_plain(node);
                 known_at[depth + 1] = depth + 1;
+                followed = std::max(followed, depth + 1 + trie.plain_height[node]);
             }
             node++;
         }
@@ -745,8 +795,15 @@ private:
     std::unordered_map<int32_t, Suffixes> suffixes; // by state
     Ints surely; // [states] every plain text of so many characters is legal
     std::vector<Ints> alike; // [bytes][states]
+    int32_t alike_classes = 0; // the numbers of classes are below this
+    std::vector<Ints> rows_like; // [bytes][2 * (class + 1) + whether it accepts] a state whose row was found by following so many bytes, or -1
+    int32_t followed = 0; // the most bytes of a token that decided the row, or the part of it, that is being walked
+    bool shares_parts = false; // whether tokens below a node are found for several states at once
     bool is_final = false; // whether the last classes are the same for texts of any length
-    struct Below { size_t bits_begin, bits_end, crossed_begin, crossed_end; };
+    struct Below {
+        size_t bits_begin, bits_end, crossed_begin, crossed_end;
+        int32_t followed; // bytes that decided it
+    };
     std::unordered_map<uint64_t, Below> below; // by node and class: ranges of the next two
     std::vector<std::pair<int32_t, uint32_t>> below_bits; // words of rows
     Ints below_crossed, *crossed = nullptr; // tokens whose legality depends on the stack; of the state or the part that is being walked

@@ -23,6 +23,7 @@ struct Trie {
     Ints plain_from; // [tokens] the text of a token is plain from this byte on
     Ints reach; // [nodes] the largest plain_from below or at the node
     Ints plain_characters; // [nodes] the most characters that a token below has after the node, if they are plain
+    Ints plain_height; // [nodes] the same in bytes
     std::vector<char> starts_plain; // [nodes] whether a token below is plain from the byte after the node on, and not before
     Ints bits_start; // [nodes + 1] words and bits of the tokens below a node whose text after it is plain, for nodes with many of them
     Ints bit_words;
