@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -14,10 +16,11 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from stepgraph import Engine, EngineConfig
+from stepgraph.graphs.layers.quantised import unpack
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.gguf import SCALES
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
-from tests.helpers.families import Cached, judge, refused_when_damaged
+from tests.helpers.families import BASE, Cached, judge, random_model, refused_when_damaged
 
 TOKENS = torch.arange(40)[None]
 NAMES = {
@@ -52,8 +55,17 @@ def side_by_side(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.
     return weight[order]
 
 
-def write(path: Path, family: str, kind: str, quantise: Kind | None = None) -> Path:
-    model = judge(family)
+def random_blocks(values: npt.NDArray[np.float32], quantise: Kind) -> npt.NDArray[np.uint8]:
+    """Blocks with every number and small scales, where the package cannot quantise."""
+    draw, (size, block_bytes) = np.random.default_rng(values.size), gguf.GGML_QUANT_SIZES[quantise]
+    blocks = draw.integers(256, size=(values.size // size, block_bytes), dtype=np.uint8)
+    scales = blocks[:, SCALES[quantise.name]]
+    scales[:] = draw.uniform(1e-5, 1e-4, size=(len(blocks), scales.shape[1] // 2)).astype(np.float16).view(np.uint8)
+    return blocks.reshape(len(values), -1)
+
+
+def write(path: Path, family: str, kind: str, quantise: Kind | Callable[[str], Kind] | None = None, model: Any = None) -> Path:
+    model = model or judge(family)
     config = model.config
     writer = gguf.GGUFWriter(path, kind)
     writer.add_block_count(config.num_hidden_layers)
@@ -76,7 +88,9 @@ def write(path: Path, family: str, kind: str, quantise: Kind | None = None) -> P
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         values = side_by_side(values, heads) if heads and kind == "llama" else values
         if quantise is not None and values.ndim == 2:
-            writer.add_tensor(stored_name(name), gguf.quants.quantize(values, quantise), raw_dtype=quantise)
+            chosen = quantise if isinstance(quantise, Kind) else quantise(name)
+            blocks = (random_blocks if chosen.name.endswith("_K") else gguf.quants.quantize)(values, chosen)
+            writer.add_tensor(stored_name(name), blocks, raw_dtype=chosen)
         else:
             writer.add_tensor(stored_name(name), np.ascontiguousarray(values))
     writer.write_header_to_file()
@@ -126,6 +140,23 @@ def test_a_quantised_tensor_is_finite_exactly_if_its_scales_are(kind: str) -> No
     assert np.isfinite(gguf.quants.dequantize(finite, Kind[kind])).all()
 
 
+def as_often_mixed(name: str) -> Kind:
+    return Kind.Q6_K if "v_proj" in name or "down_proj" in name or "embed" in name else Kind.Q4_K
+
+
+@pytest.mark.parametrize("kind", [*(Kind[name] for name in SCALES), as_often_mixed], ids=str)
+def test_weights_that_stay_quantised_have_the_bits_of_the_reference(tmp_path: Path, kind: Kind | Callable[[str], Kind]) -> None:
+    """`gguf.quants.dequantize` is the reference: it fills the parameters of the dequantised model."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    path = write(tmp_path / "model.gguf", "", "llama", kind, random_model("Llama", BASE | sizes, seed=1))
+    kept, plain = (open_checkpoint(path, torch.float32, weights).load("cpu") for weights in ("quantised", "dequantised"))
+    matrices = [name for name, parameter in plain.named_parameters() if parameter.dim() == 2]
+    assert len(matrices) == 6
+    for name in matrices:
+        assert torch.equal(unpack(kept.get_parameter(name)), plain.get_parameter(name)), name
+    torch.testing.assert_close(Cached(kept).run(TOKENS, 0, 40), Cached(plain).run(TOKENS, 0, 40), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1])
 def test_weights_that_stay_quantised_have_the_logits_of_dequantised_ones(tmp_path: Path, kind: Kind) -> None:
     path = write(tmp_path / "model.gguf", "llama-2", "llama", kind)
@@ -154,8 +185,8 @@ def test_greedy_texts_of_weights_that_stay_quantised(tmp_path: Path) -> None:
 
 
 def test_quantised_weights_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "model.gguf", "llama-2", "llama", Kind.Q5_0)
-    with pytest.raises(ValueError, match=r"model.gguf: model.\S+.weight: got type Q5_0 and shape .* expected one of Q4_0, Q4_1, Q8_0"):
+    path = write(tmp_path / "model.gguf", "llama-2", "llama", lambda name: Kind.Q8_0 if "q_proj" in name else Kind.F16)
+    with pytest.raises(ValueError, match=r"model.gguf: model.\S+q_proj.weight: got type Q8_0 and shape .* expected one of Q4_0, Q4_1"):
         Engine.from_pretrained(path, weights="quantised")
     with pytest.raises(ValueError, match="weights: got 'int4', expected"):
         Engine.from_pretrained(path, weights="int4")
