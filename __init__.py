@@ -10,12 +10,15 @@ from importlib.util import module_from_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stepgraph.graphs.model import DraftModel, NoCache, TargetModel
+    from stepgraph.graphs.model_call import ModelInput, ModelOutput
     from stepgraph.runtime.aio import AsyncEngine
     from stepgraph.runtime.config import EngineConfig
     from stepgraph.runtime.engine import Engine
     from stepgraph.runtime.request import DraftCounts, EngineClosedError, FinishReason, Job, Origin, StepEvent, TokenLogprob
     from stepgraph.runtime.request_queue import QueueFullError
     from stepgraph.runtime.stats import EngineStats
+    from stepgraph.runtime.text import TextCodec
     from stepgraph.sampling.grammar.constraints.constraint import Constraint
     from stepgraph.sampling.grammar.vocabulary import Vocabulary
     from stepgraph.sampling.params import SamplingParams
@@ -25,16 +28,22 @@ __all__ = [
     "AsyncEngine",
     "Constraint",
     "DraftCounts",
+    "DraftModel",
     "Engine",
     "EngineClosedError",
     "EngineConfig",
     "EngineStats",
     "FinishReason",
     "Job",
+    "ModelInput",
+    "ModelOutput",
+    "NoCache",
     "Origin",
     "QueueFullError",
     "SamplingParams",
     "StepEvent",
+    "TargetModel",
+    "TextCodec",
     "TokenLogprob",
     "Vocabulary",
 ]
@@ -42,16 +51,22 @@ _MODULES = {
     "AsyncEngine": "runtime.aio",
     "Constraint": "sampling.grammar.constraints.constraint",
     "DraftCounts": "runtime.request",
+    "DraftModel": "graphs.model",
     "Engine": "runtime.engine",
     "EngineClosedError": "runtime.request",
     "EngineConfig": "runtime.config",
     "EngineStats": "runtime.stats",
     "FinishReason": "runtime.request",
     "Job": "runtime.request",
+    "ModelInput": "graphs.model_call",
+    "ModelOutput": "graphs.model_call",
+    "NoCache": "graphs.model",
     "Origin": "runtime.request",
     "QueueFullError": "runtime.request_queue",
     "SamplingParams": "sampling.params",
     "StepEvent": "runtime.request",
+    "TargetModel": "graphs.model",
+    "TextCodec": "runtime.text",
     "TokenLogprob": "runtime.request",
     "Vocabulary": "sampling.grammar.vocabulary",
 }

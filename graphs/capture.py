@@ -104,6 +104,15 @@ class Backend(Protocol):
         `function` may run later and on another thread: it must bind its inputs by value.
         """
 
+    def copy_aside(self, function: Callable[[], object], *, after_launched: bool) -> Event:
+        """Issue the copies of `function`, as by `run`, on a stream of their own: beside the main stream, in the order of these calls.
+
+        after_launched: after everything launched before, which may read the memory that is written. Returns an event at their end.
+        """
+
+    def wait_for(self, copied: Event) -> None:
+        """Make what is launched later wait for an event of `copy_aside`. Does not block the calling thread."""
+
     def event(self) -> Event:
         """An event at the current end of the main stream."""
 

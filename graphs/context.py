@@ -13,6 +13,7 @@ from torch import Tensor
 from stepgraph.graphs.errors import fail
 
 MAIN = "main"
+COPIES = "copies beside rounds"  # of a backend, not of its steps
 
 
 class StreamEvent(Protocol):

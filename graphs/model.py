@@ -22,6 +22,13 @@ from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.graphs.proposer import Proposer
 
 
+class NoCache:
+    """A base class for models without state per token."""
+
+    def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
+        return ()
+
+
 class TargetModel(Protocol):
     """The model whose output distribution is preserved. Accepts any B and Q, keeps no allocation after a call, never synchronises.
 

@@ -12,7 +12,7 @@ from stepgraph.sampling.kernels.advance import PLACE_INTS, TEXT_INTS
 from stepgraph.sampling.sampler import Param
 
 MAX_SKIPPED = 32  # tokens of rounds in which the draft model does not run, before it processes them
-IMAGE_CHUNKS, IMAGE_CHUNK = 8, 1 << 16  # of one upload, in int32: 2 MiB are copied between two rounds without waiting for the device
+IMAGE_CHUNKS, IMAGE_CHUNK = 8, 1 << 16  # of one upload, in int32: 2 MiB are copied beside a round
 
 
 def forced_specs(limits: Limits) -> tuple[BufferSpec, ...]:

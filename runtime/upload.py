@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,8 +23,11 @@ from stepgraph.graphs.row_layout import Column
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.sampling import bitmask
+from stepgraph.sampling.grammar.automaton.arena import ArenaBlock
 from stepgraph.sampling.grammar.status import FinishCode
 from stepgraph.sampling.sampler import Param
+
+Launch = Callable[[Callable[[], object]], Event]
 
 
 class PinnedRing:
@@ -41,16 +45,23 @@ class PinnedRing:
         busy = self._events[self._next]
         return busy is None or busy.query()
 
-    def send(self, values: Sequence[int] | npt.NDArray[Any], copy: Callable[[Any], object]) -> None:
-        """Write `values` to the start of the next slot, and launch `copy(slot)`. Waits while the slot is being copied."""
+    def send(self, values: Sequence[int] | npt.NDArray[Any], copy: Callable[[Any], object], launch: Launch | None = None) -> Event:
+        """Write `values` to the start of the next slot, and launch `copy(slot)`. Waits while the slot is being copied.
+
+        launch: other than between rounds. Returns an event after the copy.
+        """
         busy = self._events[self._next]
         if busy is not None and not self.ready:
             busy.wait()
         slot = self._ring[self._next]
         slot.numpy()[: len(values)] = values
-        self._backend.run(lambda: copy(slot))
-        self._events[self._next] = self._backend.event()
+        self._events[self._next] = copied = (launch or self._run)(lambda: copy(slot))
         self._next = (self._next + 1) % len(self._events)
+        return copied
+
+    def _run(self, copy: Callable[[], object]) -> Event:
+        self._backend.run(copy)
+        return self._backend.event()
 
 
 class Uploader:
@@ -73,16 +84,22 @@ class Uploader:
         self._texts = PinnedRing(backend, buffers.text_ring_host) if models.reads_text else None
         self._seen = PinnedRing(backend, buffers.seen_ring_host)
         self._images = PinnedRing(backend, buffers.image_ring_host) if "image_ring_host" in buffers else None
+        self._copied: weakref.WeakKeyDictionary[ArenaBlock, Event] = weakref.WeakKeyDictionary()  # the last copy of each
 
     def send_image(self, request: ActiveRequest) -> bool:
-        """Launch copies of the request's grammar to its block, as many as do not wait; whether all of it is launched."""
+        """Launch copies of the request's grammar to its block, as many as do not wait; whether all of it is launched.
+
+        They run beside the rounds. Rounds in flight may still read the grammar that had this memory before.
+        """
         block, images = request.block, self._images
         while block is not None and images is not None and block.copied < len(block.image):
             if not images.ready:
                 return False
             part = block.image[block.copied : block.copied + images.width]
             start = block.offset + block.copied
-            images.send(part, functools.partial(_copy_start, self._buffers.grammar_arena[start : start + len(part)]))
+            copy = functools.partial(_copy_start, self._buffers.grammar_arena[start : start + len(part)])
+            launch = functools.partial(self._backend.copy_aside, after_launched=not block.copied)
+            self._copied[block] = images.send(part, copy, launch)
             block.copied += len(part)
         return True
 
@@ -108,6 +125,8 @@ class Uploader:
             self._states.prompt_launched(request.job, count)
         request.prefilled += count
         if request.to_prefill == 0:
+            if request.block is not None:
+                self._backend.wait_for(self._copied[request.block])
             self._upload_state(request)
             request.decoding = True
         return count

@@ -21,7 +21,7 @@ from stepgraph.runtime.commands.flags import STEP_EXAMPLE
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.llama_config import Eagle3Config
-from tests.helpers.command_models import doctor_answers, model_folder, recordings
+from tests.helpers.command_models import doctor_answers, model_folder, model_gguf, recordings
 from tests.helpers.documents import BLOCKS, COMMANDS, DOCUMENTS, ROOT, Block
 from tests.helpers.tool_runs import parse_flags, run_tool
 from tools.random_weights import randomised
@@ -36,6 +36,10 @@ OUTPUTS = {  # pattern of the printed text, by a phrase of the block
     "AsyncEngine(engine)": r"b'",
     "engine.trace": r"target_verify",
     "class Person": r'\{"name": ?"([A-Z][a-z]{1,12})", ?"age": ?(\d+)\} \2\n$',
+    "class Bigram": r"^\[(\d+, ){7}\d+\]\n$",
+    "create_model": r"nights=\d+ breakfast=(True|False)\n$",
+    "def continue_phrase": r" \d+ \d+\n$",
+    "class RepeatLastToken": r" \d+ of 20 tokens were drafted\n$",
     "def weather": r"(Oslo|Rome): [123] days of rain\n$",
     "Once upon a time": r".",
     "Capital of Norway": r"\{.* (stop|constraint_complete|length)\n$",
@@ -47,6 +51,7 @@ PERSON = {"type": "object", "properties": {"name": {"enum": ["Ada"]}}, "required
 EXECUTED = {  # what runs for a documented command: the same in a temporary folder, made shorter by flags and with names of its files
     "python tools/gpu_check.py": "python tools/gpu_check.py --list",
     "python tools/gpu_table.py --write": "python tools/gpu_table.py --check",  # does not write into the repository
+    "python -m tools.first_hour --lines": "python -m tools.first_hour --lines",
     "python -m tools.error_index --write": "python -m tools.error_index",
     "python -m tools.operations --write": "python -m tools.operations",
     "python tools/nsys_profile.py --rounds 20-40 --out /tmp/bench --bench": "python tools/nsys_profile.py --rounds 20-40 --bench --print",
@@ -80,6 +85,7 @@ PARSED = {  # the others, and why they do not run here
     "python -m tests.helpers.architecture --write": "tests/test_architecture.py compares what it writes",
     "python -m tests.fuzz": "tests/laws/test_fuzz.py runs it",
     "python -m tools.bench": "minutes long; tests/tools/bench runs its parts",
+    "python -m tools.first_hour": "installs the package; tests/tools runs it (make models)",
     "python -m tools.soak": "tests/laws/test_soak.py runs it",
     "python -m tools.soak --minutes 20 --out soak.json": "tests/laws/test_soak.py runs it",
     "python bundle/install.py": "needs a GPU host and a bundle",
@@ -96,6 +102,8 @@ PARSED = {  # the others, and why they do not run here
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_python_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").symlink_to(model_folder())
+    if "model.gguf" in block.text:
+        (tmp_path / "model.gguf").symlink_to(model_gguf())
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(1)
     exec(compile(block.text, str(block), "exec"), {"__name__": "documentation"})
@@ -105,9 +113,10 @@ def test_python_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.Mon
     assert all(re.search(pattern, printed) for pattern in expected), printed
 
 
-def test_readme_example_is_short() -> None:
-    (block,) = (block for block in BLOCKS if block.document == "README.md")
-    assert len([line for line in block.text.splitlines() if line.strip()]) <= 20
+@pytest.mark.parametrize(("block", "most"), [("README.md-1", 20), ("docs/json.md-1", 5)])
+def test_first_examples_are_short(block: str, most: int) -> None:
+    (text,) = (found.text for found in BLOCKS if str(found) == block)
+    assert len([line for line in text.splitlines() if line.strip()]) <= most
 
 
 @pytest.fixture

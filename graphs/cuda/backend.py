@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import BackendStats, Check, Step, checked_loop
-from stepgraph.graphs.context import MAIN, setting
+from stepgraph.graphs.capture import BackendStats, Check, Event, Step, checked_loop
+from stepgraph.graphs.context import COPIES, MAIN, setting
 from stepgraph.graphs.cuda.events import CudaEvent
 from stepgraph.graphs.cuda.loop import LoopGraph, why_no_loops
 from stepgraph.graphs.cuda.recorder import CudaRecorder, Recording, broken_rule
@@ -142,11 +142,22 @@ class CudaBackend:
         with self.on_main("run()"), torch.no_grad():
             function()
 
+    def copy_aside(self, function: Callable[[], object], *, after_launched: bool) -> CudaEvent:
+        self._enter("copy_aside()")
+        launched, copies = self.event() if after_launched else None, self._resources.streams[COPIES]
+        if launched is not None:
+            self.driver.cuStreamWaitEvent(copies.cuda_stream, launched.handle, 0)
+        with torch.cuda.stream(copies), torch.no_grad():
+            function()
+        return self._event_of(copies)
+
+    def wait_for(self, copied: Event) -> None:
+        assert isinstance(copied, CudaEvent)
+        self._enter("wait_for()")
+        self.driver.cuStreamWaitEvent(self._main.cuda_stream, copied.handle, 0)
+
     def event(self) -> CudaEvent:
-        self._enter("event()")
-        event = CudaEvent(self, self._resources.events)
-        self.driver.cuEventRecord(event.handle, self._main.cuda_stream)
-        return event
+        return self._event_of(self._main)
 
     def synchronize(self) -> None:
         self._enter("synchronize()")
@@ -215,8 +226,16 @@ class CudaBackend:
             with setting(self, "_capturing", True):
                 yield
 
+    def _event_of(self, stream: torch.cuda.Stream) -> CudaEvent:
+        self._enter("event()")
+        event = CudaEvent(self, self._resources.events)
+        self.driver.cuEventRecord(event.handle, stream.cuda_stream)
+        return event
+
     def _drain(self) -> None:
         self.driver.cuStreamSynchronize(self._main.cuda_stream)
+        if COPIES in self._resources.streams:
+            self.driver.cuStreamSynchronize(self._resources.streams[COPIES].cuda_stream)
         self._resources.free_retired()
 
     def _enter(self, call: str) -> None:

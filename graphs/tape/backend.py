@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import BackendStats, Check, Step, checked_loop
-from stepgraph.graphs.context import MAIN, NOTHING, setting
+from stepgraph.graphs.capture import BackendStats, Check, Event, Step, checked_loop
+from stepgraph.graphs.context import COPIES, MAIN, NOTHING, setting
 from stepgraph.graphs.errors import fail
 from stepgraph.graphs.spans import MakeRange, RecordedReport, Span
 from stepgraph.graphs.tape.arena import Arena
@@ -144,7 +144,8 @@ class TapeBackend:
 
     asynchronous: replay on a device thread in launch order; the next call raises an error, once.
     poison: "every" overwrites all intermediates before each replay, "first" before the first one.
-    delay: called with the name of a host node before it, and with the name of a stream before each of its segments.
+    delay: called with the name of a host node before it, with the name of a stream before each of its segments, and, if asynchronous,
+        with COPIES before each copy_aside.
     verify_host_nodes: find undeclared writes of host nodes to pinned buffers. By default on with poison="every", unless asynchronous,
         where the launching thread may write these buffers.
     """
@@ -170,8 +171,9 @@ class TapeBackend:
         self._tracer: Tracer | None = None
         self._arena = Arena()
         self._errors: deque[BaseException] = deque()
-        self._workers: dict[str, Worker] = {_DEVICE: Worker(_DEVICE)} if asynchronous else {}  # by stream
+        self._workers = {name: Worker(name) for name in (_DEVICE, COPIES) if asynchronous}  # by stream
         self._device = self._workers.get(_DEVICE)
+        self._copied: threading.Event | None = None  # at the end of the latest copy_aside; refers to no backend, which would then live on
         self._finalizer = weakref.finalize(self, stop, self._workers)
         self._finalizer.atexit = False  # player._end_threads stops and joins the workers
 
@@ -209,6 +211,21 @@ class TapeBackend:
     def run(self, function: Callable[[], object]) -> None:
         tracer = self.tracer
         self.launch(function if tracer is None else tracer.outside(function), "run()")
+
+    def copy_aside(self, function: Callable[[], object], *, after_launched: bool) -> TapeEvent:
+        launched = self.event() if after_launched else None
+        copied = TapeEvent(self)
+        self._copied = copied.reached
+        if self._device is None:
+            self.run(function)
+            copied.reached.set()
+        else:
+            self._workers[COPIES].submit(functools.partial(self._copy, function, launched, copied))
+        return copied
+
+    def wait_for(self, copied: Event) -> None:
+        assert isinstance(copied, TapeEvent)
+        self.launch(copied.reached.wait, "wait_for()")
 
     def event(self) -> TapeEvent:
         self._enter("event()")
@@ -294,8 +311,18 @@ class TapeBackend:
         except BaseException as error:  # raise_pending() delivers it
             self._errors.append(error)
 
+    def _copy(self, function: Callable[[], object], launched: TapeEvent | None, copied: TapeEvent) -> None:
+        if launched is not None:
+            launched.reached.wait()
+        if self.delay is not None:
+            self.delay(COPIES)
+        self._guarded(function)
+        copied.reached.set()
+
     def _drain(self) -> None:
         self.event().reached.wait()
+        if self._copied is not None:
+            self._copied.wait()
 
     def _enter(self, what: str) -> None:
         if not self._finalizer.alive:

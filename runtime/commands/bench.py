@@ -35,6 +35,10 @@ COLUMNS = {
 }
 
 
+README_RATES = {"plain": 97, "plain + grammar": 97, "speculative": 151, "speculative + grammar": 169}  # tokens per second
+PAIRS = (("plain + grammar", "plain"), ("speculative", "plain"), ("speculative + grammar", "plain + grammar"))
+
+
 class Prompt(NamedTuple):
     token_ids: list[int]
     constraint: Constraint | None  # for the variants with a grammar
@@ -54,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
             stack.enter_context(cases[-1].engine).capture(progress=terminal.shows_progress())
         same, failed = _measure(cases, prompts, options)
         compared = options.repeats * len(prompts) * (len(cases) > 2)
-        document = {
+        document: dict[str, Any] = {
             "model": pair.name,
             "draft": options.draft if options.model != TOY else TOY,
             "drafts": options.drafts,
@@ -67,6 +71,7 @@ def run(options: argparse.Namespace) -> int:
             "failed": failed,
             "variants": [_figures(case, len(prompts)) for case in cases],
         }
+        document["ratios"] = ratios(document["variants"])
     if options.json:
         terminal.print_json(document)
     else:
@@ -160,11 +165,31 @@ def _figures(case: Case, prompts: int) -> dict[str, Any]:
     }
 
 
+def ratios(variants: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of tokens per second. A ratio is that of the tokens per round, divided by that of the times of a round."""
+    rows = {row["variant"]: row for row in variants}
+    found = []
+    for name, base in PAIRS:
+        if name in rows and rows[base]["tokens_per_second"] and rows[name]["tokens_per_second"]:
+            rate, tokens = (rows[name][field] / rows[base][field] for field in ("tokens_per_second", "tokens_per_round"))
+            figures = {"ratio": rate, "tokens_per_round": tokens, "time_of_a_round": tokens / rate}
+            found.append({"of": name, "to": base, **figures, "readme": README_RATES[name] / README_RATES[base]})
+    return found
+
+
 def _print_table(document: dict[str, Any]) -> None:
     setting = f"draft {document['draft']}, K = {document['drafts']}, {document['device']}, {document['threads']} threads"
     terminal.print_text(f"{document['model']}, {setting}")
     rows = [[row["variant"], *(_cell(row[name]) for name in COLUMNS.values())] for row in document["variants"]]
     terminal.print_text("\n".join(terminal.table(["", *COLUMNS], rows)))
+    compared = [
+        [f"{row['of']} : {row['to']}", *(f"{row[name]:.2f}" for name in ("ratio", "tokens_per_round", "time_of_a_round", "readme"))]
+        for row in document["ratios"]
+    ]
+    terminal.print_text("\n".join(terminal.table(["", "ratio", "of tokens/round", "of times of a round", "in README"], compared)))
+    terminal.print_text(
+        "ratio of tokens/s = ratio of tokens/round divided by ratio of times of a round; README measured the pair of the demo"
+    )
     same = document["same_texts"]
     terminal.print_text(f"speculative answers equal to the plain ones: {same['free']} without a grammar, {same['grammar']} with one")
 

@@ -6,15 +6,18 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from stepgraph.runtime.commands import engines, terminal
+from stepgraph.runtime.demo import report
 from stepgraph.runtime.demo.scenarios import SCENARIOS, Scenario
 from stepgraph.runtime.demo.variants import Case, Pair, open_pair, tokens_per_second, toy_pair, variants
 from stepgraph.runtime.request import Job, StepEvent
+from stepgraph.runtime.trace import Timeline
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.compile.coverage import check_constraints
 
@@ -47,6 +50,8 @@ class Demonstration:
         self.pair, self.scenarios, self.options = pair, scenarios, options
         self.prompts = {scenario.name: pair.codec.chat(scenario.messages) for scenario in scenarios}
         self.cases: list[Case] = []
+        self.pieces: dict[str, list[tuple[str, str]]] = {}  # of the answers by scenario: texts of tokens, and their origins
+        self.traced: Timeline | None = None
         self.rates: dict[str, dict[str, float]] = {}  # tokens per second, by variant and scenario
         self._colour = terminal.colour_enabled(sys.stdout) and not options.json
         self._progress = terminal.shows_progress() and not options.json
@@ -65,13 +70,18 @@ class Demonstration:
         with self._bar("race", self.options.repeats * sum(len(self._suitable(scenario)) for scenario in self.scenarios)) as bar:
             for scenario in self.scenarios:
                 self.race(scenario, bar.update)
-        self._print("\n" + "\n".join(table(self.cases, self.rates)))
+        head, rows = table(self.cases, self.rates)
+        self._print("\n" + "\n".join(terminal.table(head, rows)))
         document: dict[str, Any] = {"pair": self.pair.name, "drafts": self.options.drafts, "threads": self.threads, "answers": answers}
         document["variants"] = [
             {**case.figures(), "tokens_per_second": self.rates[case.variant.name]} for case in self.cases if case.variant.name in self.rates
         ]
         if not self.options.no_timeline:
             document["timeline"] = self.timeline()
+        if self.options.html:
+            shown = [report.Answer(each.name, each.user, self.pieces[each.name]) for each in self.scenarios]
+            Path(self.options.html).write_text(report.page(self.pair.name, shown, head, rows, self.traced), encoding="utf-8")
+            self._print(f"{self.options.html}: answers, table and timeline as a page")
         return document
 
     def prepare(self, stack: contextlib.ExitStack) -> None:
@@ -95,7 +105,8 @@ class Demonstration:
         self._print(f"\n{scenario.name}: {scenario.user}\n")
         *others, fastest = self._suitable(scenario)
         stream = self.pair.codec.stream()
-        job = self._run(fastest, scenario, lambda event: self._show(event, stream.push))
+        pieces = self.pieces[scenario.name] = []
+        job = self._run(fastest, scenario, lambda event: self._show(event, stream.push, pieces))
         self._print(stream.finish())
         tokens: dict[str, list[int]] = {}
         with self._bar("the other variants", len(others)) as bar:
@@ -128,7 +139,7 @@ class Demonstration:
             with case.engine.trace(rounds=TRACED_ROUNDS) as trace:
                 self._run(case, scenario)
             trace.timeline.save_perfetto(path)
-        summary = trace.timeline.summary()
+        self.traced, summary = trace.timeline, trace.timeline.summary()
         self._print(f"\n{summary}\n{path}: the timeline, for ui.perfetto.dev")
         return {"trace": str(path), "summary": summary.as_dict()}
 
@@ -145,19 +156,19 @@ class Demonstration:
     def _run(self, case: Case, scenario: Scenario, show: Callable[[StepEvent], object] = lambda event: None) -> Job:
         return case.run(self.prompts[scenario.name], scenario.constraint, self.options.max_new_tokens, show)
 
-    def _show(self, event: StepEvent, decode: Callable[[tuple[int]], str]) -> None:
-        if self.options.json:
-            return
+    def _show(self, event: StepEvent, decode: Callable[[tuple[int]], str], pieces: list[tuple[str, str]]) -> None:
         for token, origin in zip(event.tokens, event.origins, strict=True):
-            terminal.print_text(decode((token,)), end="", origin=origin.value if self._colour else "")
+            pieces.append((decode((token,)), origin.value))
+            if not self.options.json:
+                terminal.print_text(pieces[-1][0], end="", origin=origin.value if self._colour else "")
 
     def _print(self, text: str) -> None:
         if not self.options.json:
             terminal.print_text(text)
 
 
-def table(cases: list[Case], rates: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Lines with tokens per second by scenario, and counts over all scenarios."""
+def table(cases: list[Case], rates: Mapping[str, Mapping[str, float]]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows: tokens per second by scenario, and counts over all scenarios."""
     scenarios = list(dict.fromkeys(name for row in rates.values() for name in row))
     counts = {"per round": "tokens_per_round", "host masks": "mask_fills", "replays": "replays", "syncs": "host_syncs"}
     rows = []
@@ -170,7 +181,7 @@ def table(cases: list[Case], rates: Mapping[str, Mapping[str, float]]) -> list[s
     if base and fast:
         ratios = [f"{fast[name] / base[name]:.2f}" if name in base else "" for name in scenarios]
         rows.append(["speed-up", *ratios, *[""] * len(counts)])
-    return terminal.table(["tokens per second", *scenarios, *counts], rows)
+    return ["tokens per second", *scenarios, *counts], rows
 
 
 def failure_of(job: Job, compiled: CompiledConstraint | None) -> str:

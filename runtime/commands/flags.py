@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from stepgraph.runtime.commands.inputs import read_file, read_schema, require_folder, token_ids
+from stepgraph.runtime.commands.inputs import read_file, read_schema, require_folder, require_writable, token_ids
 from stepgraph.runtime.demo.pair import DRAFTS
 from stepgraph.sampling.fields import clip_repr
 
@@ -61,6 +61,7 @@ def demo(parser: argparse.ArgumentParser) -> None:
     add_threads(parser)
     add("--out", type=Path, default=Path("stepgraph-demo"), metavar="FOLDER", help="for the timeline (default: %(default)s)")
     add("--no-timeline", action="store_true", help="do not write a timeline")
+    add("--html", metavar="FILE", help="also write answers, table and timeline as one HTML page, without scripts or network")
     add("--toy", action="store_true", help="use the toy pair: nothing to install, texts without meaning")
 
 
@@ -74,6 +75,8 @@ def check_demo(options: argparse.Namespace) -> None:
         check_range(options, flag, least, most)
     if not options.no_timeline:
         require_folder(options.out)  # before minutes of decoding
+    if options.html is not None:
+        require_writable("--html", options.html)
 
 
 def generate(parser: argparse.ArgumentParser) -> None:
@@ -206,7 +209,7 @@ COMMANDS = {
         "answer a question. Plain and speculative decoding alternate, with and without grammars; then a few rounds are traced and\n"
         "written as a file for ui.perfetto.dev. Exit code 1: an answer fails or breaks its schema.",
         (
-            "stepgraph demo --toy",
+            "stepgraph demo --toy --html report.html",
             "stepgraph demo --toy -k 2 --json --no-timeline --prompt 'pick some' --schema"
             """ '{"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 3}'""",
         ),

@@ -53,3 +53,11 @@ def require_folder(folder: Path) -> None:
     except OSError as error:
         accepted = "a writable folder, or --no-timeline"
         raise ValueError(f"--out: got {clip_repr(str(folder))} ({error.strerror}), expected {accepted}") from None
+
+
+def require_writable(flag: str, path: str) -> None:
+    try:
+        Path(path).open("a").close()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"{flag}: got {clip_repr(path)} ({why}), expected the path of a file that can be written") from None

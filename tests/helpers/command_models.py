@@ -10,10 +10,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import gguf
+
 from stepgraph import Engine, EngineConfig
 from stepgraph.runtime.commands.doctor import run_probes
 from stepgraph.runtime.demo.variants import toy_pair
 from tests.helpers.families import BASE, random_model
+from tests.helpers.gguf_files import add_byte_level, write_gguf
 from tests.helpers.made_tokenizers import byte_level
 
 TEMPLATE = (
@@ -27,14 +30,27 @@ def model_folder() -> Path:
     """Written once per process. It is called `model`, as in the examples of --help; only recordings are next to it."""
     folder = Path(tempfile.mkdtemp(prefix="command-")) / "model"
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
-    tokenizer = byte_level()
-    sizes = {"vocab_size": tokenizer.get_vocab_size() + 3, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
-    sizes["max_position_embeddings"] = 4096
-    random_model("Llama", BASE | sizes, seed=5).save_pretrained(folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tiny_model().save_pretrained(folder)
+    byte_level().save(str(folder / "tokenizer.json"))
     config = {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
+
+
+def tiny_model() -> Any:
+    sizes = {"vocab_size": byte_level().get_vocab_size() + 3, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+    return random_model("Llama", BASE | sizes | {"max_position_embeddings": 4096}, seed=5)
+
+
+@functools.cache
+def model_gguf() -> Path:
+    """The same model in one file."""
+
+    def add_tokens(writer: gguf.GGUFWriter) -> None:
+        add_byte_level(writer)
+        writer.add_chat_template(TEMPLATE)
+
+    return write_gguf(model_folder().parent / "model.gguf", "llama", add_tokens, tiny_model())
 
 
 @functools.cache

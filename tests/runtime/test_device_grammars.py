@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 
 from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs import GraphKey, TapeBackend
+from stepgraph.graphs.capture import Event
+from stepgraph.graphs.context import COPIES
 from stepgraph.runtime.device_grammars import INT_BYTES
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.runtime.upload import Uploader
@@ -126,6 +129,45 @@ def test_arena_memory_is_reused_while_rounds_of_cancelled_requests_are_in_flight
             finish(engine)
         for job, constraint in kept:
             assert (job.grammar_lane, job.tokens, job.error) == ("device", plain(job.prompt_ids, 20, constraint).tokens, "")
+
+
+@pytest.mark.parametrize("missing", ["", "wait of the round", "wait of the copy"])
+def test_copy_runs_beside_rounds_and_is_ordered_with_rounds(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """A copy starts after the rounds that may read its memory, and ends before the first round that reads what it writes."""
+    log, early, copy_aside = list[str](), list[bool](), TapeBackend.copy_aside
+
+    def watched(self: TapeBackend, function: Callable[[], object], *, after_launched: bool) -> Event:
+        reached = self.event()
+
+        def copy() -> None:
+            early.append(not reached.query())
+            function()
+            log.append("copied")
+
+        assert after_launched, "each grammar is one part"
+        return copy_aside(self, copy, after_launched=missing != "wait of the copy")
+
+    def delay(name: str) -> None:
+        log.append(name)
+        time.sleep(0.005 if name != COPIES else 0.1 if missing != "wait of the copy" else 0)
+
+    monkeypatch.setattr(TapeBackend, "copy_aside", watched)
+    if missing == "wait of the round":
+        monkeypatch.setattr(TapeBackend, "wait_for", lambda self, copied: None)
+    backend = TapeBackend(asynchronous=True, delay=delay)
+    with make_engine(replace(DEVICE, rounds_in_flight=4), backend, grammar_arena_bytes=arena_for(SHAPES[1])) as engine:
+        victim, free = submit(engine, [9, 9], SHAPES[0], 40), submit(engine, [9, 8], None, 20)
+        while not victim.rounds:
+            engine.step()
+        job = submit(engine, list(range(20, 40)), SHAPES[1], 12)
+        engine.cancel(victim)
+        finish(engine)
+        assert (victim.grammar_lane, job.grammar_lane) == ("device", "device") and free.tokens == plain([9, 8], 20).tokens
+        right = (job.tokens, job.error) == (plain(job.prompt_ids, 12, SHAPES[1]).tokens, "")
+    copying = [name for start in (log.index(COPIES, log.index("copied")),) for name in log[start : log.index("copied", start)]]
+    found = {"wait of the round": not right, "wait of the copy": any(early)}
+    assert [name for name, seen in found.items() if seen] == ([missing] if missing else []), (job.tokens, early)
+    assert missing or "main" in copying, "rounds run during the copy, between the chunks of the prompt"
 
 
 def test_large_grammar_is_copied_in_parts_that_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:

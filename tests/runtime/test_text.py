@@ -16,7 +16,8 @@ from stepgraph.runtime.models.files.tokenizer import open_tokenizer
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import Vocabulary
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
-from tests.helpers.made_tokenizers import MADE, byte_level
+from tests.helpers.gguf_files import add_byte_level, write_gguf
+from tests.helpers.made_tokenizers import MADE
 from tests.runtime.models.test_smollm2 import gguf_path
 
 TEXTS = ["the cat sat", "na\u00efve \u6f22\u5b57 \U0001f600", 'don\'t {"a": 1}\n\n  x', "", "<|im_start|>user\nhi<|im_end|>"]
@@ -141,30 +142,19 @@ def test_codec_of_bytes_round_trip() -> None:
         codec.encode("\u00e9")
 
 
-def write_gguf(path: Path, pre: str, **fields: Any) -> Path:
-    content = json.loads(byte_level().to_str())
-    texts = {**content["model"]["vocab"], **{entry["content"]: entry["id"] for entry in content["added_tokens"]}}
-    special = {entry["id"]: 3 if entry["special"] else 4 for entry in content["added_tokens"]}
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(sorted(texts, key=texts.__getitem__))
-    writer.add_token_types([special.get(index, 1) for index in range(len(texts))])
-    writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_chat_template(TEMPLATES["plain"])
-    writer.add_array("some.numbers", [1.5, 2.5])
-    for name, value in fields.items():
-        getattr(writer, name)(value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return path
+def tokenizer_gguf(path: Path, pre: str, **fields: Any) -> Path:
+    def add_tokens(writer: gguf.GGUFWriter) -> None:
+        add_byte_level(writer, pre)
+        writer.add_chat_template(TEMPLATES["plain"])
+        writer.add_array("some.numbers", [1.5, 2.5])
+        for name, value in fields.items():
+            getattr(writer, name)(value)
+
+    return write_gguf(path, "llama", add_tokens)
 
 
 def test_gguf_tokenizer_agrees_with_the_folder(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "made.gguf", "gpt-2")
+    path = tokenizer_gguf(tmp_path / "made.gguf", "gpt-2")
     codec, folder = TextCodec.open(path), TextCodec.open(folder_of(tmp_path, chat_template=TEMPLATES["plain"]))
     assert [codec.encode(text) for text in TEXTS] == [folder.encode(text) for text in TEXTS]
     assert codec.chat(MESSAGES) == folder.chat(MESSAGES)
@@ -172,8 +162,8 @@ def test_gguf_tokenizer_agrees_with_the_folder(tmp_path: Path) -> None:
     reader = gguf.GGUFReader(path)
     read = read_gguf_header(path).metadata
     assert {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")} == read
-    assert TextCodec.open(write_gguf(path, "gpt-2", add_add_bos_token=True)).encode("a")[0] == 1
-    assert TextCodec.open(write_gguf(path, "llama-bpe")).encode("a")[0] == 1, "as the family does where the file says nothing"
+    assert TextCodec.open(tokenizer_gguf(path, "gpt-2", add_add_bos_token=True)).encode("a")[0] == 1
+    assert TextCodec.open(tokenizer_gguf(path, "llama-bpe")).encode("a")[0] == 1, "as the family does where the file says nothing"
 
 
 @pytest.mark.parametrize(
@@ -186,12 +176,12 @@ def test_gguf_tokenizer_agrees_with_the_folder(tmp_path: Path) -> None:
     ],
 )
 def test_pre_tokenizer_of_each_gguf_family(tmp_path: Path, pre: str, pieces: list[str]) -> None:
-    tokenizer = open_tokenizer(write_gguf(tmp_path / "made.gguf", pre)).tokenizer
+    tokenizer = open_tokenizer(tokenizer_gguf(tmp_path / "made.gguf", pre)).tokenizer
     assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str("It's  2024!?\n\nx.y don'T")] == pieces
 
 
 def test_damaged_metadata_is_refused_or_read(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "made.gguf", "gpt-2")
+    path = tokenizer_gguf(tmp_path / "made.gguf", "gpt-2")
     whole, drawn, refused = path.read_bytes(), random.Random(2), 0
     for case in range(120):
         damaged = bytearray(whole[: drawn.randrange(len(whole))] if case % 3 == 0 else whole)
@@ -220,8 +210,8 @@ def test_missing_files_and_packages_are_named(tmp_path: Path, monkeypatch: pytes
 
 
 def test_other_gguf_tokenizers_are_read_by_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = TextCodec.open(write_gguf(tmp_path / "known.gguf", "gpt-2"))
-    path = write_gguf(tmp_path / "made.gguf", "unheard-of")
+    known = TextCodec.open(tokenizer_gguf(tmp_path / "known.gguf", "gpt-2"))
+    path = tokenizer_gguf(tmp_path / "made.gguf", "unheard-of")
     assert [TextCodec.open(path).encode(text) for text in TEXTS] == [known.encode(text) for text in TEXTS]
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match="needs the transformers package: pip install transformers"):

@@ -42,7 +42,7 @@ class Node(NamedTuple):
 @cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")  # loaded by preload.py
-    for name in ("stub_counters", "stub_take_messages", "stub_describe_graph", "stub_live_graphs"):
+    for name in ("stub_counters", "stub_take_messages", "stub_describe_graph", "stub_live_graphs", "stub_take_issued"):
         getattr(library, name).restype = ctypes.c_size_t
     library.stub_describe_graph.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
     return library
@@ -81,6 +81,41 @@ def take_messages() -> list[str]:
     text = ctypes.create_string_buffer(1 << 20)
     _library().stub_take_messages(text, ctypes.c_size_t(len(text)))
     return text.value.decode(errors="replace").splitlines()
+
+
+class Issued(NamedTuple):
+    """Work outside captures, or an event that a stream recorded or waits for, in the order of the calls."""
+
+    kind: str  # graph, eager_copies, eager_fills, eager_kernels, eager_host_calls, record, wait
+    stream: int  # its number
+    subject: int  # the exec of a graph, the destination of a copy or fill, the event
+
+    @property
+    def is_work(self) -> bool:
+        return self.kind not in ("record", "wait")
+
+
+def take_issued(more: bool) -> list[Issued]:
+    """What was issued since the last call that asked for more. more: keep what follows."""
+    text = ctypes.create_string_buffer(1 << 22)
+    assert _library().stub_take_issued(text, ctypes.c_size_t(len(text)), more) <= len(text)
+    return [Issued(kind, int(stream), int(subject)) for kind, stream, subject in map(str.split, text.value.decode().splitlines())]
+
+
+def before(issued: list[Issued]) -> list[set[int]]:
+    """For each item, the indices of the work that ends before it begins, by the order of streams and by events."""
+    streams: dict[int, set[int]] = {}
+    events: dict[int, set[int]] = {}
+    found = []
+    for index, (item, stream) in enumerate((each, streams.setdefault(each.stream, set())) for each in issued):
+        found.append(set(stream))
+        if item.kind == "record":
+            events[item.subject] = set(stream)
+        elif item.kind == "wait":
+            stream |= events.get(item.subject, set())
+        else:
+            stream.add(index)
+    return found
 
 
 def live_graphs() -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from stepgraph.graphs.cuda.backend import CudaBackend
 from stepgraph.graphs.looping import FINISH
 from tests.stub_cuda import counters
 from tests.stub_cuda.subject import Constraint, Engine, greedy_engine
@@ -79,3 +80,40 @@ def test_rounds_with_grammars_on_the_device_have_no_host_node_and_no_copy_of_the
     assert not counts.of(counters.EAGER)
     assert [graph.key.device for graph in device.stats().graphs] == [True]
     device.close()
+
+
+@pytest.mark.parametrize("missing", ["", "wait of the round", "wait of the copy"])
+def test_grammars_are_copied_beside_rounds_and_ordered_with_them(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    if missing == "wait of the round":
+        monkeypatch.setattr(CudaBackend, "wait_for", lambda self, copied: None)
+    elif missing:
+        copy_aside = CudaBackend.copy_aside
+        monkeypatch.setattr(CudaBackend, "copy_aside", lambda self, copy, *, after_launched: copy_aside(self, copy, after_launched=False))
+    device = greedy_engine(grammar_backend="automaton", grammar_lane="device", grammar_arena_bytes=1 << 13, num_speculative_tokens=1)
+    device.capture()
+    device.buffers.results_ring_host[..., FINISH] = RUNNING
+    prompts = (list(range(start, start + 19)) for start in (1, 40, 80))
+    device.submit(next(prompts), max_new_tokens=200)
+    counters.take_issued(more=True)
+    for digits in (150, 160):
+        constraint = Constraint.regex(f"[a-f]{{{digits},200}}[0-9]{{{digits}}}")
+        job = device.submit(next(prompts), max_new_tokens=200, constraint=constraint)
+        while not job.rounds:
+            device.step()
+        assert job.grammar_lane == "device"
+        device.cancel(job)
+    assert device.stats().lanes.evicted == 1, "the second grammar has the memory of the first one"
+    issued, arena = counters.take_issued(more=False), device.buffers.grammar_arena
+    device.close()
+    first = counters.before(issued)
+    copies = [index for index, each in enumerate(issued) if 0 <= each.subject - arena.data_ptr() < arena.nbytes]
+    graphs = [index for index, each in enumerate(issued) if each.kind == "graph"]
+    assert len(copies) == 2 and {issued[index].kind for index in copies} == {"eager_copies"}
+    unordered = [[index for index in graphs if index > copy and copy not in first[index]] for copy in copies]
+    prompts_only = [[next(index for index in graphs if index > copy)] for copy in copies]
+    early = [index for index in graphs if index < copies[1] and index not in first[copies[1]]]
+    if missing == "wait of the round":
+        assert unordered[0] != prompts_only[0], "rounds that read the grammar do not wait for its copy"
+    else:
+        assert unordered == prompts_only, "only the graph of the prompt runs beside the copy"
+    assert bool(early) == (missing == "wait of the copy"), "rounds that may read the memory end before the copy"

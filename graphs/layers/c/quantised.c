@@ -4,6 +4,7 @@
 
 INLINED void add_block(
     lanes *parts, const char *states, int64_t row_bytes, const char *words_at, int tall, int bits, int zero, int64_t bfloat16);
+#define EVERY_HEIGHT 0
 #include "quantised.h"
 
 /* Fields as numbers; float8_e4m3fn: the bits in place of float32's, with an exponent that is 120 too small. */

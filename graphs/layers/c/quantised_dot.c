@@ -9,6 +9,8 @@
 
 INLINED void add_block(
     lanes *parts, const char *states, int64_t row_bytes, const char *words_at, int tall, int bits, int zero, int64_t bfloat16);
+#define EVERY_HEIGHT 1
+#define FROM_FLOAT16(from) ((lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from))))
 #include "quantised.h"
 
 /* The values of a field of four bits in bfloat16, as they are and minus 8. Five bits select an entry, the highest of which belongs to the
@@ -19,20 +21,23 @@ static const uint16_t FROM_ZERO[32] = TWICE(
 static const uint16_t CENTRED[32] = TWICE(
     0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0);
 
-/* A byte at the top of each word as float32: a signed number, or float8_e4m3fn, whose exponent is 120 too small in place of float32's. */
-INLINED __m512 from_top_byte(__m512i top, int zero) {
-    if (zero != FLOAT8) return _mm512_cvtepi32_ps(_mm512_srai_epi32(top, 24));
-    __m512i size = _mm512_and_si512(_mm512_srli_epi32(top, 4), _mm512_set1_epi32(0x07f00000));
-    __m512i found = (__m512i)_mm512_mul_ps((__m512)size, _mm512_set1_ps(0x1p120f));
-    return (__m512)_mm512_or_si512(found, _mm512_and_si512(top, _mm512_set1_epi32((int)0x80000000)));
+/* Fields of eight bits, minus 128: float32 numbers of eight significant bits, cut off after them. */
+INLINED __m512i from_bytes(__m512i raw, unsigned field) {
+    raw = _mm512_xor_si512(raw, _mm512_set1_epi8((char)0x80));
+    __m512 even = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(raw, 24 - field), 24));
+    __m512 odd = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(raw, 8 - field), 24));
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32((__m512i)even, 16), (__m512i)odd);
 }
 
-/* Fields of eight bits, minus 128 where they are integers: float32 numbers of at most eight significant bits, cut off after them. */
-INLINED __m512i from_bytes(__m512i raw, unsigned field, int zero) {
-    if (zero != FLOAT8) raw = _mm512_xor_si512(raw, _mm512_set1_epi8((char)0x80));
-    __m512 even = from_top_byte(_mm512_slli_epi32(raw, 24 - field), zero);
-    __m512 odd = from_top_byte(_mm512_slli_epi32(raw, 8 - field), zero);
-    return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32((__m512i)even, 16), (__m512i)odd);
+/* Fields in float8_e4m3fn: bfloat16 has the same bits with an exponent that is 120 larger, except for the eight numbers whose exponent is 0. */
+static const uint16_t SMALL[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+
+INLINED __m512i from_float8(__m512i raw, unsigned field) {
+    __m512i shifted = _mm512_srli_epi16(raw, field), size = _mm512_and_si512(shifted, _mm512_set1_epi16(0x7f));
+    __m512i found = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(120 << 7));
+    __mmask32 small = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(8));
+    found = _mm512_mask_permutexvar_epi16(found, small, size, _mm512_loadu_si512(SMALL));
+    return _mm512_or_si512(found, _mm512_and_si512(_mm512_slli_epi16(shifted, 8), _mm512_set1_epi16((short)0x8000)));
 }
 
 INLINED void add_block(
@@ -43,7 +48,9 @@ INLINED void add_block(
     for (int pair = 0; pair < taken_at_once(bits) / 2; pair++) {
         __m512i raw = _mm512_loadu_si512(words_at + pair * bits / 16 * 64);
         unsigned field = (unsigned)(pair * bits % 16);
-        __m512i right = bits == 8 ? from_bytes(raw, field, zero) : _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, field), low);
+        __m512i right = zero == FLOAT8 ? from_float8(raw, field)
+                        : bits == 8    ? from_bytes(raw, field)
+                                       : _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, field), low);
 #pragma GCC unroll 8
         for (int row = 0; row < tall; row++) {
             int32_t two;

@@ -551,7 +551,7 @@ def test_threads_are_reused_and_end(buffers: StaticBuffers) -> None:
         for one in recorded:
             one.replay()
     backend.synchronize()
-    assert threading.active_count() == threads + 2
+    assert threading.active_count() == threads + 3
     backend.close()
     assert threading.active_count() == threads
 

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from stepgraph.runtime import cli
-from stepgraph.runtime.commands import doctor, serve, terminal
+from stepgraph.runtime.commands import bench, doctor, serve, terminal
 from stepgraph.runtime.commands.flags import COMMANDS, STEP_EXAMPLE
 from stepgraph.runtime.commands.generate import constraint_of
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling import native
 from tests.helpers.command_models import doctor_answers, model_folder, recordings
+from tests.helpers.documents import DOCUMENTS
 
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
 MODULES = {
@@ -254,8 +255,17 @@ def test_bench_compares_variants(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["plain"]["mask_fills"] == rows["speculative"]["mask_fills"] == 0
     assert (rows["plain + grammar"]["mask_fills"] == 0) == (not native.why_not()), "the host fills masks if the device cannot"
     assert rows["plain"]["accepted_length"] is None and rows["speculative + grammar"]["accepted_length"] > 1.5, "forced texts hold"
+    ratio = document["ratios"][2]
+    assert (ratio["of"], ratio["to"]) == ("speculative + grammar", "plain + grammar")
+    assert ratio["ratio"] == rows[ratio["of"]]["tokens_per_second"] / rows[ratio["to"]]["tokens_per_second"]
+    assert ratio["tokens_per_round"] > 1.5 and ratio["ratio"] * ratio["time_of_a_round"] == pytest.approx(ratio["tokens_per_round"])
     code, out, _ = run("bench toy --draft none --repeats 1 --max-new-tokens 8", capsys)
-    assert code == 0 and "speculative  " not in out
+    assert code == 0 and "speculative  " not in out and re.search(r"plain \+ grammar : plain  .*  1\.00\n", out)
+
+
+def test_the_rates_that_bench_compares_with_are_those_of_the_readme() -> None:
+    rows = re.findall(r"^\| (plain|plain \+ grammar|speculative|speculative \+ grammar) \| (\d+) \|", DOCUMENTS["README.md"], re.MULTILINE)
+    assert {name: int(rate) for name, rate in rows} == bench.README_RATES
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import json
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.image import imread
 
 from stepgraph import Constraint, FinishReason, Job, SamplingParams
 from stepgraph.runtime import cli
@@ -54,6 +58,39 @@ def test_demo_answers_a_given_prompt_as_json(capsys: Captured) -> None:
     assert rows["speculative + grammar"]["tokens_per_second"]["yours"] > 0
 
 
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    assert cli.main([*QUICK, "--json", "--out", str(folder), "--html", str(folder / "report.html")]) == 0
+    return folder / "report.html"
+
+
+def test_the_report_is_one_page_with_answers_table_and_timeline(report: Path) -> None:
+    page = report.read_text(encoding="utf-8")
+    assert not re.search(r"<script|<link|<img|src=|href=|url\(|@import", page), "nothing is loaded"
+    texts = [re.findall(r'<mark class="(\w+)" title="[^"]*">(.*?)</mark>', part, re.DOTALL) for part in page.split("<h2>")[1:4]]
+    assert all(text for text in texts) and {"draft", "forced", "target"} <= {origin for text in texts for origin, _ in text}
+    assert "".join(html.unescape(piece) for _, piece in texts[1]).startswith('{"name": "')
+    assert page.count("<tr>") > 20 and "speculative + grammar" in page
+    assert page.count("<rect") > 50 and "main: target_verify, " in page and "<title>side: wait for" in page
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_shows_the_report(report: Path, scheme: str, tmp_path: Path) -> None:
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no chromium, chromium-browser or google-chrome")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1100,1500", f"--user-data-dir={tmp_path / 'profile'}"]
+    flags += ["--force-dark-mode"] * (scheme == "dark")
+    picture = tmp_path / "page.png"
+    subprocess.run([browser, *flags, f"--screenshot={picture}", report.as_uri()], check=True, capture_output=True, timeout=120)
+    colours = {tuple(colour) for colour in (imread(picture)[..., :3] * 255).round().astype(int).reshape(-1, 3).tolist()}
+    style = report.read_text(encoding="utf-8").split("prefers-color-scheme")[scheme == "dark"]
+    wanted = {name: tuple(bytes.fromhex(value)) for name, value in re.findall(r"--(\w+): #(\w+)", style)}
+    assert [name for name in ("back", "draft", "look_up", "forced", "target", "stage", "wait") if wanted[name] not in colours] == []
+
+
 def test_every_long_step_shows_progress_on_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +132,8 @@ def test_failure_of_checks_the_answer_against_its_schema() -> None:
 
 def test_demo_refuses_an_unwritable_folder_before_decoding(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "file").touch()
+    assert cli.main([*QUICK, "--no-timeline", "--html", str(tmp_path)]) == terminal.BAD_INPUT
+    assert "--html: got" in capsys.readouterr().err
     for path in (tmp_path / "file", tmp_path / "file" / "under"):
         assert cli.main([*QUICK, "--out", str(path)]) == terminal.BAD_INPUT
         out, errors = capsys.readouterr()

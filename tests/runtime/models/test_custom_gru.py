@@ -1,4 +1,4 @@
-"""The recurrent model of docs/models.md as target and as draft: the tokens equal those of `nn.GRU` over the whole text."""
+"""The recurrent model of docs/own-model.md as target and as draft: the tokens equal those of `nn.GRU` over the whole text."""
 
 from __future__ import annotations
 

@@ -163,6 +163,7 @@ int record_event(void* event_handle, void* stream_handle, bool external) {
         event->capture.reset();
         event->frontier.clear();
         event->ticket = stream->ticket;
+        issued("record", stream->number, event_handle);
     }
     event->recorded = true;
     return SUCCESS;
@@ -196,6 +197,7 @@ int wait_event(void* stream_handle, void* event_handle, bool external) {
         return event->recorded ? invalidate(*stream->capture, CAPTURE_ISOLATION, "wait for an event from outside the capture") : SUCCESS;
     }
     stream->ticket = std::max(stream->ticket, event->ticket);
+    issued("wait", stream->number, event_handle);
     return SUCCESS;
 }
 

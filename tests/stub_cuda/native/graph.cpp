@@ -224,6 +224,7 @@ int launch_graph(void* exec_handle, void* stream_handle) {
     if (!exec->uploaded) counter("graph_launches_that_upload").add();
     exec->uploaded = true;
     counter("graph_launches").add();
+    issued("graph", stream->number, exec_handle);
     stream->ticket = enqueue(exec->nodes);
     return SUCCESS;
 }

@@ -30,6 +30,9 @@ size_t stub_take_messages(char* out, size_t room) {
     return size;
 }
 
+// Moves the lines "kind stream subject" since the last call to the caller, at most `room` bytes; keeps later ones if `more`.
+size_t stub_take_issued(char* out, size_t room, int more) { return give_text(stub::take_issued(more), out, room); }
+
 // Nodes and edges of a graph as JSON; 0 where there is no such graph.
 size_t stub_describe_graph(void* handle, char* out, size_t room) {
     stub::Lock lock(stub::state);

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <deque>
 #include <map>
+#include <utility>
 
 #include "stub.h"
 
@@ -14,6 +15,8 @@ struct Report {
     std::mutex lock;
     std::map<std::string, std::unique_ptr<Counter>> counters;
     std::deque<std::string> messages;
+    std::string issued;
+    std::atomic<bool> keeps_issued{false};
     bool verbose = std::getenv("STUB_CUDA_VERBOSE") != nullptr;
 };
 
@@ -50,6 +53,20 @@ void message(const char* format, ...) {
     if (report().verbose) std::fprintf(stderr, "[stub cuda] %s\n", text);
     if (report().messages.size() == MOST_MESSAGES) report().messages.pop_front();
     report().messages.emplace_back(text);
+}
+
+void issued(const char* kind, uint64_t stream, const void* subject) {
+    if (!report().keeps_issued) return;
+    char text[128];
+    std::snprintf(text, sizeof text, "%s %llu %llu\n", kind, static_cast<unsigned long long>(stream), reinterpret_cast<unsigned long long>(subject));
+    std::lock_guard<std::mutex> lock(report().lock);
+    report().issued += text;
+}
+
+std::string take_issued(bool more) {
+    std::lock_guard<std::mutex> lock(report().lock);
+    report().keeps_issued = more;
+    return std::exchange(report().issued, {});
 }
 
 std::string take_messages() {

@@ -55,6 +55,8 @@ Counter& counter(const std::string& name);  // lives to the end of the process
 std::vector<std::pair<std::string, int64_t>> all_counters();
 void message(const char* format, ...) __attribute__((format(printf, 1, 2)));
 std::string take_messages();  // one per line; forgets them
+void issued(const char* kind, uint64_t stream, const void* subject);  // outside captures: work, an event recorded or waited for
+std::string take_issued(bool more);  // one per line; forgets them, and keeps later ones if `more`
 
 // ---- kernels (kernels.cpp) ----
 

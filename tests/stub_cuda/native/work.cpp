@@ -162,6 +162,7 @@ int issue(void* handle, std::shared_ptr<Node> node) {
         if (!handle || handle == reinterpret_cast<void*>(1))
             if (int refused = legacy_call("work on the legacy stream")) return refused;
         counter(issued_name(node->type)).add();
+        issued(issued_name(node->type), stream->number, node->destination);
         staged = node->type == NodeType::copy && node->pageable;
         ticket = stream->ticket = enqueue({std::move(node)});
     }

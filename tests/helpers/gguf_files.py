@@ -1,0 +1,110 @@
+"""GGUF files, written by the `gguf` package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType as Kind
+
+from stepgraph.runtime.models.files.gguf import SCALES
+from tests.helpers.made_tokenizers import byte_level
+
+Quantise = Kind | Callable[[str], Kind]  # of all matrices, or by name
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def stored_name(name: str) -> str:
+    stem, end = name.rsplit(".", 1)
+    if stem in TOP:
+        return f"{TOP[stem]}.{end}"
+    _, _, layer, part = stem.split(".", 3)
+    return f"blk.{layer}.{NAMES[part]}.{end}"
+
+
+def side_by_side(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
+    """The halves of each head interleaved row by row, the layout of Llama models in GGUF."""
+    size = len(weight) // heads
+    order = [head * size + half * (size // 2) + index for head in range(heads) for index in range(size // 2) for half in (0, 1)]
+    return weight[order]
+
+
+def random_blocks(values: npt.NDArray[np.float32], quantise: Kind) -> npt.NDArray[np.uint8]:
+    """Blocks with every number and small scales, where the package cannot quantise."""
+    draw, (size, block_bytes) = np.random.default_rng(values.size), gguf.GGML_QUANT_SIZES[quantise]
+    blocks = draw.integers(256, size=(values.size // size, block_bytes), dtype=np.uint8)
+    scales = blocks[:, SCALES[quantise.name]]
+    scales[:] = draw.uniform(1e-5, 1e-4, size=(len(blocks), scales.shape[1] // 2)).astype(np.float16).view(np.uint8)
+    return blocks.reshape(len(values), -1)
+
+
+def write_gguf(
+    path: Path, kind: str, add_tokens: Callable[[gguf.GGUFWriter], None], model: Any = None, quantise: Quantise | None = None
+) -> Path:
+    """model: of transformers; without it the file has a tokenizer only."""
+    writer = gguf.GGUFWriter(path, kind)
+    add_tokens(writer)
+    if model is not None:
+        _add_model(writer, kind, model, quantise)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_model(writer: gguf.GGUFWriter, kind: str, model: Any, quantise: Quantise | None) -> None:
+    config = model.config
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(512)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim if kind == "qwen3" else config.hidden_size // config.num_attention_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = tensor.numpy()
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        values = side_by_side(values, heads) if heads and kind == "llama" else values
+        if quantise is not None and values.ndim == 2:
+            chosen = quantise if isinstance(quantise, Kind) else quantise(name)
+            blocks = (random_blocks if chosen.name.endswith("_K") else gguf.quants.quantize)(values, chosen)
+            writer.add_tensor(stored_name(name), blocks, raw_dtype=chosen)
+        else:
+            writer.add_tensor(stored_name(name), np.ascontiguousarray(values))
+
+
+def add_byte_level(writer: gguf.GGUFWriter, pre: str = "gpt-2") -> None:
+    """The tokenizer of `made_tokenizers`."""
+    content = json.loads(byte_level().to_str())
+    texts = {**content["model"]["vocab"], **{entry["content"]: entry["id"] for entry in content["added_tokens"]}}
+    special = {entry["id"]: 3 if entry["special"] else 4 for entry in content["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(sorted(texts, key=texts.__getitem__))
+    writer.add_token_types([special.get(index, 1) for index in range(len(texts))])
+    writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
