@@ -13,16 +13,36 @@ from stepgraph.graphs.model import DraftModel
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling.kernels import Emission
+from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
 
 
 def skip_tokens(buffers: StaticBuffers, before: Batch, emission: Emission, features: Tensor) -> None:
     """Keep the input of the draft model for the tokens of a round in which it does not run."""
-    skipped, count = before.column(Column.SKIPPED), emission.tokens.shape[1]
-    columns = skipped[:, None] + torch.arange(count, device=skipped.device)  # those after the emitted tokens are written again later
-    index = before.rows[:, None], columns.clamp(max=buffers.row_skipped_tokens.shape[1] - 1)  # inert rows may have no room
-    buffers.row_skipped_tokens.index_put_(index, emission.tokens)
-    buffers.row_skipped_features.index_put_(index, features)
-    buffers.row_state[:, Column.SKIPPED].index_copy_(0, before.rows, skipped + emission.emitted)
+    skipped, stored = before.column(Column.SKIPPED), (buffers.row_skipped_tokens, buffers.row_skipped_features)
+    keep_skipped(before.rows, skipped, emission.tokens, emission.emitted, features, *stored, buffers.row_state[:, Column.SKIPPED])
+
+
+@operation(lambda *_: None, writes=("row_tokens", "row_features", "row_skipped"), triton=True)
+def keep_skipped(
+    rows: Contiguous,
+    skipped: Tensor,
+    tokens: Contiguous,
+    emitted: Contiguous,
+    features: Dense,
+    row_tokens: Tensor,
+    row_features: Tensor,
+    row_skipped: Tensor,
+) -> None:
+    """Write the tokens [B, Q] of a round and their features [B, Q, F] into their rows, after the `skipped` [B] tokens there.
+
+    row_tokens [R, N], row_features [R, N, F]; row_skipped [R] becomes skipped + emitted [B]: the others are written again later. Inert
+    rows may have no room. rows [B]; all but features int64.
+    """
+    columns = skipped[:, None] + torch.arange(tokens.shape[1], device=skipped.device)
+    index = rows[:, None], columns.clamp(max=row_tokens.shape[1] - 1)
+    row_tokens.index_put_(index, tokens)
+    row_features.index_put_(index, features)
+    row_skipped.index_copy_(0, rows, skipped + emitted)
 
 
 def process_skipped(buffers: StaticBuffers, size: int, model: DraftModel, limits: Limits) -> None:

@@ -109,6 +109,13 @@ class Engine:
             raise ValueError("Engine.tokenizer: got None, expected a TextCodec for prompts that are text: Engine(..., tokenizer=...)")
         return self._make_tokenizer()
 
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The token table of text and grammars. ValueError if the engine has none."""
+        if self._parts.compiler is None:
+            raise ValueError("Engine.vocabulary: got None, expected a Vocabulary for text and constraints: Engine(..., vocabulary=...)")
+        return self._parts.compiler.vocabulary
+
     def capture(self, *, progress: bool = False) -> CaptureReport:
         """Record the graphs: one per batch size, with and without grammars. For an engine in service, before its first request.
 

@@ -43,8 +43,8 @@ class Variant(NamedTuple):
     registers: int | None = None  # at most, as launched
 
 
-def variants() -> list[Variant]:
-    """Every kernel, in the shapes that matter: all logit types, most tiles, most drafts."""
+def variants(every: bool = False) -> list[Variant]:
+    """Every kernel, in the shapes that matter: all logit types, most tiles, most drafts. every: also rare combinations."""
     from stepgraph.sampling.kernels.triton import chain, choice, filters, rejection
     from stepgraph.sampling.rng import GOLDEN, Purpose, signed
 
@@ -71,10 +71,10 @@ def variants() -> list[Variant]:
     found.append(_variant("rejection_candidates", rejection.rejection_candidates, types, constants, 4))
     types = [*["*i64"] * 4, "i32", "i32"]
     found.append(_variant("rejection_tokens", rejection.rejection_tokens, types, {"POSITIONS": 16, "TILES": 256}, 1))
-    return found + _mask_variants()
+    return found + _mask_variants(every)
 
 
-def _mask_variants() -> list[Variant]:
+def _mask_variants(every: bool) -> list[Variant]:
     """Tags, and masks with every setting of a request."""
     from stepgraph.sampling.kernels.triton import alternatives, chain, processors
 
@@ -96,30 +96,36 @@ def _mask_variants() -> list[Variant]:
         types = ["*i32", "*i64" if has_status else "*i1", "*i1", "*i64", "i32"]
         constants = {"HAS_STATUS": has_status, "TILES": 512}
         found.append(_variant(f"judge_positions {has_status}", processors.judge_positions, types, constants, 1))
-    return found + _grammar_variants() + _filter_variants() + attention_variants()
+    return found + _grammar_variants(every) + _filter_variants() + attention_variants()
 
 
-def _grammar_variants() -> list[Variant]:
-    """As launched for 131,072 tokens, and for a mask whose rows have no common alignment."""
+def _grammar_variants(every: bool) -> list[Variant]:
+    """As launched for 131,072 tokens, and for a mask whose rows have no common alignment. every: all combinations that are launched."""
     from stepgraph.sampling.kernels.triton import advance
 
     types = [*["*i64"] * 4, "*i32", "*u8", *["*i32"] * 6, "*i64", "*i64", "*i32", "*i64", "*i64", *["i32"] * 15]
-    found = []
     tiles = {"WORDS": advance.WORDS, "LEGAL_WORDS": advance.LEGAL_WORDS, "LANES": advance.LANES}
-    for new, aligned, follows, forces, merges in (
-        (True, True, False, False, False),
-        (False, True, False, False, False),
-        (False, False, False, False, False),
-        (True, True, True, False, False),
-        (False, True, True, True, True),
-        (False, False, True, True, False),
-    ):
-        flags = {"FILL_NEW": new, "BY_ROW": new, "FOLLOWS": follows, "FORCES": forces, "MERGES": merges, "TAKES_FORCED": forces}
-        constants = {**flags, "ALIGNED": aligned, **tiles}
-        label = f"advance_rows {'new and ' if new else ''}{'aligned' if aligned else 'any width'}"
-        label += f", forced by {'merging' if merges else 'longest match'}" if forces else ", after forced ones" if follows else ""
-        variant = _variant(label, advance.advance_rows, types, constants, advance.WARPS)
-        found.append(variant._replace(registers=advance.REGISTERS))
+    cases = [  # of the last round, and its new rows; follows forced tokens; forces them, by merging; in a chain; aligned
+        (True, True, False, False, False, False, True),
+        (False, False, False, False, False, False, True),
+        (False, False, False, False, False, False, False),
+        (True, True, True, False, False, False, True),
+        (False, False, True, True, True, True, True),
+        (False, False, True, True, False, True, False),
+    ]
+    if every:
+        of_last = itertools.product((True,), (True, False), (True, False), (False,), (False,), (False,))
+        of_this = itertools.product((False,), (False,), (True,), (True,), (True, False), (True, False))
+        kinds = (*of_last, cases[1][:-1], *of_this)
+        cases = [(*kind, aligned) for kind in kinds for aligned in (True, False)]
+    found = []
+    for of_last_round, new, follows, forces, merges, chain, aligned in cases:
+        flags = {"FILL_NEW": new, "BY_ROW": of_last_round, "FOLLOWS": follows, "FORCES": forces, "MERGES": merges, "TAKES_FORCED": chain}
+        label = f"advance_rows {'new and ' * new}{'last, ' * of_last_round}{'aligned' if aligned else 'any width'}"
+        forced = f", forced by {'merging' if merges else 'longest match'}{' in a chain' * chain}"
+        label += forced if forces else ", after forced ones" * follows
+        variant = _variant(label, advance.advance_rows, types, {**flags, "ALIGNED": aligned, **tiles}, advance.WARPS)
+        found.append(variant._replace(registers=advance.REGISTERS[aligned]))
     return found
 
 
@@ -184,7 +190,7 @@ def attention_variants() -> list[Variant]:
 def _layer_variants() -> list[Variant]:
     """Norms of heads and of states; slots, angles, masks and drafts of a round."""
     from stepgraph.graphs.layers.triton import dense, slot_mapping
-    from stepgraph.graphs.triton import drafting, looping, mask_upload, publishing, sampled_stages, stages
+    from stepgraph.graphs.triton import drafting, looping, mask_upload, publishing, sampled_stages, skipped_tokens, stages
 
     found = []
     for size, adds in ((128, False), (4096, True), (16_384, True)):
@@ -202,6 +208,8 @@ def _layer_variants() -> list[Variant]:
     found.append(_variant("select_row", drafting.select_row, types, flags, 1))
     found.append(_variant("write_row", stages.write_row, [*["*i64"] * 13, *["i32"] * 3], {"COLUMNS": 16, "POSITIONS": 16}, 1))
     found.append(_variant("count_row", sampled_stages.count_row, ["*i64", "*i64", "*i64", "*i32", "i32", "i32"], {"POSITIONS": 16}, 1))
+    types = [*["*i64"] * 4, "*bf16", "*i64", "*bf16", "*i64", *["i32"] * 6]
+    found.append(_variant("keep_tile bf16", skipped_tokens.keep_tile, types, {"TILE": skipped_tokens.FEATURE_TILE}, 4))
     found.append(_variant("take_rows", publishing.take_rows, [*["*i64"] * 3, *["i32"] * 3], {"ROWS": 64}, 1))
     types = ["*i64", "*fp32", "*i64", "*i64", "*fp32", *["i32"] * 5]
     found.append(_variant("publish_round", publishing.publish_round, types, {"TILE": publishing.TILE}, 4))
@@ -266,5 +274,6 @@ def _assemble(ptx: str, arch: int) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHS, default=ARCHS, help="compute capabilities (default: all)")
-    archs = parser.parse_args().arch
-    print(json.dumps([usage(variant, arch)._asdict() for variant in variants() for arch in archs]))
+    parser.add_argument("--all", action="store_true", help="also rare combinations of what a kernel is compiled for")
+    args = parser.parse_args()
+    print(json.dumps([usage(variant, arch)._asdict() for variant in variants(args.all) for arch in args.arch]))

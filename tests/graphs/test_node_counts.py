@@ -39,6 +39,14 @@ def test_nodes_of_a_round(size: str, constrained: bool, sampled: bool, most: int
     assert counter.stages.total() <= most, counter.operations
 
 
+def test_plain_round_beside_a_draft_model_has_no_draft_stage_and_one_node_more() -> None:
+    """It keeps what the draft model has to process later."""
+    counter = count_round(SHAPES["1B"], replace(ONE, draft_length=0))
+    assert [stage for stage in counter.stages if "draft" in stage] == []
+    assert counter.stages["propose"] == 2 and counter.operations["propose", "stepgraph::keep_skipped"] == 1, counter.operations
+    assert counter.stages.total() == 187
+
+
 @pytest.mark.parametrize(("sampled", "more"), [(False, -2), (True, 6)])
 def test_grammars_on_the_device_take_at_most_one_node_per_mask_and_one_more(sampled: bool, more: int) -> None:
     """One kernel for each of the K + 1 masks, and one that checks the masks that verify. A greedy round saves others: its argmax finds

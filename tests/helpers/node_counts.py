@@ -22,7 +22,7 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.ring_specs import ring_specs
 from stepgraph.graphs.round import Round
-from stepgraph.graphs.round_specs import forced_specs, grammar_specs, round_specs
+from stepgraph.graphs.round_specs import forced_specs, grammar_specs, round_specs, skipped_specs
 from stepgraph.graphs.shapes import GraphKey
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import Llama
@@ -102,6 +102,7 @@ def round_of(shape: Shape, key: GraphKey, device: torch.device, drafts: int = 3)
     limits = Limits(key.rows, drafts, 1024, 16, 64 * key.rows, target.vocab_size, target.vocab_size, target.feature_size)
     grammars = grammar_specs(limits, 1 << 16, 16) if key.device else forced_specs(limits)
     specs = [*round_specs(limits), *ring_specs(limits), *grammars, *target.cache_specs(limits), *draft.cache_specs(limits)]
+    specs += skipped_specs(limits, target.feature_dtype) if key.draft_length == 0 else ()
     buffers = StaticBuffers(specs, device, constants={"target": target, "draft": draft})
     text, words = torch.zeros(1, dtype=torch.uint8, device=device), torch.zeros(limits.mask_words, dtype=torch.int32, device=device)
     starts = torch.zeros(limits.num_tokens + 1, dtype=torch.int32, device=device)

@@ -44,7 +44,7 @@ _OK = tl.constexpr(int(MaskStatus.OK))
 _ILLEGAL = tl.constexpr(int(MaskStatus.ILLEGAL))
 
 WARPS = 8
-REGISTERS = 128  # of a thread: without a bound ptxas takes fewer and spills
+REGISTERS = (136, 128)  # of a thread, by alignment: without a bound ptxas takes fewer and spills
 WORDS = 4096  # of a mask at a time
 LEGAL_WORDS = 512  # the same, where its tokens are compared with a forced text
 LANES = 256  # crossing tokens, changed words or symbols at a time
@@ -300,6 +300,7 @@ def advance_fill(*tensors: Any, tile: int = WORDS, lanes: int = LANES) -> None:
     *arguments, first, last, fill_new, by_row, texts, slots, forced, merges, takes_forced = tensors
     state, images, rows, drafts, arena, _, starts, _, _, _, stacks, masks, _, statuses = arguments
     _, positions, words = masks.shape
+    aligned = words % ALIGNMENT == 0
     advance_rows[(len(rows),)](
         *arguments,
         stacks if texts is None else texts,  # in place of None, any tensor: it is not read
@@ -324,10 +325,10 @@ def advance_fill(*tensors: Any, tile: int = WORDS, lanes: int = LANES) -> None:
         FORCES=forced is not None,
         MERGES=merges,
         TAKES_FORCED=takes_forced,
-        ALIGNED=words % ALIGNMENT == 0,
+        ALIGNED=aligned,
         WORDS=min(tile, triton.next_power_of_2(words)),
         LEGAL_WORDS=min(tile, LEGAL_WORDS, triton.next_power_of_2(words)),
         LANES=lanes,
         num_warps=WARPS,
-        maxnreg=REGISTERS,
+        maxnreg=REGISTERS[aligned],
     )

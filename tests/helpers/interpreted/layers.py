@@ -22,7 +22,7 @@ from stepgraph.sampling.grammar.status import TAG_FIELDS
 from stepgraph.sampling.kernels.operation import Operation
 from tests.graphs.layers.test_slot_mapping import settling_case
 from tests.graphs.test_publishing import ENDS, check_batch, check_end, check_slot
-from tools.gpu.checks.layers import count_output, write_emission
+from tools.gpu.checks.layers import count_output, keep_skipped, write_emission
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
 MADE = torch.Generator().manual_seed(1)
@@ -131,7 +131,7 @@ def test_stored_drafts_equal_the_reference(drafts: int) -> None:
 
 @pytest.mark.parametrize("drafts", [0, 1, 3, 8])
 def test_written_emissions_equal_the_reference(drafts: int) -> None:
-    for make in (write_emission, count_output):
+    for make in (write_emission, count_output, keep_skipped):
         call = make(torch.device("cpu"), 7, drafts)
         assert not any(call.different_rows(call.triton))
 

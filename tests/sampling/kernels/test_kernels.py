@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SUITES = sorted(path.name for path in (ROOT / "tests/helpers/interpreted").glob("*.py"))
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 MAX_REGISTERS = 64  # with which 1,024 threads fit a multiprocessor
-# Of a draft's own vocabulary, small and read through a table, and of rows and lines that have one program each: 512 threads. Of
-# attention, which keeps its sums there: 256.
-MOST_REGISTERS = {"mapped": 128, "advance": 128, "find": 128, "attend": 255}
+# Of a draft's own vocabulary, small and read through a table, and of rows and lines that have one program each: 512 threads, fewer for
+# rows of unaligned masks. Of attention, which keeps its sums there: 256.
+MOST_REGISTERS = {"mapped": 128, "advance": 136, "find": 128, "attend": 255}
 
 
 def run(*command: str, interpret: bool) -> str:
@@ -58,9 +59,11 @@ def test_programs_equal_the_references_for_all_parameters(suite: str) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.soak) for arch in (80, 100))])
-def test_programs_compile_ahead_of_time_without_spills(arch: int) -> None:
-    table = json.loads(run("tools.aot_kernels", "--arch", str(arch), interpret=False).splitlines()[-1])
+@pytest.mark.parametrize(
+    ("arch", "options"), [(90, ()), *(pytest.param(arch, ("--all",), marks=pytest.mark.soak, id=f"{arch}-all") for arch in (80, 90, 100))]
+)
+def test_programs_compile_ahead_of_time_without_spills(arch: int, options: Sequence[str]) -> None:
+    table = json.loads(run("tools.aot_kernels", "--arch", str(arch), *options, interpret=False).splitlines()[-1])
     assert {entry["arch"] for entry in table} == {arch}
     for entry in table:
         assert entry["spill_bytes"] == 0 and entry["stack_bytes"] == 0, entry

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import drafting, mask_upload, sampled_stages, stages
+from stepgraph.graphs import drafting, mask_upload, sampled_stages, skipped_tokens, stages
 from stepgraph.graphs.layers import dense, slot_mapping
 from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode
@@ -31,6 +31,7 @@ def calls(device: torch.device, tokens: int, size: int, dtype: torch.dtype = tor
     yield from _slot_calls(device, tokens, dtype)
     yield write_emission(device, tokens, 3)
     yield count_output(device, tokens, 3)
+    yield keep_skipped(device, tokens, 3)
 
 
 def _slot_calls(device: torch.device, tokens: int, dtype: torch.dtype) -> Iterator[Call]:
@@ -83,3 +84,24 @@ def count_output(device: torch.device, batch: int, k: int) -> Call:
     emitted, counts = torch.arange(batch) % (k + 2), torch.randint(0, 9, (batch + 2, 5), generator=made, dtype=torch.int32)
     inputs = tuple(each.to(device) for each in (rows, tokens, emitted, counts))
     return Call(sampled_stages.count_output, f"B={batch} K={k}", inputs, (), writes=(3,))
+
+
+def keep_skipped(device: torch.device, batch: int, k: int) -> Call:
+    """Permuted rows with room for all tokens; features of a wider tensor, and of more than one tile."""
+    made, room, width = torch.Generator().manual_seed(batch + k), 32, 1100
+    rows, state = torch.randperm(batch + 2, generator=made)[:batch], torch.randint(0, room - k, (batch, 3), generator=made)
+    tokens, emitted = torch.randint(0, 99, (batch, k + 1), generator=made), torch.arange(batch) % (k + 2)
+    rows, state, tokens, emitted = (each.to(device) for each in (rows, state, tokens, emitted))
+    features = torch.randn(batch, k + 1, 2 * width, generator=made).to(device, torch.bfloat16)[:, :, width:]
+    row_features = torch.zeros(batch + 2, room, width, dtype=torch.bfloat16, device=device)
+    inputs = (
+        rows,
+        state[:, 1],
+        tokens,
+        emitted,
+        features,
+        numbers(device, batch + 2, room),
+        row_features,
+        numbers(device, batch + 2, 3)[:, 2],
+    )
+    return Call(skipped_tokens.keep_skipped, f"B={batch} K={k}", inputs, (), writes=(5, 6, 7))
