@@ -149,6 +149,13 @@ def test_streamed_text_equals_the_json_text(capsys: pytest.CaptureFixture[str]) 
     assert document["stats"]["host_syncs"] == 0
 
 
+def test_models_of_both_implementations_give_the_same_text(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "generate model 'the cat' --max-new-tokens 8 --dtype float32 --draft none --implementation"
+    native, other = (run_json(f"{flags} {name}", capsys) for name in ("native", "transformers"))
+    assert native["token_ids"] == other["token_ids"]
+    assert "transformers" in str(other["notes"]) and "transformers" not in str(native["notes"])
+
+
 def test_all_prompt_sources_give_the_same_ids(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     codec, rest = TextCodec.open(folder / "model"), "--max-new-tokens 3"
     chat = codec.chat([{"role": "user", "content": "the cat\n"}])
@@ -195,6 +202,7 @@ def test_an_answer_cut_short_of_its_schema_fails(capsys: pytest.CaptureFixture[s
         ("generate model '' --no-chat", "PROMPT: got '', which has no tokens"),
         ("generate model hi -k 9", "num_speculative_tokens: got 9"),
         ("generate model hi --draft nobody", "got 'nobody'"),
+        ("generate model hi --implementation transformers --weights quantised", "weights: got 'quantised' with implementation="),
         ("generate model hi --threads 0", "--threads: got 0, expected a whole number from 1 to"),
         ("generate model --token-ids 1,2 --system x", "--token-ids: got it with --chat or --system"),
         ("generate model hi --no-chat --system x", "--system: got 'x' for a plain prompt"),
