@@ -39,7 +39,7 @@ class CompiledConstraint:
 
     constraint: Constraint
     vocabulary: Vocabulary
-    grammar: Grammar
+    grammar: Grammar = field(repr=False)
     backend: str  # the library that enforces it
     reason: str  # why the preferred library rejected the constraint; empty where that one enforces it
     seconds: float

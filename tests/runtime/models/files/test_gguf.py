@@ -9,6 +9,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -57,6 +58,21 @@ def test_gguf_logits_equal_the_source_model(tmp_path: Path, family: str, kind: s
 def test_quantised_gguf_logits_are_close_to_the_source_model(tmp_path: Path, kind: Kind, tolerance: float) -> None:
     found, answer = logits_of(write(tmp_path / "model.gguf", "llama-2", "llama", kind)), expected("llama-2")
     assert 0 < float((found - answer).pow(2).mean() / answer.pow(2).mean()) < tolerance
+
+
+def test_a_load_dequantises_each_tensor_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of the time of a load."""
+    path, sizes, dequantise = write(tmp_path / "model.gguf", "llama-2", "llama", Kind.Q4_1), list[int](), gguf.quants.dequantize
+
+    def counted(blocks: npt.NDArray[np.uint8], kind: Kind) -> npt.NDArray[np.float32]:
+        sizes.append(blocks.size)
+        return dequantise(blocks, kind)
+
+    monkeypatch.setattr(gguf.quants, "dequantize", counted)
+    logits_of(path)
+    quantised = [tensor.data.size for tensor in gguf.GGUFReader(path).tensors if tensor.tensor_type == Kind.Q4_1]
+    assert len(quantised) > 10 and all(sizes.count(size) >= quantised.count(size) for size in quantised)
+    assert len(sizes) == len(gguf.GGUFReader(path).tensors)
 
 
 @pytest.mark.parametrize("kind", SCALES)
