@@ -111,6 +111,15 @@ def count_weights(parameter: Tensor) -> int:
     return parameter.shape[0] * TILE * inner_size(parameter) if parameter.dtype is torch.uint8 else parameter.numel()
 
 
+def kind_name(parameter: Tensor) -> str:
+    """Of the numbers that a parameter holds, packed or not."""
+    if parameter.dtype is not torch.uint8:
+        return str(parameter.dtype).removeprefix("torch.")
+    kind = _KIND_OF[parameter.shape[2]]
+    name = "float8" if kind.float8 else f"{kind.bits} bits"
+    return f"{name} in groups of {kind.group}"
+
+
 def unpack(packed: Tensor) -> Tensor:
     """The weights, [out, in] float32, with the bits of the format's reference."""
     kind = _KIND_OF[packed.shape[2]]

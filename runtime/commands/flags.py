@@ -186,6 +186,11 @@ def check_serve(options: argparse.Namespace) -> None:
     options.api_keys = lines
 
 
+def inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a .gguf file, or demo for the model of the demonstration")
+    parser.add_argument("--draft", metavar="FOLDER", help="also check whether this draft fits the model")
+
+
 def replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a recording written by Engine(record=FILE)")
     model = parser.add_mutually_exclusive_group(required=True)
@@ -258,6 +263,14 @@ COMMANDS = {
         "Exit code 1: something required is missing, or the text could not be decoded.",
         ("stepgraph doctor", "stepgraph doctor --json"),
         lambda parser: None,
+    ),
+    "inspect": Command(
+        "what a model is, how much memory its weights take, how it runs, and what is refused, without loading it",
+        "Read config, tokenizer and headers, and print family, stored types, and for each implementation and kind of weights the bytes\n"
+        "in memory, or why it is refused; then the drafters.\n"
+        "Exit code 1: it cannot be run.",
+        ("stepgraph inspect model", "stepgraph inspect model --draft model --json"),
+        inspect,
     ),
     "capture-check": Command(
         "check whether your step can be captured; reports the line that prevents it",

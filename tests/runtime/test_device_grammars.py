@@ -86,7 +86,7 @@ def test_device_graph_has_no_host_node_and_no_copy_for_grammars() -> None:
     waits = extra.pop("wait")
     assert extra.keys() == {"kernel", "copy", "fill"} and extra["copy"] == 0, "neither copies nor host nodes"
     # One kernel per mask and one for the statuses of those that verify; fewer, since a masked argmax finds out what is finite.
-    assert (sum(extra.values()), waits) == (4 + 2 - 13, 10)
+    assert (sum(extra.values()), waits) == (4 + 2 - 11, 10)
 
 
 def test_engine_without_device_grammars_has_the_graphs_of_host_nodes_only() -> None:

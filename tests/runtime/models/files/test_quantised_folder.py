@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs.layers.quantised import unpack
+from stepgraph.runtime.cli import main
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.quantised_folder import read_scheme
 from tests.helpers.families import BASE, Cached, random_model, save
@@ -152,6 +153,17 @@ def test_an_engine_runs_a_quantised_folder(tmp_path: Path) -> None:
         with Engine.from_pretrained(tmp_path, "ngram", config=config, weights=weights) as engine:
             texts.append(engine.generate([5, 6, 7], max_new_tokens=20).tokens)
     assert texts[0] == texts[1] and len(texts[0]) > 1
+
+
+def test_inspect_reports_quantised_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "FP8 in blocks")
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["stored"] == {"F32": 5, "FP8": 7}
+    kept = open_checkpoint(tmp_path, weights="quantised").load("cpu")
+    packed = sum(parameter.nbytes for parameter in kept.parameters() if parameter.dtype is torch.uint8)
+    assert [way["bytes"].get("float8 in groups of 128", 0) for way in document["runs"]] == [0, packed]
+    assert "quantization_config" in document["refused"]["transformers, dequantised"]
 
 
 def changed(config: dict[str, Any], path: str, value: object) -> dict[str, Any]:
