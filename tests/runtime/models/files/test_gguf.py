@@ -61,18 +61,17 @@ def test_quantised_gguf_logits_are_close_to_the_source_model(tmp_path: Path, kin
 
 
 def test_a_load_dequantises_each_tensor_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most of the time of a load."""
-    path, sizes, dequantise = write(tmp_path / "model.gguf", "llama-2", "llama", Kind.Q4_1), list[int](), gguf.quants.dequantize
+    """The check for NaN reads scales only. Dequantising takes most of the time of a load."""
+    path, kinds, dequantise = write(tmp_path / "model.gguf", "llama-2", "llama", Kind.Q4_1), list[Kind](), gguf.quants.dequantize
 
     def counted(blocks: npt.NDArray[np.uint8], kind: Kind) -> npt.NDArray[np.float32]:
-        sizes.append(blocks.size)
+        kinds.append(kind)
         return dequantise(blocks, kind)
 
     monkeypatch.setattr(gguf.quants, "dequantize", counted)
-    logits_of(path)
-    quantised = [tensor.data.size for tensor in gguf.GGUFReader(path).tensors if tensor.tensor_type == Kind.Q4_1]
-    assert len(quantised) > 10 and all(sizes.count(size) >= quantised.count(size) for size in quantised)
-    assert len(sizes) == len(gguf.GGUFReader(path).tensors)
+    Engine.from_pretrained(path, config=EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=32)).close()
+    stored = [tensor.tensor_type for tensor in gguf.GGUFReader(path).tensors]
+    assert kinds.count(Kind.Q4_1) == stored.count(Kind.Q4_1) > 10
 
 
 @pytest.mark.parametrize("kind", SCALES)
