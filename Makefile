@@ -84,6 +84,7 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p stepgraph.sampling -p stepgraph.graphs -p stepgraph.runtime
 	$(BIN)/mypy tests tools
+	$(BIN)/basedpyright tests/typed_program.py
 	$(BIN)/python tools/lines.py
 	$(BIN)/pytest -q tests/test_layering.py
 

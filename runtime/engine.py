@@ -91,7 +91,7 @@ class Engine:
         draft: a model, a proposer or a function; the folder of an EAGLE-3 head, of MTP modules or of a smaller model; "mtp" for the
         modules in `path`, "ngram" for look-up, "auto" for the first of these that is available; None or "none" for no drafts.
         dtype: None is the model's own. feature_layers: target layers whose inputs a draft model reads; a draft folder sets its own.
-        weights: those of a .gguf file are "dequantised" to `dtype`, or Q4_0, Q4_1 and Q8_0 stay "quantised" in memory, on the CPU.
+        weights: quantised ones are "dequantised" to `dtype`, or stay "quantised" in memory, on the CPU.
         implementation: "native" for Llama, Mistral, Qwen2 and Qwen3; "transformers" for a folder of any causal language model of that
         package (`pip install 'stepgraph[transformers]'`); "auto" is "native" where it implements the model's config.
         progress: print the memory required, and show a progress bar. record: the file that `stepgraph replay` reads.
@@ -108,6 +108,13 @@ class Engine:
         if self._make_tokenizer is None:
             raise ValueError("Engine.tokenizer: got None, expected a TextCodec for prompts that are text: Engine(..., tokenizer=...)")
         return self._make_tokenizer()
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The token table of text and grammars. ValueError if the engine has none."""
+        if self._parts.compiler is None:
+            raise ValueError("Engine.vocabulary: got None, expected a Vocabulary for text and constraints: Engine(..., vocabulary=...)")
+        return self._parts.compiler.vocabulary
 
     def capture(self, *, progress: bool = False) -> CaptureReport:
         """Record the graphs: one per batch size, with and without grammars. For an engine in service, before its first request.

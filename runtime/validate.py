@@ -85,7 +85,8 @@ class RequestValidator:
         )
 
     def _prompt(self, prompt_ids: Any) -> tuple[int, ...]:
-        prompt, max_length = checked_ids("prompt", prompt_ids, self._limits.num_tokens), self._limits.max_length
+        expected = "a text, a list of chat messages, or a sequence of token ids"
+        prompt, max_length = checked_ids("prompt", prompt_ids, self._limits.num_tokens, expected), self._limits.max_length
         if not prompt:
             raise ValueError("prompt: got an empty prompt, expected at least one token id")
         if len(prompt) >= max_length:
@@ -173,11 +174,11 @@ class RequestValidator:
         return tuple((position, values.pin_memory() if self._pinned else values) for position, values in copies)
 
 
-def checked_ids(name: str, ids: Any, num_tokens: int) -> tuple[int, ...]:
+def checked_ids(name: str, ids: Any, num_tokens: int, expected: str = "a sequence of token ids") -> tuple[int, ...]:
     """Token ids of a list, a tuple, an array or a one-dimensional tensor. ValueError for the first that is not in the vocabulary."""
     values = ids.tolist() if hasattr(ids, "tolist") else ids
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
-        raise ValueError(f"{name}: got {type(ids).__name__}, expected a sequence of token ids")
+        raise ValueError(f"{name}: got {type(ids).__name__}, expected {expected}")
     for index, token in enumerate(values):
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < num_tokens:
             raise ValueError(f"{name}[{index}]: got {clip_repr(token)}, expected a token id from 0 to {num_tokens - 1}")

@@ -70,6 +70,7 @@ EXECUTED = {  # what runs for a documented command: the same in a temporary fold
     'stepgraph generate MODEL "Ada is 36" --schema person.json --draft ngram -k 4': (
         'stepgraph generate model "Ada is 36" --schema person.json --draft ngram -k 4'
     ),
+    "stepgraph inspect MODEL": "stepgraph inspect model",
     "stepgraph replay run.jsonl --model MODEL": "stepgraph replay run.jsonl --model model",
     "stepgraph replay run.jsonl --model MODEL --draft DRAFT": "stepgraph replay run.jsonl --model model --draft ngram",
 }

@@ -1,7 +1,7 @@
 """Products with weights that stay quantised in memory, and their packed form.
 
-A weight [out, in] is packed as uint8 [out / 16, in / 32, bytes]: tiles of 16 columns, each a run of blocks. graphs/layers/c/quantised.h
-describes a block; its number of bytes determines the kind.
+A weight [out, in] is packed as uint8 [out / 16, blocks, bytes]: tiles of 16 columns, each a run of blocks. graphs/layers/c/quantised.h
+describes a block; its number of bytes determines the kind. Files are converted to one of these kinds when they are loaded: `pack`.
 """
 
 from __future__ import annotations
@@ -16,75 +16,129 @@ from stepgraph.graphs.layers.dense import LEAST_ROWS, product
 from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous, same_float_type
 from stepgraph.sampling.kernels.operation import operation
 
-GROUP, TILE = 32, 16  # inner indices with one scale; columns
+TILE = 16  # columns
 _MOST_BLOCKS = 1024  # as in quantised.h
 
 
 class Kind(NamedTuple):
-    """A weight is scale * (field - zero) + minimum; the kinds with a zero have no minimum."""
+    """A weight is scale * (field - zero) + minimum, or scale * the number in float8_e4m3fn. As in quantised.h."""
 
     bits: int
-    zero: int
+    zero: int = 0
+    ranged: bool = False  # has minimums
+    wide: bool = False  # scales and minimums in float32, not float16
+    group: int = 32  # inner indices with one scale
+    together: int = 1  # blocks counted as one in the shape
+    float8: bool = False
 
     @property
-    def scales(self) -> int:
-        return 1 if self.zero else 2
+    def block_size(self) -> int:
+        """Inner indices."""
+        return self.group * self.together
 
     @property
     def field_bytes(self) -> int:
-        return self.bits * GROUP * TILE // 8
+        return self.bits * self.group * TILE // 8
+
+    @property
+    def scale_type(self) -> torch.dtype:
+        return torch.float32 if self.wide else torch.float16
 
     @property
     def block_bytes(self) -> int:
-        return self.field_bytes + 2 * TILE * self.scales
+        return self.together * (self.field_bytes + (1 + self.ranged) * TILE * self.scale_type.itemsize)
 
 
-KINDS = {"Q4_0": Kind(4, 8), "Q4_1": Kind(4, 0), "Q8_0": Kind(8, 128)}  # by the name of the GGUF type
-_KIND_OF = {kind.block_bytes: kind for kind in KINDS.values()}
+MIXED = Kind(8, 128, ranged=True, wide=True, group=16, together=4)  # represents all integer kinds of groups of 16 or more
+KINDS = {  # by the name of the type in a file
+    "Q4_0": Kind(4, 8),
+    "Q4_1": Kind(4, ranged=True),
+    "Q5_0": Kind(8, 128),
+    "Q5_1": Kind(8, 128, ranged=True, wide=True),
+    "Q8_0": Kind(8, 128),
+    "Q4_K": Kind(4, ranged=True, wide=True),
+    "Q5_K": Kind(8, 128, ranged=True, wide=True),
+    "Q6_K": Kind(8, 128, wide=True, group=16, together=4),
+    "INT4": Kind(4, ranged=True, wide=True),
+    "INT4_128": Kind(4, ranged=True, wide=True, group=128),
+    "FP8": Kind(8, wide=True, group=128, float8=True),
+}
+_KIND_OF = {kind.block_bytes: kind for kind in (*KINDS.values(), MIXED)}
 
 
-def pack(kind: Kind, blocks: Tensor) -> Tensor:
-    """blocks: [out, in / 32, bytes] uint8 as in GGUF: scale, minimum, fields; of four bits, the high ones are those of indices 16 to 31."""
-    rows, count = blocks.shape[:2]
-    scales, fields = blocks.split([2 * kind.scales, blocks.shape[2] - 2 * kind.scales], 2)
-    # Eight bits: from signed numbers to an offset of 128.
-    fields = torch.cat([fields & 15, fields >> 4], 2) if kind.bits == 4 else fields ^ 128
+class Grouped(NamedTuple):
+    """A quantised weight as files of any format have it: scale * number + minimum."""
+
+    numbers: Tensor  # [out, in], the least is not below -zero of its kind; float8 as the bits of its bytes
+    scales: Tensor  # [out, groups]; in float16 where its kind has that
+    minimums: Tensor | None = None
+
+
+def common_kind(kinds: set[Kind | None]) -> Kind | None:
+    """A kind that represents weights of all of these; None if there is none."""
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return None if None in kinds or any(kind is not None and kind.float8 for kind in kinds) else MIXED
+
+
+def pack(kind: Kind, weight: Grouped) -> Tensor:
+    rows, inner = weight.numbers.shape
+    count = inner // kind.group
+    fields = (weight.numbers.to(torch.int16) + kind.zero).to(torch.uint8)
     fields = fields.view(rows // TILE, TILE, count, -1, 2, 8 // kind.bits, 2)  # tile, column, block, vector, byte, field, odd
     packed = sum(fields[:, :, :, :, :, index] << index * kind.bits for index in range(8 // kind.bits))
     assert isinstance(packed, Tensor)
-    packed = packed.permute(0, 2, 3, 1, 5, 4).reshape(rows // TILE, count, kind.field_bytes)
-    ranged = scales.reshape(rows // TILE, TILE, count, kind.scales, 2).permute(0, 2, 3, 1, 4)
-    return torch.cat([packed, ranged.reshape(rows // TILE, count, -1)], 2)
+    parts = [packed.permute(0, 2, 3, 1, 5, 4).reshape(rows // TILE, count, kind.field_bytes)]
+    minimums = torch.zeros_like(weight.scales) if weight.minimums is None else weight.minimums
+    for each in (weight.scales, minimums) if kind.ranged else (weight.scales,):
+        repeated = each.to(kind.scale_type).repeat_interleave(count // each.shape[1], 1)
+        parts.append(repeated.view(rows // TILE, TILE, count).transpose(1, 2).contiguous().view(torch.uint8))
+    return torch.cat(parts, 2).view(rows // TILE, -1, kind.block_bytes)
 
 
 def empty_packed(kind: Kind, like: Tensor) -> Tensor:
     """Uninitialised memory for a weight of the shape [out, in] of `like`, on its device."""
     rows, inner = like.shape
-    return like.new_empty(rows // TILE, inner // GROUP, kind.block_bytes, dtype=torch.uint8)
+    return like.new_empty(rows // TILE, inner // kind.block_size, kind.block_bytes, dtype=torch.uint8)
+
+
+def inner_size(packed: Tensor) -> int:
+    return packed.shape[1] * _KIND_OF[packed.shape[2]].block_size
 
 
 def count_weights(parameter: Tensor) -> int:
     """Numbers in a parameter, packed or not."""
-    return parameter.shape[0] * parameter.shape[1] * TILE * GROUP if parameter.dtype is torch.uint8 else parameter.numel()
+    return parameter.shape[0] * TILE * inner_size(parameter) if parameter.dtype is torch.uint8 else parameter.numel()
+
+
+def kind_name(parameter: Tensor) -> str:
+    """Of the numbers that a parameter holds, packed or not."""
+    if parameter.dtype is not torch.uint8:
+        return str(parameter.dtype).removeprefix("torch.")
+    kind = _KIND_OF[parameter.shape[2]]
+    name = "float8" if kind.float8 else f"{kind.bits} bits"
+    return f"{name} in groups of {kind.group}"
 
 
 def unpack(packed: Tensor) -> Tensor:
     """The weights, [out, in] float32, with the bits of the format's reference."""
     kind = _KIND_OF[packed.shape[2]]
-    tiles, count = packed.shape[:2]
-    words, scales = packed.split([kind.field_bytes, packed.shape[2] - kind.field_bytes], 2)
+    blocks = packed.reshape(len(packed), -1, kind.block_bytes // kind.together)
+    tiles, count = blocks.shape[:2]
+    words, scales = blocks.split([kind.field_bytes, blocks.shape[2] - kind.field_bytes], 2)
     words = words.reshape(tiles, count, -1, TILE, 2, 2)  # tile, block, vector, column, odd, byte
     mask = (1 << kind.bits) - 1
     fields = torch.stack([words >> shift & mask for shift in range(0, 8, kind.bits)], -1)
-    values: Tensor = fields.permute(0, 3, 1, 2, 5, 6, 4).reshape(tiles, TILE, count, GROUP).float() - kind.zero
-    scale, *minimum = scales.contiguous().view(torch.float16).float().view(tiles, count, kind.scales, TILE, 1).transpose(1, 3).unbind(2)
+    fields = fields.permute(0, 3, 1, 2, 5, 6, 4).reshape(tiles, TILE, count, kind.group)
+    values: Tensor = fields.view(torch.float8_e4m3fn).float() if kind.float8 else fields.float() - kind.zero
+    scale, *minimum = scales.contiguous().view(kind.scale_type).float().view(tiles, count, -1, TILE, 1).transpose(1, 3).unbind(2)
     values = values * scale
     values = values + minimum[0] if minimum else values
     return values.reshape(tiles * TILE, -1)
 
 
 def _is_packed(weight: Tensor) -> bool:
-    return is_contiguous(torch.uint8, weight) and weight.shape[1] <= _MOST_BLOCKS
+    return is_contiguous(torch.uint8, weight) and weight.shape[1] * _KIND_OF[weight.shape[2]].together <= _MOST_BLOCKS
 
 
 def _product_in_c(states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -107,7 +161,7 @@ def quantised_product(states: Tensor, weight: Tensor, bias: Tensor | None = None
 
 
 def _rows_outputs(indices: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(len(indices), weight.shape[1] * GROUP, dtype=dtype, device=indices.device)
+    return torch.empty(len(indices), inner_size(weight), dtype=dtype, device=indices.device)
 
 
 def _rows_in_c(indices: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:

@@ -17,9 +17,10 @@ MAX_THREADS = 1024
 
 
 def load(options: argparse.Namespace, config: EngineConfig, progress: bool) -> Loaded:
-    """The models of --model, --draft and --dtype."""
+    """The models of --model and --draft."""
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    return load_models(options.model, options.draft or "auto", config, dtype=dtype, progress=progress)
+    how = {"weights": options.weights, "implementation": options.implementation}
+    return load_models(options.model, options.draft or "auto", config, dtype=dtype, progress=progress, **how)
 
 
 def failure_of(job: Job) -> str:

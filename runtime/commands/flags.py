@@ -91,7 +91,7 @@ def generate(parser: argparse.ArgumentParser) -> None:
     add_drafts(parser)
     add_constraint(parser)
     add_sampling(parser)
-    add_dtype(parser)
+    add_loading(parser)
     add_threads(parser)
 
 
@@ -127,7 +127,7 @@ def bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="answers of each variant to each prompt (default: 3)")
     add_max_new_tokens(parser, 128)
     add_drafts(parser)
-    add_dtype(parser)
+    add_loading(parser)
     add_threads(parser)
 
 
@@ -171,7 +171,7 @@ def serve(parser: argparse.ArgumentParser) -> None:
     words = "time for running answers after SIGTERM or Ctrl-C; a second signal ends them at once (default: %(default)s)"
     add("--grace", type=float, default=30.0, metavar="SECONDS", help=words)
     add_drafts(parser)
-    add_dtype(parser)
+    add_loading(parser)
     add_threads(parser)
 
 
@@ -186,6 +186,11 @@ def check_serve(options: argparse.Namespace) -> None:
     options.api_keys = lines
 
 
+def inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a .gguf file, or demo for the model of the demonstration")
+    parser.add_argument("--draft", metavar="FOLDER", help="also check whether this draft fits the model")
+
+
 def replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a recording written by Engine(record=FILE)")
     model = parser.add_mutually_exclusive_group(required=True)
@@ -193,7 +198,7 @@ def replay(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--toy", action="store_true", help="the toy pair of `stepgraph bench toy`")
     words = "its draft: auto, ngram, forced, mtp, none, or a folder (default: auto)"
     parser.add_argument("--draft", metavar="WORD|FOLDER", help=words)
-    add_dtype(parser)
+    add_loading(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of torch (default: torch's default)")
 
 
@@ -258,6 +263,14 @@ COMMANDS = {
         "Exit code 1: something required is missing, or the text could not be decoded.",
         ("stepgraph doctor", "stepgraph doctor --json"),
         lambda parser: None,
+    ),
+    "inspect": Command(
+        "what a model is, how much memory its weights take, how it runs, and what is refused, without loading it",
+        "Read config, tokenizer and headers, and print family, stored types, and for each implementation and kind of weights the bytes\n"
+        "in memory, or why it is refused; then the drafters.\n"
+        "Exit code 1: it cannot be run.",
+        ("stepgraph inspect model", "stepgraph inspect model --draft model --json"),
+        inspect,
     ),
     "capture-check": Command(
         "check whether your step can be captured; reports the line that prevents it",
@@ -330,8 +343,12 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop", metavar="IDS", help="token ids that end the text in addition to the model's own, such as 2,13")
 
 
-def add_dtype(parser: argparse.ArgumentParser) -> None:
+def add_loading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: the model's own)")
+    words = "quantised weights: converted to --dtype, or kept quantised in memory, on the CPU (default: %(default)s)"
+    parser.add_argument("--weights", choices=("dequantised", "quantised"), default="dequantised", help=words)
+    words = "class of the model: stepgraph's own, or that of transformers where auto finds no other (default: %(default)s)"
+    parser.add_argument("--implementation", choices=("auto", "native", "transformers"), default="auto", help=words)
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:

@@ -80,9 +80,9 @@ class HiddenStates:
         """
         states = self._states.pop(job.id, [])
         token_ids = torch.tensor([*job.prompt_ids, *job.tokens])
-        valid = job.finish_reason != FinishReason.ERROR and not job.embeddings
-        if valid and states and sum(map(len, states)) == len(token_ids) - 1:
-            parts = torch.cat(states).split([size for _, size in self._layout.parts], 1)
+        valid, count = job.finish_reason != FinishReason.ERROR and not job.embeddings, len(token_ids) - 1
+        if valid and states and sum(map(len, states)) >= count:  # a stop string may end before the last tokens of its round
+            parts = torch.cat(states)[:count].split([size for _, size in self._layout.parts], 1)
             self.writer.put(SavedText(token_ids, len(job.prompt_ids), features=parts[0], hidden=parts[-1]))
         if self.writer.error and not self._warned:
             self._warned = True

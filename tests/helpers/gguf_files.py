@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as Kind
 
+from stepgraph.runtime.models.files.gguf import SCALES
 from tests.helpers.made_tokenizers import byte_level
 
+Quantise = Kind | Callable[[str], Kind]  # of all matrices, or by name
 NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -45,8 +47,17 @@ def side_by_side(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.
     return weight[order]
 
 
+def random_blocks(values: npt.NDArray[np.float32], quantise: Kind) -> npt.NDArray[np.uint8]:
+    """Blocks with every number and small scales, where the package cannot quantise."""
+    draw, (size, block_bytes) = np.random.default_rng(values.size), gguf.GGML_QUANT_SIZES[quantise]
+    blocks = draw.integers(256, size=(values.size // size, block_bytes), dtype=np.uint8)
+    scales = blocks[:, SCALES[quantise.name]]
+    scales[:] = draw.uniform(1e-5, 1e-4, size=(len(blocks), scales.shape[1] // 2)).astype(np.float16).view(np.uint8)
+    return blocks.reshape(len(values), -1)
+
+
 def write_gguf(
-    path: Path, kind: str, add_tokens: Callable[[gguf.GGUFWriter], None], model: Any = None, quantise: Kind | None = None
+    path: Path, kind: str, add_tokens: Callable[[gguf.GGUFWriter], None], model: Any = None, quantise: Quantise | None = None
 ) -> Path:
     """model: of transformers; without it the file has a tokenizer only."""
     writer = gguf.GGUFWriter(path, kind)
@@ -60,7 +71,7 @@ def write_gguf(
     return path
 
 
-def _add_model(writer: gguf.GGUFWriter, kind: str, model: Any, quantise: Kind | None) -> None:
+def _add_model(writer: gguf.GGUFWriter, kind: str, model: Any, quantise: Quantise | None) -> None:
     config = model.config
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(512)
@@ -78,7 +89,9 @@ def _add_model(writer: gguf.GGUFWriter, kind: str, model: Any, quantise: Kind | 
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         values = side_by_side(values, heads) if heads and kind == "llama" else values
         if quantise is not None and values.ndim == 2:
-            writer.add_tensor(stored_name(name), gguf.quants.quantize(values, quantise), raw_dtype=quantise)
+            chosen = quantise if isinstance(quantise, Kind) else quantise(name)
+            blocks = (random_blocks if chosen.name.endswith("_K") else gguf.quants.quantize)(values, chosen)
+            writer.add_tensor(stored_name(name), blocks, raw_dtype=chosen)
         else:
             writer.add_tensor(stored_name(name), np.ascontiguousarray(values))
 

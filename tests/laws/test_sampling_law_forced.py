@@ -1,4 +1,7 @@
-"""Rounds with drafts forced by a grammar keep the target distribution: a forced draft is verified with draft probability 1."""
+"""Rounds with drafts forced by a grammar keep the target distribution: a forced draft is verified with draft probability 1.
+
+The stages of a round, with tokens that are forced at random. Tokens that grammars on the device force: runtime/test_engine_sampling.py.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar
 from stepgraph.sampling.grammar.automaton.library import Field
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.params import GREEDY
-from tests.helpers.toy_engines import TARGET, VOCABULARY, Setup, make_engine, plain, shared_engine
+from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engine, plain, shared_engine
+from tools.train.saved_states import SavedStates
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 
@@ -84,7 +86,7 @@ def test_device_graph_has_no_host_node_and_no_copy_for_grammars() -> None:
     waits = extra.pop("wait")
     assert extra.keys() == {"kernel", "copy", "fill"} and extra["copy"] == 0, "neither copies nor host nodes"
     # One kernel per mask and one for the statuses of those that verify; fewer, since a masked argmax finds out what is finite.
-    assert (sum(extra.values()), waits) == (4 + 2 - 13, 10)
+    assert (sum(extra.values()), waits) == (4 + 2 - 11, 10)
 
 
 def test_engine_without_device_grammars_has_the_graphs_of_host_nodes_only() -> None:
@@ -319,3 +321,51 @@ def test_arena_counts_among_the_static_buffers() -> None:
             assert engine.buffers.grammar_arena.nbytes == arena == engine._parts.grammars.arena.size * INT_BYTES
             sizes.append(engine.buffers.nbytes - engine.buffers.image_ring_host.nbytes)
     assert sizes[1] - sizes[0] == (1 << 22) - (1 << 20)
+
+
+LETTERS = tuple(token for token, text in enumerate(VOCABULARY.tokens) if b"a" in text)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, logprobs=True, top_logprobs=2)
+REQUESTS: dict[str, tuple[Constraint | None, SamplingParams]] = {
+    "free": (None, SAMPLED),
+    "schema": (CONSTRAINTS[1], GREEDY),
+    "sampled schema": (CONSTRAINTS[1], SAMPLED),
+    "penalties": (CONSTRAINTS[7], replace(SAMPLED, top_k=9, min_p=0.01, repetition_penalty=1.3, frequency_penalty=0.2, min_new_tokens=9)),
+    "log-probabilities": (SHAPES[2], SamplingParams(temperature=0, logprobs=True, top_logprobs=1)),
+    "marker": (SHAPES[1].after("e"), GREEDY),
+    "sampled marker": (SHAPES[1].after(" "), SAMPLED),
+    "stop token": (SHAPES[3], SamplingParams(temperature=0, stop_token_ids=(VOCABULARY.tokens.index(b"-"),))),
+    "stop string": (SHAPES[3], SamplingParams(temperature=0, stop=("-1",))),
+    "dead end": (Constraint.regex("[b-c]{2}a[0-9]"), SamplingParams(temperature=0, bad_token_ids=LETTERS)),
+    "recursion": (CONSTRAINTS[6], SAMPLED),
+}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "k", "changes"),
+    [
+        ("half", 4, {"look_up": 2, "forced_drafts": True}),
+        ("control", 3, {"forced_drafts": True}),
+        ("fair", 3, {"draft_masks": False}),
+        ("stopper", 3, {}),
+    ],
+    ids=["vocabulary of its own, look-up, forced", "proposer of control tokens, forced", "unmasked", "stop tokens"],
+)
+def test_every_kind_of_request_has_the_results_of_host_nodes(tmp_path: Path, drafter: str, k: int, changes: dict[str, Any]) -> None:
+    """Tokens, log-probabilities, origins of drafts, rounds, ends and saved hidden states."""
+    found: list[dict[str, tuple[Any, dict[str, Any]]]] = []
+    for lane in ("device", "host"):
+        setup = replace(DEVICE, k=k, drafter=drafter, greedy_only=False, max_top_logprobs=2, grammar_lane=lane, **changes)
+        with make_engine(setup, save_hidden_states=tmp_path / lane) as engine:
+            jobs = {name: submit(engine, [3, 1, 4, 1 + number], ask[0], 30, ask[1]) for number, (name, ask) in enumerate(REQUESTS.items())}
+            finish(engine)
+        assert {job.grammar_lane.split(":")[0] for name, job in jobs.items() if name != "free"} == {lane}
+        saved = {tuple(text.token_ids.tolist()): (text.features.tolist(), text.hidden.tolist()) for text in SavedStates(tmp_path / lane)}
+        fields = "tokens", "text", "finish_reason", "error", "rounds", "num_accepted_drafts", "origins", "logprobs"
+        states = {name: saved[job.prompt_ids + tuple(job.tokens)] for name, job in jobs.items()}
+        found.append({name: (states[name], {each: getattr(job, each) for each in fields}) for name, job in jobs.items()})
+    device, host = found
+    for name in REQUESTS:
+        assert device[name] == host[name], name
+    ends = {name: result["finish_reason"] for name, (_, result) in device.items()}
+    assert (ends["dead end"], ends["stop string"], ends["marker"]) == ("dead_end", "stop", "constraint_complete")
+    assert sum(result["num_accepted_drafts"] for _, result in device.values()) > 20

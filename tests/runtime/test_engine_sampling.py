@@ -15,6 +15,7 @@ from stepgraph import Constraint, Engine, SamplingParams
 from stepgraph.sampling.kernels import processors
 from stepgraph.sampling.kernels.processors import RowSettings
 from tests.helpers.chi_square import chi_square_p
+from tests.helpers.law import forget_certain_drafts
 from tests.helpers.oracles import filtered, prefix_logits, processed
 from tests.helpers.pairs import pairs
 from tests.helpers.toy_engines import COMPILER, CONSTRAINTS, STOP, TARGET, VOCABULARY, Setup, make_engine, plain, shared_engine
@@ -110,7 +111,9 @@ LAWS = {
 
 @pytest.mark.parametrize(("setup", "name"), pairs(CROWDS, list(LAWS)), ids=str)
 def test_outputs_follow_the_target_distribution(setup: Setup, name: str) -> None:
-    assert law_p(shared_engine(setup), *LAWS[name]) > 1e-9
+    engine = shared_engine(setup)
+    assert law_p(engine, *LAWS[name]) > 1e-9
+    assert rounds_by_lane(engine)["host" if setup.grammar_lane == "host" else "device"] > 10
 
 
 @pytest.mark.soak
@@ -130,6 +133,16 @@ def test_outputs_follow_the_target_distribution_when_batches_change_between_lane
     assert law_p(engine, *LAWS[name], host_every=100) > 1e-9
     rounds = rounds_by_lane(engine) - before
     assert rounds["device"] > 10 and rounds["host"] > 5
+
+
+@pytest.mark.parametrize("planted", [False, True], ids=["", "forced drafts verified as drawn ones"])
+def test_drafts_forced_on_the_device_keep_the_target_distribution(monkeypatch: pytest.MonkeyPatch, planted: bool) -> None:
+    if planted:
+        forget_certain_drafts(monkeypatch)
+    with make_engine(replace(crowd(3), forced_drafts=True)) as engine:
+        chance = law_p(engine, SamplingParams(temperature=1.5), Constraint.regex("[ab]10(, |true)[xy]"))
+        assert rounds_by_lane(engine).keys() == {"device"} and engine.stats().drafts.forced > 300
+        assert (chance < 1e-9) == planted, chance
 
 
 def rounds_by_lane(engine: Engine) -> Counter[str]:

@@ -206,12 +206,15 @@ def test_what_compile_returns_is_a_constraint() -> None:
 )
 def test_wrong_constraints_are_refused(options: dict[str, Any], message: str) -> None:
     engine = engine_of()
+    assert engine.vocabulary is engine.tokenizer.vocabulary
     if not message:
         with Engine(ToyTarget(16), config=EngineConfig(max_rows=1, max_length=32)) as bare:
             with pytest.raises(ValueError, match=r"sampling.stop: got .*: the engine has no vocabulary"):
                 bare.submit(**options)
             with pytest.raises(ValueError, match=r"Engine.tokenizer: got None, expected a TextCodec"):
                 bare.submit("text")
+            with pytest.raises(ValueError, match=r"Engine.vocabulary: got None, expected a Vocabulary"):
+                bare.vocabulary  # noqa: B018
             with pytest.raises(ValueError, match=r"Job.text: the engine has no vocabulary"):
                 bare.generate([1], max_new_tokens=1).text  # noqa: B018
         return

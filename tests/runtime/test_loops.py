@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams
+from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs import TapeBackend
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.ring_specs import Control, Counter
@@ -89,6 +90,32 @@ def test_results_equal_those_of_single_rounds() -> None:
         finish(one)
         runs.append([(job.tokens, job.finish_reason, job.error, job.rounds, job.num_accepted_drafts, job.logprobs) for job in jobs])
     assert runs[0] == runs[1]
+
+
+def test_stream_has_events_of_a_launch_that_runs_and_leaving_it_ends_the_launch() -> None:
+    slow = TapeBackend(asynchronous=True, delay=lambda name: time.sleep(0.003))
+    lengths = list[int]()
+
+    async def read(serving: AsyncEngine, leave_after: int) -> Job:
+        async with await serving.submit([7, 1], max_new_tokens=90, sampling=ENDLESS, num_speculative_tokens=0) as stream:
+            async for event in stream:
+                lengths.append(len(event.tokens))
+                if len(stream.job.tokens) >= leave_after:
+                    break
+        return stream.job
+
+    async def serve() -> tuple[Job, Job]:
+        with make_engine(replace(LOOPS, k=0, max_rows=1, buckets=None), slow) as engine:
+            async with AsyncEngine(engine) as serving:
+                before = slow.stats.replays
+                whole = await read(serving, 90)
+                assert slow.stats.replays - before == 1 and len(lengths) > 2, "one launch, and events while it runs"
+                return whole, await read(serving, 5)
+
+    whole, left = asyncio.run(serve())
+    expected = plain([7, 1], 90, sampling=ENDLESS).tokens
+    assert whole.tokens == expected and left.tokens == expected[: len(left.tokens)]
+    assert left.finish_reason == "cancelled" and len(left.tokens) < 90
 
 
 def test_late_request_is_admitted_after_at_most_one_round(engine: Engine) -> None:

@@ -16,8 +16,8 @@ from tools.gpu.checks.shapes import SHAPES
 @pytest.mark.parametrize(
     ("size", "key", "most"),
     [
-        ("1B", GraphKey(1, False), 268),
-        ("1B", GraphKey(1, False, draft_length=0), 187),
+        ("1B", GraphKey(1, False), 266),
+        ("1B", GraphKey(1, False, draft_length=0), 185),
         ("1B", GraphKey(1, True), 304),
         ("8B", GraphKey(1, True), 464),
         ("1B", GraphKey(1, True, device=True), 266),

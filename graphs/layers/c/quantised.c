@@ -4,18 +4,28 @@
 
 INLINED void add_block(
     lanes *parts, const char *states, int64_t row_bytes, const char *words_at, int tall, int bits, int zero, int64_t bfloat16);
+#define EVERY_HEIGHT 0
 #include "quantised.h"
 
-/* Fields `at` and `at` + 16 of every word, as numbers. */
+/* Fields as numbers; float8_e4m3fn: the bits in place of float32's, with an exponent that is 120 too small. */
+INLINED void numbers_of(words fields, int zero, lanes *to) {
+    if (zero == FLOAT8) {
+        lanes found = (lanes)((fields & 0x7f) << 20) * 0x1p120f;
+        *to = (lanes)((words)found | (fields & 0x80) << 24);
+    } else
+        *to = __builtin_convertvector((places)fields - zero, lanes);
+}
+
+/* Fields `at` and `at` + 16 of every word. */
 INLINED void fields(words raw, int at, int bits, int zero, lanes pair[2]) {
-    pair[0] = __builtin_convertvector((places)(raw >> at & ((1u << bits) - 1)) - zero, lanes);
-    pair[1] = __builtin_convertvector((places)(raw >> (at + 16) & ((1u << bits) - 1)) - zero, lanes);
+    numbers_of(raw >> at & ((1u << bits) - 1), zero, pair);
+    numbers_of(raw >> (at + 16) & ((1u << bits) - 1), zero, pair + 1);
 }
 
 INLINED void add_block(
     lanes *parts, const char *states, int64_t row_bytes, const char *words_at, int tall, int bits, int zero, int64_t bfloat16) {
 #pragma GCC unroll 16
-    for (int pair = 0; pair < GROUP / 2; pair++) {
+    for (int pair = 0; pair < taken_at_once(bits) / 2; pair++) {
         lanes both[2];
         fields(*(const words *)(words_at + pair * bits / 16 * 64), pair * bits % 16, bits, zero, both);
 #pragma GCC unroll 8
@@ -39,36 +49,40 @@ INLINED void in_numbers(const quantised_call *call, int bits, int zero) {
 
 INLINED float total(const quantised_call *call, int64_t row, int64_t block) {
     float sum = 0;
-    for (int64_t i = 0; i < GROUP; i++) sum += number(call->states, row * call->step + block * GROUP + i, call->bfloat16);
+    int64_t group = call->kind.group;
+    for (int64_t i = 0; i < group; i++) sum += number(call->states, row * call->step + block * group + i, call->bfloat16);
     return sum;
 }
 
-/* The kind of a block by its size, as quantised.py has it. */
-INLINED int bits_of(int64_t bytes) { return bytes == block_bytes(8, 128) ? 8 : 4; }
-INLINED int zero_of(int64_t bytes) { return bytes == block_bytes(8, 128) ? 128 : bytes == block_bytes(4, 8) ? 8 : 0; }
+/* By the last dimension of a packed weight. */
+INLINED quantised_kind kind_of(const argument *weight) {
+    size_t index = 0;
+    while (block_bytes(KINDS[index]) * KINDS[index].together != weight->size[2]) index++;
+    return KINDS[index];
+}
 
 EXPORTED FOR_EACH_PROCESSOR int stepgraph_quantised_product(const argument *given) {
     const argument *states = given, *weight = given + 1;
-    int bits = bits_of(weight->size[2]), zero = zero_of(weight->size[2]);
     float totals[ROWS_AT_ONCE][MOST_BLOCKS];
+    quantised_kind kind = kind_of(weight);
     quantised_call call = {
-        .weight = weight->data, .bias = given[2].data, .totals = totals,
-        .blocks = weight->size[1], .tiles = weight->size[0], .step = states->stride[0], .bfloat16 = states->bfloat16,
+        .weight = weight->data, .bias = given[2].data, .totals = totals, .blocks = weight->size[1] * kind.together,
+        .tiles = weight->size[0], .step = states->stride[0], .bfloat16 = states->bfloat16, .kind = kind,
     };
     int64_t number_bytes = call.bfloat16 ? 2 : 4;
     for (int64_t row = 0; row < states->size[0]; row += ROWS_AT_ONCE) {
         call.states = (const char *)states->data + row * call.step * number_bytes;
         call.output = (char *)given[3].data + row * call.tiles * LANES * number_bytes;
         call.rows = states->size[0] - row < ROWS_AT_ONCE ? states->size[0] - row : ROWS_AT_ONCE;
-        for (int64_t one = 0; !zero && one < call.rows; one++)
+        for (int64_t one = 0; kind.ranged && one < call.rows; one++)
             for (int64_t block = 0; block < call.blocks; block++) totals[one][block] = total(&call, one, block);
 #ifdef HAS_DOT_PRODUCTS
         if (call.bfloat16 && __builtin_cpu_supports("avx512bf16")) {
-            quantised_by_pairs(&call, bits, zero);
+            quantised_by_pairs(&call);
             continue;
         }
 #endif
-        FOR_KIND(in_numbers, &call, bits, zero);
+        FOR_FIELDS(in_numbers, &call);
     }
     return 0;
 }
@@ -76,26 +90,29 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_quantised_product(const argument *give
 /* Arguments: indices [N] int64, weight, None (the dtype), output [N, inner]. */
 EXPORTED FOR_EACH_PROCESSOR int stepgraph_quantised_rows(const argument *given) {
     const argument *weight = given + 1, *output = given + 3;
-    int64_t blocks = weight->size[1], bytes = weight->size[2], columns = weight->size[0] * LANES;
-    int bits = bits_of(bytes), zero = zero_of(bytes);
+    quantised_kind kind = kind_of(weight);
+    int64_t blocks = weight->size[1] * kind.together, bytes = block_bytes(kind), columns = weight->size[0] * LANES;
+    int bits = kind.bits;
     for (int64_t i = 0; i < given->size[0]; i++)
         if (index_in(((const int64_t *)given->data)[i], columns) < 0) return 1;
     for (int64_t i = 0; i < given->size[0]; i++) {
         int64_t column = index_in(((const int64_t *)given->data)[i], columns), lane = column % LANES;
         const char *block = (const char *)weight->data + column / LANES * blocks * bytes;
         for (int64_t index = 0; index < blocks; index++, block += bytes) {
-            const char *scales = block + bits * GROUP * LANES / 8;
+            const char *scales = block + word_bytes(kind);
             lanes scale, minimum = {0};
-            from_float16(&scale, scales);
-            if (!zero) from_float16(&minimum, scales + SCALE_BYTES);
-            float found[GROUP];
-            for (int at = 0; at < GROUP; at++) {
+            read_scales(&scale, scales, kind.wide);
+            if (kind.ranged) read_scales(&minimum, scales + scale_bytes(kind), kind.wide);
+            float found[MOST_GROUP];
+            for (int at = 0; at < kind.group; at++) {
                 int pair = at / 2 % (16 / bits);
                 uint32_t word;
                 memcpy(&word, block + (at / (32 / bits) * LANES + lane) * 4, sizeof word);
-                found[at] = scale[lane] * (float)((int)(word >> (at % 2 * 16 + pair * bits) & ((1u << bits) - 1)) - zero) + minimum[lane];
+                lanes value;
+                numbers_of((words){0} + (word >> (at % 2 * 16 + pair * bits) & ((1u << bits) - 1)), kind.zero, &value);
+                found[at] = scale[lane] * value[0] + minimum[lane];
             }
-            write_numbers(output->data, (i * blocks + index) * GROUP, found, GROUP, output->bfloat16);
+            write_numbers(output->data, (i * blocks + index) * kind.group, found, kind.group, output->bfloat16);
         }
     }
     return 0;

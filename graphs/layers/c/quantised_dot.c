@@ -9,6 +9,8 @@
 
 INLINED void add_block(
     lanes *parts, const char *states, int64_t row_bytes, const char *words_at, int tall, int bits, int zero, int64_t bfloat16);
+#define EVERY_HEIGHT 1
+#define FROM_FLOAT16(from) ((lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from))))
 #include "quantised.h"
 
 /* The values of a field of four bits in bfloat16, as they are and minus 8. Five bits select an entry, the highest of which belongs to the
@@ -27,15 +29,28 @@ INLINED __m512i from_bytes(__m512i raw, unsigned field) {
     return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32((__m512i)even, 16), (__m512i)odd);
 }
 
+/* Fields in float8_e4m3fn: bfloat16 has the same bits with an exponent that is 120 larger, except for the eight numbers whose exponent is 0. */
+static const uint16_t SMALL[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+
+INLINED __m512i from_float8(__m512i raw, unsigned field) {
+    __m512i shifted = _mm512_srli_epi16(raw, field), size = _mm512_and_si512(shifted, _mm512_set1_epi16(0x7f));
+    __m512i found = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(120 << 7));
+    __mmask32 small = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(8));
+    found = _mm512_mask_permutexvar_epi16(found, small, size, _mm512_loadu_si512(SMALL));
+    return _mm512_or_si512(found, _mm512_and_si512(_mm512_slli_epi16(shifted, 8), _mm512_set1_epi16((short)0x8000)));
+}
+
 INLINED void add_block(
     lanes *parts, const char *states, int64_t row_bytes, const char *words_at, int tall, int bits, int zero, int64_t bfloat16) {
     (void)bfloat16;
     __m512i low = _mm512_loadu_si512(zero == 8 ? CENTRED : FROM_ZERO);
 #pragma GCC unroll 16
-    for (int pair = 0; pair < GROUP / 2; pair++) {
+    for (int pair = 0; pair < taken_at_once(bits) / 2; pair++) {
         __m512i raw = _mm512_loadu_si512(words_at + pair * bits / 16 * 64);
         unsigned field = (unsigned)(pair * bits % 16);
-        __m512i right = bits == 8 ? from_bytes(raw, field) : _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, field), low);
+        __m512i right = zero == FLOAT8 ? from_float8(raw, field)
+                        : bits == 8    ? from_bytes(raw, field)
+                                       : _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, field), low);
 #pragma GCC unroll 8
         for (int row = 0; row < tall; row++) {
             int32_t two;
@@ -46,9 +61,9 @@ INLINED void add_block(
     }
 }
 
-void quantised_by_pairs(const quantised_call *call, int bits, int zero) {
+void quantised_by_pairs(const quantised_call *call) {
     quantised_call same = *call;
     same.bfloat16 = 1;
-    FOR_KIND(all_tiles, &same, bits, zero);
+    FOR_FIELDS(all_tiles, &same);
 }
 #endif

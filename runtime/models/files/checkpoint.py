@@ -14,6 +14,7 @@ from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.layers.quantised import KINDS, TILE, Kind, count_weights
 from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.files.gguf import GgufSource
+from stepgraph.runtime.models.files.quantised_folder import quantised_source
 from stepgraph.runtime.models.files.weights import FLOATS, SafetensorsSource, Source, StoredModel, llama_slices, read_json
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import DTYPES, LlamaConfig, count_field, read_config
@@ -85,8 +86,8 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
     """Read and check everything except the weights. Raises ValueError that names the file, and the field or tensor.
 
     path: a Hugging Face folder (config.json, tokenizer.json, safetensors) or a .gguf file. dtype: of the loaded weights and
-    the cache; None: the config's dtype, bfloat16 for GGUF. weights: "quantised" keeps the quantised matrices of a .gguf file as they
-    are. Nothing is downloaded, and no code in the folder is run.
+    the cache; None: the config's dtype, bfloat16 for GGUF. weights: "quantised" keeps quantised matrices as they are in
+    memory. Nothing is downloaded, and no code in the folder is run.
     """
     if dtype is not None and dtype not in DTYPES.values():
         raise ValueError(f"dtype: got {clip_repr(dtype)}, expected one of {', '.join(map(str, DTYPES.values()))}, or None")
@@ -99,9 +100,9 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
         table = table_of_metadata(gguf.metadata, path, config.vocab_size)
     elif path.is_dir():
         fields = read_json(path / "config.json")
-        config = read_config(fields)
+        config = read_config({name: value for name, value in fields.items() if name != "quantization_config"})
         mtp_modules = count_field(fields, "num_nextn_predict_layers", 64, least=0, default=0)
-        source = SafetensorsSource(path)
+        source = quantised_source(SafetensorsSource(path), fields)
         table = read_folder(path, fields, config.vocab_size)
     else:
         raise ValueError(f"path: got {str(path)!r}, expected a local folder with a config.json, or a .gguf file")
@@ -119,6 +120,6 @@ def _kept_quantised(checkpoint: Checkpoint) -> dict[str, Kind]:
     for name, target in checkpoint.slices.items():
         stored = checkpoint.source.tensors[name]
         if stored.kind not in FLOATS and target.parameter not in packable:
-            expected = f"one of {', '.join(KINDS)}, the same for all parts of {target.parameter}, and rows in multiples of {TILE}"
+            expected = f"one of {', '.join(KINDS)} for all parts of {target.parameter}, rows in multiples of {TILE}, and whole groups"
             raise ValueError(f"{checkpoint.path}: {name}: got type {stored.kind} and shape {stored.shape}, expected {expected}")
     return packable

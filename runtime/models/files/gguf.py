@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.layers.quantised import GROUP
+from stepgraph.graphs.layers.quantised import KINDS, Grouped
 from stepgraph.runtime.models.files.weights import Stored
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
 
@@ -25,6 +26,35 @@ SCALES = {  # the bytes of a block that hold its scales as float16
     "Q4_K": slice(4),
     "Q5_K": slice(4),
     "Q6_K": slice(-2, None),
+}
+_ONE, _ZERO = b"\0<", b"\0\0"  # in float16
+_ONE_SCALE, _NO_MINIMUM = {0: _ONE}, {0: _ONE + _ZERO}
+_K_SCALES = _NO_MINIMUM | {4: b"\1\1\1\1\0\0\0\0\1\1\1\1"}  # every scale 1, every minimum 0
+UNIT_SCALES = {  # bytes of a block, by the first one's place, that make its values its numbers
+    "Q4_0": _ONE_SCALE,
+    "Q4_1": _NO_MINIMUM,
+    "Q5_0": _ONE_SCALE,
+    "Q5_1": _NO_MINIMUM,
+    "Q8_0": _ONE_SCALE,
+    "Q4_K": _K_SCALES,
+    "Q5_K": _K_SCALES,
+    "Q6_K": {192: b"\1" * 16 + _ONE},
+}
+UNIT_NUMBERS = {  # that make its values its scales
+    "Q4_0": {2: b"\x99" * 16},
+    "Q4_1": {2: _ZERO + b"\x11" * 16},
+    "Q5_0": {2: b"\xff" * 4 + b"\x11" * 16},
+    "Q5_1": {2: _ZERO + b"\0" * 4 + b"\x11" * 16},
+    "Q8_0": {2: b"\1" * 32},
+    "Q4_K": {2: _ZERO, 16: b"\x11" * 128},
+    "Q5_K": {2: _ZERO, 16: b"\0" * 32 + b"\x11" * 128},
+    "Q6_K": {0: b"\x11" * 128 + b"\xaa" * 64},
+}
+ZERO_NUMBERS = {  # that make its values its minimums
+    "Q4_1": {4: b"\0" * 16},
+    "Q5_1": {4: b"\0" * 20},
+    "Q4_K": {16: b"\0" * 128},
+    "Q5_K": {16: b"\0" * 160},
 }
 READABLE = ("F32", "F16", "BF16", *SCALES)
 _ROWS_AT_ONCE = 32  # the package takes 16 rows at a time, which is little work for a call
@@ -94,9 +124,17 @@ class GgufSource:
         self.config = self._read_config()
 
     def read(self, name: str) -> Tensor:
+        return self._dequantised(name, {})
+
+    def _dequantised(self, name: str, changed: Mapping[int, bytes]) -> Tensor:
+        """changed: bytes that replace those of every block."""
         import gguf
 
         blocks = self._blocks[name]
+        if changed:
+            blocks = blocks.copy()
+            for start, replaced in changed.items():
+                blocks.reshape(-1, self._block_bytes[name])[:, start : start + len(replaced)] = np.frombuffer(replaced, np.uint8)
         joined = blocks.reshape(len(blocks) // math.gcd(len(blocks), _ROWS_AT_ONCE), -1)
         values = gguf.quants.dequantize(joined, self._kinds[name]).reshape(self.tensors[name].shape)
         return self._in_order(name, torch.from_numpy(np.require(values, requirements=["C", "W"])))  # a copy of what the file maps
@@ -109,10 +147,12 @@ class GgufSource:
         blocks = self._blocks[name].reshape(-1, self._block_bytes[name])
         return torch.from_numpy(blocks[:, scales].copy().view(np.float16))
 
-    def read_blocks(self, name: str) -> Tensor:
-        """[out, in / 32, bytes] uint8: a tensor of a kind with blocks of 32 values, as the file stores it."""
-        rows, count = self.tensors[name].shape[0], self.tensors[name].shape[1] // GROUP
-        return self._in_order(name, torch.from_numpy(np.array(self._blocks[name])).view(rows, count, -1))
+    def read_grouped(self, name: str) -> Grouped:
+        kind = self.tensors[name].kind
+        changes, group = [UNIT_SCALES[kind], UNIT_NUMBERS[kind], ZERO_NUMBERS.get(kind)], KINDS[kind].group
+        numbers, scales, minimums = (None if change is None else self._dequantised(name, change) for change in changes)
+        assert numbers is not None and scales is not None
+        return Grouped(numbers.to(torch.int16), scales[:, ::group], None if minimums is None else minimums[:, ::group])
 
     def _in_order(self, name: str, tensor: Tensor) -> Tensor:
         num_heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])

@@ -46,7 +46,7 @@ def load_models(
     """A target and its drafter on the device of the config's backend. "demo" is the demonstration's pair.
 
     config: None for the defaults, reduced to the positions and drafts that the models support. draft: "auto" uses the MTP
-    modules in the target's folder, or n-gram look-up if there are none. weights: of .gguf files, QUANTISED or DEQUANTISED.
+    modules in the target's folder, or n-gram look-up if there are none. weights: quantised ones are kept QUANTISED or DEQUANTISED.
     implementation: of the target, as in `open_target`.
     """
     check_config(config)

@@ -15,13 +15,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from stepgraph.graphs.layers.quantised import KINDS, TILE, Kind, empty_packed, pack
+from stepgraph.graphs.layers.quantised import KINDS, TILE, Grouped, Kind, common_kind, empty_packed, pack
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.sampling.fields import clip_error
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_json as read_json
 
 FLOATS = ("F32", "BF16", "F16")
 M = TypeVar("M", bound=nn.Module)
+R = TypeVar("R")
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -45,8 +46,8 @@ class Source(Protocol):
     def read_scales(self, name: str) -> Tensor:
         """Numbers that are finite exactly if the tensor is."""
 
-    def read_blocks(self, name: str) -> Tensor:
-        """A tensor of one of KINDS as the file stores it: [out, in / 32, bytes] uint8."""
+    def read_grouped(self, name: str) -> Grouped:
+        """A tensor of one of KINDS."""
 
 
 class ParameterSlice(NamedTuple):
@@ -100,7 +101,7 @@ class SafetensorsSource:
 
     read_scales = read
 
-    def read_blocks(self, name: str) -> Tensor:
+    def read_grouped(self, name: str) -> Grouped:
         raise AssertionError(f"{name}: no safetensors type is among KINDS")
 
 
@@ -128,8 +129,8 @@ class RenamedSource:
     def read_scales(self, name: str) -> Tensor:
         return self._source.read_scales(self._names[name])
 
-    def read_blocks(self, name: str) -> Tensor:
-        return self._source.read_blocks(self._names[name])
+    def read_grouped(self, name: str) -> Grouped:
+        return self._source.read_grouped(self._names[name])
 
 
 def llama_slices(config: LlamaConfig) -> Slices:
@@ -200,13 +201,15 @@ class StoredModel:
                 raise ValueError(f"{self.path}: {name} holds NaN or infinity")
 
     def packable(self) -> dict[str, Kind]:
-        """The parameters whose tensors are all of one of KINDS, in whole tiles."""
-        kinds: dict[str, set[Kind | None]] = {}
+        """The parameters whose tensors are all of one of KINDS, in whole tiles and groups."""
+        parts: dict[str, list[Stored]] = {}
+        whole: dict[str, bool] = {}
         for name, target in self.slices.items():
             stored, start = self.source.tensors[name], target.rows.start or 0
-            whole = len(stored.shape) == 2 and not stored.shape[0] % TILE and not start % TILE
-            kinds.setdefault(target.parameter, set()).add(KINDS.get(stored.kind) if whole else None)
-        return {parameter: kind for parameter, (kind, *others) in kinds.items() if kind is not None and not others}
+            parts.setdefault(target.parameter, []).append(stored)
+            whole[target.parameter] = whole.get(target.parameter, True) and not stored.shape[0] % TILE and not start % TILE
+        common = {name: common_kind({KINDS.get(part.kind) for part in stored}) for name, stored in parts.items() if whole[name]}
+        return {name: kind for name, kind in common.items() if kind is not None and not parts[name][0].shape[1] % kind.block_size}
 
     def make_room(self, model: M) -> M:
         """Replace the parameters that stay quantised by packed ones. Returns the model."""
@@ -219,19 +222,18 @@ class StoredModel:
     @torch.no_grad()
     def fill(self, model: nn.Module, progress: bool) -> None:
         """Call `check` first."""
-        for name, tensor in self._read(progress, "load", self._read_one):
+        for name, stored in self._read(progress, "load", self._read_one):
             target = self.slices[name]
-            kind = self.packed.get(target.parameter)
-            if kind is None:
-                target.of(model).copy_(tensor)
+            if isinstance(stored, Grouped):
+                model.get_parameter(target.parameter)[target.tiles].copy_(pack(self.packed[target.parameter], stored))
             else:
-                model.get_parameter(target.parameter)[target.tiles].copy_(pack(kind, tensor))
+                target.of(model).copy_(stored)
         model.eval()
 
-    def _read_one(self, name: str) -> Tensor:
-        return self.source.read_blocks(name) if self.slices[name].parameter in self.packed else self.source.read(name)
+    def _read_one(self, name: str) -> Tensor | Grouped:
+        return self.source.read_grouped(name) if self.slices[name].parameter in self.packed else self.source.read(name)
 
-    def _read(self, progress: bool, label: str, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _read(self, progress: bool, label: str, read: Callable[[str], R]) -> Iterator[tuple[str, R]]:
         for name in tqdm(self.slices, desc=label, unit="tensor", disable=not progress):
             try:
                 tensor = read(name)

@@ -39,7 +39,7 @@ class CompiledConstraint:
 
     constraint: Constraint
     vocabulary: Vocabulary
-    grammar: Grammar
+    grammar: Grammar = field(repr=False)
     backend: str  # the library that enforces it
     reason: str  # why the preferred library rejected the constraint; empty where that one enforces it
     seconds: float
@@ -235,7 +235,7 @@ class GrammarCompiler:
         check_value("GrammarCompiler.backend", backend, one_of(get_args(BackendChoice)))
         check_value("GrammarCompiler.isolation", isolation, one_of(get_args(Isolation)))
         self.limits, self._isolation = limits or GrammarLimits(), isolation
-        self._vocabulary, self._check_masks = vocabulary, check_masks
+        self.vocabulary, self._check_masks = vocabulary, check_masks
         self._max_compiles = max_compiles
         self._backends = Backends(vocabulary, backend, self.limits, max_threads)
         self._lock = threading.Lock()
@@ -281,7 +281,7 @@ class GrammarCompiler:
             raise ValueError(f"constraint: got {type(constraint).__name__}, expected a Constraint")
         self._backends.check(constraint)
         if constraint.marker is not None:
-            check_marker(constraint.marker, self._vocabulary)
+            check_marker(constraint.marker, self.vocabulary)
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
         """The grammar of a constraint, waited for; ValueError with its kind and the reason where it cannot be compiled."""
@@ -380,7 +380,7 @@ class GrammarCompiler:
         start = time.perf_counter()
         try:
             grammar, name, why = self._backends.build(constraint, worker)
-            marker = None if constraint.marker is None else Marker(constraint.marker, self._vocabulary)
+            marker = None if constraint.marker is None else Marker(constraint.marker, self.vocabulary)
             if marker and marker.of_text and isinstance(grammar, AutomatonGrammar):
                 after = grammar.after(marker)
                 if after.nbytes <= self.limits.automaton_bytes:
@@ -390,4 +390,4 @@ class GrammarCompiler:
         except BaseException as error:  # the claims must be settled, whatever failed
             return ValueError(f"constraint {constraint.kind}: cannot be compiled: {type(error).__name__}: {error}")
         seconds = time.perf_counter() - start
-        return CompiledConstraint(constraint, self._vocabulary, grammar, name, why, seconds, marker, self._check_masks)
+        return CompiledConstraint(constraint, self.vocabulary, grammar, name, why, seconds, marker, self._check_masks)

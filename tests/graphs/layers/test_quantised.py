@@ -1,29 +1,40 @@
-"""Packed weights have the values of the format's reference; products in C equal those in torch, and do not depend on the batch."""
+"""Packed weights have the values of their formula; products in C equal those in torch, and do not depend on the batch."""
 
 from __future__ import annotations
 
-import gguf
 import pytest
 import torch
-from gguf import GGMLQuantizationType
 from torch import Tensor
 from torch.library import opcheck
 
-from stepgraph.graphs.layers.quantised import GROUP, KINDS, pack, quantised_product, quantised_rows, unpack
+from stepgraph.graphs.layers.quantised import KINDS, MIXED, Grouped, Kind, common_kind, pack, quantised_product, quantised_rows, unpack
+
+DISTINCT = {str(name): kind for kind, name in {kind: name for name, kind in KINDS.items()}.items()} | {"mixed": MIXED}
+every_kind = pytest.mark.parametrize("kind", DISTINCT.values(), ids=DISTINCT)
 
 
-def made(kind: str, outer: int, inner: int) -> tuple[Tensor, Tensor]:
-    """Packed weights, and their values by the reference of the format."""
-    weight = torch.randn(outer, inner, generator=torch.Generator().manual_seed(outer))
-    blocks = gguf.quants.quantize(weight.numpy(), GGMLQuantizationType[kind])
-    reference = torch.from_numpy(gguf.quants.dequantize(blocks, GGMLQuantizationType[kind]))
-    return pack(KINDS[kind], torch.from_numpy(blocks).view(outer, inner // GROUP, -1)), reference
+def made(kind: Kind, outer: int, inner: int) -> tuple[Tensor, Tensor]:
+    """Packed weights, and their values."""
+    draw = torch.Generator().manual_seed(outer)
+    count = inner // kind.group
+    numbers = torch.randint(256 if kind.bits == 8 else 16, (outer, inner), generator=draw)
+    numbers[:, 0] = torch.arange(outer) % (256 if kind.bits == 8 else 16)
+    values = (numbers - kind.zero).float()
+    if kind.float8:
+        numbers[numbers & 127 == 127] = 126  # not NaN
+        values = numbers.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    # No wider than in any format, so that scale * number is exact.
+    scales = (torch.randn(outer, count, generator=draw) * 0.01).half().to(kind.scale_type)
+    minimums = torch.randn(outer, count, generator=draw).to(kind.scale_type) if kind.ranged else None
+    values = values.view(outer, count, -1) * scales.float()[:, :, None]
+    values = values if minimums is None else values + minimums.float()[:, :, None]
+    return pack(kind, Grouped(numbers - kind.zero, scales, minimums)), values.view(outer, inner)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_weights_have_the_bits_of_the_reference(kind: str) -> None:
-    packed, reference = made(kind, 48, 96)
-    assert packed.nbytes == 48 * 3 * gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
+@every_kind
+def test_packed_weights_have_the_values_of_their_formula(kind: Kind) -> None:
+    packed, reference = made(kind, 48, 384)
+    assert packed.nbytes == 48 * (384 * kind.bits // 8 + 384 // kind.group * (1 + kind.ranged) * (4 if kind.wide else 2))
     assert torch.equal(unpack(packed), reference)
     rows = torch.tensor([47, 0, 16, 31])
     for dtype in (torch.float32, torch.bfloat16):
@@ -33,18 +44,30 @@ def test_packed_weights_have_the_bits_of_the_reference(kind: str) -> None:
         quantised_rows(torch.tensor([48]), packed, torch.float32)
 
 
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "INT4_128"])
+def test_the_common_kind_holds_weights_of_every_integer_kind(name: str) -> None:
+    kind = KINDS[name]
+    assert common_kind({kind}) is kind and common_kind({kind, None}) is None and common_kind({kind, KINDS["FP8"]}) is None
+    numbers = torch.arange(256).repeat(16, 1) % (1 << kind.bits) - kind.zero
+    scales, minimums = torch.randn(16, 256 // kind.group), torch.randn(16, 256 // kind.group) if kind.ranged else None
+    weight = Grouped(numbers, scales.half().float(), None if minimums is None else minimums.half().float())
+    common = common_kind({kind, KINDS["Q5_K"]})
+    assert common is not None
+    assert torch.equal(unpack(pack(common, weight)), unpack(pack(kind, weight)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_quantised_products_are_correct_and_independent_of_the_batch(kind: str, dtype: torch.dtype) -> None:
-    packed, reference = made(kind, 80, 576)
+@every_kind
+def test_quantised_products_are_correct_and_independent_of_the_batch(kind: Kind, dtype: torch.dtype) -> None:
+    packed, reference = made(kind, 80, 640)
     given = torch.Generator().manual_seed(1)
-    states = torch.randn(21, 1152, generator=given).to(dtype)[:, :576]
+    states = torch.randn(21, 1280, generator=given).to(dtype)[:, :640]
     for bias in (None, torch.randn(80, generator=given).to(dtype)):
         found = quantised_product(states, packed, bias)
         expected = torch.nn.functional.linear(states.double(), reference.double(), None if bias is None else bias.double())
-        # Float32 sums of 576 products in another order, rounded to the dtype at the end.
+        # Float32 sums of 640 products in another order, rounded to the dtype at the end.
         size = states.double().abs() @ reference.double().abs().T
-        bound = 576 * 2**-24 * size + (2**-8 * expected.abs() if dtype is torch.bfloat16 else 0)
+        bound = 640 * 2**-24 * size + (2**-8 * expected.abs() if dtype is torch.bfloat16 else 0)
         assert bool(((found.double() - expected).abs() <= bound).all())
         for rows in range(1, 18):
             assert torch.equal(quantised_product(states[:rows], packed, bias), found[:rows])
@@ -52,6 +75,6 @@ def test_quantised_products_are_correct_and_independent_of_the_batch(kind: str, 
 
 
 def test_operations_pass_opcheck() -> None:
-    packed = made("Q4_1", 16, 32)[0]
+    packed = made(KINDS["Q4_1"], 16, 32)[0]
     opcheck(quantised_product.out, (torch.randn(3, 32), packed, None, torch.empty(3, 16)))
     opcheck(quantised_rows.out, (torch.tensor([1, 2]), packed, torch.float32, torch.empty(2, 32)))

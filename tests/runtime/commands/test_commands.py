@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from stepgraph.runtime import cli
 from stepgraph.runtime.commands import bench, doctor, serve, terminal
 from stepgraph.runtime.commands.flags import COMMANDS, STEP_EXAMPLE
 from stepgraph.runtime.commands.generate import constraint_of
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.files.weights import SafetensorsSource
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling import native
 from tests.helpers.command_models import doctor_answers, model_folder, recordings
@@ -149,6 +152,42 @@ def test_streamed_text_equals_the_json_text(capsys: pytest.CaptureFixture[str]) 
     assert document["stats"]["host_syncs"] == 0
 
 
+def test_models_of_both_implementations_give_the_same_text(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "generate model 'the cat' --max-new-tokens 8 --dtype float32 --draft none --implementation"
+    native, other = (run_json(f"{flags} {name}", capsys) for name in ("native", "transformers"))
+    assert native["token_ids"] == other["token_ids"]
+    assert "transformers" in str(other["notes"]) and "transformers" not in str(native["notes"])
+
+
+def test_inspect_prints_the_bytes_of_loaded_weights_without_reading_any(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = sum(parameter.nbytes for parameter in open_checkpoint(folder / "model").load("cpu").parameters())
+    monkeypatch.setattr(SafetensorsSource, "read", None)
+    document = run_json("inspect model --draft model", capsys)
+    assert document["family"] == "LlamaForCausalLM" and document["layers"] == 2 and document["refused"] == {}
+    assert [(way["implementation"], way["weights"]) for way in document["runs"]] == [
+        ("native", "dequantised"),
+        ("transformers", "dequantised"),
+    ]
+    assert [sum(way["bytes"].values()) for way in document["runs"]] == [expected, expected]
+    assert document["drafters"] == ["model (draft, up to 8 drafts)", "ngram", "forced"]
+
+
+def test_inspect_names_what_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = shutil.copytree(folder / "model", folder / "other")
+    fields = json.loads((other / "config.json").read_text(encoding="utf-8"))
+    (other / "config.json").write_text(json.dumps(fields | {"quantization_config": {"quant_method": "bitsandbytes"}}), encoding="utf-8")
+    code, out, _ = run("inspect other --json", capsys)
+    document = json.loads(out)
+    assert (code, document["runs"]) == (terminal.FAILED, [])
+    assert "quantization_config.quant_method: got 'bitsandbytes', expected" in document["refused"]["native, dequantised"]
+    assert "quantization_config" in document["refused"]["transformers, dequantised"]
+    assert run("inspect nowhere", capsys)[0] == terminal.FAILED
+    with_draft = run_json("inspect model --draft other", capsys)
+    assert with_draft["runs"] and "bitsandbytes" in with_draft["refused"]["draft"]
+
+
 def test_all_prompt_sources_give_the_same_ids(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     codec, rest = TextCodec.open(folder / "model"), "--max-new-tokens 3"
     chat = codec.chat([{"role": "user", "content": "the cat\n"}])
@@ -195,6 +234,7 @@ def test_an_answer_cut_short_of_its_schema_fails(capsys: pytest.CaptureFixture[s
         ("generate model '' --no-chat", "PROMPT: got '', which has no tokens"),
         ("generate model hi -k 9", "num_speculative_tokens: got 9"),
         ("generate model hi --draft nobody", "got 'nobody'"),
+        ("generate model hi --implementation transformers --weights quantised", "weights: got 'quantised' with implementation="),
         ("generate model hi --threads 0", "--threads: got 0, expected a whole number from 1 to"),
         ("generate model --token-ids 1,2 --system x", "--token-ids: got it with --chat or --system"),
         ("generate model hi --no-chat --system x", "--system: got 'x' for a plain prompt"),

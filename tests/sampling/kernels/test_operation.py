@@ -24,7 +24,7 @@ WANTED = torch.tensor([[True, True, False], [True, True, True]])
 OK, TRUE = torch.full((2, 3), int(MaskStatus.OK)), torch.ones(2, 3, dtype=torch.bool)
 SAMPLED, DRAFTS, STOPS = torch.tensor([[1, 2, 3], [1, 2, 3]]), torch.tensor([[1, 0], [1, 2]]), torch.tensor([[-1, 3], [-1, -1]])
 LEGAL = bitmask.pack(torch.tensor([[True] * 40, [False] * 40]))
-PACKED = quantised.pack(quantised.KINDS["Q8_0"], torch.full((16, 1, 34), 17, dtype=torch.uint8))
+PACKED = quantised.pack(quantised.KINDS["Q8_0"], quantised.Grouped(torch.full((16, 32), 17), torch.ones(16, 1)))
 ALIVE = torch.tensor([True, True])
 TAGS = torch.tensor([[[0, 7, 3, int(MaskStatus.OK)]], [[1, 7, 3, int(MaskStatus.OK)]]])
 

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from stepgraph import Engine, EngineConfig
+from stepgraph.graphs.layers.quantised import unpack
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.gguf import SCALES
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
-from tests.helpers.families import Cached, judge, refused_when_damaged
+from tests.helpers.families import BASE, Cached, judge, random_model, refused_when_damaged
 from tests.helpers.gguf_files import write_gguf
 
 TOKENS = torch.arange(40)[None]
 TEXTS = ["<s>", "<|im_start|>", "</s>", "<call>", *(f"t{index}" for index in range(4, 159)), "\u0120a"]
 
 
-def write(path: Path, family: str, kind: str, quantise: Kind | None = None) -> Path:
+def write(path: Path, family: str, kind: str, quantise: Kind | Callable[[str], Kind] | None = None, model: Any = None) -> Path:
     def add_tokens(writer: gguf.GGUFWriter) -> None:
         writer.add_tokenizer_model("gpt2")
         writer.add_token_list(TEXTS)
         writer.add_token_types([3, 3, 3, 4, *[1] * (len(TEXTS) - 4)])
         writer.add_eos_token_id(2)
 
-    return write_gguf(path, kind, add_tokens, judge(family), quantise)
+    return write_gguf(path, kind, add_tokens, model or judge(family), quantise)
 
 
 def logits_of(path: Path) -> Tensor:
@@ -56,6 +60,20 @@ def test_quantised_gguf_logits_are_close_to_the_source_model(tmp_path: Path, kin
     assert 0 < float((found - answer).pow(2).mean() / answer.pow(2).mean()) < tolerance
 
 
+def test_a_load_dequantises_each_tensor_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check for NaN reads scales only. Dequantising takes most of the time of a load."""
+    path, kinds, dequantise = write(tmp_path / "model.gguf", "llama-2", "llama", Kind.Q4_1), list[Kind](), gguf.quants.dequantize
+
+    def counted(blocks: npt.NDArray[np.uint8], kind: Kind) -> npt.NDArray[np.float32]:
+        kinds.append(kind)
+        return dequantise(blocks, kind)
+
+    monkeypatch.setattr(gguf.quants, "dequantize", counted)
+    Engine.from_pretrained(path, config=EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=32)).close()
+    stored = [tensor.tensor_type for tensor in gguf.GGUFReader(path).tensors]
+    assert kinds.count(Kind.Q4_1) == stored.count(Kind.Q4_1) > 10
+
+
 @pytest.mark.parametrize("kind", SCALES)
 def test_a_quantised_tensor_is_finite_exactly_if_its_scales_are(kind: str) -> None:
     draw, size = np.random.default_rng(1), gguf.GGML_QUANT_SIZES[Kind[kind]][1]
@@ -71,6 +89,23 @@ def test_a_quantised_tensor_is_finite_exactly_if_its_scales_are(kind: str) -> No
             with np.errstate(invalid="ignore"):
                 assert not np.isfinite(gguf.quants.dequantize(broken, Kind[kind])).all(axis=1).any()
     assert np.isfinite(gguf.quants.dequantize(finite, Kind[kind])).all()
+
+
+def as_often_mixed(name: str) -> Kind:
+    return Kind.Q6_K if "v_proj" in name or "down_proj" in name or "embed" in name else Kind.Q4_K
+
+
+@pytest.mark.parametrize("kind", [*(Kind[name] for name in SCALES), as_often_mixed], ids=str)
+def test_weights_that_stay_quantised_have_the_bits_of_the_reference(tmp_path: Path, kind: Kind | Callable[[str], Kind]) -> None:
+    """`gguf.quants.dequantize` is the reference: it fills the parameters of the dequantised model."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    path = write(tmp_path / "model.gguf", "", "llama", kind, random_model("Llama", BASE | sizes, seed=1))
+    kept, plain = (open_checkpoint(path, torch.float32, weights).load("cpu") for weights in ("quantised", "dequantised"))
+    matrices = [name for name, parameter in plain.named_parameters() if parameter.dim() == 2]
+    assert len(matrices) == 6
+    for name in matrices:
+        assert torch.equal(unpack(kept.get_parameter(name)), plain.get_parameter(name)), name
+    torch.testing.assert_close(Cached(kept).run(TOKENS, 0, 40), Cached(plain).run(TOKENS, 0, 40), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1])
@@ -101,8 +136,8 @@ def test_greedy_texts_of_weights_that_stay_quantised(tmp_path: Path) -> None:
 
 
 def test_quantised_weights_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "model.gguf", "llama-2", "llama", Kind.Q5_0)
-    with pytest.raises(ValueError, match=r"model.gguf: model.\S+.weight: got type Q5_0 and shape .* expected one of Q4_0, Q4_1, Q8_0"):
+    path = write(tmp_path / "model.gguf", "llama-2", "llama", lambda name: Kind.Q8_0 if "q_proj" in name else Kind.F16)
+    with pytest.raises(ValueError, match=r"model.gguf: model.\S+q_proj.weight: got type Q8_0 and shape .* expected one of Q4_0, Q4_1"):
         Engine.from_pretrained(path, weights="quantised")
     with pytest.raises(ValueError, match="weights: got 'int4', expected"):
         Engine.from_pretrained(path, weights="int4")

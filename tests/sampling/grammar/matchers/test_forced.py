@@ -102,11 +102,11 @@ def test_proposals_are_the_tokens_of_the_tokenizer() -> None:
             legal = walk.fill()
             forced = walk.forced()
             if forced >= 0:
-                assert forced == token, (text, words([*walk.history[-3:], token, forced], compiler._vocabulary))
+                assert forced == token, (text, words([*walk.history[-3:], token, forced], compiler.vocabulary))
                 num_forced += 1
-                num_not_longest += max(legal, key=lambda legal_id: len(compiler._vocabulary.tokens[legal_id])) != token
+                num_not_longest += max(legal, key=lambda legal_id: len(compiler.vocabulary.tokens[legal_id])) != token
             walk.accept(token)
-    assert token_table(compiler._vocabulary).merges and num_forced > 200 and num_not_longest > 5, (num_forced, num_not_longest)
+    assert token_table(compiler.vocabulary).merges and num_forced > 200 and num_not_longest > 5, (num_forced, num_not_longest)
 
 
 def test_nothing_is_proposed_if_a_longer_token_is_legal() -> None:

@@ -1,0 +1,106 @@
+"""`stepgraph inspect`: what a model needs and which settings it runs with, from headers only: no weights are read."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from stepgraph.graphs.layers.quantised import kind_name
+from stepgraph.runtime.check_models import FORCED, NGRAM
+from stepgraph.runtime.commands import terminal
+from stepgraph.runtime.demo.pair import path_of
+from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED, Checkpoint
+from stepgraph.runtime.models.files.draft import OWN_MTP, open_draft
+from stepgraph.runtime.models.files.gguf import GgufSource
+from stepgraph.runtime.models.files.target import NATIVE, TRANSFORMERS, Target, open_target
+from stepgraph.runtime.models.files.weights import FLOATS, read_json
+
+WAYS = ((NATIVE, DEQUANTISED), (NATIVE, QUANTISED), (TRANSFORMERS, DEQUANTISED))
+
+
+def run(options: argparse.Namespace) -> int:
+    with terminal.waiting("reading headers ..."):
+        document = _inspected(path_of(options.model), options.draft)
+    if options.json:
+        terminal.print_json(document)
+    else:
+        terminal.print_text("\n".join(_lines(document)))
+    return 0 if document["runs"] else terminal.FAILED
+
+
+def _inspected(path: str | Path, draft: str | None) -> dict[str, Any]:
+    opened: dict[tuple[str, str], Target] = {}
+    refused: dict[str, str] = {}
+    for implementation, weights in WAYS:
+        if weights == QUANTISED and not _has_quantised(opened.get((NATIVE, DEQUANTISED))):
+            continue
+        try:
+            opened[implementation, weights] = open_target(path, None, weights, implementation)
+        except ValueError as error:
+            refused[f"{implementation}, {weights}"] = str(error)
+    if not opened:
+        return {"model": str(path), "runs": [], "refused": refused}
+    first = next(iter(opened.values()))
+    runs = [
+        {"implementation": implementation, "weights": weights, "bytes": dict(_bytes_by_kind(target.outline()))}
+        for (implementation, weights), target in opened.items()
+    ]
+    drafters = [OWN_MTP] * bool(first.mtp_modules) + [NGRAM, FORCED]
+    if draft is not None:
+        try:
+            found = open_draft(draft, first)
+            drafters.insert(0, f"{draft} ({getattr(found, 'kind', 'draft')}, up to {found.max_drafts} drafts)")
+        except ValueError as error:
+            refused["draft"] = str(error)
+    config = first.config
+    return {
+        "model": str(path),
+        "family": _family(Path(path), first),
+        "layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "max_positions": config.max_positions,
+        "stored": dict(Counter(tensor.kind for tensor in first.source.tensors.values())) if isinstance(first, Checkpoint) else {},
+        "runs": runs,
+        "drafters": drafters,
+        "refused": refused,
+    }
+
+
+def _family(path: Path, target: Target) -> str:
+    if isinstance(target, Checkpoint) and isinstance(target.source, GgufSource):
+        return str(target.source.config["architectures"][0])
+    return str(read_json(path / "config.json")["architectures"][0])
+
+
+def _has_quantised(target: Target | None) -> bool:
+    return isinstance(target, Checkpoint) and any(tensor.kind not in FLOATS for tensor in target.source.tensors.values())
+
+
+def _bytes_by_kind(outline: nn.Module) -> Counter[str]:
+    """Of the weights in memory."""
+    found: Counter[str] = Counter()
+    for parameter in outline.parameters():
+        found[kind_name(parameter)] += parameter.nbytes
+    return found
+
+
+def _lines(document: dict[str, Any]) -> list[str]:
+    lines = [document["model"]]
+    if document["runs"]:
+        lines.append(
+            f"{document['family']}: {document['layers']} layers of {document['hidden_size']}, {document['vocab_size']} tokens, "
+            f"{document['max_positions']} positions"
+        )
+    if stored := document.get("stored"):
+        lines.append("stored: " + ", ".join(f"{count} tensors in {kind}" for kind, count in stored.items()))
+    for way in document["runs"]:
+        parts = ", ".join(f"{nbytes / 2**20:,.1f} MiB in {kind}" for kind, nbytes in way["bytes"].items())
+        lines.append(f"runs: implementation={way['implementation']}, weights={way['weights']}: {parts}")
+    if drafters := document.get("drafters"):
+        lines.append("drafters: " + ", ".join(drafters) + "; an EAGLE-3 head or a smaller model that --draft names")
+    return lines + [f"refused: {name}: {reason}" for name, reason in document["refused"].items()]

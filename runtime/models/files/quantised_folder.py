@@ -1,0 +1,206 @@
+"""Quantised weights in safetensors files: FP8, and four bits as compressed-tensors, AWQ and GPTQ store them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stepgraph.graphs.layers.quantised import Grouped
+from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, Stored
+
+_AWQ_COLUMNS = [0, 4, 1, 5, 2, 6, 3, 7]  # the place of each column among the eight fields of a word
+_FP8_BLOCK = 128
+_FP8_SCALES = ("weight_scale", "weight_scale_inv")
+_FP8_ACTIVATION_SCALES = ("input_scale",)
+_INT4_PARTS = {
+    "pack-quantized": ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape"),
+    "awq": ("qweight", "scales", "qzeros"),
+    "gptq": ("qweight", "scales", "qzeros", "g_idx"),
+}
+
+
+class Scheme(NamedTuple):
+    layout: str  # "fp8", or one of _INT4_PARTS
+    group: int = -1  # inner indices with one scale; -1: all of a row
+    zero_offset: int = 0  # added to stored zero points
+
+
+def read_scheme(config: object) -> Scheme:
+    """config: `quantization_config` of a config.json. Raises ValueError that names the field."""
+    if not isinstance(config, Mapping):
+        raise ValueError(f"config.quantization_config: got {config!r:.200}, expected an object")
+    fields = _Fields(config, "config.quantization_config")
+    method = fields.one_of("quant_method", "compressed-tensors", "fp8", "awq", "gptq")
+    if method == "compressed-tensors":
+        return _read_compressed_tensors(fields)
+    if method == "fp8":
+        fields.one_of("weight_block_size", None, [_FP8_BLOCK, _FP8_BLOCK])
+        return Scheme("fp8")
+    fields.one_of("bits", 4)
+    if method == "awq":
+        fields.one_of("version", "gemm")
+        fields.one_of("zero_point", True)
+        return Scheme("awq", fields.group_size())
+    fields.one_of("desc_act", False, None)
+    fields.one_of("dynamic", None, {})
+    written = fields.one_of("checkpoint_format", None, "gptq", "gptq_v2")
+    return Scheme("gptq", fields.group_size(), 0 if written == "gptq_v2" else 1)
+
+
+def _read_compressed_tensors(fields: _Fields) -> Scheme:
+    for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        fields.one_of(name, None, {})
+    written = fields.one_of("format", "float-quantized", "pack-quantized")
+    groups = fields.config.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise ValueError(f"{fields.path}.config_groups: got {groups!r:.200}, expected an object with one group")
+    group = fields.inner("config_groups").inner(str(next(iter(groups))))
+    group.one_of("targets", ["Linear"])
+    group.one_of("output_activations", None)
+    weights = group.inner("weights")
+    if written == "float-quantized":  # activations are not quantised, whatever the scheme says
+        weights.one_of("type", "float")
+        weights.one_of("num_bits", 8)
+        if weights.one_of("strategy", "tensor", "channel", "block") == "block":
+            weights.one_of("block_structure", [_FP8_BLOCK, _FP8_BLOCK])
+        return Scheme("fp8")
+    group.one_of("input_activations", None)
+    weights.one_of("type", "int")
+    weights.one_of("num_bits", 4)
+    weights.one_of("actorder", None, "static", "weight")
+    grouped = weights.one_of("strategy", "group", "channel") == "group"
+    return Scheme("pack-quantized", weights.group_size() if grouped else -1)
+
+
+class _Fields(NamedTuple):
+    """An object of a config, and its path for messages."""
+
+    config: Mapping[str, Any]
+    path: str
+
+    def one_of(self, name: str, *accepted: object) -> object:
+        value = self.config.get(name)
+        if not any(value == each and type(value) is type(each) for each in accepted):
+            expected = ", ".join(map(repr, accepted))
+            raise ValueError(f"{self.path}.{name}: got {value!r:.200}, expected {'one of ' * (len(accepted) > 1)}{expected}")
+        return value
+
+    def inner(self, name: str) -> _Fields:
+        value = self.config.get(name)
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{self.path}.{name}: got {value!r:.200}, expected an object")
+        return _Fields(value, f"{self.path}.{name}")
+
+    def group_size(self) -> int:
+        size = self.one_of("group_size", -1, 32, 64, 128)
+        assert isinstance(size, int)
+        return size
+
+
+class QuantisedSource:
+    """The tensors of a folder, with each quantised weight as one tensor under its usual name."""
+
+    def __init__(self, source: SafetensorsSource, scheme: Scheme) -> None:
+        self._source, self._scheme = source, scheme
+        self.tensors: dict[str, Stored] = dict(source.tensors)
+        find = self._find_fp8 if scheme.layout == "fp8" else self._find_int4
+        self._quantised = {name for stored in source.tensors if (name := find(stored))}
+        if not self._quantised:
+            raise ValueError(f"config.quantization_config: got {scheme.layout}, and no tensor is quantised in this way")
+
+    def read(self, name: str) -> Tensor:
+        if name not in self._quantised:
+            return self._source.read(name)
+        numbers, scales, minimums = self.read_grouped(name)
+        values = numbers.view(torch.float8_e4m3fn).float() if self._scheme.layout == "fp8" else numbers.float()
+        groups = values.view(len(values), scales.shape[1], -1)
+        groups = groups * scales[:, :, None]
+        return (groups if minimums is None else groups + minimums[:, :, None]).view(values.shape)
+
+    def read_scales(self, name: str) -> Tensor:
+        if name not in self._quantised or self._scheme.layout == "fp8":
+            return self.read(name)  # float8 has a NaN
+        return self.read_grouped(name).scales
+
+    def read_grouped(self, name: str) -> Grouped:
+        return self._read_fp8(name) if self._scheme.layout == "fp8" else self._read_int4(name)
+
+    def _find_fp8(self, stored: str) -> str:
+        """The name of the weight if `stored` is one of this scheme, else an empty one; its other tensors are taken from the list."""
+        tensor = self._source.tensors[stored]
+        if tensor.kind != "F8_E4M3":
+            return ""
+        module, (rows, inner) = stored.removesuffix(".weight"), tensor.shape
+        scales = [self.tensors[name].shape for suffix in _FP8_SCALES if (name := f"{module}.{suffix}") in self.tensors]
+        shapes = [(), (1,), (rows,), (rows, 1)]
+        shapes += [] if inner % _FP8_BLOCK else [(-(-rows // _FP8_BLOCK), inner // _FP8_BLOCK)]
+        if len(scales) != 1 or scales[0] not in shapes:
+            raise ValueError(f"{module}.{_FP8_SCALES[0]}: got shapes {scales}, expected one of {', '.join(map(str, shapes))}")
+        for suffix in (*_FP8_SCALES, *_FP8_ACTIVATION_SCALES):
+            self.tensors.pop(f"{module}.{suffix}", None)
+        self.tensors[stored] = Stored(tensor.shape, "FP8", True)
+        return stored
+
+    def _read_fp8(self, name: str) -> Grouped:
+        module = name.removesuffix(".weight")
+        scale = next(self._source.read(each) for suffix in _FP8_SCALES if (each := f"{module}.{suffix}") in self._source.tensors).float()
+        numbers = self._source.read(name).view(torch.uint8)
+        rows = len(numbers)
+        if scale.dim() == 2 and scale.shape != (rows, 1):
+            scale = scale.repeat_interleave(_FP8_BLOCK, 0)[:rows]
+        return Grouped(numbers, scale.reshape(-1, 1).expand(rows, 1) if scale.numel() in (1, rows) else scale)
+
+    def _find_int4(self, stored: str) -> str:
+        scheme, (words, scales, *others) = self._scheme, _INT4_PARTS[self._scheme.layout]
+        module, _, part = stored.rpartition(".")
+        if part != words:
+            return ""
+        if f"{module}.{scales}" not in self.tensors:
+            raise ValueError(f"{module}.{scales} is missing, expected it with {stored}")
+        first, second = self._source.tensors[stored].shape
+        rows, inner = {"pack-quantized": (first, second * 8), "awq": (second * 8, first), "gptq": (second, first * 8)}[scheme.layout]
+        group = inner if scheme.group == -1 else scheme.group
+        shape = (rows, inner // group) if scheme.layout == "pack-quantized" else (inner // group, rows)
+        if self.tensors[f"{module}.{scales}"].shape != shape or inner % group:
+            found = self.tensors[f"{module}.{scales}"].shape
+            raise ValueError(f"{module}.{scales}: got shape {found}, expected {shape} for {stored} and groups of {group}")
+        for suffix in (words, scales, *others):
+            self.tensors.pop(f"{module}.{suffix}", None)
+        self.tensors[f"{module}.weight"] = Stored((rows, inner), "INT4" if group % _FP8_BLOCK else "INT4_128", True)
+        return f"{module}.weight"
+
+    def _read_int4(self, name: str) -> Grouped:
+        module, scheme = name.removesuffix(".weight"), self._scheme
+        parts = {part: f"{module}.{part}" for part in _INT4_PARTS[scheme.layout]}
+        found = {part: self._source.read(stored) for part, stored in parts.items() if stored in self._source.tensors}
+        if scheme.layout == "pack-quantized":
+            numbers, scales = _fields(found["weight_packed"]), found["weight_scale"].float()
+            stored_zeros = found.get("weight_zero_point")
+            zeros = torch.tensor(8) if stored_zeros is None else _fields(stored_zeros.T.contiguous()).T
+            if found["weight_shape"].tolist() != list(numbers.shape):
+                raise ValueError(f"{module}.weight_shape: got {found['weight_shape'].tolist()}, expected {list(numbers.shape)}")
+        elif scheme.layout == "awq":
+            numbers, zeros = (_fields(found[part], _AWQ_COLUMNS).T for part in ("qweight", "qzeros"))
+            scales = found["scales"].float().T
+        else:
+            numbers, zeros = _fields(found["qweight"].T.contiguous()), _fields(found["qzeros"]).T + scheme.zero_offset
+            scales, inner = found["scales"].float().T, numbers.shape[1]
+            order = torch.arange(inner) // (inner if scheme.group == -1 else scheme.group)
+            if "g_idx" in found and not torch.equal(found["g_idx"].long(), order):
+                raise ValueError(f"{module}.g_idx: got another order, expected the groups one after another (desc_act=False)")
+        return Grouped(numbers.contiguous(), scales.contiguous(), (-scales * zeros).contiguous())
+
+
+def _fields(words: Tensor, places: list[int] | None = None) -> Tensor:
+    """Numbers of four bits, eight of each word in the last dimension, the lowest bits first."""
+    found = (words[..., None] >> torch.arange(0, 32, 4, dtype=torch.int32) & 15).to(torch.uint8)
+    return (found if places is None else found[..., places]).flatten(-2)
+
+
+def quantised_source(source: SafetensorsSource, fields: Mapping[str, Any]) -> Source:
+    """fields: of the config.json of its folder."""
+    config = fields.get("quantization_config")
+    return source if not config else QuantisedSource(source, read_scheme(config))

@@ -1,0 +1,242 @@
+"""Quantised folders: weights have the values of each format's formula, kept quantised or not; other schemes are refused by field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from stepgraph import Engine, EngineConfig
+from stepgraph.graphs.layers.quantised import unpack
+from stepgraph.runtime.cli import main
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.files.quantised_folder import read_scheme
+from tests.helpers.families import BASE, Cached, random_model, save
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+Written = tuple[dict[str, Tensor], Tensor]  # tensors by the ends of their names, and the weight that they stand for
+
+
+def words_of(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """The documented packing: eight numbers of four bits along the last dimension; number order[i] in bits 4 * i and up."""
+    words = torch.zeros(*numbers.shape[:-1], numbers.shape[-1] // 8, dtype=torch.int64)
+    for bits, column in enumerate(order):
+        words += numbers[..., column::8].long() << 4 * bits
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def fp8(weight: Tensor, rows: int, columns: int, name: str = "weight_scale") -> Written:
+    """One scale for each block of this size."""
+    blocks = weight.unfold(0, rows, rows).unfold(1, columns, columns)
+    scales = blocks.abs().amax((2, 3)) / 448
+    numbers = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+    dense = torch.empty_like(weight)
+    for row in range(len(scales)):
+        for column in range(scales.shape[1]):
+            place = slice(row * rows, (row + 1) * rows), slice(column * columns, (column + 1) * columns)
+            numbers[place] = (weight[place] / scales[row, column]).to(torch.float8_e4m3fn)
+            dense[place] = numbers[place].float() * scales[row, column]
+    return {"weight": numbers, name: scales[0] if scales.numel() == 1 else scales}, dense
+
+
+def four_bits(weight: Tensor, group: int, symmetric: bool, most: int = 15) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Numbers, scales, zero points [out, groups], and the weight."""
+    groups = weight.view(len(weight), -1, group)
+    scales = ((groups.amax(2) - groups.amin(2)) / 15).half()
+    zeros = torch.full_like(scales, 8) if symmetric else (-groups.amin(2) / scales).round().clamp(0, most)
+    numbers = (groups / scales[:, :, None] + zeros[:, :, None]).round().clamp(0, 15)
+    dense = (numbers.double() - zeros.double()[:, :, None]) * scales.double()[:, :, None]
+    return numbers.view(weight.shape), scales, zeros, dense.view(weight.shape).float()
+
+
+def pack_quantized(weight: Tensor, group: int, symmetric: bool) -> Written:
+    numbers, scales, zeros, dense = four_bits(weight, group, symmetric)
+    tensors = {"weight_packed": words_of(numbers), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+    return tensors | ({} if symmetric else {"weight_zero_point": words_of(zeros.T).T.contiguous()}), dense
+
+
+def awq(weight: Tensor) -> Written:
+    numbers, scales, zeros, dense = four_bits(weight, 128, False)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {"qweight": words_of(numbers.T, order), "qzeros": words_of(zeros.T, order), "scales": scales.T.contiguous()}, dense
+
+
+def gptq(weight: Tensor, group: int, less: int) -> Written:
+    """less: what stored zero points are less by."""
+    numbers, scales, zeros, dense = four_bits(weight, group, False)
+    zeros = zeros.clamp(min=less)
+    dense = ((numbers.view(len(weight), -1, group).double() - zeros.double()[:, :, None]) * scales.double()[:, :, None]).float()
+    order = torch.arange(weight.shape[1], dtype=torch.int32) // group
+    tensors = {"qweight": words_of(numbers).T.contiguous(), "qzeros": words_of(zeros.T - less), "scales": scales.T.contiguous()}
+    return tensors | {"g_idx": order}, dense.view(weight.shape)
+
+
+def compressed(layout: str, inputs: object = None, **weights: object) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+
+
+FLOAT8, INT4 = {"num_bits": 8, "type": "float"}, {"num_bits": 4, "type": "int"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "desc_act": False, "sym": False}
+LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
+    "FP8 per tensor": (compressed("float-quantized", FLOAT8, strategy="tensor", **FLOAT8), lambda weight: fp8(weight, *weight.shape)),
+    "FP8 per channel": (compressed("float-quantized", strategy="channel", **FLOAT8), lambda weight: fp8(weight, 1, weight.shape[1])),
+    "FP8 in blocks": (
+        compressed("float-quantized", strategy="block", block_structure=[128, 128], **FLOAT8),
+        lambda weight: fp8(weight, min(128, len(weight)), 128),
+    ),
+    "FP8 as DeepSeek": (
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        lambda weight: fp8(weight, min(128, len(weight)), 128, "weight_scale_inv"),
+    ),
+    "pack-quantized": (compressed("pack-quantized", strategy="group", group_size=128, **INT4), lambda w: pack_quantized(w, 128, True)),
+    "pack-quantized, zero points": (
+        compressed("pack-quantized", strategy="group", group_size=32, symmetric=False, **INT4),
+        lambda weight: pack_quantized(weight, 32, False),
+    ),
+    "pack-quantized per channel": (
+        compressed("pack-quantized", strategy="channel", **INT4),
+        lambda weight: pack_quantized(weight, weight.shape[1], True),
+    ),
+    "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}, awq),
+    "GPTQ": (GPTQ | {"group_size": 64}, lambda weight: gptq(weight, 64, 1)),
+    "GPTQ, second format": (GPTQ | {"group_size": 128, "checkpoint_format": "gptq_v2"}, lambda weight: gptq(weight, 128, 0)),
+}
+
+
+def write(folder: Path, layout: str) -> dict[str, Tensor]:
+    """Returns the weights by the names of a folder that is not quantised."""
+    config, quantise = LAYOUTS[layout]
+    save(random_model("Llama", BASE | SIZES, seed=1), folder)
+    dense = load_file(folder / "model.safetensors")
+    stored = dict(dense)
+    for name in [name for name in dense if name.endswith("_proj.weight")]:
+        parts, dense[name] = quantise(stored.pop(name))
+        stored |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
+    save_file(stored, folder / "model.safetensors")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"quantization_config": config}), encoding="utf-8")
+    return dense
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_quantised_folders_have_the_weights_of_their_formula(tmp_path: Path, layout: str) -> None:
+    dense = write(tmp_path, layout)
+    checkpoint = open_checkpoint(tmp_path, torch.float32)
+    assert checkpoint.source.tensors.keys() == dense.keys()
+    for name, weight in dense.items():
+        assert torch.equal(checkpoint.source.read(name), weight), name
+    checkpoint.check()
+    plain = checkpoint.load("cpu")
+    kept = open_checkpoint(tmp_path, torch.float32, "quantised")
+    kept.check()
+    model = kept.load("cpu")
+    assert set(kept.packed) == {f"layers.0.{name}" for name in ("qkv", "output", "gate_up", "down")}
+    for name in kept.packed:
+        assert torch.equal(unpack(model.get_parameter(name)), plain.get_parameter(name)), name
+    bits = 8.25 if "FP8" in layout else 6 if layout in ("GPTQ", "pack-quantized, zero points") else 4.5
+    assert all(model.get_parameter(name).nbytes == plain.get_parameter(name).nbytes * bits / 32 for name in kept.packed)
+    tokens = torch.arange(40)[None]
+    torch.testing.assert_close(Cached(model).run(tokens, 0, 40), Cached(plain).run(tokens, 0, 40), rtol=1e-4, atol=1e-4)
+
+
+def test_an_engine_runs_a_quantised_folder(tmp_path: Path) -> None:
+    write(tmp_path, "AWQ")
+    config, texts = EngineConfig(max_rows=2, num_speculative_tokens=2, max_length=64), []
+    for weights in ("quantised", "dequantised"):
+        with Engine.from_pretrained(tmp_path, "ngram", config=config, weights=weights) as engine:
+            texts.append(engine.generate([5, 6, 7], max_new_tokens=20).tokens)
+    assert texts[0] == texts[1] and len(texts[0]) > 1
+
+
+def test_inspect_reports_quantised_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "FP8 in blocks")
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["stored"] == {"F32": 5, "FP8": 7}
+    kept = open_checkpoint(tmp_path, weights="quantised").load("cpu")
+    packed = sum(parameter.nbytes for parameter in kept.parameters() if parameter.dtype is torch.uint8)
+    assert [way["bytes"].get("float8 in groups of 128", 0) for way in document["runs"]] == [0, packed]
+    assert "quantization_config" in document["refused"]["transformers, dequantised"]
+
+
+def changed(config: dict[str, Any], path: str, value: object) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(config))
+    *outer, last = path.split(".")
+    inner = found
+    for name in outer:
+        inner = inner[name]
+    inner[last] = value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "field", "value"),
+    [
+        ("AWQ", "quant_method", "bitsandbytes"),
+        ("AWQ", "bits", 8),
+        ("AWQ", "version", "gemv"),
+        ("AWQ", "group_size", 48),
+        ("AWQ", "group_size", True),
+        ("GPTQ", "desc_act", True),
+        ("GPTQ", "dynamic", {"-:.*down.*": {}}),
+        ("GPTQ", "checkpoint_format", "marlin"),
+        ("FP8 as DeepSeek", "weight_block_size", [64, 64]),
+        ("FP8 per tensor", "format", "nvfp4-pack-quantized"),
+        ("FP8 per tensor", "kv_cache_scheme", {"num_bits": 8}),
+        ("FP8 per tensor", "config_groups", {}),
+        ("FP8 per tensor", "config_groups.group_0.targets", ["Linear", "Embedding"]),
+        ("FP8 per tensor", "config_groups.group_0.weights.strategy", "token"),
+        ("FP8 in blocks", "config_groups.group_0.weights.block_structure", [128, 64]),
+        ("pack-quantized", "config_groups.group_0.weights.num_bits", 8),
+        ("pack-quantized", "config_groups.group_0.weights.actorder", "group"),
+        ("pack-quantized", "config_groups.group_0.input_activations", {"num_bits": 8}),
+        ("pack-quantized", "transform_config", {"config_groups": {"rotation": {}}}),
+    ],
+)
+def test_other_schemes_are_refused_by_field(layout: str, field: str, value: object) -> None:
+    config = LAYOUTS[layout][0]
+    read_scheme(config)
+    with pytest.raises(ValueError, match=rf"config.quantization_config.{field}: got .*, expected"):
+        read_scheme(changed(config, field, value))
+
+
+@pytest.mark.parametrize(
+    ("layout", "part", "change", "message"),
+    [
+        (
+            "AWQ",
+            "down_proj.scales",
+            lambda tensor: tensor[:1],
+            r"down_proj.scales: got shape \(1, 128\), expected \(2, 128\) for .*qweight",
+        ),
+        ("AWQ", "down_proj.scales", lambda tensor: None, r"down_proj.scales is missing, expected it with .*down_proj.qweight"),
+        ("AWQ", "down_proj.scales", lambda tensor: tensor / 0, r"down_proj.weight holds NaN or infinity"),
+        ("GPTQ", "down_proj.g_idx", lambda tensor: tensor.flip(0), r"down_proj.g_idx: got another order, expected the groups one after"),
+        ("pack-quantized", "k_proj.weight_shape", lambda tensor: tensor + 1, r"k_proj.weight_shape: got \[65, 129\], expected \[64, 128\]"),
+        (
+            "FP8 in blocks",
+            "down_proj.weight_scale",
+            lambda tensor: tensor[:, :1],
+            r"down_proj.weight_scale: got shapes \[\(1, 1\)\], expected",
+        ),
+        ("FP8 in blocks", "down_proj.weight_scale", lambda tensor: None, r"down_proj.weight_scale: got shapes \[\], expected one of"),
+        ("FP8 per tensor", "o_proj.weight", lambda tensor: (tensor.float() * torch.nan).to(tensor.dtype), "o_proj.weight holds NaN"),
+    ],
+)
+def test_broken_tensors_are_refused(
+    tmp_path: Path, layout: str, part: str, change: Callable[[Tensor], Tensor | None], message: str
+) -> None:
+    write(tmp_path, layout)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if name.endswith(part))
+    found = change(tensors.pop(name))
+    save_file(tensors if found is None else tensors | {name: found.contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        Engine.from_pretrained(tmp_path, "none", config=EngineConfig(num_speculative_tokens=0, max_length=64), weights="quantised")
