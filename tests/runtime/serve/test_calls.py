@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from stepgraph.runtime.serve.calls import FORMATS, CallFormat, CallParser, Delta
 from stepgraph.runtime.serve.tools import ToolUse, tool_use
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import GrammarCompiler
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 
 BYTES = Vocabulary([*(bytes([value]) for value in range(256)), b"<end>"], [256])
 COMPILER = GrammarCompiler(BYTES, max_threads=1)
@@ -80,9 +82,9 @@ def calls_in(deltas: list[Delta]) -> list[tuple[str, dict[str, Any]]]:
     return [(function["name"], json.loads(function["arguments"])) for function in functions]
 
 
-def accepted(use: ToolUse, text: str) -> bool:
+def accepted(use: ToolUse, text: str, backend: BackendChoice = "auto") -> bool:
     """Whether the constraint allows the whole text."""
-    matcher = COMPILER.compile(use.constraint()).matcher()
+    matcher = COMPILER.compile(replace(use.constraint(), backend=backend)).matcher()
     return all(map(matcher.accept_token, text.encode())) and matcher.accept_token(256)
 
 
@@ -119,13 +121,22 @@ def test_calls_in_free_text_do_not_depend_on_the_pieces(name: str, parts: list[A
         assert calls_in(whole) == given_calls
 
 
+@pytest.mark.parametrize("backend", ["automaton", "xgrammar", "llguidance"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_call_in_free_text_has_the_arguments_of_its_schema(name: str) -> None:
+def test_a_call_in_free_text_has_the_arguments_of_its_schema(name: str, backend: BackendChoice) -> None:
     use = use_of(name)
+    if use.form.style == "qwen_xml" and backend == "llguidance":
+        with pytest.raises(ValueError, match="qwen_xml: is a style that only automata and xgrammar enforce"):
+            COMPILER.compile(replace(use.constraint(), backend=backend))
+        return
     text = written(use.form, [("f", {"x": 1})])
-    assert accepted(use, f"so {text}") and accepted(use, "so")
-    for wrong in (text.replace("1", "null"), text.replace("f", "h", 1) if name == "mistral" else text.replace("x", "z"), text[:-1]):
-        assert not accepted(use, wrong), wrong
+    assert accepted(use, f"so {text}", backend) and accepted(use, "so", backend)
+    for wrong in (text.replace("1", "null"), text.replace("x", "z"), text[:-1]):
+        assert not accepted(use, wrong, backend), wrong
+    required = use_of(name, "required")
+    assert accepted(required, text, backend) and not accepted(required, f"so {text}", backend)
+    twice = written(use.form, [("f", {"x": 1})] * 2)
+    assert accepted(required, twice, backend) == use.form.parallel
 
 
 def test_a_call_that_is_cut_short() -> None:
@@ -136,3 +147,15 @@ def test_a_call_that_is_cut_short() -> None:
     assert call["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": [1, {}'}
     (call,) = read(['<tool_call>\n<function=f>\n<parameter=s>\na"\n</para'], use_of("qwen3-coder"))
     assert call["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"s": "a\\"\\n</para'}
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "templated"),
+    [("", "hermes", False), ("<tool_call>", "hermes", True), ("<tool_call><function=f>", "qwen3-coder", True), ("[ARGS]", "mistral", True)],
+)
+def test_format_is_that_of_the_chat_template(template: str, name: str, templated: bool) -> None:
+    codec = TextCodec(Vocabulary.printable(), lambda text, begins: [], ChatTemplate(template))
+    assert call_style(codec) == (FORMATS[name], templated)
+    assert call_style(codec, "llama3") == (FORMATS["llama3"], False)
+    without_blank = call_style(TextCodec(Vocabulary.printable(), lambda text, begins: [], ChatTemplate("[TOOL_CALLS][")))
+    assert without_blank.form.opening == "[TOOL_CALLS]["
