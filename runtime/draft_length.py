@@ -128,9 +128,9 @@ class DraftLengths:
         assert PLAIN in choices, "plain decoding bounds the loss"
         self._choices, self._rule = choices, rule
         self._longest = max(each.length for each in choices)
-        models = sorted({each.model for each in choices})
+        priors = {each.model: rule.prior_acceptance if each.model else rule.prior_without_model for each in choices}
         self._all: dict[bool, Sources] = {  # of rows with and without a grammar
-            constrained: {model: Acceptance(self._longest, rule, rule.prior_acceptance if model else rule.prior_without_model) for model in models}
+            constrained: {model: Acceptance(self._longest, rule, prior) for model, prior in sorted(priors.items())}
             for constrained in (False, True)
         }
         self.account: float | None = None  # seconds; None before the first round
