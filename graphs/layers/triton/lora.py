@@ -6,7 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-OUTER_TILE, INNER_TILE = 32, 128
+from stepgraph.graphs.attention.triton.paged import product as matrix_product
+
+STATES_TILE, OUTER_TILE, INNER_TILE = 32, 32, 64
 
 
 @triton.jit
@@ -25,6 +27,7 @@ def multiply_by_slot(
     COUNT: tl.constexpr,  # states of one instance
     OUTER: tl.constexpr,
     INNER: tl.constexpr,
+    WIDE: tl.constexpr,  # multiply in float32: Triton's interpreter takes bfloat16 for whole numbers
 ):
     row = tl.program_id(1).to(tl.int64)
     index = tl.program_id(2) * COUNT + tl.arange(0, COUNT)
@@ -38,7 +41,7 @@ def multiply_by_slot(
         state = tl.load(states + token[:, None] * state_stride + place, mask=(index < count)[:, None] & (place < inner), other=0.0)
         wanted = (column < outer)[:, None] & (place < inner)
         weight = tl.load(weights + (slot * outer + column[:, None]) * inner + place, mask=wanted, other=0.0)
-        total = tl.dot(state, tl.trans(weight), total, input_precision="ieee")
+        total += matrix_product(state, tl.trans(weight), WIDE)
     inside = (index < count)[:, None] & (column < outer)
     found = total.to(output.dtype.element_ty)
     if HAS_BASE:
@@ -50,8 +53,7 @@ def multiply_by_slot(
 def slot_product(states: Tensor, slots: Tensor, weights: Tensor, base: Tensor | None, output: Tensor) -> None:
     states = states if states.stride(-1) == 1 else states.contiguous()
     count, (_, outer, inner) = len(states) // len(slots), weights.shape
-    tile = min(64, max(16, triton.next_power_of_2(count)))
-    multiply_by_slot[(triton.cdiv(outer, OUTER_TILE), len(slots), triton.cdiv(count, tile))](
+    multiply_by_slot[(triton.cdiv(outer, OUTER_TILE), len(slots), triton.cdiv(count, STATES_TILE))](
         states,
         slots,
         weights,
@@ -63,8 +65,9 @@ def slot_product(states: Tensor, slots: Tensor, weights: Tensor, base: Tensor | 
         states.stride(0),
         slots.stride(0),
         HAS_BASE=base is not None,
-        COUNT=tile,
+        COUNT=STATES_TILE,
         OUTER=OUTER_TILE,
         INNER=INNER_TILE,
+        WIDE=states.device.type == "cpu",
         num_warps=4,
     )
