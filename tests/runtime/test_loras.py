@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stepgraph import Constraint, Engine, EngineConfig
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.files.lora import read_lora
 from tests.helpers.adapters import save_adapter
 from tests.helpers.families import folder_of, judge, save
 from tests.helpers.toy_engines import TARGET
@@ -178,3 +182,20 @@ def test_adapters_that_do_not_fit_are_refused(case: str, engine: Engine, adapter
     with pytest.raises(ValueError, match=message) as refusal:
         engine.add_lora("wrong", tmp_path)
     assert str(tmp_path) in str(refusal.value) and engine.list_loras() == ["all"]
+
+
+def test_damaged_adapters_are_refused(adapters: Path, tmp_path: Path) -> None:
+    """With ValueError and no other error, whatever bytes of the header and the config change."""
+    drawn, weights, accepted = Random(1), open_checkpoint(folder_of(FAMILY)).outline().lora_weights, 0
+    for name, head in (("adapter_model.safetensors", 3000), ("adapter_config.json", 10_000)):
+        whole = {each: (adapters / "all" / each).read_bytes() for each in ("adapter_model.safetensors", "adapter_config.json")}
+        for _ in range(60):
+            damaged = bytearray(whole[name])
+            for _ in range(drawn.choice((1, 2, 8))):
+                damaged[drawn.randrange(min(head, len(damaged)))] = drawn.choice((0, 127, 255, drawn.randrange(256)))
+            for each, content in (whole | {name: bytes(damaged)}).items():
+                (tmp_path / each).write_bytes(content)
+            with contextlib.suppress(ValueError):
+                read_lora(tmp_path, weights, 8, torch.float32)
+                accepted += 1
+    assert accepted < 40
