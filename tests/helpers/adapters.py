@@ -18,7 +18,7 @@ ALPHA = 16
 def save_adapter(folder: Path, model: Any, rank: int, targets: str = ALL, seed: int = 1, **fields: Any) -> Any:
     """The model with the adapter merged. targets: names of nn.Linear modules. fields: of adapter_config.json."""
     folder.mkdir()
-    drawn, merged, tensors = torch.Generator().manual_seed(seed), copy.deepcopy(model), {}
+    drawn, merged, tensors = torch.Generator().manual_seed(seed), copy.deepcopy(model), dict[str, torch.Tensor]()
     scale = ALPHA / (rank**0.5 if fields.get("use_rslora") else rank)
     for name, module in merged.named_modules():
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets.split():
