@@ -1,4 +1,4 @@
-"""A causal language model of `transformers` over static buffers: its modules run as they are, with the paged attention of this project.
+"""A causal language model of `transformers` over static buffers: its modules run with the paged attention of this package.
 
 Imported only where a model needs it, because `transformers` is an optional dependency. The modules reach the attention through
 transformers' attention interface; positions, cache slots and block tables come from ModelInput, so no mask is built.
