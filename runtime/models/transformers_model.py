@@ -22,6 +22,7 @@ from stepgraph.graphs.attention.paged import AttentionShape, attention, cache_sp
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.dense import product, rms_norm
+from stepgraph.graphs.layers.lora import LoraWeight, add_lora
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.draft_llama import TokenMap, TokenMapped
@@ -175,9 +176,15 @@ class _Product(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
+        self.lora = ""  # the name of its adapters
+        self.calls: Sequence[_Call] = ()  # the present one, if it has adapters
 
     def forward(self, states: Tensor) -> Tensor:
-        return product(states.reshape(-1, states.shape[-1]), self.weight, self.bias).view(*states.shape[:-1], -1)
+        flat = states.reshape(-1, states.shape[-1])
+        found = product(flat, self.weight, self.bias)
+        for call in self.calls:
+            found = add_lora(self.lora, flat, found, call.inputs, call.buffers)
+        return found.view(*states.shape[:-1], -1)
 
 
 class _Norm(nn.Module):
@@ -231,6 +238,14 @@ class TransformersModel(nn.Module):
             for child_name, child in module.named_children():
                 if (fused := _fused(child)) is not None:
                     setattr(module, child_name, fused)
+        self._calls: list[_Call] = []  # the present one
+        self.lora_weights: dict[str, LoraWeight] = {}
+        inner_modules = set(self.decoder.modules())
+        for module_name, module in model.named_modules():
+            if isinstance(module, _Product) and module in inner_modules:
+                module.lora, module.calls = f"{name}_{module_name.replace('.', '_')}", self._calls
+                outer, inner = module.weight.shape
+                self.lora_weights[module.lora] = LoraWeight({module_name: outer}, inner)
         products = [module for module in self.modules() if isinstance(module, (_Product, nn.Embedding))]
         known = {id(weight) for module in products for weight in module.parameters()}
         # On the CPU: whether a row has the same bits in any batch. Routers and experts multiply without nn.Linear.
@@ -285,11 +300,13 @@ class TransformersModel(nn.Module):
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         call = _Call(self, inputs, buffers, {})
+        self._calls[:] = [call]
         given: Mapping[str, Tensor] = {"input_ids": inputs.tokens}
         if inputs.embeddings is not None:
             embedded = cast("PreTrainedModel", self.decoder).get_input_embeddings()(inputs.tokens)
             given = {"inputs_embeds": torch.where(inputs.embeddings.given[..., None], inputs.embeddings.values, embedded)}
         output = self.decoder(**given, position_ids=inputs.positions, use_cache=False, stepgraph=call)
+        self._calls.clear()  # they hold the buffers
         features = [call.layer_inputs[layer] for layer in self.feature_layers]
         return ModelOutput(output.last_hidden_state, torch.cat(features, -1) if features else None)
 
