@@ -32,7 +32,7 @@ from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.step_lock import StepLock
 from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.runtime.trace import Trace
-from stepgraph.sampling.fields import Check, check_value, number, optional
+from stepgraph.sampling.fields import Check, check_value, clip_repr, number, optional
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
 from stepgraph.sampling.grammar.status import FinishCode
@@ -64,6 +64,8 @@ class Engine:
         record: Recording | str | Path | None = None,
     ) -> None:
         """tokenizer: for prompts that are text; a function is called for the first of these."""
+        if isinstance(target, (str, Path)):
+            raise ValueError(f"Engine.target: got {clip_repr(target)}, expected a model; Engine.from_pretrained loads one from files")
         check_value("Engine.tokenizer", tokenizer, _TOKENIZER)
         self._parts = parts = EngineParts(target, draft, vocabulary, EngineConfig() if config is None else config, backend, record)
         self.config, self.limits, self.backend, self.buffers = parts.config, parts.limits, parts.backend, parts.buffers
