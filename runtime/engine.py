@@ -22,6 +22,7 @@ from stepgraph.runtime.build import EngineParts, capture_notes, records_on_deman
 from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.extras.record import Recording
+from stepgraph.runtime.loras import LoraTable
 from stepgraph.runtime.metrics import prometheus_text
 from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.request import ActiveRequest, EngineClosedError, FinishReason, Job, StepEvent
@@ -31,7 +32,7 @@ from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.step_lock import StepLock
 from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.runtime.trace import Trace
-from stepgraph.sampling.fields import Check, check_value, number, optional
+from stepgraph.sampling.fields import Check, check_value, clip_repr, number, optional
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
 from stepgraph.sampling.grammar.status import FinishCode
@@ -63,11 +64,14 @@ class Engine:
         record: Recording | str | Path | None = None,
     ) -> None:
         """tokenizer: for prompts that are text; a function is called for the first of these."""
+        if isinstance(target, (str, Path)):
+            raise ValueError(f"Engine.target: got {clip_repr(target)}, expected a model; Engine.from_pretrained loads one from files")
         check_value("Engine.tokenizer", tokenizer, _TOKENIZER)
         self._parts = parts = EngineParts(target, draft, vocabulary, EngineConfig() if config is None else config, backend, record)
         self.config, self.limits, self.backend, self.buffers = parts.config, parts.limits, parts.backend, parts.buffers
         self.queue, self.step_lock, self._closed = parts.queue, StepLock(), ""
         self._graphs, self._scheduler, self._uploader, self._in_flight = parts.graphs, parts.scheduler, parts.uploader, parts.in_flight
+        self._loras = LoraTable(target, self.limits, self.buffers, parts.watchdog.backend, self.queue)
         self._make_tokenizer = (lambda: tokenizer) if isinstance(tokenizer, TextCodec) else tokenizer
         call_after_fork(self._detach)
 
@@ -151,6 +155,7 @@ class Engine:
         draft_ids: TokenIds | None = None,
         cache_salt: str = "",
         prompt_embeddings: Mapping[int, Tensor] | None = None,
+        lora_name: str = "",
     ) -> Job:
         """Queue a request. ValueError for an argument that cannot be served, before anything changes.
 
@@ -162,15 +167,24 @@ class Engine:
         num_speculative_tokens: drafts per round of this request; 0: none; None: the engine's.
         draft_ids: the expected output, e.g. an earlier version of a text, to draft from. Requires an engine with look-up.
         cache_salt: only requests with equal salts share cached prefixes, so that timing reveals nothing about other tenants' prompts.
+        lora_name: of an adapter of add_lora(); "" for none.
         prompt_embeddings: {position in the prompt: tensor [n, width]} replaces the embeddings of n ids, e.g. by those of an image.
         """
         self._require_open("submit")
         job = self._parts.validator.job(
-            self._prompt_ids(prompt), constraint, sampling, max_new_tokens, num_speculative_tokens, draft_ids, cache_salt, prompt_embeddings
+            self._prompt_ids(prompt),
+            constraint,
+            sampling,
+            max_new_tokens,
+            num_speculative_tokens,
+            draft_ids,
+            cache_salt,
+            prompt_embeddings,
+            self._loras.find(lora_name),
         )
         queued = QueuedRequest(job)
         try:
-            self.queue.enqueue(queued, self._require_open)
+            self.queue.enqueue(queued, functools.partial(self._require_accepted, job))
         except BaseException as error:  # including KeyboardInterrupt
             self.queue.withdraw(queued)
             if isinstance(error, RuntimeError):  # of the compiler, for example, which another thread has closed with the engine
@@ -193,6 +207,28 @@ class Engine:
     def cancel(self, job: Job | int) -> bool:
         """End a job at the next step. False if it has finished or is unknown. Idempotent, and safe at any time."""
         return self.queue.cancel(job)
+
+    def add_lora(self, lora_name: str, lora_path: str | Path) -> None:
+        """Load a LoRA adapter into a free slot, between two rounds: submit(lora_name=...) then selects it. From any thread.
+
+        lora_path: a folder in the layout of PEFT: adapter_config.json and adapter_model.safetensors. ValueError for an adapter that
+        does not fit the target, and if EngineConfig.max_loras are in use. No graph is recorded again.
+        """
+        self._require_open("add_lora")
+        contents = self._loras.read(lora_name, lora_path)
+        with self.step_lock:
+            self._require_open("add_lora")
+            self._in_flight.interrupt()
+            self._loras.add(lora_name, contents)
+
+    def remove_lora(self, lora_name: str) -> bool:
+        """Refuse further requests for an adapter; its slot is free once those that have it have ended. False if it is unknown. From any
+        thread."""
+        return self._loras.remove(lora_name)
+
+    def list_loras(self) -> list[str]:
+        """The names of the loaded adapters."""
+        return self._loras.names
 
     def step(self) -> list[StepEvent]:
         """Launch one round and return the new results. At most `rounds_in_flight` - 1 rounds stay in flight."""
@@ -366,6 +402,10 @@ class Engine:
     def _ready(self) -> bool:
         """Whether a step has something to do. False while every job waits for its grammar."""
         return self._scheduler.runnable or len(self._in_flight) > 0
+
+    def _require_accepted(self, job: Job, call: str) -> None:
+        self._require_open(call)
+        self._loras.check(job.lora)
 
     def _require_open(self, call: str) -> None:
         if self._closed:

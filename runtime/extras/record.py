@@ -144,6 +144,9 @@ def open_recorder(
     record: Recording | str | Path, config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None, backend: Backend
 ) -> Recorder:
     """The recorder of an engine. ValueError if the file cannot be created."""
+    if config.max_loras:
+        expected = f"expected None with max_loras={config.max_loras}: a recording has no adapters"
+        raise ValueError(f"Engine.record: got {clip_repr(record)}, {expected}")
     header = {
         "format": FORMAT,
         "versions": versions(),

@@ -21,6 +21,12 @@ def test_a_layer_has_ten_nodes() -> None:
     assert count_round(shape, ONE).stages.total() - count_round(fewer, ONE).stages.total() == 10
 
 
+def test_adapters_add_two_nodes_to_each_product_of_a_layer() -> None:
+    shape = SHAPES["1B"]
+    counts = [count_round(shape, ONE, loras=loras).operations for loras in (0, 4)]
+    assert counts[1] - counts[0] == {("target_verify", "stepgraph::slot_product"): 8 * shape.target.num_layers}
+
+
 @pytest.mark.parametrize(
     ("size", "constrained", "sampled", "most"),
     [

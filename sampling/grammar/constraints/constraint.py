@@ -172,6 +172,8 @@ class Constraint:
         """A text that the whole pattern matches, in the syntax of JavaScript without flags: `.` matches anything but a line end
         (`[^]` anything), so `[^]a]` is two items; `\\d` and `\\w` are ASCII, `\\s` is any white space. Anchors are allowed at the
         ends; look-around, back-references, word boundaries and flags raise an error."""
+        if not isinstance(pattern, str):
+            raise ValueError(f"Constraint.regex.pattern: got {clip_repr(pattern)}, expected a string")
         return cls("regex", pattern, backend=backend)
 
     @classmethod

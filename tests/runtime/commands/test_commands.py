@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from stepgraph.graphs.recording import KeyRecorder
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import bench, doctor, serve, terminal
 from stepgraph.runtime.commands.flags import COMMANDS, STEP_EXAMPLE
@@ -150,6 +151,23 @@ def test_streamed_text_equals_the_json_text(capsys: pytest.CaptureFixture[str]) 
     assert document["finish_reason"] in ("length", "stop") and document["seed"] == 4
     assert document["tokens_per_round"] == document["tokens"] / document["rounds"]
     assert document["stats"]["host_syncs"] == 0
+
+
+def test_generate_records_the_graphs_of_its_answer_only(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of graph takes time before the first token, and so do the tables of a vocabulary."""
+    recorded, record = list[Any](), KeyRecorder.record_one
+
+    def listed(recorder: KeyRecorder, key: Any) -> Any:
+        recorded.append(key)
+        return record(recorder, key)
+
+    monkeypatch.setattr(KeyRecorder, "record_one", listed)
+    for flags, constrained in (("", False), ("--regex '[a-z]{3}'", True)):
+        recorded.clear()
+        notes = run_json(f"generate model hi --max-new-tokens 8 {flags}", capsys)["notes"]
+        assert sorted(key.draft_length for key in recorded) == [0, 4], "calibrated"
+        assert {(key.rows, key.constrained, key.sampled) for key in recorded} == {(1, constrained, False)}
+        assert any(note.startswith("grammar lane: device") for note in notes) == (constrained and not native.why_not())
 
 
 def test_models_of_both_implementations_give_the_same_text(capsys: pytest.CaptureFixture[str]) -> None:
