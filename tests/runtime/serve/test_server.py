@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ import pytest
 
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import terminal
+from stepgraph.runtime.models.toy import ToyTarget
 from stepgraph.runtime.serve.calls import FORMATS
 from stepgraph.runtime.serve.gate import Gate
 from stepgraph.runtime.serve.http import Bounds
@@ -373,3 +375,31 @@ def test_leaving_does_not_wait_for_the_step_in_progress() -> None:
                     client.completions.create(model="toy", prompt="x" * (count + 1), max_tokens=4)
             steps.open()
             waited(lambda: not engine.has_work, "left requests still decode")
+
+
+def test_each_request_is_one_line_of_the_log_without_its_text(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "stepgraph.serve"), server.client as client:
+        found = [
+            client.completions.create(model="toy", prompt="secret", max_tokens=4, stream=stream, extra_body=ON) for stream in (False, True)
+        ]
+        ids = [found[0].id, next(iter({chunk.id for chunk in found[1]}))]
+        waited(lambda: len(caplog.records) == 2, "no line for a request")
+    assert "secret" not in caplog.text and found[0].choices[0].text not in caplog.text
+    lines = [json.loads(record.message) for record in caplog.records]
+    assert [line["id"] for line in lines] == ids
+    for line in lines:
+        assert (line["status"], line["prompt_tokens"], line["completion_tokens"], line["finish_reasons"]) == (200, 6, 4, ["length"])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the server ends with that error
+def test_a_failure_of_the_engine_is_an_error_of_requests_and_of_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    with engine_of() as engine, running(engine, Bounds()) as found, found.client as client:
+        client.models.list()  # the engine has started
+        monkeypatch.setattr(ToyTarget, "forward", fail)
+        with pytest.raises(openai.InternalServerError, match="the device is lost"):
+            client.completions.create(model="toy", prompt="a")
+        answer = found.send(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", end=False)
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"the device is lost" in answer
