@@ -64,7 +64,7 @@ DECODE_RING = (
     "graphs/batch.py",
     "graphs/buffers.py",
     "graphs/row_layout.py",
-    "graphs/shapes.py",
+    "graphs/graph_key.py",
     "graphs/limits.py",
     "graphs/model_call.py",
     "graphs/graph_set.py",
@@ -87,7 +87,6 @@ DECODE_RING = (
     "sampling/kernels/triton/automaton.py",
     "sampling/kernels/choice.py",
     "sampling/kernels/triton/choice.py",
-    "sampling/kernels/triton/numeric.py",
     "sampling/kernels/chain.py",
     "sampling/kernels/triton/chain.py",
 )
