@@ -44,7 +44,7 @@ DECODE_RING_BUDGET = 6_572
 # part is `Engine.step`. The device's part is the step that is recorded; of an operation the declaration and its Triton program. Instead of
 # the traced files of the CPU: graphs/cuda for graphs/tape and the eager context, Llama with an EAGLE-3 head for the toy models.
 DECODE_RING = (
-    "runtime/engine.py",
+    "runtime/engine_core.py",
     "runtime/scheduler.py",
     "runtime/counters.py",
     "runtime/in_flight.py",
