@@ -26,7 +26,7 @@ from stepgraph.runtime.request_queue import QueuedRequest
 from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.runtime.trace import Trace
-from stepgraph.sampling.fields import Check, check_value, optional
+from stepgraph.sampling.fields import Check, check_value, clip_repr, optional
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -56,6 +56,8 @@ class Engine(EngineCore):
         record: Recording | str | Path | None = None,
     ) -> None:
         """tokenizer: for prompts that are text; a function is called for the first of these."""
+        if isinstance(target, (str, Path)):
+            raise ValueError(f"Engine.target: got {clip_repr(target)}, expected a model; Engine.from_pretrained loads one from files")
         check_value("Engine.tokenizer", tokenizer, _TOKENIZER)
         parts = EngineParts(target, draft, vocabulary, EngineConfig() if config is None else config, backend, record)
         super().__init__(parts)

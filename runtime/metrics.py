@@ -1,6 +1,6 @@
 """Writes EngineStats in the Prometheus text exposition format 0.0.4.
 
-Written here and not by prometheus_client, which prints counts as floats (10**18 + 1 as 1e+18) and takes 0.3 s to import.
+Written here and not by prometheus_client, which prints counts as floats (10**18 + 1 as 1e+18).
 """
 
 from __future__ import annotations
