@@ -128,7 +128,7 @@ class App:
         except QueueFullError as error:
             raise HttpError(429, str(error), code="rate_limit_exceeded") from None
         answer_id = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
-        replies = [Reply(parsed, self._codec, f"{answer_id[-12:]}_{index}", index) for index in range(parsed.n)]
+        replies = [Reply(parsed, self._codec, index) for index in range(parsed.n)]
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             envelope = self._envelope(parsed, answer_id)

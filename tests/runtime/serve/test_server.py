@@ -19,6 +19,7 @@ import pytest
 
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import terminal
+from stepgraph.runtime.serve.calls import FORMATS
 from stepgraph.runtime.serve.gate import Gate
 from stepgraph.runtime.serve.http import Bounds
 from tests.helpers.aio_runs import Gate as Steps
@@ -140,9 +141,9 @@ def test_a_required_tool_is_called(server: Running, stream: bool) -> None:
 
 
 def test_several_calls_may_be_required_and_the_last_may_be_cut_short(server: Running) -> None:
-    """A bias towards commas makes the toy model go on with the next call."""
+    """A bias towards line ends makes the toy model go on with the next call."""
     request: Any = {"model": "toy", "messages": ASK, "tools": TOOLS, "tool_choice": "required", "temperature": 0, "max_tokens": 300}
-    request["logit_bias"] = {str(ord(",")): 100}
+    request["logit_bias"] = {str(ord("\n")): 100}
     with server.client as client:
         whole, reason = calls_of(client.chat.completions.create(**request), False)
         streamed = calls_of(client.chat.completions.create(**request, stream=True), True)
@@ -150,7 +151,7 @@ def test_several_calls_may_be_required_and_the_last_may_be_cut_short(server: Run
         for name, arguments in whole[:-1]:
             jsonschema.validate(json.loads(arguments), SCHEMA if name == "look_up" else {"type": "object"})
         name, arguments = whole[0]
-        request["max_tokens"] = len(f'[{{"name": "{name}", "arguments": ') + 1  # a token of the toy model is a byte
+        request["max_tokens"] = len(FORMATS["hermes"].begin(name)) + 1  # a token of the toy model is a byte
         for stream in (False, True):
             assert calls_of(client.chat.completions.create(**request, stream=stream), stream) == ([(name, arguments[:1])], "length")
 
