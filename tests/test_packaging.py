@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import stepgraph
+from tools.first_hour import reuse_library
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -94,16 +95,6 @@ def build(what: str, tmp_path: Path, *, with_library: bool = False, **environmen
 
 def files_of(wheel: Path) -> list[str]:
     return [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
-
-
-def reuse_library(source: Path) -> None:
-    """Copy the library that was built in this tree, unless a source is newer: setuptools then packs it and does not compile it again."""
-    sources = [path for folder in CORE for path in (ROOT / folder).rglob("*") if path.suffix in (".c", ".cpp", ".h")]
-    for library in (ROOT / "sampling").glob(f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"):
-        if library.stat().st_mtime > max(path.stat().st_mtime for path in sources):
-            folder = source / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "stepgraph" / "sampling"
-            folder.mkdir(parents=True)
-            shutil.copyfile(library, folder / library.name)
 
 
 def hurried(tmp_path: Path, **compilers: str) -> dict[str, str]:
