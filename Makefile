@@ -99,7 +99,7 @@ clean:
 
 $(VENV)/.ready-%: pyproject.toml setup.py $(wildcard sampling/grammar/automaton/c/* sampling/grammar/link/c/*.[ch] sampling/kernels/c/*.[ch] graphs/layers/c/*.[ch]) $(VENV)/.torch
 	$(BIN)/pip install $(QUIET) -e '.[$*]'
-	@touch $@
+	@touch $@ $(if $(filter dev,$*),$(VENV)/.ready-test)  # what dev installs includes it
 
 $(STUB_VENV)/.ready: pyproject.toml setup.py $(wildcard sampling/grammar/automaton/c/* sampling/grammar/link/c/*.[ch] sampling/kernels/c/*.[ch] graphs/layers/c/*.[ch]) $(STUB_VENV)/.stub-cuda
 	$(STUB_BIN)/pip install $(QUIET) --no-deps -e .

@@ -16,6 +16,7 @@ from stepgraph.graphs.backends import make_backend
 from stepgraph.graphs.buffer_spec import check_fit
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.graph_key import FULL
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.layers.lora import lora_specs
 from stepgraph.graphs.limits import UNTIL_EVENT
@@ -26,7 +27,6 @@ from stepgraph.graphs.recording import LESS
 from stepgraph.graphs.ring_specs import ring_specs
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, grammar_specs, look_up_specs, round_specs, skipped_specs, state_specs
-from stepgraph.graphs.shapes import FULL
 from stepgraph.graphs.skipped_tokens import process_skipped
 from stepgraph.runtime.check_models import Drafter, check_models, checked_vocabulary_size, devices_of, forces_drafts, resolve_drafter
 from stepgraph.runtime.config import EngineConfig

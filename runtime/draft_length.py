@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from stepgraph.graphs.graph_key import FULL, PLAIN, Drafting, GraphKey
 from stepgraph.graphs.key_sets import host_drafting
 from stepgraph.graphs.round_specs import MAX_SKIPPED
 from stepgraph.graphs.row_layout import ResultRecord
-from stepgraph.graphs.shapes import FULL, PLAIN, Drafting, GraphKey
 from stepgraph.runtime.request import ActiveRequest
 
 AUTO = "auto"

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
+from stepgraph.graphs.graph_key import FULL, LONGEST, Drafting, GraphKey
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.row_layout import ResultLayout, ResultRecord
-from stepgraph.graphs.shapes import FULL, LONGEST, Drafting, GraphKey
 from stepgraph.runtime.calibration import Calibration
 from stepgraph.runtime.draft_length import DraftLengthChooser
 from stepgraph.runtime.extras.hidden_states import HiddenStates

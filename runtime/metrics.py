@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import NamedTuple
 
-from stepgraph.graphs.shapes import GraphKey
+from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.runtime.counters import Loss
 from stepgraph.runtime.stats import EngineStats, Histogram
 

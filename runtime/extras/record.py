@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.graph_key import Drafting
 from stepgraph.graphs.model import ModelPair
-from stepgraph.graphs.shapes import Drafting
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.request import Job
 from stepgraph.sampling.fields import clip_repr, is_int

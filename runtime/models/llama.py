@@ -17,8 +17,8 @@ from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.dense import Residual, add_rms_norm, rms_norm, silu_and_mul
+from stepgraph.graphs.layers.linear import linear, lookup
 from stepgraph.graphs.layers.lora import LoraWeight, add_lora
-from stepgraph.graphs.layers.quantised import linear, lookup
 from stepgraph.graphs.layers.slot_mapping import rope_angles
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
@@ -115,7 +115,7 @@ class Llama(LlamaBase):
         normed = rms_norm(states, first, epsilon)
         for index, (layer, next_norm) in enumerate(zip(self.layers, norms, strict=True)):
             layer_inputs.append(states)
-            adapted = functools.partial(_add_lora, f"{self.name}_{index}_", inputs, buffers)
+            adapted = _unchanged if inputs.lora_slots is None else functools.partial(_add_lora, f"{self.name}_{index}_", inputs, buffers)
             states, normed = layer(states, normed, rotation, inputs, keys[index], values[index], next_norm, adapted)
         layer_inputs.append(states)
         shape = inputs.tokens.shape

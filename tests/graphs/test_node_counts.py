@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepgraph.graphs.shapes import GraphKey
+from stepgraph.graphs.graph_key import GraphKey
 from tests.helpers.node_counts import count_round
 from tools.gpu.checks.shapes import SHAPES
 

@@ -18,13 +18,13 @@ from stepgraph.graphs.backends import EagerContext
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Step
 from stepgraph.graphs.context import use_context
+from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.layers.lora import lora_specs
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.ring_specs import ring_specs
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, grammar_specs, round_specs, skipped_specs
-from stepgraph.graphs.shapes import GraphKey
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors

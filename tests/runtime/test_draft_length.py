@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
-from stepgraph.graphs.shapes import PLAIN, Drafting, GraphKey
+from stepgraph.graphs.graph_key import PLAIN, Drafting, GraphKey
 from stepgraph.graphs.tape.backend import Tape
 from stepgraph.runtime.calibration import CALIBRATING_ROUNDS
 from stepgraph.runtime.draft_length import (

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from stepgraph.graphs.shapes import GraphKey
+from stepgraph.graphs.graph_key import GraphKey
 from tests.helpers.node_counts import count_round, round_of
 from tests.stub_cuda.subject import make_backend
 from tools.gpu.checks.shapes import SHAPES

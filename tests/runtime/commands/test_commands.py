@@ -32,7 +32,7 @@ SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required
 MODULES = {
     "my_step.py": STEP_EXAMPLE,
     "wrong_steps.py": """
-from my_step import buffers
+from my_step import buffers; from stepgraph.graphs import current_context
 calls = []
 def syncs(buffers):
     buffers.y.mul_(buffers.x.max().item())
@@ -40,6 +40,9 @@ def fails(buffers):
     raise KeyError("x")
 def bakes(buffers):
     buffers.y.mul_(float(len(calls)))
+def on_host(buffers):
+    current_context().host_node("waits", nothing)
+    buffers.y.zero_()
 def again():
     calls.append(1)
 def nothing():
@@ -325,6 +328,7 @@ def test_the_rates_that_bench_compares_with_are_those_of_the_readme() -> None:
         ("wrong_steps:syncs --buffers my_step:buffers", 1, ["[host-sync]", "wrong_steps.py:5", "buffers.x.max().item()"]),
         ("wrong_steps:bakes --buffers my_step:buffers --between wrong_steps:again", 1, ["not capturable", "wrong_steps.py:9"]),
         ("wrong_steps:fails --buffers my_step:buffers", 1, ["the step failed", "wrong_steps.py:7", "KeyError: 'x'"]),
+        ("wrong_steps:on_host --buffers my_step:buffers", 0, ["host nodes: waits; unchecked: whether they access device buffers"]),
         ("broken:make", 2, ["importing broken failed", "broken.py:2", "RuntimeError: no licence"]),
         ("needs:make", 2, ["importing needs failed", "there_is_no_such_package"]),
     ],
