@@ -23,6 +23,7 @@ from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.schema import automata, reader
 from stepgraph.sampling.grammar.schema.grammar import schema_grammar
 from stepgraph.sampling.grammar.schema.options import Options
+from stepgraph.sampling.grammar.schema.parameters import parameters_grammar
 from stepgraph.sampling.grammar.schema.reader import parsed
 from tests.helpers.schema_cases import DATA
 from tools.bench_schemas import Instance, Tokens
@@ -31,7 +32,8 @@ BYTES = Vocabulary([*(bytes([code]) for code in range(256)), b"<eos>"], stop_tok
 EOS = 256
 MAX_WALK = 600  # bytes
 COMPILER = GrammarCompiler(BYTES, max_threads=1, isolation="none", backend="automaton")
-# Written for these tests. A line has a schema and instances, or why it is refused, with options of `Options` and limits of the modules.
+# Written for these tests. A line has a schema and instances, or why it is refused, with options of `Options`, limits of the modules,
+# and the style of a structural tag.
 WRITTEN = [parsed(line) for line in (DATA / "schemas.jsonl").read_text(encoding="utf-8").splitlines()]
 ENFORCED = {entry["name"]: entry for entry in WRITTEN if "tests" in entry}
 REFUSED = {entry["name"]: entry for entry in WRITTEN if "refused" in entry}
@@ -118,7 +120,7 @@ def refusal(entry: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Unsupport
     options = Options(objects="standard", **entry.get("options", {}))
     try:
         reader.check_schema(entry["schema"], options)
-        schema_grammar(entry["schema"], options)
+        (parameters_grammar if entry.get("style") == "qwen_xml" else schema_grammar)(entry["schema"], options)
     except UnsupportedError as error:
         return error
     raise AssertionError(f"{entry['name']}: is enforced")
