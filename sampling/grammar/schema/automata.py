@@ -141,12 +141,34 @@ def _minimal(edges: list[_Ranges], accepts: list[bool]) -> Automaton:
     distance = _distances(before, accepts)
     if 0 not in distance:
         return Automaton([], [])
+    members, leads_to = _blocks(edges, before, distance)
+    start = next(number for number, states in members.items() if 0 in states)
+    found, numbers, order = Automaton([], []), {start: 0}, [0]
+    for state in order:  # grows
+        leads = defaultdict[int, list[tuple[int, int]]](list)
+        for first, last, target in leads_to[state]:
+            if target not in numbers:
+                numbers[target] = len(order)
+                order.append(next(iter(members[target])))
+            leads[numbers[target]].append((first, last))
+        found.edges.append([(tuple(pairs), target) for target, pairs in leads.items()])
+        found.accepts.append(accepts[state])
+    return found
+
+
+def _blocks(
+    edges: list[_Ranges], before: Mapping[int, set[int]], distance: Mapping[int, int]
+) -> tuple[dict[int, set[int]], dict[int, _Ranges]]:
+    """The states of each block of equal states, and the edges of each state to blocks.
+
+    Blocks of states with equal distances are split until the edges of all states of a block lead to the same blocks.
+    """
     block = [distance.get(state, -1) for state in range(len(edges))]
     members = defaultdict[int, set[int]](set)
     for state in distance:
         members[block[state]].add(state)
     keys, changed, count = dict[int, _Ranges](), set(distance), max(block) + 1
-    while changed:  # split blocks until the edges of all states of a block lead to the same blocks
+    while changed:
         split = {block[state] for state in changed if len(members[block[state]]) > 1}
         keys.update((state, _joined(edges[state], block)) for state in changed)
         changed = set()
@@ -162,18 +184,7 @@ def _minimal(edges: list[_Ranges], accepts: list[bool]) -> Automaton:
                     block[state] = count
                     changed |= before[state] & distance.keys()
                 count += 1
-    found = Automaton([], [])
-    numbers, order = {block[0]: 0}, [0]
-    for state in order:  # grows
-        leads = defaultdict[int, list[tuple[int, int]]](list)
-        for first, last, target in keys[state]:
-            if target not in numbers:
-                numbers[target] = len(order)
-                order.append(next(iter(members[target])))
-            leads[numbers[target]].append((first, last))
-        found.edges.append([(tuple(pairs), target) for target, pairs in leads.items()])
-        found.accepts.append(accepts[state])
-    return found
+    return members, keys
 
 
 def _distances(before: Mapping[int, set[int]], accepts: list[bool]) -> dict[int, int]:
