@@ -36,6 +36,7 @@ export OMP_NUM_THREADS ?= 1
 # Processes that share the tests; each has one torch thread. More than four gain little and cost a torch each.
 WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
 MINUTES ?= 5
+PYTEST ?= pytest
 
 # The CUDA build of torch without the CUDA libraries: tests/stub_cuda/README.md. The plain version gives that build.
 STUB_VENV ?= .venv-stub
@@ -50,12 +51,12 @@ demo: $(VENV)/.ready-demo $(VENV)/.model
 	$(BIN)/stepgraph demo $(ARGS)
 
 test: $(VENV)/.ready-test
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -q -n $(WORKERS) --dist worksteal $(ARGS)  # about a hundred processes read the bytecode
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/$(PYTEST) -q -n $(WORKERS) --dist worksteal $(ARGS)  # about a hundred processes read the bytecode
 
 # The tests take about half as long again. tests/COVERAGE.md says which lines none of them runs, and why.
 coverage: $(VENV)/.ready-dev
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
+	$(MAKE) test PYTEST="coverage run -m pytest"
 	$(BIN)/coverage combine -q
 	mkdir -p build
 	$(BIN)/coverage json -q -o build/coverage.json --fail-under=0
@@ -98,7 +99,7 @@ clean:
 
 $(VENV)/.ready-%: pyproject.toml setup.py $(wildcard sampling/grammar/automaton/c/* sampling/grammar/link/c/*.[ch] sampling/kernels/c/*.[ch] graphs/layers/c/*.[ch]) $(VENV)/.torch
 	$(BIN)/pip install $(QUIET) -e '.[$*]'
-	@touch $@
+	@touch $@ $(if $(filter dev,$*),$(VENV)/.ready-test)  # what dev installs includes it
 
 $(STUB_VENV)/.ready: pyproject.toml setup.py $(wildcard sampling/grammar/automaton/c/* sampling/grammar/link/c/*.[ch] sampling/kernels/c/*.[ch] graphs/layers/c/*.[ch]) $(STUB_VENV)/.stub-cuda
 	$(STUB_BIN)/pip install $(QUIET) --no-deps -e .

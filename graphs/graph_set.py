@@ -7,10 +7,10 @@ from typing import cast, get_args
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Recorded, Step
+from stepgraph.graphs.graph_key import FULL, Drafting, GraphKey, dispatch
 from stepgraph.graphs.key_sets import checked_buckets, graph_keys, host_buckets, prompt_keys
 from stepgraph.graphs.prefill import Prompts
 from stepgraph.graphs.recording import CaptureReport, Key, KeyRecorder, OnFailure
-from stepgraph.graphs.shapes import FULL, Drafting, GraphKey, dispatch
 from stepgraph.sampling.fields import BOOL, FUNCTION, Check, check_members, check_value, instance_of, one_of, optional, whole
 
 REQUESTED = "EngineConfig.eager"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from stepgraph.graphs.graph_key import FULL, LONGEST, PLAIN, Drafting, GraphKey
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.shapes import FULL, LONGEST, PLAIN, Drafting, GraphKey
 from stepgraph.sampling.fields import clip_repr, is_int
 
 LEAST_CHUNK = 32  # tokens; the weights are read for any number

@@ -29,10 +29,12 @@ class Limits:
     max_top_logprobs: int = 0  # likeliest tokens reported per position
     prefill_chunk: int = 128
     rounds_per_launch: int | str = 1  # or UNTIL_EVENT: graphs/looping.py
+    max_loras: int = 0
+    max_lora_rank: int = 16
 
     def __post_init__(self) -> None:
         special = {"num_speculative_tokens": whole(0, 8), "feature_size": whole(0), "rounds_per_launch": ROUNDS_PER_LAUNCH}
-        special["max_top_logprobs"] = whole(0, MAX_TOP_LOGPROBS)
+        special |= {"max_top_logprobs": whole(0, MAX_TOP_LOGPROBS), "max_loras": whole(0)}
         check_fields(self, {field.name: special.get(field.name, whole(1)) for field in fields(self)})
         if self.num_tokens > self.vocab_size:
             raise ValueError(f"Limits.num_tokens: got {self.num_tokens}, expected at most vocab_size={self.vocab_size}")

@@ -34,7 +34,7 @@ class TargetModel(Protocol):
 
     Optional attributes: `notes`, a tuple of sentences for the capture report; `attends`, a tuple of AttentionShape, from which the
     attention kernel is chosen before anything is captured; `embedding_size`, the width of `inputs.embeddings`, if it accepts
-    them (their dtype is `feature_dtype`).
+    them (their dtype is `feature_dtype`); `lora_weights`, a LoraWeight by the name of its buffers, if it calls `add_lora` with them.
     """
 
     @property

@@ -38,6 +38,7 @@ class ModelInput(NamedTuple):
     attend: Attend | None = None  # implementation of `attention` in this call; None: the operation
     shared: Tensor | int = 0  # entries below this position are shared with other rows, and `slots` contains none; [1] int64 in prompts
     embeddings: Embeddings | None = None  # prompts only; of a draft only if it has shares_embeddings
+    lora_slots: Tensor | None = None  # target only, [B] int64, 0 for a row without an adapter; None: the engine has no slots for them
 
 
 class ModelOutput(NamedTuple):

@@ -38,6 +38,7 @@ class Field(IntEnum):
     DRAFT_START = 3  # the draft takes the features of the position before: its chunk is one later, but for the first token of a prompt
     DRAFT_END = 4
     SHARED = 5  # cache entries below this position are shared with other rows: they are read, never written
+    LORA = 6  # slot of the adapter
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Chunk:
     start: int
     count: int
     shared: int = 0
+    lora_slot: int = 0
 
     @property
     def draft_start(self) -> int:
@@ -61,7 +63,7 @@ class Chunk:
         """The line of its count + 1 tokens. embedded: offset and length of each part with embeddings."""
         line, window = np.zeros(line_width(limits), np.int64), limits.prompt_window
         end = self.start + self.count
-        line[: len(Field)] = self.row, self.start, end, self.draft_start, end + 1, self.shared
+        line[: len(Field)] = self.row, self.start, end, self.draft_start, end + 1, self.shared, self.lora_slot
         line[len(Field) : len(Field) + len(tokens)] = tokens
         for offset, length in embedded:
             line[len(Field) + window + offset : len(Field) + window + offset + length] = 1
@@ -113,7 +115,8 @@ class Prompts:
         if count:
             part = None if embeddings is None else Embeddings(embeddings.values[:, :count], embeddings.given[:, :count])
             inputs = self._inputs(buffers, tokens[None, :count], Field.START, call())
-            output = run_model("target", target, inputs._replace(embeddings=part), buffers)
+            lora_slots = _field(buffers, Field.LORA) if limits.max_loras else None
+            output = run_model("target", target, inputs._replace(embeddings=part, lora_slots=lora_slots), buffers)
             if "prompt_states" in buffers:
                 states = buffers.prompt_states
                 states[:count].copy_(output.saved_states(states.shape[1])[0])

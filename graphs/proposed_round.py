@@ -13,10 +13,10 @@ from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.context import CaptureContext
 from stepgraph.graphs.grammar_lane import GrammarLane
+from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.proposer import Proposer
-from stepgraph.graphs.shapes import GraphKey
 from stepgraph.sampling.kernels import Emission
 
 

@@ -15,9 +15,9 @@ from stepgraph.graphs.backends import EagerStep
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Recorded, Step
 from stepgraph.graphs.errors import CaptureError
+from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.key_sets import PromptKey
 from stepgraph.graphs.memory import resident_bytes
-from stepgraph.graphs.shapes import GraphKey
 from stepgraph.graphs.spans import RecordedReport
 
 OnFailure = Literal["raise", "eager"]

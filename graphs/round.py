@@ -29,11 +29,11 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Step
 from stepgraph.graphs.context import CaptureContext, current_context
 from stepgraph.graphs.grammar_lane import DeviceTables, GrammarLane, MaskSource, RoundShape
+from stepgraph.graphs.graph_key import LONGEST, GraphKey
 from stepgraph.graphs.host_nodes import HostNodes
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.proposed_round import ProposedRound
-from stepgraph.graphs.shapes import LONGEST, GraphKey
 from stepgraph.sampling.grammar.automaton.device_tables import SplitTensors, TokenTensors
 from stepgraph.sampling.grammar.link.protocol import HostLink
 from stepgraph.sampling.kernels import Emission

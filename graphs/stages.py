@@ -33,7 +33,10 @@ from stepgraph.sampling.kernels.operation import Contiguous, operation
 def target_verify(buffers: StaticBuffers, batch: Batch, model: TargetModel, limits: Limits) -> tuple[Tensor, Tensor]:
     """Run the target over each row's last token and drafts. Returns logits [B, K + 1, num_tokens] and features [B, K + 1, F]."""
     tokens = torch.cat([batch.column(Column.LAST_TOKEN)[:, None], batch.drafts], 1)
-    output = run_model("target", model, model_input(batch, limits, tokens, -1, live=batch.live), buffers)
+    inputs = model_input(batch, limits, tokens, -1, live=batch.live)
+    if limits.max_loras:
+        inputs = inputs._replace(lora_slots=batch.column(Column.LORA))
+    output = run_model("target", model, inputs, buffers)
     check_shape("target features", output.next_features, len(batch.rows), limits.positions, limits.feature_size)
     if "results_states" in buffers:
         states = buffers.results_states[: len(batch.rows), : limits.positions]

@@ -16,7 +16,9 @@ from stepgraph.graphs.backends import make_backend
 from stepgraph.graphs.buffer_spec import check_fit
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.graph_key import FULL
 from stepgraph.graphs.graph_set import GraphSet
+from stepgraph.graphs.layers.lora import lora_specs
 from stepgraph.graphs.limits import UNTIL_EVENT
 from stepgraph.graphs.model import ModelPair, TargetModel
 from stepgraph.graphs.prefill import Prompts, prompt_specs
@@ -25,7 +27,6 @@ from stepgraph.graphs.recording import LESS
 from stepgraph.graphs.ring_specs import ring_specs
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, grammar_specs, look_up_specs, round_specs, skipped_specs, state_specs
-from stepgraph.graphs.shapes import FULL
 from stepgraph.graphs.skipped_tokens import process_skipped
 from stepgraph.runtime.check_models import Drafter, check_models, checked_vocabulary_size, devices_of, forces_drafts, resolve_drafter
 from stepgraph.runtime.config import EngineConfig
@@ -38,6 +39,7 @@ from stepgraph.runtime.extras.states_folder import StatesLayout
 from stepgraph.runtime.host_drafts import FunctionDrafts, FunctionProposer
 from stepgraph.runtime.in_flight import InFlight
 from stepgraph.runtime.loops import Loops
+from stepgraph.runtime.loras import lora_weights
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.profiled import ROUNDS, in_flight_type, read_range
 from stepgraph.runtime.request_queue import RequestQueue
@@ -194,9 +196,10 @@ def capture_notes(parts: EngineParts) -> tuple[str, ...]:
         except ValueError as error:
             raise ValueError(f"EngineConfig.{error}") from None
     sharing = (f"prefixes: not shared, {parts.sharing.off}",) if parts.sharing.off else ()
+    loras = (f"adapters: up to {config.max_loras} of rank {config.max_lora_rank}",) if config.max_loras else ()
     forced = ("forced drafts: on",) if "forced_host" in parts.buffers else ()
     grammars = (f"grammars: {parts.compiler.note}",) if parts.compiler else ()
-    return (*notes, *grammars, *sharing, *forced)
+    return (*notes, *grammars, *sharing, *forced, *loras)
 
 
 def sharing_for(config: EngineConfig, models: ModelPair) -> PrefixSharing:
@@ -223,6 +226,7 @@ def make_buffers(
         *ring_specs(limits),
         *prompt_specs(limits, models.target),
         *[spec for model in named.values() for spec in model.cache_specs(limits)],
+        *lora_specs(lora_weights(models.target, limits), limits, models.target.feature_dtype),
     ]
     specs += text_specs(limits) if models.reads_text else ()
     specs += look_up_specs(limits) if models.look_up is not None else ()

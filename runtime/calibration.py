@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.ring_specs import Counter
-from stepgraph.graphs.shapes import GraphKey
 from stepgraph.runtime.draft_length import DraftLengthChooser
 
 CALIBRATING_ROUNDS = 2  # the first replay of a graph takes longer

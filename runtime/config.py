@@ -36,6 +36,8 @@ CHECKS = {
     "grammar_limits": Check(lambda value: isinstance(value, GrammarLimits), "GrammarLimits"),
     "save_hidden_states": optional(Check(lambda value: isinstance(value, (str, Path)) and value != "", "the path of a folder")),
     "max_queued": whole(1),
+    "max_loras": whole(0),
+    "max_lora_rank": whole(1),
     "states_shard_bytes": whole(1),
     "grammar_cache_bytes": whole(1),
     "max_compiles": whole(1, MAX_COMPILES),
@@ -71,6 +73,8 @@ class EngineConfig:
     prompt_graphs: bool | None = None
     max_stop_ids: int = 8  # per request, the vocabulary's included
     max_bias_ids: int = 256  # entries of a request's logit_bias and bad_token_ids together
+    max_loras: int = 0  # LoRA adapters loaded at once, each in a slot of the graphs; 0: none, and requests cannot have one
+    max_lora_rank: int = 16  # memory is taken for this rank in every slot
     max_top_logprobs: int = 0  # likeliest tokens that a request may have reported beside each of its own, up to 100
     max_queued: int = 4096  # requests waiting for a row; more raise QueueFullError
     forced_drafts: bool | None = None  # draft tokens that are the grammar's only choice; None: only where no model drafts

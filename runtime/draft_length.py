@@ -1,8 +1,8 @@
 """The choice of the draft length of a round: most expected tokens per second, with a bounded loss against plain decoding.
 
 With a look-up beside a draft model, the choice is also whether the model drafts. Acceptance is estimated per row, draft position and
-source, discounted over rounds; a new row starts from the estimates of all rows before it. A round with the model also shows what a
-round without it would have accepted: its drafts up to the first one of the model.
+source, discounted over rounds; what a row has not shown yet is estimated from all rows with grammars, or all without. A round with the
+model also shows what a round without it would have accepted: its drafts up to the first one of the model.
 
 An account holds the time that plain decoding would have needed for the emitted tokens, less the time that the rounds took. A
 round that could overdraw it is plain. So the total time is at most `1 + slack` times that of plain decoding, plus `credit` rounds.
@@ -13,15 +13,16 @@ from __future__ import annotations
 import collections
 import itertools
 import math
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from stepgraph.graphs.graph_key import FULL, PLAIN, Drafting, GraphKey
 from stepgraph.graphs.key_sets import host_drafting
 from stepgraph.graphs.round_specs import MAX_SKIPPED
 from stepgraph.graphs.row_layout import ResultRecord
-from stepgraph.graphs.shapes import FULL, PLAIN, Drafting, GraphKey
 from stepgraph.runtime.request import ActiveRequest
 
 AUTO = "auto"
@@ -35,13 +36,13 @@ class DraftLengthRule:
 
     discount: float = 0.97  # of older rounds, per round
     prior_acceptance: float = 0.55  # of each draft, before any result
+    prior_without_model: float = 0.3  # the same in rounds without the model. Lower: rounds with it show what the look-up finds
     prior_rounds: float = 3.0  # how many rounds the prior counts as; it regains weight while nothing is drafted
-    optimism: float = 0.5  # standard errors added to an estimate, so that a length with few results is tried
     hysteresis: float = 0.02  # another length must be better by this share
     spell: int = 3  # minimum rounds with drafts in succession: the first one verifies none, and results arrive rounds later
     slack: float = 0.01  # share of each plain round that is credited to the account
     credit: float = 3.0  # initial account, in plain rounds
-    max_credit: float = 8.0  # maximum account, in plain rounds
+    max_credit: float = 16.0  # maximum account, in plain rounds
     rest: int = 8  # rounds without drafts after a decision for them, unless the requests change
 
 
@@ -51,54 +52,55 @@ DEFAULT_RULE = DraftLengthRule()
 class Acceptance:
     """Discounted acceptance of one row, or of all rows: by draft position, the share of the chains that reach it and are accepted there."""
 
-    def __init__(self, longest: int, rule: DraftLengthRule, prior: Acceptance | None = None) -> None:
-        self._rule = rule
-        self._prior = [rule.prior_acceptance] * longest if prior is None else prior._rates()
+    def __init__(self, longest: int, rule: DraftLengthRule, prior: Acceptance | float) -> None:
+        """prior: that of all rows, or a share."""
+        self._rule, self._prior = rule, prior
         self._accepted, self._reached = [0.0] * longest, [0.0] * longest
-        self._undrafted = 0  # rounds without drafts, by which they are not yet discounted
+        self._undrafted = 0.0  # rounds without drafts, by which they are not yet discounted
+        self._rates: list[float] | None = None
         self._expected: list[float] | None = None
 
-    def add(self, offered: int, accepted: int) -> None:
-        """A round that could have accepted `offered` drafts, and accepted so many."""
-        self._expected = None
+    def add(self, offered: int, accepted: int, rows: int = 1) -> None:
+        """A round of so many rows that could have accepted `offered` drafts, and accepted so many. Also added to the prior."""
+        if isinstance(self._prior, Acceptance):
+            self._prior._count(offered, accepted, 1 / rows)
+        self._count(offered, accepted, 1)
+
+    def _count(self, offered: int, accepted: int, rounds: float) -> None:
+        self._rates = self._expected = None
         if not offered:
-            self._undrafted += 1
+            self._undrafted += rounds
             return
-        self._discount(1 + self._undrafted)
+        self._discount(rounds + self._undrafted)
         for position in range(min(offered, accepted + 1)):
             self._accepted[position] += position < accepted
             self._reached[position] += 1
 
-    def _discount(self, rounds: int) -> None:
+    def _discount(self, rounds: float) -> None:
         discount = self._rule.discount**rounds
         self._accepted = [each * discount for each in self._accepted]
         self._reached = [each * discount for each in self._reached]
-        self._undrafted = 0
+        self._undrafted = 0.0
 
-    def _rates(self) -> list[float]:
+    @property
+    def rates(self) -> list[float]:
         """The prior of a position is the mean of its own and the rate before it, so that longer drafts are tried where all are accepted."""
-        if self._undrafted:
-            self._discount(self._undrafted)
-        weight, rates = self._rule.prior_rounds, list[float]()
-        for accepted, reached, prior in zip(self._accepted, self._reached, self._prior, strict=True):
-            expected = (prior + rates[-1]) / 2 if rates else prior
-            rates.append((accepted + weight * expected) / (reached + weight))
-        return rates
+        if self._rates is None:
+            if self._undrafted:
+                self._discount(self._undrafted)
+            priors = self._prior.rates if isinstance(self._prior, Acceptance) else itertools.repeat(self._prior)
+            weight, self._rates = self._rule.prior_rounds, list[float]()
+            for accepted, reached, prior in zip(self._accepted, self._reached, priors, strict=False):
+                expected = (prior + self._rates[-1]) / 2 if self._rates else prior
+                self._rates.append((accepted + weight * expected) / (reached + weight))
+        return self._rates
 
     @property
     def expected(self) -> list[float]:
-        """By draft length: expected tokens of a round, from above."""
+        """By draft length: expected tokens of a round, with the one of the target."""
         if self._expected is None:
-            self._expected = list(itertools.accumulate(self._reach()))
+            self._expected = list(itertools.accumulate(itertools.accumulate([1.0, *self.rates], operator.mul)))
         return self._expected
-
-    def _reach(self) -> list[float]:
-        """By draft position: the probability that all drafts up to it are accepted, from above. First 1, for the token of the target."""
-        weight, chain, rates = self._rule.prior_rounds, [1.0], self._rates()
-        for rate, reached in zip(rates, self._reached, strict=True):
-            error = math.sqrt(max(0.0, rate * (1 - rate)) / (reached + weight))
-            chain.append(chain[-1] * min(1.0, rate + self._rule.optimism * error))
-        return chain
 
 
 Sources = Mapping[bool, Acceptance]  # of chains with and without drafts of the model
@@ -126,43 +128,47 @@ class DraftLengths:
         assert PLAIN in choices, "plain decoding bounds the loss"
         self._choices, self._rule = choices, rule
         self._longest = max(each.length for each in choices)
-        self._all: Sources = {model: Acceptance(self._longest, rule) for model in sorted({each.model for each in choices})}
+        priors = {each.model: rule.prior_acceptance if each.model else rule.prior_without_model for each in choices}
+        self._all: dict[bool, Sources] = {  # of rows with and without a grammar
+            constrained: {model: Acceptance(self._longest, rule, prior) for model, prior in sorted(priors.items())}
+            for constrained in (False, True)
+        }
         self.account: float | None = None  # seconds; None before the first round
-        self._at_risk = 0.0  # seconds beyond plain decoding of the rounds in flight, if they accept no draft
+        self._at_risk: collections.deque[float] = collections.deque()  # by round in flight: seconds beyond plain, if it accepts no draft
         self._last = PLAIN  # the latest round
         self._spell = 0  # rounds with drafts in succession
         self._rest = 0  # rounds of `_rows` that are plain without another decision
         self._rows: Sequence[tuple[Sources, int]] = ()
 
-    def row(self) -> Sources:
-        """The acceptance of a new row."""
-        return {model: Acceptance(self._longest, self._rule, prior) for model, prior in self._all.items()}
+    def row(self, constrained: bool = False) -> Sources:
+        """The acceptance of a new row, with or without a grammar."""
+        return {model: Acceptance(self._longest, self._rule, prior) for model, prior in self._all[constrained].items()}
 
     def choose(self, rows: Sequence[tuple[Sources, int]], costs: Costs, choices: Sequence[Drafting] = ()) -> Drafting:
         """For a round of rows, each with its most drafts. Counts the round as in flight until `add`. choices: of this round, if not all."""
         if self._rest and rows == self._rows:
             self._rest -= 1
+            self._at_risk.append(0.0)
             return PLAIN
         if self.account is None:
             self.account = self._rule.credit * costs[PLAIN]
         rounds = 1 if self._last.length else self._rule.spell  # a spell is only started if it can be paid
-        room = self.account - self._at_risk
+        room = self.account - sum(self._at_risk)
         paid = {each: costs[each] for each in choices or self._choices if rounds * (costs[each] - costs[PLAIN]) <= max(0.0, room)}
         chosen = self._best(rows, paid) if len(paid) > 1 else PLAIN
         self._last, self._spell = chosen, self._spell + 1 if chosen.length else 0
         self._rest, self._rows = 0 if chosen.length else self._rule.rest, rows
-        self._at_risk += costs[chosen] - costs[PLAIN]
+        self._at_risk.append(costs[chosen] - costs[PLAIN])
         return chosen
 
     def add(self, drafting: Drafting, results: Sequence[tuple[Sources, Counts]], costs: Costs) -> None:
         """The oldest round in flight has ended."""
         assert self.account is not None, "chosen before"
         plain = costs[PLAIN]
-        self._at_risk = max(0.0, self._at_risk - (costs[drafting] - plain))
+        self._at_risk.popleft()
         for row, counts in results:
             for model, acceptance in row.items():
-                acceptance.add(*counts[model])
-                self._all[model].add(*counts[model])
+                acceptance.add(*counts[model], len(results))
         if drafting.length:
             earned = (1 + sum(counts[True][1] for _, counts in results) / max(len(results), 1)) * plain - costs[drafting]
         else:
@@ -199,13 +205,15 @@ class RoundCosts:
     def __init__(self, choices: Sequence[Drafting], weight: float = 0.05) -> None:
         self._choices, self._weight = choices, weight
         self._seconds: dict[GraphKey, dict[Drafting, float]] = {}  # by key, with FULL drafts
-        self._guessed: dict[GraphKey, set[Drafting]] = {}  # choices whose cost is that of unconstrained greedy batches
+        self._rounds: collections.Counter[tuple[GraphKey, Drafting]] = collections.Counter()  # that were measured
 
     def of(self, key: GraphKey) -> Costs:
-        """For batches like that of `key`: current also after later calls of `add`."""
+        """For batches like that of `key`, at first those of unconstrained greedy batches. Current also after later calls of `add`."""
+        return self._costs(key)
+
+    def _costs(self, key: GraphKey) -> dict[Drafting, float]:
         if key not in self._seconds:
             self._seconds[key] = dict(self._seconds[_plain(key)])
-            self._guessed[key] = set(self._choices)
         return self._seconds[key]
 
     def keys(self, key: GraphKey) -> tuple[GraphKey, ...]:
@@ -224,14 +232,17 @@ class RoundCosts:
         self._bound_plain(costs, key.drafting)
 
     def add(self, key: GraphKey, drafting: Drafting, seconds: float) -> None:
-        costs, guessed = self._seconds.setdefault(key, {}), self._guessed.get(key, ())
-        before = costs.get(drafting)
-        if before is None or drafting in guessed:
-            # The first replay of a graph takes longer: at most 1.2 times the guess, or the account would pay for it in many rounds.
-            costs[drafting] = seconds if before is None else min(seconds, 1.2 * before)
-            self._guessed.get(key, set()).discard(drafting)
-        else:  # at most twice the time before: a round that the machine interrupted says nothing about its drafts
-            costs[drafting] = before + self._weight * (min(seconds, 2 * before) - before)
+        """A round of `key` with this drafting. What made it slower or faster, as a longer context or a busy machine, concerns all choices:
+        half of the change is applied to those that did not run, as it is also that of this choice alone."""
+        self._rounds[key, drafting] += 1
+        rounds = self._rounds[key, drafting]
+        if rounds == 1:
+            return  # the first replay of a graph takes longer
+        costs = self._costs(key)
+        # At most twice the time before: a round that the machine interrupted says nothing about its drafts.
+        change = 1 + max(self._weight, 1 / rounds) * (min(seconds / costs[drafting], 2) - 1)
+        for each in costs:
+            costs[each] *= change if each == drafting else math.sqrt(change)
         self._bound_plain(costs, drafting)
 
     @staticmethod
@@ -265,13 +276,11 @@ class _Batch(NamedTuple):
     rows: list[tuple[Sources, int]]  # and the maximum length
 
 
-@dataclass
-class _Launched:
+class _Launched(NamedTuple):
     """A round in flight."""
 
     batch: _Batch
     free: bool  # the rule chose
-    catches_up: bool = False  # its time includes skipped tokens, which the draft model processes once
 
 
 class DraftLengthChooser:
@@ -315,12 +324,11 @@ class DraftLengthChooser:
         """Whether the draft model must process skipped tokens before this round. Counts the round."""
         skips = drafting.length + 1 if not drafting.length or not drafting.model else 0
         needed = self._skipped + skips > MAX_SKIPPED if skips else self._skipped > 0
-        self._in_flight[-1].catches_up = needed
         self._skipped = (0 if needed else self._skipped) + skips
         return needed
 
     def ended(self, drafting: Drafting, results: Sequence[tuple[ActiveRequest, ResultRecord]], seconds: float | None) -> None:
-        """The oldest round has ended. seconds: its duration, if known."""
+        """The oldest round has ended. seconds: its duration, if known and of nothing else."""
         launched, outcomes = self._in_flight.popleft(), list[tuple[Sources, Counts]]()
         for request, result in results:
             if request in self._rows:
@@ -335,13 +343,13 @@ class DraftLengthChooser:
                 if pending != (most, drafting.model):
                     self._rows[request] = row, Drafting(most, drafting.model)
         if launched.free:
-            if seconds is not None and not launched.catches_up:
+            if seconds is not None:
                 self.costs.add(launched.batch.key, drafting, seconds)
             self._choice.add(drafting, outcomes, launched.batch.costs)
 
     def _batch_of(self, requests: tuple[ActiveRequest, ...], key: GraphKey) -> _Batch:
         """Called when the requests of the rounds change: a request that left does not come back."""
-        self._rows = {request: self._rows.get(request) or (self._choice.row(), PLAIN) for request in requests}
+        self._rows = {request: self._rows.get(request) or (self._choice.row(request.constrained), PLAIN) for request in requests}
         seeded = [request.job for request in requests if request.job.sampling.seed is not None and not request.job.sampling.greedy]
         most = max((job.num_speculative_tokens for job in seeded), default=0)
         choices = self._on_host if key.on_host else self.choices

@@ -1,13 +1,8 @@
-"""The engine: requests in, events out, one replay per round.
-
-`step()` has three parts: admit, launch, collect. The launching thread does not wait for the round it just launched: up to
-`rounds_in_flight` rounds run ahead, and results are read from a pinned ring.
-"""
+"""The engine: requests in, events out, one replay per round. `engine_core` has the rounds."""
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -17,26 +12,24 @@ from torch import Tensor
 
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.model import TargetModel
-from stepgraph.graphs.recording import CaptureReport
-from stepgraph.runtime.build import EngineParts, capture_notes, records_on_demand
+from stepgraph.runtime.build import EngineParts
 from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.engine_core import EngineCore
 from stepgraph.runtime.extras.record import Recording
+from stepgraph.runtime.loras import LoraTable
 from stepgraph.runtime.metrics import prometheus_text
 from stepgraph.runtime.models.files.loading import load_models
-from stepgraph.runtime.request import ActiveRequest, EngineClosedError, FinishReason, Job, StepEvent
+from stepgraph.runtime.request import Job, StepEvent
 from stepgraph.runtime.request_options import Prompt, Prompts, RequestOptions, TokenIds
 from stepgraph.runtime.request_queue import QueuedRequest
 from stepgraph.runtime.stats import EngineStats, take_stats
-from stepgraph.runtime.step_lock import StepLock
 from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.runtime.trace import Trace
-from stepgraph.sampling.fields import Check, check_value, number, optional
+from stepgraph.sampling.fields import Check, check_value, clip_repr, optional
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
-from stepgraph.sampling.grammar.status import FinishCode
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.lifetimes import FORKED, call_after_fork
 from stepgraph.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -45,7 +38,7 @@ if TYPE_CHECKING:
 _TOKENIZER = optional(Check(lambda value: isinstance(value, TextCodec) or callable(value), "a TextCodec, or a function that returns one"))
 
 
-class Engine:
+class Engine(EngineCore):
     """Decodes requests in rounds, each one replay of a recorded graph.
 
     Any thread may call submit() and cancel() at any time; step() is for one thread at a time.
@@ -63,13 +56,13 @@ class Engine:
         record: Recording | str | Path | None = None,
     ) -> None:
         """tokenizer: for prompts that are text; a function is called for the first of these."""
+        if isinstance(target, (str, Path)):
+            raise ValueError(f"Engine.target: got {clip_repr(target)}, expected a model; Engine.from_pretrained loads one from files")
         check_value("Engine.tokenizer", tokenizer, _TOKENIZER)
-        self._parts = parts = EngineParts(target, draft, vocabulary, EngineConfig() if config is None else config, backend, record)
-        self.config, self.limits, self.backend, self.buffers = parts.config, parts.limits, parts.backend, parts.buffers
-        self.queue, self.step_lock, self._closed = parts.queue, StepLock(), ""
-        self._graphs, self._scheduler, self._uploader, self._in_flight = parts.graphs, parts.scheduler, parts.uploader, parts.in_flight
+        parts = EngineParts(target, draft, vocabulary, EngineConfig() if config is None else config, backend, record)
+        super().__init__(parts)
+        self._loras = LoraTable(target, self.limits, self.buffers, parts.watchdog.backend, self.queue)
         self._make_tokenizer = (lambda: tokenizer) if isinstance(tokenizer, TextCodec) else tokenizer
-        call_after_fork(self._detach)
 
     @classmethod
     def from_pretrained(
@@ -116,30 +109,6 @@ class Engine:
             raise ValueError("Engine.vocabulary: got None, expected a Vocabulary for text and constraints: Engine(..., vocabulary=...)")
         return self._parts.compiler.vocabulary
 
-    def capture(self, *, progress: bool = False) -> CaptureReport:
-        """Record the graphs: one per batch size, with and without grammars. For an engine in service, before its first request.
-
-        If it was not called, the first step does it on CUDA; on the CPU each graph is recorded when a batch first needs it.
-        """
-        with self.step_lock:
-            self._require_open("capture")
-            if self.captured:
-                raise RuntimeError("Engine.capture(): already captured; make a new engine for other limits")
-            with self._in_flight.capturing():
-                report = self._graphs.capture(self.notes, self.config.eager, self.config.greedy_only, progress)
-            self._in_flight.calibrate()
-            return report
-
-    def ensure_captured(self, progress: bool = False) -> None:
-        """What the first step does if capture() was not called. On the CPU it takes seconds, and an answer needs few of the graphs."""
-        if self.captured:
-            return
-        if records_on_demand(self._parts):
-            _ = self.notes  # chooses the implementation of the filters
-            self._graphs.capture_on_demand()
-        else:
-            self.capture(progress=progress)
-
     def submit(
         self,
         prompt: Prompt,
@@ -151,6 +120,7 @@ class Engine:
         draft_ids: TokenIds | None = None,
         cache_salt: str = "",
         prompt_embeddings: Mapping[int, Tensor] | None = None,
+        lora_name: str = "",
     ) -> Job:
         """Queue a request. ValueError for an argument that cannot be served, before anything changes.
 
@@ -162,15 +132,24 @@ class Engine:
         num_speculative_tokens: drafts per round of this request; 0: none; None: the engine's.
         draft_ids: the expected output, e.g. an earlier version of a text, to draft from. Requires an engine with look-up.
         cache_salt: only requests with equal salts share cached prefixes, so that timing reveals nothing about other tenants' prompts.
+        lora_name: of an adapter of add_lora(); "" for none.
         prompt_embeddings: {position in the prompt: tensor [n, width]} replaces the embeddings of n ids, e.g. by those of an image.
         """
         self._require_open("submit")
         job = self._parts.validator.job(
-            self._prompt_ids(prompt), constraint, sampling, max_new_tokens, num_speculative_tokens, draft_ids, cache_salt, prompt_embeddings
+            self._prompt_ids(prompt),
+            constraint,
+            sampling,
+            max_new_tokens,
+            num_speculative_tokens,
+            draft_ids,
+            cache_salt,
+            prompt_embeddings,
+            self._loras.find(lora_name),
         )
         queued = QueuedRequest(job)
         try:
-            self.queue.enqueue(queued, self._require_open)
+            self.queue.enqueue(queued, functools.partial(self._require_accepted, job))
         except BaseException as error:  # including KeyboardInterrupt
             self.queue.withdraw(queued)
             if isinstance(error, RuntimeError):  # of the compiler, for example, which another thread has closed with the engine
@@ -194,38 +173,27 @@ class Engine:
         """End a job at the next step. False if it has finished or is unknown. Idempotent, and safe at any time."""
         return self.queue.cancel(job)
 
-    def step(self) -> list[StepEvent]:
-        """Launch one round and return the new results. At most `rounds_in_flight` - 1 rounds stay in flight."""
-        self._require_open("step")
-        self.ensure_captured()
+    def add_lora(self, lora_name: str, lora_path: str | Path) -> None:
+        """Load a LoRA adapter into a free slot, between two rounds: submit(lora_name=...) then selects it. From any thread.
+
+        lora_path: a folder in the layout of PEFT: adapter_config.json and adapter_model.safetensors. ValueError for an adapter that
+        does not fit the target, and if EngineConfig.max_loras are in use. No graph is recorded again.
+        """
+        self._require_open("add_lora")
+        contents = self._loras.read(lora_name, lora_path)
         with self.step_lock:
-            self._require_open("step")
-            self.step_lock.check_owner()
-            try:
-                events = self._admit()
-                requests = self._launch(events)
-                events += self._collect(self.limits.rounds_in_flight if requests else 1)
-                if not events and self.queue.waiting and not self._scheduler.active:
-                    self.queue.pause()  # every request waits for its grammar
-                return events
-            except BaseException as error:
-                self._shut(f"{type(error).__name__}: {error}", FinishReason.ERROR)
-                raise
+            self._require_open("add_lora")
+            self._in_flight.interrupt()
+            self._loras.add(lora_name, contents)
 
-    def wait(self, seconds: float | None = None) -> bool:
-        """Sleep until a step may have something to do; True if it has. For a thread that only steps."""
-        self._require_open("wait")
-        check_value("Engine.wait.seconds", seconds, optional(number(0, threading.TIMEOUT_MAX)))
-        return self._ready or (self.queue.wake.wait(seconds) and self._ready)
+    def remove_lora(self, lora_name: str) -> bool:
+        """Refuse further requests for an adapter; its slot is free once those that have it have ended. False if it is unknown. From any
+        thread."""
+        return self._loras.remove(lora_name)
 
-    @property
-    def captured(self) -> bool:
-        return self._graphs.captured
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The implementations that were chosen, as in the capture report."""
-        return capture_notes(self._parts)
+    def list_loras(self) -> list[str]:
+        """The names of the loaded adapters."""
+        return self._loras.names
 
     @property
     def has_work(self) -> bool:
@@ -239,8 +207,10 @@ class Engine:
 
     @overload
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Job: ...
+
     @overload
     def generate(self, prompt: Prompts, **options: Unpack[RequestOptions]) -> list[Job]: ...
+
     def generate(self, prompt: Any, **options: Unpack[RequestOptions]) -> Job | list[Job]:
         """Submit a request, or one for each prompt of a list, and step until it finishes. Options as for submit().
 
@@ -281,12 +251,6 @@ class Engine:
             raise RuntimeError("Engine.trace(): a launch of this engine runs many rounds; trace one with EngineConfig.rounds_per_launch=1")
         return Trace(self.backend, self._in_flight.rounds, rounds, self.config.eager or bool(self._graphs.eager), self._parts.lengths)
 
-    def close(self) -> None:
-        """Cancel all jobs, wait for the device, release threads and graphs. Idempotent."""
-        with self.step_lock:
-            if not self._closed:
-                self._shut("the engine was closed", FinishReason.CANCELLED)
-
     def __enter__(self) -> Engine:
         return self
 
@@ -313,75 +277,6 @@ class Engine:
             return self.tokenizer.prompt_ids(cast("str | Sequence[Message]", prompt))
         return prompt
 
-    def _admit(self) -> list[StepEvent]:
-        """End cancelled jobs, give rows to queued requests, and launch up to one chunk of prompt tokens."""
-        events = [self._end(job, request, FinishReason.CANCELLED) for job, request in self._scheduler.pop_cancelled()]
-        failed, budget = self._scheduler.admit(), self.limits.prefill_chunk
-        if not all(request.decoding for request in self._scheduler.active):
-            self._in_flight.interrupt()
-        for request in self._scheduler.active:
-            if request.decoding or budget <= 0 or not self._uploader.send_image(request):
-                continue
-            if not request.prefill_started:
-                self._scheduler.start_prefill(request)
-                self._uploader.begin(request)
-            taken = self._uploader.prefill(request, budget)
-            self._scheduler.prefilled(request, taken)
-            budget -= taken
-        return events + [self._scheduler.finish(queued.job, None, FinishReason.ERROR, queued.error) for queued in failed]
-
-    def _launch(self, events: list[StepEvent]) -> tuple[ActiveRequest, ...]:
-        """Launch a round of the decoding requests, and return them. Requests whose draft function failed end with an event."""
-        requests = tuple(request for request in self._scheduler.active if request.decoding)
-        if drafts := self._parts.function_drafts:
-            failed = drafts.upload(requests)
-            events += [self._end(request.job, request, FinishReason.ERROR, error) for request, error in failed]
-            requests = tuple(request for request in requests if not request.job.finished)
-        if requests:
-            if len(requests) < len(self._scheduler.active):
-                self._in_flight.interrupt(next_too=True)  # the next step prefills
-            self._in_flight.launch(requests)
-        return requests
-
-    def _collect(self, most: int) -> list[StepEvent]:
-        """Read the oldest rounds until fewer than `most` are in flight."""
-        events = list[StepEvent]()
-        for request, result in self._in_flight.read(most):
-            events.append(self._scheduler.record(request, result))
-            if request.job.finished and result.finish == FinishCode.RUNNING:  # a stop string, which the device does not know
-                self._retire(request)
-        return events
-
-    def _end(self, job: Job, request: ActiveRequest | None, reason: FinishReason, error: str = "") -> StepEvent:
-        if request is not None:
-            self._retire(request)
-        return self._scheduler.finish(job, request, reason, error)
-
-    def _retire(self, request: ActiveRequest) -> None:
-        """Make the row of a request inert that ended on the host."""
-        self._in_flight.interrupt()
-        self._uploader.retire(request.row)
-
-    @property
-    def _ready(self) -> bool:
-        """Whether a step has something to do. False while every job waits for its grammar."""
-        return self._scheduler.runnable or len(self._in_flight) > 0
-
-    def _require_open(self, call: str) -> None:
-        if self._closed:
-            raise EngineClosedError(f"Engine.{call}(): {self._closed}")
-
-    def _shut(self, why: str, reason: FinishReason) -> None:
-        self._closed = why
-        self._scheduler.finish_all(reason, why)
-        self.queue.wake.notify()
-        self._in_flight.interrupt()
-        self._parts.watchdog.end(self._in_flight, self._parts.host_link)
-        if self._parts.compiler:
-            self._parts.compiler.close()
-        if self._parts.hidden_states:
-            self._parts.hidden_states.close()
-
-    def _detach(self) -> None:
-        """In a fork: every call raises EngineClosedError."""
-        self._closed, self.step_lock = FORKED, StepLock()
+    def _require_accepted(self, job: Job, call: str) -> None:
+        self._require_open(call)
+        self._loras.check(job.lora)

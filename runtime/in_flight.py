@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
+from stepgraph.graphs.graph_key import FULL, LONGEST, Drafting, GraphKey
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.row_layout import ResultLayout, ResultRecord
-from stepgraph.graphs.shapes import FULL, LONGEST, Drafting, GraphKey
 from stepgraph.runtime.calibration import Calibration
 from stepgraph.runtime.draft_length import DraftLengthChooser
 from stepgraph.runtime.extras.hidden_states import HiddenStates
@@ -32,7 +32,7 @@ class LaunchedRound(NamedTuple):
     requests: tuple[ActiveRequest, ...]  # by batch index
     key: GraphKey
     logprobs: bool  # whether some request reads log-probabilities
-    launched_at: float
+    launched_at: float  # infinity after other work, which the device may still process
     launch: Launch
     loops: bool = False
 
@@ -55,6 +55,7 @@ class InFlight:
         self._states, self._lengths, self._catch_up = states, lengths, catch_up
         self._calibration = Calibration(backend, buffers, graphs, limits.dummy_row, lengths) if lengths else None
         self._idle_at = 0.0  # when the device had ended the latest collected round; infinity if unknown
+        self._other_work = False  # since the latest launch: the time of the next round includes it
         self._ring_depth, self._dummy_row = limits.ring_depth, limits.dummy_row
         self._batches = buffers.batch_rows_ring_host.numpy()
         self._num_drafts, self._layouts = limits.num_speculative_tokens, dict[int, ResultLayout]()
@@ -96,11 +97,13 @@ class InFlight:
         self._send_batch(slot, requests, key)
         if self._lengths and (catch_up := self._catch_up) and self._lengths.needs_catch_up(launch[-1]):
             self._backend.run(lambda: catch_up(key.rows))
+            self._other_work = True
         self._replay(key)
         logprobs = any(request.job.sampling.logprobs for request in requests)
         if self._states:
             self._states.launched(slot, len(requests))
-        self._pending.append(LaunchedRound(self._backend.event(), number, requests, key, logprobs, self._now(), launch))
+        launched_at, self._other_work = math.inf if self._other_work else self._now(), False
+        self._pending.append(LaunchedRound(self._backend.event(), number, requests, key, logprobs, launched_at, launch))
 
     def _dispatch(self, requests: tuple[ActiveRequest, ...]) -> tuple[Launch, GraphKey]:
         constrained, sampled = any(request.constrained for request in requests), any(request.sampled for request in requests)
@@ -128,6 +131,7 @@ class InFlight:
 
     def interrupt(self, *, next_too: bool = False) -> None:
         """Let running launches, or also the next one, end after a round. Called before other work. Here a launch is one round."""
+        self._other_work |= not next_too
 
     def collect(self) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
         """Wait for the oldest round, and read the results of its unfinished requests."""
@@ -164,7 +168,7 @@ class InFlight:
             yield [tuple(pair for pair in pairs if pair[0] >= 0) for pairs in ranked]
 
     def _wait(self, launched: LaunchedRound) -> float | None:
-        """The duration of the round; None if the device had ended it before this call."""
+        """The duration of the round; None if the device had ended it before this call, or began it after other work."""
         reached = self._lengths is not None and launched.event.query()
         launched.event.wait()
         started, self._idle_at = max(launched.launched_at, self._idle_at), math.inf if reached else self._now()

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.ring_specs import Control, Counter
 from stepgraph.graphs.row_layout import ResultRecord
-from stepgraph.graphs.shapes import GraphKey
 from stepgraph.runtime.in_flight import InFlight, LaunchedRound
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.runtime.request_queue import RequestQueue

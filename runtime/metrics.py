@@ -1,6 +1,6 @@
 """Writes EngineStats in the Prometheus text exposition format 0.0.4.
 
-Written here and not by prometheus_client, which prints counts as floats (10**18 + 1 as 1e+18) and takes 0.3 s to import.
+Written here and not by prometheus_client, which prints counts as floats (10**18 + 1 as 1e+18).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import NamedTuple
 
-from stepgraph.graphs.shapes import GraphKey
+from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.runtime.counters import Loss
 from stepgraph.runtime.stats import EngineStats, Histogram
 

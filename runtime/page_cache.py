@@ -12,7 +12,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Key = tuple[int | str, tuple[int, ...]]  # the serial of the preceding page, or the salt of the text; the page's own tokens
+Salt = tuple[str, int]  # of a text
+Key = tuple[int | Salt, tuple[int, ...]]  # the serial of the preceding page, or the salt of the text; the page's own tokens
 
 
 @dataclass(eq=False)
@@ -63,7 +64,7 @@ class PageCache:
         self._used.difference_update(pages)
         self._free.extend(reversed(pages))
 
-    def find(self, salt: str, ids: Sequence[int], limit: int) -> list[CachedPage]:
+    def find(self, salt: Salt, ids: Sequence[int], limit: int) -> list[CachedPage]:
         """The published pages at the start of `ids`, up to position `limit`."""
         found: list[CachedPage] = []
         while (len(found) + 1) * self._page_size <= limit:
@@ -90,7 +91,7 @@ class PageCache:
         if self._max_idle is not None:
             self._evict(len(self._idle) - self._max_idle)
 
-    def publish(self, salt: str, held: list[CachedPage], ids: Sequence[int], page: int) -> None:
+    def publish(self, salt: Salt, held: list[CachedPage], ids: Sequence[int], page: int) -> None:
         """Publish the allocated page that follows `held`, and append it there, acquired. If another page with this text is already
         published, that one is appended instead."""
         key = self._key(salt, held, ids)
@@ -107,7 +108,7 @@ class PageCache:
             if self._published.get(page.key) is page:
                 del self._published[page.key]
 
-    def _key(self, salt: str, before: Sequence[CachedPage], ids: Sequence[int]) -> Key:
+    def _key(self, salt: Salt, before: Sequence[CachedPage], ids: Sequence[int]) -> Key:
         start = len(before) * self._page_size
         tokens = tuple(ids[start : start + self._page_size + self._lookahead])
         assert len(tokens) == self._page_size + self._lookahead, f"{len(ids)} tokens do not determine page {len(before)}"

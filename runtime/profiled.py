@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.row_layout import ResultRecord
-from stepgraph.graphs.shapes import GraphKey
 from stepgraph.runtime.in_flight import InFlight
 from stepgraph.runtime.request import ActiveRequest
 

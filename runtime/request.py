@@ -110,6 +110,14 @@ class StepEvent:
         return self.drafts.accepted
 
 
+class Lora(NamedTuple):
+    """A loaded LoRA adapter."""
+
+    name: str
+    slot: int  # from 1
+    serial: int  # never used twice: the prefixes that it computed are found under the same one only
+
+
 @dataclass(eq=False)
 class Job:
     """A submitted request. Any thread may read it; only the engine writes it."""
@@ -124,6 +132,7 @@ class Job:
     seed: int  # of the request, or chosen at random
     draft_ids: tuple[int, ...] = ()  # the expected output, to draft from
     cache_salt: str = ""  # only requests with equal salts share prefixes
+    lora: Lora | None = None
     # (first position in the prompt, host tensor [n, width]) in order: embeddings that replace those of the tokens there
     embeddings: tuple[tuple[int, Tensor], ...] = field(default=(), repr=False)
     vocabulary: Vocabulary | None = field(default=None, repr=False)
@@ -162,6 +171,15 @@ class Job:
                 f"Job.parsed: the output is incomplete, finish_reason is {self.finish_reason}{self.error and ': ' + self.error}"
             )
         return self.parse(self.text)
+
+    @property
+    def lora_slot(self) -> int:
+        return self.lora.slot if self.lora else 0
+
+    @property
+    def cache_key(self) -> tuple[str, int]:
+        """Only requests with equal ones share prefixes: the salt and the adapter."""
+        return self.cache_salt, self.lora.serial if self.lora else 0
 
     @property
     def shareable_tokens(self) -> int:

@@ -30,4 +30,5 @@ class RequestOptions(TypedDict, total=False):
     num_speculative_tokens: int | None
     draft_ids: TokenIds | None
     cache_salt: str
+    lora_name: str
     prompt_embeddings: Mapping[int, Tensor] | None

@@ -97,10 +97,10 @@ class RowTable:
         """Full published pages before the last prompt token, which is an input of the first round."""
         sharing = self._sharing
         limit = len(job.prompt_ids) - max(1 + sharing.recompute_tail, sharing.lookahead)
-        return self.pages.find(job.cache_salt, job.prompt_ids, min(limit, job.shareable_tokens)) if not sharing.off else []
+        return self.pages.find(job.cache_key, job.prompt_ids, min(limit, job.shareable_tokens)) if not sharing.off else []
 
     def _publish(self, request: ActiveRequest, ids: Sequence[int], written: int) -> None:
         """Publish the full pages of a text. The entries of its first `written` tokens are launched, and token `written` is known."""
         limit = min(written + 1 - max(1, self._sharing.lookahead), request.job.shareable_tokens)
         while not self._sharing.off and (len(request.cached) + 1) * self._limits.page_size <= limit:
-            self.pages.publish(request.job.cache_salt, request.cached, ids, request.pages[len(request.cached)])
+            self.pages.publish(request.job.cache_key, request.cached, ids, request.pages[len(request.cached)])

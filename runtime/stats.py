@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stepgraph.graphs.shapes import GraphKey
+from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.runtime.build import EngineParts
 from stepgraph.runtime.counters import Counters, HistogramBuilder, Loss
 from stepgraph.runtime.device_grammars import INT_BYTES, DeviceGrammars

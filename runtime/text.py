@@ -62,6 +62,19 @@ class TextCodec:
 
         return cls(vocabulary, encode, ChatTemplate(_PLAIN_CHAT))
 
+    def with_text(self, spellings: Iterable[str]) -> TextCodec:
+        """The codec with a vocabulary in which these control tokens are text, so that answers and grammars contain their spellings.
+        Stop tokens, and spellings of anything else, are left as they are."""
+        old, texts = self.vocabulary, dict[int, bytes]()
+        for spelling in spellings:
+            ids = self.encode(spelling, begins=False)
+            if len(ids) == 1 and ids[0] in {*old.control_token_ids} - {*old.stop_token_ids}:
+                texts[ids[0]] = spelling.encode()
+        tokens = [texts.get(index, token) for index, token in enumerate(old.tokens)] if texts else old.tokens
+        control = [index for index in old.control_token_ids if index not in texts]
+        vocabulary = Vocabulary(tokens, old.stop_token_ids, old.logits_width, control) if texts else old
+        return TextCodec(vocabulary, self._encode, self._template)
+
     @property
     def has_chat(self) -> bool:
         """Whether the model has a chat template."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.context import MAIN
-from stepgraph.graphs.shapes import Drafting
+from stepgraph.graphs.graph_key import Drafting
 from stepgraph.graphs.spans import LAUNCHER, OUTSIDE, Span
 from stepgraph.runtime.draft_length import DraftLengthChooser
 from stepgraph.sampling.fields import check_value, whole

@@ -15,7 +15,7 @@ from torch import Tensor
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.request import Job
+from stepgraph.runtime.request import Job, Lora
 from stepgraph.sampling.fields import clip_repr, is_int
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
@@ -50,6 +50,7 @@ class RequestValidator:
         draft_ids: Any = None,
         cache_salt: str = "",
         prompt_embeddings: Any = None,
+        lora: Lora | None = None,
     ) -> Job:
         """ValueError `field: got VALUE, expected ACCEPTED` for the first field that is wrong."""
         limits, max_drafts = self._limits, self._limits.num_speculative_tokens
@@ -79,6 +80,7 @@ class RequestValidator:
             seed,
             expected_text,
             cache_salt,
+            lora,
             embeddings,
             vocabulary=self._vocabulary,
             parse=typed.parse if typed else str,

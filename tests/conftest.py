@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from tests.helpers.parts import in_part, parse_part
 from tests.stub_cuda.preload import preload_where_needed
 
 preload_where_needed()  # before anything imports torch
@@ -24,7 +25,17 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 LONGEST = ("tools/gpu/test_gpu_check.py", "sampling/kernels/test_kernels.py", "test_packaging.py")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part", type=parse_part, default=(0, 1), metavar="I/N", help="run only one of N parts of the selected tests, from 0/N to N-1/N"
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after the markers have selected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part = config.getoption("part")
+    config.hook.pytest_deselected(items=[item for item in items if not in_part(item.nodeid, part)])
+    items[:] = [item for item in items if in_part(item.nodeid, part)]
     items.sort(key=lambda item: not str(item.path).endswith(LONGEST))
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.helpers import architecture
+from stepgraph.graphs import GraphKey
+from stepgraph.graphs.context import use_context
+from tests.helpers import architecture, node_counts
 from tests.helpers.documents import ROOT
 from tools.lines import DECODE_RING
 
@@ -41,3 +44,16 @@ def test_decode_ring_has_every_file_of_a_steady_constrained_round(traced: dict[s
     files = {ON_CUDA.get(path, path) for path in (*traced["draft token"], *traced["result"])} - NOT_ON_CUDA
     programs = {path.replace(name, f"triton/{name}") for path in files for name in [Path(path).name]}
     assert files | {path for path in programs if (ROOT / path).exists()} <= set(DECODE_RING)
+
+
+def test_decode_ring_has_every_file_of_a_llama_round_with_an_eagle_head() -> None:
+    step, buffers = node_counts.round_of(
+        next(iter(node_counts.SHAPES.values())), GraphKey(1, constrained=True, device=True), node_counts.META
+    )
+    counter = node_counts.NodeCounter()
+
+    def run() -> None:
+        with torch.no_grad(), use_context(node_counts.CountingContext(counter)), counter:
+            step(buffers)
+
+    assert set(architecture.traced(run)) - set(ON_CUDA) <= set(DECODE_RING)

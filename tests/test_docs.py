@@ -21,7 +21,8 @@ from stepgraph.runtime.commands.flags import STEP_EXAMPLE
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.llama_config import Eagle3Config
-from tests.helpers.command_models import doctor_answers, model_folder, model_gguf, recordings
+from tests.helpers.adapters import save_adapter
+from tests.helpers.command_models import doctor_answers, model_folder, model_gguf, recordings, tiny_model
 from tests.helpers.documents import BLOCKS, COMMANDS, DOCUMENTS, ROOT, Block
 from tests.helpers.tool_runs import parse_flags, run_tool
 from tools.random_weights import randomised
@@ -43,6 +44,7 @@ OUTPUTS = {  # pattern of the printed text, by a phrase of the block
     "def weather": r"(Oslo|Rome): [123] days of rain\n$",
     "Once upon a time": r".",
     "Capital of Norway": r"\{.* (stop|constraint_complete|length)\n$",
+    "engine.add_lora": r"\['sql'\] other tokens\n$",
     "number} + 1?": r"\[('.*', |\".*\", ){7}",
 }
 
@@ -105,6 +107,9 @@ def test_python_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "model").symlink_to(model_folder())
     if "model.gguf" in block.text:
         (tmp_path / "model.gguf").symlink_to(model_gguf())
+    if "adapters/sql" in block.text:
+        (tmp_path / "adapters").mkdir()
+        save_adapter(tmp_path / "adapters" / "sql", tiny_model(), 8)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(1)
     exec(compile(block.text, str(block), "exec"), {"__name__": "documentation"})

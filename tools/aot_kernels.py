@@ -189,7 +189,7 @@ def attention_variants() -> list[Variant]:
 
 def _layer_variants() -> list[Variant]:
     """Norms of heads and of states; slots, angles, masks and drafts of a round."""
-    from stepgraph.graphs.layers.triton import dense, slot_mapping
+    from stepgraph.graphs.layers.triton import dense, lora, slot_mapping
     from stepgraph.graphs.triton import drafting, looping, mask_upload, publishing, sampled_stages, skipped_tokens, stages
 
     found = []
@@ -197,6 +197,10 @@ def _layer_variants() -> list[Variant]:
         types, constants = [*["*bf16"] * 5, *["i32"] * 3, "fp32"], {"HAS_UPDATE": adds, "SIZE": size}
         found.append(_variant(f"normalise_row {size}", dense.normalise_row, types, constants, dense.warps_of(size)))
     found.append(_variant("gate_tile", dense.gate_tile, ["*bf16", "*bf16", "i32"], {"TILE": dense.SILU_TILE}, 4))
+    for kind in ("bf16", "fp32"):
+        types, wide = ["*i64" if name == "slots" else f"*{kind}" for name in ("states", "slots", "weights", "base", "output")], ["i32"] * 5
+        constants = {"HAS_BASE": True, "COUNT": lora.STATES_TILE, "OUTER": lora.OUTER_TILE, "INNER": lora.INNER_TILE, "WIDE": False}
+        found.append(_variant(f"multiply_by_slot {kind}", lora.multiply_by_slot, [*types, *wide], constants, 4))
     types = [*["*i64"] * 4, *["i32"] * 3, "*i1", *["*i64"] * 4, *["i32"] * 4]
     found.append(_variant("place_row", slot_mapping.place_row, types, {"HAS_LIVE": True, "HAS_COUNT": True, "WIDTH": 16}, 1))
     types = [*["*i64"] * 5, *["i32"] * 4]

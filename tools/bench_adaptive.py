@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
-from stepgraph.graphs.shapes import PLAIN, Drafting
+from stepgraph.graphs.graph_key import PLAIN, Drafting
 from stepgraph.runtime.demo.variants import LOOK_UP, Pair, open_pair, toy_pair
 from tools.origin import origin
 from tools.profiling import picture

@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -73,10 +74,21 @@ def steps(source: Path) -> Iterator[tuple[str, list[str]]]:
     yield "the step from the shell", [python, "-m", "stepgraph", "capture-check", "my_step:make", "--replay"]
 
 
+def reuse_library(source: Path) -> None:
+    """Copy the library that was built in this tree, unless a source is newer: setuptools then packs it and does not compile it again."""
+    sources = [path for folder in ("graphs", "sampling") for path in (ROOT / folder).rglob("*") if path.suffix in (".c", ".cpp", ".h")]
+    for library in (ROOT / "sampling").glob(f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"):
+        if library.stat().st_mtime > max(path.stat().st_mtime for path in sources):
+            folder = source / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "stepgraph" / "sampling"
+            folder.mkdir(parents=True)
+            shutil.copyfile(library, folder / library.name)
+
+
 def run(folder: Path) -> bool:
     """Whether every step succeeded. Prints the output of each, and its seconds."""
     with tempfile.TemporaryDirectory() as copy:  # a build writes into its source
         source = shutil.copytree(ROOT, Path(copy) / "stepgraph", ignore=CHECKOUT_ONLY)
+        reuse_library(source)
         for task, page in PAGES.items():
             (folder / f"first_{page}.py").write_text(re.sub(r'"model(\.gguf)?"', '"demo"', ours(task)), encoding="utf-8")
         (folder / "my_step.py").write_text(STEP_EXAMPLE, encoding="utf-8")

@@ -44,7 +44,7 @@ DECODE_RING_BUDGET = 6_572
 # part is `Engine.step`. The device's part is the step that is recorded; of an operation the declaration and its Triton program. Instead of
 # the traced files of the CPU: graphs/cuda for graphs/tape and the eager context, Llama with an EAGLE-3 head for the toy models.
 DECODE_RING = (
-    "runtime/engine.py",
+    "runtime/engine_core.py",
     "runtime/scheduler.py",
     "runtime/counters.py",
     "runtime/in_flight.py",
@@ -64,7 +64,7 @@ DECODE_RING = (
     "graphs/batch.py",
     "graphs/buffers.py",
     "graphs/row_layout.py",
-    "graphs/shapes.py",
+    "graphs/graph_key.py",
     "graphs/limits.py",
     "graphs/model_call.py",
     "graphs/graph_set.py",
@@ -81,13 +81,13 @@ DECODE_RING = (
     "graphs/layers/triton/slot_mapping.py",
     "graphs/layers/dense.py",
     "graphs/layers/triton/dense.py",
+    "graphs/layers/linear.py",
     "sampling/kernels/operation.py",
     "sampling/kernels/advance.py",
     "sampling/kernels/triton/advance.py",
     "sampling/kernels/triton/automaton.py",
     "sampling/kernels/choice.py",
     "sampling/kernels/triton/choice.py",
-    "sampling/kernels/triton/numeric.py",
     "sampling/kernels/chain.py",
     "sampling/kernels/triton/chain.py",
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepgraph.graphs.layers.dense import LEAST_ROWS, product
+from stepgraph.graphs.layers.dense import LEAST_ROWS
 from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous, same_float_type
 from stepgraph.sampling.kernels.operation import operation
 
@@ -174,13 +174,3 @@ def quantised_rows(indices: Tensor, weight: Tensor, dtype: torch.dtype) -> Tenso
     tiles = weight[indices // TILE]
     rows = torch.arange(len(indices), device=indices.device) * TILE + indices % TILE
     return unpack(tiles)[rows].to(dtype)
-
-
-def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`product`, or `quantised_product` with packed weights."""
-    return (quantised_product if weight.dtype is torch.uint8 else product)(states, weight, bias)
-
-
-def lookup(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of the embedding, [N, in]; `dtype` if it is packed."""
-    return quantised_rows(tokens, weight, dtype) if weight.dtype is torch.uint8 else functional.embedding(tokens, weight)

@@ -167,7 +167,8 @@ def serve(parser: argparse.ArgumentParser) -> None:
     add("--api-keys", metavar="FILE", help="accept only requests with an API key of this file, which has one key per line (default: any)")
     add("--log", action=argparse.BooleanOptionalAction, help="write one JSON object per request to stderr", default=True)
     words = "how the model writes calls of tools; auto: as its chat template describes, otherwise hermes (default: %(default)s)"
-    add("--tool-format", choices=("auto", "hermes", "llama3"), default="auto", help=words)
+    formats = ("auto", "hermes", "llama3", "mistral", "mistral-list", "qwen3-coder", "gpt-oss")
+    add("--tool-format", choices=formats, default="auto", help=words)
     words = "time for running answers after SIGTERM or Ctrl-C; a second signal ends them at once (default: %(default)s)"
     add("--grace", type=float, default=30.0, metavar="SECONDS", help=words)
     add_drafts(parser)

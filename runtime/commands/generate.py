@@ -130,6 +130,7 @@ def _make_engine(options: argparse.Namespace, request: Request) -> tuple[Engine,
         max_length=len(request.prompt_ids) + options.max_new_tokens,
         greedy_only=request.sampling.plain,
         look_up=options.look_up,
+        grammar_lane="host" if request.constraint is None else "auto",  # the tables of the vocabulary are not needed
     )
     try:
         with terminal.waiting("opening the model ..."):

@@ -16,6 +16,7 @@ from stepgraph.runtime.commands.flags import TOY
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.serve.reasoning import with_markers
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
@@ -50,10 +51,10 @@ def open_engine(options: argparse.Namespace) -> Engine:
         draft = ToyDraft(target, 0.8) if options.drafts else None
         return Engine(target, draft, vocabulary=vocabulary, tokenizer=TextCodec.of_bytes(vocabulary), config=config)
     with terminal.waiting("opening the model ..."):
-        codec = TextCodec.open(options.model)
         loaded = engines.load(options, config, terminal.shows_progress())
+        codec = with_markers(TextCodec.open(options.model, loaded.vocabulary), options.tool_format)
     engines.set_default_threads(options, loaded.target)
-    return Engine(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, tokenizer=codec, config=loaded.config)
+    return Engine(loaded.target, loaded.draft, vocabulary=codec.vocabulary, tokenizer=codec, config=loaded.config)
 
 
 async def _serve(engine: Engine, options: argparse.Namespace) -> None:

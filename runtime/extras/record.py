@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.graph_key import Drafting
 from stepgraph.graphs.model import ModelPair
-from stepgraph.graphs.shapes import Drafting
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.request import Job
 from stepgraph.sampling.fields import clip_repr, is_int
@@ -144,6 +144,9 @@ def open_recorder(
     record: Recording | str | Path, config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None, backend: Backend
 ) -> Recorder:
     """The recorder of an engine. ValueError if the file cannot be created."""
+    if config.max_loras:
+        expected = f"expected None with max_loras={config.max_loras}: a recording has no adapters"
+        raise ValueError(f"Engine.record: got {clip_repr(record)}, {expected}")
     header = {
         "format": FORMAT,
         "versions": versions(),

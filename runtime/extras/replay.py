@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stepgraph.graphs.graph_key import Drafting
 from stepgraph.graphs.model import TargetModel
-from stepgraph.graphs.shapes import Drafting
 from stepgraph.runtime.check_models import Drafter, resolve_drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine import Engine

@@ -12,16 +12,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from stepgraph.graphs.attention.paged import cache_specs
+from stepgraph.graphs.attention.paged import by_reference, cache_specs
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.dense import rms_norm
-from stepgraph.graphs.layers.quantised import linear
+from stepgraph.graphs.layers.linear import linear
+from stepgraph.graphs.layers.slot_mapping import shift_entries
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, embed, empty_weight
 from stepgraph.runtime.models.llama_config import Eagle3Config
-from stepgraph.runtime.models.mtp import shift_inputs
 
 
 class Eagle3(LlamaBase):
@@ -89,3 +89,16 @@ class Eagle3(LlamaBase):
         attended = layer.attend(layer_input, rotation, entries, buffers["draft_keys"][0], buffers["draft_values"][0])
         states, hidden = layer.finish(residual, attended, self.norm)
         return ModelOutput(hidden.view(*shape, -1), states.view(*shape, -1))
+
+
+def shift_inputs(inputs: ModelInput, count: int) -> ModelInput:
+    """The same tokens with their cache entries `count` positions earlier, the position of the state that they follow.
+
+    The first `count` tokens of a history follow no state, and entries in shared pages exist already: both become inert.
+    """
+    slots = inputs.slots
+    if isinstance(inputs.shared, Tensor):
+        slots = torch.where(inputs.positions < inputs.shared + count, 0, slots)
+    positions, slots = shift_entries(inputs.positions, slots, inputs.block_tables, inputs.page_size, count)
+    attend = inputs.attend if inputs.attend is by_reference else None  # an attention plan is valid for unshifted positions only
+    return inputs._replace(positions=positions, slots=slots, attend=attend)

@@ -6,7 +6,8 @@ values are one matrix product, gate and up another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,8 @@ from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.dense import Residual, add_rms_norm, rms_norm, silu_and_mul
-from stepgraph.graphs.layers.quantised import linear, lookup
+from stepgraph.graphs.layers.linear import linear, lookup
+from stepgraph.graphs.layers.lora import LoraWeight, add_lora
 from stepgraph.graphs.layers.slot_mapping import rope_angles
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
@@ -88,6 +90,22 @@ class Llama(LlamaBase):
             raise ValueError(f"Limits.max_length: got {limits.max_length}, expected {accepted}")
         return cache_specs(self.name, config.num_layers, limits, config.num_kv_heads, config.head_size, config.dtype)
 
+    @property
+    def lora_weights(self) -> dict[str, LoraWeight]:
+        config, hidden = self.config, self.hidden_size
+        query, entry = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+        weights = {
+            "qkv": (hidden, {"self_attn.q_proj": query, "self_attn.k_proj": entry, "self_attn.v_proj": entry}),
+            "output": (query, {"self_attn.o_proj": hidden}),
+            "gate_up": (hidden, {"mlp.gate_proj": config.intermediate_size, "mlp.up_proj": config.intermediate_size}),
+            "down": (config.intermediate_size, {"mlp.down_proj": hidden}),
+        }
+        return {
+            f"{self.name}_{index}_{weight}": LoraWeight({f"model.layers.{index}.{part}": size for part, size in parts.items()}, inner)
+            for index in range(config.num_layers)
+            for weight, (inner, parts) in weights.items()
+        }
+
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         keys, values = buffers[f"{self.name}_keys"], buffers[f"{self.name}_values"]
         states = embed(inputs, self.embedding, self.config.dtype)
@@ -97,7 +115,8 @@ class Llama(LlamaBase):
         normed = rms_norm(states, first, epsilon)
         for index, (layer, next_norm) in enumerate(zip(self.layers, norms, strict=True)):
             layer_inputs.append(states)
-            states, normed = layer(states, normed, rotation, inputs, keys[index], values[index], next_norm)
+            adapted = _unchanged if inputs.lora_slots is None else functools.partial(_add_lora, f"{self.name}_{index}_", inputs, buffers)
+            states, normed = layer(states, normed, rotation, inputs, keys[index], values[index], next_norm, adapted)
         layer_inputs.append(states)
         shape = inputs.tokens.shape
         hidden = normed.view(*shape, -1)
@@ -111,6 +130,17 @@ def embed(inputs: ModelInput, table: Tensor, dtype: torch.dtype) -> Tensor:
     if inputs.embeddings is None:
         return states
     return torch.where(inputs.embeddings.given.flatten()[:, None], inputs.embeddings.values.flatten(0, 1), states)
+
+
+Adapted = Callable[[str, Tensor, Tensor], Tensor]  # the name of a weight, its input and its product -> the product with adapters
+
+
+def _unchanged(name: str, states: Tensor, product: Tensor) -> Tensor:
+    return product
+
+
+def _add_lora(prefix: str, inputs: ModelInput, buffers: StaticBuffers, name: str, states: Tensor, product: Tensor) -> Tensor:
+    return add_lora(prefix + name, states, product, inputs, buffers)
 
 
 class LlamaLayer(nn.Module):
@@ -140,27 +170,37 @@ class LlamaLayer(nn.Module):
         keys: Tensor,
         values: Tensor,
         next_norm: Tensor,
+        adapted: Adapted = _unchanged,
     ) -> Residual:
         """normed: the input of attention. next_norm: the weight of the norm after this layer, whose output is returned as `normed`."""
-        return self.finish(states, self.attend(normed, rotation, inputs, keys, values), next_norm)
+        return self.finish(states, self.attend(normed, rotation, inputs, keys, values, adapted), next_norm, adapted)
 
-    def finish(self, states: Tensor, attended: Tensor, next_norm: Tensor) -> Residual:
+    def finish(self, states: Tensor, attended: Tensor, next_norm: Tensor, adapted: Adapted = _unchanged) -> Residual:
         """The residual connection around attention, the MLP and its residual connection."""
         epsilon = self.config.norm_epsilon
         states, normed = add_rms_norm(states, attended, self.mlp_norm, epsilon)
-        update = linear(silu_and_mul(linear(normed, self.gate_up)), self.down)
-        return add_rms_norm(states, update, next_norm, epsilon)
+        gated = silu_and_mul(adapted("gate_up", normed, linear(normed, self.gate_up)))
+        return add_rms_norm(states, adapted("down", gated, linear(gated, self.down)), next_norm, epsilon)
 
-    def attend(self, states: Tensor, rotation: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(
+        self,
+        states: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        inputs: ModelInput,
+        keys: Tensor,
+        values: Tensor,
+        adapted: Adapted = _unchanged,
+    ) -> Tensor:
         """The attention output of normalised states."""
         heads, kv_heads, size = self.config.num_heads, self.config.num_kv_heads, self.config.head_size
-        mixed = linear(states, self.qkv, self.qkv_bias).view(len(states), -1, size)
+        mixed = adapted("qkv", states, linear(states, self.qkv, self.qkv_bias)).view(len(states), -1, size)
         query, key, value = mixed.split([heads, kv_heads, kv_heads], 1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = (rms_norm(part, norm, self.config.norm_epsilon) for part, norm in ((query, self.query_norm), (key, self.key_norm)))
         query = rope_and_write_kv(query, key, value, *rotation, inputs.slots.flatten(), keys, values)
         attended = attention(query.view(*inputs.tokens.shape, heads, size), keys, values, inputs, self.window)
-        return linear(attended.view(len(states), -1), self.output, self.output_bias)
+        attended = attended.view(len(states), -1)
+        return adapted("output", attended, linear(attended, self.output, self.output_bias))
 
 
 def empty_weight(like: Tensor, *shape: int) -> nn.Parameter:

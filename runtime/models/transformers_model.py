@@ -1,4 +1,4 @@
-"""A causal language model of `transformers` over static buffers: its modules run as they are, with the paged attention of this project.
+"""A causal language model of `transformers` over static buffers: its modules run with the paged attention of this package.
 
 Imported only where a model needs it, because `transformers` is an optional dependency. The modules reach the attention through
 transformers' attention interface; positions, cache slots and block tables come from ModelInput, so no mask is built.
@@ -9,39 +9,26 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from stepgraph.graphs.attention.paged import AttentionShape, attention, cache_specs
+from stepgraph.graphs.attention.paged import AttentionShape, cache_specs
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.layers.dense import product, rms_norm
+from stepgraph.graphs.layers.lora import LoraWeight
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.draft_llama import TokenMap, TokenMapped
+from stepgraph.runtime.models.transformers_layers import Call, LayerAttention, Product, replace_modules
 
 PAGED, INSPECTED = "stepgraph", "stepgraph_inspected"  # names in transformers' attention interface
 _ACCEPTED = {"dropout", "position_ids", "use_cache", "sliding_window", "is_causal"}  # options of attention that are known without effect
 _PROBED_TOKENS = 2
-
-
-class LayerAttention(NamedTuple):
-    """The attention of one layer."""
-
-    heads: int
-    kv_heads: int
-    size: int  # of queries and keys
-    value_size: int  # at most `size`: values are stored with zeros after them
-    window: int | None
-    scale: float
-    softcap: float = 0.0
-    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,33 +46,8 @@ class ModelSizes:
         return len(self.attention)
 
 
-class _Call(NamedTuple):
-    """One call of a TransformersModel; passed through the modules as a keyword argument."""
-
-    model: TransformersModel
-    inputs: ModelInput
-    buffers: StaticBuffers
-    layer_inputs: dict[int, Tensor]
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, s_aux: Tensor | None = None, **_: Any
-    ) -> Tensor:
-        """query [B, heads, Q, size], key, value [B, kv_heads, Q, size] -> [B, Q, heads, size]."""
-        index: Any = module.layer_idx
-        layer = self.model.config.attention[index]
-        keys, values = self.model.cache_of(index, self.buffers)
-        query, key, value = (states.transpose(1, 2) for states in (query, key, value))
-        if layer.value_size < layer.size:
-            value = functional.pad(value, (0, layer.size - layer.value_size))
-        slots = (self.inputs.slots.flatten(),)
-        keys.index_put_(slots, key.flatten(0, 1))
-        values.index_put_(slots, value.flatten(0, 1))
-        output = attention(query, keys, values, self.inputs, layer.window, layer.scale, layer.softcap, s_aux)
-        return output[..., : layer.value_size]
-
-
 class _Inspection:
-    """Takes the place of a _Call, over tensors without data: collects what every layer asks of its attention."""
+    """Takes the place of a Call, over tensors without data: collects what every layer asks of its attention."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerAttention] = {}
@@ -109,7 +71,7 @@ class _Inspection:
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
-def _attention(module: nn.Module, *tensors: Any, stepgraph: _Call | _Inspection | None = None, **options: Any) -> tuple[Tensor, None]:
+def _attention(module: nn.Module, *tensors: Any, stepgraph: Call | _Inspection | None = None, **options: Any) -> tuple[Tensor, None]:
     if stepgraph is None:
         raise ValueError(f"{type(module).__name__} does not pass keyword arguments to its attention, as every call needs here")
     return stepgraph.attend(module, *tensors, **options), None
@@ -169,42 +131,6 @@ def _layers(decoder: nn.Module, config: Any) -> nn.ModuleList:
     return lists[0]
 
 
-class _Product(nn.Module):
-    """nn.Linear by this project's product: on the CPU a row has the same bits in any batch."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-
-    def forward(self, states: Tensor) -> Tensor:
-        return product(states.reshape(-1, states.shape[-1]), self.weight, self.bias).view(*states.shape[:-1], -1)
-
-
-class _Norm(nn.Module):
-    """An RMS norm in one operation."""
-
-    def __init__(self, weight: nn.Parameter, epsilon: float) -> None:
-        super().__init__()
-        self.weight, self.epsilon = weight, epsilon
-
-    def forward(self, states: Tensor) -> Tensor:
-        return rms_norm(states.reshape(-1, states.shape[-1]), self.weight, self.epsilon).view(states.shape)
-
-
-def _fused(module: nn.Module) -> nn.Module | None:
-    """The module of this package that computes what `module` does; None if there is none."""
-    if type(module) is nn.Linear:
-        return _Product(module)
-    weight: object = getattr(module, "weight", None)
-    epsilon: object = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(weight, nn.Parameter) or not isinstance(epsilon, float) or weight.dim() != 1 or weight.is_meta:
-        return None
-    # Norms of several families differ in their rounding, or add one to the weight: these stay.
-    states = torch.linspace(-3, 3, 4 * len(weight), device=weight.device).cos().view(4, -1).to(weight.dtype)
-    same = torch.equal(module(states), rms_norm.reference(states, weight, epsilon))
-    return _Norm(weight, epsilon) if same else None
-
-
 class _Given(nn.Module):
     """Takes the place of the decoder, so that the model's own forward computes logits from a hidden state."""
 
@@ -227,11 +153,17 @@ class TransformersModel(nn.Module):
         self.decoder = decoder_of(model)
         self.head = copy.copy(model)  # shares every parameter
         self.head._modules = {name: _Given() if child is self.decoder else child for name, child in model._modules.items()}
-        for module in [*self.decoder.modules(), *self.head.modules()]:
-            for child_name, child in module.named_children():
-                if (fused := _fused(child)) is not None:
-                    setattr(module, child_name, fused)
-        products = [module for module in self.modules() if isinstance(module, (_Product, nn.Embedding))]
+        decoder_name = next(child_name for child_name, child in model.named_children() if child is self.decoder)
+        replace_modules(self.decoder, decoder_name, sizes.attention)
+        for child_name, child in self.head.named_children():
+            if type(child) is nn.Linear:
+                setattr(self.head, child_name, Product({child_name: child}))
+        self._calls: list[Call] = []  # the present one
+        self.lora_weights: dict[str, LoraWeight] = {}
+        for index, module in enumerate(module for module in self.decoder.modules() if isinstance(module, Product)):
+            module.lora, module.calls = f"{name}_lora{index}", self._calls
+            self.lora_weights[module.lora] = LoraWeight(module.parts, module.weight.shape[1])
+        products = [module for module in self.modules() if isinstance(module, (Product, nn.Embedding))]
         known = {id(weight) for module in products for weight in module.parameters()}
         # On the CPU: whether a row has the same bits in any batch. Routers and experts multiply without nn.Linear.
         self.batch_invariant = all(weight.dim() == 1 or id(weight) in known for weight in self.parameters())
@@ -284,12 +216,14 @@ class TransformersModel(nn.Module):
         return buffers[f"{name}_keys"][place], buffers[f"{name}_values"][place]
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
-        call = _Call(self, inputs, buffers, {})
+        call = Call(self.config.attention, self.cache_of, inputs, buffers, {})
+        self._calls[:] = [call]
         given: Mapping[str, Tensor] = {"input_ids": inputs.tokens}
         if inputs.embeddings is not None:
             embedded = cast("PreTrainedModel", self.decoder).get_input_embeddings()(inputs.tokens)
             given = {"inputs_embeds": torch.where(inputs.embeddings.given[..., None], inputs.embeddings.values, embedded)}
         output = self.decoder(**given, position_ids=inputs.positions, use_cache=False, stepgraph=call)
+        self._calls.clear()  # they hold the buffers
         features = [call.layer_inputs[layer] for layer in self.feature_layers]
         return ModelOutput(output.last_hidden_state, torch.cat(features, -1) if features else None)
 

@@ -75,9 +75,11 @@ class App:
         self.leaving = server.should_exit = True
         await asyncio.wait({serving, cut}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
         cut.cancel()
-        await self._serving.close(drain=False)  # answers in progress end with an error
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(serving, 1.0)  # a client that does not read is not waited for
+        try:
+            await self._serving.close(drain=False)  # answers in progress end with an error; raises that of a failed engine
+        finally:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(serving, 1.0)  # a client that does not read is not waited for
 
     async def _metrics(self, request: Request) -> Response:
         engine = await asyncio.to_thread(self._serving.engine.metrics)
@@ -128,7 +130,7 @@ class App:
         except QueueFullError as error:
             raise HttpError(429, str(error), code="rate_limit_exceeded") from None
         answer_id = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
-        replies = [Reply(parsed, self._codec, f"{answer_id[-12:]}_{index}", index) for index in range(parsed.n)]
+        replies = [Reply(parsed, self._codec, index) for index in range(parsed.n)]
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             envelope = self._envelope(parsed, answer_id)

@@ -4,35 +4,83 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+import uuid
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 from stepgraph.runtime.text import TextCodec
+from stepgraph.sampling.grammar.schema.parameters import PARAMETER_END
 
 Delta = dict[str, Any]  # content or reasoning_content: some text, or tool_calls: the next part of one call
-_HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)')
+TextParameters = Mapping[str, frozenset[str]]  # by function, the parameters that are written as they are
+Result = TypeVar("Result")
+Steps = Generator[Delta | None, None, Result]
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """A call in free text: an object of JSON with a name and arguments between two texts, which may be empty."""
+    """A call is `prefix`, the function's name, `infix`, its arguments, `suffix`. A text of calls only has `separator` between them."""
 
-    opening: str
-    arguments: str  # the name of the field with the arguments
-    closing: str
+    trigger: str  # the text that begins a call, or a list of calls, and nothing else
+    prefix: str
+    infix: str
+    suffix: str
+    separator: str = ""
+    opening: str = ""  # before the calls of a list; empty: a call in free text stands alone
+    closing: str = ""  # after the calls of a list
+    style: str = "json"  # of the arguments: see structural tags
+    other_infixes: tuple[str, ...] = ()  # that a model may write instead; `ChannelSplitter` replaces them
+    parallel: bool = True  # whether an answer of calls only can have several
 
     @property
-    def trigger(self) -> str:
-        """The text that begins a call and nothing else."""
-        return self.opening or '{"name": '
+    def is_list(self) -> bool:
+        return bool(self.opening) and self.opening.startswith(self.trigger)
+
+    @property
+    def markers(self) -> set[str]:
+        """Its parts that may be control tokens."""
+        texts = (self.trigger, self.opening, self.prefix, self.infix, *self.other_infixes, self.suffix, self.closing)
+        return {marker for text in texts for marker in re.findall(r"<[^<>\s]+>|\[[A-Z_]+\]", text)}
+
+    @property
+    def example(self) -> str:
+        arguments = f"<parameter=...>\n...{PARAMETER_END}\n" if self.style == "qwen_xml" else "{...}"
+        return f"{self.opening if self.is_list else ''}{self.begin('...')}{arguments}{self.suffix}{self.closing}"
 
     def begin(self, name: str) -> str:
         """The text of a call before its arguments."""
-        return f'{self.opening}{{"name": {json.dumps(name)}, "{self.arguments}": '
+        return f"{self.prefix}{name}{self.infix}"
+
+    def structural_tag(self, functions: Mapping[str, Any], required: bool, parallel: bool) -> dict[str, Any]:
+        """Free text with calls or, if they are required, calls and nothing else. functions: schemas of the arguments, by name."""
+        structures = [
+            {"begin": f"{self.prefix}{name}{infix}", "schema": schema, "end": self.suffix, "style": self.style}
+            for name, schema in functions.items()
+            for infix in ((self.infix,) if required else (self.infix, *self.other_infixes))
+        ]
+        tag: dict[str, Any] = {"structures": structures, "closing": self.closing}
+        tag |= {"opening": self.opening} if required or self.is_list else {}
+        tag |= {} if required else {"triggers": [self.trigger]}
+        return tag | ({"separator": self.separator} if parallel and self.parallel and (required or self.is_list) else {})
 
 
-FORMATS = {"hermes": CallFormat("<tool_call>\n", "arguments", "\n</tool_call>"), "llama3": CallFormat("", "parameters", "")}
+FORMATS = {
+    "hermes": CallFormat("<tool_call>", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n"),
+    "llama3": CallFormat('{"name":', '{"name": "', '", "parameters": ', "}", "; "),
+    "mistral": CallFormat("[TOOL_CALLS]", "[TOOL_CALLS]", "[ARGS]", ""),
+    "mistral-list": CallFormat("[TOOL_CALLS]", '{"name": "', '", "arguments": ', "}", ", ", "[TOOL_CALLS] [", "]"),
+    "qwen3-coder": CallFormat("<tool_call>", "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", "\n", style="qwen_xml"),
+    "gpt-oss": CallFormat(
+        " to=functions.",
+        " to=functions.",
+        " <|constrain|>json<|message|>",
+        "",
+        opening="<|start|>assistant<|channel|>commentary",
+        other_infixes=("<|channel|>commentary json<|message|>",),  # as chat templates write earlier calls
+        parallel=False,  # a stop token follows a call
+    ),
+}
 
 
 class CallStyle(NamedTuple):
@@ -42,82 +90,157 @@ class CallStyle(NamedTuple):
 
 def call_style(codec: TextCodec, name: str = "auto") -> CallStyle:
     """The format of that name, or the one that the chat template describes; Hermes' where it describes none or another."""
-    found = ""
-    if codec.template_mentions('"parameters": dictionary'):
-        found = "llama3"
-    elif codec.template_mentions("<tool_call>") and not codec.template_mentions("<function="):  # those arguments are no JSON
-        found = "hermes"
+    described = {  # the first one counts
+        "gpt-oss": "<|channel|>",
+        "mistral": "[ARGS]",
+        "mistral-list": "[TOOL_CALLS]",
+        "llama3": '"parameters": dictionary',
+        "qwen3-coder": "<function=",
+        "hermes": "<tool_call>",
+    }
+    found = next((name for name, words in described.items() if codec.template_mentions(words)), "")
     chosen = (found or "hermes") if name == "auto" else name
-    return CallStyle(FORMATS[chosen], chosen == found)
+    form = FORMATS[chosen]
+    if codec.template_mentions(form.opening.replace(" ", "")):  # "[TOOL_CALLS][" of some Mistral models
+        form = replace(form, opening=form.opening.replace(" ", ""))
+    return CallStyle(form, chosen == found)
 
 
-class Piece(NamedTuple):
-    """Free text, text of a call's object, or the end of that object."""
+class CallParser:
+    """The deltas of a text that arrives in pieces: content up to a stop text, and calls. What may begin one of these is held back.
 
-    kind: Literal["text", "call", "end"]
-    text: str = ""
-
-
-class Splitter:
-    """Splits text that arrives in pieces into free text and calls, up to a stop text; holds back what may begin one of them.
-
-    only_calls: the text is one object, or a list of them, as a grammar requires; what is between them is dropped.
+    only_calls: the text has nothing else, as a grammar requires; what is between them is dropped.
     """
 
-    def __init__(self, stops: Sequence[str], form: CallFormat | None, only_calls: bool = False) -> None:
-        self._stops, self._only_calls = tuple(stops), only_calls
-        self._opening, self._closing = ("{", "") if only_calls else (form.trigger, form.closing) if form else ("", "")
-        self._dropped = len(form.opening) if form and not only_calls else 0  # characters of the opening that are not the object's
-        self._delimiters = (*stops, *([self._opening] if self._opening else ()))
-        self._pending, self._object, self._to_skip = "", None, 0
-        self.stopped = False
+    def __init__(self, stops: Sequence[str], form: CallFormat | None, texts: TextParameters, only_calls: bool, parallel: bool) -> None:
+        self._stops, self._form, self._texts, self._only_calls, self._parallel = tuple(stops), form, texts, only_calls, parallel
+        self._pending, self._ended = "", False
+        self.calls = 0  # that are complete
+        self.at_stop_text = False
+        self._steps = self._parse()
 
-    _object: _ObjectEnd | None  # inside a call
+    @property
+    def stopped(self) -> bool:
+        """At a stop text, or after the only call that is allowed."""
+        return self.at_stop_text or (self.calls > 0 and not self._parallel)
 
-    def push(self, text: str) -> Iterator[Piece]:
-        self._pending += text
-        while self._pending and not self.stopped:
-            if self._object is not None:
-                yield from self._call()
-            elif self._to_skip:
-                skipped = min(self._to_skip, len(self._pending))
-                self._pending, self._to_skip = self._pending[skipped:], self._to_skip - skipped
-            elif found := [(start, -len(each), each) for each in self._delimiters if (start := self._pending.find(each)) >= 0]:
-                start, _, delimiter = min(found)
-                yield from self._text(start)
-                self.stopped = delimiter in self._stops
-                if not self.stopped:
-                    self._pending, self._object = self._pending[self._dropped :], _ObjectEnd()
-            else:
-                yield from self._text(len(self._pending) - self._held_back())
+    def push(self, text: str, ended: bool = False) -> Iterator[Delta]:
+        """ended: no more text follows. Of a call that is cut short there, the deltas have as much as there is."""
+        self._pending, self._ended = self._pending + text, ended
+        for delta in self._steps:
+            if delta is None:
                 return
+            yield delta
 
-    def finish(self) -> str:
-        """The free text that was held back."""
-        inside = self.stopped or self._only_calls or self._object is not None or self._to_skip
-        rest = "" if inside else self._pending
-        self._pending = ""
-        return rest
+    # These steps yield None where they need more text.
 
-    def _call(self) -> Iterator[Piece]:
-        assert self._object is not None
-        end = self._object.find(self._pending)
-        text, self._pending = self._pending[:end], "" if end is None else self._pending[end:]
-        yield Piece("call", text)
-        if end is not None:
-            self._object, self._to_skip = None, len(self._closing)
-            yield Piece("end")
+    def _parse(self) -> Steps[None]:
+        form = self._form
+        delimiters = (*self._stops, *([form.trigger] if form else ()))
+        while not self.stopped:
+            found = yield from self._up_to(delimiters, lambda text: {"content": text}, self._only_calls)
+            if not found:
+                return
+            self.at_stop_text = found in self._stops
+            if form is None or self.at_stop_text:
+                continue
+            if form.is_list:
+                yield from self._skip(form.opening)
+            while (yield from self._call(form)) and form.is_list and not self.stopped and (yield from self._skip(form.separator)):
+                pass
+            yield from self._skip(form.closing)
 
-    def _text(self, count: int) -> Iterator[Piece]:
-        text, self._pending = self._pending[:count], self._pending[count:]
-        if text and not self._only_calls:
-            yield Piece("text", text)
+    def _call(self, form: CallFormat) -> Steps[bool]:
+        """One call; whether it is complete."""
+        header = yield from self._match(re.escape(form.prefix) + r"([\w-]+)" + re.escape(form.infix))
+        if header is None:
+            yield {"content": self._pending}
+            self._pending = ""
+            return False
+        call_id = uuid.uuid4().hex[:9]  # templates of Mistral accept exactly nine characters
+        function = {"name": header[1], "arguments": ""}
+        yield {"tool_calls": [{"index": self.calls, "id": call_id, "type": "function", "function": function}]}
+        if not (yield from self._parameters(self._texts[header[1]]) if form.style == "qwen_xml" else self._object()):
+            return False
+        yield from self._skip(form.suffix)
+        self.calls += 1
+        return True
 
-    def _held_back(self) -> int:
-        """Characters at the end that may begin a delimiter."""
-        longest = max(map(len, self._delimiters), default=1) - 1
-        sizes = range(min(longest, len(self._pending)), 0, -1)
-        return next((size for size in sizes if any(each.startswith(self._pending[-size:]) for each in self._delimiters)), 0)
+    def _object(self) -> Steps[bool]:
+        """Arguments that are an object of JSON."""
+        end, size = _ObjectEnd(), None
+        while size is None:
+            if not self._pending:
+                if self._ended:
+                    return False
+                yield None
+            size = end.find(self._pending)
+            text, self._pending = self._pending[:size], "" if size is None else self._pending[size:]
+            if text:
+                yield self._arguments(text)
+        return True
+
+    def _parameters(self, texts: frozenset[str]) -> Steps[bool]:
+        """Arguments between <parameter=NAME> and </parameter>. texts: the names of those that are not JSON."""
+        before = "{"
+        while True:
+            header = yield from self._match(r"<parameter=([^<>\n]+)>\n|(?=</)")
+            if header is None:
+                self._pending = ""
+                return False
+            if not header[1]:
+                yield self._arguments("{}" if before == "{" else "}")
+                return True
+            quote, delta = ('"', self._quoted) if header[1] in texts else ("", self._arguments)
+            yield self._arguments(f"{before}{json.dumps(header[1], ensure_ascii=False)}: {quote}")
+            found = yield from self._up_to((PARAMETER_END,), delta)
+            if not found:
+                return False
+            yield from self._skip(PARAMETER_END + "\n")
+            if quote:
+                yield self._arguments(quote)
+            before = ", "
+
+    def _arguments(self, text: str) -> Delta:
+        return {"tool_calls": [{"index": self.calls, "function": {"arguments": text}}]}
+
+    def _quoted(self, text: str) -> Delta:
+        """A part of a text inside a string of the arguments."""
+        return self._arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+
+    def _up_to(self, delimiters: Sequence[str], delta: Callable[[str], Delta], is_dropped: bool = False) -> Steps[str]:
+        """The deltas of the text up to the first delimiter, which is returned; the rest begins with it. Empty: the text ended before."""
+        while True:
+            found = [(start, -len(each), each) for each in delimiters if (start := self._pending.find(each)) >= 0]
+            start, _, delimiter = min(found, default=(len(self._pending), 0, ""))
+            size = start if found or self._ended else start - held_back(self._pending, delimiters)
+            text, self._pending = self._pending[:size], self._pending[size:]
+            if text and not is_dropped:
+                yield delta(text)
+            if found or self._ended:
+                return delimiter
+            yield None
+
+    def _match(self, pattern: str) -> Steps[re.Match[str] | None]:
+        """Pass a match of the pattern; None if the text ended before."""
+        while (found := re.match(pattern, self._pending)) is None and not self._ended:
+            yield None
+        self._pending = self._pending[found.end() :] if found else self._pending
+        return found
+
+    def _skip(self, text: str) -> Steps[bool]:
+        """Pass a text, or the part of it that there is at the end; False where the rest does not begin with it."""
+        while text.startswith(self._pending) and self._pending != text and not self._ended:
+            yield None
+        size = len(text) if self._pending.startswith(text) else len(self._pending) if text.startswith(self._pending) else 0
+        self._pending = self._pending[size:]
+        return size == len(text)
+
+
+def held_back(text: str, delimiters: Sequence[str]) -> int:
+    """Characters at the end of a text that may begin a delimiter."""
+    sizes = range(min(max(map(len, delimiters), default=1) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if any(each.startswith(text[-size:]) for each in delimiters)), 0)
 
 
 class _ObjectEnd:
@@ -141,42 +264,6 @@ class _ObjectEnd:
                 if not self._depth:
                     return index + 1
         return None
-
-
-class CallReader:
-    """The deltas of one call: first its id and name, then the text of its arguments."""
-
-    def __init__(self, index: int, answer_id: str, opening: str = "") -> None:
-        """opening: the text before the object, for a call that is cut short before its name is known."""
-        self._index, self._answer_id, self._opening, self._named = index, answer_id, opening, False
-        self._held = ""  # before the arguments: all; then what may be the object's end
-
-    def push(self, text: str) -> Iterator[Delta]:
-        self._held += text
-        if not self._named:
-            header = _HEADER.match(self._held)
-            if header is None:
-                return
-            self._named, self._held = True, self._held[header.end() :]
-            call_id = f"call_{self._answer_id}_{self._index}"
-            function = {"name": json.loads(header[1]), "arguments": ""}
-            yield {"tool_calls": [{"index": self._index, "id": call_id, "type": "function", "function": function}]}
-        certain = len(self._held.rstrip("} \t\r\n"))
-        yield from self._arguments(certain)
-
-    def finish(self, cut_short: bool = False) -> Iterator[Delta]:
-        """The rest: of a whole object without its end, of one that was cut short as it is."""
-        if not self._named:
-            yield {"content": self._opening + self._held}
-            return
-        if not cut_short:
-            self._held = self._held.rstrip()[:-1].rstrip()
-        yield from self._arguments(len(self._held))
-
-    def _arguments(self, count: int) -> Iterator[Delta]:
-        text, self._held = self._held[:count], self._held[count:]
-        if text:
-            yield {"tool_calls": [{"index": self._index, "function": {"arguments": text}}]}
 
 
 def joined(first: Delta, then: Delta) -> Delta | None:

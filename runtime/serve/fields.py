@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from stepgraph.runtime.serve.calls import CallStyle
 from stepgraph.runtime.serve.http import HttpError
-from stepgraph.runtime.serve.reasoning import CLOSING, Reasoning, reasoning_of
+from stepgraph.runtime.serve.reasoning import Reasoning, reasoning_of
 from stepgraph.runtime.serve.tools import ToolUse, tool_use
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.fields import is_int
@@ -76,8 +76,9 @@ class GenerationRequest:
         if sampling.seed is not None:
             options["sampling"] = replace(sampling, seed=(sampling.seed + index) % 2**63)
         options["max_new_tokens"] -= written
-        if self.reasoning is not None and constraint is not None and not written:
-            options["constraint"] = constraint.after(CLOSING)
+        if self.reasoning is not None and constraint is not None:
+            marker = self.reasoning.marker(self.constraint_field == "tools", self.tools is not None and self.tools.required, written > 0)
+            options["constraint"] = constraint if marker is None else constraint.after(marker)
         return options
 
 
@@ -262,7 +263,10 @@ def _constraint(fields: Mapping[str, Any], tools: ToolUse | None) -> Constraint 
             return constraint
         if constraint is not None:
             _refuse("response_format", fields["response_format"], "none beside tools, or tool_choice 'none'")
-        return tools.constraint()
+        try:
+            return tools.constraint()
+        except ValueError as error:
+            raise HttpError(400, f"tools: {error}", "tools") from None
     except ValueError as error:
         raise runtime_refusal(error) from None
 

@@ -1,14 +1,17 @@
-"""Reasoning between <think> and </think>: whether an answer begins with it, its split from the answer, and its limit."""
+"""Reasoning between <think> and </think>, or in a channel of GPT-OSS: its split from the answer, and its limit."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stepgraph.runtime.serve.calls import FORMATS, call_style, held_back
 from stepgraph.runtime.text import TextCodec
 
 OPENING, CLOSING = "<think>", "</think>"
+CHANNEL, MESSAGE, MESSAGE_END = "<|channel|>", "<|message|>", "<|end|>"
 
 
 @dataclass(frozen=True)
@@ -18,10 +21,30 @@ class Reasoning:
     opened: bool  # the prompt ends inside the reasoning; otherwise the answer begins with <think>
     budget: int | None  # tokens, after which it is closed
     closing_ids: tuple[int, ...]  # the text that closes it
+    in_channels: bool = False
+
+    def marker(self, of_calls: bool, required: bool, closed: bool) -> str | None:
+        """The text after which a constraint applies; None for the whole answer. closed: the answer goes on after closed reasoning."""
+        if not self.in_channels:
+            return None if closed else CLOSING
+        if of_calls:
+            return MESSAGE_END if required and not closed else None  # free text with calls has triggers that occur nowhere else
+        return f"{CHANNEL}final{MESSAGE}"
+
+
+def with_markers(codec: TextCodec, tool_format: str) -> TextCodec:
+    """The codec in which what divides an answer into reasoning, calls and text is itself text, also where it is control tokens."""
+    found = {
+        *([OPENING, CLOSING] if codec.template_mentions(OPENING) else ()),
+        *([MESSAGE_END] if codec.template_mentions(CHANNEL) else ()),
+    }
+    return codec.with_text(call_style(codec, tool_format).form.markers | found)
 
 
 def reasoning_of(prompt_ids: Sequence[int], codec: TextCodec, variables: Mapping[str, Any], budget: int | None) -> Reasoning | None:
     """None if the answer has no reasoning: the template has none, or it was switched off."""
+    if codec.template_mentions(CHANNEL):
+        return Reasoning(False, budget, tuple(codec.encode(MESSAGE_END, begins=False)), in_channels=True)
     if not codec.template_mentions(OPENING):
         return None
     end = codec.vocabulary.decode(prompt_ids[-32:]).decode("utf-8", "replace").rstrip()
@@ -54,7 +77,7 @@ class ReasoningSplitter:
             if found:
                 self.inside, self._trims, self._pending = False, True, rest
             else:
-                held = next((size for size in range(len(CLOSING) - 1, 0, -1) if piece.endswith(CLOSING[:size])), 0)
+                held = held_back(piece, [CLOSING])
                 piece, self._pending = piece[: len(piece) - held], piece[len(piece) - held :]
             if piece:
                 yield True, piece
@@ -69,3 +92,43 @@ class ReasoningSplitter:
         if self._pending:
             yield self.inside, self._pending
             self._pending = ""
+
+
+class ChannelSplitter:
+    """Splits the messages of GPT-OSS, which consist of a header, <|message|> and a text: those of the channel `analysis` are reasoning.
+    The header of a call becomes the one of its format; the other headers are left out."""
+
+    def __init__(self) -> None:
+        self.inside = False
+        self._pending, self._in_header = "", True
+
+    def push(self, text: str) -> Iterator[tuple[bool, str]]:
+        """Pieces; True with reasoning."""
+        self._pending += text
+        while True:
+            if self._in_header:
+                header, found, rest = self._pending.partition(MESSAGE)
+                if not found:
+                    return
+                self._in_header, self._pending = False, rest
+                call = re.search(r" to=functions\.([\w-]+)", header)
+                self.inside = call is None and f"{CHANNEL}analysis" in header
+                if call:
+                    yield False, FORMATS["gpt-oss"].begin(call[1])
+            end = re.search(r"<\|end\|>|<\|start\|>", self._pending)
+            size = end.start() if end else len(self._pending) - held_back(self._pending, [MESSAGE_END, "<|start|>"])
+            piece, self._pending = self._pending[:size], self._pending[end.end() if end else size :]
+            if piece:
+                yield self.inside, piece
+            if end is None:
+                return
+            self._in_header, self.inside = True, False
+
+    def finish(self) -> Iterator[tuple[bool, str]]:
+        if self._pending and not (self._in_header and "<|" in self._pending):
+            yield self.inside, self._pending
+        self._pending = ""
+
+
+def splitter(reasoning: Reasoning | None) -> ReasoningSplitter | ChannelSplitter:
+    return ChannelSplitter() if reasoning is not None and reasoning.in_channels else ReasoningSplitter(reasoning)

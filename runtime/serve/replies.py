@@ -6,35 +6,31 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stepgraph.runtime.request import FinishReason, Job, StepEvent, TokenLogprob
-from stepgraph.runtime.serve.calls import CallReader, Delta, Splitter, joined
+from stepgraph.runtime.serve.calls import CallParser, Delta, joined
 from stepgraph.runtime.serve.fields import GenerationRequest
-from stepgraph.runtime.serve.reasoning import ReasoningSplitter
+from stepgraph.runtime.serve.reasoning import splitter
 from stepgraph.runtime.text import TextCodec
 
 
 class Reply:
     """One answer: turns step events into deltas."""
 
-    def __init__(self, request: GenerationRequest, codec: TextCodec, answer_id: str, index: int) -> None:
-        self.request, self.index, self._codec, self._answer_id = request, index, codec, answer_id
+    def __init__(self, request: GenerationRequest, codec: TextCodec, index: int) -> None:
+        self.request, self.index, self._codec = request, index, codec
         self.job: Job | None = None  # once it is submitted
         self._text = codec.stream()
         tools = request.tools if request.tools is not None and request.tools.callable else None
         only_calls = tools is not None and tools.required
-        self._parallel = tools is None or tools.parallel
-        self._splitter = Splitter(() if only_calls else request.stops, tools.form if tools else None, only_calls)
-        self._opening = tools.form.opening if tools is not None and not only_calls else ""
-        self._call: CallReader | None = None  # inside a call
-        self._reasoning = ReasoningSplitter(request.reasoning)
+        form, texts, parallel = (tools.form, tools.texts, tools.parallel) if tools is not None else (None, {}, True)
+        self._calls = CallParser(() if only_calls else request.stops, form, texts, only_calls, parallel)
+        self._reasoning = splitter(request.reasoning)
         self.ids: list[int] = []
         self.reasoning_tokens = 0
-        self._calls = 0  # that are complete
         self._logprobs: list[tuple[int, TokenLogprob]] = []  # of tokens that no delta has reported yet
 
     @property
     def stopped(self) -> bool:
-        """At a stop text, or after the only call that is allowed."""
-        return self._splitter.stopped or (self._calls > 0 and not self._parallel)
+        return self._calls.stopped
 
     def push(self, event: StepEvent) -> list[Delta]:
         deltas: list[Delta] = []
@@ -73,16 +69,13 @@ class Reply:
             return []
         deltas = self._deltas(self._text.finish())
         deltas += [delta for part in self._reasoning.finish() for delta in self._part(*part)]
-        rest = self._splitter.finish()
-        deltas += [{"content": rest}] if rest else []
-        deltas += self._call.finish(cut_short=True) if self._call is not None else []
-        return _merged(deltas)
+        return _merged([*deltas, *self._calls.push("", ended=True)])
 
     @property
     def reason(self) -> str:
         if self.job is not None and self.job.finish_reason == FinishReason.LENGTH and not self.stopped:
             return "length"
-        return "tool_calls" if self._calls and not self._splitter.stopped else "stop"
+        return "tool_calls" if self._calls.calls and not self._calls.at_stop_text else "stop"
 
     def take_logprobs(self, offset: int = 0) -> dict[str, Any] | None:
         """Of the tokens since the last call, in the form of the endpoint. offset: characters of the answer sent before them."""
@@ -114,19 +107,8 @@ class Reply:
     def _part(self, reasoning: bool, text: str) -> Iterator[Delta]:
         if reasoning:
             yield {"reasoning_content": text}
-            return
-        for kind, piece in self._splitter.push(text):
-            if kind == "text":
-                yield {"content": piece}
-                continue
-            self._call = self._call or CallReader(self._calls, self._answer_id, self._opening)
-            if kind == "call":
-                yield from self._call.push(piece)
-            else:
-                yield from self._call.finish()
-                self._call, self._calls = None, self._calls + 1
-                if not self._parallel:
-                    return
+        else:
+            yield from self._calls.push(text)
 
 
 def _merged(deltas: Sequence[Delta]) -> list[Delta]:

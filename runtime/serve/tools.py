@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from stepgraph.runtime.serve.calls import CallFormat, CallStyle
+from stepgraph.runtime.serve.calls import CallFormat, CallStyle, TextParameters
 from stepgraph.runtime.serve.http import HttpError
 from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.grammar.schema.parameters import text_parameters
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -27,18 +29,19 @@ class ToolUse:
     def form(self) -> CallFormat:
         return self.style.form
 
-    @property
+    @cached_property
     def functions(self) -> dict[str, Any]:
         """Schemas of the arguments, by name."""
-        return {tool["function"]["name"]: tool["function"].get("parameters") or _NO_ARGUMENTS for tool in self.callable}
+        functions = [tool["function"] for tool in self.callable]
+        return {each["name"]: {"type": "object", **(each.get("parameters") or _NO_ARGUMENTS)} for each in functions}
+
+    @cached_property
+    def texts(self) -> TextParameters:
+        """UnsupportedError for a schema that the format cannot express."""
+        return {name: text_parameters(schema) for name, schema in self.functions.items()} if self.form.style == "qwen_xml" else {}
 
     def constraint(self) -> Constraint:
-        if self.required:
-            schema: dict[str, Any] = {"anyOf": [self._call_schema(*function) for function in self.functions.items()]}
-            return Constraint.json_schema({"type": "array", "items": schema, "minItems": 1} if self.parallel else schema)
-        end = "}" + self.form.closing
-        structures = [{"begin": self.form.begin(name), "schema": schema, "end": end} for name, schema in self.functions.items()]
-        return Constraint.structural_tag({"triggers": [self.form.trigger], "structures": structures})
+        return Constraint.structural_tag(self.form.structural_tag(self.functions, self.required, self.parallel))
 
     def prompt_ids(self, codec: TextCodec, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[int]:
         """The conversation with the functions, in the chat template's words if it describes the format, else in a system message."""
@@ -50,17 +53,11 @@ class ToolUse:
 
     def _as_system_message(self, messages: Sequence[Message]) -> list[Message]:
         lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in self.callable]
-        call = f'{{"name": "...", "{self.form.arguments}": {{...}}}}'
-        whole = f"Answer with a list of calls: [{call}, ...]" if self.parallel else f"Answer with one call: {call}"
-        instruction = whole if self.required else f"To call one, write:\n{self.form.opening}{call}{self.form.closing}"
-        text = "\n".join(["These functions can be called:", *lines, instruction])
+        only = "Answer with a call and nothing else" if self.required else "To call one"
+        text = "\n".join(["These functions can be called:", *lines, f"{only}, write:\n{self.form.example}"])
         if messages[0]["role"] != "system":
             return [{"role": "system", "content": text}, *messages]
         return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
-
-    def _call_schema(self, name: str, arguments: Any) -> dict[str, Any]:
-        properties = {"name": {"const": name}, self.form.arguments: arguments}
-        return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
 def tool_use(tools: Any, choice: Any, parallel: bool, style: CallStyle) -> ToolUse | None:
@@ -100,3 +97,5 @@ def _check_tool(tool: Any, name: str) -> None:
     if not isinstance(function.get("parameters") or {}, dict):
         got = type(function["parameters"]).__name__
         raise HttpError(400, f"{field}.parameters: got {got}, expected a JSON schema", f"{field}.parameters")
+    if (found := (function.get("parameters") or {}).get("type", "object")) != "object":
+        raise HttpError(400, f"{field}.parameters.type: got {json.dumps(found)[:60]}, expected object", f"{field}.parameters")

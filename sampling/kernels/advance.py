@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.grammar.automaton.library import IMAGE_VERSION, MOVE_INTS, SPECIAL, Field
-from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, ForcedText, TokenTable, first_slot, text_key
-from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn, MaskStatus
+from stepgraph.sampling.grammar.automaton.library import Field
+from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES
+from stepgraph.sampling.grammar.status import TAG_FIELDS
 from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
 from stepgraph.sampling.kernels.operation import Contiguous, operation
 
@@ -21,13 +18,9 @@ MAX_PUSHES, MAX_SYMBOLS = 4, 1 << 16  # of an image: a Triton program keeps the 
 ENDED, TOO_DEEP = -1, -2  # in place of a state: a stop token ended the text; it nests deeper than IMAGE_DEPTH
 PLACE_INTS = 8
 HEADER_INTS = Field.CROSS + 1
-COUNTERS = 3
 TEXT_COLUMNS = 3  # of row_forced_text: start, size, count; then the tokens, and as bytes their ends and the text: forced_text of forced.h
 TEXT_INTS = TEXT_COLUMNS + FORCED_BYTES + 2 * FORCED_BYTES // 4
 FORCED_PUSHES = 64  # symbols that a forced text pushes at most
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 class PlaceColumn(IntEnum):
@@ -114,298 +107,17 @@ def advance_fill(
     token_slots [n, 2] int64, merges: of the vocabulary's TokenTable. batch_forced [K, >= B] int64: gets the token that is forced
     after each of these masks, -1 where none is, of rows with an image; None: no forced text is searched. takes_forced: a token that
     is forced after mask i - 1 replaces draft i.
+
+    The reference is the kernel in C, on copies in host memory: without the library there are no images.
     """
-    written = (row_places, row_stacks, row_masks, row_tags, batch_status)
     inputs = (state, images, rows, drafts, arena, token_text, token_starts, plain_rows, stop_words)
+    written = (row_places, row_stacks, row_masks, row_tags, batch_status)
     with torch._C.DisableTorchFunction():  # a tape checks the calls of a step, not those of an operation
-        states, offsets, batch, tokens, ints, *tables = (tensor.cpu().numpy() for tensor in inputs)
-        arrays = [tensor.cpu().numpy() for tensor in written]
-        texts, slots, forced = (None if each is None else each.cpu().numpy() for each in (row_forced_text, token_slots, batch_forced))
-        for slot, row in enumerate(batch.tolist()):
-            offset, (*by_row_arrays, statuses) = int(offsets[row]), arrays
-            statuses[first : last + 1, slot] = MaskStatus.NONE
-            if 0 < offset <= len(ints) - HEADER_INTS and ints[offset] == IMAGE_VERSION:
-                one = _Row(states[row], ints[offset:], *tables, *(array[row] for array in by_row_arrays))
-                if texts is not None and slots is not None:
-                    table = _Tokens(tables[0], tables[1], slots, bool(merges))
-                    one.forced = _Forced(texts[row], table, None if forced is None else forced[:, slot], bool(takes_forced))
-                one.run(tokens[row if by_row else slot], first, last, bool(fill_new))
-                statuses[first : last + 1, slot] = one.tags[first : last + 1, 3]
-        for tensor, array in zip((*written, row_forced_text, batch_forced), (*arrays, texts, forced), strict=True):
-            if tensor is not None and array is not None:
-                tensor.copy_(torch.from_numpy(array))
-
-
-class _Tokens(TokenTable):
-    """The token table of a vocabulary in device memory."""
-
-    def __init__(self, text: npt.NDArray[np.uint8], starts: Ints, slots: Longs, merges: bool) -> None:
-        self.bytes, self.starts, self.slots, self.merges = text, starts, slots, merges
-        self.num_tokens, self.longest = len(starts) - 1, FORCED_BYTES
-
-    def find(self, text: bytes) -> int:
-        key = text_key(text)
-        slot = first_slot(key, len(self.slots))
-        while self.slots[slot, 1] >= 0 and self.slots[slot, 0] != key:
-            slot = (slot + 1) % len(self.slots)
-        return int(self.slots[slot, 1])
-
-
-@dataclass
-class _Forced:
-    """The forced text of one row of the reference."""
-
-    ints: Ints
-    table: TokenTable
-    tokens: Longs | None  # after each mask
-    takes: bool
-
-    @property
-    def text(self) -> ForcedText:
-        start, size, count = self.ints[:TEXT_COLUMNS].tolist()
-        raw = self.ints[TEXT_COLUMNS + FORCED_BYTES :].view(np.uint8)
-        text = raw[FORCED_BYTES : FORCED_BYTES + size].tobytes()
-        return ForcedText(start, text, self.ints[TEXT_COLUMNS : TEXT_COLUMNS + count].tolist(), raw[:count].tolist())
-
-    @text.setter
-    def text(self, kept: ForcedText) -> None:
-        count, raw = len(kept.tokens), self.ints[TEXT_COLUMNS + FORCED_BYTES :].view(np.uint8)
-        self.ints[:TEXT_COLUMNS] = kept.start, len(kept.text), count
-        self.ints[TEXT_COLUMNS : TEXT_COLUMNS + count] = kept.tokens
-        raw[:count] = kept.ends[:count]
-        raw[FORCED_BYTES : FORCED_BYTES + len(kept.text)] = np.frombuffer(kept.text, np.uint8)
-
-    def draft(self, index: int) -> int:
-        """What replaces draft `index`; -1: nothing does."""
-        return int(self.tokens[index - 1]) if self.takes and self.tokens is not None else -1
-
-    def accepted(self, position: int, token: int) -> None:
-        text = self.text
-        text.accepted(position, token)
-        self.text = text
-
-    def propose(self, index: int, position: int, row: _Row) -> None:
-        if self.tokens is not None and index < len(self.tokens):
-            text = self.text
-            self.tokens[index] = text.propose(position, row.masks[index], self.table, _At(row, row._load(position)))
-            self.text = text
-
-
-@dataclass
-class _Place:
-    """Where a text is in a grammar."""
-
-    state: int
-    counters: list[int]
-    stack: list[int]
-
-
-class _TooDeepError(Exception):
-    """The text nests deeper than IMAGE_DEPTH."""
-
-
-@dataclass
-class _Row:
-    """One row of the reference."""
-
-    state: Longs
-    image: Ints
-    text: npt.NDArray[np.uint8]
-    starts: Ints
-    plain: Ints
-    stop_words: Ints
-    places: Ints
-    stacks: Ints
-    masks: Ints
-    tags: Longs
-    forced: _Forced | None = field(default=None, init=False)
-
-    def run(self, drafts: Longs, first: int, last: int, fill_new: bool) -> None:
-        running = self.state[HostColumn.FINISH] == FinishCode.RUNNING and self.image[Field.DEPTH] <= self.stacks.shape[1]
-        if self.forced and self.forced.tokens is not None:
-            self.forced.tokens[first : last + 1] = -1
-        if running and fill_new and not self._is_filled(self._generated, 0):
-            self._commit()
-        for index in range(first, last + 1):
-            forced = self.forced.draft(index) if self.forced and index else -1
-            token = int(drafts[index - 1]) if index and forced < 0 else forced
-            if running and index == 0:
-                self._commit()
-            elif not running or token < 0 or not self._is_open(self._generated, index - 1):
-                self.tags[index] = (0, 0, index, MaskStatus.NONE)
-            elif self._step(self._generated + index - 1, index - 1, token):
-                self._fill(index)
-            else:
-                self._tag(index, MaskStatus.ILLEGAL)
-
-    @property
-    def _generated(self) -> int:
-        return int(self.state[HostColumn.GENERATED])
-
-    def _tag(self, index: int, status: MaskStatus) -> None:
-        self.tags[index] = (self.state[HostColumn.OWNER], self._generated, index, status)
-
-    def _is_filled(self, generated: int, index: int) -> bool:
-        """Whether mask `index` was filled when the history had `generated` tokens."""
-        owner, tokens, at, status = (int(value) for value in self.tags[index])
-        return (owner, tokens, at) == (self.state[HostColumn.OWNER], generated, index) and status != MaskStatus.NONE
-
-    def _is_open(self, generated: int, index: int) -> bool:
-        """And whether it allows a token. Then the place is valid too."""
-        return self._is_filled(generated, index) and bool(self.tags[index, 3] == MaskStatus.OK)
-
-    def _commit(self) -> None:
-        """Accept the token that a round has added to the history since mask 0 was filled, and fill mask 0."""
-        legal, before = True, int(self.tags[0, 1])
-        if self._is_filled(self._generated, 0):
-            pass
-        elif self._generated == 0:
-            counters = self.image[Field.START_COUNTERS : Field.START_COUNTERS + COUNTERS].tolist()
-            self._store(0, _Place(int(self.image[Field.START]), counters, []))
-            if self.forced:
-                self.forced.text = ForcedText()
-        else:
-            emitted = self._generated - before
-            legal = 0 < emitted <= len(self.masks) and self._is_open(before, emitted - 1)
-            legal = legal and self._step(self._generated - 1, emitted - 1, int(self.state[HostColumn.LAST_TOKEN]))
-        if legal:
-            self._fill(0)
-        else:
-            self.tags[0] = (0, 0, 0, MaskStatus.NONE)
-
-    def _load(self, tokens: int) -> _Place:
-        slot = tokens % len(self.places)
-        state, depth, *counters = self.places[slot, : PlaceColumn.FIRST_COUNTER + COUNTERS].tolist()
-        return _Place(state, counters, self.stacks[slot, :depth].tolist())
-
-    def _store(self, tokens: int, place: _Place) -> None:
-        slot, depth = tokens % len(self.places), len(place.stack)
-        self.places[slot, : PlaceColumn.FIRST_COUNTER + COUNTERS] = (place.state, depth, *place.counters)
-        self.stacks[slot, :depth] = place.stack
-
-    def _step(self, tokens: int, index: int, token: int) -> bool:
-        """From the place after `tokens` tokens, whose mask is mask `index`, to the next one; False, and no change, if the token is not
-        legal."""
-        place = self._load(tokens)
-        if not 0 <= token < len(self.starts) - 1 or not self.masks[index, token // 32] >> token % 32 & 1:
-            return False
-        if self.stop_words[token // 32] >> token % 32 & 1:
-            place.state = ENDED
-        else:
-            try:
-                if not self._follow(place, token):
-                    return False
-            except _TooDeepError:
-                place.state = TOO_DEEP
-        self._store(tokens + 1, place)
-        if self.forced:
-            self.forced.accepted(tokens, token)
-        return True
-
-    def _at(self, table: Field, index: int) -> int:
-        return int(self.image[self.image[table] + index])
-
-    def _follow(self, place: _Place, token: int) -> bool:
-        """Read the bytes of a token; False if they are not legal, or if there are none."""
-        text = self.text[self.starts[token] : self.starts[token + 1]].tolist()
-        return bool(text) and self._read(place, text, len(place.stack), int(self.image[Field.PUSHES])) is not None
-
-    def _read(self, place: _Place, text: list[int], kept: int, pushes: int) -> int | None:
-        """Read bytes that push at most `pushes` symbols. Of the stack before a text, `kept` symbols were not popped; returns how many
-        are not popped now. None if the bytes are not legal."""
-        for byte in text:
-            entry = self._next(place.state, self._at(Field.CLASS_OF, byte))
-            if entry < 0:
-                return None
-            if entry < SPECIAL:
-                place.state = entry
-            elif not self._move(place, entry - SPECIAL, kept, pushes):
-                return None
-            while (finish_set := self._at(Field.LEAVE, place.state)) >= 0:
-                symbol = place.stack.pop()
-                kept = min(kept, len(place.stack))
-                place.state = self._at(Field.RETURN, finish_set * int(self.image[Field.SYMBOLS]) + symbol)
-                if place.state < 0:
-                    return None
-        return kept
-
-    def _next(self, state: int, byte_class: int) -> int:
-        return self._at(Field.NEXT, state * int(self.image[Field.CLASSES]) + byte_class)
-
-    def only_bytes(self, place: _Place) -> bytes:
-        """The bytes that must come next."""
-        text, kept = bytearray(), len(place.stack)
-        while len(text) < FORCED_BYTES and place.state >= 0 and self._at(Field.LEAVE, place.state) == -1:
-            legal = [each for each in range(int(self.image[Field.CLASSES])) if self._next(place.state, each) >= 0]
-            if len(legal) != 1 or (byte := self._at(Field.BYTE_OF, legal[0])) < 0:
-                break
-            try:
-                read = self._read(place, [byte], kept, FORCED_PUSHES)
-            except _TooDeepError:
-                break
-            if read is None:
-                break
-            kept = read
-            text.append(byte)
-        return bytes(text)
-
-    def _move(self, place: _Place, index: int, kept: int, pushes: int) -> bool:
-        """A move that does more than enter a state."""
-        start = int(self.image[Field.MOVES]) + index * MOVE_INTS
-        target, push, counter, last_target, *pairs = self.image[start : start + MOVE_INTS].tolist()
-        sets = pairs[:4]
-        if counter >= 0:
-            place.counters[counter] -= 1
-            if place.counters[counter] == 0:
-                target, sets = last_target, pairs[4:]
-        for which, value in zip(sets[::2], sets[1::2], strict=True):
-            if which >= 0:
-                place.counters[which] = value
-        if push >= 0:
-            if len(place.stack) - kept >= pushes:
-                return False
-            if len(place.stack) >= self.image[Field.DEPTH]:
-                raise _TooDeepError
-            place.stack.append(push)
-        place.state = target
-        return bool(target >= 0)
-
-    def _fill(self, index: int) -> None:
-        place, mask = self._load(self._generated + index), self.masks[index]
-        if place.state < 0:
-            mask[:] = 0
-            return self._tag(index, MaskStatus.TERMINATED if place.state == ENDED else MaskStatus.FAULT)
-        row, words = self._at(Field.ROW_OF, place.state), len(mask)
-        base, dense = self._at(Field.BASE_OF, row), int(self.image[Field.DENSE])
-        mask[:] = 0 if base == -1 else self.plain[-2 - base] if base < 0 else self.image[dense + base * words : dense + (base + 1) * words]
-        for change in range(self._at(Field.CHANGE_START, row), self._at(Field.CHANGE_START, row + 1)):
-            mask[self._at(Field.CHANGE_WORD, change)] = self._at(Field.CHANGE_VALUE, change)
-        status = MaskStatus(self._at(Field.STATUS_OF, row))
-        for token in self._crossing(place.state):
-            try:
-                legal = self._follow(_Place(place.state, [*place.counters], [*place.stack]), token)
-            except _TooDeepError:
-                legal = False
-            if legal:
-                mask[token // 32] |= np.uint32(1 << token % 32).astype(np.int32)
-                status = MaskStatus.OK
-        self._tag(index, status)
-        if self.forced and status == MaskStatus.OK:
-            self.forced.propose(index, self._generated + index, self)
-
-    def _crossing(self, state: int) -> list[int]:
-        """The tokens whose legality depends on the stack."""
-        if not self.image[Field.SYMBOLS]:
-            return []
-        return [self._at(Field.CROSS, at) for at in range(self._at(Field.CROSS_START, state), self._at(Field.CROSS_START, state + 1))]
-
-
-@dataclass
-class _At:
-    """A place as the matcher of a forced text."""
-
-    row: _Row
-    place: _Place
-
-    def forced_bytes(self) -> bytes:
-        return self.row.only_bytes(self.place)
+        tensors = (*inputs, *written, row_forced_text, token_slots, batch_forced)
+        copies = [None if each is None else each.cpu().contiguous() for each in tensors]
+        run = advance_fill.prepare(*copies[:14], first, last, fill_new, by_row, *copies[14:], merges, takes_forced)
+        assert run is not None, "images of grammars need the C library"
+        run()
+        for tensor, copy in zip((*written, row_forced_text, batch_forced), (*copies[9:15], copies[16]), strict=True):
+            if tensor is not None and copy is not None and copy is not tensor:
+                tensor.copy_(copy)

@@ -158,7 +158,7 @@ class SubmitDoor(Door):
     name = "submit"
     words: Sequence[str] = [
         *SAMPLING,
-        *"prompt max_new_tokens num_speculative_tokens draft_ids cache_salt prompt_embeddings sampling constraint".split(),
+        *"prompt max_new_tokens num_speculative_tokens draft_ids cache_salt lora_name prompt_embeddings sampling constraint".split(),
         *{make for make, _ in CONSTRAINTS},
         "make",
         "with",
@@ -166,7 +166,7 @@ class SubmitDoor(Door):
     hostile, allowed = True, WORKER
     named = re.compile(
         r"((SamplingParams|Constraint)\.\w+|sampling\b|response_format|constraint\b|prompt\b|Engine\.tokenizer|max_new_tokens|num_speculative_tokens"
-        r"|draft_ids|cache_salt|prompt_embeddings)"
+        r"|draft_ids|cache_salt|lora_name|prompt_embeddings)"
     )
     rounds = 4
 
@@ -217,7 +217,7 @@ class SubmitDoor(Door):
 
 def _arguments(given: Value) -> dict[str, Any]:
     """Arguments of Engine.submit; sampling parameters and constraints are built from their fields."""
-    known = "prompt max_new_tokens num_speculative_tokens draft_ids cache_salt prompt_embeddings sampling constraint".split()
+    known = "prompt max_new_tokens num_speculative_tokens draft_ids cache_salt lora_name prompt_embeddings sampling constraint".split()
     arguments = {name: built(value) for name, value in given.items() if name in known} if isinstance(given, dict) else {}
     arguments.setdefault("prompt", [1])
     sampling, constraint = arguments.get("sampling"), arguments.get("constraint")

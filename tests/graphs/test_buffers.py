@@ -11,7 +11,7 @@ from torch import nn
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
 from stepgraph.graphs.round_specs import round_specs
 from stepgraph.graphs.row_layout import Column, ResultLayout, ResultRecord
-from tests.graphs.test_shapes import SIZES
+from tests.graphs.test_graph_key import SIZES
 
 
 def test_allocated_tensors_match_the_spec_table() -> None:

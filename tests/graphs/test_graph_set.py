@@ -11,9 +11,9 @@ import torch
 
 from stepgraph import Engine, EngineConfig, Job
 from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers, TapeBackend
+from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.recording import CaptureBudget, OnFailure
-from stepgraph.graphs.shapes import GraphKey
 from stepgraph.graphs.tape.backend import Tape
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, plain
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepgraph.graphs.shapes import GraphKey
+from stepgraph.graphs.graph_key import GraphKey
 from tests.helpers.node_counts import count_round
 from tools.gpu.checks.shapes import SHAPES
 
@@ -19,6 +19,12 @@ def test_a_layer_has_ten_nodes() -> None:
     shape = SHAPES["1B"]
     fewer = replace(shape, target=replace(shape.target, windows=(None,) * (shape.target.num_layers - 1)))
     assert count_round(shape, ONE).stages.total() - count_round(fewer, ONE).stages.total() == 10
+
+
+def test_adapters_add_two_nodes_to_each_product_of_a_layer() -> None:
+    shape = SHAPES["1B"]
+    counts = [count_round(shape, ONE, loras=loras).operations for loras in (0, 4)]
+    assert counts[1] - counts[0] == {("target_verify", "stepgraph::slot_product"): 8 * shape.target.num_layers}
 
 
 @pytest.mark.parametrize(

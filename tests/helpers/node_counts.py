@@ -18,12 +18,13 @@ from stepgraph.graphs.backends import EagerContext
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Step
 from stepgraph.graphs.context import use_context
+from stepgraph.graphs.graph_key import GraphKey
+from stepgraph.graphs.layers.lora import lora_specs
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.ring_specs import ring_specs
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, grammar_specs, round_specs, skipped_specs
-from stepgraph.graphs.shapes import GraphKey
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors
@@ -94,15 +95,16 @@ class NoLink:
         return lambda: None
 
 
-def round_of(shape: Shape, key: GraphKey, device: torch.device, drafts: int = 3) -> tuple[Step, StaticBuffers]:
+def round_of(shape: Shape, key: GraphKey, device: torch.device, drafts: int = 3, loras: int = 0) -> tuple[Step, StaticBuffers]:
     """One round of a Llama target with an EAGLE-3 head, and its buffers. The weights are uninitialised, the vocabulary's tables empty."""
     target, head = Llama(shape.target, feature_layers=shape.feature_layers, device=device), shape.head
     d2t = torch.zeros(head.draft_vocab_size, dtype=torch.int64, device=device)
     draft = Eagle3(head, d2t=d2t, embedding=target.embedding, device=device)
-    limits = Limits(key.rows, drafts, 1024, 16, 64 * key.rows, target.vocab_size, target.vocab_size, target.feature_size)
+    limits = Limits(key.rows, drafts, 1024, 16, 64 * key.rows, target.vocab_size, target.vocab_size, target.feature_size, max_loras=loras)
     grammars = grammar_specs(limits, 1 << 16, 16) if key.device else forced_specs(limits)
     specs = [*round_specs(limits), *ring_specs(limits), *grammars, *target.cache_specs(limits), *draft.cache_specs(limits)]
     specs += skipped_specs(limits, target.feature_dtype) if key.draft_length == 0 else ()
+    specs += lora_specs(target.lora_weights if loras else {}, limits, target.feature_dtype)
     buffers = StaticBuffers(specs, device, constants={"target": target, "draft": draft})
     text, words = torch.zeros(1, dtype=torch.uint8, device=device), torch.zeros(limits.mask_words, dtype=torch.int32, device=device)
     starts = torch.zeros(limits.num_tokens + 1, dtype=torch.int32, device=device)
@@ -110,9 +112,9 @@ def round_of(shape: Shape, key: GraphKey, device: torch.device, drafts: int = 3)
     return Round(limits, ModelPair(target, draft), cast("HostLink", NoLink()), tables=tables).step(key), buffers
 
 
-def count_round(shape: Shape, key: GraphKey, drafts: int = 3) -> NodeCounter:
+def count_round(shape: Shape, key: GraphKey, drafts: int = 3, loras: int = 0) -> NodeCounter:
     counter = NodeCounter()
-    step, buffers = round_of(shape, key, META, drafts)
+    step, buffers = round_of(shape, key, META, drafts, loras)
     with torch.no_grad(), use_context(CountingContext(counter)), counter:
         step(buffers)
     return counter

@@ -78,13 +78,13 @@ def engine_of(flags: Sequence[str] = FLAGS) -> Engine:
 
 
 @contextmanager
-def running(engine: Engine, bounds: Bounds, keys: Sequence[str] = ()) -> Iterator[Running]:
+def running(engine: Engine, bounds: Bounds, keys: Sequence[str] = (), tool_format: str = "auto") -> Iterator[Running]:
     leave, found, loop = asyncio.Event(), Running(engine, 0), asyncio.new_event_loop()
 
     async def serve(listener: socket.socket) -> None:
         loop.set_exception_handler(lambda _, context: found.loop_errors.append(context))
         async with AsyncEngine(engine) as serving:
-            await App(serving, "toy", bounds, keys).serve(listener, leave, asyncio.Event(), 60)
+            await App(serving, "toy", bounds, keys, tool_format).serve(listener, leave, asyncio.Event(), 60)
 
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # small, so that a client that does not read stalls the server soon

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.graphs import TapeBackend
-from stepgraph.graphs.shapes import Drafting, GraphKey
+from stepgraph.graphs.graph_key import Drafting, GraphKey
 from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget

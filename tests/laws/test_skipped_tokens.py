@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from stepgraph import Engine
+from stepgraph.graphs.graph_key import PLAIN, Drafting, GraphKey
 from stepgraph.graphs.round_specs import MAX_SKIPPED
-from stepgraph.graphs.shapes import PLAIN, Drafting, GraphKey
 from stepgraph.runtime.request import ActiveRequest
 from tests.helpers.draft_engines import DRAFTERS, Drafter
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import json
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
-from stepgraph.graphs.shapes import PLAIN, Drafting, GraphKey
+from stepgraph.graphs.graph_key import PLAIN, Drafting, GraphKey
 from stepgraph.graphs.tape.backend import Tape
 from stepgraph.runtime.calibration import CALIBRATING_ROUNDS
 from stepgraph.runtime.draft_length import (
     DEFAULT_RULE,
     Costs,
     Counts,
-    DraftLengthChooser,
     DraftLengths,
     RoundCosts,
     Sources,
@@ -195,7 +195,10 @@ def test_source_with_the_most_tokens_per_second_drafts(modelled: int, looked_up:
         accepted = min(modelled if before.model else looked_up, offered)
         lengths.add(chosen[-1], [(row, verified(before.model, offered, accepted, drafts, looked_up))], costs)
         before = chosen[-1]
-    assert chosen.count(expected) > 0.85 * len(chosen), collections.Counter(chosen)
+    if expected == PLAIN:
+        assert sum(costs[each] for each in chosen) <= 1.02 * len(chosen) * costs[PLAIN], collections.Counter(chosen)
+    else:
+        assert chosen.count(expected) > 0.85 * len(chosen), collections.Counter(chosen)
 
 
 def test_rounds_with_the_model_show_what_the_look_up_alone_would_have_accepted() -> None:
@@ -209,9 +212,12 @@ def test_code_editing_runs_rounds_without_the_draft_model(monkeypatch: pytest.Mo
     monkeypatch.setattr(RoundCosts, "of", lambda *_: {**costs_of({0: 4.0, 3: 4.9, 7: 6.1}), Drafting(7, False): 5.2})
     engine = make_engine(Setup(k=7, drafter="adversarial", max_rows=1, buckets=(1,), look_up=2), draft_length="auto")
     expected = plain([5, 6], 80, sampling=IGNORE_EOS).tokens
-    job = engine.generate([5, 6], max_new_tokens=80, sampling=IGNORE_EOS, draft_ids=expected)
-    rounds = {graph.key.drafting: graph.rounds for graph in engine.stats().graphs}
-    assert job.tokens == expected and job.rounds < 30 and rounds[Drafting(7, False)] > 0.6 * job.rounds, rounds
+    rounds = collections.Counter[Drafting]()
+    for _ in range(2):  # the first request shows what the look-up finds
+        before = rounds
+        job = engine.generate([5, 6], max_new_tokens=80, sampling=IGNORE_EOS, draft_ids=expected)
+        rounds = collections.Counter({graph.key.drafting: graph.rounds for graph in engine.stats().graphs})
+    assert job.tokens == expected and job.rounds < 30 and (rounds - before)[Drafting(7, False)] > 0.8 * job.rounds, rounds
     assert job.origins.count(Origin.LOOK_UP) == job.num_accepted_drafts > 50
     stages = [run.name for run in engine._graphs[GraphKey(1, False, False, False, 7, False)].report.stages]
     assert not any(name.startswith("draft_") for name in stages)
@@ -273,7 +279,7 @@ def test_plain_cost_that_was_measured_too_high_is_corrected() -> None:
         chosen.append(drafting.length)
         costs.add(key, drafting, 5.0 if drafting.length else 2.0)
         lengths.add(drafting, [of_model(row, min(chosen[-2:]), 0)], costs.of(key))
-    assert not any(chosen[-80:]) and costs.of(key)[PLAIN] < 2.1
+    assert chosen[-80:].count(0) >= 80 - DEFAULT_RULE.spell and costs.of(key)[PLAIN] < 2.1
 
 
 def test_rounds_with_host_grammars_beside_device_grammars_have_two_lengths() -> None:
@@ -293,21 +299,55 @@ def test_rounds_with_host_grammars_beside_device_grammars_have_two_lengths() -> 
     engine.close()
 
 
-def test_round_that_processes_skipped_tokens_measures_no_cost() -> None:
+def test_rounds_after_prompts_and_skipped_tokens_measure_no_cost() -> None:
+    """Their time includes that of other work."""
+    engine, measured = make_engine(Setup(k=3, max_rows=1, buckets=(1,)), draft_length="auto"), list[bool]()
+    chooser = engine._parts.lengths
+    assert chooser is not None
+    engine.submit([5, 6, 7], max_new_tokens=30, sampling=IGNORE_EOS)
+    for chooser.fixed in (PLAIN, PLAIN, Drafting(3), Drafting(3)):
+        engine.step()
+        measured.append(math.isfinite(engine._in_flight._pending[-1].launched_at))
+    assert measured == [False, True, False, True]
+    engine.close()
+
+
+def test_slower_machine_is_seen_in_the_costs_of_all_lengths() -> None:
+    """Every round becomes slower by half. Also learned: that rounds with drafts take longer than was measured at first."""
     both = PLAIN, Drafting(3)
-    key, chooser = GraphKey(1, False), DraftLengthChooser(both)
-    for length, seconds in ((0, 2.0), (3, 2.5)):
-        chooser.costs.calibrate(GraphKey(1, False, draft_length=length), seconds)
-    catches_up = []
-    for drafting in (PLAIN, Drafting(3), Drafting(3)):
-        chooser.choose((), key)
-        catches_up.append(chooser.needs_catch_up(drafting))
-    assert catches_up == [False, True, False]
-    chooser.ended(PLAIN, (), 2.0)
-    chooser.ended(Drafting(3), (), 50.0)
-    assert chooser.costs.of(key)[Drafting(3)] == 2.5
-    chooser.ended(Drafting(3), (), 2.8)
-    assert chooser.costs.of(key)[Drafting(3)] > 2.5
+    key, costs = GraphKey(1, False), RoundCosts(both)
+    for drafting, seconds in zip(both, (2.0, 2.5), strict=True):
+        costs.calibrate(replace(key, draft_length=drafting.length), seconds)
+    for _ in range(60):
+        costs.add(key, Drafting(3), 3.75)
+    assert 2.4 < costs.of(key)[PLAIN] < 2.5
+    for _ in range(60):
+        costs.add(key, PLAIN, 2.0)
+        costs.add(key, Drafting(3), 3.0)
+    assert list(costs.of(key).values()) == pytest.approx([2.0, 3.0], rel=0.03)
+
+
+def test_costs_that_fall_do_not_stop_drafting() -> None:
+    """Each round in flight is at risk for the time that it was launched with. All drafts are right."""
+    lengths = DraftLengths([PLAIN, Drafting(3)])
+    row, chosen = lengths.row(), list[Drafting]()
+    for _ in range(200):
+        chosen.append(lengths.choose([(row, 3)], costs_of({0: 4.0, 3: 6.0})))
+        lengths.add(chosen[-1], [of_model(row, 3, 3)], costs_of({0: 4.0, 3: 5.0}))
+    assert chosen[-100:] == [Drafting(3)] * 100
+
+
+def test_results_of_a_row_count_for_all_of_its_kind() -> None:
+    """With a grammar or without: also for rows that started before, and not for those of the other kind."""
+    lengths = DraftLengths([PLAIN, Drafting(3)])
+    first, second, other = lengths.row(constrained=True), lengths.row(constrained=True), lengths.row()
+    expected = second[True].expected[3]
+    assert expected == other[True].expected[3]
+    for _ in range(10):
+        drafting = lengths.choose([(first, 3), (second, 3)], GPU_COSTS)
+        lengths.add(drafting, [of_model(first, 3, 0), of_model(second, 0, 0)], GPU_COSTS)
+    assert second[True].expected[3] < expected - 0.5
+    assert lengths.row()[True].expected[3] == expected
 
 
 def test_slow_first_replays_do_not_stop_drafting() -> None:
@@ -397,7 +437,7 @@ def test_requests_with_a_seed_have_the_same_tokens_whatever_the_engine_learned()
         for _ in range(60):
             lengths = engine._parts.lengths
             assert lengths is not None
-            lengths._choice._all[True].add(4, 4 * acceptance)
+            lengths._choice._all[False][True].add(4, 4 * acceptance)
         sampling = SamplingParams(temperature=1.2, seed=5, ignore_eos=True)
         other = engine.submit([3], max_new_tokens=60 * acceptance + 1, sampling=IGNORE_EOS)
         job = engine.submit([5, 6], max_new_tokens=40, sampling=sampling, num_speculative_tokens=3)

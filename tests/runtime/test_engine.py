@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from stepgraph import Constraint, Engine, EngineClosedError, EngineConfig, FinishReason, Job, SamplingParams
 from stepgraph.graphs import StaticBuffers, TapeBackend
-from stepgraph.graphs.shapes import GraphKey
+from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar.compile.compiler import GrammarCompiler
 from tests.helpers.toy_engines import (

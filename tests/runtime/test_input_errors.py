@@ -20,6 +20,7 @@ from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, make_backen
 from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.graphs.attention.paged import AttentionShape
 from stepgraph.runtime.extras.replay import read_recording
+from stepgraph.runtime.models.files.chat_template import ChatTemplate
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import read_config
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
@@ -44,6 +45,7 @@ CONFIG = {
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 TARGET = ToyTarget(PRINTABLE.logits_width)
 CPU = torch.device("cpu")
+ADDING = ChatTemplate("{% for each in messages %}{{ each['role'] + each['content'] }}{% endfor %}")
 
 
 def host_buffers(slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -83,6 +85,9 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: mapped(torch.arange(5).int()), r"Engine\.draft\.d2t: got 5 entries of torch\.int32, expected 5 of torch\.int64"),
     (lambda: TextCodec.of_bytes(PRINTABLE).encode(5), r"text: got 5, expected a string"),  # type: ignore[arg-type]
     (lambda: Constraint.json_schema('{"minimum": NaN}'), r"a schema that is not JSON \(NaN is not a JSON value\), expected a JSON object"),
+    (lambda: Constraint.regex(5), r"Constraint\.regex\.pattern: got 5, expected a string"),  # type: ignore[arg-type]
+    (lambda: Engine("demo"), r"Engine\.target: got 'demo', expected a model; Engine\.from_pretrained loads"),  # type: ignore[arg-type]
+    (lambda: ADDING.render([{"role": "user"}], None, True), r"messages\[0\] has no content, the model's chat template fails: .* 'content'"),
     (
         lambda: Vocabulary.from_tiktoken({b"a": 0, b"b": 1}, special_tokens={"\ud800": 2}),
         r"got the special token '\\ud800', expected text without surrogates",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from stepgraph import Constraint, EngineStats
-from stepgraph.graphs.shapes import GraphKey
+from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.runtime.counters import Loss
 from stepgraph.runtime.metrics import CONTENT_TYPE, prometheus_text
 from stepgraph.runtime.stats import GraphStats, Histogram

@@ -10,8 +10,8 @@ import torch
 from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers, current_context
 from stepgraph.graphs.capture import Step
 from stepgraph.graphs.cuda.backend import CudaBackend
+from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.graph_set import GraphSet
-from stepgraph.graphs.shapes import GraphKey
 from stepgraph.sampling.cuda_graphs import replayed
 
 pytestmark = pytest.mark.stub_cuda

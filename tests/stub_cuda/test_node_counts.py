@@ -7,34 +7,35 @@ from collections import Counter
 import pytest
 import torch
 
-from stepgraph.graphs.shapes import GraphKey
+from stepgraph.graphs.graph_key import GraphKey
 from tests.helpers.node_counts import count_round, round_of
 from tests.stub_cuda.subject import make_backend
 from tools.gpu.checks.shapes import SHAPES
 
 
 @pytest.mark.parametrize(
-    ("size", "key", "most"),
+    ("size", "key", "most", "loras"),
     [
-        ("1B", GraphKey(1, False), 266),
-        ("1B", GraphKey(1, False, draft_length=0), 185),
-        ("1B", GraphKey(1, True), 304),
-        ("8B", GraphKey(1, True), 464),
-        ("1B", GraphKey(1, True, device=True), 266),
-        ("1B", GraphKey(1, False, True), 289),
-        ("1B", GraphKey(1, True, True), 334),
-        ("1B", GraphKey(1, True, True, device=True), 294),
+        ("1B", GraphKey(1, False), 266, 0),
+        ("1B", GraphKey(1, False, draft_length=0), 185, 0),
+        ("1B", GraphKey(1, True), 304, 0),
+        ("1B", GraphKey(1, True), 304 + 8 * 16, 4),
+        ("8B", GraphKey(1, True), 464, 0),
+        ("1B", GraphKey(1, True, device=True), 266, 0),
+        ("1B", GraphKey(1, False, True), 289, 0),
+        ("1B", GraphKey(1, True, True), 334, 0),
+        ("1B", GraphKey(1, True, True, device=True), 294, 0),
     ],
     ids=str,
 )
-def test_captured_nodes_equal_the_counted_ones(size: str, key: GraphKey, most: int) -> None:
-    step, buffers = round_of(SHAPES[size], key, torch.device("cuda", 0))
+def test_captured_nodes_equal_the_counted_ones(size: str, key: GraphKey, most: int, loras: int) -> None:
+    step, buffers = round_of(SHAPES[size], key, torch.device("cuda", 0), loras=loras)
     backend = make_backend("cuda")
     captured: Counter[str] = Counter()
     for run in backend.capture(step, buffers).report.stages:
         captured[run.name] += run.nodes
     backend.close()
-    counted = count_round(SHAPES[size], key).stages
+    counted = count_round(SHAPES[size], key, loras=loras).stages
     models = [stage for stage in counted if stage.startswith(("target_verify", "draft_"))]
     assert {stage: captured[stage] for stage in models} == {stage: counted[stage] for stage in models}
     assert captured.total() <= most + 1, captured  # where two memory layouts meet, cat copies in two kernels on CUDA

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from stepgraph import Engine
+from stepgraph.graphs.graph_key import FULL, LONGEST, Drafting, GraphKey
 from stepgraph.graphs.key_sets import PromptKey, graph_keys
 from stepgraph.graphs.looping import FINISH
-from stepgraph.graphs.shapes import FULL, LONGEST, Drafting, GraphKey
 from stepgraph.sampling.grammar.status import FinishCode
 from tests.stub_cuda import counters
 from tests.stub_cuda.subject import Backend, greedy_engine

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepgraph.graphs.shapes import Drafting
+from stepgraph.graphs.graph_key import Drafting
 from stepgraph.runtime.demo.variants import toy_pair
 from tools.bench_adaptive import Bench, main, toy_workloads
 

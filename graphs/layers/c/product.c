@@ -25,3 +25,27 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_product(const argument *given) {
     };
     return all_columns(&call);
 }
+
+/* states [batch * count, inner]; slots [batch] of any stride; weights [slots, outer, inner]; base [batch * count, outer] or NULL; output. */
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_slot_product(const argument *given) {
+    const argument *states = given, *slots = given + 1, *weights = given + 2, *base = given + 3;
+    int64_t batch = slots->size[0], bytes = states->bfloat16 ? 2 : 4;
+    product_call call = {
+        .rows = batch ? states->size[0] / batch : 0, .inner = states->size[1], .outer = weights->size[1],
+        .step = states->stride[0], .bfloat16 = states->bfloat16,
+    };
+    int64_t size = call.rows * call.outer;
+    for (int64_t row = 0; row < batch; row++) {
+        int64_t slot = ((const int64_t *)slots->data)[row * slots->stride[0]];
+        char *output = (char *)given[4].data + row * size * bytes;
+        if (slot < 0 || slot >= weights->size[0]) return 1;
+        call.states = (const char *)states->data + row * call.rows * call.step * bytes;
+        call.weight = (const char *)weights->data + slot * call.outer * call.inner * bytes;
+        call.output = output;
+        if (slot) all_columns(&call);
+        else memset(output, 0, (size_t)(size * bytes));
+        for (int64_t i = 0; base->data && i < size; i++)
+            put(output, i, number(base->data, row * size + i, call.bfloat16) + number(output, i, call.bfloat16), call.bfloat16);
+    }
+    return 0;
+}

@@ -68,7 +68,8 @@ class ChatTemplate:
         try:
             return (self._with_tools if tools else self._plain).render(names)
         except Exception as error:  # a template can raise anything
-            raise ValueError(f"messages: the model's chat template fails: {error}") from None
+            empty = [f"messages[{index}] has no content, " for index, each in enumerate(messages) if each.get("content") is None]
+            raise ValueError(f"messages: {''.join(empty[:1])}the model's chat template fails: {error}") from None
 
 
 def _json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:

@@ -107,6 +107,8 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
     else:
         raise ValueError(f"path: got {str(path)!r}, expected a local folder with a config.json, or a .gguf file")
     config = config if dtype is None else replace(config, dtype=dtype)
+    if isinstance(source, GgufSource):
+        source.dtype = config.dtype
     checkpoint = Checkpoint(path, source, llama_slices(config), config, Vocabulary.from_table(table), mtp_modules)
     checkpoint.check_header(checkpoint.outline(), checkpoint.mtp_tensors | ({"lm_head.weight"} if config.tied else set()))
     return checkpoint if weights == DEQUANTISED else replace(checkpoint, packed=_kept_quantised(checkpoint))

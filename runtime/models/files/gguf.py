@@ -58,6 +58,7 @@ ZERO_NUMBERS = {  # that make its values its minimums
 }
 READABLE = ("F32", "F16", "BF16", *SCALES)
 _ROWS_AT_ONCE = 32  # the package takes 16 rows at a time, which is little work for a call
+_VALUES_AT_ONCE = 2**18  # in float32, which fit in a cache
 _FIELDS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -88,7 +89,7 @@ _BLOCK = {
 class GgufSource:
     """The tensors of one GGUF file under their Hugging Face names.
 
-    Attributes: config, as a config.json of the same model holds it; metadata; tensors. `read` dequantises.
+    Attributes: config, as a config.json of the same model holds it; metadata; tensors; dtype. `read` dequantises to `dtype`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,7 +98,7 @@ class GgufSource:
         except ModuleNotFoundError:
             raise ValueError(f"{path}: reading GGUF needs the gguf package: pip install 'stepgraph[gguf]'") from None
         header = read_gguf_header(path)
-        self._path, self.metadata = path, header.metadata
+        self._path, self.metadata, self.dtype = path, header.metadata, torch.float32
         self._data = np.asarray(np.memmap(path, mode="r"))  # operations on a memmap itself are slow
         self._kinds: dict[str, Any] = {}  # GGMLQuantizationType
         self._blocks: dict[str, npt.NDArray[np.uint8]] = {}  # [*shape[:-1], bytes per row]
@@ -124,20 +125,25 @@ class GgufSource:
         self.config = self._read_config()
 
     def read(self, name: str) -> Tensor:
-        return self._dequantised(name, {})
+        return self._dequantised(name, {}, self.dtype if self.tensors[name].kind in SCALES else torch.float32)
 
-    def _dequantised(self, name: str, changed: Mapping[int, bytes]) -> Tensor:
+    def _dequantised(self, name: str, changed: Mapping[int, bytes], dtype: torch.dtype = torch.float32) -> Tensor:
         """changed: bytes that replace those of every block."""
         import gguf
 
-        blocks = self._blocks[name]
-        if changed:
-            blocks = blocks.copy()
-            for start, replaced in changed.items():
-                blocks.reshape(-1, self._block_bytes[name])[:, start : start + len(replaced)] = np.frombuffer(replaced, np.uint8)
-        joined = blocks.reshape(len(blocks) // math.gcd(len(blocks), _ROWS_AT_ONCE), -1)
-        values = gguf.quants.dequantize(joined, self._kinds[name]).reshape(self.tensors[name].shape)
-        return self._in_order(name, torch.from_numpy(np.require(values, requirements=["C", "W"])))  # a copy of what the file maps
+        shape = self.tensors[name].shape
+        stored, values = self._blocks[name].reshape(-1, self._blocks[name].shape[-1]), torch.empty(shape, dtype=dtype)
+        rows = max(_VALUES_AT_ONCE // shape[-1] // _ROWS_AT_ONCE, 1) * _ROWS_AT_ONCE
+        for first, part in enumerate(values.view(-1, shape[-1]).split(rows)):
+            blocks = stored[first * rows :][: len(part)]
+            if changed:
+                blocks = blocks.copy()
+                for start, replaced in changed.items():
+                    blocks.reshape(-1, self._block_bytes[name])[:, start : start + len(replaced)] = np.frombuffer(replaced, np.uint8)
+            joined = blocks.reshape(len(blocks) // math.gcd(len(blocks), _ROWS_AT_ONCE), -1)
+            found = gguf.quants.dequantize(joined, self._kinds[name]).reshape(part.shape)
+            part.copy_(torch.from_numpy(np.require(found, requirements=["C", "W"])))  # what the file maps cannot be written
+        return self._in_order(name, values)
 
     def read_scales(self, name: str) -> Tensor:
         """A quantised tensor is finite exactly if its scales are: the other numbers of a block are small integers."""

@@ -32,7 +32,7 @@ def read_scheme(config: object) -> Scheme:
     """config: `quantization_config` of a config.json. Raises ValueError that names the field."""
     if not isinstance(config, Mapping):
         raise ValueError(f"config.quantization_config: got {config!r:.200}, expected an object")
-    fields = _Fields(config, "config.quantization_config")
+    fields = Fields(config, "config.quantization_config")
     method = fields.one_of("quant_method", "compressed-tensors", "fp8", "awq", "gptq")
     if method == "compressed-tensors":
         return _read_compressed_tensors(fields)
@@ -50,7 +50,7 @@ def read_scheme(config: object) -> Scheme:
     return Scheme("gptq", fields.group_size(), 0 if written == "gptq_v2" else 1)
 
 
-def _read_compressed_tensors(fields: _Fields) -> Scheme:
+def _read_compressed_tensors(fields: Fields) -> Scheme:
     for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         fields.one_of(name, None, {})
     written = fields.one_of("format", "float-quantized", "pack-quantized")
@@ -75,7 +75,7 @@ def _read_compressed_tensors(fields: _Fields) -> Scheme:
     return Scheme("pack-quantized", weights.group_size() if grouped else -1)
 
 
-class _Fields(NamedTuple):
+class Fields(NamedTuple):
     """An object of a config, and its path for messages."""
 
     config: Mapping[str, Any]
@@ -88,11 +88,11 @@ class _Fields(NamedTuple):
             raise ValueError(f"{self.path}.{name}: got {value!r:.200}, expected {'one of ' * (len(accepted) > 1)}{expected}")
         return value
 
-    def inner(self, name: str) -> _Fields:
+    def inner(self, name: str) -> Fields:
         value = self.config.get(name)
         if not isinstance(value, Mapping):
             raise ValueError(f"{self.path}.{name}: got {value!r:.200}, expected an object")
-        return _Fields(value, f"{self.path}.{name}")
+        return Fields(value, f"{self.path}.{name}")
 
     def group_size(self) -> int:
         size = self.one_of("group_size", -1, 32, 64, 128)

@@ -23,7 +23,7 @@ from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_json as re
 FLOATS = ("F32", "BF16", "F16")
 M = TypeVar("M", bound=nn.Module)
 R = TypeVar("R")
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SINGLE = "model.safetensors"
 
 
 class Stored(NamedTuple):
@@ -70,22 +70,22 @@ Slices = dict[str, ParameterSlice]  # by names of stored tensors
 
 
 class SafetensorsSource:
-    """`model.safetensors`, or the files that its index lists."""
+    """The tensors of one file, or of those that its index lists."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, single: str = _SINGLE) -> None:
         self.tensors: dict[str, Stored] = {}
         self._file_of: dict[str, Any] = {}  # the opened file of each tensor
-        index = folder / _INDEX
+        index = folder / f"{single}.index.json"
         if index.exists():
             files = read_json(index).get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
                 raise ValueError(f"{index}: weight_map: got {files!r:.100}, expected an object with a file name for each tensor name")
-            opened = {file: _open(folder, file) for file in dict.fromkeys(files.values())}
-        elif (folder / _SINGLE).exists():
-            opened = {_SINGLE: _open(folder, _SINGLE)}
-            files = dict.fromkeys(opened[_SINGLE].keys(), _SINGLE)
+            opened = {file: _open(folder, file, index) for file in dict.fromkeys(files.values())}
+        elif (folder / single).exists():
+            opened = {single: _open(folder, single, index)}
+            files = dict.fromkeys(opened[single].keys(), single)
         else:
-            raise ValueError(f"{folder}: got neither {_SINGLE} nor {_INDEX}; other formats, such as pickled ones, are not read")
+            raise ValueError(f"{folder}: got neither {single} nor {index.name}; other formats, such as pickled ones, are not read")
         for name, file in files.items():
             try:
                 header = opened[file].get_slice(name)
@@ -105,9 +105,9 @@ class SafetensorsSource:
         raise AssertionError(f"{name}: no safetensors type is among KINDS")
 
 
-def _open(folder: Path, file: str) -> Any:
+def _open(folder: Path, file: str, index: Path) -> Any:
     if Path(file).name != file or not file.endswith(".safetensors"):
-        raise ValueError(f"{folder / _INDEX}: got the file name {file!r}, expected the name of a .safetensors file in this folder")
+        raise ValueError(f"{index}: got the file name {file!r}, expected the name of a .safetensors file in this folder")
     if (folder / file).exists() and not (folder / file).is_file():
         raise ValueError(f"{folder / file}: expected a regular file")
     try:

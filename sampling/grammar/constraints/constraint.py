@@ -172,6 +172,8 @@ class Constraint:
         """A text that the whole pattern matches, in the syntax of JavaScript without flags: `.` matches anything but a line end
         (`[^]` anything), so `[^]a]` is two items; `\\d` and `\\w` are ASCII, `\\s` is any white space. Anchors are allowed at the
         ends; look-around, back-references, word boundaries and flags raise an error."""
+        if not isinstance(pattern, str):
+            raise ValueError(f"Constraint.regex.pattern: got {clip_repr(pattern)}, expected a string")
         return cls("regex", pattern, backend=backend)
 
     @classmethod
@@ -206,7 +208,11 @@ class Constraint:
     @classmethod
     def structural_tag(cls, tag: dict[str, Any], any_whitespace: bool = False, backend: BackendChoice = "auto") -> Constraint:
         """Free text in which each of the `triggers` calls for one of the `structures` that begin with it: its `begin`, a JSON value
-        of its `schema`, its `end`. Triggers are text; a control token is none."""
+        of its `schema`, its `end`. Triggers are text; a control token is none.
+
+        separator, opening, closing: a list of structures in place of one: `opening`, structures with the `separator` between them,
+        `closing`. Without `triggers` the text is one structure or list. A structure with `style: qwen_xml` has an object's properties
+        as `<parameter=NAME>`, value, `</parameter>`, each on lines of their own; strings are written as they are."""
         name = "Constraint.structural_tag"
         return cls("structural_tag", _canonical(checked_tag(tag, name), name), any_whitespace, backend)
 

@@ -63,17 +63,24 @@ def lark_text(kind: str, payload: str, options: Options) -> str:
 
 
 def _tagged(groups: Sequence[TagGroup], options: Options) -> str:
-    """Free text, and one of the tags after each trigger. The text after the last tag contains no trigger, which would lack its tag."""
+    """Free text with tags after each trigger, or tags only. The text after the last tag contains no trigger, which would lack its tag."""
     rules, triggers = list[str](), list[str]()
     for number, group in enumerate(groups):
         trigger = pattern_to_regex(_quoted(group.trigger), "trigger")
         triggers.append(trigger)
         tags = list[str]()
         for index, tag in enumerate(group.tags):
+            if tag.style != "json":
+                reject("#", tag.style, "is a style that only automata and xgrammar enforce")
             prefix = f"tag_{number}_{index}_"
             tags.append(f"{_literal(tag.begin)} {prefix}root {_literal(tag.end)}")
             rules.append(lark_rules(schema_grammar(tag.schema, options, prefix)))
-        rules.append(f"tag_{number}: trigger_{number} ({' | '.join(tags)})\ntrigger_{number}[lazy]: /(?s:.*){trigger}/\n")
+        one = f"({' | '.join(tags)})"
+        more = "" if group.separator is None else f"({_literal(group.separator)} {one})*"
+        listed = f"{_literal(group.opening)} {one} {more} {_literal(group.closing)}"
+        if not group.trigger:
+            return f"start: {listed}\n{''.join(rules)}"
+        rules.append(f"tag_{number}: trigger_{number} {listed}\ntrigger_{number}[lazy]: /(?s:.*){trigger}/\n")
     names = " | ".join(f"tag_{number}" for number in range(len(groups)))
     return f"start: ({names})* TEXT\nTEXT: /(?s:.*)/ & ~/(?s:.*)(?:{'|'.join(triggers)})(?s:.*)/\n{''.join(rules)}"
 

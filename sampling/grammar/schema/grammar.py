@@ -6,7 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError, reject
 from stepgraph.sampling.grammar.schema.automata import TooComplexError, is_empty
@@ -48,8 +48,10 @@ _BASICS = {
     "boolean": '"true" | "false"',
 }
 
+WriterType = TypeVar("WriterType", bound="GrammarWriter")
 
-def schema_grammar(schema: Any, options: Options, prefix: str = "") -> str:
+
+def schema_grammar(schema: Any, options: Options, prefix: str = "", writer: type[GrammarWriter] | None = None) -> str:
     """The rules of the grammar; the first one is `root`. UnsupportedError for what is not enforced, or satisfied by no value.
 
     Names of rules start with the prefix. Numbers of the schema are int and Decimal.
@@ -57,7 +59,8 @@ def schema_grammar(schema: Any, options: Options, prefix: str = "") -> str:
     left = MAX_LEFT_OUT if options.approximate else 0
     while True:
         try:
-            rules = _rules(Normaliser(Document(schema, options.unknown_keywords), options.unknown_formats), options, prefix)
+            normaliser = Normaliser(Document(schema, options.unknown_keywords), options.unknown_formats)
+            rules = written(normaliser, options, prefix, writer or GrammarWriter).rules
         except UnsupportedError as error:
             rest = without(schema, error.unsupported) if left and error.unsupported.keyword in LEFT_OUT else None
             if rest is None:
@@ -83,19 +86,21 @@ def without(schema: Any, part: Unsupported) -> Any | None:
 def narrowed_parts(schema: Any, options: Options) -> list[Unsupported]:
     """The parts of a schema that is enforced of which not all texts are generated, with the reasons."""
     normaliser = Normaliser(Document(schema, options.unknown_keywords), options.unknown_formats)
-    _rules(normaliser, options, "")
+    written(normaliser, options, "", GrammarWriter)
     return list(normaliser.narrowed)
 
 
-def _rules(normaliser: Normaliser, options: Options, prefix: str) -> dict[str, str]:
+def written(normaliser: Normaliser, options: Options, prefix: str, writer_type: type[WriterType]) -> WriterType:
+    """The writer of a schema, with its rules."""
     root = expr(normaliser.document.node("#"))
     try:
-        writer = GrammarWriter(normaliser, options, prefix, implies_types=options.objects == "closed")
+        writer = writer_type(normaliser, options, prefix, implies_types=options.objects == "closed")
         if not writer.is_alive(root):
-            writer = GrammarWriter(normaliser, options, prefix, implies_types=False)
-        return writer.rules_of(root)
+            writer = writer_type(normaliser, options, prefix, implies_types=False)
+        writer.write(root)
     except RecursionError:
         reject("#", "nesting", "its schemas are nested too deeply; write fewer levels")
+    return writer
 
 
 class GrammarWriter:
@@ -114,11 +119,11 @@ class GrammarWriter:
         self.where = "#"  # of the schema that is written
         self._alive = dict[Expr, bool]()
 
-    def rules_of(self, root: Expr) -> dict[str, str]:
+    def write(self, root: Expr) -> None:
         if not self.is_alive(root):
             raise UnsupportedError(contradiction(self._normaliser))
         try:
-            self.rules[f"{self._prefix}root"] = self.value(root)
+            self.rules[f"{self._prefix}root"] = self.root(root)
             while self._waiting:
                 name, form, self.where = self._waiting.popleft()
                 self.rules[name] = self._alternatives(form)
@@ -126,7 +131,6 @@ class GrammarWriter:
                     reject("#", "schema", f"its grammar takes more than {MAX_RULES} rules; write fewer alternatives or smaller counts")
         except TooComplexError as error:
             reject(self.where, "pattern", str(error))
-        return self.rules
 
     # Which expressions have values at all: the least fixed point, so that no rule leads into an endless text.
 
@@ -198,6 +202,9 @@ class GrammarWriter:
 
     # Values
 
+    def root(self, part: Expr) -> str:
+        return self.value(part)
+
     def value(self, part: Expr) -> str:
         form = self.form(part)
         if form not in self._names:
@@ -232,7 +239,8 @@ class GrammarWriter:
             cases.append('"null"')
         cases += [self._basic("boolean")] if len(form.booleans) == 2 else [literal(str(value).lower()) for value in form.booleans]
         cases += self._numbers(form.numbers)
-        cases += self._strings(form)
+        term = self.strings(form)
+        cases += [] if is_empty(term) else [self.string(term)]
         for array in form.arrays:
             inside = items_text(self, array) if self._array_has_value(array) else None
             cases += [] if inside is None else [f'"[" {inside} {self.opening}"]"']
@@ -258,14 +266,14 @@ class GrammarWriter:
         except ValueError as error:
             reject(self.where, "multipleOf", str(error))
 
-    def _strings(self, form: Form) -> list[str]:
+    def strings(self, form: Form) -> Term:
         exact, narrow, _ = form.strings
         term = generated(narrow) if self.is_closed else NOTHING
         wanted = exact if is_empty(term) else narrow
         term = generated(exact) if is_empty(term) else term
         if term is not wanted:
             self.narrow("maxLength", _SHORTER)
-        return [] if is_empty(term) else [self.string(term)]
+        return term
 
     def string(self, term: Term) -> str:
         return self._basic("string") if term is ANY_TEXT else f'"\\"" {self._speller.body(term, in_string=True)} "\\""'

@@ -94,10 +94,10 @@ class _HeaderReader:
             start = self._position + 8
             end = start + unpack(data, self._position)[0] if start <= size else size + 1
             content = data[start:end] if end <= size else b"\xff"
-            if not content.isascii():
-                texts.append(self._text())
-                continue
-            texts.append(content.decode("ascii"))
+            try:
+                texts.append(content.decode())
+            except UnicodeDecodeError:
+                self._text()  # raises the error
             self._position = end
         return texts
 

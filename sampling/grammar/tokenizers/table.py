@@ -62,8 +62,8 @@ class TokenTable:
 def decode_byte_letters(text: str) -> bytes:
     """Byte-level: one byte per letter. A text with other letters is not byte-level and is encoded as UTF-8."""
     try:
-        return bytes(_LETTER_BYTES[letter] for letter in text)
-    except KeyError:
+        return text.translate(_LETTER_BYTES).encode("latin-1")
+    except UnicodeEncodeError:
         return text.encode()
 
 
@@ -129,11 +129,12 @@ def _replacement(step: Mapping[str, Any], where: str) -> tuple[str, str]:
     return old, content
 
 
-def _letter_bytes() -> dict[str, int]:
-    """A byte that is printable in Latin-1 is its own letter; the others are mapped to letters from 256 on, in order."""
+def _letter_bytes() -> dict[int, int]:
+    """For str.translate to characters of Latin-1. A byte that is printable there is its own letter; the others are mapped to letters from
+    256 on, in order, and what has their code is no letter."""
     printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in printing]
-    return {chr(byte): byte for byte in printing} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
+    return dict.fromkeys(hidden, 0xFFFF) | {256 + index: byte for index, byte in enumerate(hidden)}
 
 
 _LETTER_BYTES = _letter_bytes()

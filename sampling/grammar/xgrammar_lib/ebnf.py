@@ -16,6 +16,7 @@ from stepgraph.sampling.grammar.constraints.pattern import pattern_to_ebnf
 from stepgraph.sampling.grammar.constraints.structural_tag import tag_groups
 from stepgraph.sampling.grammar.schema.grammar import schema_grammar
 from stepgraph.sampling.grammar.schema.options import Options
+from stepgraph.sampling.grammar.schema.parameters import parameters_grammar
 from stepgraph.sampling.grammar.schema.reader import parsed
 from stepgraph.sampling.grammar.schema.spelling import literal
 from stepgraph.sampling.grammar.xgrammar_lib.shortest_text import check_shortest_texts
@@ -60,20 +61,21 @@ def json_grammar(kind: str, payload: str, options: Options) -> str:
 
 
 def _tags_grammar(payload: str, options: Options) -> str:
-    """Free text, and one of the tags after each trigger."""
-    rules, triggers = list[str](), list[str]()
-    for number, group in enumerate(tag_groups(payload)):
+    """Free text with tags after each trigger, or tags only."""
+    rules, triggers, groups = list[str](), list[str](), tag_groups(payload)
+    for number, group in enumerate(groups):
         names = list[str]()
         for index, tag in enumerate(group.tags):
             prefix = f"tag_{number}_{index}_"
             names.append(f"{prefix}tag")
-            rules.append(
-                f"{schema_grammar(tag.schema, options, prefix)}{names[-1]} ::= {literal(tag.begin)} {prefix}root {literal(tag.end)}"
-            )
+            inside = (parameters_grammar if tag.style == "qwen_xml" else schema_grammar)(tag.schema, options, prefix)
+            rules.append(f"{inside}{names[-1]} ::= {literal(tag.begin)} {prefix}root {literal(tag.end)}")
         triggers.append(f"({literal(group.trigger)}, group_{number})")
-        rules.append(f"group_{number} ::= {' | '.join(names)}")
-    root = f"root ::= TagDispatch({', '.join(triggers)}, loop_after_dispatch=true, excludes=())"
-    return "\n".join([*rules, root])
+        one = f"({' | '.join(names)})"
+        more = "" if group.separator is None else f"({literal(group.separator)} {one})*"
+        rules.append(f"group_{number} ::= {literal(group.opening)} {one} {more} {literal(group.closing)}")
+    free = f"TagDispatch({', '.join(triggers)}, loop_after_dispatch=true, excludes=())"
+    return "\n".join([*rules, f"root ::= {free if groups[0].trigger else 'group_0'}"])
 
 
 def _with_readable_classes(core: Any, text: str, root: str) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from stepgraph.graphs.layers.dense import (
     rms_norm,
     silu_and_mul,
 )
+from stepgraph.graphs.layers.lora import slot_product
 from stepgraph.sampling import native
 from stepgraph.sampling.kernels import operation
 from stepgraph.sampling.native import Unavailable
@@ -139,6 +140,29 @@ def test_residual_connection_equals_a_sum_and_its_norm(size: int, dtype: torch.d
     found = add_rms_norm(states, update, weight, 1e-5)
     assert torch.equal(found.states, states + update)
     assert torch.equal(found.normed, rms_norm(states + update, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inner", "outer"), [(64, 16), (21, 200), (8, 1)])
+def test_products_by_slot_are_correct_and_independent_of_the_batch(inner: int, outer: int, dtype: torch.dtype) -> None:
+    states, weights, base = (
+        random(60, inner, dtype=dtype),
+        random(3, outer, inner, dtype=dtype, seed=1),
+        random(60, outer, dtype=dtype, seed=2),
+    )
+    weights[0], slots = 0, torch.tensor([2, 0, 1])
+    found = slot_product(states, slots, weights, base)
+    wide = torch.cat([part.double() @ weights[slot].double().T for part, slot in zip(states.chunk(3), slots.tolist(), strict=True)])
+    near = 1e-5 if dtype is torch.float32 else 0.1
+    torch.testing.assert_close(found.double(), base.double() + wide, rtol=near, atol=near)
+    torch.testing.assert_close(slot_product.reference(states, slots, weights, base), found, rtol=near, atol=near)
+    assert torch.equal(found[20:40], base[20:40]), "a row without an adapter"
+    for first, count in ((0, 1), (0, 7), (41, 19)):
+        part = slice(first, first + count)
+        assert torch.equal(slot_product(states[part], slots[first // 20, None], weights, base[part]), found[part])
+        assert torch.equal(slot_product(states[part], slots[first // 20, None].expand(count), weights, base[part]), found[part])
+    with pytest.raises(IndexError):
+        slot_product(states, slots + 1, weights)
 
 
 def test_product_runs_in_torch_with_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.graphs import drafting, mask_upload
-from stepgraph.graphs.layers import dense, slot_mapping
+from stepgraph.graphs.layers import dense, lora, slot_mapping
 from stepgraph.graphs.layers.triton import dense as dense_programs
+from stepgraph.graphs.layers.triton import lora as lora_programs
 from stepgraph.graphs.layers.triton import slot_mapping as slot_programs
 from stepgraph.graphs.triton import drafting as draft_programs
 from stepgraph.graphs.triton import looping, publishing
@@ -58,6 +59,17 @@ def test_norms_and_silu_equal_the_references(dtype: torch.dtype) -> None:
         compare(dense.add_rms_norm, dense_programs.add_rms_norm, *both, weight, 1e-5, near=near)
     for size in (3, dense_programs.SILU_TILE + 5):
         compare(dense.silu_and_mul, dense_programs.silu_and_mul, random(2, 3, 2 * size, dtype=dtype) * 4, near=near)
+
+
+@pytest.mark.parametrize("dtype", NEAR)
+def test_products_by_slot_equal_the_reference(dtype: torch.dtype) -> None:
+    """Rows without an adapter, parts of tiles, states with gaps, more tokens than one instance takes."""
+    for count, inner, outer in ((1, 5, 3), (4, 40, 2 * lora_programs.OUTER_TILE + 5), (70, lora_programs.INNER_TILE + 9, 4)):
+        columns = torch.tensor([[9, 2], [9, 0], [9, 1]])  # of a wider table
+        states, weights = random(3 * count, inner + 3, dtype=dtype)[:, :inner], random(3, outer, inner, dtype=dtype)
+        weights[0] = 0
+        for base in (None, random(3 * count, outer, dtype=dtype)):
+            compare(lora.slot_product, lora_programs.slot_product, states, columns[:, 1], weights, base, near=16 * NEAR[dtype])
 
 
 def test_silu_of_large_numbers() -> None:

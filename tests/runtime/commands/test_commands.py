@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from stepgraph.graphs.recording import KeyRecorder
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import bench, doctor, serve, terminal
 from stepgraph.runtime.commands.flags import COMMANDS, STEP_EXAMPLE
@@ -31,7 +32,7 @@ SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required
 MODULES = {
     "my_step.py": STEP_EXAMPLE,
     "wrong_steps.py": """
-from my_step import buffers
+from my_step import buffers; from stepgraph.graphs import current_context
 calls = []
 def syncs(buffers):
     buffers.y.mul_(buffers.x.max().item())
@@ -39,6 +40,9 @@ def fails(buffers):
     raise KeyError("x")
 def bakes(buffers):
     buffers.y.mul_(float(len(calls)))
+def on_host(buffers):
+    current_context().host_node("waits", nothing)
+    buffers.y.zero_()
 def again():
     calls.append(1)
 def nothing():
@@ -150,6 +154,23 @@ def test_streamed_text_equals_the_json_text(capsys: pytest.CaptureFixture[str]) 
     assert document["finish_reason"] in ("length", "stop") and document["seed"] == 4
     assert document["tokens_per_round"] == document["tokens"] / document["rounds"]
     assert document["stats"]["host_syncs"] == 0
+
+
+def test_generate_records_the_graphs_of_its_answer_only(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of graph takes time before the first token, and so do the tables of a vocabulary."""
+    recorded, record = list[Any](), KeyRecorder.record_one
+
+    def listed(recorder: KeyRecorder, key: Any) -> Any:
+        recorded.append(key)
+        return record(recorder, key)
+
+    monkeypatch.setattr(KeyRecorder, "record_one", listed)
+    for flags, constrained in (("", False), ("--regex '[a-z]{3}'", True)):
+        recorded.clear()
+        notes = run_json(f"generate model hi --max-new-tokens 8 {flags}", capsys)["notes"]
+        assert sorted(key.draft_length for key in recorded) == [0, 4], "calibrated"
+        assert {(key.rows, key.constrained, key.sampled) for key in recorded} == {(1, constrained, False)}
+        assert any(note.startswith("grammar lane: device") for note in notes) == (constrained and not native.why_not())
 
 
 def test_models_of_both_implementations_give_the_same_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,6 +328,7 @@ def test_the_rates_that_bench_compares_with_are_those_of_the_readme() -> None:
         ("wrong_steps:syncs --buffers my_step:buffers", 1, ["[host-sync]", "wrong_steps.py:5", "buffers.x.max().item()"]),
         ("wrong_steps:bakes --buffers my_step:buffers --between wrong_steps:again", 1, ["not capturable", "wrong_steps.py:9"]),
         ("wrong_steps:fails --buffers my_step:buffers", 1, ["the step failed", "wrong_steps.py:7", "KeyError: 'x'"]),
+        ("wrong_steps:on_host --buffers my_step:buffers", 0, ["host nodes: waits; unchecked: whether they access device buffers"]),
         ("broken:make", 2, ["importing broken failed", "broken.py:2", "RuntimeError: no licence"]),
         ("needs:make", 2, ["importing needs failed", "there_is_no_such_package"]),
     ],

@@ -17,6 +17,7 @@ import transformers
 from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.runtime.models.files.target import open_target
 from stepgraph.runtime.models.files.transformers_folder import open_transformers
+from stepgraph.runtime.models.transformers_layers import Attention, GatedMlp, Layer
 from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
 from tests.helpers.families import Cached, random_model, save
 
@@ -49,12 +50,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen3Moe": EXPERTS,
     "GptOss": {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Olmo": {"clip_qkv": 8.0},
     "Olmo2": {},
     "Olmo3": SLIDING,
     "Olmoe": EXPERTS,
     "Granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.2},
     "Cohere2": {**SLIDING, "logit_scale": 0.25},
-    "SmolLM3": {},
+    "SmolLM3": {"no_rope_layers": [1, 0, 1]},
     "Glm4": {"partial_rotary_factor": 0.5},
     "DeepseekV3": {**GROUPED, **LATENT, "first_k_dense_replace": 1, "head_dim": 8},
 }
@@ -138,6 +140,24 @@ def test_bits_are_independent_of_chunking_and_batch(family: str, parent: Path) -
     for rows, size in ((2, 17), (2, 1), (1, 16)):
         cached.buffers.reset()
         assert torch.equal(cached.in_chunks(tokens[:rows], size), whole[:rows])
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "attentions", "mlps"),
+    [
+        ("Qwen3", 3, 3, 3),
+        ("SmolLM3", 3, 2, 3),  # a layer without RoPE
+        ("Granite", 0, 3, 3),  # scales its residuals
+        ("Mixtral", 3, 3, 0),
+        ("Gemma", 0, 3, 0),  # GELU; norms of its own
+        ("Olmo", 0, 0, 3),  # limits queries, keys and values, of which small numbers show nothing; norms without weights
+    ],
+)
+def test_modules_that_compute_the_same_are_replaced(family: str, layers: int, attentions: int, mlps: int, parent: Path) -> None:
+    folder = parent / family
+    model = open_transformers(folder if folder.exists() else save(judge(family), folder)).load("cpu")
+    found = [type(module) for module in model.modules()]
+    assert [found.count(kind) for kind in (Layer, Attention, GatedMlp)] == [layers, attentions, mlps]
 
 
 @pytest.mark.parametrize("family", ["Gemma2", "Qwen3Moe"])

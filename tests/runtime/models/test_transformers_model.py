@@ -94,10 +94,10 @@ def test_auto_is_native_where_that_implements_the_config(tmp_path: Path, monkeyp
         open_target(folder, implementation="transformers")
 
 
-def test_norms_and_products_are_one_node_each() -> None:
-    """A layer of a Llama has 9 nodes in the native class. Here rotary positions take 10, the cache 2, and nothing is merged."""
+def test_a_layer_of_a_llama_has_one_node_more_than_the_native_class() -> None:
+    """It has 9 there; here the second residual connection and the norm after it are two."""
     nodes = []
     for implementation in ("native", "transformers"):
         with Engine.from_pretrained(folder_of("llama-3.1"), "none", config=CONFIG, implementation=implementation) as engine:
             nodes.append(sum(engine.capture().keys[0][1].nodes.values()))
-    assert nodes[1] - nodes[0] <= 4 * (26 - 9) + 8
+    assert nodes[1] - nodes[0] <= 4 and nodes[1] <= 1.25 * nodes[0]

@@ -1,53 +1,66 @@
-"""Calls in the text of an answer: where they begin and end, and their parts as the text arrives."""
+"""Calls in the text of an answer: their grammars, where they begin and end, and their parts as the text arrives."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph import Vocabulary
 from stepgraph.runtime.models.files.chat_template import ChatTemplate
-from stepgraph.runtime.serve.calls import FORMATS, CallReader, Delta, Splitter, call_style, joined
+from stepgraph.runtime.serve.calls import FORMATS, CallFormat, CallParser, Delta, call_style, joined
+from stepgraph.runtime.serve.tools import ToolUse, tool_use
 from stepgraph.runtime.text import TextCodec
+from stepgraph.sampling.grammar import GrammarCompiler
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 
-STOPS = ["stop", "\n<"]
-FREE = st.sampled_from(["a", "<", "<tool", "st", "op", "stop", "\n", "{}", '{"name"', "</tool_call>"])
-VALUES = st.recursive(
-    st.sampled_from([1, "}", '"{', "\\", 'a\\"b', "<tool_call>", None]),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["x", "}{"]), inner, max_size=2),
-    max_leaves=4,
-)
-ARGUMENTS = st.dictionaries(st.sampled_from(["x", "y", "{"]), VALUES, max_size=2)
+BYTES = Vocabulary([*(bytes([value]) for value in range(256)), b"<end>"], [256])
+COMPILER = GrammarCompiler(BYTES, max_threads=1)
+SCHEMA = {  # "s" is written without quotes by Qwen3-Coder
+    "type": "object",
+    "properties": {"s": {"type": "string"}, "x": {"anyOf": [{"type": "string"}, {"type": "integer"}]}, "y": {"$ref": "#/$defs/y"}},
+    "$defs": {"y": {"type": "array", "items": {"type": "object", "properties": {"}{": {"type": "null"}}, "additionalProperties": False}}},
+}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g_2")]
+STOPS = ["stop", "\n<|"]
+FREE = st.sampled_from(["a", "<", "<tool", "st", "op", "stop", "\n", "{}", "]", ", ", "</tool_call>"])
+STRINGS = st.text(st.sampled_from('a}{"\\\n\t<é'), max_size=5) | st.sampled_from(["\n</parameter", "<tool_call>", "[TOOL_CALLS]", "1"])
+ARGUMENTS = st.fixed_dictionaries(
+    {}, optional={"s": STRINGS, "x": STRINGS | st.integers(), "y": st.lists(st.just({}) | st.just({"}{": None}), max_size=2)}
+).map(lambda found: {name: found[name] for name in "sxy" if name in found})  # in the order of the schema
+CALLS = st.tuples(st.sampled_from(["f", "g_2"]), ARGUMENTS)
 
 
-def read(pieces: list[str], splitter: Splitter, opening: str = "") -> list[Delta]:
+def use_of(name: str, choice: Any = "auto", parallel: bool = True, template: str = "") -> ToolUse:
+    codec = TextCodec(BYTES, lambda text, begins: list(text.encode()), ChatTemplate(template))
+    found = tool_use(TOOLS, choice, parallel, call_style(codec, name))
+    assert found is not None
+    return found
+
+
+def written(form: CallFormat, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """As a model writes them, one after another."""
+
+    def text(name: str, arguments: dict[str, Any]) -> str:
+        values = {key: value if key == "s" else json.dumps(value, ensure_ascii=False) for key, value in arguments.items()}
+        parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+        return form.begin(name) + (parameters if form.style == "qwen_xml" else json.dumps(arguments, ensure_ascii=False)) + form.suffix
+
+    return form.opening + form.separator.join(text(*call) for call in calls) + form.closing
+
+
+def read(pieces: list[str], use: ToolUse, stops: list[str] | None = None) -> list[Delta]:
     """The deltas of an answer, adjacent ones joined."""
     found: list[Delta] = []
-    reader: CallReader | None = None
-    calls = 0
-
-    def add(delta: Delta) -> None:
-        both = joined(found[-1], delta) if found else None
-        found[-1:] = [both] if both is not None else [*found[-1:], delta]
-
-    for text in pieces:
-        for kind, part in splitter.push(text):
-            if kind == "text":
-                add({"content": part})
-                continue
-            reader = reader or CallReader(calls, "id", opening)
-            for delta in reader.push(part) if kind == "call" else reader.finish():
-                add(delta)
-            if kind == "end":
-                reader, calls = None, calls + 1
-    if rest := splitter.finish():
-        add({"content": rest})
-    for delta in reader.finish(cut_short=True) if reader else ():
-        add(delta)
+    parser = CallParser(stops or [], use.form, use.texts, use.required, use.parallel)
+    for index in range(len(pieces) + 1):
+        for delta in parser.push(pieces[index]) if index < len(pieces) else parser.push("", ended=True):
+            both = joined(found[-1], delta) if found else None
+            found[-1:] = [both] if both is not None else [*found[-1:], delta]
     return found
 
 
@@ -56,52 +69,93 @@ def pieces_of(text: str, data: st.DataObject) -> list[str]:
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
+def without_ids(deltas: list[Delta]) -> list[Delta]:
+    for delta in deltas:
+        for call in delta.get("tool_calls", ()):
+            assert call.pop("id").isalnum()
+    return deltas
+
+
+def calls_in(deltas: list[Delta]) -> list[tuple[str, dict[str, Any]]]:
+    functions = [delta["tool_calls"][0]["function"] for delta in deltas if "tool_calls" in delta]
+    assert [delta["tool_calls"][0]["index"] for delta in deltas if "tool_calls" in delta] == [*range(len(functions))]
+    return [(function["name"], json.loads(function["arguments"])) for function in functions]
+
+
+def accepted(use: ToolUse, text: str, backend: BackendChoice = "auto") -> bool:
+    """Whether the constraint allows the whole text."""
+    matcher = COMPILER.compile(replace(use.constraint(), backend=backend)).matcher()
+    return all(map(matcher.accept_token, text.encode())) and matcher.accept_token(256)
+
+
 @pytest.mark.parametrize("name", FORMATS)
-@given(parts=st.lists(FREE | ARGUMENTS, max_size=8), data=st.data())
-def test_calls_in_free_text_do_not_depend_on_the_pieces(name: str, parts: list[str | dict[str, Any]], data: st.DataObject) -> None:
-    form = FORMATS[name]
-    text = "".join(part if isinstance(part, str) else form.begin("f") + json.dumps(part) + "}" + form.closing for part in parts)
-    whole = read([text], Splitter(STOPS, form), form.opening)
-    assert read(pieces_of(text, data), Splitter(STOPS, form), form.opening) == whole
-    calls = [delta["tool_calls"][0] for delta in whole if "tool_calls" in delta]
-    given_arguments = [part for part in parts if isinstance(part, dict)]
-    assert [json.loads(call["function"]["arguments"]) for call in calls] == given_arguments[: len(calls)]
-    assert [call["index"] for call in calls] == [*range(len(calls))]
+@settings(max_examples=25)
+@given(calls=st.lists(CALLS, min_size=1, max_size=3), data=st.data())
+def test_required_calls_are_what_the_grammar_allows_and_the_parser_reads(name: str, calls: Any, data: st.DataObject) -> None:
+    use = use_of(name, "required")
+    calls = calls if use.form.parallel else calls[:1]
+    text = written(use.form, calls)
+    assert accepted(use, text) and not accepted(use, text + "x") and not accepted(use, "x" + text)
+    assert accepted(use_of(name, "required", parallel=False), text) == (len(calls) == 1)
+    whole = without_ids(read([text], use))
+    assert calls_in(whole) == calls and len(whole) == len(calls)
+    assert without_ids(read(pieces_of(text, data), use)) == whole
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=25)
+@given(parts=st.lists(FREE | st.lists(CALLS, min_size=1, max_size=2), max_size=6), data=st.data())
+def test_calls_in_free_text_do_not_depend_on_the_pieces(name: str, parts: list[Any], data: st.DataObject) -> None:
+    use = use_of(name)
+    grouped = [[part] if isinstance(part, str) or use.form.is_list else [[call] for call in part] for part in parts]
+    parts = [part for group in grouped for part in group]
+    text = "".join(part if isinstance(part, str) else written(use.form, part) for part in parts)
+    assert accepted(use, text)
+    whole = without_ids(read([text], use, STOPS))
+    assert without_ids(read(pieces_of(text, data), use, STOPS)) == whole
+    given_calls = [call for part in parts if not isinstance(part, str) for call in part]
+    assert calls_in(whole) == given_calls[: len(calls_in(whole))]
     content = [delta.get("content", "") for delta in whole]
-    free = "".join(part for part in parts if isinstance(part, str))
-    assert free.startswith("".join(content)) and not any("stop" in part for part in content)
-    if not any(stop in text for stop in STOPS) and all(isinstance(part, dict) for part in parts):
-        assert len(calls) == len(given_arguments)
+    assert not any("stop" in part for part in content)
+    if not any(stop in "".join(part for part in parts if isinstance(part, str)) for stop in STOPS) and not use.form.opening:
+        assert calls_in(whole) == given_calls
 
 
-@given(lists=st.booleans(), arguments=st.lists(ARGUMENTS, min_size=1, max_size=3), data=st.data())
-def test_an_answer_of_calls_only(lists: bool, arguments: list[dict[str, Any]], data: st.DataObject) -> None:
-    calls = [{"name": f"f{index}", "arguments": each} for index, each in enumerate(arguments if lists else arguments[:1])]
-    text = json.dumps(calls if lists else calls[0])
-    found = read(pieces_of(text, data), Splitter((), FORMATS["hermes"], only_calls=True))
-    functions = [delta["tool_calls"][0]["function"] for delta in found]
-    assert [{**function, "arguments": json.loads(function["arguments"])} for function in functions] == calls
+@pytest.mark.parametrize("backend", ["automaton", "xgrammar", "llguidance"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_in_free_text_has_the_arguments_of_its_schema(name: str, backend: BackendChoice) -> None:
+    use = use_of(name)
+    if use.form.style == "qwen_xml" and backend == "llguidance":
+        with pytest.raises(ValueError, match="qwen_xml: is a style that only automata and xgrammar enforce"):
+            COMPILER.compile(replace(use.constraint(), backend=backend))
+        return
+    text = written(use.form, [("f", {"x": 1})])
+    assert accepted(use, f"so {text}", backend) and accepted(use, "so", backend)
+    for wrong in (text.replace("1", "null"), text.replace("x", "z"), text[:-1]):
+        assert not accepted(use, wrong, backend), wrong
+    required = use_of(name, "required")
+    assert accepted(required, text, backend) and not accepted(required, f"so {text}", backend)
+    twice = written(use.form, [("f", {"x": 1})] * 2)
+    assert accepted(required, twice, backend) == use.form.parallel
 
 
 def test_a_call_that_is_cut_short() -> None:
-    form = FORMATS["hermes"]
-    (text,) = read(["so: <tool_call>\n", '{"name": "f'], Splitter((), form), form.opening)
+    use = use_of("hermes")
+    (text,) = read(["so: <tool_call>\n", '{"name": "f'], use)
     assert text == {"content": 'so: <tool_call>\n{"name": "f'}
-    (call,) = read([form.begin("f") + '{"x": [1, {}'], Splitter((), form), form.opening)
+    (call,) = read([use.form.begin("f") + '{"x": [1, {}'], use)
     assert call["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": [1, {}'}
+    (call,) = read(['<tool_call>\n<function=f>\n<parameter=s>\na"\n</para'], use_of("qwen3-coder"))
+    assert call["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"s": "a\\"\\n</para'}
 
 
 @pytest.mark.parametrize(
     ("template", "name", "templated"),
-    [
-        ("", "hermes", False),
-        ("For each call write <tool_call>\n{json}\n</tool_call>", "hermes", True),
-        ('Respond with {"name": function name, "parameters": dictionary of argument names}', "llama3", True),
-        ("<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>", "hermes", False),
-        ("[TOOL_CALLS]", "hermes", False),
-    ],
+    [("", "hermes", False), ("<tool_call>", "hermes", True), ("<tool_call><function=f>", "qwen3-coder", True), ("[ARGS]", "mistral", True)],
 )
 def test_format_is_that_of_the_chat_template(template: str, name: str, templated: bool) -> None:
     codec = TextCodec(Vocabulary.printable(), lambda text, begins: [], ChatTemplate(template))
     assert call_style(codec) == (FORMATS[name], templated)
-    assert call_style(codec, "llama3") == (FORMATS["llama3"], name == "llama3")
+    assert call_style(codec, "llama3") == (FORMATS["llama3"], False)
+    without_blank = call_style(TextCodec(Vocabulary.printable(), lambda text, begins: [], ChatTemplate("[TOOL_CALLS][")))
+    assert without_blank.form.opening == "[TOOL_CALLS]["

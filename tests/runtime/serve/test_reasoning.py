@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stepgraph.runtime.models.files.chat_template import ChatTemplate
 from stepgraph.runtime.serve.http import Bounds
-from stepgraph.runtime.serve.reasoning import CLOSING, OPENING, Reasoning, ReasoningSplitter
+from stepgraph.runtime.serve.reasoning import CLOSING, OPENING, ChannelSplitter, Reasoning, ReasoningSplitter
 from stepgraph.runtime.text import TextCodec
 from tests.helpers.running_server import ASK, FORMAT, ON, SCHEMA, TOOLS, Running, engine_of, running
 
@@ -85,3 +85,26 @@ def test_splits_do_not_depend_on_the_pieces(pieces: list[str], opened: bool) -> 
     assert (reasoning, answer) == split([text])
     if opened:
         assert (reasoning, answer) == (text.partition(CLOSING)[0], text.partition(CLOSING)[2].lstrip())
+
+
+HEADERS = {
+    "<|channel|>analysis": True,
+    "<|channel|>final": False,
+    "<|start|>assistant<|channel|>commentary": False,
+    "<|channel|>commentary to=functions.f <|constrain|>json": False,
+    " to=functions.f<|channel|>commentary json": False,
+}
+MESSAGES = st.lists(st.tuples(st.sampled_from([*HEADERS]), st.sampled_from(["", "a", "<", "<|", "to=functions.", "<|end"])), max_size=4)
+
+
+@given(MESSAGES, st.sets(st.integers(0, 300), max_size=8))
+def test_channels_do_not_depend_on_the_pieces(messages: list[tuple[str, str]], cuts: set[int]) -> None:
+    text = "".join(f"{header}<|message|>{body}<|end|>" for header, body in messages)
+    splitter, found = ChannelSplitter(), {True: "", False: ""}
+    for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), 1000], strict=True):
+        for inside, piece in splitter.push(text[start:end]):
+            found[inside] += piece
+    assert [*splitter.finish()] == []
+    call = " to=functions.f <|constrain|>json<|message|>"
+    bodies = [(HEADERS[header], (call if "to=" in header else "") + body) for header, body in messages]
+    assert found == {kind: "".join(body for inside, body in bodies if inside is kind) for kind in (True, False)}

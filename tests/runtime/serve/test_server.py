@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import signal
@@ -19,6 +20,8 @@ import pytest
 
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import terminal
+from stepgraph.runtime.models.toy import ToyTarget
+from stepgraph.runtime.serve.calls import FORMATS
 from stepgraph.runtime.serve.gate import Gate
 from stepgraph.runtime.serve.http import Bounds
 from tests.helpers.aio_runs import Gate as Steps
@@ -140,9 +143,9 @@ def test_a_required_tool_is_called(server: Running, stream: bool) -> None:
 
 
 def test_several_calls_may_be_required_and_the_last_may_be_cut_short(server: Running) -> None:
-    """A bias towards commas makes the toy model go on with the next call."""
+    """A bias towards line ends makes the toy model go on with the next call."""
     request: Any = {"model": "toy", "messages": ASK, "tools": TOOLS, "tool_choice": "required", "temperature": 0, "max_tokens": 300}
-    request["logit_bias"] = {str(ord(",")): 100}
+    request["logit_bias"] = {str(ord("\n")): 100}
     with server.client as client:
         whole, reason = calls_of(client.chat.completions.create(**request), False)
         streamed = calls_of(client.chat.completions.create(**request, stream=True), True)
@@ -150,7 +153,7 @@ def test_several_calls_may_be_required_and_the_last_may_be_cut_short(server: Run
         for name, arguments in whole[:-1]:
             jsonschema.validate(json.loads(arguments), SCHEMA if name == "look_up" else {"type": "object"})
         name, arguments = whole[0]
-        request["max_tokens"] = len(f'[{{"name": "{name}", "arguments": ') + 1  # a token of the toy model is a byte
+        request["max_tokens"] = len(FORMATS["hermes"].begin(name)) + 1  # a token of the toy model is a byte
         for stream in (False, True):
             assert calls_of(client.chat.completions.create(**request, stream=stream), stream) == ([(name, arguments[:1])], "length")
 
@@ -372,3 +375,31 @@ def test_leaving_does_not_wait_for_the_step_in_progress() -> None:
                     client.completions.create(model="toy", prompt="x" * (count + 1), max_tokens=4)
             steps.open()
             waited(lambda: not engine.has_work, "left requests still decode")
+
+
+def test_each_request_is_one_line_of_the_log_without_its_text(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "stepgraph.serve"), server.client as client:
+        found = [
+            client.completions.create(model="toy", prompt="secret", max_tokens=4, stream=stream, extra_body=ON) for stream in (False, True)
+        ]
+        ids = [found[0].id, next(iter({chunk.id for chunk in found[1]}))]
+        waited(lambda: len(caplog.records) == 2, "no line for a request")
+    assert "secret" not in caplog.text and found[0].choices[0].text not in caplog.text
+    lines = [json.loads(record.message) for record in caplog.records]
+    assert [line["id"] for line in lines] == ids
+    for line in lines:
+        assert (line["status"], line["prompt_tokens"], line["completion_tokens"], line["finish_reasons"]) == (200, 6, 4, ["length"])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the server ends with that error
+def test_a_failure_of_the_engine_is_an_error_of_requests_and_of_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    with engine_of() as engine, running(engine, Bounds()) as found, found.client as client:
+        client.models.list()  # the engine has started
+        monkeypatch.setattr(ToyTarget, "forward", fail)
+        with pytest.raises(openai.InternalServerError, match="the device is lost"):
+            client.completions.create(model="toy", prompt="a")
+        answer = found.send(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", end=False)
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"the device is lost" in answer

@@ -1,4 +1,4 @@
-"""Masks without matchers: the reference and C are bit-equal, and equal to a host link with the matchers of the same images."""
+"""Masks without matchers: C and a reference in Python are bit-equal, and equal to a host link with the matchers of the same images."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar
 from stepgraph.sampling.grammar.automaton.library import Field
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import advance, advance_fill
+from stepgraph.sampling.kernels import advance_fill
 from tests.helpers import automaton_cases
+from tests.helpers.advance_reference import At, Forced, Place, Row, Tokens, advance_reference
 from tests.helpers.grammar_rows import World
 
 NO_TOKEN = b"%"  # a byte that no token has, so a text that needs it next is at a dead end
@@ -87,7 +88,7 @@ def forcing_grammars(merges: bool = False) -> list[AutomatonGrammar]:
 def test_reference_and_c_equal_the_host_link(drafts: int, rounds: int) -> None:
     counts = Counter[MaskStatus]()
     for seed in range(4):
-        world = World(grammars(), 7, drafts, seed, [advance_fill.run_reference, advance_fill.out])
+        world = World(grammars(), 7, drafts, seed, [advance_reference, advance_fill.out])
         world.run(rounds)
         counts += world.counts
     assert set(counts) == set(MaskStatus) - ({MaskStatus.ILLEGAL} if drafts == 0 else set())
@@ -96,7 +97,7 @@ def test_reference_and_c_equal_the_host_link(drafts: int, rounds: int) -> None:
 @pytest.mark.parametrize("seed", [2, 4])
 def test_forced_tokens_equal_those_of_the_host_link(seed: int) -> None:
     """Drafts chosen one by one, and proposed chains."""
-    world = World(forcing_grammars(), 7, 4, seed, [advance_fill.run_reference, advance_fill.out], forced=True)
+    world = World(forcing_grammars(), 7, 4, seed, [advance_reference, advance_fill.out], forced=True)
     world.run(30)
     assert world.num_forced > 100, world.num_forced
 
@@ -104,7 +105,7 @@ def test_forced_tokens_equal_those_of_the_host_link(seed: int) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(40))
 def test_reference_and_c_equal_the_host_link_in_long_runs(seed: int) -> None:
-    World(grammars(), 9, seed % 6, seed + 100, [advance_fill.run_reference, advance_fill.out]).run(300)
+    World(grammars(), 9, seed % 6, seed + 100, [advance_reference, advance_fill.out]).run(300)
 
 
 # planted errors
@@ -158,33 +159,33 @@ def test_an_error_in_a_table_is_found(table: str) -> None:
         ("_is_open", lambda real, row, generated, index: row._is_filled(generated, index)),
         ("_is_filled", lambda real, row, generated, index: True),
         ("_load", lambda real, row, tokens: real(row, max(0, tokens - 1))),
-        ("_store", lambda real, row, tokens, place: real(row, tokens, advance._Place(place.state, place.counters, place.stack[:1]))),
+        ("_store", lambda real, row, tokens, place: real(row, tokens, Place(place.state, place.counters, place.stack[:1]))),
         ("_crossing", lambda real, row, state: real(row, state)[1:]),
         ("_follow", lambda real, row, place, token: real(row, place, token) or place.state == 0),
         ("_commit", lambda real, row: row._fill(0) if row._generated else real(row)),
     ],
 )
 def test_an_error_in_the_rules_is_found(method: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = getattr(advance._Row, method)
-    monkeypatch.setattr(advance._Row, method, lambda row, *arguments: bug(real, row, *arguments))
-    run_until_found(advance_fill.run_reference)
+    real = getattr(Row, method)
+    monkeypatch.setattr(Row, method, lambda row, *arguments: bug(real, row, *arguments))
+    run_until_found(advance_reference)
 
 
 @pytest.mark.parametrize(
     ("cls", "method", "bug"),
     [
-        (advance._At, "forced_bytes", lambda real, at: real(at)[:-1]),
-        (advance._At, "forced_bytes", lambda real, at: real(at).replace(b"a", b"b", 1)),
-        (advance._Forced, "accepted", lambda real, forced, position, token: None),
-        (advance._Forced, "draft", lambda real, forced, index: -1),
-        (advance._Tokens, "find", lambda real, table, text: max(real(table, text) - (len(text) > 1), -1)),
+        (At, "forced_bytes", lambda real, at: real(at)[:-1]),
+        (At, "forced_bytes", lambda real, at: real(at).replace(b"a", b"b", 1)),
+        (Forced, "accepted", lambda real, forced, position, token: None),
+        (Forced, "draft", lambda real, forced, index: -1),
+        (Tokens, "find", lambda real, table, text: max(real(table, text) - (len(text) > 1), -1)),
     ],
     ids=["short", "changed", "accepted", "draft", "find"],
 )
 def test_an_error_in_a_forced_text_is_found(cls: type, method: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     real = getattr(cls, method)
     monkeypatch.setattr(cls, method, lambda *given: bug(real, *given))
-    run_until_found(advance_fill.run_reference, forced=True)
+    run_until_found(advance_reference, forced=True)
 
 
 # arguments
@@ -200,6 +201,15 @@ def inputs(drafts: int = 2) -> list[Any]:
 
     World(grammars(), 4, drafts, 1, [keep]).run(3)
     return [value.clone() if isinstance(value, torch.Tensor) else value for value in kept]
+
+
+def test_arguments_may_have_any_strides() -> None:
+    expected = inputs()
+    strided = [value.mT.contiguous().mT if isinstance(value, torch.Tensor) and value.dim() > 1 else value for value in inputs()]
+    advance_fill.out(*expected)
+    assert not strided[11].is_contiguous()
+    advance_fill.out(*strided)
+    assert all(map(torch.equal, strided[9:14], expected[9:14]))
 
 
 def test_operation_passes_opcheck() -> None:
@@ -220,12 +230,12 @@ def without_a_valid_image(call: Any, given: list[Any]) -> None:
         assert (given[13][given[14] : given[15] + 1, : len(given[2])] == MaskStatus.NONE).all()
 
 
-@pytest.mark.parametrize("call", [advance_fill.run_reference, advance_fill.out])
+@pytest.mark.parametrize("call", [advance_reference, advance_fill.out])
 def test_a_row_without_a_valid_image_is_not_touched(call: Any) -> None:
     without_a_valid_image(call, inputs())
 
 
-@pytest.mark.parametrize("call", [advance_fill.run_reference, advance_fill.out])
+@pytest.mark.parametrize("call", [advance_reference, advance_fill.out])
 def test_an_image_with_a_deeper_stack_gets_no_mask(call: Any) -> None:
     given = inputs()
     given[10] = given[10][..., :4].contiguous()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs import drafting, mask_upload
-from stepgraph.graphs.layers import dense, quantised, slot_mapping
+from stepgraph.graphs.layers import dense, lora, quantised, slot_mapping
 from stepgraph.sampling import bitmask, native
 from stepgraph.sampling.grammar.status import TAG_FIELDS, MaskStatus
 from stepgraph.sampling.kernels import chain
@@ -50,6 +50,11 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
         dense.product,
         [numbers(3, 8), numbers(5, 8), numbers(5)],
         [torch.zeros(3, 5)],
+    ),
+    "slot_product": (
+        lora.slot_product,
+        [numbers(4, 8), torch.tensor([1, 2]), numbers(3, 5, 8), numbers(4, 5)],
+        [torch.zeros(4, 5)],
     ),
     "quantised_product": (
         quantised.quantised_product,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs import drafting, mask_upload, sampled_stages, skipped_tokens, stages
-from stepgraph.graphs.layers import dense, slot_mapping
+from stepgraph.graphs.layers import dense, lora, slot_mapping
 from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode
 from tools.gpu.checks.operations import Call, numbers
@@ -28,6 +28,10 @@ def calls(device: torch.device, tokens: int, size: int, dtype: torch.dtype = tor
         dense.add_rms_norm, shape, (states, update, weight, 1e-5), (outputs[0], outputs[1]), 4 * states.nbytes + weight.nbytes, near=near
     )
     yield Call(dense.silu_and_mul, shape, (wide,), (outputs[0],), 3 * states.nbytes, near=near)
+    slots, weights = torch.arange(tokens, device=device) % 3, torch.randn(3, 80, size, generator=made).to(device, dtype)
+    weights[0], base = 0, wide[:, :80].contiguous()
+    output, read = base.clone(), states.nbytes + min(2, tokens - 1) * weights[0].nbytes + 2 * base.nbytes
+    yield Call(lora.slot_product, shape, (states, slots, weights, base), (output,), read, near=4 * near)
     yield from _slot_calls(device, tokens, dtype)
     yield write_emission(device, tokens, 3)
     yield count_output(device, tokens, 3)

@@ -95,7 +95,7 @@ def as_often_mixed(name: str) -> Kind:
     return Kind.Q6_K if "v_proj" in name or "down_proj" in name or "embed" in name else Kind.Q4_K
 
 
-@pytest.mark.parametrize("kind", [*(Kind[name] for name in SCALES), as_often_mixed], ids=str)
+@pytest.mark.parametrize("kind", [*(pytest.param(Kind[name], id=name) for name in SCALES), pytest.param(as_often_mixed, id="mixed")])
 def test_weights_that_stay_quantised_have_the_bits_of_the_reference(tmp_path: Path, kind: Kind | Callable[[str], Kind]) -> None:
     """`gguf.quants.dequantize` is the reference: it fills the parameters of the dequantised model."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}

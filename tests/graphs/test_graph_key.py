@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.graphs import GraphKey, Limits
+from stepgraph.graphs.graph_key import dispatch
 from stepgraph.graphs.key_sets import bucket_sizes, checked_buckets, graph_keys, host_buckets
-from stepgraph.graphs.shapes import dispatch
 
 SIZES: dict[str, Any] = {
     "max_rows": 3,

@@ -1,0 +1,78 @@
+"""Low-rank adapters (LoRA) in static slots: which one a row uses is a number on the device, so one graph serves all of them.
+
+An adapter adds up(down(x)) to the product of a weight with x. Its two matrices lie in static buffers, one entry per slot; slot 0 is
+all zeros, for rows without an adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stepgraph.graphs.buffer_spec import BufferSpec
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.layers.dense import LEAST_ROWS
+from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.model_call import ModelInput
+from stepgraph.sampling.kernels.c_kernel import CKernel, same_float_type
+from stepgraph.sampling.kernels.operation import Contiguous, operation
+
+
+class LoraWeight(NamedTuple):
+    """A weight [outer, inner] that adapters change: the output of one module of the stored model, or of several, one after another."""
+
+    parts: Mapping[str, int]  # output sizes by the names of the modules
+    inner: int
+
+    @property
+    def outer(self) -> int:
+        return sum(self.parts.values())
+
+    def down_shape(self, rank: int) -> tuple[int, int]:
+        """Each part has `rank` rows of its own."""
+        return len(self.parts) * rank, self.inner
+
+    def up_shape(self, rank: int) -> tuple[int, int]:
+        return self.outer, len(self.parts) * rank
+
+
+def lora_specs(weights: Mapping[str, LoraWeight], limits: Limits, dtype: torch.dtype) -> Iterator[BufferSpec]:
+    """The slots of all adapters. weights: by the prefix of their buffers' names."""
+    slots, rank = limits.max_loras + 1, limits.max_lora_rank
+    for name, weight in weights.items():
+        yield BufferSpec(f"{name}_down", (slots, *weight.down_shape(rank)), dtype)
+        yield BufferSpec(f"{name}_up", (slots, *weight.up_shape(rank)), dtype)
+
+
+def _slot_product_in_c(states: Tensor, slots: Tensor, weights: Tensor, base: Tensor | None) -> bool:
+    others = [weights] if base is None else [weights, base]
+    dense = states.dim() == 2 and states.stride(-1) == 1 and weights.is_contiguous() and slots.dtype is torch.int64
+    return dense and same_float_type(states, *others)
+
+
+def _slot_product_outputs(states: Tensor, slots: Tensor, weights: Tensor, *_: object) -> Tensor:
+    return states.new_empty(len(states), weights.shape[1])
+
+
+@operation(_slot_product_outputs, triton=True, c=CKernel("slot_product", _slot_product_in_c))
+def slot_product(states: Tensor, slots: Tensor, weights: Tensor, base: Contiguous | None = None) -> Tensor:
+    """Products with one of several weights: [N, in] by [slots, out, in] -> [N, out], plus `base` [N, out].
+
+    slots [B] int64: the weight of each N / B consecutive rows. In C a row has the same bits in any batch; slot 0 is not read there.
+    """
+    states = states.view(len(slots), -1, states.shape[1])
+    count = states.shape[1]
+    states = torch.nn.functional.pad(states, (0, 0, 0, max(0, LEAST_ROWS - count)))
+    found = torch.bmm(states, weights[slots].mT)[:, :count].reshape(-1, weights.shape[1])
+    return found if base is None else base + found
+
+
+def add_lora(name: str, states: Tensor, product: Tensor, inputs: ModelInput, buffers: StaticBuffers) -> Tensor:
+    """The product of the weight `name` with states [N, in], with what each row's adapter adds to it."""
+    if inputs.lora_slots is None:
+        return product
+    narrow = slot_product(states, inputs.lora_slots, buffers[f"{name}_down"])
+    return slot_product(narrow, inputs.lora_slots, buffers[f"{name}_up"], product)

@@ -1,0 +1,73 @@
+"""The Triton program of slot_product: one instance per row of slots, part of its states and part of the output."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stepgraph.graphs.attention.triton.paged import product as matrix_product
+
+STATES_TILE, OUTER_TILE, INNER_TILE = 32, 32, 64
+
+
+@triton.jit
+def multiply_by_slot(
+    states,  # [B * Q, inner]
+    slots,  # [B] int64
+    weights,  # [slots, outer, inner]
+    base,  # [B * Q, outer]; not read unless HAS_BASE
+    output,  # [B * Q, outer], written
+    count,  # Q
+    inner,
+    outer,
+    state_stride,
+    slot_stride,
+    HAS_BASE: tl.constexpr,
+    COUNT: tl.constexpr,  # states of one instance
+    OUTER: tl.constexpr,
+    INNER: tl.constexpr,
+    WIDE: tl.constexpr,  # multiply in float32: Triton's interpreter takes bfloat16 for whole numbers
+):
+    row = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(2) * COUNT + tl.arange(0, COUNT)
+    column = tl.program_id(0) * OUTER + tl.arange(0, OUTER)
+    token = row * count + index
+    slot = tl.load(slots + row * slot_stride)
+    used = tl.where(slot > 0, inner, 0)  # slot 0 is all zeros
+    total = tl.zeros([COUNT, OUTER], tl.float32)
+    for start in range(0, used, INNER):
+        place = start + tl.arange(0, INNER)
+        state = tl.load(states + token[:, None] * state_stride + place, mask=(index < count)[:, None] & (place < inner), other=0.0)
+        wanted = (column < outer)[:, None] & (place < inner)
+        weight = tl.load(weights + (slot * outer + column[:, None]) * inner + place, mask=wanted, other=0.0)
+        total += matrix_product(state, tl.trans(weight), WIDE)
+    inside = (index < count)[:, None] & (column < outer)
+    found = total.to(output.dtype.element_ty)
+    if HAS_BASE:
+        before = tl.load(base + token[:, None] * outer + column, mask=inside, other=0.0)
+        found = (before.to(tl.float32) + found.to(tl.float32)).to(output.dtype.element_ty)
+    tl.store(output + token[:, None] * outer + column, found, mask=inside)
+
+
+def slot_product(states: Tensor, slots: Tensor, weights: Tensor, base: Tensor | None, output: Tensor) -> None:
+    states = states if states.stride(-1) == 1 else states.contiguous()
+    count, (_, outer, inner) = len(states) // len(slots), weights.shape
+    multiply_by_slot[(triton.cdiv(outer, OUTER_TILE), len(slots), triton.cdiv(count, STATES_TILE))](
+        states,
+        slots,
+        weights,
+        output if base is None else base,
+        output,
+        count,
+        inner,
+        outer,
+        states.stride(0),
+        slots.stride(0),
+        HAS_BASE=base is not None,
+        COUNT=STATES_TILE,
+        OUTER=OUTER_TILE,
+        INNER=INNER_TILE,
+        WIDE=states.device.type == "cpu",
+        num_warps=4,
+    )

@@ -1,0 +1,93 @@
+"""The LoRA adapters of an engine, each in a slot of its static memory."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.layers.lora import LoraWeight
+from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.model import TargetModel
+from stepgraph.runtime.models.files.lora import SlotContent, read_lora
+from stepgraph.runtime.request import Lora
+from stepgraph.runtime.request_queue import RequestQueue
+from stepgraph.sampling.fields import Check, check_value, checked_path, clip_repr
+
+
+def lora_weights(target: TargetModel, limits: Limits) -> dict[str, LoraWeight]:
+    """The target's weights that adapters may change. ValueError if adapters are configured, and it has none."""
+    weights: dict[str, LoraWeight] = getattr(target, "lora_weights", {}) if limits.max_loras else {}
+    if limits.max_loras and not weights:
+        raise ValueError(f"EngineConfig.max_loras: got {limits.max_loras}, expected 0: {type(target).__name__} has no lora_weights")
+    return weights
+
+
+class LoraTable:
+    """Adapters by name. A slot is free if no adapter and no unfinished request has it."""
+
+    def __init__(self, target: TargetModel, limits: Limits, buffers: StaticBuffers, backend: Backend, queue: RequestQueue) -> None:
+        self._weights, self._dtype = lora_weights(target, limits), target.feature_dtype
+        self._limits, self._buffers, self._backend, self._queue = limits, buffers, backend, queue
+        self._loras: dict[str, Lora] = {}  # changed under the queue's lock
+        self._serials = itertools.count(1)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._loras)
+
+    def find(self, name: Any) -> Lora | None:
+        """None for an empty name. ValueError if there is no such adapter."""
+        if name == "":
+            return None
+        if not isinstance(name, str) or name not in self._loras:
+            loaded = f"one of {', '.join(map(repr, self._loras))}, or '' for none" if self._loras else "'': the engine has no adapters"
+            raise ValueError(f"lora_name: got {clip_repr(name)}, expected {loaded}")
+        return self._loras[name]
+
+    def check(self, lora: Lora | None) -> None:
+        """ValueError if the adapter was removed. Under the queue's lock, so that its slot is not given away."""
+        if lora is not None and self._loras.get(lora.name) is not lora:
+            raise ValueError(f"lora_name: got {clip_repr(lora.name)}, which was removed")
+
+    def read(self, name: Any, path: Any) -> dict[str, SlotContent]:
+        """The checked content of a slot."""
+        if not self._weights:
+            raise ValueError("Engine.add_lora: the engine has no slots for adapters, expected EngineConfig(max_loras=...) of at least 1")
+        check_value("lora_name", name, Check(lambda value: isinstance(value, str) and value != "", "a name"))
+        self._require_new(name)
+        return read_lora(checked_path("lora_path", path), self._weights, self._limits.max_lora_rank, self._dtype)
+
+    def add(self, name: str, contents: dict[str, SlotContent]) -> None:
+        """Between rounds: fill a free slot. Later launches see it, and earlier ones, which may still use the slot, are before it."""
+        self._require_new(name)
+        with self._queue.lock:
+            requests = (queued.job.lora for queued in self._queue.unfinished.values())
+            taken = {lora.slot for lora in (*self._loras.values(), *requests) if lora is not None}
+        free = [slot for slot in range(1, self._limits.max_loras + 1) if slot not in taken]
+        if not free:
+            expected = f"at most EngineConfig.max_loras={self._limits.max_loras} adapters, those of unfinished requests included"
+            raise ValueError(f"lora_name: got {clip_repr(name)} with no free slot, expected {expected}")
+        slot, buffers = free[0], self._buffers
+
+        def copy() -> None:
+            for weight, content in contents.items():
+                buffers[f"{weight}_down"][slot].copy_(content.down)
+                buffers[f"{weight}_up"][slot].copy_(content.up)
+
+        with torch.no_grad():
+            self._backend.run(copy)
+        with self._queue.lock:
+            self._loras[name] = Lora(name, slot, next(self._serials))
+
+    def _require_new(self, name: str) -> None:
+        if name in self._loras:
+            raise ValueError(f"lora_name: got {clip_repr(name)}, which is loaded, expected another name, or a call of remove_lora() first")
+
+    def remove(self, name: str) -> bool:
+        """Whether there was one. Requests that were submitted with it keep it."""
+        with self._queue.lock:
+            return self._loras.pop(name, None) is not None

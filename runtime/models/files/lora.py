@@ -1,0 +1,102 @@
+"""Reads a LoRA adapter from a folder in the layout of PEFT: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from stepgraph.graphs.layers.lora import LoraWeight
+from stepgraph.runtime.models.files.quantised_folder import Fields
+from stepgraph.runtime.models.files.weights import SafetensorsSource, read_json
+from stepgraph.sampling.fields import is_int, is_number
+
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
+_ACCEPTED: dict[str, tuple[object, ...]] = {  # of fields that change what an adapter computes, or which weights it belongs to
+    "peft_type": ("LORA",),
+    "bias": (None, "none"),
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),  # others change the model's own weights
+    "task_type": (None, "CAUSAL_LM"),
+    **dict.fromkeys(("use_dora", "lora_bias", "fan_in_fan_out", "use_qalora"), (None, False)),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), (None, {})),
+    **dict.fromkeys(
+        ("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication", "alora_invocation_tokens"), (None, [])
+    ),
+}
+
+
+class SlotContent(NamedTuple):
+    """One slot of the buffers of a LoraWeight."""
+
+    down: Tensor
+    up: Tensor
+
+
+def read_lora(folder: Path, weights: Mapping[str, LoraWeight], max_rank: int, dtype: torch.dtype) -> dict[str, SlotContent]:
+    """What the slot of the adapter holds, for each of `weights`; the adapter's scale is in `up`. On the CPU.
+
+    ValueError names the file, and the field or tensor.
+    """
+    rank, scale = _read_config(folder / "adapter_config.json", max_rank)
+    source = SafetensorsSource(folder, "adapter_model.safetensors")
+    modules = {module: (name, index) for name, weight in weights.items() for index, module in enumerate(weight.parts)}
+    found: dict[tuple[str, str], str] = {}  # tensors by module and matrix
+    for tensor in source.tensors:
+        match = _TENSOR.fullmatch(tensor)
+        if match is None or match[1] not in modules:
+            kinds = ", ".join(sorted({module.rpartition(".")[2] for module in modules}))
+            expected = f"base_model.model.MODULE.lora_A.weight or lora_B.weight of the model's {kinds}"
+            raise ValueError(f"{folder}: {tensor}: got this name, expected {expected}")
+        found[match[1], match[2]] = tensor
+    if not found:
+        raise ValueError(f"{folder}: got no tensors, expected those of an adapter")
+    contents = {
+        name: SlotContent(torch.zeros(weight.down_shape(max_rank), dtype=dtype), torch.zeros(weight.up_shape(max_rank), dtype=dtype))
+        for name, weight in weights.items()
+    }
+    for module in dict.fromkeys(module for module, _ in found):
+        name, index = modules[module]
+        weight, content = weights[name], contents[name]
+        sizes = list(weight.parts.values())
+        first, column = sum(sizes[:index]), index * max_rank
+        down = _read(folder, source, module, found.get((module, "A")), "A", (rank, weight.inner))
+        up = _read(folder, source, module, found.get((module, "B")), "B", (sizes[index], rank))
+        content.down[column : column + rank] = down.to(dtype)
+        content.up[first : first + sizes[index], column : column + rank] = (up.float() * scale).to(dtype)
+    return contents
+
+
+def _read_config(path: Path, max_rank: int) -> tuple[int, float]:
+    """Rank and scale of an adapter."""
+    config = read_json(path)
+    fields = Fields(config, str(path))
+    for name, accepted in _ACCEPTED.items():
+        fields.one_of(name, *accepted)
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not is_int(rank) or not 1 <= rank <= max_rank:
+        raise ValueError(f"{path}.r: got {rank!r:.100}, expected a whole number from 1 to EngineConfig.max_lora_rank={max_rank}")
+    if not is_number(alpha) or not 0 < alpha < 1e6:
+        raise ValueError(f"{path}.lora_alpha: got {alpha!r:.100}, expected a number above 0")
+    return rank, alpha / rank**0.5 if fields.one_of("use_rslora", None, False, True) else alpha / rank
+
+
+def _read(folder: Path, source: SafetensorsSource, module: str, name: str | None, matrix: str, shape: tuple[int, ...]) -> Tensor:
+    if name is None:
+        raise ValueError(f"{folder}: base_model.model.{module}.lora_{matrix}.weight is missing, expected it with shape {shape}")
+    stored = source.tensors[name]
+    if stored.shape != shape:
+        raise ValueError(f"{folder}: {name}: got shape {stored.shape}, expected {shape}")
+    if not stored.readable:
+        raise ValueError(f"{folder}: {name}: got type {stored.kind}, which is not supported")
+    try:
+        tensor = source.read(name)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{folder}: {name}: {error}") from None
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError(f"{folder}: {name} holds NaN or infinity")
+    return tensor

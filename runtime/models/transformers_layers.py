@@ -1,0 +1,297 @@
+"""Modules of this package in place of those of `transformers` that compute the same: fewer nodes in a round.
+
+What a module computes is not read from its class: `replace_modules` runs both on the same input and compares the results.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.activations import SiLUActivation
+
+from stepgraph.graphs.attention.paged import attention
+from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.layers.dense import add_rms_norm, product, rms_norm, silu_and_mul
+from stepgraph.graphs.layers.lora import add_lora
+from stepgraph.graphs.layers.slot_mapping import rope_angles
+from stepgraph.graphs.model_call import ModelInput
+
+_TOKENS = 5  # of the inputs for comparisons
+_NEAR = 1e-4  # of the largest number; in float32
+_PAGE = 16
+_STEP = 40_001  # between the positions compared: far apart, so that whatever depends on them shows
+
+
+class LayerAttention(NamedTuple):
+    """The attention of one layer."""
+
+    heads: int
+    kv_heads: int
+    size: int  # of queries and keys
+    value_size: int  # at most `size`: values are stored with zeros after them
+    window: int | None
+    scale: float
+    softcap: float = 0.0
+    sinks: bool = False
+
+
+class Call(NamedTuple):
+    """One call of a decoder; passed through its modules as a keyword argument."""
+
+    layers: Sequence[LayerAttention]
+    cache_of: Callable[[int, StaticBuffers], tuple[Tensor, Tensor]]
+    inputs: ModelInput
+    buffers: StaticBuffers
+    layer_inputs: dict[int, Tensor]
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, s_aux: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """query [B, heads, Q, size], key, value [B, kv_heads, Q, size] -> [B, Q, heads, size]."""
+        index: Any = module.layer_idx
+        layer = self.layers[index]
+        keys, values = self.cache_of(index, self.buffers)
+        query, key, value = (states.transpose(1, 2) for states in (query, key, value))
+        if layer.value_size < layer.size:
+            value = functional.pad(value, (0, layer.size - layer.value_size))
+        slots = (self.inputs.slots.flatten(),)
+        keys.index_put_(slots, key.flatten(0, 1))
+        values.index_put_(slots, value.flatten(0, 1))
+        output = attention(query, keys, values, self.inputs, layer.window, layer.scale, layer.softcap, s_aux)
+        return output[..., : layer.value_size]
+
+
+class Product(nn.Module):
+    """nn.Linears of one input as one product: on the CPU a row has the same bits in any batch. They are named for adapters."""
+
+    def __init__(self, linears: Mapping[str, nn.Linear]) -> None:
+        super().__init__()
+        modules = list(linears.values())
+        weights, biases = ([getattr(each, name) for each in modules] for name in ("weight", "bias"))
+        self.weight = weights[0] if len(modules) == 1 else joined(weights)
+        self.bias = None if biases[0] is None else biases[0] if len(modules) == 1 else joined(biases)
+        self.parts = {name: each.out_features for name, each in linears.items()}
+        self.lora = ""  # the name of its adapters
+        self.calls: Sequence[Call] = ()  # the present one, if it has adapters
+
+    def forward(self, states: Tensor) -> Tensor:
+        flat = states.reshape(-1, states.shape[-1])
+        found = product(flat, self.weight, self.bias)
+        for call in self.calls:
+            found = add_lora(self.lora, flat, found, call.inputs, call.buffers)
+        return found.view(*states.shape[:-1], -1)
+
+
+def joined(tensors: Sequence[Tensor]) -> nn.Parameter:
+    return nn.Parameter(torch.cat(list(tensors)), requires_grad=False)
+
+
+class Norm(nn.Module):
+    """An RMS norm in one operation."""
+
+    def __init__(self, weight: nn.Parameter, epsilon: float) -> None:
+        super().__init__()
+        self.weight, self.epsilon = weight, epsilon
+
+    def forward(self, states: Tensor) -> Tensor:
+        return rms_norm(states.reshape(-1, states.shape[-1]), self.weight, self.epsilon).view(states.shape)
+
+
+class Attention(nn.Module):
+    """Attention with rotary positions in four operations, and two for norms of heads."""
+
+    parts = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+    def __init__(self, module: Any, path: str, layers: Sequence[LayerAttention]) -> None:
+        super().__init__()
+        self.layer_idx: int = module.layer_idx
+        self.layer = layers[self.layer_idx]
+        self.qkv, self.output = Product(_linears(module, path, self.parts[:3])), Product(_linears(module, path, self.parts[3:]))
+        self.query_norm, self.key_norm = (getattr(module, f"{part}_norm", None) for part in "qk")
+        self.sinks = module.sinks if self.layer.sinks else None
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], stepgraph: Call, **_: object
+    ) -> tuple[Tensor, None]:
+        layer, inputs = self.layer, stepgraph.inputs
+        mixed = self.qkv(hidden_states).view(inputs.tokens.numel(), -1, layer.size)
+        query, key, value = mixed.split([layer.heads, layer.kv_heads, layer.kv_heads], 1)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = (rms_norm(part, norm.weight, norm.epsilon) for part, norm in ((query, self.query_norm), (key, self.key_norm)))
+        keys, values = stepgraph.cache_of(self.layer_idx, stepgraph.buffers)
+        cosines, sines = (each.reshape(-1, 1, each.shape[-1]) for each in position_embeddings)
+        query = rope_and_write_kv(query, key, value, cosines, sines, inputs.slots.flatten(), keys, values)
+        query = query.view(*inputs.tokens.shape, layer.heads, layer.size)
+        attended = attention(query, keys, values, inputs, layer.window, layer.scale, layer.softcap, self.sinks)
+        return self.output(attended.flatten(2)), None
+
+
+class GatedMlp(nn.Module):
+    """A gated MLP in three operations."""
+
+    parts = ("gate_proj", "up_proj", "down_proj")
+
+    def __init__(self, module: nn.Module, path: str) -> None:
+        super().__init__()
+        self.gate_up, self.down = Product(_linears(module, path, self.parts[:2])), Product(_linears(module, path, self.parts[2:]))
+
+    def forward(self, states: Tensor) -> Tensor:
+        found: Tensor = self.down(silu_and_mul(self.gate_up(states)))
+        return found
+
+
+class Layer(nn.Module):
+    """A decoder layer: the first residual connection and the second norm are one operation."""
+
+    parts = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.attention, self.mlp, self.first_norm, self.second_norm = (getattr(module, part) for part in self.parts)
+
+    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
+        attended, _ = self.attention(hidden_states=self.first_norm(hidden_states), **options)
+        flat, weight = hidden_states.reshape(-1, hidden_states.shape[-1]), self.second_norm.weight
+        states, normed = add_rms_norm(flat, attended.reshape(flat.shape), weight, self.second_norm.epsilon)
+        update: Tensor = self.mlp(normed.view(hidden_states.shape))
+        return states.view(hidden_states.shape) + update
+
+
+class Rotary(nn.Module):
+    """Cosines and sines in one operation."""
+
+    def __init__(self, frequencies: Tensor) -> None:
+        super().__init__()
+        # As integer bits: .to(bfloat16) rounds every floating-point buffer, and rounded frequencies give wrong positions.
+        self.register_buffer("frequency_bits", frequencies.float().view(torch.int32), persistent=False)
+        self.frequency_bits: Tensor
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+        angles = rope_angles(position_ids.flatten(), self.frequency_bits.view(torch.float32), x.dtype)
+        return tuple(each.view(*position_ids.shape, -1) for each in angles)
+
+
+def replace_modules(decoder: nn.Module, prefix: str, layers: Sequence[LayerAttention]) -> None:
+    """Replace the modules of a decoder that compute what those above do. Without data, on the meta device, only its products.
+
+    prefix: the name of the decoder.
+    """
+    if not next(decoder.parameters()).is_meta:
+        for _, parent, name, child in list(_children(decoder, prefix)):
+            if (norm := _norm_of(child)) is not None:
+                setattr(parent, name, norm)
+        comparison = _Comparison(decoder, layers)
+        for path, parent, name, child in list(_children(decoder, prefix)):
+            if _is_attention(child, layers):
+                comparison.replace(parent, name, functools.partial(Attention, path=path, layers=layers))
+            elif _consists_of(child, GatedMlp.parts, "act_fn") and isinstance(child.act_fn, (nn.SiLU, SiLUActivation)):
+                comparison.replace(parent, name, functools.partial(GatedMlp, path=path))
+        for _, parent, name, child in list(_children(decoder, prefix)):
+            if child._modules.keys() == set(Layer.parts) and all(isinstance(child.get_submodule(part), Norm) for part in Layer.parts[2:]):
+                comparison.replace(parent, name, Layer)
+        if comparison.rotary is not None:
+            decoder.rotary_emb = comparison.rotary
+    for path, parent, name, child in list(_children(decoder, prefix)):
+        if type(child) is nn.Linear:
+            setattr(parent, name, Product({path: child}))
+
+
+class _Comparison:
+    """Inputs on which a module and its replacement have to agree, in float32."""
+
+    def __init__(self, decoder: nn.Module, layers: Sequence[LayerAttention]) -> None:
+        weight = next(decoder.parameters())
+        self._made, self._layers, self._device = torch.Generator().manual_seed(0), layers, weight.device
+        self._positions = torch.arange(_TOKENS, device=weight.device)[None] * _STEP
+        rotary, states = getattr(decoder, "rotary_emb", None), torch.ones(1, device=weight.device)
+        frequencies, self._angles = getattr(rotary, "inv_freq", None), _run(rotary, states, self._positions)
+        made = Rotary(frequencies) if isinstance(frequencies, Tensor) else None
+        self.rotary = made if _agree(self._angles, _run(made, states, self._positions)) else None
+
+    def replace(self, parent: nn.Module, name: str, make: Callable[[nn.Module], nn.Module]) -> None:
+        """By the module that `make` makes, if both compute the same."""
+        module = copy.deepcopy(parent.get_submodule(name)).float()
+        size = next(each.shape[-1] for each in module.parameters() if each.dim() == 2)
+        states = torch.randn(1, _TOKENS, size, generator=self._made).to(self._device)
+        other = make(module)
+        # A single token has no scores that could be close, so its numbers may be large: clamps show.
+        if all(_agree(self._run(module, given), self._run(other, given)) for given in (states, states[:, :1] * 1000)):
+            setattr(parent, name, make(parent.get_submodule(name)))
+
+    def _run(self, module: nn.Module, states: Tensor) -> tuple[Tensor, ...] | None:
+        if isinstance(module, GatedMlp) or hasattr(module, "act_fn"):
+            return _run(module, states)
+        count = states.shape[1]
+        index = torch.arange(count, device=self._device)[None]
+        inputs = ModelInput(torch.zeros_like(index), index, index + _PAGE, torch.ones_like(index[:, :1]), _PAGE)
+        angles = None if self._angles is None else tuple(each[:, -count:] for each in self._angles)
+
+        def cache_of(index: int, _: StaticBuffers) -> tuple[Tensor, Tensor]:
+            shape = 2 * _PAGE, self._layers[index].kv_heads, self._layers[index].size
+            return torch.zeros(shape, device=self._device), torch.zeros(shape, device=self._device)
+
+        call = Call(self._layers, cache_of, inputs, StaticBuffers([]), {})
+        places = {"position_ids": self._positions[:, -count:], "position_embeddings": angles}
+        return _run(module, hidden_states=states, **places, attention_mask=None, stepgraph=call)
+
+
+@torch.no_grad()
+def _run(module: Any, *inputs: Tensor, **options: Any) -> tuple[Tensor, ...] | None:
+    """What a module returns, None if it does not accept these arguments."""
+    try:
+        found = module(*inputs, **options)
+    except Exception:  # of any kind, from modules of any family
+        return None
+    return tuple(each for each in (found if isinstance(found, tuple) else (found,)) if each is not None)
+
+
+def _agree(one: tuple[Tensor, ...] | None, other: tuple[Tensor, ...] | None) -> bool:
+    if one is None or other is None or [each.shape for each in one] != [each.shape for each in other]:
+        return False
+    return all(bool((a - b).abs().max() <= _NEAR * a.abs().max()) for a, b in zip(one, other, strict=True))
+
+
+def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    """Every module inside, those within others first: its path, its parent, and its name there."""
+    for name, child in module.named_children():
+        yield from _children(child, f"{prefix}.{name}")
+        yield f"{prefix}.{name}", module, name, child
+
+
+def _norm_of(module: nn.Module) -> Norm | None:
+    weight: object = getattr(module, "weight", None)
+    epsilon: object = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, nn.Parameter) or not isinstance(epsilon, float) or weight.dim() != 1:
+        return None
+    # Norms of several families differ in their rounding, or add one to the weight: these stay.
+    states = torch.linspace(-3, 3, 4 * len(weight), device=weight.device).cos().view(4, -1).to(weight.dtype)
+    same = torch.equal(module(states), rms_norm.reference(states, weight, epsilon))
+    return Norm(weight, epsilon) if same else None
+
+
+def _linears(module: nn.Module, path: str, parts: Sequence[str]) -> dict[str, nn.Linear]:
+    return {f"{path}.{part}": cast("nn.Linear", module.get_submodule(part)) for part in parts}
+
+
+def _consists_of(module: nn.Module, linears: Sequence[str], *others: str) -> bool:
+    """Of nn.Linears whose biases are alike, and of other modules."""
+    children = dict(module.named_children())
+    found = [children.pop(name) for name in linears if type(children.get(name)) is nn.Linear]
+    return len(found) == len(linears) and children.keys() <= set(others) and len({each.bias is None for each in found[:-1]}) == 1
+
+
+def _is_attention(module: nn.Module, layers: Sequence[LayerAttention]) -> bool:
+    index: Any = getattr(module, "layer_idx", None)
+    if index is None or not _consists_of(module, Attention.parts, "q_norm", "k_norm"):
+        return False
+    layer = layers[index]
+    norms = [child for child in module.children() if type(child) is not nn.Linear]
+    head_norms = all(isinstance(norm, Norm) and len(norm.weight) == layer.size for norm in norms)
+    return head_norms and len(norms) in (0, 2) and layer.size == layer.value_size

@@ -1,0 +1,70 @@
+"""The grammar of arguments as Qwen3-Coder writes them: `<parameter=NAME>`, a value, `</parameter>`, each on lines of their own.
+
+A value that can only be a string is written as it is, without quotes and escapes, any other value as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+from stepgraph.sampling.grammar.constraints.unsupported import reject
+from stepgraph.sampling.grammar.schema.automata import is_empty
+from stepgraph.sampling.grammar.schema.forms import NOTHING_AT_ALL, Expr, Form, Object
+from stepgraph.sampling.grammar.schema.grammar import GrammarWriter, schema_grammar, written
+from stepgraph.sampling.grammar.schema.language import ANY_TEXT, both, cat, complement, words
+from stepgraph.sampling.grammar.schema.normalise import Normaliser
+from stepgraph.sampling.grammar.schema.options import Options
+from stepgraph.sampling.grammar.schema.reader import Document, parsed
+from stepgraph.sampling.grammar.schema.spelling import literal
+
+PARAMETER_END = "\n</parameter>"
+_WITHOUT_END = complement(cat(ANY_TEXT, words([PARAMETER_END]), ANY_TEXT))
+_NAME = re.compile(r"[^<>\n]+")
+
+
+def parameters_grammar(schema: Any, options: Options, prefix: str = "") -> str:
+    """The rules of the grammar, as those of `schema_grammar`. UnsupportedError where the schema is not that of an object."""
+    return schema_grammar(schema, options, prefix, _ParameterWriter)
+
+
+def text_parameters(schema: Any) -> frozenset[str]:
+    """The names of the parameters whose values are written as they are."""
+    normaliser = Normaliser(Document(parsed(json.dumps(schema))), Options.unknown_formats)
+    styles = written(normaliser, Options(), "", _ParameterWriter).styles
+    return frozenset(name for name, is_text in styles.items() if is_text)
+
+
+class _ParameterWriter(GrammarWriter):
+    def root(self, part: Expr) -> str:
+        self.styles = dict[str, bool]()  # by name, whether the value is written as it is
+        cases = [self._parameters(item) for item in self.form(part).objects if self._object_has_value(item)]
+        if not cases:
+            reject("#", "type", "arguments written as parameters are an object")
+        return " | ".join(cases)
+
+    def _parameters(self, item: Object) -> str:
+        declared = [(name, value) for name, value in item.declared if self.is_alive(value)]
+        counts = item.low > len(item.required) or (item.high is not None and item.high < len(declared))
+        if counts or item.witnesses or item.required - {name for name, _ in declared}:
+            reject("#", "properties", "arguments written as parameters are declared properties, any of which may be left out or required")
+        texts = list[str]()
+        for name, value in declared:
+            if not _NAME.fullmatch(name):
+                reject("#", "properties", f"got the name {name!r:.60}, which cannot be written as a parameter")
+            form = self.form(value)
+            is_text = form == replace(NOTHING_AT_ALL, strings=form.strings) and not is_empty(form.strings.exact)
+            if self.styles.setdefault(name, is_text) != is_text:
+                reject("#", "properties", f"{name!r:.60} is a string only in one case, which parameters cannot express; write one case")
+            written = self._as_it_is(form) if is_text else self.value(value)
+            text = f"{literal(f'<parameter={name}>{chr(10)}')} {written} {literal(f'{PARAMETER_END}{chr(10)}')}"
+            texts.append(text if name in item.required else f"({text})?")
+        return " ".join(texts) or '""'
+
+    def _as_it_is(self, form: Form) -> str:
+        term = both(self.strings(form), _WITHOUT_END)
+        if is_empty(term):
+            reject("#", "enum", f"no string without {PARAMETER_END!r} is accepted")
+        return self._speller.body(term, in_string=False)

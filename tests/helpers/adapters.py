@@ -1,0 +1,32 @@
+"""Random LoRA adapters as PEFT stores them, and models with their weights merged."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+ALL = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
+ALPHA = 16
+
+
+def save_adapter(folder: Path, model: Any, rank: int, targets: str = ALL, seed: int = 1, **fields: Any) -> Any:
+    """The model with the adapter merged. targets: names of nn.Linear modules. fields: of adapter_config.json."""
+    folder.mkdir()
+    drawn, merged, tensors = torch.Generator().manual_seed(seed), copy.deepcopy(model), dict[str, torch.Tensor]()
+    scale = ALPHA / (rank**0.5 if fields.get("use_rslora") else rank)
+    for name, module in merged.named_modules():
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets.split():
+            outer, inner = module.weight.shape
+            down, up = torch.randn(rank, inner, generator=drawn) * inner**-0.5, torch.randn(outer, rank, generator=drawn) * 0.1
+            tensors |= {f"base_model.model.{name}.lora_{matrix}.weight": value for matrix, value in (("A", down), ("B", up))}
+            module.weight.data += scale * up @ down
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": ALPHA, "bias": "none", "target_modules": targets.split()}
+    (folder / "adapter_config.json").write_text(json.dumps(config | fields))
+    return merged

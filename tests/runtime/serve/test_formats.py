@@ -1,0 +1,134 @@
+"""Calls as families of models write them, whose markers are control tokens, with a model that writes given texts where it may."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from torch import Tensor
+
+from stepgraph import Engine, EngineConfig, Vocabulary
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.model_call import ModelInput, ModelOutput
+from stepgraph.runtime.models.files.chat_template import ChatTemplate
+from stepgraph.runtime.models.toy import ToyTarget
+from stepgraph.runtime.serve.calls import call_style
+from stepgraph.runtime.serve.http import Bounds
+from stepgraph.runtime.serve.reasoning import with_markers
+from stepgraph.runtime.text import TextCodec
+from stepgraph.sampling.grammar.matchers.forced import token_table
+from tests.helpers.running_server import ASK, FORMAT, SCHEMA, TOOLS, Running, running
+from tests.runtime.serve.test_server import calls_of
+
+MARKERS = "<tool_call> </tool_call> [TOOL_CALLS] [ARGS] <|start|> <|channel|> <|message|> <|constrain|> <|end|> <|ask|>".split()
+TOKENS = [*(bytes([value]) for value in range(256)), *map(str.encode, MARKERS), b"<|stop|>"]
+STOP = len(TOKENS) - 1
+SPELLED = token_table(Vocabulary(TOKENS, [STOP]))
+CALL = ("look_up", {"name": "ada", "age": 36})
+GPT_OSS = "<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>{{ call.arguments|tojson }}"
+PAST = {  # how chat templates write earlier calls
+    "hermes": '<tool_call>\n{"name": "{{ call.name }}", "arguments": {{ call.arguments|tojson }}}\n</tool_call>',
+    "llama3": '{# "parameters": dictionary #}{"name": "{{ call.name }}", "parameters": {{ call.arguments|tojson }}}',
+    "mistral": "[TOOL_CALLS]{{ call.name }}[ARGS]{{ call.arguments|tojson }}",
+    "mistral-list": "[TOOL_CALLS] [{{ call|tojson }}]",
+    "qwen3-coder": (
+        "<tool_call>\n<function={{ call.name }}>\n{% for name, value in call.arguments|items %}<parameter={{ name }}>\n{{ value }}\n"
+        "</parameter>\n{% endfor %}</function>\n</tool_call>"
+    ),
+    "gpt-oss": GPT_OSS,
+}
+
+
+def template(name: str) -> ChatTemplate:
+    past = "{% for each in message.tool_calls %}{% set call = each.function %}" + PAST[name] + "{% endfor %}"
+    return ChatTemplate(
+        "{{ tools|tojson }}{% for message in messages %}{{ message.content }}{% if message.tool_calls %}"
+        + past
+        + "{% endif %}{% endfor %}{% if add_generation_prompt %}<|ask|>{% endif %}"
+    )
+
+
+class Writer(ToyTarget):
+    """Prefers the tokens of a script after the token <|ask|>, then the stop token."""
+
+    script: Sequence[int] = ()
+    asked_at = 0
+
+    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+        found = inputs.positions[inputs.tokens == 256 + MARKERS.index("<|ask|>")]
+        self.asked_at = int(found[-1]) if len(found) else self.asked_at
+        hidden = inputs.positions[..., None].expand(*inputs.positions.shape, self.hidden_size).to(torch.float32)
+        return ModelOutput(hidden, hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        index = hidden[..., 0].long() - self.asked_at
+        script = torch.tensor([*self.script, STOP])
+        return 9.0 * torch.nn.functional.one_hot(script[index.clamp(0, len(script) - 1)], self.vocab_size).float()
+
+
+@contextmanager
+def serving(name: str) -> Iterator[tuple[Running, Writer]]:
+    """A server of a model of this family."""
+    vocabulary = Vocabulary(TOKENS, [STOP], control_token_ids=range(256, STOP))
+    codec = with_markers(TextCodec(vocabulary, lambda text, begins: SPELLED.split_longest(text.encode()), template(name)), "auto")
+    assert call_style(codec).templated and call_style(codec).form == call_style(codec, name).form
+    target = Writer(codec.vocabulary.logits_width)
+    config = EngineConfig(max_rows=1, max_length=4096, eager=True, num_speculative_tokens=0)
+    with Engine(target, None, vocabulary=codec.vocabulary, tokenizer=codec, config=config) as engine, running(engine, Bounds()) as found:
+        yield found, target
+
+
+@pytest.mark.parametrize("name", PAST)
+def test_calls_over_http(name: str) -> None:
+    past = [{"role": "assistant", "content": "so ", "tool_calls": [{"function": {"name": CALL[0], "arguments": CALL[1]}}]}]
+    request: Any = {"model": "toy", "messages": ASK, "tools": TOOLS, "temperature": 0, "max_tokens": 300}
+    with serving(name) as (server, target), server.client as client:
+        target.script = SPELLED.split_longest(template(name).render(past, None, False).removeprefix("null").encode())
+        for stream in (False, True):
+            answer: Any = client.chat.completions.create(**request, stream=stream)
+            ((called, arguments),), reason = calls_of(answer, stream)
+            assert (called, json.loads(arguments), reason) == (*CALL, "tool_calls")
+        message = client.chat.completions.create(**request).choices[0].message
+        assert (message.content or "").strip() == ("" if name == "gpt-oss" else "so")
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "done"}
+        target.script = []
+        again: Any = [*ASK, message.model_dump(exclude_none=True), result]
+        assert client.chat.completions.create(**request | {"messages": again}).choices[0].finish_reason == "stop"
+        if name == "gpt-oss":
+            target.script = SPELLED.split_longest(b"<|channel|>analysis<|message|>well<|end|>")
+        request["tools"] = TOOLS[:1]
+        for choice in ("required", {"type": "function", "function": {"name": "look_up"}}):
+            calls, reason = calls_of(client.chat.completions.create(**request, tool_choice=choice, parallel_tool_calls=False), False)
+            ((called, arguments),) = calls
+            assert reason == "tool_calls" and called == "look_up"
+            jsonschema.validate(json.loads(arguments), SCHEMA)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_channels_of_gpt_oss(stream: bool) -> None:
+    def ask(text: str, **options: Any) -> tuple[str, str, str]:
+        target.script = SPELLED.split_longest(text.encode())
+        answer: Any = client.chat.completions.create(model="toy", messages=ASK, temperature=0, max_tokens=300, stream=stream, **options)
+        deltas = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
+        reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+        calls = [call.function for delta in deltas for call in delta.tool_calls or ()]
+        return reasoning, "".join(delta.content or "" for delta in deltas), "".join(call.name or "" for call in calls)
+
+    analysis, rest = "<|channel|>analysis<|message|>well, well<|end|>", "<|start|>assistant<|channel|>final<|message|>"
+    with serving("gpt-oss") as (server, target), server.client as client:
+        assert ask(f"{analysis}{rest}a < b") == ("well, well", "a < b", "")
+        assert ask(f"{analysis}{rest}one two", stop=["well", " tw"]) == ("well, well", "one", "")
+        preamble = "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary"
+        call = ' to=functions.look_up <|constrain|>json<|message|>{"name": "bob", "age": 5}'
+        assert ask(f"{analysis}{preamble}{call}", tools=TOOLS) == ("well, well", "I look.", "look_up")
+        reasoning, content, _ = ask(f"{analysis}{rest}[]", response_format=FORMAT)
+        jsonschema.validate(json.loads(content), SCHEMA)
+        assert reasoning == "well, well"
+        budget = {"thinking_token_budget": 5}  # with <|message|>
+        assert ask(f"<|channel|>analysis<|message|>well<|end|>{rest}yes", extra_body=budget) == ("well", "yes", "")
+        assert ask(analysis, extra_body=budget, tools=TOOLS[:1], tool_choice="required") == ("well", "", "look_up")

@@ -1,0 +1,201 @@
+"""LoRA adapters: texts equal those of merged weights in any batch, slots change without recapture, and wrong files are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stepgraph import Constraint, Engine, EngineConfig
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.files.lora import read_lora
+from tests.helpers.adapters import save_adapter
+from tests.helpers.families import folder_of, judge, save
+from tests.helpers.toy_engines import TARGET
+
+FAMILY, PROMPT = "qwen2", [5 + index % 11 for index in range(40)]
+CONFIG = EngineConfig(
+    max_rows=3,
+    num_speculative_tokens=2,
+    draft_length=2,
+    max_length=96,
+    page_size=4,
+    prefill_chunk=16,
+    buckets=(1, 3),
+    greedy_only=True,
+    max_loras=2,
+    max_lora_rank=8,
+    compile_isolation="none",
+)
+PLAIN = replace(CONFIG, max_loras=0)
+GRAMMAR = Constraint.regex("[a-f]{3,9}[0-9]+[A-Z]?")
+Texts = dict[str, list[list[int]]]
+
+
+def texts(engine: Engine, names: list[str]) -> list[list[int]]:
+    """Of one batch: with and without a grammar for each adapter in turn."""
+    found = list[list[int]]()
+    for constraint in (None, GRAMMAR):
+        jobs = [engine.submit(PROMPT, max_new_tokens=16, lora_name=name, constraint=constraint) for name in names]
+        while engine.has_work:
+            engine.step()
+        found += [job.tokens for job in jobs]
+    return found
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of two adapters, and of the models with their weights merged."""
+    folder = tmp_path_factory.mktemp("adapters")
+    save(save_adapter(folder / "all", judge(FAMILY), 4), folder / "all merged")
+    save(save_adapter(folder / "some", judge(FAMILY), 8, "k_proj v_proj up_proj", seed=2, use_rslora=True), folder / "some merged")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def merged(adapters: Path) -> Texts:
+    """The texts of plain engines with merged weights."""
+    found = Texts()
+    for name, folder in (("", folder_of(FAMILY)), *((each, adapters / f"{each} merged") for each in ("all", "some"))):
+        with Engine.from_pretrained(folder, None, config=PLAIN) as engine:
+            found[name] = texts(engine, [""])
+    assert len({str(each) for each in found.values()}) == 3, "the adapters change the text"
+    return found
+
+
+@pytest.fixture
+def engine(adapters: Path) -> Iterator[Engine]:
+    with Engine.from_pretrained(folder_of(FAMILY), "ngram", config=CONFIG) as engine:
+        engine.add_lora("all", adapters / "all")
+        yield engine
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+def test_mixed_batches_equal_merged_weights(implementation: str, drafter: str, adapters: Path, merged: Texts) -> None:
+    """Prompts in chunks, with and without drafts, which are those of the model without an adapter."""
+    path = folder_of(FAMILY)
+    with Engine.from_pretrained(path, path if drafter == "model" else drafter, config=CONFIG, implementation=implementation) as engine:
+        for name in ("all", "some"):
+            engine.add_lora(name, adapters / name)
+        names = ["some", "", "all"]
+        assert texts(engine, names) == [merged[name][index] for index in (0, 1) for name in names]
+        for name in names:
+            assert texts(engine, [name]) == merged[name], f"{name!r} alone"
+
+
+def test_adapters_change_without_recapture(adapters: Path, merged: Texts) -> None:
+    with Engine.from_pretrained(folder_of(FAMILY), "ngram", config=CONFIG) as engine:
+        report, buffers = engine.capture(), engine.buffers.fingerprint()
+        graphs = dict(engine._graphs._recorded)
+        assert "adapters: up to 2 of rank 8" in report.notes
+        for name in ("all", "some", "all"):
+            engine.add_lora("it", adapters / name)
+            assert texts(engine, ["it"]) == merged[name]
+            assert engine.remove_lora("it") and not engine.remove_lora("it")
+        assert texts(engine, [""]) == merged[""]
+        assert engine._graphs._recorded == graphs and engine.buffers.fingerprint() == buffers
+
+
+def test_prefixes_are_cached_per_adapter(engine: Engine, adapters: Path) -> None:
+    def cached(name: str) -> int:
+        return engine.generate(PROMPT, max_new_tokens=1, lora_name=name).num_cached_tokens
+
+    engine.add_lora("some", adapters / "some")
+    assert [cached(name) for name in ("", "all", "some", "", "all", "some")] == [0, 0, 0, 36, 36, 36]
+    engine.remove_lora("some")
+    engine.add_lora("some", adapters / "some")
+    assert cached("some") == 0, "another adapter may have the name now"
+
+
+def test_a_removed_adapter_keeps_its_slot_until_its_requests_end(engine: Engine, adapters: Path, merged: Texts) -> None:
+    job = engine.submit(PROMPT, max_new_tokens=16, lora_name="all")
+    engine.step()
+    engine.remove_lora("all")
+    engine.add_lora("some", adapters / "some")
+    assert engine.list_loras() == ["some"]
+    with pytest.raises(ValueError, match=r"with no free slot, expected at most EngineConfig.max_loras=2 adapters, those of unfinished"):
+        engine.add_lora("third", adapters / "some")
+    while engine.has_work:
+        engine.step()
+    assert job.tokens == merged["all"][0]
+    engine.add_lora("third", adapters / "some")
+    assert texts(engine, ["third", "some"]) == [merged["some"][0]] * 2 + [merged["some"][1]] * 2
+
+
+def test_wrong_arguments_are_refused(engine: Engine, adapters: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"lora_name: got 'other', expected one of 'all', or '' for none"):
+        engine.submit(PROMPT, lora_name="other")
+    with pytest.raises(ValueError, match="lora_name: got 'all', which is loaded"):
+        engine.add_lora("all", adapters / "some")
+    with pytest.raises(ValueError, match="lora_name: got '', expected a name"):
+        engine.add_lora("", adapters / "some")
+    with pytest.raises(ValueError, match=r"EngineConfig\.max_loras: got 2, expected 0: ToyTarget has no lora_weights"):
+        Engine(TARGET, config=CONFIG)
+    with pytest.raises(ValueError, match=r"Engine\.record: .* expected None with max_loras=2: a recording has no adapters"):
+        Engine.from_pretrained(folder_of(FAMILY), "ngram", config=CONFIG, record=tmp_path / "run.jsonl")
+    with (
+        Engine.from_pretrained(folder_of(FAMILY), "ngram", config=PLAIN) as plain,
+        pytest.raises(ValueError, match="no slots for adapters, expected EngineConfig"),
+    ):
+        plain.add_lora("all", adapters / "all")
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {  # changed fields; changed tensors, None for a missing one; the error
+    "rank": ({"r": 9}, {}, r"adapter_config.json.r: got 9, expected a whole number from 1 to EngineConfig.max_lora_rank=8"),
+    "scale": ({"lora_alpha": None}, {}, "adapter_config.json.lora_alpha: got None, expected a number above 0"),
+    "kind": ({"peft_type": "LOHA"}, {}, "adapter_config.json.peft_type: got 'LOHA', expected 'LORA'"),
+    "dora": ({"use_dora": True}, {}, "adapter_config.json.use_dora: got True"),
+    "ranks": ({"rank_pattern": {"q_proj": 2}}, {}, "adapter_config.json.rank_pattern: got {'q_proj': 2}"),
+    "saved modules": ({"modules_to_save": ["lm_head"]}, {}, "adapter_config.json.modules_to_save: got"),
+    "shape": ({}, {f"{Q}.lora_A.weight": torch.zeros(4, 63)}, r"q_proj.lora_A.weight: got shape \(4, 63\), expected \(4, 64\)"),
+    "other rank": ({"r": 3}, {}, r"lora_A.weight: got shape \(4, 96\), expected \(3, 96\)"),
+    "one matrix": ({}, {f"{Q}.lora_B.weight": None}, r"q_proj.lora_B.weight is missing, expected it with shape \(64, 4\)"),
+    "type": ({}, {f"{Q}.lora_A.weight": torch.zeros(4, 64, dtype=torch.int8)}, "q_proj.lora_A.weight: got type I8"),
+    "numbers": ({}, {f"{Q}.lora_A.weight": torch.full((4, 64), torch.nan)}, "q_proj.lora_A.weight holds NaN or infinity"),
+    "module": (
+        {},
+        {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 64)},
+        "base_model.model.lm_head.lora_A.weight: got this name, expected .* of the model's down_proj, gate_proj, k_proj, o_proj",
+    ),
+    "layer": ({}, {Q.replace("0", "7") + ".lora_A.weight": torch.zeros(4, 64)}, "layers.7.self_attn.q_proj.lora_A.weight: got this name"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_adapters_that_do_not_fit_are_refused(case: str, engine: Engine, adapters: Path, tmp_path: Path) -> None:
+    """Naming the file, and the field or tensor; nothing changes."""
+    fields, tensors, message = REFUSED[case]
+    stored = {**load_file(adapters / "all" / "adapter_model.safetensors"), **tensors}
+    save_file({name: tensor for name, tensor in stored.items() if tensor is not None}, tmp_path / "adapter_model.safetensors")
+    config = json.loads((adapters / "all" / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(ValueError, match=message) as refusal:
+        engine.add_lora("wrong", tmp_path)
+    assert str(tmp_path) in str(refusal.value) and engine.list_loras() == ["all"]
+
+
+def test_damaged_adapters_are_refused(adapters: Path, tmp_path: Path) -> None:
+    """With ValueError and no other error, whatever bytes of the header and the config change."""
+    drawn, weights, accepted = Random(1), open_checkpoint(folder_of(FAMILY)).outline().lora_weights, 0
+    for name, head in (("adapter_model.safetensors", 3000), ("adapter_config.json", 10_000)):
+        whole = {each: (adapters / "all" / each).read_bytes() for each in ("adapter_model.safetensors", "adapter_config.json")}
+        for _ in range(60):
+            damaged = bytearray(whole[name])
+            for _ in range(drawn.choice((1, 2, 8))):
+                damaged[drawn.randrange(min(head, len(damaged)))] = drawn.choice((0, 127, 255, drawn.randrange(256)))
+            for each, content in (whole | {name: bytes(damaged)}).items():
+                (tmp_path / each).write_bytes(content)
+            with contextlib.suppress(ValueError):
+                read_lora(tmp_path, weights, 8, torch.float32)
+                accepted += 1
+    assert accepted < 40
