@@ -110,12 +110,13 @@ class Tokens:
     def mask_micros(self, grammar: Grammar, text: str) -> list[tuple[float, float]]:
         """Processor time of the mask at each position of a text: of the first call, and the least of three, which a cold cache or an
         interrupt did not delay."""
-        walks = [self._walk(grammar, text) for _ in range(3)]
+        tokens = [*encode(text, self.ids), self.stop]
+        walks = [self._walk(grammar, tokens) for _ in range(3)]
         return [(times[0], min(times)) for times in zip(*walks, strict=True)]
 
-    def _walk(self, grammar: Grammar, text: str) -> list[float]:
+    def _walk(self, grammar: Grammar, tokens: Sequence[int]) -> list[float]:
         matcher, found = grammar.matcher(), list[float]()
-        for token in (*encode(text, self.ids), self.stop):
+        for token in tokens:
             start = time.thread_time()
             matcher.fill_next_token_bitmask(self.mask, 0)
             found.append(round((time.thread_time() - start) * 1e6, 2))

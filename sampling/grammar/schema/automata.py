@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from stepgraph.sampling.grammar.constraints.charset import CharSet, union
@@ -134,59 +134,83 @@ def _from_start(found: Automaton, start: int) -> Automaton:
 
 
 def _minimal(edges: list[_Ranges], accepts: list[bool]) -> Automaton:
-    alive = _alive(edges, accepts)
-    if 0 not in alive:
-        return Automaton([], [])
-    block, count = [alive.get(state, -1) for state in range(len(edges))], 0
-    while True:  # split blocks until the edges of all states of a block lead to the same blocks
-        keys, split = dict[Label, int](), [-1] * len(edges)
-        for state in alive:
-            key = block[state], *_joined((first, last, block[target]) for first, last, target in edges[state] if block[target] >= 0)
-            split[state] = keys.setdefault(key, len(keys))
-        block = split
-        if len(keys) == count:
-            break
-        count = len(keys)
-    found = Automaton([], [])
-    numbers, order = {block[0]: 0}, [0]
-    for state in order:  # grows
-        leads = defaultdict[int, list[tuple[int, int]]](list)
-        for first, last, target in edges[state]:
-            if block[target] < 0:
-                continue
-            if block[target] not in numbers:
-                numbers[block[target]] = len(order)
-                order.append(target)
-            leads[numbers[block[target]]].append((first, last))
-        found.edges.append([(union(pairs), target) for target, pairs in leads.items()])
-        found.accepts.append(accepts[state])
-    return found
-
-
-def _alive(edges: list[_Ranges], accepts: list[bool]) -> dict[int, int]:
-    """The states that lead to an accepting one, with the distance: it is equal for equal languages, so that few splits are left."""
     before = defaultdict[int, set[int]](set)
     for state, ranges in enumerate(edges):
         for _, _, target in ranges:
             before[target].add(state)
+    distance = _distances(before, accepts)
+    if 0 not in distance:
+        return Automaton([], [])
+    members, leads_to = _blocks(edges, before, distance)
+    start = next(number for number, states in members.items() if 0 in states)
+    found, numbers, order = Automaton([], []), {start: 0}, [0]
+    for state in order:  # grows
+        leads = defaultdict[int, list[tuple[int, int]]](list)
+        for first, last, target in leads_to[state]:
+            if target not in numbers:
+                numbers[target] = len(order)
+                order.append(next(iter(members[target])))
+            leads[numbers[target]].append((first, last))
+        found.edges.append([(tuple(pairs), target) for target, pairs in leads.items()])
+        found.accepts.append(accepts[state])
+    return found
+
+
+def _blocks(
+    edges: list[_Ranges], before: Mapping[int, set[int]], distance: Mapping[int, int]
+) -> tuple[dict[int, set[int]], dict[int, _Ranges]]:
+    """The states of each block of equal states, and the edges of each state to blocks.
+
+    Blocks of states with equal distances are split until the edges of all states of a block lead to the same blocks.
+    """
+    block = [distance.get(state, -1) for state in range(len(edges))]
+    members = defaultdict[int, set[int]](set)
+    for state in distance:
+        members[block[state]].add(state)
+    keys, changed, count = dict[int, _Ranges](), set(distance), max(block) + 1
+    while changed:
+        split = {block[state] for state in changed if len(members[block[state]]) > 1}
+        keys.update((state, _joined(edges[state], block)) for state in changed)
+        changed = set()
+        for old in split:
+            groups = defaultdict[Label, set[int]](set)
+            for state in members[old]:
+                groups[tuple(keys[state])].add(state)
+            largest, *others = sorted(groups.values(), key=len, reverse=True)
+            members[old] = largest
+            for group in others:
+                members[count] = group
+                for state in group:
+                    block[state] = count
+                    changed |= before[state] & distance.keys()
+                count += 1
+    return members, keys
+
+
+def _distances(before: Mapping[int, set[int]], accepts: list[bool]) -> dict[int, int]:
+    """The states that lead to an accepting one, with the distance: it is equal for equal languages, so that few splits are left."""
     found = [state for state, accept in enumerate(accepts) if accept]
     distance = dict.fromkeys(found, 0)
     for state in found:  # grows
-        for other in before[state]:
+        for other in before.get(state, ()):
             if other not in distance:
                 distance[other] = distance[state] + 1
                 found.append(other)
     return distance
 
 
-def _joined(ranges: Iterable[tuple[int, int, int]]) -> _Ranges:
-    """With adjacent ranges that lead to one state as one."""
+def _joined(ranges: _Ranges, block: list[int]) -> _Ranges:
+    """The edges to blocks, with adjacent ranges that lead to one block as one; without those to states from which no text is accepted."""
     found: _Ranges = []
+    end, lead = -1, -1  # of the last range
     for first, last, target in ranges:
-        if found and found[-1][1] == first - 1 and found[-1][2] == target:
-            found[-1] = (found[-1][0], last, target)
-        else:
-            found.append((first, last, target))
+        to = block[target]
+        if to < 0:
+            continue
+        if to == lead and first == end + 1:
+            first = found.pop()[0]
+        found.append((first, last, to))
+        end, lead = last, to
     return found
 
 

@@ -11,9 +11,8 @@ import heapq
 import json
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, over
@@ -24,17 +23,21 @@ _ESCAPE = rb"\\(?:[uxpP]\{[^}]*\}|.)"
 _REGEX_PIECE = re.compile(rb"\{(\d+)[\d,]*\}|" + _ESCAPE + rb"|\[(?:" + _ESCAPE + rb"|[^\]])*\]|[^()|?*+^$]", re.DOTALL)
 
 
-@dataclass
 class _Alternative:
     """One alternative of a rule: its own bytes, and the other rules it contains."""
 
-    rule: int
-    num_bytes: int = 0
-    parts: Counter[int] = field(default_factory=Counter)  # how often a rule is required
-    optional: set[int] = field(default_factory=set)  # rules that may follow but need not
+    __slots__ = ("num_bytes", "optional", "parts", "rule")
+
+    def __init__(self, rule: int) -> None:
+        self.rule, self.num_bytes = rule, 0
+        self.parts: dict[int, int] = {}  # how often a rule is required
+        self.optional: tuple[int, ...] = ()  # rules that may follow but need not
 
     def total(self, shortest: dict[int, int]) -> int:
-        return self.num_bytes + sum(count * shortest[rule] for rule, count in self.parts.items())
+        total = self.num_bytes
+        for rule, count in self.parts.items():
+            total += count * shortest[rule]
+        return total
 
 
 class _SerialisedGrammar:
@@ -72,15 +75,15 @@ class _SerialisedGrammar:
             negated, *ends = content
             alternative.num_bytes += 1 if negated else len(chr(min(ends)).encode(errors="surrogatepass"))
         elif kind == _RULE:
-            alternative.parts[content[0]] += 1
+            alternative.parts[content[0]] = alternative.parts.get(content[0], 0) + 1
         elif kind == _REPEAT and content[1]:
-            alternative.parts[content[0]] += content[1]
+            alternative.parts[content[0]] = alternative.parts.get(content[0], 0) + content[1]
         elif kind == _REPEAT:
-            alternative.optional.add(content[0])
+            alternative.optional += (content[0],)
         elif kind == _TAGS:
-            alternative.optional.update(content[1:-2:2])
+            alternative.optional += tuple(content[1:-2:2])
         elif kind == _TOKEN_TAGS:
-            alternative.optional.update(content[2 : 1 + 2 * content[0] : 2])
+            alternative.optional += tuple(content[2 : 1 + 2 * content[0] : 2])
         elif kind == _REGEX:
             alternative.num_bytes += _bound_of(bytes(content[1:]))
         elif kind not in (_STAR, _EMPTY, _TOKEN, _OTHER_TOKENS, _PART):
@@ -132,7 +135,7 @@ def _shortest(alternatives: Sequence[_Alternative]) -> dict[int, int]:
 def _reached(root: int, alternatives: Sequence[_Alternative]) -> set[int]:
     leads_to = defaultdict[int, set[int]](set)
     for alternative in alternatives:
-        leads_to[alternative.rule] |= alternative.parts.keys() | alternative.optional
+        leads_to[alternative.rule].update(alternative.parts, alternative.optional)
     reached, waiting = {root}, [root]
     while waiting:
         new = leads_to[waiting.pop()] - reached

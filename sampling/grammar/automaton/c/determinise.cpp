@@ -22,6 +22,7 @@ struct Hash {
     }
 };
 
+constexpr int32_t NOT_FOUND = -2;
 constexpr int64_t STEPS_PER_MEMBER = 16; // sorting sets takes longer than following the bytes of tokens
 
 void sort_unique(Ints &values) {
@@ -48,7 +49,8 @@ struct Target { // a state, and the counters that are set on the way to it
 class Determiniser {
 public:
     Determiniser(const Nfa &nfa, const Limits &limits)
-        : nfa(nfa), limits(limits), known(nfa.states.size()), closures(nfa.states.size()), stamps(nfa.states.size(), 0) {}
+        : nfa(nfa), limits(limits), known(nfa.states.size()), closures(nfa.states.size()), stamps(nfa.states.size(), 0),
+          entries(nfa.states.size(), NOT_FOUND) {}
 
     Automaton run() {
         find_live();
@@ -265,6 +267,13 @@ private:
         return SPECIAL + at->second;
     }
 
+    int32_t entry_to(const Ints &targets) {
+        Move move;
+        Reached reached = closure_of(targets);
+        move_to(reached, move);
+        return entry_of(move);
+    }
+
     // Called automata that `state` may start, and the states after each call.
     std::map<int32_t, Ints> calls_of(const Ints &members) const {
         std::map<int32_t, Ints> calls;
@@ -307,6 +316,12 @@ private:
             if (calls.empty() && targets.empty()) continue;
             if (calls.empty() && at && targets == buckets[at - 1]) { // neighbouring classes often have equal targets
                 automaton.next[row + at] = automaton.next[row + at - 1];
+                continue;
+            }
+            if (calls.empty() && targets.size() == 1) {
+                int32_t &entry = entries[targets[0]];
+                if (entry == NOT_FOUND) entry = entry_to(targets);
+                automaton.next[row + at] = entry;
                 continue;
             }
             Move move;
@@ -384,7 +399,7 @@ private:
     Automaton automaton;
     std::vector<char> live, known;
     std::vector<Reached> closures;
-    Ints stamps;
+    Ints stamps, entries; // entries: where an edge to each state leads, as an entry of `next`
     int64_t steps = 0, stored = 0; // stored: bytes
     int32_t stamp = 0;
     std::unordered_map<Ints, int32_t, Hash> index_of;

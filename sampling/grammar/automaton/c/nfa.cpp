@@ -264,6 +264,31 @@ private:
     std::map<int32_t, Ints> sequences; // added, or changed, by `split`
 };
 
+class Memo { // (expression, or ~rule, and continuation) -> state, by open addressing
+public:
+    int32_t find(int32_t expression, int32_t continuation) const { return slots[slot_of(expression, continuation)].state; } // NONE: unknown
+    void add(int32_t expression, int32_t continuation, int32_t state) {
+        slots[slot_of(expression, continuation)] = {expression, continuation, state};
+        if (++used * 2 < slots.size()) return;
+        std::vector<Slot> before(slots.size() * 2);
+        before.swap(slots);
+        for (const Slot &slot : before)
+            if (slot.state != NONE) slots[slot_of(slot.expression, slot.continuation)] = slot;
+    }
+    static constexpr int32_t NONE = -1;
+
+private:
+    struct Slot { int32_t expression = 0, continuation = 0, state = NONE; };
+    size_t slot_of(int32_t expression, int32_t continuation) const {
+        uint64_t key = ((uint64_t)(uint32_t)expression << 32 | (uint32_t)continuation) * 0x9e3779b97f4a7c15ull;
+        size_t at = (size_t)(key ^ key >> 32) & (slots.size() - 1);
+        while (slots[at].state != NONE && (slots[at].expression != expression || slots[at].continuation != continuation)) at = (at + 1) & (slots.size() - 1);
+        return at;
+    }
+    std::vector<Slot> slots = std::vector<Slot>(1024);
+    size_t used = 0;
+};
+
 class Builder {
 public:
     Builder(const Grammar &grammar, const Limits &limits, std::unordered_set<int64_t> &unrolled, Calls calls)
@@ -334,12 +359,11 @@ private:
     // Each of these returns the state from which the expression and then the continuation are read.
 
     int32_t rule(int32_t number, int32_t continuation) {
-        auto key = std::make_pair(~number, continuation);
-        auto known = memo.find(key);
-        if (known != memo.end()) return known->second;
+        if (int32_t known = memo.find(~number, continuation); known != Memo::NONE) return known;
         auto left = left_linear.find(number);
         if (left != left_linear.end()) return left_rule(number, continuation, left->second);
-        int32_t start = memo[key] = state_before(continuation);
+        int32_t start = state_before(continuation);
+        memo.add(~number, continuation, start);
         int32_t body = expression(graph.grammar.bodies[number], continuation, false);
         follow(start, body);
         return start;
@@ -347,7 +371,8 @@ private:
 
     // A left-linear component: one state per rule that means "this rule is complete".
     int32_t left_rule(int32_t number, int32_t continuation, const std::set<int32_t> &component) {
-        int32_t start = memo[{~number, continuation}] = state_before(continuation);
+        int32_t start = state_before(continuation);
+        memo.add(~number, continuation, start);
         std::map<int32_t, int32_t> complete;
         for (int32_t member : component) complete[member] = state_before(continuation);
         follow(complete[number], continuation);
@@ -372,13 +397,12 @@ private:
 
     int32_t expression(int32_t number, int32_t continuation, bool as_automaton) {
         if (!as_automaton && called.count(number)) return call(number, continuation);
-        auto key = std::make_pair(number, continuation);
-        auto known = memo.find(key);
-        if (known != memo.end()) return known->second;
+        if (int32_t known = memo.find(number, continuation); known != Memo::NONE) return known;
         View at = graph.view(number);
         if (at.kind == RULE) return rule(at.data[0], continuation);
         if (++depth > MAX_DEPTH) throw Unfit("its rules are nested more than " + std::to_string(MAX_DEPTH) + " deep");
-        int32_t start = memo[key] = state_before(continuation); // right recursion inside the expression returns here
+        int32_t start = state_before(continuation);
+        memo.add(number, continuation, start); // right recursion inside the expression returns here
         switch (at.kind) {
         case EMPTY: follow(start, continuation); break;
         case BYTES: bytes(start, at, continuation); break;
@@ -640,20 +664,13 @@ private:
         }
     }
 
-    struct PairHash {
-        size_t operator()(const std::pair<int32_t, int32_t> &pair) const {
-            uint64_t key = ((uint64_t)pair.first << 32 | (uint32_t)pair.second) * 0x9e3779b97f4a7c15ull;
-            return (size_t)(key ^ key >> 32);
-        }
-    };
-
     GrammarGraph graph;
     const Limits &limits;
     std::unordered_set<int64_t> &unrolled;
     const Calls calls;
     Ints shortest; // [rules] bytes of the shortest text
     Nfa nfa;
-    std::unordered_map<std::pair<int32_t, int32_t>, int32_t, PairHash> memo; // (expression, or ~rule, and continuation) -> state
+    Memo memo;
     std::map<std::vector<Range>, Shape> shapes;
     std::set<int32_t> called; // expressions with an automaton of their own
     std::map<int32_t, int32_t> automaton_of;
