@@ -101,7 +101,10 @@ def shift_entries(
 
 @triton.jit
 def sine_and_cosine(angle):
-    """Of a float64, to the last bit of a float32: the angle is reduced to an eighth of a turn on either side of a multiple of a quarter."""
+    """Of a float64, to 1e-11 and the angle's own precision: the last bit of a float32, but at ties.
+
+    The angle is reduced to an eighth of a turn on either side of a multiple of a quarter.
+    """
     quarter = tl.full([], _QUARTER, tl.float64)
     turns = tl.floor(angle / quarter + 0.5)
     rest = angle - turns * quarter

@@ -105,7 +105,9 @@ def test_angles_equal_the_reference() -> None:
     exact = positions[:, None].float() * frequencies
     cosines, sines = torch.empty(len(positions), 1, 2 * half), torch.empty(len(positions), 1, 2 * half)
     slot_programs.rope_angles(positions, frequencies, torch.float32, cosines, sines)
-    assert torch.equal(cosines[:, 0, :half], exact.double().cos().float()) and torch.equal(sines[:, 0, half:], exact.double().sin().float())
+    error = 1e-11 + exact.double() * 2**-52  # of the series, and of the turns that are taken off: at a tie it decides the last bit
+    for found, wanted in ((cosines[:, 0, :half], exact.double().cos()), (sines[:, 0, half:], exact.double().sin())):
+        assert ((wanted - error).float() <= found).all() and (found <= (wanted + error).float()).all()
 
 
 @pytest.mark.parametrize("words", [3, upload_programs.MASK_TILE + 5])

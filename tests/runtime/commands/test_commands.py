@@ -311,7 +311,8 @@ def test_bench_compares_variants(capsys: pytest.CaptureFixture[str]) -> None:
     ratio = document["ratios"][2]
     assert (ratio["of"], ratio["to"]) == ("speculative + grammar", "plain + grammar")
     assert ratio["ratio"] == rows[ratio["of"]]["tokens_per_second"] / rows[ratio["to"]]["tokens_per_second"]
-    assert ratio["tokens_per_round"] > 1.5 and ratio["ratio"] * ratio["time_of_a_round"] == pytest.approx(ratio["tokens_per_round"])
+    # How many rounds have drafts depends on measured times.
+    assert ratio["tokens_per_round"] > 1 and ratio["ratio"] * ratio["time_of_a_round"] == pytest.approx(ratio["tokens_per_round"])
     code, out, _ = run("bench toy --draft none --repeats 1 --max-new-tokens 8", capsys)
     assert code == 0 and "speculative  " not in out and re.search(r"plain \+ grammar : plain  .*  1\.00\n", out)
 

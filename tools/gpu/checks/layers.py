@@ -28,7 +28,7 @@ def calls(device: torch.device, tokens: int, size: int, dtype: torch.dtype = tor
         dense.add_rms_norm, shape, (states, update, weight, 1e-5), (outputs[0], outputs[1]), 4 * states.nbytes + weight.nbytes, near=near
     )
     yield Call(dense.silu_and_mul, shape, (wide,), (outputs[0],), 3 * states.nbytes, near=near)
-    slots, weights = torch.arange(tokens, device=device) % 3, torch.randn(3, 80, size, generator=made).to(device, dtype)
+    slots, weights = torch.arange(tokens, device=device) % 3, torch.randn(3, 80, size, generator=made).mul(size**-0.5).to(device, dtype)
     weights[0], base = 0, wide[:, :80].contiguous()
     output, read = base.clone(), states.nbytes + min(2, tokens - 1) * weights[0].nbytes + 2 * base.nbytes
     yield Call(lora.slot_product, shape, (states, slots, weights, base), (output,), read, near=4 * near)
