@@ -121,7 +121,17 @@ def generated_source(library: str, names: Iterable[str]) -> str:
 def _build_library(library: str, names: set[str], versioned: bool, folder: Path, cuda_major: str) -> None:
     generated = folder / f"{library}.cpp"
     generated.write_text(generated_source(library, names - defined_functions(library)))
-    command = ["g++", *FLAGS, f"-DSTUB_CUDA_MAJOR={cuda_major}", f"-I{HERE / 'native'}", f"-Wl,-soname,{library}", "-o", folder / library, generated, *sources_of(library)]
+    command = [
+        "g++",
+        *FLAGS,
+        f"-DSTUB_CUDA_MAJOR={cuda_major}",
+        f"-I{HERE / 'native'}",
+        f"-Wl,-soname,{library}",
+        "-o",
+        folder / library,
+        generated,
+        *sources_of(library),
+    ]
     if versioned:
         version = next((version for version, owner in SYMBOL_VERSIONS.items() if owner == library), library)
         script = folder / f"{library}.map"
