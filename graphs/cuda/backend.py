@@ -79,8 +79,9 @@ class CudaBackend:
 
     A step that cannot be captured is run once more under the rules of the tape, which name what its line does.
 
-    `check="twice"` compares the nodes of two captures: kernels by identity and launch shape, not by arguments. The tape compares
-    every argument and finds baked numbers. A capture may use torch's default generator; other generators must be in `generators`.
+    `check="twice"` compares the nodes of two captures, kernels by identity and launch shape, and the operations of two recordings of the
+    tape with their arguments: the step runs under all its rules, too. A capture may use torch's default generator; other generators
+    must be in `generators`.
     """
 
     name = "cuda"

@@ -24,7 +24,7 @@ from stepgraph.graphs.cuda.host_callback import HostCallback
 from stepgraph.graphs.cuda.loop import LoopGraph
 from stepgraph.graphs.errors import CaptureError, HostErrors, Site, fail, site_of
 from stepgraph.graphs.spans import MakeRange, RecordedReport, stage_runs
-from stepgraph.graphs.tape.recorder import Recorder
+from stepgraph.graphs.tape.recorder import Recorder, first_difference
 from stepgraph.sampling.cuda_graphs import GraphPool, capturing, empty_cache
 
 _SMALL = 1 << 20  # bytes; smaller buffers are copied without a comparison
@@ -95,17 +95,29 @@ class CudaRecorder:
     def record_twice(
         self, step: Step, buffers: StaticBuffers, between: Callable[[], None] | None, generators: Sequence[torch.Generator], draws: bool
     ) -> Recording:
-        """Record and compare. CaptureError if the two differ."""
-        recording = self.record(step, buffers, generators, draws)
+        """Record and compare. CaptureError if the two differ.
+
+        Arguments are compared by recordings of the tape: those of a kernel have bytes that are not initialised.
+        """
+        recording, tape = self.record(step, buffers, generators, draws), self._tape_of(step, buffers, generators)
         if between is not None:
             between()
         second = self.record(step, buffers, generators, draws)
         error = difference(recording.nodes, second.nodes)
         second.free()
+        error = first_difference(tape.nodes, self._tape_of(step, buffers, generators).nodes) or error  # the tape names a line
         if error is not None:
             recording.free()
             raise error
         return recording
+
+    def _tape_of(self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]) -> Recorder:
+        """The operations of a step and their arguments, under the rules of the tape."""
+        recorder = tape_recorder(buffers, [*generators, torch.cuda.default_generators[self._device.index]], compared=True)
+        with torch.cuda.stream(self._streams[MAIN]):
+            recorder.record_step(step)
+        self.synchronize()
+        return recorder
 
     def record(self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator], draws: bool) -> Recording:
         begin, reserved = time.perf_counter(), torch.cuda.memory_reserved(self._device)
@@ -205,7 +217,7 @@ def broken_rule(error: Exception, step: Step, buffers: StaticBuffers, generators
         return None
     site = Site(error.file, error.line) if isinstance(error, CaptureError) else site_of(_frames(error))
     try:
-        Recorder(buffers, [*generators, torch.default_generator], lambda key: False, None).record_step(step)
+        tape_recorder(buffers, generators).record_step(step)
     except CaptureError as found:
         unknown = not site.file and not isinstance(error, torch.OutOfMemoryError)
         if unknown or found.rule == rule or site == (found.file, found.line):
@@ -213,6 +225,10 @@ def broken_rule(error: Exception, step: Step, buffers: StaticBuffers, generators
     except Exception:  # the error has been found without this
         return None
     return None
+
+
+def tape_recorder(buffers: StaticBuffers, generators: Sequence[torch.Generator], compared: bool = False) -> Recorder:
+    return Recorder(buffers, [*generators, torch.default_generator], lambda key: False, None, compared)
 
 
 def _frames(error: Exception) -> Iterator[tuple[FrameType, int]]:

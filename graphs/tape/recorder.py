@@ -318,7 +318,7 @@ def _perturb(tensor: torch.Tensor) -> None:
 def first_difference(first: Sequence[Node], second: Sequence[Node]) -> CaptureError | None:
     """The first difference between two recordings: host state that a graph would freeze."""
     for a, b in zip(first, second, strict=False):
-        if (a.kind, a.name, a.stream, len(a.leaves)) != (b.kind, b.name, b.stream, len(b.leaves)):
+        if (a.name, a.stream, len(a.leaves)) != (b.name, b.stream, len(b.leaves)):
             return fail("baked-branch", f"{a} in one recording is {b} in the other: it depends on host state", b.site)
         changed = [(x, y) for x, y in zip(a.leaves, b.leaves, strict=True) if x != y]
         for x, y in sorted(changed):  # scalars first: tensor shapes may follow from them

@@ -20,15 +20,15 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-BUILD = ROOT / "build" / "stub_cuda"
 
 DRIVER = "libcuda.so.1"
-# What each library is made of besides generated functions. Only the driver's library holds the model; the others call it.
+# What each library is made of besides generated functions, by its name without a version. Only the driver's library holds the model; the
+# others call it.
 SOURCES = {
-    DRIVER: ("report", "memory", "work", "capture", "graph", "kernels", "driver_api", "query"),
-    "libcudart.so.13": ("runtime_api",),
-    "libcublas.so.13": ("cublas_api",),
-    "libcublasLt.so.13": ("cublaslt_api",),
+    "libcuda": ("report", "memory", "work", "capture", "graph", "kernels", "driver_api", "query"),
+    "libcudart": ("runtime_api",),
+    "libcublas": ("cublas_api",),
+    "libcublasLt": ("cublaslt_api",),
 }
 # Libraries whose symbols carry no version in torch's import table, by the prefix of the function names.
 UNVERSIONED = {
@@ -47,8 +47,14 @@ def torch_folder() -> Path:
     """Of the installed torch, found without importing it."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
-        raise RuntimeError(f"stub CUDA: no torch in {sys.prefix}, want the CUDA build of torch 2.11")
+        raise RuntimeError(f"stub CUDA: no torch in {sys.prefix}, want the CUDA build of torch")
     return Path(spec.origin).parent
+
+
+def folder_of_this_torch() -> Path:
+    """Of the installed torch, so that several environments can use one checkout."""
+    (version,) = re.findall(r"^__version__ = '(.+)'", (torch_folder() / "version.py").read_text(), re.MULTILINE)
+    return ROOT / "build" / f"stub_cuda-{version}"
 
 
 def libraries() -> tuple[Path, ...]:
@@ -86,16 +92,20 @@ def imported_symbols(files: Iterable[Path]) -> tuple[dict[str, set[str]], set[st
     return symbols, versioned
 
 
+def sources_of(library: str) -> list[Path]:
+    return [HERE / "native" / f"{name}.cpp" for name in SOURCES.get(library.partition(".so")[0], ())]
+
+
 def defined_functions(library: str) -> set[str]:
     """Functions that the sources of a library define, by a plain look at the text: each begins a line inside `extern "C"`."""
-    text = "".join((HERE / "native" / f"{name}.cpp").read_text() for name in SOURCES.get(library, ()))
+    text = "".join(path.read_text() for path in sources_of(library))
     return set(re.findall(r"^[A-Za-z].*?\b(_*cu[A-Za-z0-9_]+)\s*\(", text, re.MULTILINE))
 
 
 def generated_source(library: str, names: Iterable[str]) -> str:
     """Functions that count their call and return 0, or a text where the name says so; one of cuBLAS issues a kernel."""
     lines = ['#include "api.h"', 'extern "C" {']
-    if library == "libcublas.so.13":
+    if library.startswith("libcublas.so"):
         lines.append("int stub_library_kernel(void* handle, const char* name);")
     for name in sorted(names):
         count = f'static stub::Counter& calls = stub::counter("{name}"); calls.add();'
@@ -108,11 +118,20 @@ def generated_source(library: str, names: Iterable[str]) -> str:
     return "\n".join([*lines, "}", ""])
 
 
-def _build_library(library: str, names: set[str], versioned: bool, folder: Path) -> None:
+def _build_library(library: str, names: set[str], versioned: bool, folder: Path, cuda_major: str) -> None:
     generated = folder / f"{library}.cpp"
     generated.write_text(generated_source(library, names - defined_functions(library)))
-    sources = [HERE / "native" / f"{name}.cpp" for name in SOURCES.get(library, ())]
-    command = ["g++", *FLAGS, f"-I{HERE / 'native'}", f"-Wl,-soname,{library}", "-o", folder / library, generated, *sources]
+    command = [
+        "g++",
+        *FLAGS,
+        f"-DSTUB_CUDA_MAJOR={cuda_major}",
+        f"-I{HERE / 'native'}",
+        f"-Wl,-soname,{library}",
+        "-o",
+        folder / library,
+        generated,
+        *sources_of(library),
+    ]
     if versioned:
         version = next((version for version, owner in SYMBOL_VERSIONS.items() if owner == library), library)
         script = folder / f"{library}.map"
@@ -138,23 +157,25 @@ def fingerprint() -> str:
     return digest.hexdigest()
 
 
-def built(folder: Path = BUILD) -> bool:
+def built(folder: Path) -> bool:
     stamp = folder / "fingerprint"
     return stamp.exists() and stamp.read_text() == fingerprint()
 
 
-def build(folder: Path = BUILD) -> Path:
+def build() -> Path:
     """The folder with the libraries; built in another one and renamed, since several processes may start at once."""
+    folder = folder_of_this_torch()
     if built(folder):
         return folder
     symbols, versioned = imported_symbols(libraries())
     work = folder.with_name(f"{folder.name}.{os.getpid()}")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    _build_library(DRIVER, symbols[DRIVER], DRIVER in versioned, work)  # the others are linked with it
+    (cuda_major,) = (name.rpartition(".")[2] for name in symbols if name.startswith("libcudart.so"))
+    _build_library(DRIVER, symbols[DRIVER], DRIVER in versioned, work, cuda_major)  # the others are linked with it
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         others = [name for name in symbols if name != DRIVER]
-        list(pool.map(lambda name: _build_library(name, symbols[name], name in versioned, work), others))
+        list(pool.map(lambda name: _build_library(name, symbols[name], name in versioned, work, cuda_major), others))
     (work / "libcuda.so").symlink_to(DRIVER)
     (work / "libraries").write_text("\n".join(sorted(symbols, key=lambda name: (name != DRIVER, name))) + "\n")
     (work / "fingerprint").write_text(fingerprint())
@@ -164,6 +185,11 @@ def build(folder: Path = BUILD) -> Path:
     except OSError:  # another process was faster
         shutil.rmtree(work)
     return folder
+
+
+def library_names() -> list[str]:
+    """The libraries, in the order in which they are loaded."""
+    return (folder_of_this_torch() / "libraries").read_text().split()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tests.stub_cuda import build
+
 GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2  # capture modes
 NON_BLOCKING = 1  # flag of a stream
 
@@ -35,7 +37,7 @@ class Runtime:
     """Calls of the runtime API that return their code. Pointers are integers."""
 
     def __init__(self) -> None:
-        self._library = ctypes.CDLL("libcudart.so.13")
+        self._library = ctypes.CDLL(next(name for name in build.library_names() if name.startswith("libcudart.so")))
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         call = self._library[name]

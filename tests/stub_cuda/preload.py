@@ -19,7 +19,7 @@ def preload() -> None:
     """Build the stubs where they are missing or old, and load them."""
     assert "torch" not in sys.modules, "the stubs must be loaded before torch"
     folder = build.build()
-    for name in (folder / "libraries").read_text().split():
+    for name in build.library_names():
         ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
     found = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     if str(folder) not in found:

@@ -1,11 +1,13 @@
-"""The illegal steps of tests/graphs/tape/test_rules.py on the real torch: refused with the same rule, file and line."""
+"""The illegal steps of tests/graphs/tape/test_rules.py on the real torch: refused with the same rule, file and line; and what two captures
+of a step with host state show."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.graphs.tape import test_backend as baked
 from tests.graphs.tape import test_rules as tape
 from tests.stub_cuda.subject import Backend, CaptureError, StaticBuffers, current_context, make_backend
 
@@ -53,3 +55,14 @@ def test_illegal(name: str, backend: Backend, buffers: StaticBuffers) -> None:
 
 def test_both_back_ends_refuse_most_steps() -> None:
     assert set(STEPS) > ACCEPTED and len(STEPS) - len(ACCEPTED) >= 70
+
+
+@pytest.mark.parametrize("step", [step for step, *_ in baked.BAKED], ids=lambda step: step.__name__)
+def test_host_state_in_arguments_is_found(step: Callable[[StaticBuffers], None], backend: Backend) -> None:
+    buffers = StaticBuffers(baked.SPECS, backend.device)
+    baked.HOST.__init__()  # type: ignore[misc]
+    backend.capture(step, buffers, check="twice")
+    with pytest.raises(CaptureError) as caught:
+        backend.capture(step, buffers, check="twice", between=baked.HOST.change)
+    assert caught.value.rule == {step: rule for step, rule, _ in baked.BAKED}[step], str(caught.value)
+    assert caught.value.file == baked.__file__ and "# baked" in caught.value.source, str(caught.value)

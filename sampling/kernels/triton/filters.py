@@ -253,14 +253,14 @@ def keep(
             weight = _weight(_logits(logits, positions, width, row_stride, position_stride, TILE), temperature, best)
             kept = tl.where(weight >= low, weight.to(tl.float32, bitcast=True), 0.0)
             rates = tl.math.div_rn(kept, held.to(tl.float32) * _FROM_UNIT)
-    tokens = tl.load(token_of + ids, mask=ids < width, other=0) if HAS_IDS else ids.to(tl.int64)
+    tokens = tl.load(token_of + ids, mask=ids < width, other=0).to(tl.int32) if HAS_IDS else ids
     target = tl.load(rows + line) if DRAWS else line
     tl.store(probs + target * probs_stride + tokens, rates, mask=ids < width)
     if DRAWS:
         tokens = tl.where(rates > 0, tokens, 0)  # in a row where none can win, the winner is 0
         if tl.max((rates > 0).to(tl.int32), 0) != 0:
-            rates = tl.math.div_rn(rates, exponential(tl.load(seed + line), tl.load(position + line), tokens, SALT))
-        tl.store(candidates + line * tl.num_programs(1) + tl.program_id(1), tl.max(ordered(rates, tokens.to(tl.int32)), 0))
+            rates = tl.math.div_rn(rates, exponential(tl.load(seed + line), tl.load(position + line), tokens.to(tl.int64), SALT))
+        tl.store(candidates + line * tl.num_programs(1) + tl.program_id(1), tl.max(ordered(rates, tokens), 0))
 
 
 def race(weights: Tensor, seed: Tensor, position: Tensor, purpose: int, token: Tensor, *, tile: int = RACE_TILE) -> None:

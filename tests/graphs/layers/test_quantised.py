@@ -40,7 +40,7 @@ def test_packed_weights_have_the_values_of_their_formula(kind: Kind) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(quantised_rows(rows, packed, dtype), reference[rows].to(dtype))
         assert torch.equal(quantised_rows.reference(rows, packed, dtype), reference[rows].to(dtype))
-    with pytest.raises(IndexError, match="outside of its table"):
+    with pytest.raises(IndexError, match=r"outside of its table|out of bounds"):
         quantised_rows(torch.tensor([48]), packed, torch.float32)
 
 

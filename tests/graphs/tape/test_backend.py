@@ -197,22 +197,21 @@ def baked_device_value(b: StaticBuffers) -> None:
     b.y.add_(float(PEEK["array"][0]))  # baked
 
 
-@pytest.mark.parametrize(
-    ("step", "rule", "values"),
-    [
-        (baked_scalar, "baked-scalar", ("2.0", "3.0")),
-        (baked_store, "baked-scalar", ("2.0", "3.0")),
-        (baked_slice, "baked-scalar", ("2", "3")),
-        (baked_index, "baked-scalar", ("1", "2")),
-        (baked_fill, "baked-scalar", ("2.0", "3.0")),
-        (baked_operation, "baked-branch", ("add_", "neg_")),
-        (baked_extra, "baked-branch", ("add_",)),
-        (baked_buffer, "baked-branch", ("'y'", "'x'")),
-        (baked_stream, "baked-branch", ("'one'", "'two'")),
-        (baked_host_node, "baked-branch", ("fill 2", "fill 3")),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
+BAKED = [
+    (baked_scalar, "baked-scalar", ("2.0", "3.0")),
+    (baked_store, "baked-scalar", ("2.0", "3.0")),
+    (baked_slice, "baked-scalar", ("2", "3")),
+    (baked_index, "baked-scalar", ("1", "2")),
+    (baked_fill, "baked-scalar", ("2.0", "3.0")),
+    (baked_operation, "baked-branch", ("add_", "neg_")),
+    (baked_extra, "baked-branch", ("add_",)),
+    (baked_buffer, "baked-branch", ("'y'", "'x'")),
+    (baked_stream, "baked-branch", ("'one'", "'two'")),
+    (baked_host_node, "baked-branch", ("fill 2", "fill 3")),
+]
+
+
+@pytest.mark.parametrize(("step", "rule", "values"), BAKED, ids=lambda value: getattr(value, "__name__", ""))
 def test_baked_values(buffers: StaticBuffers, step: Callable[[StaticBuffers], None], rule: str, values: tuple[str, ...]) -> None:
     HOST.__init__()  # type: ignore[misc]
     before = snapshot(buffers)

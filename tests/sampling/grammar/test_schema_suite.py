@@ -29,6 +29,7 @@ from tests.helpers.schema_cases import (
     written,
 )
 from tests.helpers.schema_cases import TABLE as TABLE_FILE
+from tests.helpers.toy_engines import needs_native
 
 TABLE = kept()
 
@@ -69,6 +70,7 @@ def test_keyword_that_is_not_enforced_changes_the_table(monkeypatch: pytest.Monk
     json_grammar.cache_clear()
 
 
+@needs_native
 @pytest.mark.parametrize(
     ("draft", "expected"),
     [

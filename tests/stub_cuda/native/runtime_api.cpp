@@ -1,4 +1,4 @@
-// The runtime API of CUDA 13, as far as torch calls it. Other symbols that torch needs are generated and do nothing.
+// The runtime API of CUDA 12 (torch 2.8) and 13, as far as torch calls it. Other symbols that torch needs are generated and do nothing.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -47,12 +47,14 @@ struct FunctionAttributes {  // cudaFuncAttributes
     int rest[24];
 };
 
-// cudaDeviceProp of CUDA 13 by offset: the fields that a program may depend on.
-constexpr size_t PROPERTIES_SIZE = 1008;
+// cudaDeviceProp by offset: the fields that a program may depend on. In CUDA 12, fields that CUDA 13 does not have lie between them.
 struct Property {
     size_t offset, size;
     uint64_t value;
 };
+constexpr bool CUDA_12 = STUB_CUDA_MAJOR == 12;
+constexpr size_t PROPERTIES_SIZE = CUDA_12 ? 1032 : 1008;
+constexpr size_t at(size_t offset_12, size_t offset_13) { return CUDA_12 ? offset_12 : offset_13; }
 constexpr Property PROPERTIES[] = {
     {288, 8, TOTAL_MEMORY},               // totalGlobalMem
     {296, 8, 49152},                      // sharedMemPerBlock
@@ -65,21 +67,27 @@ constexpr Property PROPERTIES[] = {
     {352, 8, 65536},                      // totalConstMem
     {360, 4, 9}, {364, 4, 0},             // major, minor
     {368, 8, 512},                        // textureAlignment
-    {384, 4, 132},                        // multiProcessorCount
-    {392, 4, 1},                          // canMapHostMemory
-    {560, 4, 1},                          // concurrentKernels
-    {584, 4, 3},                          // asyncEngineCount
-    {588, 4, 1},                          // unifiedAddressing
-    {592, 4, 5120},                       // memoryBusWidth
-    {596, 4, 52428800},                   // l2CacheSize
-    {604, 4, 2048},                       // maxThreadsPerMultiProcessor
-    {624, 8, 233472},                     // sharedMemPerMultiprocessor
-    {632, 4, 65536},                      // regsPerMultiprocessor
-    {668, 4, 1},                          // cooperativeLaunch
-    {672, 8, 232448},                     // sharedMemPerBlockOptin
-    {688, 4, 32},                         // maxBlocksPerMultiProcessor
-    {748, 4, 1},                          // clusterLaunch
+    {at(388, 384), 4, 132},               // multiProcessorCount
+    {at(400, 392), 4, 1},                 // canMapHostMemory
+    {at(576, 560), 4, 1},                 // concurrentKernels
+    {at(600, 584), 4, 3},                 // asyncEngineCount
+    {at(604, 588), 4, 1},                 // unifiedAddressing
+    {at(612, 592), 4, 5120},              // memoryBusWidth
+    {at(616, 596), 4, 52428800},          // l2CacheSize
+    {at(624, 604), 4, 2048},              // maxThreadsPerMultiProcessor
+    {at(640, 624), 8, 233472},            // sharedMemPerMultiprocessor
+    {at(648, 632), 4, 65536},             // regsPerMultiprocessor
+    {at(688, 668), 4, 1},                 // cooperativeLaunch
+    {at(696, 672), 8, 232448},            // sharedMemPerBlockOptin
+    {at(712, 688), 4, 32},                // maxBlocksPerMultiProcessor
+    {at(772, 748), 4, 1},                 // clusterLaunch
 };
+
+// What a driver has and this one does not model.
+int not_modelled() {
+    message("call of a driver function that is not modelled");
+    return NOT_SUPPORTED;
+}
 
 int launch(const void* host, Dim3 grid, Dim3 block, void** arguments, size_t shared, void* stream) {
     Function* function = host_function(host);
@@ -203,6 +211,8 @@ int cudaGetDeviceProperties(char* out, int) {
     return SUCCESS;
 }
 
+int cudaGetDeviceProperties_v2(char* out, int device) { return cudaGetDeviceProperties(out, device); }  // CUDA 12
+
 int cudaDeviceGetAttribute(int* value, int attribute, int) { return stub_attribute(value, attribute); }
 
 int cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
@@ -230,9 +240,13 @@ int cudaGetDriverEntryPointByVersion(const char* name, void** entry, unsigned, u
     *entry = nullptr;
     for (const char* version : versions)
         if (!*entry) *entry = dlsym(driver, (std::string(name) + version).c_str());
-    if (status) *status = *entry ? 0 : 1;
-    if (!*entry) message("the driver API has no %s", name);
-    return *entry ? SUCCESS : done(NOT_FOUND);
+    if (!*entry) *entry = reinterpret_cast<void*>(not_modelled);
+    if (status) *status = 0;
+    return SUCCESS;
+}
+
+int cudaGetDriverEntryPoint(const char* name, void** entry, unsigned long long flags, int* status) {  // CUDA 12
+    return cudaGetDriverEntryPointByVersion(name, entry, 0, flags, status);
 }
 
 // ---- memory ----
@@ -429,6 +443,10 @@ int cudaStreamGetCaptureInfo(void* stream, int* status, uint64_t* id, void** gra
     return done(code);
 }
 
+int cudaStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void** graph, Node* const** dependencies, size_t* count) {  // CUDA 12
+    return cudaStreamGetCaptureInfo(stream, status, id, graph, dependencies, nullptr, count);
+}
+
 int cudaThreadExchangeStreamCaptureMode(int* mode) {
     STUB_ENTER_RUNTIME();
     return done(exchange_mode(mode));
@@ -455,6 +473,8 @@ int cudaGraphInstantiateWithFlags(void** exec, void* graph, unsigned long long) 
     STUB_ENTER_RUNTIME();
     return done(instantiate(exec, graph));
 }
+
+int cudaGraphInstantiate(void** exec, void* graph, unsigned long long flags) { return cudaGraphInstantiateWithFlags(exec, graph, flags); }
 
 int cudaGraphLaunch(void* exec, void* stream) {
     STUB_ENTER_RUNTIME();

@@ -18,6 +18,7 @@ from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from tests.helpers.grammar_bombs import PATTERNS, SCHEMAS
 from tests.helpers.grammar_texts import TAGS, accepts
 from tests.helpers.schema_cases import BYTES, takes
+from tests.helpers.toy_engines import needs_native
 from tests.sampling.grammar.compile.test_compiler import GREEDY, SLOW
 
 AUTO = GrammarCompiler(BYTES, max_threads=1)
@@ -25,6 +26,7 @@ COMBINED: dict[str, Any] = {"allOf": [{"type": "object", "properties": {"a": {"t
 NEITHER = {"type": "object", "properties": {"a/b": {"type": "array", "uniqueItems": True}}, "patternProperties": {"(?<=a)": {}}}
 
 
+@needs_native
 def test_auto_chooses_an_automaton_without_a_reason() -> None:
     compiled = AUTO.compile(Constraint.json_schema({"type": "integer"}))
     assert (compiled.backend, compiled.reason) == ("automaton", "")
@@ -62,6 +64,7 @@ NESTED = {
 MANY = {"properties": {f"field_{index}": {"type": "string"} for index in range(150)}}
 
 
+@needs_native
 @pytest.mark.parametrize(
     ("schema", "limits", "backend", "reason"),
     [
@@ -101,6 +104,7 @@ def test_backends_have_one_grammar_of_a_schema(backend: BackendChoice) -> None:
     assert takes(compiled, '{"a": 1, "b": null}') and not takes(compiled, '{"a": 1}') and not takes(compiled, '{"a": "", "b": 1}')
 
 
+@needs_native
 @pytest.mark.parametrize(
     ("constraint", "backend"), [(Constraint.ebnf('root ::= "a"'), "automaton"), (Constraint.lark('start: "a"'), "llguidance")]
 )
@@ -126,6 +130,7 @@ def test_error_lists_the_reasons_of_all_libraries() -> None:
         AUTO.compile(Constraint.ebnf('root ::= "a'))
 
 
+@needs_native
 def test_coverage_lists_every_keyword_with_its_pointer() -> None:
     found = coverage(Constraint.json_schema(NEITHER))
     assert not found.enforced and found.backend is None
@@ -171,6 +176,7 @@ def test_coverage_stops_after_the_time_of_one_compile() -> None:
     assert len(found.unenforced) == 1 and found.backend is None
 
 
+@needs_native
 def test_missing_llguidance_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "installed", lambda name: False)
     alone = GrammarCompiler(BYTES, max_threads=1)

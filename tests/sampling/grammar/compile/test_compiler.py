@@ -18,6 +18,7 @@ from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimit
 from stepgraph.sampling.grammar.compile.limits import MIB
 from tests.helpers.documents import DOCUMENTS
 from tests.helpers.grammar_texts import EXAMPLES, PRINTABLE, STOP, claimed, encode, filled
+from tests.helpers.toy_engines import needs_native
 
 SLOW = replace(Constraint.ebnf("root ::= " + "[a]*" * 29_000), backend="xgrammar")  # minutes
 GREEDY = replace(Constraint.ebnf("root ::= " + "[a]?" * 29_000), backend="xgrammar")  # gigabytes
@@ -103,6 +104,7 @@ def test_waiting_compile_without_claims_is_not_started() -> None:
     compiler.close()
 
 
+@needs_native
 @pytest.mark.parametrize("killer", [signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT])
 def test_death_of_a_worker_fails_one_request_with_its_cause(killer: signal.Signals) -> None:
     compiler = isolated(compile_seconds=600)
@@ -118,6 +120,7 @@ def test_death_of_a_worker_fails_one_request_with_its_cause(killer: signal.Signa
     compiler.close()
 
 
+@needs_native
 @pytest.mark.parametrize(
     ("limits", "constraint", "message"),
     [
@@ -229,6 +232,7 @@ def test_worker_ends_with_its_parent_and_survives_a_fork() -> None:
     waited(lambda: gone(int(found.stdout)), "the worker is still alive")
 
 
+@needs_native
 def test_error_when_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = isolated()
     monkeypatch.setattr(sys, "executable", "/no/such/python")
@@ -242,6 +246,7 @@ def test_error_when_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -
     compiler.close()
 
 
+@needs_native
 def test_late_kill_does_not_cancel_the_next_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last claim is released just as the compile returns, and the killed worker has not ended yet."""
     compiler = isolated()
@@ -271,6 +276,7 @@ def test_cancelled_compile_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (compiler.stats.grammars, compiler.stats.failures) == (1, 0)
 
 
+@needs_native
 def test_claim_without_a_thread_leaves_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
