@@ -11,6 +11,7 @@ from stepgraph.graphs import GraphKey
 from stepgraph.graphs.context import use_context
 from tests.helpers import architecture, node_counts
 from tests.helpers.documents import ROOT
+from tools.gpu.checks.shapes import SHAPES
 from tools.lines import DECODE_RING
 
 ON_CUDA = {
@@ -47,9 +48,7 @@ def test_decode_ring_has_every_file_of_a_steady_constrained_round(traced: dict[s
 
 
 def test_decode_ring_has_every_file_of_a_llama_round_with_an_eagle_head() -> None:
-    step, buffers = node_counts.round_of(
-        next(iter(node_counts.SHAPES.values())), GraphKey(1, constrained=True, device=True), node_counts.META
-    )
+    step, buffers = node_counts.round_of(next(iter(SHAPES.values())), GraphKey(1, constrained=True, device=True), node_counts.META)
     counter = node_counts.NodeCounter()
 
     def run() -> None:

@@ -64,5 +64,5 @@ def test_host_state_in_arguments_is_found(step: Callable[[StaticBuffers], None],
     backend.capture(step, buffers, check="twice")
     with pytest.raises(CaptureError) as caught:
         backend.capture(step, buffers, check="twice", between=baked.HOST.change)
-    assert caught.value.rule == {step: rule for step, rule, _ in baked.BAKED}[step], str(caught.value)
+    assert caught.value.rule == next(rule for each, rule, _ in baked.BAKED if each is step), str(caught.value)
     assert caught.value.file == baked.__file__ and "# baked" in caught.value.source, str(caught.value)
