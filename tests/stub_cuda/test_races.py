@@ -155,4 +155,5 @@ def test_every_wait_of_a_round_is_needed(lane: str, backend: Backend, monkeypatc
         except CaptureError as error:
             found = [error.rule] if error.rule in ("unjoined-fork", "stream-outside-capture", "race") else []
         assert found, f"without wait {without} of {total}"
+    counters.take_messages()  # of the captures that were illegal
     engine.close()
