@@ -199,22 +199,29 @@ def draft_choices(longest: int, model: bool, look_up: bool) -> tuple[Drafting, .
     return (*map(Drafting, lengths), *([Drafting(longest, model=False)] if look_up else []))
 
 
+class _Measured(NamedTuple):
+    """Of the rounds of one key, by their drafting."""
+
+    seconds: dict[Drafting, float]
+    rounds: dict[Drafting, int]
+
+
 class RoundCosts:
     """Seconds of a round by graph key: measured at capture for unconstrained greedy batches, then for the rounds of the engine."""
 
     def __init__(self, choices: Sequence[Drafting], weight: float = 0.05) -> None:
         self._choices, self._weight = choices, weight
-        self._seconds: dict[GraphKey, dict[Drafting, float]] = {}  # by key, with FULL drafts
-        self._rounds: collections.Counter[tuple[GraphKey, Drafting]] = collections.Counter()  # that were measured
+        self._measured: dict[GraphKey, _Measured] = {}  # by key, with FULL drafts
 
     def of(self, key: GraphKey) -> Costs:
         """For batches like that of `key`, at first those of unconstrained greedy batches. Current also after later calls of `add`."""
-        return self._costs(key)
+        return self._of(key).seconds
 
-    def _costs(self, key: GraphKey) -> dict[Drafting, float]:
-        if key not in self._seconds:
-            self._seconds[key] = dict(self._seconds[_plain(key)])
-        return self._seconds[key]
+    def _of(self, key: GraphKey) -> _Measured:
+        measured = self._measured.get(key)
+        if measured is None:
+            measured = self._measured[key] = _Measured(dict(self._measured[_plain(key)].seconds), {})
+        return measured
 
     def keys(self, key: GraphKey) -> tuple[GraphKey, ...]:
         """`key` with every choice."""
@@ -222,34 +229,34 @@ class RoundCosts:
 
     def known(self, key: GraphKey) -> bool:
         """Whether `of` has an answer."""
-        count = len(self._choices)
-        return len(self._seconds.get(key, ())) == count or len(self._seconds.get(_plain(key), ())) == count
+        measured = self._measured.get(key) or self._measured.get(_plain(key))
+        return measured is not None and len(measured.seconds) == len(self._choices)
 
     def calibrate(self, key: GraphKey, seconds: float) -> None:
         """`key` with its drafting."""
-        costs = self._seconds.setdefault(_with(key, FULL), {})
+        costs = self._measured.setdefault(_with(key, FULL), _Measured({}, {})).seconds
         costs[key.drafting] = seconds
-        self._bound_plain(costs, key.drafting)
+        if key.draft_length:
+            self._bound_plain(costs, key.drafting)
 
     def add(self, key: GraphKey, drafting: Drafting, seconds: float) -> None:
         """A round of `key` with this drafting. What made it slower or faster, as a longer context or a busy machine, concerns all choices:
         half of the change is applied to those that did not run, as it is also that of this choice alone."""
-        self._rounds[key, drafting] += 1
-        rounds = self._rounds[key, drafting]
+        costs, counts = self._of(key)
+        rounds = counts[drafting] = counts.get(drafting, 0) + 1
         if rounds == 1:
             return  # the first replay of a graph takes longer
-        costs = self._costs(key)
         # At most twice the time before: a round that the machine interrupted says nothing about its drafts.
         change = 1 + max(self._weight, 1 / rounds) * (min(seconds / costs[drafting], 2) - 1)
         for each in costs:
             costs[each] *= change if each == drafting else math.sqrt(change)
-        self._bound_plain(costs, drafting)
+        if drafting.length:
+            self._bound_plain(costs, drafting)
 
     @staticmethod
     def _bound_plain(costs: dict[Drafting, float], drafting: Drafting) -> None:
         """A plain round that was measured while the machine was busy would otherwise never be tried, and so never measured again."""
-        if drafting.length:
-            costs[PLAIN] = min(costs.get(PLAIN, math.inf), costs[drafting] / DRAFTS_COST)
+        costs[PLAIN] = min(costs.get(PLAIN, math.inf), costs[drafting] / DRAFTS_COST)
 
 
 def _plain(key: GraphKey) -> GraphKey:
@@ -276,13 +283,6 @@ class _Batch(NamedTuple):
     rows: list[tuple[Sources, int]]  # and the maximum length
 
 
-class _Launched(NamedTuple):
-    """A round in flight."""
-
-    batch: _Batch
-    free: bool  # the rule chose
-
-
 class DraftLengthChooser:
     """Chooses how an engine's rounds draft, from the results of earlier ones. For the stepping thread.
 
@@ -301,7 +301,7 @@ class DraftLengthChooser:
         self.costs, self._choice = RoundCosts(choices), DraftLengths(choices)
         self._on_host = host_drafting(choices) if device_grammars else choices
         self._batch: _Batch | None = None  # of the latest round
-        self._in_flight: collections.deque[_Launched] = collections.deque()
+        self._in_flight: collections.deque[tuple[_Batch, bool]] = collections.deque()  # and whether the choice was free
         self._rows: dict[ActiveRequest, tuple[Sources, Drafting]] = {}  # of the latest batch; its pending drafts are at most these
         self._skipped = 0  # no request has more tokens that the draft model has not processed
 
@@ -311,7 +311,7 @@ class DraftLengthChooser:
         if batch is None or batch.requests != requests:
             batch = self._batch = self._batch_of(requests, key)
         drafting = batch.required if self.fixed is None else _nearest(self.fixed, batch.choices)
-        self._in_flight.append(_Launched(batch, drafting is None))
+        self._in_flight.append((batch, drafting is None))
         if drafting is None:
             drafting = self._choice.choose(batch.rows, batch.costs, batch.choices)
         if self._chosen is not None:
@@ -329,7 +329,7 @@ class DraftLengthChooser:
 
     def ended(self, drafting: Drafting, results: Sequence[tuple[ActiveRequest, ResultRecord]], seconds: float | None) -> None:
         """The oldest round has ended. seconds: its duration, if known and of nothing else."""
-        launched, outcomes = self._in_flight.popleft(), list[tuple[Sources, Counts]]()
+        (batch, free), outcomes = self._in_flight.popleft(), list[tuple[Sources, Counts]]()
         for request, result in results:
             if request in self._rows:
                 row, pending = self._rows[request]
@@ -342,10 +342,10 @@ class DraftLengthChooser:
                 outcomes.append((row, counts))
                 if pending != (most, drafting.model):
                     self._rows[request] = row, Drafting(most, drafting.model)
-        if launched.free:
+        if free:
             if seconds is not None:
-                self.costs.add(launched.batch.key, drafting, seconds)
-            self._choice.add(drafting, outcomes, launched.batch.costs)
+                self.costs.add(batch.key, drafting, seconds)
+            self._choice.add(drafting, outcomes, batch.costs)
 
     def _batch_of(self, requests: tuple[ActiveRequest, ...], key: GraphKey) -> _Batch:
         """Called when the requests of the rounds change: a request that left does not come back."""
