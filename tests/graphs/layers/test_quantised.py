@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from stepgraph.graphs.layers.quantised import KINDS, MIXED, Grouped, Kind, common_kind, pack, quantised_product, quantised_rows, unpack
+from stepgraph.sampling import native
 
 DISTINCT = {str(name): kind for kind, name in {kind: name for name, kind in KINDS.items()}.items()} | {"mixed": MIXED}
 every_kind = pytest.mark.parametrize("kind", DISTINCT.values(), ids=DISTINCT)
@@ -40,7 +41,7 @@ def test_packed_weights_have_the_values_of_their_formula(kind: Kind) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(quantised_rows(rows, packed, dtype), reference[rows].to(dtype))
         assert torch.equal(quantised_rows.reference(rows, packed, dtype), reference[rows].to(dtype))
-    with pytest.raises(IndexError, match=r"outside of its table|out of bounds"):
+    with pytest.raises(IndexError, match="out of bounds" if native.why_not() else "outside of its table"):
         quantised_rows(torch.tensor([48]), packed, torch.float32)
 
 
