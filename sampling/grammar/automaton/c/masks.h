@@ -25,9 +25,7 @@ struct Trie {
     Ints plain_characters; // [nodes] the most characters that a token below has after the node, if they are plain
     Ints plain_height; // [nodes] the same in bytes
     std::vector<char> starts_plain; // [nodes] whether a token below is plain from the byte after the node on, and not before
-    Ints bits_start; // [nodes + 1] words and bits of the tokens below a node whose text after it is plain, for nodes with many of them
-    Ints bit_words;
-    std::vector<uint32_t> bits;
+    std::vector<std::vector<uint32_t>> plain_after; // [bytes] one bit per token, in their order here, that is plain from that byte on
 };
 
 struct Vocabulary {
@@ -37,7 +35,7 @@ struct Vocabulary {
     std::vector<uint8_t> text;
     Ints starts, stops, stop_words, hidden_words, plain;
     int32_t words, longest = 0, longest_plain = 0; // bytes, characters
-    Trie trie;
+    std::vector<Trie> tries; // of the tokens of some lengths each: few tokens are long, and states that differ only for these share the other parts
     // Tokens that are not plain, by the suffix from their first character that is not plain.
     Trie suffixes; // its tokens are numbers of suffixes
     Ints suffix_start, suffix_tokens; // [suffixes + 1] into the tokens with this suffix
