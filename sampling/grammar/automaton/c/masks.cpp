@@ -73,56 +73,52 @@ static bool in_text_order(const Entry &left, const Entry &right) {
     return order ? order < 0 : left.size != right.size ? left.size < right.size : left.id < right.id;
 }
 
+constexpr int32_t SHARED_TOKENS = 100; // below a node
+
 static Trie make_trie(const std::vector<Entry> &sorted) {
     Trie trie;
+    std::vector<Trie::Node> &nodes = trie.nodes;
     Ints path; // nodes from the root to the previous token
     const uint8_t *previous = nullptr;
     for (const auto &[text, size, id] : sorted) {
         int32_t shared = 0;
         while (shared < (int32_t)path.size() && shared < size && previous[shared] == text[shared]) shared++;
-        for (; (int32_t)path.size() > shared; path.pop_back()) trie.skip[path.back()] = (int32_t)trie.byte.size();
+        for (; (int32_t)path.size() > shared; path.pop_back()) nodes[(size_t)path.back()].skip = (int32_t)nodes.size();
         for (int32_t at = shared; at < size; at++) {
-            path.push_back((int32_t)trie.byte.size());
-            trie.byte.push_back(text[at]);
-            trie.depth.push_back(at);
-            trie.skip.push_back(-1);
-            trie.height.push_back(0);
-            trie.reach.push_back(0);
-            trie.plain_characters.push_back(0);
-            trie.plain_height.push_back(0);
-            trie.starts_plain.push_back(0);
-            trie.first_token.push_back((int32_t)trie.tokens.size());
+            path.push_back((int32_t)nodes.size());
+            nodes.push_back({at, -1, (int32_t)trie.tokens.size(), 0, 0, 0, 0, text[at], false, false});
         }
         int32_t from = plain_text.plain_from(text, size);
         for (int32_t at = 0; at < size; at++) {
-            trie.reach[path[at]] = std::max(trie.reach[path[at]], from);
-            trie.height[path[at]] = std::max(trie.height[path[at]], size - at - 1);
+            Trie::Node &node = nodes[(size_t)path[at]];
+            node.reach = std::max(node.reach, from);
+            node.height = std::max(node.height, size - at - 1);
             if (at + 1 < from) continue;
-            if (at + 1 == from && from < size) trie.starts_plain[path[at]] = 1;
-            int32_t &most = trie.plain_characters[path[at]];
-            most = std::max(most, count_characters(text + at + 1, size - at - 1));
-            trie.plain_height[path[at]] = std::max(trie.plain_height[path[at]], size - at - 1);
+            if (at + 1 == from && from < size) node.starts_plain = true;
+            node.plain_characters = std::max(node.plain_characters, count_characters(text + at + 1, size - at - 1));
+            node.plain_height = std::max(node.plain_height, size - at - 1);
         }
         trie.tokens.push_back(id);
         trie.plain_from.push_back(from);
         previous = text;
     }
-    for (; !path.empty(); path.pop_back()) trie.skip[path.back()] = (int32_t)trie.byte.size();
-    trie.first_token.push_back((int32_t)trie.tokens.size());
+    for (; !path.empty(); path.pop_back()) nodes[(size_t)path.back()].skip = (int32_t)nodes.size();
+    nodes.push_back({0, -1, (int32_t)trie.tokens.size(), 0, 0, 0, 0, 0, false, false});
+    for (size_t node = 0; node + 1 < nodes.size(); node++)
+        nodes[node].is_large = nodes[(size_t)nodes[node].skip].first_token - nodes[node + 1].first_token >= SHARED_TOKENS;
     size_t longest = 0;
     for (const Entry &entry : sorted) longest = std::max(longest, (size_t)entry.size);
     trie.plain_after.assign(longest + 1, std::vector<uint32_t>(sorted.size() / 32 + 1, 0));
     for (size_t at = 0; at < trie.tokens.size(); at++)
         for (size_t bytes = (size_t)trie.plain_from[at]; bytes < trie.plain_after.size(); bytes++) trie.plain_after[bytes][at / 32] |= 1u << (at % 32);
     trie.top.fill(-1);
-    for (size_t node = 0; node < trie.byte.size(); node = (size_t)trie.skip[node]) trie.top[trie.byte[node]] = (int32_t)node;
+    for (size_t node = 0; node + 1 < nodes.size(); node = (size_t)nodes[node].skip) trie.top[nodes[node].byte] = (int32_t)node;
     return trie;
 }
 
 constexpr std::array<int32_t, 2> LONGEST_OF_PART = {8, 16}; // bytes of the tokens of each tree but the last
-constexpr int32_t MAX_ALIKE = 32; // bytes
+constexpr int32_t MAX_ALIKE = 16; // bytes
 constexpr int64_t ALIKE_STEPS = 50'000'000; // moves that are compared to find states that are alike
-constexpr int32_t SHARED_TOKENS = 100; // below a node
 // Followed before states that are alike are searched for, and before parts of the tree are shared, which takes longer where few states are alike.
 constexpr int64_t MOVES_PER_STEP = 8, STEPS_PER_MOVE = 2;
 constexpr size_t MAX_BELOW = 8'000'000; // words
@@ -454,20 +450,19 @@ private:
 
     // Whether tokens below a node are found for a class of states at a time.
     bool is_shared(const Trie &trie, int32_t node) const {
-        bool is_large = trie.first_token[trie.skip[node]] - trie.first_token[node + 1] >= SHARED_TOKENS;
-        return is_large && shares_parts && !alike.empty() && (trie.height[node] < (int32_t)alike.size() || is_final);
+        return trie.nodes[node].is_large && shares_parts && !alike.empty() && (trie.nodes[node].height < (int32_t)alike.size() || is_final);
     }
 
     // Find the tokens below a node of a tree in a state after it, in which they began. False where they are unknown and there is no room for them.
     bool add_below(const Trie &trie, int32_t node, int32_t state) {
-        const Ints &classes = alike[std::min((size_t)trie.height[node], alike.size() - 1)];
+        const Ints &classes = alike[std::min((size_t)trie.nodes[node].height, alike.size() - 1)];
         auto &known = below_node[(size_t)(&trie - vocabulary.tries.data())];
         uint64_t key = (uint64_t)node << 32 | (uint32_t)classes[state];
         auto at = known.find(key);
         if (at == known.end()) {
             if (below_bits.size() + below_crossed.size() > MAX_BELOW) return false;
             int32_t before = std::exchange(followed, 0);
-            at = known.emplace(key, keep_below(false, [&] { walk_part(trie, state, -1, node + 1, trie.skip[node]); })).first;
+            at = known.emplace(key, keep_below(false, [&] { walk_part(trie, state, -1, node + 1, trie.nodes[node].skip); })).first;
             followed = before;
         }
         const Below &found = below[(size_t)at->second];
@@ -527,8 +522,8 @@ private:
 
     // Set the tokens below a node whose text after it is plain.
     void set_plain(const Trie &trie, int32_t node) {
-        const std::vector<uint32_t> &plain = trie.plain_after[(size_t)trie.depth[node] + 1];
-        int32_t begin = trie.first_token[node + 1], end = trie.first_token[trie.skip[node]];
+        const std::vector<uint32_t> &plain = trie.plain_after[(size_t)trie.nodes[node].depth + 1];
+        int32_t begin = trie.nodes[node + 1].first_token, end = trie.nodes[trie.nodes[node].skip].first_token;
         for (int32_t word = begin / 32; word * 32 < end; word++) {
             uint32_t bits = plain[word];
             if (word == begin / 32) bits &= ~0u << (begin % 32);
@@ -543,16 +538,16 @@ private:
     template <class Found, class Crosses> void walk(const Trie &trie, int32_t start, int32_t known, bool covers, const Found &found, const Crosses &crosses,
                                                          int32_t begin, int32_t end) {
         if (begin == end) return;
-        int32_t first = trie.depth[begin];
+        int32_t first = trie.nodes[begin].depth;
         state_at[first] = start;
         known_at[first] = known;
         stack_at[first].clear();
         for (int32_t node = begin; node < end;) {
-            int32_t depth = trie.depth[node], entry = entry_of(state_at[depth], automaton.class_of[trie.byte[node]]);
+            int32_t depth = trie.nodes[node].depth, entry = entry_of(state_at[depth], automaton.class_of[trie.nodes[node].byte]);
             steps++;
             followed = std::max(followed, depth + 1);
-            if (entry < 0 || trie.reach[node] <= known_at[depth]) {
-                node = trie.skip[node];
+            if (entry < 0 || trie.nodes[node].reach <= known_at[depth]) {
+                node = trie.nodes[node].skip;
                 continue;
             }
             int32_t to = target_of(entry);
@@ -569,25 +564,25 @@ private:
                 }
             }
             if (to < 0) {
-                node = trie.skip[node];
+                node = trie.nodes[node].skip;
                 continue;
             }
-            for (int32_t at = trie.first_token[node]; at < trie.first_token[node + 1]; at++) found(at);
+            for (int32_t at = trie.nodes[node].first_token; at < trie.nodes[node + 1].first_token; at++) found(at);
             if (below) {
-                for (int32_t at = trie.first_token[node + 1]; at < trie.first_token[trie.skip[node]]; at++) crosses(at);
-                node = trie.skip[node];
+                for (int32_t at = trie.nodes[node + 1].first_token; at < trie.nodes[trie.nodes[node].skip].first_token; at++) crosses(at);
+                node = trie.nodes[node].skip;
                 continue;
             }
             if (covers && known_at[depth] < 0 && stack_at[depth + 1].empty() && is_shared(trie, node) && add_below(trie, node, to)) {
-                node = trie.skip[node];
+                node = trie.nodes[node].skip;
                 continue;
             }
             state_at[depth + 1] = to;
             known_at[depth + 1] = known_at[depth];
-            if (covers && surely[to] > 0 && surely[to] >= trie.plain_characters[node]) {
-                if (known_at[depth] < depth || trie.starts_plain[node]) set_plain(trie, node);
+            if (covers && surely[to] > 0 && surely[to] >= trie.nodes[node].plain_characters) {
+                if (known_at[depth] < depth || trie.nodes[node].starts_plain) set_plain(trie, node);
                 known_at[depth + 1] = depth + 1;
-                followed = std::max(followed, depth + 1 + trie.plain_height[node]);
+                followed = std::max(followed, depth + 1 + trie.nodes[node].plain_height);
             }
             node++;
         }
@@ -599,7 +594,7 @@ private:
         for (int32_t c = 0; c < automaton.classes; c++)
             if (entry_of(start, c) >= 0)
                 for (uint8_t byte : bytes_of[c])
-                    if (int32_t node = trie.top[byte]; node >= 0) walk(trie, start, known, covers, found, crosses, node, trie.skip[node]);
+                    if (int32_t node = trie.top[byte]; node >= 0) walk(trie, start, known, covers, found, crosses, node, trie.nodes[node].skip);
     }
 
     // Find the tokens of a tree, or those in a part of it.
@@ -665,7 +660,7 @@ private:
             if (entry_of(start, c) != entry_of(rest, c))
                 for (uint8_t byte : bytes_of[c])
                     for (const Trie &trie : vocabulary.tries)
-                        if (int32_t node = trie.top[byte]; node >= 0) exchange(trie, start, rest, node, trie.skip[node]);
+                        if (int32_t node = trie.top[byte]; node >= 0) exchange(trie, start, rest, node, trie.nodes[node].skip);
         if (left_out.empty() && added.empty()) return true;
         Ints &tokens = crossing[start];
         std::sort(left_out.begin(), left_out.end());
@@ -678,17 +673,17 @@ private:
     // In nodes begin..end, exchange the tokens of state `from` that are not plain for those of `to`.
     void exchange(const Trie &trie, int32_t to, int32_t from, int32_t begin, int32_t end) {
         auto is_simple = [&](int32_t entry) { return entry >= 0 && entry < SPECIAL && automaton.pop[entry] < 0; };
-        for (int32_t node = begin; node < end; node = trie.skip[node]) {
-            int32_t c = automaton.class_of[trie.byte[node]], entry = entry_of(to, c), other = entry_of(from, c);
+        for (int32_t node = begin; node < end; node = trie.nodes[node].skip) {
+            int32_t c = automaton.class_of[trie.nodes[node].byte], entry = entry_of(to, c), other = entry_of(from, c);
             steps++;
-            if (trie.reach[node] <= 0 || entry == other) continue;
+            if (trie.nodes[node].reach <= 0 || entry == other) continue;
             if (is_simple(entry) && is_simple(other)) {
-                exchange(trie, entry, other, node + 1, trie.skip[node]);
+                exchange(trie, entry, other, node + 1, trie.nodes[node].skip);
                 continue;
             }
             auto unset = [&](int32_t at) { row.bits[trie.tokens[at] / 32] &= ~(1u << (trie.tokens[at] % 32)); };
-            walk(trie, from, 0, false, unset, [&](int32_t at) { left_out.push_back(trie.tokens[at]); }, node, trie.skip[node]);
-            walk(trie, to, 0, false, [&](int32_t at) { set(trie.tokens[at]); }, [&](int32_t at) { added.push_back(trie.tokens[at]); }, node, trie.skip[node]);
+            walk(trie, from, 0, false, unset, [&](int32_t at) { left_out.push_back(trie.tokens[at]); }, node, trie.nodes[node].skip);
+            walk(trie, to, 0, false, [&](int32_t at) { set(trie.tokens[at]); }, [&](int32_t at) { added.push_back(trie.tokens[at]); }, node, trie.nodes[node].skip);
         }
     }
 
