@@ -199,10 +199,8 @@ def paged_attention(*arguments: Any, least_part: int = LEAST_PART) -> None:
     groups = heads // kv_heads
     tile = tile_for(groups * count, size, softcap != 0)
     part, parts = parts_of(pages * page_size, least_part)
-    lines, found = batch * count * heads, (None, None, None)
-    if parts > 1:
-        sizes = (tile.size, 1, 1)  # of sums, peaks and totals
-        found = tuple(torch.empty(lines, parts, size, dtype=torch.float32, device=query.device) for size in sizes)
+    lines, sizes = batch * count * heads, (tile.size, 1, 1)  # of sums, peaks and totals
+    found = [torch.empty(lines, parts, each, dtype=torch.float32, device=query.device) if parts > 1 else None for each in sizes]
     attend_part[(batch, kv_heads, triton.cdiv(groups * count, tile.rows) * parts)](
         *tensors,
         sinks,
