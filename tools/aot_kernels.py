@@ -1,6 +1,7 @@
-"""Compiles the Triton kernels ahead of time for several GPUs, and reads registers and spills from the report of ptxas.
+"""Compiles the Triton kernels ahead of time for several GPUs: registers and spills by the report of ptxas, occupancy, byte roofline.
 
-Specialised like launches on a GPU: pointers and strides divisible by 16, the default tile sizes.
+Specialised like launches on a GPU: pointers and strides divisible by 16, the default tile sizes. Bytes are those of one launch, by
+tools/launch_bytes.py; `least_us` is their time at the memory bandwidth. Nothing is measured on a GPU.
 One JSON document: `python -m tools.aot_kernels`. TRITON_INTERPRET must not be set.
 """
 
@@ -9,8 +10,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +21,20 @@ from typing import Any, NamedTuple
 
 from stepgraph.graphs.attention import paged
 
-ARCHS = (80, 90, 100)
+WARPS, BLOCKS = 64, 32  # of a multiprocessor, at most, of each of these architectures
+PARTITIONS, PARTITION_REGISTERS = 4, 16_384
+WARP_REGISTERS, BLOCK_SHARED, SHARED_UNIT = 256, 1024, 128  # registers of a warp are rounded up; each block reserves shared memory
+
+
+class Device(NamedTuple):
+    """What an architecture has, by NVIDIA's documents: the CUDA programming guide and the data sheet of one GPU."""
+
+    shared_bytes: int  # of a multiprocessor
+    gigabytes_per_second: float
+
+
+DEVICES = {80: Device(164 << 10, 2039), 90: Device(228 << 10, 3352), 100: Device(228 << 10, 8000)}  # A100 80GB SXM, H100 SXM, B200
+ARCHS = tuple(DEVICES)
 
 
 class Usage(NamedTuple):
@@ -32,6 +48,8 @@ class Usage(NamedTuple):
     shared_bytes: int
     warps: int
     wide_loads: int  # of 16 bytes per thread
+    blocks: int  # at once on a multiprocessor
+    occupancy: float  # share of a multiprocessor's warps
 
 
 class Variant(NamedTuple):
@@ -247,7 +265,35 @@ def usage(variant: Variant, arch: int) -> Usage:
     wide = len(re.findall(r"ld\.global\S*\.v4\.b32", compiled.asm["ptx"]))
     report = _assemble(compiled.asm["ptx"], arch)
     registers, stack, stores, loads = (int(_find(pattern, report)) for pattern in _PATTERNS)
-    return Usage(variant.label, arch, registers, stores + loads, stack, int(compiled.metadata.shared), variant.warps, wide)
+    shared = int(compiled.metadata.shared)
+    blocks = resident_blocks(registers, shared, variant.warps, arch)
+    occupancy = blocks * variant.warps / WARPS
+    return Usage(variant.label, arch, registers, stores + loads, stack, shared, variant.warps, wide, blocks, occupancy)
+
+
+def resident_blocks(registers: int, shared: int, warps: int, arch: int) -> int:
+    """Blocks that fit a multiprocessor, by registers of a thread, shared bytes and warps of a block."""
+    by_registers = PARTITION_REGISTERS // _rounded(registers * 32, WARP_REGISTERS) * PARTITIONS // warps
+    by_shared = DEVICES[arch].shared_bytes // _rounded(shared + BLOCK_SHARED, SHARED_UNIT)
+    return min(BLOCKS, WARPS // warps, by_registers, by_shared)
+
+
+def _rounded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def launches(width: int) -> dict[str, dict[str, Any]]:
+    """The document of tools/launch_bytes.py, run in a process: from its import on, Triton either interprets or compiles."""
+    command = [sys.executable, "-m", "tools.launch_bytes", "--vocabulary", str(width)]
+    environment, root = os.environ | {"TRITON_INTERPRET": "1"}, Path(__file__).resolve().parent.parent
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=root, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def roofline(launch: Mapping[str, Any], gigabytes_per_second: float) -> dict[str, Any]:
+    return {**launch, "least_us": round(launch["bytes"] / gigabytes_per_second / 1e3, 3)}
 
 
 _PATTERNS = (r"Used (\d+) registers", r"(\d+) bytes stack frame", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads")
@@ -279,5 +325,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHS, default=ARCHS, help="compute capabilities (default: all)")
     parser.add_argument("--all", action="store_true", help="also rare combinations of what a kernel is compiled for")
+    parser.add_argument("--vocabulary", type=int, default=128_256, metavar="TOKENS", help="width of logits (default: %(default)s)")
+    speeds = ", ".join(f"{device.gigabytes_per_second:.0f} of sm_{arch}" for arch, device in DEVICES.items())
+    parser.add_argument("--bandwidth", type=float, metavar="GB/S", help=f"of memory, for every architecture (default: {speeds})")
     args = parser.parse_args()
-    print(json.dumps([usage(variant, arch)._asdict() for variant in variants(args.all) for arch in args.arch]))
+    moved = launches(args.vocabulary)
+    speed = {arch: args.bandwidth or DEVICES[arch].gigabytes_per_second for arch in args.arch}
+    pairs = itertools.product(variants(args.all), args.arch)
+    table = [usage(variant, arch)._asdict() | roofline(moved[variant.kernel.__name__], speed[arch]) for variant, arch in pairs]
+    print(json.dumps(table))

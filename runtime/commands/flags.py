@@ -319,9 +319,15 @@ def add_drafts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafts")
     words = "auto, ngram, forced, mtp, none, or the folder of a draft (default: auto)"
     group.add_argument("--draft", default="auto", metavar="WORD|FOLDER", help=words)
-    group.add_argument("-k", "--drafts", type=int, default=4, metavar="N", help="drafts per round, 0 to 8 (default: 4)")
+    group.add_argument("-k", "--drafts", type=int, default=4, metavar="N", help="most drafts per round, 0 to 8 (default: 4)")
+    words = "auto: each round has the number of drafts that is fastest; N: every round has N (default: auto)"
+    group.add_argument("--draft-length", type=_draft_length, default="auto", metavar="auto|N", help=words)
     look_up = "with a draft model: first look for at least N matching tokens in the text and propose what followed them"
     group.add_argument("--look-up", type=int, default=0, metavar="N", help=look_up)
+
+
+def _draft_length(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text  # EngineConfig checks it
 
 
 def add_constraint(parser: argparse.ArgumentParser) -> None:
