@@ -47,7 +47,7 @@ class EngineCore:
             return
         if records_on_demand(self._parts):
             _ = self.notes  # chooses the implementation of the filters
-            self._graphs.capture_on_demand()
+            self._graphs.on_demand = True
         else:
             self.capture(progress=progress)
 
