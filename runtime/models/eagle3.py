@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from stepgraph.graphs.attention.paged import by_reference, cache_specs
+from stepgraph.graphs.attention.paged import cache_specs
+from stepgraph.graphs.attention.reference import by_reference
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.dense import rms_norm

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs.attention.choose import Probe, choose_attention, differs
-from stepgraph.graphs.attention.paged import AttentionChoice, AttentionShape, attention, by_reference
+from stepgraph.graphs.attention.paged import AttentionChoice, AttentionShape, attention
+from stepgraph.graphs.attention.reference import by_reference
 from stepgraph.graphs.attention.row_tables import RowTables
 from stepgraph.graphs.model_call import Attend, ModelInput
 from stepgraph.runtime import build
