@@ -9,38 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from stepgraph.graphs.attention.reference import reference_attention
-from stepgraph.graphs.buffer_spec import BufferSpec
-from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import Attend, ModelInput
 from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous, same_float_type
 from stepgraph.sampling.kernels.operation import like_first, operation
 
 HEAD_SIZES = (64, 96, 128, 192, 256)  # that the Triton program was checked for; the reference takes any
 C_HEAD_SIZE = 256  # the largest in C
-
-
-class AttentionShape(NamedTuple):
-    """The shape of one model's attention."""
-
-    dtype: torch.dtype
-    heads: int
-    kv_heads: int
-    size: int
-    windows: tuple[int | None, ...] = (None,)
-    softcap: bool = False  # see `attention`
-    sinks: bool = False
-
-
-def cache_specs(name: str, layers: int, limits: Limits, heads: int, size: int, dtype: torch.dtype) -> tuple[BufferSpec, BufferSpec]:
-    """The spec table of one model's cache: `name`_keys and `name`_values, [layers, slots, heads, size] each."""
-    shape = (layers, limits.cache_slots, heads, size)
-    return BufferSpec(f"{name}_keys", shape, dtype), BufferSpec(f"{name}_values", shape, dtype)
 
 
 def attention(
