@@ -16,7 +16,7 @@ from torch import Tensor
 from stepgraph.graphs.attention.triton.paged import product as matrix_product
 from stepgraph.graphs.layers.quantised import TILE, Kind, kind_of
 
-MOST_ROWS = 64  # states of one instance
+MOST_ROWS = 32  # states of one instance; 64 would spill
 WARPS = 4
 
 
@@ -53,7 +53,7 @@ def load_fields(
 
 
 @triton.jit
-def multiply_packed(
+def packed_product(
     states,  # [N, inner], the last dimension adjacent
     words,  # [outer / TILE, blocks, BLOCK] int32: the packed weights
     scales,  # the same memory in the type of the scales
@@ -119,7 +119,7 @@ def layout_of(kind: Kind) -> dict[str, Any]:
 def quantised_product(states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
     kind, (count, inner) = kind_of(weight), states.shape
     rows = rows_of(count)
-    multiply_packed[(len(weight), triton.cdiv(count, rows))](
+    packed_product[(len(weight), triton.cdiv(count, rows))](
         states,
         weight.view(torch.int32),
         weight.view(kind.scale_type),
@@ -139,9 +139,9 @@ def quantised_product(states: Tensor, weight: Tensor, bias: Tensor | None, outpu
 
 
 @triton.jit
-def gather_packed(
+def packed_rows(
     indices,  # [N]
-    words,  # as in multiply_packed
+    words,  # as in packed_product
     scales,
     output,  # [N, inner], written
     inner,
@@ -170,4 +170,4 @@ def gather_packed(
 def quantised_rows(indices: Tensor, weight: Tensor, dtype: torch.dtype, output: Tensor) -> None:
     kind, (count, inner) = kind_of(weight), output.shape
     arguments = indices, weight.view(torch.int32), weight.view(kind.scale_type), output, inner
-    gather_packed[(count, inner // kind.group)](*arguments, **layout_of(kind), num_warps=1, enable_fp_fusion=False)
+    packed_rows[(count, inner // kind.group)](*arguments, **layout_of(kind), num_warps=1, enable_fp_fusion=False)
