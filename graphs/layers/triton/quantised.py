@@ -57,7 +57,7 @@ def packed_product(
     states,  # [N, inner], the last dimension adjacent
     words,  # [outer / TILE, blocks, BLOCK] int32: the packed weights
     scales,  # the same memory in the type of the scales
-    bias,  # [outer]; not read unless HAS_BIAS
+    bias,  # [outer], or None
     output,  # [N, outer], written
     count,  # N
     inner,
@@ -72,7 +72,6 @@ def packed_product(
     SCALES: tl.constexpr,  # where the scales of a block begin, and the size of a block, in units of their type
     SCALE_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,  # at a time: each is a product of its own, so that the warps share them
     WIDE: tl.constexpr,  # multiply in float32: Triton's interpreter takes bfloat16 for whole numbers
@@ -95,7 +94,7 @@ def packed_product(
         if RANGED:
             totals += tl.sum(state.to(tl.float32), 2)[:, :, None] * tl.load(scale + TILE).to(tl.float32)[:, None, :]
     found, columns = tl.sum(totals, 0), tile * TILE + column
-    if HAS_BIAS:
+    if bias is not None:
         found += tl.load(bias + columns).to(tl.float32)
     tl.store(output + row.to(tl.int64)[:, None] * outer + columns, found.to(output.dtype.element_ty), mask=live)
 
@@ -123,14 +122,13 @@ def quantised_product(states: Tensor, weight: Tensor, bias: Tensor | None, outpu
         states,
         weight.view(torch.int32),
         weight.view(kind.scale_type),
-        output if bias is None else bias,
+        bias,
         output,
         count,
         inner,
         output.shape[1],
         states.stride(0),
         **layout_of(kind),
-        HAS_BIAS=bias is not None,
         ROWS=rows,
         BLOCKS=blocks_of(kind),
         WIDE=states.device.type == "cpu",
