@@ -40,14 +40,14 @@ def calls(device: torch.device, tokens: int, size: int, dtype: torch.dtype = tor
 
 
 def _packed_calls(device: torch.device, tokens: int, size: int, dtype: torch.dtype) -> Iterator[Call]:
-    """Matrices of size by size, rounded up to whole groups, of three different tiles. Least bytes: states, results and weights once each."""
+    """Square matrices, rounded up to whole groups, of three different tiles. Least bytes: states, results and weights once each."""
     made, size = torch.Generator().manual_seed(size), -(-size // 128) * 128
     states, indices = torch.randn(tokens, size, generator=made).to(device, dtype), torch.arange(tokens, device=device) * 31 % size
     for name in ("Q4_1", "Q6_K", "INT4_128", "FP8"):
         kind = quantised.KINDS[name]
         stored = torch.randint(0, 120, (48, size), generator=made) % (1 << kind.bits) - kind.zero
-        scales, minimums = (torch.rand(48, size // kind.group, generator=made) * size**-0.5 for _ in range(2))
-        packed = quantised.pack(kind, quantised.Grouped(stored, scales / stored.max(), -minimums / 2 if kind.ranged else None))
+        scales, minimums = (torch.rand(48, size // kind.group, generator=made).mul(size**-0.5).half().float() for _ in range(2))
+        packed = quantised.pack(kind, quantised.Grouped(stored, scales / 128, -minimums / 2 if kind.ranged else None))
         weight = packed.repeat(-(-size // 48), 1, 1)[: size // quantised.TILE].contiguous().to(device)
         near, shape = 16 * torch.finfo(dtype).eps, f"N={tokens} size={size} {name} {str(dtype)[6:]}"
         output, read = torch.full_like(states, 7.5), weight.nbytes + 2 * states.nbytes
