@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from stepgraph.graphs.backends import run_eager
@@ -644,7 +645,7 @@ def another_capture() -> object:
 @pytest.fixture(scope="module")
 def process_group() -> Iterator[None]:
     """Of this process only."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
 
