@@ -71,7 +71,7 @@ DECODE_RING = (
     "graphs/model_call.py",
     "graphs/graph_set.py",
     "graphs/context.py",
-    "graphs/cuda/backend.py",
+    "graphs/cuda/launcher.py",
     "graphs/cuda/events.py",
     "graphs/cuda/context.py",
     "graphs/cuda/driver.py",
