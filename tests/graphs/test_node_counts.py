@@ -82,3 +82,6 @@ def test_predictions_start_from_these_counts() -> None:
     keys = [(size, GraphKey(1, *key)) for key in ((False,), (True,), (False, True), (True, True)) for size in ("1B", "8B")]
     counts = [count_round(SHAPES[size], key).stages.total() for size, key in keys]
     assert [int(number) for number in found.groups()] == counts
+    one, eight, constrained = counts[:3]
+    for phrase in (f"{one} nodes, 1 to 1.5 us", f"launches {eight} operations", f"{constrained - one} further nodes"):
+        assert phrase in notes, phrase
