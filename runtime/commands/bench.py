@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     speculative = options.drafts and options.draft != "none"
     with contextlib.ExitStack() as stack:
         cases = []
-        for variant in variants(options.drafts, options.look_up, None)[: 4 if speculative else 2]:
+        for variant in variants(options.drafts, options.look_up, None, options.draft_length)[: 4 if speculative else 2]:
             cases.append(Case(variant, pair, longest))
             stack.enter_context(cases[-1].engine).capture(progress=terminal.shows_progress())
         same, failed = _measure(cases, prompts, options)
@@ -62,6 +62,7 @@ def run(options: argparse.Namespace) -> int:
             "model": pair.name,
             "draft": options.draft if options.model != TOY else TOY,
             "drafts": options.drafts,
+            "draft_length": options.draft_length,
             "prompts": len(prompts),
             "repeats": options.repeats,
             "torch": torch.__version__,
@@ -86,7 +87,11 @@ def _open(options: argparse.Namespace) -> tuple[Pair, list[Prompt]]:
         return pair, _read_prompts(options, pair.codec)
     codec = TextCodec.open(options.model)
     prompts = _read_prompts(options, codec)
-    loaded = engines.load(options, EngineConfig(max_rows=1, num_speculative_tokens=options.drafts), terminal.shows_progress())
+    loaded = engines.load(
+        options,
+        EngineConfig(max_rows=1, num_speculative_tokens=options.drafts, draft_length=options.draft_length),
+        terminal.shows_progress(),
+    )
     return Pair(options.model, loaded.target, loaded.draft, codec), prompts
 
 

@@ -319,9 +319,15 @@ def add_drafts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafts")
     words = "auto, ngram, forced, mtp, none, or the folder of a draft (default: auto)"
     group.add_argument("--draft", default="auto", metavar="WORD|FOLDER", help=words)
-    group.add_argument("-k", "--drafts", type=int, default=4, metavar="N", help="drafts per round, 0 to 8 (default: 4)")
+    group.add_argument("-k", "--drafts", type=int, default=4, metavar="N", help="most drafts per round, 0 to 8 (default: 4)")
+    words = "auto: each round has the number of drafts that is fastest; N: every round has N (default: auto)"
+    group.add_argument("--draft-length", type=_draft_length, default="auto", metavar="auto|N", help=words)
     look_up = "with a draft model: first look for at least N matching tokens in the text and propose what followed them"
     group.add_argument("--look-up", type=int, default=0, metavar="N", help=look_up)
+
+
+def _draft_length(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text  # EngineConfig checks it
 
 
 def add_constraint(parser: argparse.ArgumentParser) -> None:
@@ -346,7 +352,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: the model's own)")
-    words = "quantised weights: converted to --dtype, or kept quantised in memory, on the CPU (default: %(default)s)"
+    words = "quantised weights: converted to --dtype, or kept quantised in memory (default: %(default)s)"
     parser.add_argument("--weights", choices=("dequantised", "quantised"), default="dequantised", help=words)
     words = "class of the model: stepgraph's own, or that of transformers where auto finds no other (default: %(default)s)"
     parser.add_argument("--implementation", choices=("auto", "native", "transformers"), default="auto", help=words)

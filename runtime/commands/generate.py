@@ -127,6 +127,7 @@ def _make_engine(options: argparse.Namespace, request: Request) -> tuple[Engine,
     config = EngineConfig(
         max_rows=1,
         num_speculative_tokens=options.drafts,
+        draft_length=options.draft_length,
         max_length=len(request.prompt_ids) + options.max_new_tokens,
         greedy_only=request.sampling.plain,
         look_up=options.look_up,

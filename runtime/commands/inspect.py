@@ -18,6 +18,7 @@ from stepgraph.runtime.models.files.draft import OWN_MTP, open_draft
 from stepgraph.runtime.models.files.gguf import GgufSource
 from stepgraph.runtime.models.files.target import NATIVE, TRANSFORMERS, Target, open_target
 from stepgraph.runtime.models.files.weights import FLOATS, read_json
+from stepgraph.sampling.fields import clip_repr
 
 WAYS = ((NATIVE, DEQUANTISED), (NATIVE, QUANTISED), (TRANSFORMERS, DEQUANTISED))
 
@@ -33,6 +34,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _inspected(path: str | Path, draft: str | None) -> dict[str, Any]:
+    if not Path(path).exists():
+        raise ValueError(
+            f"MODEL: got {clip_repr(str(path))}, which does not exist, expected a local folder with a config.json, or a .gguf file"
+        )
     opened: dict[tuple[str, str], Target] = {}
     refused: dict[str, str] = {}
     for implementation, weights in WAYS:

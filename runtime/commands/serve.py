@@ -40,6 +40,7 @@ def open_engine(options: argparse.Namespace) -> Engine:
     config = EngineConfig(
         max_rows=options.max_rows,
         num_speculative_tokens=options.drafts,
+        draft_length=options.draft_length,
         look_up=options.look_up,
         max_length=options.max_length,
         eager=options.eager,

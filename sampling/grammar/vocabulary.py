@@ -174,7 +174,9 @@ class Vocabulary:
         """Ids whose mask bits xgrammar may get wrong, and whose text other tokens can spell; they are hidden from it.
 
         In sorted order it skips all tokens after a rejected one that contain it anywhere, not only as a prefix: `\\r\\r\\n` is
-        skipped with `\\n\\r`. A real vocabulary has a handful. Tokens that the grammar cannot be written without are kept.
+        skipped with `\\n\\r`. Behind the end of a rule it takes a final C0, E0 or F0, which may begin a character of two to four bytes, for
+        any of up to that many: ` \\xf0` is legal in ` ?[0-9]`. A real vocabulary has a handful. Tokens that the grammar cannot be written
+        without are kept.
         """
         singles = {token for token in self.tokens if len(token) == 1}
         ordered = sorted((token, token_id) for token_id, token in enumerate(self.tokens) if token_id not in self.non_text_ids)
@@ -182,7 +184,8 @@ class Vocabulary:
         for token, token_id in ordered:
             while open_tokens and open_tokens[-1] not in token:
                 open_tokens.pop()
-            if not all(map(token.startswith, open_tokens)) and all(bytes([byte]) in singles for byte in token):
+            wrong = not all(map(token.startswith, open_tokens)) or (len(token) > 1 and token[-1] in b"\xc0\xe0\xf0")
+            if wrong and all(bytes([byte]) in singles for byte in token):
                 unsafe.add(token_id)
             open_tokens.append(token)
         return frozenset(unsafe)

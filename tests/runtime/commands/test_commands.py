@@ -204,7 +204,6 @@ def test_inspect_names_what_is_refused(folder: Path, capsys: pytest.CaptureFixtu
     assert (code, document["runs"]) == (terminal.FAILED, [])
     assert "quantization_config.quant_method: got 'bitsandbytes', expected" in document["refused"]["native, dequantised"]
     assert "quantization_config" in document["refused"]["transformers, dequantised"]
-    assert run("inspect nowhere", capsys)[0] == terminal.FAILED
     with_draft = run_json("inspect model --draft other", capsys)
     assert with_draft["runs"] and "bitsandbytes" in with_draft["refused"]["draft"]
 
@@ -254,6 +253,9 @@ def test_an_answer_cut_short_of_its_schema_fails(capsys: pytest.CaptureFixture[s
         ("generate model hi --max-new-tokens 0", "--max-new-tokens: got 0, expected at least 1"),
         ("generate model '' --no-chat", "PROMPT: got '', which has no tokens"),
         ("generate model hi -k 9", "num_speculative_tokens: got 9"),
+        ("generate model hi --draft-length 5", "draft_length: got 5, expected at most num_speculative_tokens=4"),
+        ("generate model hi --draft-length longest", "draft_length: got 'longest', expected 'auto', or an integer"),
+        ("inspect nowhere", "MODEL: got 'nowhere', which does not exist, expected a local folder"),
         ("generate model hi --draft nobody", "got 'nobody'"),
         ("generate model hi --implementation transformers --weights quantised", "weights: got 'quantised' with implementation="),
         ("generate model hi --threads 0", "--threads: got 0, expected a whole number from 1 to"),
@@ -299,7 +301,7 @@ def test_bad_input_exits_with_2_and_one_line(arguments: str, message: str, folde
 
 
 def test_bench_compares_variants(capsys: pytest.CaptureFixture[str]) -> None:
-    document = run_json("bench model --draft forced -k 3 --repeats 1 --max-new-tokens 16 --prompts prompts.jsonl", capsys)
+    document = run_json("bench model --draft forced -k 3 --draft-length 3 --repeats 1 --max-new-tokens 16 --prompts prompts.jsonl", capsys)
     rows = {row["variant"]: row for row in document["variants"]}
     assert list(rows) == ["plain", "plain + grammar", "speculative", "speculative + grammar"]
     assert document["same_texts"] == {"free": "2 of 2", "grammar": "2 of 2"} and document["failed"] == []
@@ -311,8 +313,7 @@ def test_bench_compares_variants(capsys: pytest.CaptureFixture[str]) -> None:
     ratio = document["ratios"][2]
     assert (ratio["of"], ratio["to"]) == ("speculative + grammar", "plain + grammar")
     assert ratio["ratio"] == rows[ratio["of"]]["tokens_per_second"] / rows[ratio["to"]]["tokens_per_second"]
-    # How many rounds have drafts depends on measured times.
-    assert ratio["tokens_per_round"] > 1 and ratio["ratio"] * ratio["time_of_a_round"] == pytest.approx(ratio["tokens_per_round"])
+    assert ratio["tokens_per_round"] > 1.5 and ratio["ratio"] * ratio["time_of_a_round"] == pytest.approx(ratio["tokens_per_round"])
     code, out, _ = run("bench toy --draft none --repeats 1 --max-new-tokens 8", capsys)
     assert code == 0 and "speculative  " not in out and re.search(r"plain \+ grammar : plain  .*  1\.00\n", out)
 

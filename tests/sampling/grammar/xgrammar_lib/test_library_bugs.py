@@ -80,6 +80,16 @@ def test_substring_skipping_needs_the_hidden_tokens(monkeypatch: pytest.MonkeyPa
     assert wrong_masks() > 0
 
 
+def test_tokens_that_end_in_the_first_byte_of_a_character_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = Vocabulary([b" ", b"1", b"\xe0", b"\xf0", b" 1", b" \xe0", b" \xf0", b" \xf0\x9f", b"\x9f", b""], stop_token_ids=[9])
+    assert vocabulary.xgrammar_unsafe_ids == {5, 6}
+    constraint = Constraint.regex(" ?[0-9]")
+    assert disagreements(compiler(vocabulary).compile(constraint), Random(0), 1) == []
+    monkeypatch.setattr(Vocabulary, "xgrammar_unsafe_ids", frozenset())
+    exposed = compiler(Vocabulary(vocabulary.tokens, [9])).compile(constraint)
+    assert disagreements(exposed, Random(0), 1) == [(b"", [0, 1, 4, 5, 6], [0, 1, 4])]
+
+
 def test_unsafe_tokens_are_hidden_where_others_spell_them() -> None:
     vocabulary = Vocabulary([b"x", b"y", b"z", b"xy", b"xzxy", b"xyz", b""], stop_token_ids=[6])
     assert vocabulary.xgrammar_unsafe_ids == {4}
