@@ -113,7 +113,7 @@ def _mask_variants(every: bool) -> list[Variant]:
         types = ["*i32", "*i64" if has_status else "*i1", "*i1", "*i64", "i32"]
         constants = {"HAS_STATUS": has_status, "TILES": 512}
         found.append(_variant(f"judge_positions {has_status}", processors.judge_positions, types, constants, 1))
-    return found + _grammar_variants(every) + _filter_variants() + attention_variants()
+    return found + _grammar_variants(every) + _filter_variants() + attention_variants() + _packed_variants(every)
 
 
 def _grammar_variants(every: bool) -> list[Variant]:
@@ -217,7 +217,7 @@ def _layer_variants() -> list[Variant]:
     found.append(_variant("gate_tile", dense.gate_tile, ["*bf16", "*bf16", "i32"], {"TILE": dense.SILU_TILE}, 4))
     for kind in ("bf16", "fp32"):
         types, wide = ["*i64" if name == "slots" else f"*{kind}" for name in ("states", "slots", "weights", "base", "output")], ["i32"] * 5
-        constants = {"HAS_BASE": True, "COUNT": lora.STATES_TILE, "OUTER": lora.OUTER_TILE, "INNER": lora.INNER_TILE, "WIDE": False}
+        constants = {"COUNT": lora.STATES_TILE, "OUTER": lora.OUTER_TILE, "INNER": lora.INNER_TILE, "WIDE": False}
         found.append(_variant(f"multiply_by_slot {kind}", lora.multiply_by_slot, [*types, *wide], constants, 4))
     types = [*["*i64"] * 4, *["i32"] * 3, "*i1", *["*i64"] * 4, *["i32"] * 4]
     found.append(_variant("place_row", slot_mapping.place_row, types, {"WIDTH": 16}, 1))
@@ -238,6 +238,25 @@ def _layer_variants() -> list[Variant]:
     found.append(_variant("store_row", drafting.store_row, [*["*i64"] * 4, *["i32"] * 4], {"WIDTH": 8}, 1))
     types = ["*i64", "*fp32", "*bf16", "*bf16", "i32"]
     return [*found, _variant("angles_of", slot_mapping.angles_of, types, {"HALF": 128}, 4)]
+
+
+def _packed_variants(every: bool) -> list[Variant]:
+    """Of packed weights: the smallest and largest blocks, and float8. every: all kinds with all numbers of rows."""
+    from stepgraph.graphs.layers.quantised import KINDS, MIXED
+    from stepgraph.graphs.layers.triton import quantised
+
+    kinds, found = {kind: name for name, kind in KINDS.items()} | {MIXED: "mixed"}, list[Variant]()
+    few = [("Q4_1", 16), ("mixed", 32), ("INT4_128", 32), ("FP8", 16)]
+    for (kind, name), rows in itertools.product(kinds.items(), (16, 32)):
+        if every or (name, rows) in few:
+            layout, scales = quantised.layout_of(kind), "*fp32" if kind.wide else "*fp16"
+            constants = {**layout, "ROWS": rows, "BLOCKS": quantised.blocks_of(kind), "WIDE": False}
+            types = ["*bf16", "*i32", scales, "*bf16", "*bf16", *["i32"] * 4]
+            found.append(_variant(f"packed_product {name}, {rows} rows", quantised.packed_product, types, constants, quantised.WARPS))
+            if rows == 16:
+                types = ["*i64", "*i32", scales, "*bf16", "i32"]
+                found.append(_variant(f"packed_rows {name}", quantised.packed_rows, types, layout, 1))
+    return found
 
 
 def _variant(label: str, kernel: Any, types: Sequence[str | None], constants: Mapping[str, object], warps: int) -> Variant:

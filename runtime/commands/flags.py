@@ -352,7 +352,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: the model's own)")
-    words = "quantised weights: converted to --dtype, or kept quantised in memory, on the CPU (default: %(default)s)"
+    words = "quantised weights: converted to --dtype, or kept quantised in memory (default: %(default)s)"
     parser.add_argument("--weights", choices=("dequantised", "quantised"), default="dequantised", help=words)
     words = "class of the model: stepgraph's own, or that of transformers where auto finds no other (default: %(default)s)"
     parser.add_argument("--implementation", choices=("auto", "native", "transformers"), default="auto", help=words)

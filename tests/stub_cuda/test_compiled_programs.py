@@ -8,3 +8,9 @@ from tools.aot_kernels import usage, variants
 def test_grammar_program_for_rows_of_any_width_does_not_spill() -> None:
     (widest,) = (variant for variant in variants() if variant.label.endswith("any width, forced by longest match in a chain"))
     assert usage(widest, 80).spill_bytes == 0
+
+
+def test_products_with_packed_weights_do_not_spill() -> None:
+    packed = [variant for variant in variants() if variant.label.startswith("packed_")]
+    assert packed
+    assert [(variant.label, arch) for variant in packed for arch in (80, 90) if usage(variant, arch).spill_bytes] == []
