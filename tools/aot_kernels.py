@@ -217,7 +217,7 @@ def _layer_variants() -> list[Variant]:
     found.append(_variant("gate_tile", dense.gate_tile, ["*bf16", "*bf16", "i32"], {"TILE": dense.SILU_TILE}, 4))
     for kind in ("bf16", "fp32"):
         types, wide = ["*i64" if name == "slots" else f"*{kind}" for name in ("states", "slots", "weights", "base", "output")], ["i32"] * 5
-        constants = {"HAS_BASE": True, "COUNT": lora.STATES_TILE, "OUTER": lora.OUTER_TILE, "INNER": lora.INNER_TILE, "WIDE": False}
+        constants = {"COUNT": lora.STATES_TILE, "OUTER": lora.OUTER_TILE, "INNER": lora.INNER_TILE, "WIDE": False}
         found.append(_variant(f"multiply_by_slot {kind}", lora.multiply_by_slot, [*types, *wide], constants, 4))
     types = [*["*i64"] * 4, *["i32"] * 3, "*i1", *["*i64"] * 4, *["i32"] * 4]
     found.append(_variant("place_row", slot_mapping.place_row, types, {"WIDTH": 16}, 1))

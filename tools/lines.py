@@ -69,7 +69,6 @@ DECODE_RING = (
     "graphs/graph_key.py",
     "graphs/limits.py",
     "graphs/model_call.py",
-    "graphs/graph_set.py",
     "graphs/context.py",
     "graphs/cuda/launcher.py",
     "graphs/cuda/events.py",

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Step
-from stepgraph.graphs.context import MAIN, refusing_threads, use_context
+from stepgraph.graphs.capture import Step, refusing_threads
+from stepgraph.graphs.context import MAIN, use_context
 from stepgraph.graphs.cuda.context import CudaCaptureContext, Streams
 from stepgraph.graphs.cuda.driver import Driver
 from stepgraph.graphs.cuda.driver_calls import KernelParams

@@ -37,6 +37,11 @@ Dense = Annotated[Tensor, dense]
 Contiguous = Annotated[Tensor, Tensor.contiguous]
 
 
+def like_first(first: Tensor, *_: object) -> Tensor:
+    """The output of an operation whose result has the shape and type of its first argument."""
+    return torch.empty_like(first, memory_format=torch.contiguous_format)
+
+
 class Operation(Generic[P, R]):
     """A device operation. Calling it allocates the outputs, runs `out` on inputs and outputs, and returns the outputs."""
 
@@ -46,7 +51,7 @@ class Operation(Generic[P, R]):
         outputs: Callable[..., R],
         name: str,
         writes: Sequence[str],
-        triton: bool | Callable[[torch.device], str],
+        triton: bool | str | Callable[[torch.device], str],
         c: CKernel | None,
         flashinfer: str,
         mapped: bool,
@@ -56,7 +61,8 @@ class Operation(Generic[P, R]):
         package, _, module = reference.__module__.rpartition(".")
         self.reference, self.c, self.flashinfer, self.mapped = reference, c, flashinfer, mapped
         self.name = name or reference.__name__
-        self.triton = f"{package}.triton.{module}" if triton else ""  # the module of the program, which has the name of the operation
+        # the module of the program, which has the name of the operation
+        self.triton = triton if isinstance(triton, str) else f"{package}.triton.{module}" if triton else ""
         self._module = triton if callable(triton) else lambda device: "" if programs.why_no_triton(device) else self.triton
         self._outputs = outputs
         self._names = tuple(parameters)
@@ -127,7 +133,7 @@ def operation(
     *,
     name: str = "",
     writes: Sequence[str] = (),
-    triton: bool | Callable[[torch.device], str] = False,
+    triton: bool | str | Callable[[torch.device], str] = False,
     c: CKernel | None = None,
     flashinfer: str = "",
     mapped: bool = False,
@@ -135,8 +141,8 @@ def operation(
     """Declare an operation by its reference: a function of tensors and numbers in plain torch, the first argument a tensor.
 
     outputs: checks the inputs and allocates what the reference returns. writes: inputs that it changes.
-    triton: there is a program of the same name in PACKAGE/triton/MODULE.py; or a function that gives, for a device, the module
-    of the program, empty for the reference. flashinfer: the module that uses FlashInfer instead, where it was chosen.
+    triton: there is a program of the same name in PACKAGE/triton/MODULE.py; or the module that it is in; or a function that gives, for a
+    device, that module, empty for the reference. flashinfer: the module that uses FlashInfer instead, where it was chosen.
     mapped: the device accesses pinned arguments in host memory.
     Without a program and without C for its arguments, a call is a call of the reference.
     """
