@@ -237,28 +237,32 @@ class _Translation:
             if costs.get(name) != cost:  # eliminated before, or its cost has changed
                 continue
             del costs[name]
-            equation = equations[name]
-            if (loop := equation.pop(name, None)) is not None:
-                users[name].discard(name)
-                for follows, text in equation.items():
-                    equation[follows] = f"({loop})* {text}".strip()
-            if equation.keys() == {""}:
-                self._expressions[name.upper()] = equation[""]
-                equation = {"": name.upper()}
-            else:
-                self._expressions[name.upper()] = _either(*(f"{text} {follows.upper()}".strip() for follows, text in equation.items()))
-            for user in users[name]:
-                before = equations[user].pop(name)
-                for follows, text in equation.items():
-                    text = f"{before} {text}".strip()
-                    other = equations[user].get(follows)
-                    equations[user][follows] = self._shared(text if other is None else _either(other, text))
-                    users[follows].add(user)
-            for follows in equation:
-                users[follows].discard(name)
-            for other in users[name] | equation.keys():
-                if other in costs:
-                    enqueue(other)
+            for other in self._eliminate(name, users) & costs.keys():
+                enqueue(other)
+
+    def _eliminate(self, name: str, users: dict[str, set[str]]) -> set[str]:
+        """Put the equation of a rule in the place of the rule. Returns the rules whose equations or users have changed."""
+        equations = self._equations
+        equation = equations[name]
+        if (loop := equation.pop(name, None)) is not None:
+            users[name].discard(name)
+            for follows, text in equation.items():
+                equation[follows] = f"({loop})* {text}".strip()
+        if equation.keys() == {""}:
+            self._expressions[name.upper()] = equation[""]
+            equation = {"": name.upper()}
+        else:
+            self._expressions[name.upper()] = _either(*(f"{text} {follows.upper()}".strip() for follows, text in equation.items()))
+        for user in users[name]:
+            before = equations[user].pop(name)
+            for follows, text in equation.items():
+                text = f"{before} {text}".strip()
+                other = equations[user].get(follows)
+                equations[user][follows] = self._shared(text if other is None else _either(other, text))
+                users[follows].add(user)
+        for follows in equation:
+            users[follows].discard(name)
+        return users[name] | equation.keys()
 
     def _shared(self, text: str) -> str:
         return text if len(text) <= MAX_SHARED else self._named(text)
