@@ -1,14 +1,15 @@
-"""Declarations of static tensors."""
+"""Declarations of static tensors, and the tensors that a step may read besides."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor, nn
 
 from stepgraph.graphs.memory import check_memory
 from stepgraph.sampling.fields import clip_repr, is_int
@@ -46,6 +47,25 @@ class BufferSpec:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def allocate(self, device: torch.device) -> Tensor:
+        pinned = self.memory == "pinned"
+        place, pin = torch.device("cpu") if pinned else device, pinned and device.type == "cuda"
+        return torch.full(self.shape, self.fill, dtype=self.dtype, device=place, pin_memory=pin)
+
+
+def checked_specs(specs: Iterable[BufferSpec], owner: type) -> dict[str, BufferSpec]:
+    """The specs by name; the tensors become attributes of an object of type `owner`."""
+    named = dict[str, BufferSpec]()
+    for spec in specs if isinstance(specs, Iterable) else (specs,):
+        if not isinstance(spec, BufferSpec):
+            raise ValueError(f"StaticBuffers.specs: got {clip_repr(spec)}, expected BufferSpecs")
+        if hasattr(owner, spec.name):
+            raise ValueError(f"StaticBuffers.specs: got {spec.name!r}, a method of StaticBuffers, expected another name")
+        if spec.name in named:
+            raise ValueError(f"StaticBuffers.specs: {spec.name!r} is declared twice, expected unique names")
+        named[spec.name] = spec
+    return named
+
 
 def check_fit(name: str, specs: Iterable[BufferSpec], device: torch.device, remedy: str = "") -> None:
     """ValueError if the tensors need more memory than there is."""
@@ -54,3 +74,17 @@ def check_fit(name: str, specs: Iterable[BufferSpec], device: torch.device, reme
         needed[host if spec.memory == "pinned" else device] += spec.nbytes
     for place, nbytes in needed.items():
         check_memory(name, nbytes, place, remedy)
+
+
+def named_tensors(constants: Mapping[str, Tensor | nn.Module] | None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a step may read besides the static ones: those given, and those of modules."""
+    if not isinstance(constants, (Mapping, type(None))):
+        raise ValueError(f"StaticBuffers.constants: got {clip_repr(constants)}, expected a mapping of names to tensors or modules")
+    for name, source in (constants or {}).items():
+        if isinstance(source, Tensor):
+            yield name, source
+        elif not isinstance(source, nn.Module):
+            raise ValueError(f"StaticBuffers.constants[{clip_repr(name)}]: got {clip_repr(source)}, expected a tensor or a module")
+        else:
+            for inner, tensor in [*source.named_parameters(), *source.named_buffers()]:
+                yield f"{name}.{inner}", tensor

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from stepgraph.graphs.buffer_spec import BufferSpec, check_fit
+from stepgraph.graphs.buffer_spec import BufferSpec, check_fit, checked_specs, named_tensors
 from stepgraph.sampling.fields import clip_repr
 
 Residence = Literal["device", "pinned", "constant"]
@@ -32,32 +32,13 @@ class StaticBuffers:
         device: str | torch.device = "cpu",
         constants: Mapping[str, Tensor | nn.Module] | None = None,
     ) -> None:
-        self._specs: dict[str, BufferSpec] = {}
-        for spec in specs if isinstance(specs, Iterable) else (specs,):
-            if not isinstance(spec, BufferSpec):
-                raise ValueError(f"StaticBuffers.specs: got {clip_repr(spec)}, expected BufferSpecs")
-            if hasattr(StaticBuffers, spec.name):
-                raise ValueError(f"StaticBuffers.specs: got {spec.name!r}, a method of StaticBuffers, expected another name")
-            if spec.name in self._specs:
-                raise ValueError(f"StaticBuffers.specs: {spec.name!r} is declared twice, expected unique names")
-            self._specs[spec.name] = spec
+        self._specs, self._constants = checked_specs(specs, StaticBuffers), dict(named_tensors(constants))
         try:
             self._device = torch.empty(0, device=device).device if device is not None else torch.device(device)
         except (TypeError, ValueError, RuntimeError, AssertionError):
             raise ValueError(f"StaticBuffers.device: got {clip_repr(device)}, expected the name of a torch device") from None
-        self._constants = dict(_named_tensors(constants))
         check_fit("StaticBuffers.specs", self.specs, self._device)
-        on_cuda = self._device.type == "cuda"
-        self._tensors = {
-            name: torch.full(
-                spec.shape,
-                spec.fill,
-                dtype=spec.dtype,
-                device="cpu" if spec.memory == "pinned" else self._device,
-                pin_memory=spec.memory == "pinned" and on_cuda,
-            )
-            for name, spec in self._specs.items()
-        }
+        self._tensors = {name: spec.allocate(self._device) for name, spec in self._specs.items()}
         self._residence: dict[int, tuple[str, Residence]] = {}
         for name, tensor in self._constants.items():
             self._residence[storage_key(tensor)] = (name, "constant")
@@ -117,16 +98,3 @@ class StaticBuffers:
 def storage_key(tensor: Tensor) -> int:
     """Identity of the storage of a tensor and its views; unique while the storage is alive."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def _named_tensors(constants: Mapping[str, Tensor | nn.Module] | None) -> Iterator[tuple[str, Tensor]]:
-    if not isinstance(constants, (Mapping, type(None))):
-        raise ValueError(f"StaticBuffers.constants: got {clip_repr(constants)}, expected a mapping of names to tensors or modules")
-    for name, source in (constants or {}).items():
-        if isinstance(source, Tensor):
-            yield name, source
-        elif not isinstance(source, nn.Module):
-            raise ValueError(f"StaticBuffers.constants[{clip_repr(name)}]: got {clip_repr(source)}, expected a tensor or a module")
-        else:
-            for inner, tensor in [*source.named_parameters(), *source.named_buffers()]:
-                yield f"{name}.{inner}", tensor

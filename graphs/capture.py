@@ -5,9 +5,11 @@ A step is a function over static buffers. The same code runs eagerly, on the tap
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.context import setting
 from stepgraph.graphs.errors import CaptureError, Site, fail
 from stepgraph.graphs.spans import MakeRange, RecordedReport, Span
 from stepgraph.sampling.fields import check_value, whole
@@ -150,6 +153,22 @@ def host_call(name: str, function: Callable[[], object]) -> Callable[[], object]
     """A callable for a host node. A native one runs without the GIL and without bytecode; the caller must keep `function` alive."""
     entry = native_entry(name, function)
     return function if entry is None else functools.partial(C_HOST_FUNCTION(entry[0]), entry[1])
+
+
+_starting, _start_thread = threading.local(), threading.Thread.start
+
+
+def _start_checked(thread: threading.Thread) -> None:
+    if getattr(_starting, "refused", False):
+        raise fail("other-thread", "a step that is being captured starts a thread, whose work would not be recorded")
+    _start_thread(thread)
+
+
+@contextlib.contextmanager
+def refusing_threads() -> Iterator[None]:
+    """Within the block, starting a thread from this one is a CaptureError. For backends."""
+    with setting(_starting, "refused", True), setting(threading.Thread, "start", _start_checked):
+        yield
 
 
 def checked_loop(

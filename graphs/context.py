@@ -10,8 +10,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from stepgraph.graphs.errors import fail
-
 MAIN = "main"
 COPIES = "copies beside rounds"  # of a backend, not of its steps
 
@@ -56,22 +54,6 @@ def current_context() -> CaptureContext:
     if context is None:
         raise RuntimeError("current_context(): no step is running on this thread; call it inside a step given to capture() or run_eager()")
     return context
-
-
-_start_thread = threading.Thread.start
-
-
-def _start_checked(thread: threading.Thread) -> None:
-    if getattr(_local, "recording", False):
-        raise fail("other-thread", "a step that is being captured starts a thread, whose work would not be recorded")
-    _start_thread(thread)
-
-
-@contextlib.contextmanager
-def refusing_threads() -> Iterator[None]:
-    """Within the block, starting a thread from this one is a CaptureError. For backends."""
-    with setting(_local, "recording", True), setting(threading.Thread, "start", _start_checked):
-        yield
 
 
 def use_context(context: CaptureContext) -> AbstractContextManager[None]:

@@ -13,12 +13,13 @@ from torch.nn import functional
 from stepgraph.graphs.batch import Batch, model_input, model_logits
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.mask_upload import host_mask
 from stepgraph.graphs.model import DraftModel
 from stepgraph.graphs.model_call import run_model
 from stepgraph.graphs.row_layout import Column
 from stepgraph.graphs.sampled_stages import draft_sampled
-from stepgraph.sampling import kernels
-from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
+from stepgraph.sampling import bitmask, kernels
+from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import Emission, GrammarMask
 from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
 from stepgraph.sampling.kernels.operation import Contiguous, operation
@@ -90,13 +91,7 @@ def grammar_mask_of(buffers: StaticBuffers, after: Batch, step: int, on_device: 
     if on_device:
         status = buffers.batch_status[step - 1, :size, None]
         return GrammarMask(buffers.row_masks[:, step - 1 : step], after.rows, after.has_grammar, status)
-    if "grammar_arena" in buffers:  # the masks of grammars on the device are only in their rows
-        rows, (tags, masks) = after.rows, (each[:, step - 1 : step] for each in (buffers.row_tags, buffers.row_masks))
-    else:
-        rows, (tags, masks) = None, (each[step - 1, :size, None] for each in (buffers.batch_tags, buffers.batch_masks))
-    owner, generated, constraint = (after.column(column) for column in (Column.OWNER, Column.GENERATED, Column.CONSTRAINED))
-    status, constrained = kernels.mask_status(tags, owner, generated, constraint, step - 1, rows)
-    return GrammarMask(masks, rows, constrained, status)
+    return host_mask(buffers, after, step)
 
 
 def rule_of(mask: GrammarMask) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -151,14 +146,6 @@ class SelectedDraft(NamedTuple):
     forced: Tensor | None  # [B] bool: the token is the only one that the grammar allows; unspecified without forced tokens
 
 
-def legal(tokens: Tensor, masks: Tensor, constrained: Tensor, status: Tensor, rows: Tensor | None = None) -> Tensor:
-    """[B] bool: whether each row's token is allowed, under masks [R, words] of status [B]. Unspecified for a token of -1."""
-    known = tokens.clamp(min=0)
-    word = known // BITS_PER_WORD
-    words = masks.gather(1, word[:, None]).squeeze(1) if rows is None else masks[rows, word]
-    return ((words >> (known % BITS_PER_WORD)) & 1 != 0) & (status == MaskStatus.OK) | ~constrained
-
-
 def _select_in_c(
     tokens: Tensor, finite: Tensor, alive: Tensor, limit: Tensor, step: int, looked_up: Tensor | None, *given: Tensor | None
 ) -> bool:
@@ -196,7 +183,7 @@ def select_draft(
     took_found = took_forced = None
     mask = None if masks is None or constrained is None or status is None else (masks, constrained, status, rows)
     if looked_up is not None:
-        took_found = looked_up >= 0 if mask is None else (looked_up >= 0) & legal(looked_up, *mask)
+        took_found = looked_up >= 0 if mask is None else (looked_up >= 0) & bitmask.allowed(looked_up, *mask)
         tokens, finite = torch.where(took_found, looked_up, tokens), finite | took_found
     if forced is not None:
         assert mask is not None, "a token is forced only by a grammar"

@@ -1,9 +1,13 @@
-"""Graph keys, and the choice of a key for a batch."""
+"""Graph keys, the recorded graph of each, and the choice of the one that serves a batch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
+
+from stepgraph.graphs.capture import Recorded
+from stepgraph.sampling.fields import check_value, whole
 
 LONGEST = -1  # as a draft length: num_speculative_tokens
 
@@ -62,3 +66,35 @@ def dispatch(
 ) -> GraphKey:
     """The smallest key that holds a batch; `checked_buckets` guarantees one for 1..max_rows."""
     return GraphKey(min(size for size in buckets if size >= batch_rows), constrained, sampled, device, *drafting)
+
+
+class GraphTable:
+    """The recorded graph of each key, and the key for each batch.
+
+    host_buckets: the sizes of batches whose grammars are followed by host nodes. record: records a key on demand.
+    """
+
+    def __init__(self, buckets: tuple[int, ...], host_buckets: tuple[int, ...], record: Callable[..., Recorded]) -> None:
+        self.buckets, self._host_buckets, self._record = buckets, host_buckets, record
+        self.on_demand = False  # record each key when it is used for the first time
+        self._recorded: dict[Hashable, Recorded] = {}
+        self._serving: dict[Hashable, Hashable] = {}  # failed key -> the key used instead
+        self._keys: dict[tuple[int, bool, bool, bool, Drafting], GraphKey] = {}  # by arguments of `key_for`
+
+    @property
+    def captured(self) -> bool:
+        return self.on_demand or bool(self._recorded)
+
+    def key_for(self, batch_rows: int, constrained: bool, sampled: bool, device: bool = False, drafting: Drafting = FULL) -> GraphKey:
+        """The key for a batch."""
+        batch = batch_rows, constrained, sampled, device, drafting
+        if type(batch_rows) is not int or batch not in self._keys:
+            check_value("GraphSet.key_for.batch_rows", batch_rows, whole(1, self.buckets[-1]))
+            key = dispatch(self._host_buckets if constrained and not device else self.buckets, *batch)
+            self._keys[batch] = cast("GraphKey", self._serving.get(key, key))
+        return self._keys[batch]
+
+    def __getitem__(self, key: Hashable) -> Recorded:
+        if self.on_demand and key not in self._recorded:
+            self._recorded[key] = self._record(key)
+        return self._recorded[key]

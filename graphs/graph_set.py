@@ -1,4 +1,4 @@
-"""The recorded rounds of an engine, and the choice of the one that serves a batch."""
+"""The recorded rounds and prompt chunks of an engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import cast, get_args
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Recorded, Step
-from stepgraph.graphs.graph_key import FULL, Drafting, GraphKey, dispatch
+from stepgraph.graphs.graph_key import FULL, Drafting, GraphKey, GraphTable
 from stepgraph.graphs.key_sets import checked_buckets, graph_keys, host_buckets, prompt_keys
 from stepgraph.graphs.prefill import Prompts
 from stepgraph.graphs.recording import CaptureReport, Key, KeyRecorder, OnFailure
@@ -17,7 +17,7 @@ REQUESTED = "EngineConfig.eager"
 _DRAFTING = Check(lambda value: isinstance(value, tuple) and all(isinstance(each, Drafting) for each in value) and value != (), "Draftings")
 
 
-class GraphSet:
+class GraphSet(GraphTable):
     """One recording per key of `buckets`, and of `prompts` if it is given. `step_of(key)` is the function to record.
 
     on_failure: with "eager", a key that cannot be recorded is listed in the report, and its batches use another key or run eagerly.
@@ -47,26 +47,14 @@ class GraphSet:
         check_value("GraphSet.prompts", prompts, optional(instance_of(Prompts, "Prompts")))
         self._device_grammars, self._drafting = device_grammars, drafting
         self._prompts = prompt_keys(prompts.limits) if prompts else ()
-        self.buckets = checked_buckets(buckets)
-        self._host_buckets = host_buckets(self.buckets) if device_grammars else self.buckets
+        sizes = checked_buckets(buckets)
 
         def step(key: Key) -> Step:
             return step_of(key) if isinstance(key, GraphKey) else cast("Prompts", prompts).step(key)
 
         self._recorder = KeyRecorder(backend, buffers, step, on_failure, capture_bytes)
-        self._recorded: dict[Key, Recorded] = {}
-        self.on_demand = False
-        self._serving: dict[Key, Key] = {}  # failed key -> the key used instead
-        self._keys: dict[tuple[int, bool, bool, bool, Drafting], GraphKey] = {}  # by arguments of `key_for`
+        super().__init__(sizes, host_buckets(sizes) if device_grammars else sizes, self._recorder.record_one)
         self.eager: Mapping[GraphKey, str] = {}  # keys that run eagerly, and the reason
-
-    @property
-    def captured(self) -> bool:
-        return self.on_demand or bool(self._recorded)
-
-    def capture_on_demand(self) -> None:
-        """Record each key when it is used for the first time."""
-        self.on_demand = True
 
     def capture(self, notes: tuple[str, ...] = (), eager: bool = False, greedy_only: bool = False, progress: bool = False) -> CaptureReport:
         """Record every key, largest first, so that the small graphs use the memory of the large ones. An error leaves nothing recorded."""
@@ -74,7 +62,8 @@ class GraphSet:
             raise RuntimeError("GraphSet.capture(): already captured; create a new engine for other limits")
         keys = graph_keys(self.buckets, greedy_only, self._device_grammars, self._drafting)
         every: list[Key] = [*self._prompts, *keys]
-        self._recorded, report = self._recorder.record(every, notes, eager, progress)
+        recorded, report = self._recorder.record(every, notes, eager, progress)
+        self._recorded = dict(recorded.items())
         self._serving = {one.key: one.served_by for one in report.failed if one.served_by is not None}
         self._keys = {}
         without = [one for one in report.failed if one.served_by is None]
@@ -88,21 +77,7 @@ class GraphSet:
         recorded = ((key, one) for key, one in self._recorded.items() if isinstance(key, GraphKey) and key not in self.eager)
         return frozenset(key for key, one in recorded if not one.report.host_nodes)
 
-    def key_for(self, batch_rows: int, constrained: bool, sampled: bool, device: bool = False, drafting: Drafting = FULL) -> GraphKey:
-        """The key for a batch."""
-        batch = batch_rows, constrained, sampled, device, drafting
-        if type(batch_rows) is not int or batch not in self._keys:
-            check_value("GraphSet.key_for.batch_rows", batch_rows, whole(1, self.buckets[-1]))
-            key = dispatch(self._host_buckets if constrained and not device else self.buckets, *batch)
-            self._keys[batch] = cast("GraphKey", self._serving.get(key, key))
-        return self._keys[batch]
-
     def prompt_graph(self, count: int) -> Recorded | None:
         """The graph for a chunk of `count` prompt tokens; None without `prompts`."""
         key = min((key for key in self._prompts if key.tokens >= count), default=None)
         return None if key is None else self[self._serving.get(key, key)]
-
-    def __getitem__(self, key: Key) -> Recorded:
-        if self.on_demand and key not in self._recorded:
-            self._recorded[key] = self._recorder.record_one(key)
-        return self._recorded[key]

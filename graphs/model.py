@@ -29,6 +29,24 @@ class NoCache:
         return ()
 
 
+class AttentionShape(NamedTuple):
+    """The shape of one model's attention."""
+
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    size: int
+    windows: tuple[int | None, ...] = (None,)
+    softcap: bool = False  # see attention.paged.attention
+    sinks: bool = False
+
+
+def cache_specs(name: str, layers: int, limits: Limits, heads: int, size: int, dtype: torch.dtype) -> tuple[BufferSpec, BufferSpec]:
+    """The spec table of one model's cache: `name`_keys and `name`_values, [layers, slots, heads, size] each."""
+    shape = (layers, limits.cache_slots, heads, size)
+    return BufferSpec(f"{name}_keys", shape, dtype), BufferSpec(f"{name}_values", shape, dtype)
+
+
 class TargetModel(Protocol):
     """The model whose output distribution is preserved. Accepts any B and Q, keeps no allocation after a call, never synchronises.
 

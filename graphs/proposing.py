@@ -8,11 +8,12 @@ from torch import Tensor
 from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.drafting import continuing, legal, rule_of, select_draft
+from stepgraph.graphs.drafting import continuing, rule_of, select_draft
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import check_shape
 from stepgraph.graphs.proposer import History, Proposer
 from stepgraph.graphs.row_layout import REFUSED, Column
+from stepgraph.sampling import bitmask
 from stepgraph.sampling.kernels import Emission, GrammarMask
 
 ANCHOR = 8  # prompt tokens copied before a given text, so that the start of the output is found after the end of the prompt
@@ -65,7 +66,7 @@ def choose_proposed(buffers: StaticBuffers, after: Batch, step: int, proposed: T
     -1 ends a chain. REFUSED, where the proposed token is not legal, ends it as well; statistics count the two separately.
     """
     rule, forced = rule_of(mask), buffers.batch_forced[step - 1, : len(after.rows)] if "batch_forced" in buffers else None
-    unforced = torch.where(legal(proposed, *rule), proposed, torch.where(proposed < 0, -1, REFUSED))
+    unforced = torch.where(bitmask.allowed(proposed, *rule), proposed, torch.where(proposed < 0, -1, REFUSED))
     draft = select_draft(unforced, torch.ones_like(alive), alive, after.column(Column.DRAFT_LIMIT), step, None, forced, *rule)
     if forced is not None and draft.forced is not None:
         buffers.row_forced[:, step - 1].index_copy_(0, after.rows, draft.forced)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -20,13 +21,13 @@ from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.loras import LoraTable
 from stepgraph.runtime.metrics import prometheus_text
 from stepgraph.runtime.models.files.loading import load_models
-from stepgraph.runtime.request import Job, StepEvent
+from stepgraph.runtime.request import FinishReason, Job, StepEvent
 from stepgraph.runtime.request_options import Prompt, Prompts, RequestOptions, TokenIds
 from stepgraph.runtime.request_queue import QueuedRequest
 from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.runtime.trace import Trace
-from stepgraph.sampling.fields import Check, check_value, clip_repr, optional
+from stepgraph.sampling.fields import Check, check_value, clip_repr, number, optional
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -84,7 +85,7 @@ class Engine(EngineCore):
         draft: a model, a proposer or a function; the folder of an EAGLE-3 head, of MTP modules or of a smaller model; "mtp" for the
         modules in `path`, "ngram" for look-up, "auto" for the first of these that is available; None or "none" for no drafts.
         dtype: None is the model's own. feature_layers: target layers whose inputs a draft model reads; a draft folder sets its own.
-        weights: quantised ones are "dequantised" to `dtype`, or stay "quantised" in memory, on the CPU.
+        weights: quantised ones are "dequantised" to `dtype`, or stay "quantised" in memory.
         implementation: "native" for Llama, Mistral, Qwen2 and Qwen3; "transformers" for a folder of any causal language model of that
         package (`pip install 'stepgraph[transformers]'`); "auto" is "native" where it implements the model's config.
         progress: print the memory required, and show a progress bar. record: the file that `stepgraph replay` reads.
@@ -195,6 +196,12 @@ class Engine(EngineCore):
         """The names of the loaded adapters."""
         return self._loras.names
 
+    def wait(self, seconds: float | None = None) -> bool:
+        """Sleep until a step may have something to do; True if it has. For a thread that only steps."""
+        self._require_open("wait")
+        check_value("Engine.wait.seconds", seconds, optional(number(0, threading.TIMEOUT_MAX)))
+        return self._ready or (self.queue.wake.wait(seconds) and self._ready)
+
     @property
     def has_work(self) -> bool:
         """False once every submitted job has finished and its last event was returned."""
@@ -251,11 +258,22 @@ class Engine(EngineCore):
             raise RuntimeError("Engine.trace(): a launch of this engine runs many rounds; trace one with EngineConfig.rounds_per_launch=1")
         return Trace(self.backend, self._in_flight.rounds, rounds, self.config.eager or bool(self._graphs.eager), self._parts.lengths)
 
+    def close(self) -> None:
+        """Cancel all jobs, wait for the device, release threads and graphs. Idempotent."""
+        with self.step_lock:
+            if not self._closed:
+                self._shut("the engine was closed", FinishReason.CANCELLED)
+
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def _ready(self) -> bool:
+        """Whether a step has something to do. False while every job waits for its grammar."""
+        return self._scheduler.runnable or len(self._in_flight) > 0
 
     def _pieces(self, job: Job) -> Iterator[str]:
         stream, known = job.text_stream(), 0

@@ -6,13 +6,10 @@
 
 from __future__ import annotations
 
-import threading
-
 from stepgraph.graphs.recording import CaptureReport
 from stepgraph.runtime.build import EngineParts, capture_notes, records_on_demand
 from stepgraph.runtime.request import ActiveRequest, EngineClosedError, FinishReason, Job, StepEvent
 from stepgraph.runtime.step_lock import StepLock
-from stepgraph.sampling.fields import check_value, number, optional
 from stepgraph.sampling.grammar.status import FinishCode
 from stepgraph.sampling.lifetimes import FORKED, call_after_fork
 
@@ -47,7 +44,7 @@ class EngineCore:
             return
         if records_on_demand(self._parts):
             _ = self.notes  # chooses the implementation of the filters
-            self._graphs.capture_on_demand()
+            self._graphs.on_demand = True
         else:
             self.capture(progress=progress)
 
@@ -69,12 +66,6 @@ class EngineCore:
                 self._shut(f"{type(error).__name__}: {error}", FinishReason.ERROR)
                 raise
 
-    def wait(self, seconds: float | None = None) -> bool:
-        """Sleep until a step may have something to do; True if it has. For a thread that only steps."""
-        self._require_open("wait")
-        check_value("Engine.wait.seconds", seconds, optional(number(0, threading.TIMEOUT_MAX)))
-        return self._ready or (self.queue.wake.wait(seconds) and self._ready)
-
     @property
     def captured(self) -> bool:
         return self._graphs.captured
@@ -83,12 +74,6 @@ class EngineCore:
     def notes(self) -> tuple[str, ...]:
         """The implementations that were chosen, as in the capture report."""
         return capture_notes(self._parts)
-
-    def close(self) -> None:
-        """Cancel all jobs, wait for the device, release threads and graphs. Idempotent."""
-        with self.step_lock:
-            if not self._closed:
-                self._shut("the engine was closed", FinishReason.CANCELLED)
 
     def _admit(self) -> list[StepEvent]:
         """End cancelled jobs, give rows to queued requests, and launch up to one chunk of prompt tokens."""
@@ -138,11 +123,6 @@ class EngineCore:
         """Make the row of a request inert that ended on the host."""
         self._in_flight.interrupt()
         self._uploader.retire(request.row)
-
-    @property
-    def _ready(self) -> bool:
-        """Whether a step has something to do. False while every job waits for its grammar."""
-        return self._scheduler.runnable or len(self._in_flight) > 0
 
     def _require_open(self, call: str) -> None:
         if self._closed:

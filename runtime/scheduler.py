@@ -14,7 +14,6 @@ from stepgraph.runtime.extras.record import Recorder
 from stepgraph.runtime.request import FINISH_REASONS, ActiveRequest, DraftCounts, FinishReason, Job, StepEvent, TokenLogprob, origins_of
 from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
 from stepgraph.runtime.slots import PrefixSharing, RowTable
-from stepgraph.runtime.text import TextStream
 from stepgraph.sampling.grammar.compile.limits import TOO_DEEP, named
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 
@@ -99,8 +98,8 @@ class Scheduler:
 
     def record(self, request: ActiveRequest, result: ResultRecord) -> StepEvent:
         """Add a round's result to its job, and finish the job if the round ended it."""
-        job, counters, tokens = request.job, self.counters, tuple(result.tokens[: result.emitted])
-        tokens, stopped = _up_to_stop(request.stops, tokens) if request.stops else (tokens, False)
+        job, counters, stops, tokens = request.job, self.counters, request.stops, tuple(result.tokens[: result.emitted])
+        tokens = stops.up_to_stop(tokens) if stops else tokens
         accepted = min(result.accepted, len(tokens))
         forced, held = result.forced if request.constrained else 0, ~(-1 << accepted)  # rounds without grammars do not write `forced`
         looked_up = (~(-1 << result.draft_count) if self._only_looks_up else result.looked_up) & ~forced
@@ -125,7 +124,7 @@ class Scheduler:
         job.logprobs.extend(logprobs)
         job.num_accepted_drafts += accepted
         job.rounds += 1
-        if stopped:
+        if stops and stops.stopped:
             self.finish(job, request, FinishReason.STOP)
         elif result.finish != FinishCode.RUNNING:
             code = FinishCode(result.finish)
@@ -160,15 +159,6 @@ class Scheduler:
             self._queue.waiting.clear()
         for queued in unfinished:
             self.finish(queued.job, self._active.get(queued.job.id), reason, error=error)
-
-
-def _up_to_stop(stops: TextStream, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
-    """The tokens up to the one that completes a stop string, and whether one does."""
-    for index, token in enumerate(tokens):
-        stops.push((token,))
-        if stops.stopped:
-            return tokens[: index + 1], True
-    return tokens, False
 
 
 def _error(code: FinishCode, request: ActiveRequest, status: int) -> str:

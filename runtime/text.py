@@ -141,6 +141,14 @@ class TextStream:
     def push(self, token_ids: Iterable[int]) -> str:
         return self._released(self._decoder.decode(self._vocabulary.decode(token_ids)))
 
+    def up_to_stop(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Push these tokens up to the one that completes a stop string, and return them."""
+        for index, token in enumerate(token_ids):
+            self.push((token,))
+            if self.stopped:
+                return token_ids[: index + 1]
+        return token_ids
+
     def finish(self) -> str:
         """The rest, with U+FFFD for an incomplete character. Resets the stream."""
         rest = self._released(self._decoder.decode(b"", final=True)) + self._kept

@@ -38,3 +38,11 @@ def apply(logits: Tensor, masks: Tensor, constrained: Tensor, ids: Tensor | None
     if status is not None:
         allowed = allowed & (status == int(MaskStatus.OK)).unsqueeze(-1)
     return torch.where(allowed | free, logits, float("-inf"))
+
+
+def allowed(tokens: Tensor, masks: Tensor, constrained: Tensor, status: Tensor, rows: Tensor | None = None) -> Tensor:
+    """[B] bool: whether each row's token is allowed, under masks [R, words] of status [B]. Unspecified for a token of -1."""
+    known = tokens.clamp(min=0)
+    word = known // BITS_PER_WORD
+    words = masks.gather(1, word[:, None]).squeeze(1) if rows is None else masks[rows, word]
+    return ((words >> (known % BITS_PER_WORD)) & 1 != 0) & (status == MaskStatus.OK) | ~constrained

@@ -15,7 +15,7 @@ from tools.gpu.checks.shapes import SHAPES
 from tools.lines import DECODE_RING
 
 ON_CUDA = {
-    "graphs/tape/backend.py": "graphs/cuda/backend.py",
+    "graphs/tape/backend.py": "graphs/cuda/launcher.py",
     "graphs/tape/player.py": "graphs/cuda/driver.py",
     "graphs/backends.py": "graphs/cuda/context.py",
     "runtime/models/toy.py": "runtime/models/llama.py",

@@ -1,6 +1,7 @@
-"""Compiles the Triton kernels ahead of time for several GPUs, and reads registers and spills from the report of ptxas.
+"""Compiles the Triton kernels ahead of time for several GPUs: registers and spills by the report of ptxas, occupancy, byte roofline.
 
-Specialised like launches on a GPU: pointers and strides divisible by 16, the default tile sizes.
+Specialised like launches on a GPU: pointers and strides divisible by 16, the default tile sizes. Bytes are those of one launch, by
+tools/launch_bytes.py; `least_us` is their time at the memory bandwidth. Nothing is measured on a GPU.
 One JSON document: `python -m tools.aot_kernels`. TRITON_INTERPRET must not be set.
 """
 
@@ -9,16 +10,31 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepgraph.graphs.attention import paged
 
-ARCHS = (80, 90, 100)
+WARPS, BLOCKS = 64, 32  # of a multiprocessor, at most, of each of these architectures
+PARTITIONS, PARTITION_REGISTERS = 4, 16_384
+WARP_REGISTERS, BLOCK_SHARED, SHARED_UNIT = 256, 1024, 128  # registers of a warp are rounded up; each block reserves shared memory
+
+
+class Device(NamedTuple):
+    """What an architecture has, by NVIDIA's documents: the CUDA programming guide and the data sheet of one GPU."""
+
+    shared_bytes: int  # of a multiprocessor
+    gigabytes_per_second: float
+
+
+DEVICES = {80: Device(164 << 10, 2039), 90: Device(228 << 10, 3352), 100: Device(228 << 10, 8000)}  # A100 80GB SXM, H100 SXM, B200
+ARCHS = tuple(DEVICES)
 
 
 class Usage(NamedTuple):
@@ -32,6 +48,8 @@ class Usage(NamedTuple):
     shared_bytes: int
     warps: int
     wide_loads: int  # of 16 bytes per thread
+    blocks: int  # at once on a multiprocessor
+    occupancy: float  # share of a multiprocessor's warps
 
 
 class Variant(NamedTuple):
@@ -50,22 +68,21 @@ def variants(every: bool = False) -> list[Variant]:
 
     found = []
     for dtype in ("fp32", "bf16", "fp16"):
-        types = [f"*{dtype}", "*i32", "*i64", "*i1", *["*i64"] * 3, *["i32"] * 6]
         for has_bits in (False, True):
-            constants = {"HAS_ROWS": True, "HAS_STATUS": True, "HAS_BITS": has_bits, "WORDS": choice.CHOICE_TILE // 32}
+            types = [f"*{dtype}", "*i32", "*i64", "*i1", "*i64" if has_bits else None, "*i64", "*i64", *["i32"] * 6]
             label = f"{'mapped' if has_bits else 'masked'}_candidates {dtype}"
-            found.append(_variant(label, choice.masked_candidates, types, constants, 8))
+            found.append(_variant(label, choice.masked_candidates, types, {"WORDS": choice.CHOICE_TILE // 32}, 8))
     for purpose in (Purpose.DRAFT, Purpose.TARGET):
         types = ["*fp32", "*i64", "*i64", "*i64", "i32", "i32"]
         constants = {"SALT": signed(purpose * GOLDEN), "TILE": filters.RACE_TILE}
         found.append(_variant(f"race_candidates {purpose.name}", filters.race_candidates, types, constants, 4))
     for has_finite in (True, False):
-        types = ["*i64", "*i1" if has_finite else "*i64", "*i64", "i32"]
-        found.append(_variant(f"take_best {has_finite}", choice.take_best, types, {"HAS_FINITE": has_finite, "TILES": 256}, 1))
+        types = ["*i64", "*i1" if has_finite else None, "*i64", "i32"]
+        found.append(_variant(f"take_best {has_finite}", choice.take_best, types, {"TILES": 256}, 1))
     for known in (True, False):
-        types = ["*i64", "*i1", *["*i64"] * 9, "i32", "i32"]
-        constants = {"HAS_KNOWN": known, "POSITIONS": 16, "STOPS": 16}
-        found.append(_variant(f"accept_chain {'known' if known else 'compared'}", chain.accept_chain, types, constants, 1))
+        types = ["*i64", "*i1", *["*i64"] * 5, "*i64" if known else None, *["*i64"] * 3, "i32", "i32"]
+        label = f"accept_chain {'known' if known else 'compared'}"
+        found.append(_variant(label, chain.accept_chain, types, {"POSITIONS": 16, "STOPS": 16}, 1))
     types = ["*fp32", "*fp32", "*i64", "*i1", "*i1", *["*i64"] * 7, *["i32"] * 6]
     constants = {"POSITIONS": 16, "TILE": rejection.REJECTION_TILE}
     found.append(_variant("rejection_candidates", rejection.rejection_candidates, types, constants, 4))
@@ -79,7 +96,7 @@ def _mask_variants(every: bool) -> list[Variant]:
     from stepgraph.sampling.kernels.triton import alternatives, chain, processors
 
     types = [*["*i64"] * 4, "i32", "*i64", "*i64", "*i1", *["i32"] * 6]
-    found = [_variant("check_tags", chain.check_tags, types, {"HAS_ROWS": True, "POSITIONS": 16}, 1)]
+    found = [_variant("check_tags", chain.check_tags, types, {"POSITIONS": 16}, 1)]
     for dtype, has_masks, has_ids in itertools.product(("fp32", "bf16", "fp16"), (True, False), (True, False)):
         types = [f"*{dtype}", "*i32", "*i64", "*i1", *["*i64"] * 3, "*fp32", "*i64", "*fp32", "*i64", "*i1", "*i32", "*i64", "*i64"]
         types += ["*fp32", "*i32", *["i32"] * 15]
@@ -96,14 +113,14 @@ def _mask_variants(every: bool) -> list[Variant]:
         types = ["*i32", "*i64" if has_status else "*i1", "*i1", "*i64", "i32"]
         constants = {"HAS_STATUS": has_status, "TILES": 512}
         found.append(_variant(f"judge_positions {has_status}", processors.judge_positions, types, constants, 1))
-    return found + _grammar_variants(every) + _filter_variants() + attention_variants()
+    return found + _grammar_variants(every) + _filter_variants() + attention_variants() + _packed_variants(every)
 
 
 def _grammar_variants(every: bool) -> list[Variant]:
     """As launched for 131,072 tokens, and for a mask whose rows have no common alignment. every: all combinations that are launched."""
     from stepgraph.sampling.kernels.triton import advance
 
-    types = [*["*i64"] * 4, "*i32", "*u8", *["*i32"] * 6, "*i64", "*i64", "*i32", "*i64", "*i64", *["i32"] * 15]
+    types = [*["*i64"] * 4, "*i32", "*u8", *["*i32"] * 6, "*i64", "*i64"]
     tiles = {"WORDS": advance.WORDS, "LEGAL_WORDS": advance.LEGAL_WORDS, "LANES": advance.LANES}
     cases = [  # of the last round, and its new rows; follows forced tokens; forces them, by merging; in a chain; aligned
         (True, True, False, False, False, False, True),
@@ -120,11 +137,12 @@ def _grammar_variants(every: bool) -> list[Variant]:
         cases = [(*kind, aligned) for kind in kinds for aligned in (True, False)]
     found = []
     for of_last_round, new, follows, forces, merges, chain, aligned in cases:
-        flags = {"FILL_NEW": new, "BY_ROW": of_last_round, "FOLLOWS": follows, "FORCES": forces, "MERGES": merges, "TAKES_FORCED": chain}
+        given = ["*i32" if follows else None, *["*i64" if forces else None] * 2, *["i32"] * 15]
+        flags = {"FILL_NEW": new, "BY_ROW": of_last_round, "MERGES": merges, "TAKES_FORCED": chain}
         label = f"advance_rows {'new and ' * new}{'last, ' * of_last_round}{'aligned' if aligned else 'any width'}"
         forced = f", forced by {'merging' if merges else 'longest match'}{' in a chain' * chain}"
         label += forced if forces else ", after forced ones" * follows
-        variant = _variant(label, advance.advance_rows, types, {**flags, "ALIGNED": aligned, **tiles}, advance.WARPS)
+        variant = _variant(label, advance.advance_rows, [*types, *given], {**flags, "ALIGNED": aligned, **tiles}, advance.WARPS)
         found.append(variant._replace(registers=advance.REGISTERS[aligned]))
     return found
 
@@ -174,13 +192,13 @@ def attention_variants() -> list[Variant]:
     found = []
     for one in launched:
         tile = paged_programs.tile_for(one.rows, one.size, one.capped)
-        types = [*[f"*{one.dtype}"] * 3, *["*i64"] * 3, *[f"*{one.dtype}"] * 2, *["*fp32"] * 3, *["i32"] * 6, "fp32", "fp32"]
+        kind, sums, cap = f"*{one.dtype}", None if one.alone else "*fp32", "fp32" if one.capped else None
+        types = [*[kind] * 3, *["*i64"] * 3, kind if one.sinks else None, kind, *[sums] * 3, *["i32"] * 6, "fp32", cap]
         shape = {"size": one.size, "GROUPS": one.groups, "PAGE": one.page, "ROWS": tile.rows, "KEYS": tile.keys, "SIZE": tile.size}
-        constants = shape | {"ALONE": one.alone, "WIDE": False, "CAPPED": one.capped, "SINKS": one.sinks}
         where = f"{one.groups} to a cache head, pages of {one.page}"
         where += ", one part" * one.alone + ", soft-capped" * one.capped + ", sinks" * one.sinks
         label = f"attend_part {one.dtype} {one.size}, {tile.rows} rows, {where}"
-        found.append(_variant(label, paged_programs.attend_part, types, constants, tile.warps))
+        found.append(_variant(label, paged_programs.attend_part, types, shape | {"WIDE": False}, tile.warps))
     types = [*["*fp32"] * 3, "*bf16", "i32", "i32"]
     found.append(_variant("combine_parts", paged_programs.combine_parts, types, {"PARTS": paged_programs.MOST_PARTS, "SIZE": 256}, 2))
     types = [*["*bf16"] * 5, "*i64", *["*bf16"] * 3, *["i32"] * 6]
@@ -194,22 +212,21 @@ def _layer_variants() -> list[Variant]:
 
     found = []
     for size, adds in ((128, False), (4096, True), (16_384, True)):
-        types, constants = [*["*bf16"] * 5, *["i32"] * 3, "fp32"], {"HAS_UPDATE": adds, "SIZE": size}
-        found.append(_variant(f"normalise_row {size}", dense.normalise_row, types, constants, dense.warps_of(size)))
+        types = [*["*bf16", "*bf16" if adds else None] * 2, "*bf16", *["i32"] * 3, "fp32"]
+        found.append(_variant(f"normalise_row {size}", dense.normalise_row, types, {"SIZE": size}, dense.warps_of(size)))
     found.append(_variant("gate_tile", dense.gate_tile, ["*bf16", "*bf16", "i32"], {"TILE": dense.SILU_TILE}, 4))
     for kind in ("bf16", "fp32"):
         types, wide = ["*i64" if name == "slots" else f"*{kind}" for name in ("states", "slots", "weights", "base", "output")], ["i32"] * 5
-        constants = {"HAS_BASE": True, "COUNT": lora.STATES_TILE, "OUTER": lora.OUTER_TILE, "INNER": lora.INNER_TILE, "WIDE": False}
+        constants = {"COUNT": lora.STATES_TILE, "OUTER": lora.OUTER_TILE, "INNER": lora.INNER_TILE, "WIDE": False}
         found.append(_variant(f"multiply_by_slot {kind}", lora.multiply_by_slot, [*types, *wide], constants, 4))
     types = [*["*i64"] * 4, *["i32"] * 3, "*i1", *["*i64"] * 4, *["i32"] * 4]
-    found.append(_variant("place_row", slot_mapping.place_row, types, {"HAS_LIVE": True, "HAS_COUNT": True, "WIDTH": 16}, 1))
+    found.append(_variant("place_row", slot_mapping.place_row, types, {"WIDTH": 16}, 1))
     types = [*["*i64"] * 5, *["i32"] * 4]
     found.append(_variant("shift_tile", slot_mapping.shift_tile, types, {"TILE": slot_mapping.SHIFT_TILE}, 1))
     types = ["*i64", "*i64", "*i32", "*i64", "*i32", "i32", "i32"]
     found.append(_variant("scatter_row", mask_upload.scatter_row, types, {"TILE": mask_upload.MASK_TILE}, 4))
     types = ["*i64", "*i1", "*i1", "*i64", "i32", "*i64", "*i64", "*i32", "*i1", *["*i64"] * 3, "*i1", "*i1", *["i32"] * 4]
-    flags = dict.fromkeys(("HAS_FOUND", "HAS_FORCED", "HAS_MASK", "HAS_ROWS"), True)
-    found.append(_variant("select_row", drafting.select_row, types, flags, 1))
+    found.append(_variant("select_row", drafting.select_row, types, {}, 1))
     found.append(_variant("write_row", stages.write_row, [*["*i64"] * 13, *["i32"] * 3], {"COLUMNS": 16, "POSITIONS": 16}, 1))
     found.append(_variant("count_row", sampled_stages.count_row, ["*i64", "*i64", "*i64", "*i32", "i32", "i32"], {"POSITIONS": 16}, 1))
     types = [*["*i64"] * 4, "*bf16", "*i64", "*bf16", "*i64", *["i32"] * 6]
@@ -223,11 +240,31 @@ def _layer_variants() -> list[Variant]:
     return [*found, _variant("angles_of", slot_mapping.angles_of, types, {"HALF": 128}, 4)]
 
 
-def _variant(label: str, kernel: Any, types: list[str], constants: Mapping[str, object], warps: int) -> Variant:
-    names = list(kernel.arg_names)
-    assert len(names) == len(types) + len(constants), f"{label}: {names}, {types}"
-    signature = dict(zip(names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
-    return Variant(label, kernel, signature, constants, warps)
+def _packed_variants(every: bool) -> list[Variant]:
+    """Of packed weights: the smallest and largest blocks, and float8. every: all kinds with all numbers of rows."""
+    from stepgraph.graphs.layers.quantised import KINDS, MIXED
+    from stepgraph.graphs.layers.triton import quantised
+
+    kinds, found = {kind: name for name, kind in KINDS.items()} | {MIXED: "mixed"}, list[Variant]()
+    few = [("Q4_1", 16), ("mixed", 32), ("INT4_128", 32), ("FP8", 16)]
+    for (kind, name), rows in itertools.product(kinds.items(), (16, 32)):
+        if every or (name, rows) in few:
+            layout, scales = quantised.layout_of(kind), "*fp32" if kind.wide else "*fp16"
+            constants = {**layout, "ROWS": rows, "BLOCKS": quantised.blocks_of(kind), "WIDE": False}
+            types = ["*bf16", "*i32", scales, "*bf16", "*bf16", *["i32"] * 4]
+            found.append(_variant(f"packed_product {name}, {rows} rows", quantised.packed_product, types, constants, quantised.WARPS))
+            if rows == 16:
+                types = ["*i64", "*i32", scales, "*bf16", "i32"]
+                found.append(_variant(f"packed_rows {name}", quantised.packed_rows, types, layout, 1))
+    return found
+
+
+def _variant(label: str, kernel: Any, types: Sequence[str | None], constants: Mapping[str, object], warps: int) -> Variant:
+    """None in place of the type of an argument that is None: Triton compiles it as a constant."""
+    kinds = dict(itertools.zip_longest(kernel.arg_names, types))
+    assert len(kinds) == len(types) + len(constants), f"{label}: {kernel.arg_names}, {types}"
+    signature = {name: kind or "constexpr" for name, kind in kinds.items()}
+    return Variant(label, kernel, signature, {name: constants.get(name) for name, kind in kinds.items() if kind is None}, warps)
 
 
 def usage(variant: Variant, arch: int) -> Usage:
@@ -247,7 +284,35 @@ def usage(variant: Variant, arch: int) -> Usage:
     wide = len(re.findall(r"ld\.global\S*\.v4\.b32", compiled.asm["ptx"]))
     report = _assemble(compiled.asm["ptx"], arch)
     registers, stack, stores, loads = (int(_find(pattern, report)) for pattern in _PATTERNS)
-    return Usage(variant.label, arch, registers, stores + loads, stack, int(compiled.metadata.shared), variant.warps, wide)
+    shared = int(compiled.metadata.shared)
+    blocks = resident_blocks(registers, shared, variant.warps, arch)
+    occupancy = blocks * variant.warps / WARPS
+    return Usage(variant.label, arch, registers, stores + loads, stack, shared, variant.warps, wide, blocks, occupancy)
+
+
+def resident_blocks(registers: int, shared: int, warps: int, arch: int) -> int:
+    """Blocks that fit a multiprocessor, by registers of a thread, shared bytes and warps of a block."""
+    by_registers = PARTITION_REGISTERS // _rounded(registers * 32, WARP_REGISTERS) * PARTITIONS // warps
+    by_shared = DEVICES[arch].shared_bytes // _rounded(shared + BLOCK_SHARED, SHARED_UNIT)
+    return min(BLOCKS, WARPS // warps, by_registers, by_shared)
+
+
+def _rounded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def launches(width: int) -> dict[str, dict[str, Any]]:
+    """The document of tools/launch_bytes.py, run in a process: from its import on, Triton either interprets or compiles."""
+    command = [sys.executable, "-m", "tools.launch_bytes", "--vocabulary", str(width)]
+    environment, root = os.environ | {"TRITON_INTERPRET": "1"}, Path(__file__).resolve().parent.parent
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=root, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def roofline(launch: Mapping[str, Any], gigabytes_per_second: float) -> dict[str, Any]:
+    return {**launch, "least_us": round(launch["bytes"] / gigabytes_per_second / 1e3, 3)}
 
 
 _PATTERNS = (r"Used (\d+) registers", r"(\d+) bytes stack frame", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads")
@@ -279,5 +344,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHS, default=ARCHS, help="compute capabilities (default: all)")
     parser.add_argument("--all", action="store_true", help="also rare combinations of what a kernel is compiled for")
+    parser.add_argument("--vocabulary", type=int, default=128_256, metavar="TOKENS", help="width of logits (default: %(default)s)")
+    speeds = ", ".join(f"{device.gigabytes_per_second:.0f} of sm_{arch}" for arch, device in DEVICES.items())
+    parser.add_argument("--bandwidth", type=float, metavar="GB/S", help=f"of memory, for every architecture (default: {speeds})")
     args = parser.parse_args()
-    print(json.dumps([usage(variant, arch)._asdict() for variant in variants(args.all) for arch in args.arch]))
+    moved = launches(args.vocabulary)
+    speed = {arch: args.bandwidth or DEVICES[arch].gigabytes_per_second for arch in args.arch}
+    pairs = itertools.product(variants(args.all), args.arch)
+    table = [usage(variant, arch)._asdict() | roofline(moved[variant.kernel.__name__], speed[arch]) for variant, arch in pairs]
+    print(json.dumps(table))

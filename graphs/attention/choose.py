@@ -15,7 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice, AttentionShape, attention, by_reference, run_operation
+from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice, attention, run_operation
+from stepgraph.graphs.attention.reference import by_reference
+from stepgraph.graphs.model import AttentionShape
 from stepgraph.graphs.model_call import Attend, ModelInput
 from stepgraph.sampling.cuda_graphs import replayed
 from stepgraph.sampling.fields import reason

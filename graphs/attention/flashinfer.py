@@ -13,8 +13,8 @@ import flashinfer
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.attention.paged import AttentionShape
 from stepgraph.graphs.attention.row_tables import INDEX, RowTables
+from stepgraph.graphs.model import AttentionShape
 from stepgraph.graphs.model_call import Attend, ModelInput
 
 MOST_TILE = 128  # rows of queries per program of FlashInfer

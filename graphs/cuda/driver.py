@@ -7,8 +7,6 @@ thread that called the driver with the GIL held could deadlock.
 from __future__ import annotations
 
 import ctypes
-import functools
-import sys
 from collections.abc import Mapping
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from typing import Any
@@ -72,14 +70,3 @@ class Driver:
         self.cuStreamGetCaptureInfo_v2(stream, byref(status), None, byref(graph), None, None)
         self.cuGraphGetNodes(graph.value, None, byref(count))
         return count.value
-
-
-@functools.cache
-def open_driver() -> Driver:
-    """The CUDA driver; RuntimeError if there is none."""
-    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
-    try:
-        library = ctypes.CDLL(name)
-    except OSError as error:
-        raise RuntimeError(f"no NVIDIA driver: {error}; use backend 'tape' on the CPU") from error
-    return Driver(library)

@@ -1,18 +1,12 @@
-"""Events of a CUDA backend, and the CUDA events that they reuse."""
+"""CUDA events for reuse."""
 
 from __future__ import annotations
 
 import contextlib
-import time
-from typing import Protocol
 
 import torch
 
-from stepgraph.graphs.capture import BackendStats
 from stepgraph.graphs.cuda.driver import Driver
-from stepgraph.graphs.errors import HostErrors
-
-POLL_SECONDS = 50e-6
 
 
 class EventPool:
@@ -42,45 +36,3 @@ class EventPool:
         self._released = True
         while self._spare:
             self.give(self._spare.pop())
-
-
-class EventOwner(Protocol):
-    """What an event needs of its backend."""
-
-    driver: Driver
-    errors: HostErrors
-    stats: BackendStats
-
-    def refuse_while_capturing(self, call: str) -> None: ...
-
-
-class CudaEvent:
-    """A point in the main stream of a CudaBackend. Its CUDA event is reused after this object is freed."""
-
-    def __init__(self, backend: EventOwner, pool: EventPool) -> None:
-        self._backend, self._pool = backend, pool
-        self.handle = pool.take()
-
-    def query(self) -> bool:
-        return bool(self._backend.driver.cuEventQuery(self.handle))
-
-    def wait(self, seconds: float | None = None) -> bool:
-        self._backend.refuse_while_capturing("Event.wait()")
-        self._backend.stats.event_waits += 1
-        if seconds is None:
-            self._backend.driver.cuEventSynchronize(self.handle)
-        elif not self._poll(until=time.monotonic() + seconds):
-            return False
-        self._backend.errors.raise_first()
-        return True
-
-    def _poll(self, until: float) -> bool:
-        """Query until the event is reached; the driver has no wait with a time-out."""
-        while not self.query():
-            if time.monotonic() > until:
-                return False
-            time.sleep(POLL_SECONDS)
-        return True
-
-    def __del__(self) -> None:
-        self._pool.give(self.handle)

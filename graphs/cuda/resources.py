@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
+import sys
 
 import torch
 
 from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.cuda.context import Streams
-from stepgraph.graphs.cuda.driver import Driver, open_driver
+from stepgraph.graphs.cuda.driver import Driver
 from stepgraph.graphs.cuda.events import EventPool
 from stepgraph.graphs.cuda.recorder import Recording
 from stepgraph.sampling.cuda_graphs import GraphPool
@@ -39,6 +42,17 @@ class DeviceResources:
         self.events.give(self.order_event)
         self.events.release()
         self.streams.release()
+
+
+@functools.cache
+def open_driver() -> Driver:
+    """The CUDA driver; RuntimeError if there is none."""
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        library = ctypes.CDLL(name)
+    except OSError as error:
+        raise RuntimeError(f"no NVIDIA driver: {error}; use backend 'tape' on the CPU") from error
+    return Driver(library)
 
 
 def checked_device(device: str | torch.device | int | None) -> torch.device:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepgraph.sampling.kernels.c_kernel import CKernel, same_float_type
-from stepgraph.sampling.kernels.operation import Contiguous, operation
+from stepgraph.sampling.kernels.operation import Contiguous, like_first, operation
 
 LEAST_ROWS = 4  # of a matrix product in torch on the CPU: with fewer rows, MKL and oneDNN sum in another order
 
@@ -40,11 +40,7 @@ def _norm_in_c(states: Tensor, weight: Tensor, epsilon: float) -> bool:
     return packed and weight.is_contiguous() and same_float_type(states, weight)
 
 
-def _norm_outputs(states: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(states, memory_format=torch.contiguous_format)
-
-
-@operation(_norm_outputs, triton=True, c=CKernel("rms_norm", _norm_in_c))
+@operation(like_first, triton=True, c=CKernel("rms_norm", _norm_in_c))
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Scale the last dimension to a mean square of one, in float32, then multiply by `weight`."""
     wide = states.float()

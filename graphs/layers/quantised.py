@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from stepgraph.graphs.layers.dense import LEAST_ROWS
 from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous, same_float_type
-from stepgraph.sampling.kernels.operation import operation
+from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
 
 TILE = 16  # columns
 _MOST_BLOCKS = 1024  # as in quantised.h
@@ -102,8 +102,12 @@ def empty_packed(kind: Kind, like: Tensor) -> Tensor:
     return like.new_empty(rows // TILE, inner // kind.block_size, kind.block_bytes, dtype=torch.uint8)
 
 
+def kind_of(packed: Tensor) -> Kind:
+    return _KIND_OF[packed.shape[2]]
+
+
 def inner_size(packed: Tensor) -> int:
-    return packed.shape[1] * _KIND_OF[packed.shape[2]].block_size
+    return packed.shape[1] * kind_of(packed).block_size
 
 
 def count_weights(parameter: Tensor) -> int:
@@ -115,14 +119,14 @@ def kind_name(parameter: Tensor) -> str:
     """Of the numbers that a parameter holds, packed or not."""
     if parameter.dtype is not torch.uint8:
         return str(parameter.dtype).removeprefix("torch.")
-    kind = _KIND_OF[parameter.shape[2]]
+    kind = kind_of(parameter)
     name = "float8" if kind.float8 else f"{kind.bits} bits"
     return f"{name} in groups of {kind.group}"
 
 
 def unpack(packed: Tensor) -> Tensor:
     """The weights, [out, in] float32, with the bits of the format's reference."""
-    kind = _KIND_OF[packed.shape[2]]
+    kind = kind_of(packed)
     blocks = packed.reshape(len(packed), -1, kind.block_bytes // kind.together)
     tiles, count = blocks.shape[:2]
     words, scales = blocks.split([kind.field_bytes, blocks.shape[2] - kind.field_bytes], 2)
@@ -138,7 +142,7 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def _is_packed(weight: Tensor) -> bool:
-    return is_contiguous(torch.uint8, weight) and weight.shape[1] * _KIND_OF[weight.shape[2]].together <= _MOST_BLOCKS
+    return is_contiguous(torch.uint8, weight) and weight.shape[1] * kind_of(weight).together <= _MOST_BLOCKS
 
 
 def _product_in_c(states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -151,8 +155,8 @@ def _product_outputs(states: Tensor, weight: Tensor, *_: object) -> Tensor:
     return states.new_empty(len(states), len(weight) * TILE)
 
 
-@operation(_product_outputs, c=CKernel("quantised_product", _product_in_c))
-def quantised_product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+@operation(_product_outputs, triton=True, c=CKernel("quantised_product", _product_in_c))
+def quantised_product(states: Dense, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`product` with packed weights, in float32. On the CPU a row has the same bits in any batch."""
     rows = len(states)
     states_padded = functional.pad(states, (0, 0, 0, max(0, LEAST_ROWS - rows)))
@@ -168,8 +172,8 @@ def _rows_in_c(indices: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
     return is_contiguous(torch.int64, indices) and _is_packed(weight) and dtype in (torch.float32, torch.bfloat16)
 
 
-@operation(_rows_outputs, c=CKernel("quantised_rows", _rows_in_c))
-def quantised_rows(indices: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+@operation(_rows_outputs, triton=True, c=CKernel("quantised_rows", _rows_in_c))
+def quantised_rows(indices: Contiguous, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows [N, in] of packed weights: an embedding."""
     tiles = weight[indices // TILE]
     rows = torch.arange(len(indices), device=indices.device) * TILE + indices % TILE

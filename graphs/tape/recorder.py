@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
-from stepgraph.graphs.capture import Step
-from stepgraph.graphs.context import MAIN, StreamEvent, refusing_threads, setting, use_context
+from stepgraph.graphs.capture import Step, refusing_threads
+from stepgraph.graphs.context import MAIN, StreamEvent, setting, use_context
 from stepgraph.graphs.errors import CaptureError, Site, call_site, fail
 from stepgraph.graphs.spans import STEP
 from stepgraph.graphs.tape.arena import Arena

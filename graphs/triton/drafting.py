@@ -21,42 +21,38 @@ def select_row(
     alive,  # [B] bool
     limit,  # [B] int64
     step,
-    looked_up,  # [B] int64; not read unless HAS_FOUND
-    forced,  # [B] int64; not read unless HAS_FORCED
-    masks,  # [R, words] int32; like the next two not read unless HAS_MASK
+    looked_up,  # [B] int64, or None
+    forced,  # [B] int64, or None
+    masks,  # [R, words] int32, or None, as the next three
     constrained,  # [B] bool
     status,  # [B] int64
-    rows,  # [B] int64; not read unless HAS_ROWS
+    rows,  # [B] int64
     selected,  # [B] int64, written
-    took_found,  # [B] bool, written if HAS_FOUND
-    took_forced,  # [B] bool, written if HAS_FORCED
+    took_found,  # [B] bool, written with looked_up
+    took_forced,  # [B] bool, written with forced
     words,
     limit_step,
     found_step,
     mask_step,
-    HAS_FOUND: tl.constexpr,
-    HAS_FORCED: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     token, usable = tl.load(tokens + row), tl.load(finite + row).to(tl.int32)
-    if HAS_MASK:
+    if masks is not None:
         masked = tl.load(constrained + row).to(tl.int32)
         valid = tl.load(status + row) == _OK
-    if HAS_FOUND:
+    if looked_up is not None:
         candidate = tl.load(looked_up + row * found_step)
         taken = candidate >= 0
-        if HAS_MASK:
+        if masks is not None:
             mask_row = row
-            if HAS_ROWS:
+            if rows is not None:
                 mask_row = tl.load(rows + row)
             known = tl.maximum(candidate, 0)
             word = tl.load(masks + mask_row * mask_step + known // _BITS, mask=known // _BITS < words, other=0)
             taken = taken & (((((word >> (known % _BITS).to(tl.int32)) & 1) != 0) & valid) | (masked == 0))
         token, usable = tl.where(taken, candidate, token), tl.where(taken, 1, usable)
         tl.store(took_found + row, taken)
-    if HAS_FORCED:
+    if forced is not None:
         only = tl.load(forced + row)
         taken = (only >= 0) & (masked != 0) & valid
         token, usable = tl.where(taken, only, token), tl.where(taken, 1, usable)
@@ -67,17 +63,13 @@ def select_row(
 
 def select_draft(*arguments: Any) -> None:
     """The arguments and outputs of drafting.select_draft, in the order of the program."""
-    tokens, _, _, limit, _, looked_up, forced, masks, _, _, rows, *_ = arguments
+    tokens, _, _, limit, _, looked_up, _, masks, *_ = arguments
     select_row[(len(tokens),)](
-        *(tokens if each is None else each for each in arguments),  # in place of None: not read
+        *arguments,
         0 if masks is None else masks.shape[1],
         limit.stride(0),
         0 if looked_up is None else looked_up.stride(0),
         0 if masks is None else masks.stride(0),
-        HAS_FOUND=looked_up is not None,
-        HAS_FORCED=forced is not None,
-        HAS_MASK=masks is not None,
-        HAS_ROWS=rows is not None,
         num_warps=1,
     )
 

@@ -52,7 +52,7 @@ def attention() -> dict[str, str]:
     import torch
 
     from stepgraph.graphs.attention.choose import choose_attention, unfit
-    from stepgraph.graphs.attention.paged import AttentionShape
+    from stepgraph.graphs.model import AttentionShape
 
     shapes = (AttentionShape(heads=32, kv_heads=8, size=128, dtype=torch.bfloat16),)
     if not torch.cuda.is_available():

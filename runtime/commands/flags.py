@@ -6,7 +6,7 @@ ValueErrors have the form `--flag: got VALUE, expected ACCEPTED`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -164,6 +164,9 @@ def serve(parser: argparse.ArgumentParser) -> None:
     add("--max-length", type=int, default=2048, metavar="N", help="tokens of a prompt and its answer (default: %(default)s)")
     add("--max-queued", type=int, default=256, metavar="N", help="requests that may wait; more get status 429 (default: %(default)s)")
     add("--eager", action="store_true", help="capture no graphs: faster start, slower decoding")
+    words = "LoRA adapters, which requests select by their name in `model`: folders in the layout of PEFT"
+    add("--lora-modules", nargs="+", default=[], metavar="NAME=FOLDER", help=words)
+    add("--max-lora-rank", type=int, default=16, metavar="N", help="memory is taken for adapters of this rank (default: %(default)s)")
     add("--api-keys", metavar="FILE", help="accept only requests with an API key of this file, which has one key per line (default: any)")
     add("--log", action=argparse.BooleanOptionalAction, help="write one JSON object per request to stderr", default=True)
     words = "how the model writes calls of tools; auto: as its chat template describes, otherwise hermes (default: %(default)s)"
@@ -181,10 +184,24 @@ def check_serve(options: argparse.Namespace) -> None:
         check_range(options, flag, least, most)
     if not 0 <= options.grace <= 86400:  # also refuses NaN
         raise ValueError(f"--grace: got {options.grace}, expected a number of seconds from 0 to 86400")
+    check_range(options, "max-lora-rank", 1)
+    options.lora_modules = _named_folders(options.lora_modules, options.name or Path(options.model).name)
     lines = [] if options.api_keys is None else read_file("--api-keys", options.api_keys, "the path of a file").split()
     if options.api_keys is not None and not lines:
         raise ValueError(f"--api-keys: got {clip_repr(options.api_keys)} without a key, expected one key per line")
     options.api_keys = lines
+
+
+def _named_folders(pairs: Sequence[str], model: str) -> dict[str, str]:
+    """Of --lora-modules."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, _, folder = pair.partition("=")
+        if not name or not folder or name == model or name in found:
+            expected = f"NAME=FOLDER, where no other adapter and not the model ({model}) has the name"
+            raise ValueError(f"--lora-modules: got {clip_repr(pair)}, expected {expected}")
+        found[name] = folder
+    return found
 
 
 def inspect(parser: argparse.ArgumentParser) -> None:
@@ -352,7 +369,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: the model's own)")
-    words = "quantised weights: converted to --dtype, or kept quantised in memory, on the CPU (default: %(default)s)"
+    words = "quantised weights: converted to --dtype, or kept quantised in memory (default: %(default)s)"
     parser.add_argument("--weights", choices=("dequantised", "quantised"), default="dequantised", help=words)
     words = "class of the model: stepgraph's own, or that of transformers where auto finds no other (default: %(default)s)"
     parser.add_argument("--implementation", choices=("auto", "native", "transformers"), default="auto", help=words)

@@ -30,6 +30,8 @@ def run(options: argparse.Namespace) -> int:
     engines.set_threads(options)
     engine = open_engine(options)
     with engine:
+        for name, folder in options.lora_modules.items():
+            engine.add_lora(name, folder)
         if not options.eager:
             engine.capture(progress=terminal.shows_progress())  # before the event loop starts, so that Ctrl-C interrupts it
         asyncio.run(_serve(engine, options))
@@ -45,6 +47,8 @@ def open_engine(options: argparse.Namespace) -> Engine:
         max_length=options.max_length,
         eager=options.eager,
         max_top_logprobs=20,  # as in OpenAI's interface
+        max_loras=len(options.lora_modules),
+        max_lora_rank=options.max_lora_rank,
     )
     if options.model == TOY:
         vocabulary = Vocabulary([*(bytes([value]) for value in range(256)), b"<end>"], [256])

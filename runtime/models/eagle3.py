@@ -12,13 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from stepgraph.graphs.attention.paged import by_reference, cache_specs
+from stepgraph.graphs.attention.reference import by_reference
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.dense import rms_norm
 from stepgraph.graphs.layers.linear import linear
 from stepgraph.graphs.layers.slot_mapping import shift_entries
 from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.model import cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, embed, empty_weight
 from stepgraph.runtime.models.llama_config import Eagle3Config

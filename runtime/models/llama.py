@@ -12,15 +12,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from stepgraph.graphs.attention.paged import AttentionShape, attention, cache_specs
+from stepgraph.graphs.attention.paged import attention
 from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.dense import Residual, add_rms_norm, rms_norm, silu_and_mul
 from stepgraph.graphs.layers.linear import linear, lookup
-from stepgraph.graphs.layers.lora import LoraWeight, add_lora
+from stepgraph.graphs.layers.lora import add_lora
 from stepgraph.graphs.layers.slot_mapping import rope_angles
 from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.model import AttentionShape, cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.sampling.fields import is_int
@@ -76,7 +77,7 @@ class Llama(LlamaBase):
         self.vocab_size = config.vocab_size
         self.hidden_size, self.embedding_size, self.origin = config.hidden_size, config.hidden_size, ""
         self.feature_size = config.hidden_size * max(1, len(self.feature_layers))
-        self.feature_dtype = config.dtype
+        self.feature_dtype, self.lora_weights = config.dtype, config.lora_weights(name)
         like = torch.empty(0, dtype=config.dtype, device=device)
         self.embedding = empty_weight(like, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(LlamaLayer(config, index, like) for index in range(config.num_layers))
@@ -89,22 +90,6 @@ class Llama(LlamaBase):
             accepted = f"at most the {config.max_positions} positions of the {self.name}"
             raise ValueError(f"Limits.max_length: got {limits.max_length}, expected {accepted}")
         return cache_specs(self.name, config.num_layers, limits, config.num_kv_heads, config.head_size, config.dtype)
-
-    @property
-    def lora_weights(self) -> dict[str, LoraWeight]:
-        config, hidden = self.config, self.hidden_size
-        query, entry = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-        weights = {
-            "qkv": (hidden, {"self_attn.q_proj": query, "self_attn.k_proj": entry, "self_attn.v_proj": entry}),
-            "output": (query, {"self_attn.o_proj": hidden}),
-            "gate_up": (hidden, {"mlp.gate_proj": config.intermediate_size, "mlp.up_proj": config.intermediate_size}),
-            "down": (config.intermediate_size, {"mlp.down_proj": hidden}),
-        }
-        return {
-            f"{self.name}_{index}_{weight}": LoraWeight({f"model.layers.{index}.{part}": size for part, size in parts.items()}, inner)
-            for index in range(config.num_layers)
-            for weight, (inner, parts) in weights.items()
-        }
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         keys, values = buffers[f"{self.name}_keys"], buffers[f"{self.name}_values"]

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from stepgraph.graphs.layers.lora import LoraWeight
 from stepgraph.sampling.fields import is_int
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -89,6 +90,22 @@ class LlamaConfig:
     @property
     def qkv_size(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
+
+    def lora_weights(self, name: str) -> dict[str, LoraWeight]:
+        """The weights that adapters change, by the names of their buffers in a model `name`."""
+        hidden, middle = self.hidden_size, self.intermediate_size
+        query, entry = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        weights = {
+            "qkv": (hidden, {"self_attn.q_proj": query, "self_attn.k_proj": entry, "self_attn.v_proj": entry}),
+            "output": (query, {"self_attn.o_proj": hidden}),
+            "gate_up": (hidden, {"mlp.gate_proj": middle, "mlp.up_proj": middle}),
+            "down": (middle, {"mlp.down_proj": hidden}),
+        }
+        return {
+            f"{name}_{index}_{weight}": LoraWeight({f"model.layers.{index}.{part}": size for part, size in parts.items()}, inner)
+            for index in range(self.num_layers)
+            for weight, (inner, parts) in weights.items()
+        }
 
 
 @dataclass(frozen=True)

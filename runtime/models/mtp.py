@@ -15,12 +15,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from stepgraph.graphs.attention.paged import cache_specs
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.dense import Residual, rms_norm
 from stepgraph.graphs.layers.linear import linear
 from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.model import cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.eagle3 import shift_inputs
 from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, embed, empty_weight

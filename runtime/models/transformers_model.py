@@ -17,11 +17,11 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from stepgraph.graphs.attention.paged import AttentionShape, cache_specs
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.lora import LoraWeight
 from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.model import AttentionShape, cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.draft_llama import TokenMap, TokenMapped
 from stepgraph.runtime.models.transformers_layers import Call, LayerAttention, Product, replace_modules

@@ -25,7 +25,7 @@ from stepgraph.runtime.metrics import CONTENT_TYPE
 from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.calls import Delta, call_style
-from stepgraph.runtime.serve.fields import GenerationRequest, parse_request, runtime_refusal
+from stepgraph.runtime.serve.fields import GenerationRequest, checked_model, parse_request, runtime_refusal
 from stepgraph.runtime.serve.gate import Gate, Ticket
 from stepgraph.runtime.serve.http import (
     Bounds,
@@ -94,18 +94,20 @@ class App:
 
     async def _models(self, request: Request) -> Response:
         self._authorize(request)
-        return json_response({"object": "list", "data": [self._card]})
+        return json_response({"object": "list", "data": [self._card(name) for name in self._names]})
 
     async def _one_model(self, request: Request) -> Response:
         self._authorize(request)
-        name = request.path_params["name"]
-        if name != self._model:
-            raise HttpError(404, f"model: got {name[:60]!r}, expected {self._model!r}", "model", "model_not_found")
-        return json_response(self._card)
+        return json_response(self._card(checked_model(request.path_params["name"], self._names)))
 
     @property
-    def _card(self) -> dict[str, Any]:
-        return {"id": self._model, "object": "model", "created": self._opened, "owned_by": "stepgraph"}
+    def _names(self) -> list[str]:
+        """Of the model, then of its adapters."""
+        return [self._model, *self._serving.engine.list_loras()]
+
+    def _card(self, name: str) -> dict[str, Any]:
+        card = {"id": name, "object": "model", "created": self._opened, "owned_by": "stepgraph"}
+        return card if name == self._model else {**card, "parent": self._model}
 
     def _authorize(self, request: Request) -> str:
         """The hash of the caller's key; empty if none is required. HttpError for a wrong key."""
@@ -121,7 +123,7 @@ class App:
         started, key = time.perf_counter(), self._authorize(request)
         body = await read_json(request, self._bounds)
         chat = request.scope["path"] == "/v1/chat/completions"
-        parsed = parse_request(body, chat, self._codec, self._model, self._serving.engine.limits.max_length, self._style)
+        parsed = parse_request(body, chat, self._codec, self._names, self._serving.engine.limits.max_length, self._style)
         parsed.options["cache_salt"] = key  # callers with different keys share no cached prefixes
         if self.leaving:
             raise HttpError(503, "the server is shutting down")
@@ -291,7 +293,7 @@ class App:
 
     def _envelope(self, request: GenerationRequest, answer_id: str) -> dict[str, Any]:
         kind = ("chat.completion" + (".chunk" if request.stream else "")) if request.chat else "text_completion"
-        return {"id": answer_id, "object": kind, "created": int(time.time()), "model": self._model}
+        return {"id": answer_id, "object": kind, "created": int(time.time()), "model": request.model}
 
     def _log(
         self, request: GenerationRequest, answer_id: str, replies: Sequence[Reply], status: int | str, seconds: float, key: str
@@ -301,6 +303,7 @@ class App:
         line = {
             "time": round(time.time(), 3),
             "id": answer_id,
+            "model": request.model,
             "status": status,
             "stream": request.stream,
             "prompt_tokens": len(request.prompt_ids),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -57,6 +57,7 @@ class GenerationRequest:
     """A request body, checked as far as possible without the engine."""
 
     chat: bool
+    model: str  # or the name of an adapter
     prompt_ids: list[int]
     options: dict[str, Any]  # arguments of Engine.submit
     stops: tuple[str, ...]
@@ -83,17 +84,16 @@ class GenerationRequest:
 
 
 def parse_request(
-    body: Mapping[str, Any], chat: bool, codec: TextCodec, model: str, max_length: int, style: CallStyle
+    body: Mapping[str, Any], chat: bool, codec: TextCodec, models: Sequence[str], max_length: int, style: CallStyle
 ) -> GenerationRequest:
-    """HttpError names the field that is wrong or not supported."""
+    """HttpError names the field that is wrong or not supported. models: the name of the model, and those of its adapters."""
     fields = {name: value for name, value in body.items() if value is not None}
     for name in _NOTES.keys() & fields.keys():
         if not isinstance(fields[name], _NOTES[name]):
             _refuse(name, fields[name], "a string" if _NOTES[name] is str else "an object")
         del fields[name]
     _check_known(fields, _CHAT if chat else _COMPLETION)
-    if fields.get("model", model) != model:
-        raise HttpError(404, f"model: got {_clipped(fields['model'])}, expected {model!r}", "model", "model_not_found")
+    model = checked_model(fields.get("model", models[0]), models)
     parallel = _flag(fields, "parallel_tool_calls", True)
     tools = tool_use(fields.get("tools"), fields.get("tool_choice"), parallel, style) if chat else None
     prompt_ids = _chat_ids(fields, tools, codec) if chat else _prompt_ids(fields, codec)
@@ -101,6 +101,7 @@ def parse_request(
     sampling = _sampling(fields, logprobs, top_logprobs)
     max_tokens = _max_tokens(fields, len(prompt_ids), max_length, chat)
     options = {"max_new_tokens": max_tokens, "sampling": sampling, "constraint": _constraint(fields, tools)}
+    options["lora_name"] = "" if model == models[0] else model
     stream, include_usage = _flag(fields, "stream"), _include_usage(fields)
     n, priority = fields.get("n", 1), fields.get("priority", 0)
     if not is_int(n) or not 1 <= n <= MAX_CHOICES:
@@ -117,8 +118,15 @@ def parse_request(
     if budget is not None and reasoning is None:
         _refuse("thinking_token_budget", budget, "none: the answer has no reasoning between <think> and </think>")
     return GenerationRequest(
-        chat, prompt_ids, options, _stops(fields), stream, include_usage, logprobs, tools, n, priority, field, reasoning
+        chat, model, prompt_ids, options, _stops(fields), stream, include_usage, logprobs, tools, n, priority, field, reasoning
     )
+
+
+def checked_model(name: Any, models: Sequence[str]) -> str:
+    if name not in models:
+        expected = " or ".join(map(repr, models))
+        raise HttpError(404, f"model: got {_clipped(name)}, expected {expected}", "model", "model_not_found")
+    return str(name)
 
 
 def runtime_refusal(error: ValueError | str, prompt_field: str = "messages", constraint_field: str = "response_format") -> HttpError:

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from stepgraph.sampling import native
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.kernels.c_kernel import CKernel, Run
-from stepgraph.sampling.kernels.signature import arrangement, count_tensors, schema_type
+from stepgraph.sampling.kernels.signature import arrangement, schema
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,6 +37,11 @@ Dense = Annotated[Tensor, dense]
 Contiguous = Annotated[Tensor, Tensor.contiguous]
 
 
+def like_first(first: Tensor, *_: object) -> Tensor:
+    """The output of an operation whose result has the shape and type of its first argument."""
+    return torch.empty_like(first, memory_format=torch.contiguous_format)
+
+
 class Operation(Generic[P, R]):
     """A device operation. Calling it allocates the outputs, runs `out` on inputs and outputs, and returns the outputs."""
 
@@ -46,7 +51,7 @@ class Operation(Generic[P, R]):
         outputs: Callable[..., R],
         name: str,
         writes: Sequence[str],
-        triton: bool | Callable[[torch.device], str],
+        triton: bool | str | Callable[[torch.device], str],
         c: CKernel | None,
         flashinfer: str,
         mapped: bool,
@@ -56,17 +61,15 @@ class Operation(Generic[P, R]):
         package, _, module = reference.__module__.rpartition(".")
         self.reference, self.c, self.flashinfer, self.mapped = reference, c, flashinfer, mapped
         self.name = name or reference.__name__
-        self.triton = f"{package}.triton.{module}" if triton else ""  # the module of the program, which has the name of the operation
+        # the module of the program, which has the name of the operation
+        self.triton = triton if isinstance(triton, str) else f"{package}.triton.{module}" if triton else ""
         self._module = triton if callable(triton) else lambda device: "" if programs.why_no_triton(device) else self.triton
         self._outputs = outputs
         self._names = tuple(parameters)
         self._defaults = {name: parameter.default for name, parameter in parameters.items() if parameter.default is not parameter.empty}
         self._arrange = tuple(arrangement(hints[name]) for name in parameters)
-        written = [f"out{index}" for index in range(count_tensors(hints["return"]))]
-        types = [schema_type(hints[name], name if name in writes else "") for name in parameters]
-        schema = [*map(" ".join, zip(types, parameters, strict=True)), *(f"Tensor({name}!) {name}" for name in written)]
         # torch.library.custom_op would add wrappers that cost more than most kernels, and import the compiler at the first call
-        _LIBRARY.define(f"{self.name}({', '.join(schema)}) -> ()")
+        _LIBRARY.define(schema(self.name, hints, writes))
         _LIBRARY.impl(self.name, self._on_cpu, "CPU")
         _LIBRARY.impl(self.name, self._on_cuda, "CUDA")
         torch.library.register_fake(f"stepgraph::{self.name}", lambda *_: None, lib=_LIBRARY)  # the caller allocates the outputs
@@ -127,7 +130,7 @@ def operation(
     *,
     name: str = "",
     writes: Sequence[str] = (),
-    triton: bool | Callable[[torch.device], str] = False,
+    triton: bool | str | Callable[[torch.device], str] = False,
     c: CKernel | None = None,
     flashinfer: str = "",
     mapped: bool = False,
@@ -135,8 +138,8 @@ def operation(
     """Declare an operation by its reference: a function of tensors and numbers in plain torch, the first argument a tensor.
 
     outputs: checks the inputs and allocates what the reference returns. writes: inputs that it changes.
-    triton: there is a program of the same name in PACKAGE/triton/MODULE.py; or a function that gives, for a device, the module
-    of the program, empty for the reference. flashinfer: the module that uses FlashInfer instead, where it was chosen.
+    triton: there is a program of the same name in PACKAGE/triton/MODULE.py; or the module that it is in; or a function that gives, for a
+    device, that module, empty for the reference. flashinfer: the module that uses FlashInfer instead, where it was chosen.
     mapped: the device accesses pinned arguments in host memory.
     Without a program and without C for its arguments, a call is a call of the reference.
     """

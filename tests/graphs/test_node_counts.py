@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepgraph.graphs.graph_key import GraphKey
+from stepgraph.graphs.layers.quantised import KINDS
 from tests.helpers.node_counts import count_round
 from tools.gpu.checks.shapes import SHAPES
 
@@ -25,6 +26,15 @@ def test_adapters_add_two_nodes_to_each_product_of_a_layer() -> None:
     shape = SHAPES["1B"]
     counts = [count_round(shape, ONE, loras=loras).operations for loras in (0, 4)]
     assert counts[1] - counts[0] == {("target_verify", "stepgraph::slot_product"): 8 * shape.target.num_layers}
+
+
+def test_products_with_packed_weights_have_one_node_each() -> None:
+    shape = SHAPES["1B"]
+    plain, packed = (count_round(shape, ONE, packed=kind) for kind in (None, KINDS["INT4_128"]))
+    assert plain.stages == packed.stages
+    products, rows = 4 * shape.target.num_layers + 1, 1 + 3  # of the target and of three drafts
+    assert packed.operations["target_verify", "stepgraph::quantised_product"] == products
+    assert sum(count for (_, name), count in packed.operations.items() if name == "stepgraph::quantised_rows") == rows
 
 
 @pytest.mark.parametrize(
@@ -72,3 +82,6 @@ def test_predictions_start_from_these_counts() -> None:
     keys = [(size, GraphKey(1, *key)) for key in ((False,), (True,), (False, True), (True, True)) for size in ("1B", "8B")]
     counts = [count_round(SHAPES[size], key).stages.total() for size, key in keys]
     assert [int(number) for number in found.groups()] == counts
+    one, eight, constrained = counts[:3]
+    for phrase in (f"{one} nodes, 1 to 1.5 us", f"launches {eight} operations", f"{constrained - one} further nodes"):
+        assert phrase in notes, phrase

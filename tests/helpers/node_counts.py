@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.graphs.backends import EagerContext
@@ -20,6 +21,7 @@ from stepgraph.graphs.capture import Step
 from stepgraph.graphs.context import use_context
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.layers.lora import lora_specs
+from stepgraph.graphs.layers.quantised import Kind, empty_packed
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.ring_specs import ring_specs
@@ -95,9 +97,19 @@ class NoLink:
         return lambda: None
 
 
-def round_of(shape: Shape, key: GraphKey, device: torch.device, drafts: int = 3, loras: int = 0) -> tuple[Step, StaticBuffers]:
-    """One round of a Llama target with an EAGLE-3 head, and its buffers. The weights are uninitialised, the vocabulary's tables empty."""
-    target, head = Llama(shape.target, feature_layers=shape.feature_layers, device=device), shape.head
+def round_of(
+    shape: Shape, key: GraphKey, device: torch.device, drafts: int = 3, loras: int = 0, packed: Kind | None = None
+) -> tuple[Step, StaticBuffers]:
+    """One round of a Llama target with an EAGLE-3 head, and its buffers. The weights are uninitialised, the vocabulary's tables empty.
+
+    packed: how the target's matrices are quantised, if they are.
+    """
+    target, head = Llama(shape.target, feature_layers=shape.feature_layers, device=META if packed else device), shape.head
+    if packed is not None:
+        for name, weight in [(name, weight) for name, weight in target.named_parameters() if weight.dim() == 2]:
+            module, _, parameter = name.rpartition(".")
+            setattr(target.get_submodule(module), parameter, Parameter(empty_packed(packed, weight), requires_grad=False))
+        target = target.to_empty(device=device)
     d2t = torch.zeros(head.draft_vocab_size, dtype=torch.int64, device=device)
     draft = Eagle3(head, d2t=d2t, embedding=target.embedding, device=device)
     limits = Limits(key.rows, drafts, 1024, 16, 64 * key.rows, target.vocab_size, target.vocab_size, target.feature_size, max_loras=loras)
@@ -112,9 +124,9 @@ def round_of(shape: Shape, key: GraphKey, device: torch.device, drafts: int = 3,
     return Round(limits, ModelPair(target, draft), cast("HostLink", NoLink()), tables=tables).step(key), buffers
 
 
-def count_round(shape: Shape, key: GraphKey, drafts: int = 3, loras: int = 0) -> NodeCounter:
+def count_round(shape: Shape, key: GraphKey, drafts: int = 3, loras: int = 0, packed: Kind | None = None) -> NodeCounter:
     counter = NodeCounter()
-    step, buffers = round_of(shape, key, META, drafts, loras)
+    step, buffers = round_of(shape, key, META, drafts, loras, packed)
     with torch.no_grad(), use_context(CountingContext(counter)), counter:
         step(buffers)
     return counter

@@ -8,19 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph import Engine
+from stepgraph import Engine, SamplingParams
 from stepgraph.graphs.graph_key import PLAIN, Drafting, GraphKey
 from stepgraph.graphs.round_specs import MAX_SKIPPED
 from stepgraph.runtime.request import ActiveRequest
 from tests.helpers.draft_engines import DRAFTERS, Drafter
 
 PROMPT, K = [3, 9, 4, 21, 7], 3
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 def decode(drafter: Drafter, first: Sequence[Drafting], tokens: int, given: Sequence[int] | None = None) -> tuple[Engine, list[int]]:
     """The engine after a text, whose first rounds draft like this and the others K with the model; and the text."""
     look_up = 0 if given is None else 2
-    engine = drafter.engine(K, draft_length="auto", max_length=96, max_rows=1, buckets=(1,), look_up=look_up)
+    engine = drafter.engine(K, draft_length="auto", max_length=240, max_rows=1, buckets=(1,), look_up=look_up)
     chooser, script = engine._parts.lengths, iter(first)
     assert chooser is not None
     choose = chooser.choose
@@ -30,7 +31,7 @@ def decode(drafter: Drafter, first: Sequence[Drafting], tokens: int, given: Sequ
         return next(script, Drafting(K))
 
     chooser.choose = next_length  # type: ignore[method-assign]
-    return engine, engine.generate(PROMPT, max_new_tokens=tokens, draft_ids=given).tokens
+    return engine, engine.generate(PROMPT, max_new_tokens=tokens, sampling=GREEDY, draft_ids=given).tokens
 
 
 def entries(engine: Engine, name: str, count: int) -> Tensor:
@@ -56,7 +57,7 @@ def largest_difference(drafter: Drafter, pause: int, looks_up: bool = False) -> 
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda drafter: drafter.name)
-@pytest.mark.parametrize("pause", [3, MAX_SKIPPED + 9])
+@pytest.mark.parametrize("pause", [3, 200])
 def test_cache_after_a_pause_equals_that_of_every_round(drafter: Drafter, pause: int) -> None:
     assert largest_difference(drafter, pause) < 1e-5
 

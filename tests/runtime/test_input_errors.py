@@ -18,7 +18,7 @@ import stepgraph.runtime
 from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, make_backend
 from stepgraph.graphs.attention.choose import choose_attention
-from stepgraph.graphs.attention.paged import AttentionShape
+from stepgraph.graphs.model import AttentionShape
 from stepgraph.runtime.extras.replay import read_recording
 from stepgraph.runtime.models.files.chat_template import ChatTemplate
 from stepgraph.runtime.models.llama import Llama

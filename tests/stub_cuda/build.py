@@ -29,6 +29,7 @@ SOURCES = {
     "libcudart": ("runtime_api",),
     "libcublas": ("cublas_api",),
     "libcublasLt": ("cublaslt_api",),
+    "libcusolver": ("cusolver_api",),
 }
 # Libraries whose symbols carry no version in torch's import table, by the prefix of the function names.
 UNVERSIONED = {

@@ -124,14 +124,15 @@ def test_any_error_in_the_capture_is_a_capture_error(backend: CudaBackend, error
 
 
 @pytest.mark.parametrize("check", ["once", "twice"])
-def test_no_replay_uploads_its_graph(backend: CudaBackend, check: Check) -> None:
+def test_captures_upload_their_graph_where_torch_can(backend: CudaBackend, check: Check) -> None:
     static = buffers()
     with counted() as capture:
         graph = backend.capture(add, static, check=check)
-    assert capture["graph_uploads"] == 1
+    uploads = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")  # not in torch 2.8
+    assert capture["graph_uploads"] == uploads
     with counted() as replays:
         graph.replay()
         graph.replay()
         backend.synchronize()
     assert replays["graph_launches"] == 2
-    assert replays.of(("graph_uploads", "graph_launches_that_upload")) == {}
+    assert replays.of(("graph_uploads", "graph_launches_that_upload")) == ({} if uploads else {"graph_launches_that_upload": 1})

@@ -131,7 +131,7 @@ def test_backends_one_after_the_other_take_the_same_streams_and_workspaces() -> 
     for _ in range(3):
         backend = CudaBackend()
         backend.capture(step, static).replay()
-        streams.add(tuple(stream.cuda_stream for stream in backend._resources.streams.values()))
+        streams.add(tuple(stream.cuda_stream for stream in backend.resources.streams.values()))
         backend.close()
         del backend
         replayed(lambda: static.x.copy_(static.x @ static.x), DEVICE)()
@@ -146,6 +146,6 @@ def test_backends_side_by_side_share_no_stream() -> None:
         backends.append(CudaBackend())
         for _ in range(31):  # torch hands out 32 in turn
             torch.cuda.Stream()
-    assert len({stream.cuda_stream for backend in backends for stream in backend._resources.streams.values()}) == len(backends)
+    assert len({stream.cuda_stream for backend in backends for stream in backend.resources.streams.values()}) == len(backends)
     for backend in backends:
         backend.close()

@@ -8,34 +8,37 @@ import pytest
 import torch
 
 from stepgraph.graphs.graph_key import GraphKey
+from stepgraph.graphs.layers.quantised import KINDS
 from tests.helpers.node_counts import count_round, round_of
 from tests.stub_cuda.subject import make_backend
 from tools.gpu.checks.shapes import SHAPES
 
 
 @pytest.mark.parametrize(
-    ("size", "key", "most", "loras"),
+    ("size", "key", "most", "loras", "kind"),
     [
-        ("1B", GraphKey(1, False), 266, 0),
-        ("1B", GraphKey(1, False, draft_length=0), 185, 0),
-        ("1B", GraphKey(1, True), 304, 0),
-        ("1B", GraphKey(1, True), 304 + 8 * 16, 4),
-        ("8B", GraphKey(1, True), 464, 0),
-        ("1B", GraphKey(1, True, device=True), 266, 0),
-        ("1B", GraphKey(1, False, True), 289, 0),
-        ("1B", GraphKey(1, True, True), 334, 0),
-        ("1B", GraphKey(1, True, True, device=True), 294, 0),
+        ("1B", GraphKey(1, False), 266, 0, None),
+        ("1B", GraphKey(1, False, draft_length=0), 185, 0, None),
+        ("1B", GraphKey(1, True), 304, 0, None),
+        ("1B", GraphKey(1, True), 304 + 8 * 16, 4, None),
+        ("8B", GraphKey(1, True), 464, 0, None),
+        ("1B", GraphKey(1, True, device=True), 266, 0, None),
+        ("1B", GraphKey(1, True, device=True), 266, 0, "INT4_128"),
+        ("1B", GraphKey(1, False, True), 289, 0, None),
+        ("1B", GraphKey(1, True, True), 334, 0, None),
+        ("1B", GraphKey(1, True, True, device=True), 294, 0, None),
     ],
     ids=str,
 )
-def test_captured_nodes_equal_the_counted_ones(size: str, key: GraphKey, most: int, loras: int) -> None:
-    step, buffers = round_of(SHAPES[size], key, torch.device("cuda", 0), loras=loras)
+def test_captured_nodes_equal_the_counted_ones(size: str, key: GraphKey, most: int, loras: int, kind: str | None) -> None:
+    packed = None if kind is None else KINDS[kind]
+    step, buffers = round_of(SHAPES[size], key, torch.device("cuda", 0), loras=loras, packed=packed)
     backend = make_backend("cuda")
     captured: Counter[str] = Counter()
     for run in backend.capture(step, buffers).report.stages:
         captured[run.name] += run.nodes
     backend.close()
-    counted = count_round(SHAPES[size], key, loras=loras).stages
+    counted = count_round(SHAPES[size], key, loras=loras, packed=packed).stages
     models = [stage for stage in counted if stage.startswith(("target_verify", "draft_"))]
     assert {stage: captured[stage] for stage in models} == {stage: counted[stage] for stage in models}
     assert captured.total() <= most + 1, captured  # where two memory layouts meet, cat copies in two kernels on CUDA

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import threading
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from stepgraph import Engine
 from stepgraph.graphs.graph_key import FULL, LONGEST, Drafting, GraphKey
 from stepgraph.graphs.key_sets import PromptKey, graph_keys
 from stepgraph.graphs.looping import FINISH
+from stepgraph.sampling.grammar.link.library import available_processors
 from stepgraph.sampling.grammar.status import FinishCode
+from stepgraph.sampling.kernels.operation import OPERATIONS
+from stepgraph.sampling.native import why_not
 from tests.stub_cuda import counters
 from tests.stub_cuda.subject import Backend, greedy_engine
 from tools.gpu.checks.context import VOCABULARY
@@ -153,6 +157,78 @@ def test_device_grammars_wait_in_the_same_places(backend: Backend) -> None:
     expected = [("read_batch", "fill head"), ("fill head", "accept"), ("accept", "fill commit"), ("fill commit", "choose_draft 1")]
     assert edges_between_streams(engine, GraphKey(2, True, device=True)) == Counter(expected)
     engine.close()
+
+
+class Taken(deque[object]):
+    """A queue that notes what is taken from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items: list[object] = []
+
+    def popleft(self) -> object:
+        self.items.append(super().popleft())
+        return self.items[-1]
+
+
+def test_host_nodes_take_the_announced_batches_in_order(backend: Backend) -> None:
+    """Six rounds are launched before the host waits for one; each takes its own batch."""
+    engine = make("own vocabulary", backend, host_link="python")
+    recorded = backend.capture(engine._graphs._recorder.step_of(GraphKey(2, True)), engine.buffers)
+    link: Any = engine._in_flight._host
+    link._pushed = taken = Taken()
+    for _ in range(6):
+        link.push_batch([None] * 2)
+    announced = list(taken)
+    assert len({id(batch) for batch in announced}) == 6
+    with counters.counted() as counts:
+        for _ in range(6):
+            recorded.replay()
+        backend.synchronize()
+    assert [id(batch) for batch in taken.items] == [id(batch) for batch in announced]
+    assert counts["executed_host_nodes"] == 6 * len(recorded.report.host_nodes)
+    engine.close()
+
+
+def test_operations_are_launched_without_the_dispatcher(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In eager prompts and in the capture of rounds: it takes several times as long as the launch of a program."""
+    dispatched = Counter[str]()
+
+    def counted(name: str, out: Any) -> Any:
+        return lambda *arguments: (dispatched.update([name]), out(*arguments))
+
+    for name, operation in OPERATIONS.items():
+        monkeypatch.setattr(operation, "out", counted(name, operation.out))
+    engine = make("EAGLE-3", backend, prompt_graphs=False)
+    with counters.counted() as counts:
+        engine.capture()
+        engine.buffers.results_ring_host[..., FINISH] = FinishCode.RUNNING
+        engine.submit([1, 2, 3, 4, 5], max_new_tokens=20)
+        while engine.stats().rounds < 3:
+            engine.step()
+    assert counts["eager_kernels"] and counts["graph_launches"] >= 3 and not dispatched
+    engine.close()
+
+
+def threads_of_this_process() -> set[str]:
+    return set(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_threads_that_fill_masks_are_started_before_the_capture(backend: Backend) -> None:
+    before = threads_of_this_process()
+    engine = make("own vocabulary", backend, host_link="native")
+    started = threads_of_this_process() - before
+    assert len(started) >= min(2, available_processors()) - 1
+    recorded = backend.capture(engine._graphs._recorder.step_of(GraphKey(2, True)), engine.buffers)
+    captured = threads_of_this_process()
+    for _ in range(3):
+        engine._in_flight._host.push_batch([None] * 2)
+        recorded.replay()
+    backend.synchronize()
+    assert started <= captured == threads_of_this_process(), "neither the capture nor a replay starts or ends one"
+    engine.close()
+    assert not started & threads_of_this_process()
 
 
 class Together:

@@ -63,21 +63,21 @@ def product(left, right, WIDE: tl.constexpr):
 
 
 @triton.jit
-def score(asked, key, scale, cap, WIDE: tl.constexpr, CAPPED: tl.constexpr):
-    """Exponents of two. With CAPPED, `scale` includes the factor by which a hyperbolic tangent follows from a power of two."""
+def score(asked, key, scale, cap, WIDE: tl.constexpr):
+    """Exponents of two. With a cap, `scale` includes the factor by which a hyperbolic tangent follows from a power of two."""
     scores = product(asked, key, WIDE) * scale
-    if CAPPED:
+    if cap is not None:
         scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
     return scores
 
 
 @triton.jit
-def first_weights(sinks, counted, ROWS: tl.constexpr, SINKS: tl.constexpr):
+def first_weights(sinks, head, counted, ROWS: tl.constexpr):
     """Peak and total of a softmax before its first key: of the sinks where they are `counted`, in one part of the keys."""
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    if SINKS:
-        peak = tl.load(sinks, mask=counted, other=float("-inf")).to(tl.float32) * _LOG2_E
+    if sinks is not None:
+        peak = tl.load(sinks + head, mask=counted, other=float("-inf")).to(tl.float32) * _LOG2_E
         total = tl.where(counted, 1.0, 0.0)
     return peak, total
 
@@ -101,9 +101,9 @@ def attend_part(
     positions,  # [B, Q] int64
     slots,  # [B, Q] int64
     tables,  # [B, pages] int64
-    sinks,  # [heads]; not read without SINKS
+    sinks,  # [heads], or None
     output,  # [B, Q, heads, size], written where there is one part
-    sums,  # [B * Q * heads, parts, SIZE] float32, written elsewhere
+    sums,  # [B * Q * heads, parts, SIZE] float32, written elsewhere; None, as the next two, where there is one part
     peaks,  # [B * Q * heads, parts] float32; minus infinity: the part saw nothing, and its sum is not written
     totals,  # as peaks
     count,  # Q
@@ -113,17 +113,14 @@ def attend_part(
     part,  # keys of one part
     window,  # 0: none
     scale,  # see `score`
-    cap,
+    cap,  # or None
     size: tl.constexpr,
     GROUPS: tl.constexpr,  # query heads of one cache head
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     SIZE: tl.constexpr,
-    ALONE: tl.constexpr,  # there is one part
     WIDE: tl.constexpr,  # multiply in float32: Triton's interpreter takes bfloat16 for whole numbers
-    CAPPED: tl.constexpr,
-    SINKS: tl.constexpr,
 ):
     """One part of the keys of one row and cache head, for ROWS of its queries."""
     batch, head, parts = tl.program_id(0), tl.program_id(1), tl.cdiv(pages * PAGE, part)
@@ -141,7 +138,7 @@ def attend_part(
         begin = tl.maximum(begin, oldest // KEYS * KEYS)
     asking = row < tl.where(begin < end, count * GROUPS, 0)  # none if no key is visible
     asked = tl.load(query + line[:, None] * size + column[None, :], mask=asking[:, None] & (column < size)[None, :], other=0.0)
-    peak, total = first_weights(sinks + head * GROUPS + row % GROUPS, row < tl.where(number == 0, count * GROUPS, 0), ROWS, SINKS)
+    peak, total = first_weights(sinks, head * GROUPS + row % GROUPS, row < tl.where(number == 0, count * GROUPS, 0), ROWS)
     summed = tl.zeros([ROWS, SIZE], tl.float32)
     for start in range(begin, end, KEYS):
         place = start + tl.arange(0, KEYS)
@@ -152,11 +149,11 @@ def attend_part(
         seen = held[None, :] & (place[None, :] <= position[:, None])
         if window > 0:
             seen = seen & (place[None, :] > position[:, None] - window)
-        scores = tl.where(seen, score(asked, key, scale, cap, WIDE, CAPPED), float("-inf"))
+        scores = tl.where(seen, score(asked, key, scale, cap, WIDE), float("-inf"))
         value = tl.load(values + entry[:, None] + column[None, :], mask=held[:, None] & (column < size)[None, :], other=0.0)
         peak, total, summed = weigh(scores, value, peak, total, summed, WIDE)
 
-    if ALONE:
+    if sums is None:
         found = summed / tl.where(total == 0, 1.0, total)[:, None]
         wanted = real[:, None] & (column < size)[None, :]
         tl.store(output + line[:, None] * size + column[None, :], found.to(output.dtype.element_ty), mask=wanted)
@@ -202,16 +199,13 @@ def paged_attention(*arguments: Any, least_part: int = LEAST_PART) -> None:
     groups = heads // kv_heads
     tile = tile_for(groups * count, size, softcap != 0)
     part, parts = parts_of(pages * page_size, least_part)
-    lines = batch * count * heads if parts > 1 else 0
-    sums = torch.empty(lines, parts, tile.size, dtype=torch.float32, device=query.device)
-    peaks, totals = (torch.empty(lines, parts, dtype=torch.float32, device=query.device) for _ in range(2))
+    lines, sizes = batch * count * heads, (tile.size, 1, 1)  # of sums, peaks and totals
+    found = [torch.empty(lines, parts, each, dtype=torch.float32, device=query.device) if parts > 1 else None for each in sizes]
     attend_part[(batch, kv_heads, triton.cdiv(groups * count, tile.rows) * parts)](
         *tensors,
-        query if sinks is None else sinks,
+        sinks,
         output,
-        sums,
-        peaks,
-        totals,
+        *found,
         count,
         heads,
         pages,
@@ -219,25 +213,20 @@ def paged_attention(*arguments: Any, least_part: int = LEAST_PART) -> None:
         part,
         window,
         scale * _LOG2_E.value * (2 / softcap if softcap else 1),
-        softcap * _LOG2_E.value,
+        softcap * _LOG2_E.value if softcap else None,
         size=size,
         GROUPS=groups,
         PAGE=page_size,
         ROWS=tile.rows,
         KEYS=tile.keys,
         SIZE=tile.size,
-        ALONE=parts == 1,
         WIDE=query.device.type == "cpu",
-        CAPPED=softcap != 0,
-        SINKS=sinks is not None,
         num_warps=tile.warps,
         enable_fp_fusion=False,
     )
     if parts > 1:
         combine_parts[(lines,)](
-            sums,
-            peaks,
-            totals,
+            *found,
             output,
             parts,
             size,

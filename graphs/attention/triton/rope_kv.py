@@ -11,15 +11,17 @@ from torch import Tensor
 
 
 @triton.jit
-def rotate_pair(first, second, cosines, sines, half, column, inside):
-    """Both halves of a head, rotated; each product is rounded before the sum."""
+def rotate_head(source, target, cosines, sines, half, column, inside):
+    """Write a head rotated; each product is rounded before the sum."""
+    first, second = tl.load(source + column, mask=inside, other=0.0), tl.load(source + half + column, mask=inside, other=0.0)
     cosine = tl.load(cosines + column, mask=inside, other=0.0).to(tl.float32)
     sine = tl.load(sines + column, mask=inside, other=0.0).to(tl.float32)
     low = (first.to(tl.float32) * cosine).to(first.dtype).to(tl.float32) - (second.to(tl.float32) * sine).to(first.dtype).to(tl.float32)
     cosine = tl.load(cosines + half + column, mask=inside, other=0.0).to(tl.float32)
     sine = tl.load(sines + half + column, mask=inside, other=0.0).to(tl.float32)
     high = (second.to(tl.float32) * cosine).to(first.dtype).to(tl.float32) + (first.to(tl.float32) * sine).to(first.dtype).to(tl.float32)
-    return low.to(first.dtype), high.to(first.dtype)
+    tl.store(target + column, low.to(first.dtype), mask=inside)
+    tl.store(target + half + column, high.to(first.dtype), mask=inside)
 
 
 @triton.jit
@@ -48,22 +50,15 @@ def rotate_heads(
     cosines += token * half * 2
     sines += token * half * 2
     if head < heads:
-        source = query + token * query_stride + head * half * 2 + column
-        first, second = tl.load(source, mask=inside, other=0.0), tl.load(source + half, mask=inside, other=0.0)
-        low, high = rotate_pair(first, second, cosines, sines, half, column, inside)
-        rotated = output + (token * heads + head) * half * 2 + column
-        tl.store(rotated, low, mask=inside)
-        tl.store(rotated + half, high, mask=inside)
+        rotated = output + (token * heads + head) * half * 2
+        rotate_head(query + token * query_stride + head * half * 2, rotated, cosines, sines, half, column, inside)
     else:
-        source = key + token * key_stride + (head - heads) * half * 2 + column
-        first, second = tl.load(source, mask=inside, other=0.0), tl.load(source + half, mask=inside, other=0.0)
-        low, high = rotate_pair(first, second, cosines, sines, half, column, inside)
-        entry = tl.load(slots + token) * cache_stride + (head - heads) * half * 2
-        tl.store(keys + entry + column, low, mask=inside)
-        tl.store(keys + entry + half + column, high, mask=inside)
-        source = value + token * value_stride + (head - heads) * half * 2 + column
-        tl.store(values + entry + column, tl.load(source, mask=inside, other=0.0), mask=inside)
-        tl.store(values + entry + half + column, tl.load(source + half, mask=inside, other=0.0), mask=inside)
+        within = (head - heads) * half * 2
+        entry = tl.load(slots + token) * cache_stride + within
+        rotate_head(key + token * key_stride + within, keys + entry, cosines, sines, half, column, inside)
+        own = value + token * value_stride + within + column
+        tl.store(values + entry + column, tl.load(own, mask=inside, other=0.0), mask=inside)
+        tl.store(values + entry + half + column, tl.load(own + half, mask=inside, other=0.0), mask=inside)
 
 
 def rope_and_write_kv(*tensors: Tensor) -> None:

@@ -19,22 +19,21 @@ def warps_of(width: int) -> int:
 @triton.jit
 def normalise_row(
     states,  # [N, inner, size], the inner ones adjacent
-    update,  # [N, size]; not read unless HAS_UPDATE
+    update,  # [N, size], or None
     weight,  # [size]
-    sums,  # [N, size]; written if HAS_UPDATE
+    sums,  # [N, size], written with an update
     output,  # [N * inner, size]
     row_stride,
     inner,
     size,
     epsilon,
-    HAS_UPDATE: tl.constexpr,
     SIZE: tl.constexpr,  # rounded up
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE)
     inside = column < size
     state = tl.load(states + row // inner * row_stride + row % inner * size + column, mask=inside, other=0.0)
-    if HAS_UPDATE:
+    if update is not None:
         change = tl.load(update + row * size + column, mask=inside, other=0.0)
         state = (state.to(tl.float32) + change.to(tl.float32)).to(state.dtype)
         tl.store(sums + row * size + column, state, mask=inside)
@@ -60,15 +59,14 @@ def _launch(states: Tensor, update: Tensor | None, weight: Tensor, epsilon: floa
     width = triton.next_power_of_2(size)
     normalise_row[(tokens * inner,)](
         states,
-        states if update is None else update,
+        update,
         weight,
-        output if sums is None else sums,
+        sums,
         output,
         states.stride(0),
         inner,
         size,
         epsilon,
-        HAS_UPDATE=update is not None,
         SIZE=width,
         num_warps=warps_of(width),
         enable_fp_fusion=False,

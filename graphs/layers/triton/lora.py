@@ -16,14 +16,13 @@ def multiply_by_slot(
     states,  # [B * Q, inner]
     slots,  # [B] int64
     weights,  # [slots, outer, inner]
-    base,  # [B * Q, outer]; not read unless HAS_BASE
+    base,  # [B * Q, outer], or None
     output,  # [B * Q, outer], written
     count,  # Q
     inner,
     outer,
     state_stride,
     slot_stride,
-    HAS_BASE: tl.constexpr,
     COUNT: tl.constexpr,  # states of one instance
     OUTER: tl.constexpr,
     INNER: tl.constexpr,
@@ -44,7 +43,7 @@ def multiply_by_slot(
         total += matrix_product(state, tl.trans(weight), WIDE)
     inside = (index < count)[:, None] & (column < outer)
     found = total.to(output.dtype.element_ty)
-    if HAS_BASE:
+    if base is not None:
         before = tl.load(base + token[:, None] * outer + column, mask=inside, other=0.0)
         found = (before.to(tl.float32) + found.to(tl.float32)).to(output.dtype.element_ty)
     tl.store(output + token[:, None] * outer + column, found, mask=inside)
@@ -57,14 +56,13 @@ def slot_product(states: Tensor, slots: Tensor, weights: Tensor, base: Tensor | 
         states,
         slots,
         weights,
-        output if base is None else base,
+        base,
         output,
         count,
         inner,
         outer,
         states.stride(0),
         slots.stride(0),
-        HAS_BASE=base is not None,
         COUNT=STATES_TILE,
         OUTER=OUTER_TILE,
         INNER=INNER_TILE,

@@ -30,8 +30,8 @@ def place_row(
     offset,
     page_size,
     max_length,
-    live,  # [B] bool; not read unless HAS_LIVE
-    count,  # [B] int64; not read unless HAS_COUNT
+    live,  # [B] bool, or None
+    count,  # [B] int64, or None
     known,  # [B, Q] int64 each, written
     positions,
     slots,
@@ -39,8 +39,6 @@ def place_row(
     pages,
     length_step,
     end_step,
-    HAS_LIVE: tl.constexpr,
-    HAS_COUNT: tl.constexpr,
     WIDTH: tl.constexpr,  # rounded up
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -49,10 +47,10 @@ def place_row(
     token = tl.load(tokens + row * width + index, mask=inside, other=-1)
     position = tl.load(length + row * length_step) + offset + index
     limit = tl.load(end + row * end_step)
-    if HAS_LIVE:
+    if live is not None:
         limit = tl.where(tl.load(live + row).to(tl.int32) != 0, limit, 0)
     used = (token >= 0) & (position >= 0) & (position < limit)
-    if HAS_COUNT:
+    if count is not None:
         used = used & (index < tl.load(count + row))
     position = tl.minimum(tl.maximum(position, 0), max_length - 1)
     tl.store(known + row * width + index, tl.maximum(token, 0), mask=inside)
@@ -62,16 +60,14 @@ def place_row(
 
 def place_tokens(*arguments: Any) -> None:
     """The arguments and outputs of slot_mapping.place_tokens, in the order of the program."""
-    tokens, length, end, tables, _, _, _, live, count, *_ = arguments
+    tokens, length, end, tables, *_ = arguments
     batch, width = tokens.shape
     place_row[(batch,)](
-        *(tokens if each is None else each for each in arguments),  # in place of None: not read
+        *arguments,
         width,
         tables.shape[1],
         length.stride(0),
         end.stride(0),
-        HAS_LIVE=live is not None,
-        HAS_COUNT=count is not None,
         WIDTH=triton.next_power_of_2(width),
         num_warps=1 if width <= 256 else 8,
     )

@@ -50,7 +50,8 @@ class Checkpoint(StoredModel):
 
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> Llama:
         """Call `check` first."""
-        model = self.make_room(Llama(self.config, feature_layers=feature_layers, device=device))
+        # Packed weights replace others, whose memory a GPU would have to provide; the host's is not touched.
+        model = self.make_room(Llama(self.config, feature_layers=feature_layers, device="cpu" if self.packed else device)).to(device)
         self.fill(model, progress)
         model.origin = self.path.name
         return model
@@ -116,8 +117,8 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
 
 def _kept_quantised(checkpoint: Checkpoint) -> dict[str, Kind]:
     """Raises ValueError for a tensor that has to stay quantised and cannot."""
-    why_not, packable = why_no_c(checkpoint.config.dtype), checkpoint.packable()
-    if why_not:
+    packable = checkpoint.packable()
+    if not torch.cuda.is_available() and (why_not := why_no_c(checkpoint.config.dtype)):
         raise ValueError(f"weights: got {QUANTISED!r}, expected {DEQUANTISED!r}: the product in C is not available: {why_not}")
     for name, target in checkpoint.slices.items():
         stored = checkpoint.source.tensors[name]

@@ -21,6 +21,7 @@ from stepgraph.runtime.models.files.target import AUTO as AUTO_CLASS
 from stepgraph.runtime.models.files.target import Target, open_target
 from stepgraph.sampling.fields import BOOL, Check, check_value, checked_path, is_int, one_of
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.kernels.triton import why_no_triton
 
 _LAYERS = Check(lambda value: isinstance(value, (tuple, list)) and all(map(is_int, value)), "a tuple of layer numbers")
 
@@ -93,8 +94,8 @@ def load_models(
 
 def _check_weights(weights: str, on_cuda: bool) -> None:
     check_value("weights", weights, one_of((QUANTISED, DEQUANTISED)))
-    if weights == QUANTISED and on_cuda:
-        raise ValueError(f"weights: got {weights!r}, expected {DEQUANTISED!r}: quantised weights need the CPU")
+    if weights == QUANTISED and on_cuda and (why_not := why_no_triton(torch.device("cuda"))):
+        raise ValueError(f"weights: got {weights!r}, expected {DEQUANTISED!r}: the product on a GPU is a Triton program: {why_not}")
 
 
 def _open_drafter(

@@ -24,7 +24,6 @@ _PLACE_INTS = tl.constexpr(advance.PLACE_INTS)
 _TAG_FIELDS = tl.constexpr(TAG_FIELDS)
 _ENDED = tl.constexpr(advance.ENDED)
 _TOO_DEEP = tl.constexpr(advance.TOO_DEEP)
-_TEXT_INTS = tl.constexpr(advance.TEXT_INTS)
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _POSITIONS = tl.constexpr(16)  # a power of two, at least those of 8 drafts
 
@@ -44,7 +43,7 @@ _OK = tl.constexpr(int(MaskStatus.OK))
 _ILLEGAL = tl.constexpr(int(MaskStatus.ILLEGAL))
 
 WARPS = 8
-REGISTERS = (136, 128)  # of a thread, by alignment: without a bound ptxas takes fewer and spills
+REGISTERS = (168, 128)  # of a thread, by alignment: with 136, or without a bound, ptxas of Triton 3.6 spills; 129 to 255 leave one block
 WORDS = 4096  # of a mask at a time
 LEGAL_WORDS = 512  # the same, where its tokens are compared with a forced text
 LANES = 256  # crossing tokens, changed words or symbols at a time
@@ -82,30 +81,38 @@ def _kind_of(tags, owner, generated, index, token, positions, running):
 
 
 @triton.jit
-def _accept(image, mask, text, token_starts, stop_words, num_tokens, active, token, state, one, two, three, stack, depth):
+def _accept(image, mask, vocabulary, stop_words, active, token, place):
     """Append a token to a place with this mask where `active`: whether it is legal, and the place as by `follow`."""
-    active = active & (token >= 0) & (token < num_tokens) & (state >= 0)
+    text, token_starts, num_tokens = vocabulary
+    active = active & (token >= 0) & (token < num_tokens) & (place[0] >= 0)
     allowed = ((tl.load(mask + (token >> 5), mask=active, other=0) >> (token & 31).to(tl.int32)) & 1) != 0
     begin, end = tl.load(token_starts + token, mask=active, other=0), tl.load(token_starts + token + 1, mask=active, other=0)
     stop_word = tl.load(stop_words + (token >> 5), mask=active, other=0)
     is_stop = ((stop_word >> (token & 31).to(tl.int32)) & 1) != 0
-    end, none = tl.where(is_stop, begin, end), begin * 0
-    legal, deep, state, one, two, three, kept, own, pushed = follow(
-        image, text, begin, end, state, one, two, three, stack, depth, none, none.to(tl.int64), 0
-    )
+    legal, deep, place = follow(image, text, begin, tl.where(is_stop, begin, end), place, 0)
+    state, counters, stack = place
     state = tl.where(deep, _TOO_DEEP, tl.where(is_stop, _ENDED, state))
-    return allowed & (legal | deep | is_stop), state, one, two, three, kept, own, pushed
+    return allowed & (legal | deep | is_stop), (state, counters, stack)
 
 
 @triton.jit
-def _write_place(place, state, one, two, three, stack, source, kept, own, pushed, LANES: tl.constexpr):
-    """`kept` symbols of the stack at `source`, and `own` ones in `pushed`."""
-    tl.store(place + _STATE, state)
-    tl.store(place + _DEPTH, kept + own)
-    tl.store(place + _COUNTER, one)
-    tl.store(place + _COUNTER + 1, two)
-    tl.store(place + _COUNTER + 2, three)
+def _read_place(image, starts, reached, line, stack):
+    """The start of the grammar, or the place that was written where `reached`."""
+    state = tl.load(tl.where(starts, image + _START, line + _STATE), mask=starts | reached, other=_TOO_DEEP)
+    counters, depth = tl.where(starts, image + _START_COUNTERS, line + _COUNTER), tl.load(line + _DEPTH, mask=reached, other=0)
+    counters = (tl.load(counters), tl.load(counters + 1), tl.load(counters + 2))
+    return state, counters, (stack, depth, depth * 0, depth.to(tl.int64) * 0)
+
+
+@triton.jit
+def _write_place(line, stack, place, LANES: tl.constexpr):
+    state, counters, symbols = place
+    source, kept, own, pushed = symbols
     depth, level = kept + own, 0
+    tl.store(line + _STATE, state)
+    tl.store(line + _DEPTH, depth)
+    for counter in tl.static_range(3):
+        tl.store(line + _COUNTER + counter, counters[counter])
     while level < depth:
         at = level + tl.arange(0, LANES)
         below = tl.load(source + at, mask=at < kept, other=0)
@@ -114,19 +121,19 @@ def _write_place(place, state, one, two, three, stack, source, kept, own, pushed
 
 
 @triton.jit
-def _clear(column, step, first, last, value, WHEN: tl.constexpr):
-    """Write a value for the masks `first` to `last`."""
-    if WHEN:
+def _clear(column, slot, step, first, last, value):
+    """Write a value for the masks `first` to `last`. Nothing, if the column is None."""
+    if column is not None:
         index = tl.arange(0, _POSITIONS)
-        tl.store(column + index * step, tl.zeros((_POSITIONS,), tl.int64) + value, mask=(index >= first) & (index <= last))
+        tl.store(column + slot + index * step, tl.zeros((_POSITIONS,), tl.int64) + value, mask=(index >= first) & (index <= last))
 
 
 @triton.jit
-def _draft(drafts, draft_step, forced, forced_step, index, last_token, TAKES_FORCED: tl.constexpr):
+def _draft(drafts, draft_step, forced, slot, forced_step, index, last_token, TAKES_FORCED: tl.constexpr):
     """Draft `index`, from 1, or the token that was forced in its place; the last token for index 0."""
     token = tl.load(drafts + (index - 1) * draft_step, mask=index > 0, other=-1)
     if TAKES_FORCED:
-        forced_token = tl.load(forced + (index - 1) * forced_step, mask=index > 0, other=-1)
+        forced_token = tl.load(forced + slot + (index - 1) * forced_step, mask=index > 0, other=-1)
         token = tl.where(forced_token >= 0, forced_token, token)
     return tl.where(index > 0, token, last_token)
 
@@ -147,9 +154,9 @@ def advance_rows(
     row_masks,  # [R, positions, words] int32
     row_tags,  # [R, positions, TAG_FIELDS] int64
     batch_status,  # [positions, >= B] int64
-    row_forced_text,  # [R, TEXT_INTS] int32; not read unless FOLLOWS
-    token_slots,  # [slots, 2] int64; not read unless FORCES
-    batch_forced,  # [positions - 1, >= B] int64; not written unless FORCES
+    row_forced_text,  # [R, TEXT_INTS] int32, or None, as the next two
+    token_slots,  # [slots, 2] int64
+    batch_forced,  # [positions - 1, >= B] int64
     arena_ints,
     num_tokens,
     slot_bits,
@@ -167,8 +174,6 @@ def advance_rows(
     forced_step,
     FILL_NEW: tl.constexpr,
     BY_ROW: tl.constexpr,
-    FOLLOWS: tl.constexpr,
-    FORCES: tl.constexpr,
     MERGES: tl.constexpr,
     TAKES_FORCED: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -183,108 +188,49 @@ def advance_rows(
     row = tl.load(rows + slot)
     offset = tl.load(images + row * image_step)
     columns, line = state + row * state_row_step, drafts + (row if BY_ROW else slot) * draft_line_step
-    owner, generated, last_token, finish = (
-        tl.load(columns + _OWNER * state_column_step),
-        tl.load(columns + _GENERATED * state_column_step),
-        tl.load(columns + _LAST_TOKEN * state_column_step),
-        tl.load(columns + _FINISH * state_column_step),
-    )
-    _clear(batch_status + slot, status_step, first, last, _NONE, True)
+    owner, generated = tl.load(columns + _OWNER * state_column_step), tl.load(columns + _GENERATED * state_column_step)
+    last_token, finish = tl.load(columns + _LAST_TOKEN * state_column_step), tl.load(columns + _FINISH * state_column_step)
+    vocabulary = (token_text, token_starts, num_tokens)
+    _clear(batch_status, slot, status_step, first, last, _NONE)
     inside, image = (offset > 0) & (offset <= arena_ints - _HEADER_INTS), arena + offset
     if tl.load(image, mask=inside, other=0) == _VERSION:
         running = (finish == _RUNNING) & (tl.load(image + _MOST_DEPTH) <= room)
         tags, ring, step = row_tags + row * positions * _TAG_FIELDS, positions + 1, first
         if FILL_NEW:
             step = first - (running & (_status_of(tags, owner, generated, 0) == _NONE)).to(tl.int32)
-        _clear(batch_forced + slot, forced_step, first, tl.minimum(last, positions - 2), -1, FORCES)
+        _clear(batch_forced, slot, forced_step, first, tl.minimum(last, positions - 2), -1)
         while step <= last:
             index = tl.where(step < first, 0, step)
-            token = _draft(line, draft_position_step, batch_forced + slot, forced_step, index, last_token, TAKES_FORCED)
+            token = _draft(line, draft_position_step, batch_forced, slot, forced_step, index, last_token, TAKES_FORCED)
             by_token, starts, known, guide = _kind_of(tags, owner, generated, index, token, positions, running)
             tokens = (generated + index).to(tl.int32)
             source, target = row * ring + (tokens - by_token.to(tl.int32)) % ring, row * ring + tokens % ring
-            place, stack = row_places + source * _PLACE_INTS, row_stacks + source * room
-            now = tl.load(tl.where(starts, image + _START, place + _STATE), mask=by_token | starts | known, other=_TOO_DEEP)
-            counters, depth = (
-                tl.where(starts, image + _START_COUNTERS, place + _COUNTER),
-                tl.load(place + _DEPTH, mask=by_token | known, other=0),
-            )
-            one, two, three = tl.load(counters), tl.load(counters + 1), tl.load(counters + 2)
-            legal, now, one, two, three, kept, own, pushed = _accept(
-                image,
-                row_masks + (row * positions + guide) * words,
-                token_text,
-                token_starts,
-                stop_words,
-                num_tokens,
-                by_token,
-                token,
-                now,
-                one,
-                two,
-                three,
-                stack,
-                depth,
-            )
+            reached, stack = by_token | known, row_stacks + target * room
+            place = _read_place(image, starts, reached, row_places + source * _PLACE_INTS, row_stacks + source * room)
+            guide_mask, mask = row_masks + (row * positions + guide) * words, row_masks + (row * positions + index) * words
+            legal, place = _accept(image, guide_mask, vocabulary, stop_words, by_token, token, place)
             status = tl.where(by_token & (index > 0), _ILLEGAL, _NONE).to(tl.int64)
             if legal | starts:
-                _write_place(
-                    row_places + target * _PLACE_INTS,
-                    now,
-                    one,
-                    two,
-                    three,
-                    row_stacks + target * room,
-                    stack,
-                    kept,
-                    own,
-                    pushed,
-                    LANES,
-                )
-                follow_text(row_forced_text + row * _TEXT_INTS, starts, tokens - 1, token.to(tl.int32), legal, FOLLOWS)
+                _write_place(row_places + target * _PLACE_INTS, stack, place, LANES)
+                follow_text(row_forced_text, row, starts, tokens - 1, token.to(tl.int32), legal)
             if legal | starts | known:
-                mask = row_masks + (row * positions + index) * words
-                status = fill(
-                    image,
-                    offset,
-                    arena,
-                    plain_rows,
-                    token_text,
-                    token_starts,
-                    mask,
-                    words,
-                    now,
-                    one,
-                    two,
-                    three,
-                    stack,
-                    kept,
-                    own,
-                    pushed,
-                    WORDS,
-                    LANES,
-                ).to(tl.int64)
+                status = fill(image, offset, arena, plain_rows, vocabulary, mask, words, place, WORDS, LANES).to(tl.int64)
                 write_forced_token(
-                    batch_forced + slot + index * forced_step,
+                    batch_forced,
+                    slot + index * forced_step,
                     (status == _OK) & (step >= first) & (step + 1 < positions),
-                    row_forced_text + row * _TEXT_INTS,
+                    row_forced_text,
+                    row,
                     image,
-                    token_text,
-                    token_starts,
-                    num_tokens,
+                    vocabulary,
                     token_slots,
                     slot_bits,
                     tokens,
                     mask,
                     words,
-                    now,
-                    one,
-                    two,
-                    three,
-                    row_stacks + target * room,
+                    place,
+                    stack,
                     row_stacks + (row * ring + (tokens + 1) % ring) * room,  # of a place that is not in use
-                    kept + own,
-                    FORCES,
                     MERGES,
                     LEGAL_WORDS,
                 )
@@ -303,9 +249,9 @@ def advance_fill(*tensors: Any, tile: int = WORDS, lanes: int = LANES) -> None:
     aligned = words % ALIGNMENT == 0
     advance_rows[(len(rows),)](
         *arguments,
-        stacks if texts is None else texts,  # in place of None, any tensor: it is not read
-        rows if slots is None else slots,
-        statuses if forced is None else forced,
+        texts,
+        slots,
+        forced,
         len(arena),
         len(starts) - 1,
         0 if slots is None else len(slots).bit_length() - 1,
@@ -321,8 +267,6 @@ def advance_fill(*tensors: Any, tile: int = WORDS, lanes: int = LANES) -> None:
         0 if forced is None else forced.stride(0),
         FILL_NEW=fill_new,
         BY_ROW=by_row,
-        FOLLOWS=texts is not None,
-        FORCES=forced is not None,
         MERGES=merges,
         TAKES_FORCED=takes_forced,
         ALIGNED=aligned,

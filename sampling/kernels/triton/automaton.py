@@ -2,6 +2,9 @@
 
 The time is that of a chain of dependent loads. The classes of a token's bytes do not depend on the state and are loaded ahead; the
 symbols that a token pushes stay in a register.
+
+A place is a tuple: the state; its three counters; and its stack: the symbols in memory, how many of these it has, how many symbols follow
+in a register, and these. A vocabulary: the text of all tokens, the start of each, and their number.
 """
 
 from __future__ import annotations
@@ -76,8 +79,9 @@ def _any(condition, LANES: tl.constexpr):
 
 
 @triton.jit
-def _set_counter(which, value, one, two, three, when):
+def _set_counter(which, value, counters, when):
     """A (counter, value) pair of a move."""
+    one, two, three = counters
     one = tl.where(when & (which == 0), value, one)
     two = tl.where(when & (which == 1), value, two)
     three = tl.where(when & (which == 2), value, three)
@@ -97,37 +101,38 @@ def _class_codes(class_of, text, at, end, live):
 
 
 @triton.jit
-def _special_move(image, move, special, live, deep, state, one, two, three, kept, own, pushed):
+def _special_move(image, move, special, live, deep, state, counters, kept, own, pushed):
     """A move that does more than enter a state, where `special`."""
     counter = tl.load(move + _COUNTER, mask=special, other=-1)
-    left = tl.where(counter == 0, one, tl.where(counter == 1, two, three)) - 1
-    one, two, three = _set_counter(counter, left, one, two, three, special)
+    left = tl.where(counter == 0, counters[0], tl.where(counter == 1, counters[1], counters[2])) - 1
+    counters = _set_counter(counter, left, counters, special)
     is_last = (counter >= 0) & (left == 0)
     state = tl.where(special, tl.load(move + tl.where(is_last, _LAST_TARGET, _TARGET), mask=special, other=0), state)
     sets = move + tl.where(is_last, _LAST_SETS, _SETS)
     for pair in tl.static_range(2):
         which = tl.load(sets + 2 * pair, mask=special, other=-1)
         value = tl.load(sets + 2 * pair + 1, mask=special, other=0)
-        one, two, three = _set_counter(which, value, one, two, three, special)
+        counters = _set_counter(which, value, counters, special)
     push = tl.load(move + _PUSH, mask=special, other=-1)
     live = live & ~((push >= 0) & (own >= tl.load(image + _PUSHES)))
     deep = deep | (live & (push >= 0) & (kept + own >= tl.load(image + _DEPTH)))
     pushes = (push >= 0) & live & ~deep
     pushed = tl.where(pushes, (pushed << _SYMBOL_BITS) | push.to(tl.int64), pushed)
     live = live & ~deep & (~special | (state >= 0))
-    return live, deep, state, one, two, three, own + pushes.to(tl.int32), pushed
+    return live, deep, state, counters, own + pushes.to(tl.int32), pushed
 
 
 @triton.jit
-def _leave(image, reads, live, state, kept, own, own_pushed, stack, stored, held, pushed, LANES: tl.constexpr):
+def _leave(image, reads, live, state, kept, own, own_pushed, stack, LANES: tl.constexpr):
     """Return from nested parts that have ended, where `reads`."""
+    symbols_in_memory, stored, held, pushed = stack
     leave_of, return_of, symbols = table(image, _LEAVE), table(image, _RETURN), tl.load(image + _SYMBOLS)
     finish_set = tl.load(leave_of + state, mask=reads, other=-1)
     leaving = reads & (finish_set >= 0)
     while _any(leaving, LANES):
         is_own, is_old = leaving & (own > 0), leaving & (own <= 0)
         kept -= is_old.to(tl.int32)
-        symbol = tl.load(stack + kept, mask=is_old & (kept < stored), other=0)
+        symbol = tl.load(symbols_in_memory + kept, mask=is_old & (kept < stored), other=0)
         symbol = tl.where(kept < stored, symbol, symbol_at(pushed, tl.maximum(stored + held - 1 - kept, 0)))
         symbol = tl.where(is_own, (own_pushed & _SYMBOL).to(tl.int32), symbol)
         own_pushed = tl.where(is_own, own_pushed >> _SYMBOL_BITS, own_pushed)
@@ -140,30 +145,17 @@ def _leave(image, reads, live, state, kept, own, own_pushed, stack, stored, held
 
 
 @triton.jit
-def follow(
-    image,
-    text,
-    begin,  # of the token's bytes; `end` equals it where there are none
-    end,
-    state,
-    one,  # counters
-    two,
-    three,
-    stack,  # the symbols of the place: `stored` ones in memory, then `held` ones in `pushed`
-    stored,
-    held,
-    pushed,
-    LANES: tl.constexpr,
-):
-    """Read the bytes of one token, a scalar, or of LANES tokens.
+def follow(image, text, begin, end, place, LANES: tl.constexpr):
+    """Read the bytes of one token, a scalar, or of LANES tokens; `begin` equals `end` where there are none.
 
-    Returns whether they are legal, whether they nest too deep, and the place after them: the state, the counters, how many symbols
-    of `stored` + `held` are kept, and how many symbols were pushed after these, and which.
+    Returns whether they are legal, whether they nest too deep, and the place after them. Of its stack, the first symbols are those of the
+    stack before, and only the symbols that were pushed after these are in the register.
     """
+    state, counters, stack = place
     class_of, next_of, moves, classes = table(image, _CLASS_OF), table(image, _NEXT), table(image, _MOVES), tl.load(image + _CLASSES)
     nests = tl.load(image + _SYMBOLS) > 0
     live, deep = begin < end, begin > end  # never too deep yet
-    at, kept, own = begin, state * 0 + stored + held, state * 0
+    at, kept, own = begin, state * 0 + stack[1] + stack[2], state * 0
     own_pushed = own.to(tl.int64)
     while _any(live & (at < end), LANES):
         kinds = _class_codes(class_of, text, at, end, live)
@@ -177,16 +169,14 @@ def follow(
             state = tl.where(reads & live & ~special, entry, state)
             if _any(special, LANES):
                 move = moves + (entry - _SPECIAL) * _MOVE_INTS
-                live, deep, state, one, two, three, own, own_pushed = _special_move(
-                    image, move, special, live, deep, state, one, two, three, kept, own, own_pushed
+                live, deep, state, counters, own, own_pushed = _special_move(
+                    image, move, special, live, deep, state, counters, kept, own, own_pushed
                 )
             if nests:
-                live, state, kept, own, own_pushed = _leave(
-                    image, reads & live, live, state, kept, own, own_pushed, stack, stored, held, pushed, LANES
-                )
+                live, state, kept, own, own_pushed = _leave(image, reads & live, live, state, kept, own, own_pushed, stack, LANES)
             at += reads.to(tl.int32)
             reads = reads & live & (at < until)
-    return live, deep, state, one, two, three, kept, own, own_pushed
+    return live, deep, (state, counters, (stack[0], kept, own, own_pushed))
 
 
 @triton.jit
@@ -205,22 +195,15 @@ def fill(
     offset,  # of the image in the arena
     arena,
     plain_rows,
-    text,
-    token_starts,
+    vocabulary,
     mask,  # [words], written
     words,
-    state,
-    one,
-    two,
-    three,
-    stack,  # as in `follow`
-    stored,
-    held,
-    pushed,
+    place,
     WORDS: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Write the mask row of a place and return its status."""
+    text, token_starts, state, counters, stack = vocabulary[0], vocabulary[1], place[0], place[1], place[2]
     known = state >= 0
     line = tl.load(table(image, _ROW_OF) + state, mask=known, other=0)
     base = tl.load(table(image, _BASE_OF) + line, mask=known, other=-1)
@@ -248,9 +231,8 @@ def fill(
             token = tl.load(table(image, _CROSS) + at, mask=at < last_cross, other=0)
             begin = tl.load(token_starts + token, mask=at < last_cross, other=0)
             end = tl.load(token_starts + token + 1, mask=at < last_cross, other=0)
-            legal, _, _, _, _, _, _, _, _ = follow(
-                image, text, begin, end, none + state, none + one, none + two, none + three, stack, stored, held, pushed, LANES
-            )
+            places = (none + state, (none + counters[0], none + counters[1], none + counters[2]), stack)
+            legal, _, _ = follow(image, text, begin, end, places, LANES)
             tl.atomic_or(mask + (token >> 5), (none + 1) << (token & 31), mask=legal)
             status = tl.where(_any(legal, LANES), _OK, status)
             cross += LANES

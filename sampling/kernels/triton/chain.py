@@ -31,7 +31,7 @@ def check_tags(
     generated,  # [B] int64
     constrained,  # [B] int64
     first,
-    rows,  # [B] int64; not read unless HAS_ROWS
+    rows,  # [B] int64, or None
     status,  # [B, N] int64, written
     flags,  # [B] bool, written
     positions,
@@ -40,13 +40,12 @@ def check_tags(
     owner_step,
     generated_step,
     constrained_step,
-    HAS_ROWS: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
     """mask_status for one row. POSITIONS is a power of two."""
     row = tl.program_id(0).to(tl.int64)
     tag_row = row
-    if HAS_ROWS:
+    if rows is not None:
         tag_row = tl.load(rows + row)
     position = tl.arange(0, POSITIONS)
     inside = position < positions
@@ -62,16 +61,15 @@ def check_tags(
 
 def mask_status(*arguments: Any) -> None:
     """The arguments and outputs of kernels.chain.mask_status, in the order of the program."""
-    tags, owner, generated, constrained, _, rows, status, _ = arguments
+    tags, owner, generated, constrained, _, _, status, _ = arguments
     batch, positions = status.shape
     check_tags[(batch,)](
-        *(owner if each is None else each for each in arguments),  # in place of None: not read
+        *arguments,
         positions,
         *tags.stride()[:2],
         owner.stride(0),
         generated.stride(0),
         constrained.stride(0),
-        HAS_ROWS=rows is not None,
         POSITIONS=triton.next_power_of_2(positions),
         num_warps=1,
     )
@@ -86,13 +84,12 @@ def accept_chain(
     status,  # [B, Q] int64
     stop_ids,  # [B, S] int64
     room,  # [B] int64
-    known,  # [B] int64, accepted drafts; not read unless HAS_KNOWN
+    known,  # [B] int64, accepted drafts, or None
     emitted,  # [B] int64 each, written
     accepted,
     finish,
     positions,
     stops,
-    HAS_KNOWN: tl.constexpr,
     POSITIONS: tl.constexpr,
     STOPS: tl.constexpr,
 ):
@@ -103,7 +100,7 @@ def accept_chain(
     tokens = tl.load(sampled + row * positions + position, mask=inside, other=-1)
     is_finite = tl.load(finite + row * positions + position, mask=inside, other=0).to(tl.int32) != 0
     state = tl.load(status + row * positions + position, mask=inside, other=_NONE)
-    if HAS_KNOWN:
+    if known is not None:
         held = tl.load(known + row)
     else:
         proposed = tl.load(drafts + row * (positions - 1) + position, mask=before_last, other=-1)
@@ -135,13 +132,12 @@ def accept_chain(
 
 def chain_accept(*tensors: Any) -> None:
     """The arguments and outputs of kernels.chain.chain_accept, in the order of the program."""
-    sampled, _, _, draft_count, _, stop_ids, _, known, *_ = tensors
+    sampled, _, _, _, _, stop_ids, *_ = tensors
     (rows, positions), stops = sampled.shape, stop_ids.shape[1]
     accept_chain[(rows,)](
-        *(draft_count if tensor is None else tensor for tensor in tensors),  # in place of None: not read
+        *tensors,
         positions,
         stops,
-        HAS_KNOWN=known is not None,
         POSITIONS=triton.next_power_of_2(positions),
         STOPS=triton.next_power_of_2(max(stops, 1)),
         num_warps=1,

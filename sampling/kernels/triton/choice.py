@@ -51,10 +51,10 @@ def value_of(candidate):
 def masked_candidates(
     logits,  # [B, Q, >= width]
     masks,  # [R, Q, words] int32
-    rows,  # [B] int64; not read unless HAS_ROWS
+    rows,  # [B] int64, or None
     constrained,  # [B] bool
-    bit_of,  # [width] int64, the mask bit of each logit; not read unless HAS_BITS
-    status,  # [B, Q] int64; not read unless HAS_STATUS
+    bit_of,  # [width] int64, the mask bit of each logit, or None
+    status,  # [B, Q] int64, or None
     candidates,  # [B * Q, tiles] int64
     positions,
     width,
@@ -62,9 +62,6 @@ def masked_candidates(
     logits_position_stride,
     masks_row_stride,
     masks_position_stride,
-    HAS_ROWS: tl.constexpr,
-    HAS_STATUS: tl.constexpr,
-    HAS_BITS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     """The best legal token of one tile of WORDS mask words. Logits under a mask word without a bit are not read."""
@@ -72,17 +69,17 @@ def masked_candidates(
     row, position = line // positions, line % positions
     masked = tl.load(constrained + row).to(tl.int32) * width  # where the mask ends: 0 in a row that has none
     closed = False
-    if HAS_STATUS:
+    if status is not None:
         closed = (masked > 0) & (tl.load(status + line) != _OK)
     mask_row = row.to(tl.int64)
-    if HAS_ROWS:
+    if rows is not None:
         mask_row = tl.load(rows + row)
     words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     source = masks + mask_row * masks_row_stride + position.to(tl.int64) * masks_position_stride
     bit_index = tl.arange(0, 32)
     ids = words[:, None] * 32 + bit_index[None, :]
     line_logits = logits + row.to(tl.int64) * logits_row_stride + position.to(tl.int64) * logits_position_stride
-    if HAS_BITS:
+    if bit_of is not None:
         bit = tl.load(bit_of + ids, mask=ids < width, other=0)
         bits = tl.where(closed, 0, tl.load(source + (bit >> 5), mask=ids < masked, other=-1))
         legal = (((bits >> (bit & 31).to(tl.int32)) & 1) != 0) & (ids < width)
@@ -106,33 +103,30 @@ def is_finite(ranked):
 
 
 @triton.jit
-def take_best(candidates, finite, token, tiles, HAS_FINITE: tl.constexpr, TILES: tl.constexpr):
-    """A row's best candidate: its id and, if HAS_FINITE, whether its value is finite. candidates [N, tiles]; TILES is a power of two >=
-    tiles."""
+def take_best(candidates, finite, token, tiles, TILES: tl.constexpr):
+    """A row's best candidate: its id and, unless `finite` is None, whether its value is finite. candidates [N, tiles]; TILES is a power of
+    two >= tiles."""
     row = tl.program_id(0)
     index = tl.minimum(tl.arange(0, TILES), tiles - 1)
     found = tl.max(tl.load(candidates + row.to(tl.int64) * tiles + index), 0)
     tl.store(token + row, (found & 0xFFFFFFFF) ^ _LAST_ID)
-    if HAS_FINITE:
+    if finite is not None:
         tl.store(finite + row, is_finite((found >> 32).to(tl.int32)))
 
 
 def masked_argmax(*tensors: Any, tile: int = CHOICE_TILE) -> None:
     """The arguments of kernels.choice.masked_argmax, in the order of the program, and its outputs."""
     *inputs, finite, token = tensors
-    logits, masks, rows, constrained, ids, status = inputs
+    logits, masks, *_ = inputs
     batch, positions, width = logits.shape
     candidates = torch.empty(batch * positions, triton.cdiv(width, tile), dtype=torch.int64, device=logits.device)
     masked_candidates[tuple(candidates.shape)](
-        *(constrained if tensor is None else tensor for tensor in inputs),  # in place of None: not read
+        *inputs,
         candidates,
         positions,
         width,
         *logits.stride()[:2],
         *masks.stride()[:2],
-        HAS_ROWS=rows is not None,
-        HAS_STATUS=status is not None,
-        HAS_BITS=ids is not None,
         WORDS=tile // 32,
         num_warps=8,
         enable_fp_fusion=False,
@@ -142,13 +136,5 @@ def masked_argmax(*tensors: Any, tile: int = CHOICE_TILE) -> None:
 
 def store_best(candidates: Tensor, finite: Tensor | None, token: Tensor) -> None:
     rows, tiles = candidates.shape
-    take_best[(rows,)](
-        candidates,
-        token if finite is None else finite,
-        token,
-        tiles,
-        HAS_FINITE=finite is not None,
-        TILES=triton.next_power_of_2(tiles),
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
+    width = triton.next_power_of_2(tiles)
+    take_best[(rows,)](candidates, finite, token, tiles, TILES=width, num_warps=1, enable_fp_fusion=False)

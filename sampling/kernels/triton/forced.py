@@ -17,6 +17,7 @@ _FACTOR = tl.constexpr(forced.KEY_FACTOR - (1 << 64))
 _INVERSE = tl.constexpr(pow(forced.KEY_FACTOR, -1, 1 << 64) - (pow(forced.KEY_FACTOR, -1, 1 << 64) >> 63 << 64))
 _TOKENS = tl.constexpr(advance.TEXT_COLUMNS)
 _PUSHES = tl.constexpr(advance.FORCED_PUSHES)
+_TEXT_INTS = tl.constexpr(advance.TEXT_INTS)
 _INT_BYTES = tl.constexpr(4)
 _CLASS_TILE = tl.constexpr(256)
 _CLASSES = tl.constexpr(int(Field.CLASSES))
@@ -37,9 +38,10 @@ def _count_bits(word):
 
 
 @triton.jit
-def follow_text(known, begins, position, token, when, FOLLOWS: tl.constexpr):
+def follow_text(texts, row, begins, position, token, when):
     """Record that a text begins, or that `token` was accepted at `position` of the history, where `when`."""
-    if FOLLOWS:
+    if texts is not None:
+        known = texts + row * _TEXT_INTS
         index, count = position - tl.load(known), tl.load(known + 2)
         inside = when & (index >= 0) & (index < count)
         differs = tl.load(known + _TOKENS + index, mask=inside, other=0) != token
@@ -49,10 +51,9 @@ def follow_text(known, begins, position, token, when, FOLLOWS: tl.constexpr):
 
 
 @triton.jit
-def _find_text(image, text, stack, scratch, state, one, two, three, depth):
+def _find_text(image, text, state, counters, depth, stack, scratch):
     """Write the bytes that must come next to `text` and return their number. `stack` is copied to `scratch`."""
-    lane = tl.arange(0, _CLASS_TILE)
-    start = 0
+    lane, start = tl.arange(0, _CLASS_TILE), 0
     while start < depth:
         tl.store(scratch + start + lane, tl.load(stack + start + lane, mask=start + lane < depth, other=0), mask=start + lane < depth)
         start += _CLASS_TILE
@@ -68,9 +69,10 @@ def _find_text(image, text, stack, scratch, state, one, two, three, depth):
         tl.store(text + size, byte.to(tl.uint8), mask=goes_on)
         tl.debug_barrier()
         if goes_on:
-            legal, deep, state, one, two, three, kept, own, pushed = follow(
-                image, text, size, size + 1, state, one, two, three, scratch, depth, depth * 0, depth.to(tl.int64) * 0, 0
-            )
+            place = (state, counters, (scratch, depth, depth * 0, depth.to(tl.int64) * 0))
+            legal, deep, place = follow(image, text, size, size + 1, place, 0)
+            state, counters, symbols = place
+            _, kept, own, pushed = symbols
             tl.store(scratch + kept, (pushed & 0xFFFF).to(tl.int32), mask=own > 0)
             depth, least = kept + own, tl.minimum(least, kept)
             goes_on = legal & (deep == 0) & (depth - least <= _PUSHES)
@@ -176,8 +178,9 @@ def _split(known, text, size, token_slots, bits, MERGES: tl.constexpr):
 
 
 @triton.jit
-def _are_prefixes(mask, words, token_text, token_starts, rest, size, WORDS: tl.constexpr):
+def _are_prefixes(mask, words, vocabulary, rest, size, WORDS: tl.constexpr):
     """Whether the texts of all tokens of a mask are prefixes of `rest`."""
+    token_text, token_starts, _ = vocabulary
     holds, start = size >= 0, 0
     while holds & (start < words):
         word = start + tl.arange(0, WORDS)
@@ -202,31 +205,28 @@ def _are_prefixes(mask, words, token_text, token_starts, rest, size, WORDS: tl.c
 def _next_token(
     known,
     image,
-    token_text,
-    token_starts,
+    vocabulary,
     token_slots,
     slot_bits,
     position,
     mask,
     words,
-    state,
-    one,
-    two,
-    three,
+    place,
     stack,
     scratch,
-    depth,
     MERGES: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     """The next token of the forced text, -1 where a token of the mask is no prefix of the text."""
+    state, counters, symbols = place
+    depth = symbols[1] + symbols[2]
     token, raw = depth * 0 - 1, (known + _TOKENS + _BYTES).to(tl.pointer_type(tl.uint8))
     text = raw + _BYTES
     index, splits = position - tl.load(known), tl.load(known + 2)
     size, begin = tl.load(known + 1), depth * 0
     if (index < 0) | (index >= splits):
         tl.debug_barrier()  # all threads have read it
-        size = _find_text(image, text, stack, scratch, state, one, two, three, depth)
+        size = _find_text(image, text, state, counters, depth, stack, scratch)
         tl.store(known, position)
         tl.store(known + 1, size)
         tl.store(known + 2, 0)
@@ -234,7 +234,7 @@ def _next_token(
         tl.debug_barrier()
     else:
         begin = tl.load(raw + index - 1, mask=index > 0, other=0).to(tl.int32)
-    if _are_prefixes(mask, words, token_text, token_starts, text + begin, size - begin, WORDS):
+    if _are_prefixes(mask, words, vocabulary, text + begin, size - begin, WORDS):
         if splits == 0:
             _split(known, text, size, token_slots, slot_bits, MERGES)
         some = tl.load(known + 2) > 0
@@ -246,60 +246,39 @@ def _next_token(
 
 @triton.jit
 def write_forced_token(
-    out,  # gets the token that is forced at `position`, where the place has this mask; -1 before
+    column,  # at `out` gets the token that is forced at `position`, where the place has this mask; -1 before
+    out,
     active,
-    known,  # the row of row_forced_text
+    texts,  # row_forced_text
+    row,
     image,
-    token_text,
-    token_starts,
-    num_tokens,
+    vocabulary,
     token_slots,
     slot_bits,
     position,
     mask,
     words,
-    state,
-    one,
-    two,
-    three,
-    stack,
+    place,
+    stack,  # to which the place was written
     scratch,
-    depth,
-    FORCES: tl.constexpr,
     MERGES: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Nothing, without FORCES, or where not `active`."""
-    if FORCES:
+    """Nothing, if the column is None, or where not `active`."""
+    if column is not None:
         tl.debug_barrier()  # mask and place are written
         if active:
-            count, first, start = depth * 0, depth * 0 - 1, 0
+            count, first, start = position * 0, position * 0 - 1, 0
             while start < words:
                 word = start + tl.arange(0, WORDS)
                 bits = tl.load(mask + word, mask=word < words, other=0)
                 count += tl.sum(_count_bits(bits), 0)
                 first = tl.maximum(first, tl.max(tl.where(bits != 0, word * 32 + _count_bits((bits & -bits) - 1), -1), 0))
                 start += WORDS
-            token = tl.where((count == 1) & (first < num_tokens), first, -1)
+            token = tl.where((count == 1) & (first < vocabulary[2]), first, -1)
             if (count > 1) & (count <= _MOST_LEGAL):
+                known = texts + row * _TEXT_INTS
                 token = _next_token(
-                    known,
-                    image,
-                    token_text,
-                    token_starts,
-                    token_slots,
-                    slot_bits,
-                    position,
-                    mask,
-                    words,
-                    state,
-                    one,
-                    two,
-                    three,
-                    stack,
-                    scratch,
-                    depth,
-                    MERGES,
-                    WORDS,
+                    known, image, vocabulary, token_slots, slot_bits, position, mask, words, place, stack, scratch, MERGES, WORDS
                 )
-            tl.store(out, token.to(tl.int64))
+            tl.store(column + out, token.to(tl.int64))

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs.attention.choose import Probe, choose_attention, differs
-from stepgraph.graphs.attention.paged import AttentionChoice, AttentionShape, attention, by_reference
+from stepgraph.graphs.attention.paged import AttentionChoice, attention
+from stepgraph.graphs.attention.reference import by_reference
 from stepgraph.graphs.attention.row_tables import RowTables
+from stepgraph.graphs.model import AttentionShape
 from stepgraph.graphs.model_call import Attend, ModelInput
 from stepgraph.runtime import build
 from stepgraph.runtime.models.llama import Llama

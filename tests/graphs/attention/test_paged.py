@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.library import opcheck
 
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers, TapeBackend, run_eager
-from stepgraph.graphs.attention.paged import PART, attention, by_reference, cache_specs, paged_attention
+from stepgraph.graphs.attention.paged import attention, paged_attention
+from stepgraph.graphs.attention.reference import PART, by_reference
+from stepgraph.graphs.model import cache_specs
 from stepgraph.graphs.model_call import Attend, ModelInput
 
 PAGE = 8

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from stepgraph.graphs import BufferSpec, CaptureError, HostNodeError, StaticBuffers, capture, make_backend
-from stepgraph.graphs.cuda.driver import Driver, open_driver
+from stepgraph.graphs.cuda.driver import Driver
 from stepgraph.graphs.cuda.host_callback import HostCallback
 from stepgraph.graphs.cuda.recorder import BufferBackup, GraphNode, as_capture_error, difference, holds_only
+from stepgraph.graphs.cuda.resources import open_driver
 from stepgraph.graphs.errors import HostErrors, Site, site_of
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")

@@ -12,7 +12,7 @@ from torch.library import opcheck
 
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.graphs.attention.choose import choose_attention
-from stepgraph.graphs.attention.paged import AttentionShape, paged_attention
+from stepgraph.graphs.attention.paged import paged_attention
 from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.layers.dense import (
     add_rms_norm,
@@ -21,6 +21,7 @@ from stepgraph.graphs.layers.dense import (
     silu_and_mul,
 )
 from stepgraph.graphs.layers.lora import slot_product
+from stepgraph.graphs.model import AttentionShape
 from stepgraph.sampling import native
 from stepgraph.sampling.kernels import operation
 from stepgraph.sampling.native import Unavailable

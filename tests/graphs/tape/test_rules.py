@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from stepgraph.graphs.backends import run_eager
 from stepgraph.graphs.buffer_spec import BufferSpec
@@ -596,9 +598,34 @@ def singular_values(b: StaticBuffers) -> object:
     return torch.linalg.svdvals(b.x)  # illegal
 
 
+@illegal("host-sync")
+def linear_solve(b: StaticBuffers) -> object:
+    return torch.linalg.solve(b.x[:, :4], b.y)  # illegal
+
+
+@illegal("host-sync")
+def cholesky(b: StaticBuffers) -> object:
+    return torch.linalg.cholesky(b.x[:, :4])  # illegal
+
+
 @illegal("collective")
 def all_reduce(b: StaticBuffers) -> object:
     return torch.ops._c10d_functional.all_reduce(b.x, "sum", "group")  # illegal
+
+
+@illegal("collective")
+def wait_for_all_reduce(b: StaticBuffers) -> object:
+    return torch.ops._c10d_functional.wait_tensor(b.x)  # illegal
+
+
+@illegal("collective")
+def all_reduce_in_place(b: StaticBuffers) -> None:
+    distributed.all_reduce(b.x)  # illegal
+
+
+@illegal("wrapper-subclass")
+def result_of_a_collective(b: StaticBuffers) -> None:
+    b.x.add_(AsyncCollectiveTensor(b.y))  # illegal
 
 
 @illegal("nested-capture")
@@ -615,6 +642,15 @@ def another_capture() -> object:
     return BACKEND.capture(other, BUFFERS)
 
 
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    """Of this process only."""
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(("rule", "step"), ILLEGAL, ids=[step.__name__ for _, step in ILLEGAL])
 def test_illegal(rule: str, step: SnippetStep, another_capture: object) -> None:
     randomise(BUFFERS, 1)

@@ -12,15 +12,17 @@ from torch import Tensor
 
 import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.graphs import drafting, mask_upload
-from stepgraph.graphs.layers import dense, lora, slot_mapping
+from stepgraph.graphs.layers import dense, lora, quantised, slot_mapping
 from stepgraph.graphs.layers.triton import dense as dense_programs
 from stepgraph.graphs.layers.triton import lora as lora_programs
+from stepgraph.graphs.layers.triton import quantised as quantised_programs
 from stepgraph.graphs.layers.triton import slot_mapping as slot_programs
 from stepgraph.graphs.triton import drafting as draft_programs
 from stepgraph.graphs.triton import looping, publishing
 from stepgraph.graphs.triton import mask_upload as upload_programs
 from stepgraph.sampling.grammar.status import TAG_FIELDS
 from stepgraph.sampling.kernels.operation import Operation
+from tests.graphs.layers.test_quantised import every_kind, made
 from tests.graphs.layers.test_slot_mapping import settling_case
 from tests.graphs.test_publishing import ENDS, check_batch, check_end, check_slot
 from tools.gpu.checks.layers import count_output, keep_skipped, write_emission
@@ -70,6 +72,22 @@ def test_products_by_slot_equal_the_reference(dtype: torch.dtype) -> None:
         weights[0] = 0
         for base in (None, random(3 * count, outer, dtype=dtype)):
             compare(lora.slot_product, lora_programs.slot_product, states, columns[:, 1], weights, base, near=16 * NEAR[dtype])
+
+
+@every_kind
+def test_quantised_products_and_rows_equal_the_references(kind: quantised.Kind) -> None:
+    """States with gaps, and blocks that are no multiple of those multiplied at a time."""
+    packed, weights = made(kind, 32, 384)
+    compare(quantised.quantised_rows, quantised_programs.quantised_rows, torch.tensor([31, 0, 17, 16]), packed, torch.float32)
+    for count, dtype in ((1, torch.float16), (70, torch.float32)):
+        states, bias = random(count, 400, dtype=dtype)[:, :384], random(32, dtype=dtype)
+        near = 384 * 2**-24 * float((states.double().abs() @ weights.double().abs().T).max()) + (2**-10 if dtype is torch.float16 else 0)
+        for each in (None, bias):
+            compare(quantised.quantised_product, quantised_programs.quantised_product, states, packed, each, near=near)
+    found = [torch.empty(3, 32) for _ in range(2)]
+    quantised_programs.quantised_product(states[:3], packed, None, found[0])
+    quantised_programs.quantised_product(torch.cat([states[:3], states])[:7], packed, None, other := torch.empty(7, 32))
+    assert torch.equal(found[0], other[:3])
 
 
 def test_silu_of_large_numbers() -> None:

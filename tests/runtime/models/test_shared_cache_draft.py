@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers, TapeBackend
-from stepgraph.graphs.attention.paged import attention, cache_specs
+from stepgraph.graphs.attention.paged import attention
+from stepgraph.graphs.model import cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 
 TOKENS, SIZE, NEW = 12, 8, 14

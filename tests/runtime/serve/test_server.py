@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -24,7 +25,9 @@ from stepgraph.runtime.models.toy import ToyTarget
 from stepgraph.runtime.serve.calls import FORMATS
 from stepgraph.runtime.serve.gate import Gate
 from stepgraph.runtime.serve.http import Bounds
+from tests.helpers.adapters import save_adapter
 from tests.helpers.aio_runs import Gate as Steps
+from tests.helpers.command_models import model_folder, tiny_model
 from tests.helpers.running_server import ASK, FLAGS, FORMAT, ON, SCHEMA, SECONDS, TOOLS, Running, engine_of, running
 from tests.sampling.grammar.compile.test_compiler import waited
 
@@ -56,6 +59,23 @@ def test_streamed_chat_equals_whole_chat(server: Running) -> None:
     logprobs = [entry for piece in pieces if piece.choices[0].logprobs for entry in piece.choices[0].logprobs.content or []]
     assert logprobs == choice.logprobs.content and len(logprobs) == 25
     assert bytes(byte for entry in logprobs for byte in entry.bytes or []).decode("utf-8", "replace") == choice.message.content
+
+
+def test_requests_select_adapters_by_the_name_of_the_model(tmp_path: Path) -> None:
+    save_adapter(tmp_path / "sql", tiny_model(), 4)
+    engine = engine_of(["serve", str(model_folder()), "--eager", "-k", "0", "--max-length", "200", "--lora-modules", "sql=sql"])
+    engine.add_lora("sql", tmp_path / "sql")
+    prompt = engine.tokenizer.chat(ASK)
+    expected = {name: engine.generate(prompt, max_new_tokens=12, lora_name=name).text for name in ("", "sql")}
+    assert expected[""] != expected["sql"]
+    with engine, running(engine, Bounds()) as server, server.client as client:
+        assert [each.id for each in client.models.list()] == ["toy", "sql"]
+        assert client.models.retrieve("sql").parent == "toy"
+        for name, lora_name in (("toy", ""), ("sql", "sql")):
+            answer = client.chat.completions.create(model=name, messages=ASK, max_tokens=12, temperature=0)
+            assert (answer.model, answer.choices[0].message.content) == (name, expected[lora_name])
+        with pytest.raises(openai.NotFoundError, match="""model: got "other", expected 'toy' or 'sql'"""):
+            client.chat.completions.create(model="other", messages=ASK)
 
 
 def test_likeliest_tokens_are_reported_beside_the_chosen_one(server: Running) -> None:
@@ -337,17 +357,21 @@ def test_full_queue_is_status_429(server: Running) -> None:
     waited(lambda: not server.engine.has_work, "rows of clients that left still decode")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_answers_end(number: signal.Signals) -> None:
-    """After the first signal, running answers end."""
-    text: list[str] = []
+@pytest.mark.parametrize(("number", "signals"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)])
+def test_a_signal_lets_answers_end_and_a_second_one_cancels_them(number: signal.Signals, signals: int) -> None:
+    text, errors = list[str](), list[str]()
 
     def ask(port: int) -> None:
         with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=SECONDS) as client:
-            for index, chunk in enumerate(client.completions.create(model="toy", prompt="x", max_tokens=300, stream=True, extra_body=ON)):
-                text.append(chunk.choices[0].text)
-                if index == 0:
-                    os.kill(os.getpid(), number)
+            length = 300 if signals == 1 else 4000
+            chunks = client.completions.create(model="toy", prompt="x", max_tokens=length, stream=True, extra_body=ON)
+            try:
+                for index, chunk in enumerate(chunks):
+                    text.append(chunk.choices[0].text)
+                    if index < signals:
+                        os.kill(os.getpid(), number)
+            except openai.APIError as error:
+                errors.append(error.message)
             with pytest.raises(openai.APIConnectionError):
                 client.models.list()
 
@@ -362,7 +386,8 @@ def test_a_signal_lets_answers_end(number: signal.Signals) -> None:
         patch.setattr(terminal, "print_text", on_listening)
         assert cli.main([*FLAGS, "--port", "0"]) == 0
     asking[0].join()
-    assert len("".join(text)) > 100
+    assert errors == ([] if signals == 1 else ["the server is shutting down"])
+    assert len("".join(text)) > 100 if signals == 1 else len(text) < 4000
 
 
 def test_leaving_does_not_wait_for_the_step_in_progress() -> None:

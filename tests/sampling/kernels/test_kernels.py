@@ -21,14 +21,16 @@ from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import chain, choice, filters, rejection
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.native import Unavailable, why_not
+from tools.aot_kernels import resident_blocks
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SUITES = sorted(path.name for path in (ROOT / "tests/helpers/interpreted").glob("*.py") if path.name != "advance.py" or not why_not())
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 MAX_REGISTERS = 64  # with which 1,024 threads fit a multiprocessor
-# Of a draft's own vocabulary, small and read through a table, and of rows and lines that have one program each: 512 threads, fewer for
-# rows of unaligned masks. Of attention and products of adapters, which keep their sums there: 256.
-MOST_REGISTERS = {"mapped": 128, "advance": 136, "find": 128, "attend": 255, "multiply": 168}
+# Of a draft's own vocabulary, small and read through a table, and of rows and lines that have one program each: 512 threads, 384 for
+# rows of unaligned masks. Of attention and products of adapters, which keep their sums there: 256. Of products with packed weights, which
+# keep the numbers of four groups there as well: 256.
+MOST_REGISTERS = {"mapped": 128, "advance": 168, "find": 128, "attend": 255, "multiply": 168, "packed": 224}
 
 
 def run(*command: str, interpret: bool) -> str:
@@ -63,15 +65,36 @@ def test_programs_equal_the_references_for_all_parameters(suite: str) -> None:
     ("arch", "options"), [(90, ()), *(pytest.param(arch, ("--all",), marks=pytest.mark.soak, id=f"{arch}-all") for arch in (80, 90, 100))]
 )
 def test_programs_compile_ahead_of_time_without_spills(arch: int, options: Sequence[str]) -> None:
-    table = json.loads(run("tools.aot_kernels", "--arch", str(arch), *options, interpret=False).splitlines()[-1])
+    options = ("--arch", str(arch), "--vocabulary", "1003", "--bandwidth", "1000", *options)
+    table = json.loads(run("tools.aot_kernels", *options, interpret=False).splitlines()[-1])
     assert {entry["arch"] for entry in table} == {arch}
     for entry in table:
         assert entry["spill_bytes"] == 0 and entry["stack_bytes"] == 0, entry
         assert entry["registers"] <= MOST_REGISTERS.get(entry["kernel"].split("_")[0].split()[0], MAX_REGISTERS), entry
+        assert 0 < entry["occupancy"] <= 1 and entry["least_us"] == round(entry["bytes"] / 1e6, 3), entry
+        if entry["kernel"] == "gate_tile":
+            assert entry["bytes"] == 3 * 8 * 2048 * 2, f"two inputs and the product of {entry['launch']}"
         if entry["kernel"].startswith("masked_candidates"):
             assert entry["wide_loads"] > 0, f"logits are read 16 bytes at a time: {entry}"
         if entry["kernel"].startswith("advance_rows"):
             assert (entry["wide_loads"] > 0) == ("aligned" in entry["kernel"]), f"mask rows are read 16 bytes at a time: {entry}"
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "warps", "arch", "blocks"),
+    [
+        (32, 0, 1, 90, 32),  # the limit of blocks
+        (32, 0, 4, 90, 16),  # of warps
+        (64, 0, 4, 90, 8),  # of registers: 8 warps in each of four partitions
+        (129, 0, 8, 80, 1),
+        (168, 0, 8, 80, 1),
+        (128, 0, 8, 80, 2),
+        (32, 100 << 10, 4, 80, 1),  # of shared memory
+        (32, 100 << 10, 4, 90, 2),
+    ],
+)
+def test_resident_blocks_of_a_multiprocessor(registers: int, shared: int, warps: int, arch: int, blocks: int) -> None:
+    assert resident_blocks(registers, shared, warps, arch) == blocks
 
 
 def masked_argmax_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -70,7 +70,7 @@ def bind(program: Any, types: Mapping[str, str]) -> None:
 def _argument(kind: str) -> Any:
     if kind.startswith("*"):
         return torch.empty(16, dtype=DTYPES[kind[1:]])
-    return 0.5 if kind == "fp32" else 16
+    return {"fp32": 0.5, "constexpr": None}.get(kind, 16)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

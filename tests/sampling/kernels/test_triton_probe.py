@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from stepgraph.graphs.attention.choose import choose_attention
-from stepgraph.graphs.attention.paged import AttentionShape
+from stepgraph.graphs.model import AttentionShape
 from stepgraph.sampling import kernels
 from stepgraph.sampling.kernels import filter_choice
 from stepgraph.sampling.kernels import triton as programs

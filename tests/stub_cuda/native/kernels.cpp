@@ -1,6 +1,6 @@
 // Kernels are names with a layout of their parameters. The layout comes from the device code itself: a cubin is an ELF file,
 // whose section .nv.info.<kernel> has one entry for each parameter. Triton loads bare cubins; nvcc packs those of each
-// source file into a fat binary, usually compressed with zstd, which is read at the first launch of one of its kernels.
+// source file into a fat binary, compressed with zstd or, by older ones, with LZ4, which is read at the first launch of one of its kernels.
 #include <dlfcn.h>
 #include <elf.h>
 
@@ -91,6 +91,30 @@ Decompress open_zstd() {
     return call;
 }
 
+// A block of LZ4, which is many pairs of literals and a copy of earlier output. The number of bytes written; 0 where the block is damaged.
+size_t decompress_lz4(void* to, size_t size, const void* from, size_t packed) {
+    auto *out = static_cast<uint8_t*>(to), *out_end = out + size;
+    auto *in = static_cast<const uint8_t*>(from), *in_end = in + packed;
+    auto more = [&](size_t length) {
+        for (uint8_t byte = 255; length >= 15 && byte == 255 && in < in_end;) length += byte = *in++;
+        return length;
+    };
+    while (in < in_end) {
+        uint8_t token = *in++;
+        size_t literals = more(token >> 4);
+        if (literals > size_t(in_end - in) || literals > size_t(out_end - out)) return 0;
+        out = std::copy_n(in, literals, out);
+        in += literals;
+        if (in_end - in < 2) break;  // the last pair has no copy
+        size_t distance = read<uint16_t>(in);
+        in += 2;
+        size_t length = more(token & 15) + 4;
+        if (!distance || distance > size_t(out - static_cast<uint8_t*>(to)) || length > size_t(out_end - out)) return 0;
+        for (; length; --length, ++out) *out = *(out - distance);  // may overlap
+    }
+    return out - static_cast<uint8_t*>(to);
+}
+
 // One entry of a fat binary: device code for one architecture.
 struct Entry {
     uint16_t kind;
@@ -111,7 +135,7 @@ void read_fat_binary(Module& module, const uint8_t* data) {
     constexpr uint32_t MAGIC = 0xBA55ED50;
     constexpr uint16_t CUBIN = 2;
     constexpr uint64_t LZ4 = 0x2000, ZSTD = 0x8000;
-    static const Decompress decompress = open_zstd();
+    static const Decompress decompress_zstd = open_zstd();
     if (read<uint32_t>(data) != MAGIC) {
         message("a fat binary of an unknown format");
         return;
@@ -130,7 +154,7 @@ void read_fat_binary(Module& module, const uint8_t* data) {
     const uint8_t* payload = best + entry.header_size;
     if (!(entry.flags & (ZSTD | LZ4))) {
         read_cubin(module, payload);
-    } else if (entry.flags & ZSTD && decompress) {
+    } else if (Decompress decompress = entry.flags & ZSTD ? decompress_zstd : decompress_lz4) {
         std::vector<uint8_t> cubin(entry.unpacked_size);
         if (decompress(cubin.data(), cubin.size(), payload, entry.packed_size) == cubin.size()) read_cubin(module, cubin.data());
         else message("a fat binary could not be decompressed");

@@ -38,7 +38,9 @@ thread_local std::vector<PendingLaunch> pending;
 struct PointerAttributes {  // cudaPointerAttributes
     int type, device;
     void *device_pointer, *host_pointer;
+#if STUB_CUDA_MAJOR >= 13
     long reserved[8];
+#endif
 };
 
 struct FunctionAttributes {  // cudaFuncAttributes

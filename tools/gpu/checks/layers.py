@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs import drafting, mask_upload, sampled_stages, skipped_tokens, stages
-from stepgraph.graphs.layers import dense, lora, slot_mapping
+from stepgraph.graphs.layers import dense, lora, quantised, slot_mapping
 from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode
 from tools.gpu.checks.operations import Call, numbers
@@ -32,10 +32,28 @@ def calls(device: torch.device, tokens: int, size: int, dtype: torch.dtype = tor
     weights[0], base = 0, wide[:, :80].contiguous()
     output, read = base.clone(), states.nbytes + min(2, tokens - 1) * weights[0].nbytes + 2 * base.nbytes
     yield Call(lora.slot_product, shape, (states, slots, weights, base), (output,), read, near=4 * near)
+    yield from _packed_calls(device, tokens, size, dtype)
     yield from _slot_calls(device, tokens, dtype)
     yield write_emission(device, tokens, 3)
     yield count_output(device, tokens, 3)
     yield keep_skipped(device, tokens, 3)
+
+
+def _packed_calls(device: torch.device, tokens: int, size: int, dtype: torch.dtype) -> Iterator[Call]:
+    """Square matrices, rounded up to whole groups, of three different tiles. Least bytes: states, results and weights once each."""
+    made, size = torch.Generator().manual_seed(size), -(-size // 128) * 128
+    states, indices = torch.randn(tokens, size, generator=made).to(device, dtype), torch.arange(tokens, device=device) * 31 % size
+    for name in ("Q4_1", "Q6_K", "INT4_128", "FP8"):
+        kind = quantised.KINDS[name]
+        stored = torch.randint(0, 120, (48, size), generator=made) % (1 << kind.bits) - kind.zero
+        scales, minimums = (torch.rand(48, size // kind.group, generator=made).mul(size**-0.5).half().float() for _ in range(2))
+        packed = quantised.pack(kind, quantised.Grouped(stored, scales / 128, -minimums / 2 if kind.ranged else None))
+        weight = packed.repeat(-(-size // 48), 1, 1)[: size // quantised.TILE].contiguous().to(device)
+        near, shape = 16 * torch.finfo(dtype).eps, f"N={tokens} size={size} {name} {str(dtype)[6:]}"
+        output, read = torch.full_like(states, 7.5), weight.nbytes + 2 * states.nbytes
+        yield Call(quantised.quantised_product, shape, (states, weight, None), (output,), read, near=near)
+        read = tokens * weight[0].nbytes // quantised.TILE + states.nbytes
+        yield Call(quantised.quantised_rows, shape, (indices, weight, dtype), (torch.full_like(states, 7.5),), read)
 
 
 def _slot_calls(device: torch.device, tokens: int, dtype: torch.dtype) -> Iterator[Call]:

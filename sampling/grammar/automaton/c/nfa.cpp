@@ -7,6 +7,7 @@
 #include <array>
 #include <functional>
 #include <map>
+#include <optional>
 #include <set>
 #include <string_view>
 #include <unordered_map>
@@ -226,6 +227,58 @@ public:
         return made;
     }
 
+    // The rules that the root reaches where no JSON string is open: a bracket inside a string, as in the format of a URI, opens no value.
+    std::set<int32_t> rules_outside_strings() const {
+        enum Place { OUTSIDE, INSIDE, ESCAPED };
+        std::set<int32_t> outside;
+        std::map<std::pair<int32_t, Place>, std::optional<Place>> ends; // of a rule that begins in a place; unknown while it is walked
+        int depth = 0;
+        std::function<std::pair<Place, bool>(int32_t, Place)> walk; // where an expression ends, and whether that is known
+        auto walk_rule = [&](int32_t rule, Place place) -> std::pair<Place, bool> {
+            auto [found, is_new] = ends.try_emplace({rule, place});
+            if (!is_new || depth > MAX_DEPTH) return {found->second.value_or(place), found->second.has_value()};
+            if (place == OUTSIDE) outside.insert(rule);
+            depth++;
+            auto end = walk(grammar.bodies[rule], place);
+            depth--;
+            ends[{rule, place}] = end.first;
+            return end;
+        };
+        walk = [&](int32_t expression, Place place) -> std::pair<Place, bool> {
+            View at = view(expression);
+            std::pair<Place, bool> end{place, true};
+            switch (at.kind) {
+            case BYTES:
+                for (int index = 0; index < at.size; index++) {
+                    Place &now = end.first;
+                    if (now == ESCAPED) now = INSIDE;
+                    else if (at.data[index] == '"') now = now == INSIDE ? OUTSIDE : INSIDE;
+                    else if (at.data[index] == '\\' && now == INSIDE) now = ESCAPED;
+                }
+                break;
+            case CLASS: end.first = place == ESCAPED ? INSIDE : place; break;
+            case RULE:
+            case REPEAT: return walk_rule(at.data[0], place);
+            case SEQUENCE:
+                for (int index = 0; index < at.size; index++) {
+                    auto next = walk(at.data[index], end.first);
+                    end = {next.first, end.second && next.second};
+                }
+                break;
+            case CHOICES:
+                end.second = false;
+                for (int index = 0; index < at.size; index++)
+                    if (auto one = walk(at.data[index], place); one.second && !end.second) end = one;
+                break;
+            case TAGS: each_reference(expression, {}, [&](int32_t rule) { walk_rule(rule, OUTSIDE); }); break;
+            default: break;
+            }
+            return end;
+        };
+        walk_rule(grammar.root, OUTSIDE);
+        return outside;
+    }
+
     // The number of bytes of the shortest text of each rule, at most MANY.
     static constexpr int32_t MANY = 1 << 20;
     Ints shortest_texts() const {
@@ -323,18 +376,24 @@ private:
     void edge(int32_t from, int low, int high, int32_t to) { nfa.states[from].edges.push_back({low, high, to}); }
 
     void choose_called() {
-        std::vector<std::set<int32_t>> hard;
-        for (auto &component : graph.recursive_components({}))
-            if (!graph.linearity(component, {})) hard.push_back(component);
-        for (auto &component : hard)
-            for (int32_t rule : component)
-                graph.each_alternative(graph.grammar.bodies[rule], [&](int32_t alternative) {
-                    bool recursive = false;
-                    graph.each_reference(alternative, {}, [&](int32_t to) { recursive |= component.count(to) > 0; });
-                    if (!recursive) return;
-                    if (graph.bracket_of(alternative) >= 0) called.insert(alternative);
-                    else if (int32_t part = graph.split(alternative, component); part >= 0) called.insert(part);
-                });
+        auto each_recursive = [&](const auto &found) { // alternatives, and the components that recurse in between
+            for (auto &component : graph.recursive_components(called)) {
+                if (graph.linearity(component, called)) continue;
+                for (int32_t rule : component)
+                    graph.each_alternative(graph.grammar.bodies[rule], [&](int32_t alternative) {
+                        bool recursive = false;
+                        graph.each_reference(alternative, called, [&](int32_t to) { recursive |= component.count(to) > 0; });
+                        if (recursive) found(alternative, component);
+                    });
+            }
+        };
+        std::set<int32_t> bracketed, parts;
+        each_recursive([&](int32_t alternative, auto &) { if (graph.bracket_of(alternative) >= 0) bracketed.insert(alternative); });
+        called = bracketed;
+        each_recursive([&](int32_t alternative, auto &component) {
+            if (int32_t part = graph.split(alternative, component); part >= 0) parts.insert(part);
+        });
+        called.insert(parts.begin(), parts.end());
         for (auto &component : graph.recursive_components(called)) {
             char kind = graph.linearity(component, called);
             if (!kind) throw Unfit("it has a recursion that is not enclosed in literal text");
@@ -344,16 +403,10 @@ private:
         if (calls != Calls::BRACKETS) return;
         std::set<int> brackets{'{'};
         for (int32_t alternative : called) brackets.insert(graph.bracket_of(alternative));
-        std::set<int32_t> reached{graph.grammar.root};
-        Ints wait{graph.grammar.root};
-        while (!wait.empty()) {
-            int32_t body = graph.grammar.bodies[wait.back()];
-            wait.pop_back();
-            graph.each_reference(body, {}, [&](int32_t to) { if (reached.insert(to).second) wait.push_back(to); });
-            graph.each_alternative(body, [&](int32_t alternative) {
+        for (int32_t rule : graph.rules_outside_strings())
+            graph.each_alternative(graph.grammar.bodies[rule], [&](int32_t alternative) {
                 if (brackets.count(graph.bracket_of(alternative))) called.insert(alternative);
             });
-        }
     }
 
     // Each of these returns the state from which the expression and then the continuation are read.

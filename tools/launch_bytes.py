@@ -1,0 +1,101 @@
+"""Bytes that every Triton program loads and stores in a launch, counted in Triton's interpreter.
+
+Launches of a round: two rows, three drafts, states of 2,048 elements; of several launches of a program the one with most bytes. An address
+counts once per instruction and program instance, as in tools/bench_attention.py; atomic updates are not counted. TRITON_INTERPRET=1 must
+be set.
+
+    TRITON_INTERPRET=1 python -m tools.launch_bytes
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+
+from stepgraph.graphs import looping, publishing
+from stepgraph.graphs.ring_specs import Control, Counter
+from stepgraph.graphs.row_layout import ResultLayout
+from tools.bench_attention import counting
+from tools.gpu.checks import grammar_rows, layers, operations
+from tools.gpu.checks.llama import attention_call, rope_call
+from tools.gpu.checks.operations import Call, numbers
+
+WIDTH = 128_256  # tokens of Llama 3
+ROWS, DRAFTS, SIZE, HEAD, KEYS = 2, 3, 2048, 64, 1000
+CPU = torch.device("cpu")
+
+
+def calls(width: int) -> Iterator[Call]:
+    positions, tokens = DRAFTS + 1, ROWS * (DRAFTS + 1)
+    yield operations.masked_argmax(CPU, ROWS, positions, width)
+    yield operations.race(CPU, ROWS, width)
+    yield operations.chain_accept(CPU, ROWS, DRAFTS)
+    yield operations.mask_status(CPU, ROWS, positions)
+    yield operations.process_logits(CPU, ROWS, positions, width)
+    yield operations.distribution(CPU, ROWS, width)
+    yield operations.draw(CPU, ROWS, width)
+    yield operations.log_probabilities(CPU, ROWS, positions, width)
+    yield operations.top_logprobs(CPU, ROWS, positions, width)
+    yield operations.reject_sample(CPU, ROWS, DRAFTS, width)
+    yield grammar_rows.call_of(CPU, 8, width, forces=True)  # of which some are not legal, or inert
+    yield rope_call(CPU, torch.bfloat16, tokens, HEAD)
+    yield attention_call(CPU, ROWS, positions, KEYS, HEAD)[0]
+    yield from layers.calls(CPU, tokens, SIZE)
+    yield from _ring_calls()
+
+
+def _ring_calls() -> Iterator[Call]:
+    slots, shape, width = 4, f"B={ROWS} K={DRAFTS}", ResultLayout(DRAFTS).width
+    counters, rows, results = numbers(CPU, len(Counter)).fill_(1), torch.arange(ROWS), numbers(CPU, ROWS, width)
+    logprobs = torch.zeros(ROWS, DRAFTS + 1, 2)
+    yield Call(publishing.take_batch, shape, (counters, numbers(CPU, slots, ROWS)), (rows.clone(),))
+    published = (results, logprobs, counters[Counter.PUBLISHED :], numbers(CPU, slots, ROWS, width), torch.zeros(slots, *logprobs.shape))
+    yield Call(publishing.publish_results, shape, published, ())
+    done, headers = torch.zeros(1, dtype=torch.int32), numbers(CPU, slots, len(Counter))
+    ended = (results, rows, numbers(CPU, len(Control)), counters, done, headers, ROWS, slots)
+    yield Call(looping.end_round, shape, ended, ())
+
+
+def counted(width: int) -> dict[str, dict[str, Any]]:
+    """Program name to its launch and the bytes of that launch."""
+    executor: Any = triton.runtime.interpreter.GridExecutor
+    launch, found, current = executor.__call__, dict[str, dict[str, Any]](), ""
+
+    def counted_launch(self: Any, *arguments: Any, **constants: Any) -> None:
+        with counting() as moved:
+            launch(self, *arguments, **constants)
+        name, total = self.fn.__name__, moved.loaded + moved.stored
+        if total > found.get(name, {"bytes": -1})["bytes"]:
+            found[name] = {"launch": current, "bytes": total}
+
+    executor.__call__ = counted_launch
+    try:
+        for call in calls(width):
+            current = call.name
+            call.triton(*call.inputs, *call.outputs)
+    finally:
+        executor.__call__ = launch
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocabulary", type=int, default=WIDTH, metavar="TOKENS", help="width of logits (default: %(default)s)")
+    options = parser.parse_args()
+    assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
+    import tests.helpers.fast_interpreter  # noqa: F401
+
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # from numpy, in the interpreter
+    print(json.dumps(counted(options.vocabulary)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
