@@ -29,8 +29,8 @@ BUDGETS = {
     "graphs": 9_548,
     # raised from 17,265: constraints are checked when they are submitted, masks are filled by their changes, chains in one host node;
     # from 17,422: forced tokens found by kernels (560), likeliest tokens (160), libraries chosen by measured cost; from 18,332: automaton
-    # states share mask rows; lowered from 18,391: the implementation of `advance_fill` in Python is a test's; from 18,288: nested parts that
-    # strings only resemble, mask rows built by lengths of tokens
+    # states share mask rows; lowered from 18,391: the implementation of `advance_fill` in Python is a test's; from 18,288:
+    # nested parts that strings only resemble, mask rows built by lengths of tokens
     "sampling": 18_336,
     # raised from 14,438: percentiles of masks in bench_schemas, likeliest tokens in gpu_check; from 14,568: bench_weights, first_hour;
     # from 14,837: bytes of launches and occupancy (about 220), Triton caches in packs (about 110)
@@ -39,8 +39,8 @@ BUDGETS = {
     # prompt graphs, switching between drafters, lanes that change; from 43,219: nineteen families of transformers, forced tokens on the
     # device, random walks over schemas, calls of tools, packaging; from 44,130: the first hour of a user, wheels without extras, grammars
     # on the device compared with host nodes, quantised folders; from 45,105: adapters, formats of calls, races in captured graphs, the
-    # implementation of `advance_fill` in Python (313), hosts without a C compiler; from 46,396: stubs of torch 2.8, occupancy, Triton caches
-    # in packs (240), packed weights on a GPU
+    # implementation of `advance_fill` in Python (313), hosts without a C compiler; from 46,396: stubs of torch 2.8, occupancy, Triton
+    # caches in packs (240), packed weights on a GPU
     "tests": 46_768,
 }
 # raised from 6,198: grammars are followed by kernels now, so the list has their files, those of the other Triton programs, and the choice
