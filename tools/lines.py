@@ -41,7 +41,7 @@ BUDGETS = {
     # on the device compared with host nodes, quantised folders; from 45,105: adapters, formats of calls, races in captured graphs, the
     # implementation of `advance_fill` in Python (313), hosts without a C compiler; from 46,396: stubs of torch 2.8, occupancy, Triton
     # caches in packs (240), packed weights on a GPU
-    "tests": 46_768,
+    "tests": 46_770,
 }
 # raised from 6,198: grammars are followed by kernels now, so the list has their files, those of the other Triton programs, and the choice
 # of the draft length, but not the host link; lowered from 7,056: what a steady round does not run has modules of its own; the goal is
