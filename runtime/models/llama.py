@@ -80,6 +80,7 @@ class Llama(LlamaBase):
         self.hidden_size, self.embedding_size, self.origin = config.hidden_size, config.hidden_size, ""
         self.feature_size = config.hidden_size * max(1, len(self.feature_layers))
         self.feature_dtype, self.lora_weights = config.dtype, config.lora_weights(name)
+        self._embedding_factor = config.embedding_factor
         like = torch.empty(0, dtype=config.dtype, device=device)
         self.embedding = empty_weight(like, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(LlamaLayer(config, index, like) for index in range(config.num_layers))
@@ -95,7 +96,7 @@ class Llama(LlamaBase):
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         keys, values = buffers[f"{self.name}_keys"], buffers[f"{self.name}_values"]
-        states = embed(inputs, self.embedding, self.config.dtype, self.config.embedding_factor)
+        states = embed(inputs, self.embedding, self.config.dtype, self._embedding_factor)
         rotation, epsilon, offset = self.rotation(inputs.positions, states.dtype), self.config.norm_epsilon, self.config.norm_offset
         local = rotation
         if self.local_frequency_bits is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -106,7 +105,7 @@ class LlamaConfig:
     def qkv_size(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
 
-    @functools.cached_property
+    @property
     def embedding_factor(self) -> float:
         """The scale of embeddings as a number of `dtype`, as transformers multiplies with."""
         return float(torch.tensor(self.embedding_scale, dtype=self.dtype, device="cpu"))
