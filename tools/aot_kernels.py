@@ -226,8 +226,7 @@ def _layer_variants() -> list[Variant]:
         types, wide = ["*i64" if name == "slots" else f"*{kind}" for name in ("states", "slots", "weights", "base", "output")], ["i32"] * 5
         constants = {"COUNT": lora.STATES_TILE, "OUTER": lora.OUTER_TILE, "INNER": lora.INNER_TILE, "WIDE": False}
         found.append(_variant(f"multiply_by_slot {kind}", lora.multiply_by_slot, [*types, *wide], constants, 4))
-        types, constants = [f"*{kind}", "*i64", *[f"*{kind}"] * 3], constants | {"SCANNED": experts.SCANNED, "ROWS": experts.ROWS_TILE}
-        del constants["COUNT"]
+        types, constants = [f"*{kind}", "*i64", *[f"*{kind}"] * 3], {**experts.tiles_of(2 if kind == "bf16" else 4), "WIDE": False}
         found.append(_variant(f"multiply_by_expert {kind}", experts.multiply_by_expert, [*types, *wide], constants, 4))
     constants = {"EXPERTS": 128, "COUNT": 8, "NORMALISED": True}
     found.append(_variant("choose_row", experts.choose_row, ["*bf16", "*fp32", "*i64", "i32", "i32"], constants, 1))

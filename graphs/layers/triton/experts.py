@@ -8,7 +8,12 @@ from torch import Tensor
 
 from stepgraph.graphs.attention.triton.paged import product as matrix_product
 
-ROWS_TILE, OUTER_TILE, INNER_TILE, SCANNED, COMBINED_TILE = 32, 32, 64, 128, 1024
+OUTER_TILE, COMBINED_TILE = 32, 1024
+
+
+def tiles_of(number_bytes: int) -> dict[str, int]:
+    """Of one product; larger ones in float32 would spill."""
+    return {"ROWS": 64 // number_bytes, "OUTER": OUTER_TILE, "INNER": 128 // number_bytes, "SCANNED": 128}
 
 
 @triton.jit
@@ -110,10 +115,7 @@ def expert_product(states: Tensor, chosen: Tensor, weights: Tensor, num_experts:
         states.shape[1],
         outer,
         states.stride(0),
-        ROWS=ROWS_TILE,
-        OUTER=OUTER_TILE,
-        INNER=INNER_TILE,
-        SCANNED=SCANNED,
+        **tiles_of(states.element_size()),
         WIDE=states.device.type == "cpu",
         num_warps=4,
     )

@@ -86,7 +86,7 @@ def test_experts_equal_the_references(dtype: torch.dtype) -> None:
         for normalised in (False, True):
             compare(experts.choose_experts, expert_programs.choose_experts, logits, count, normalised, near=1e-6)
         shares, chosen = map(Tensor.contiguous, experts.choose_experts.reference(logits, count, True))
-        inner, outer = expert_programs.INNER_TILE + 9, expert_programs.OUTER_TILE + 5
+        inner, outer = expert_programs.tiles_of(2)["INNER"] + 9, expert_programs.OUTER_TILE + 5
         weights, biases = random(number * outer, inner, dtype=dtype), random(number * outer, dtype=dtype)
         for rows, each in ((tokens, None), (tokens * count, biases)):
             given = random(rows, inner + 3, dtype=dtype)[:, :inner], chosen, weights, number, each
