@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -70,7 +70,8 @@ class RopeConfig:
         return (1 - kept) * frequencies / self.factor + kept * frequencies
 
 
-class ExpertsConfig(NamedTuple):
+@dataclass(frozen=True)
+class ExpertsConfig:
     """The MLP of some layers: a router and experts, of which every token takes a few."""
 
     count: int
