@@ -78,6 +78,7 @@ class Engine(EngineCore):
         feature_layers: Sequence[int] = (),
         progress: bool = False,
         record: Recording | str | Path | None = None,
+        tensor_parallel: int = 1,
     ) -> Engine:
         """An engine for a model in a local Hugging Face folder or .gguf file, which is checked first.
 
@@ -89,9 +90,16 @@ class Engine(EngineCore):
         implementation: "native" for Llama, Mistral, Qwen2 and Qwen3; "transformers" for a folder of any causal language model of that
         package (`pip install 'stepgraph[transformers]'`); "auto" is "native" where it implements the model's config.
         progress: print the memory required, and show a progress bar. record: the file that `stepgraph replay` reads.
+        tensor_parallel: the number of processes, each with a part of the layers, under `torchrun --nproc-per-node`; on the CPU only.
         ValueError for a wrong file, field or tensor. Downloads nothing and runs no code of the folder.
         """
         options: dict[str, Any] = {"dtype": dtype, "weights": weights, "feature_layers": feature_layers, "implementation": implementation}
+        if tensor_parallel != 1:
+            from stepgraph.runtime.parallel.engine import open_parallel
+
+            if record is not None:
+                raise ValueError(f"record: got {clip_repr(record)} with tensor_parallel={clip_repr(tensor_parallel)}, expected None")
+            return open_parallel(path, draft, config, tensor_parallel, options | {"progress": progress})
         loaded = load_models(path, draft, config, progress=progress, **options)
         tokenizer = functools.partial(TextCodec.open, path, loaded.vocabulary)
         return cls(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, tokenizer=tokenizer, config=loaded.config, record=record)

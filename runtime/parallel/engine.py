@@ -1,0 +1,88 @@
+"""The engine of one rank: before every step the ranks compare what they are about to do and what the step before gave."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.engine import Engine
+from stepgraph.runtime.models.files.loading import load_models
+from stepgraph.runtime.parallel.llama import shard
+from stepgraph.runtime.parallel.ranks import TIMEOUT_SECONDS, Ranks
+from stepgraph.runtime.request import Job, StepEvent
+from stepgraph.runtime.text import TextCodec
+from stepgraph.sampling.fields import clip_repr
+
+_REFUSED = {"save_hidden_states": None, "max_loras": 0, "rounds_per_launch": 1}  # with the accepted values
+DRAFTERS = ("auto", "ngram", "none")
+
+
+class ParallelEngine(Engine):
+    """Every rank makes the same calls of submit(), cancel() and step() in the same order, each rank in one thread."""
+
+    ranks: Ranks
+
+    def submit(self, *args: Any, **options: Any) -> Job:
+        """Waits for the grammar: how long a compile takes differs between ranks, and a step must not depend on it."""
+        job = super().submit(*args, **options)
+        queued = self.queue.unfinished[job.id]
+        while not queued.ready:
+            self.queue.wake.wait(0.01)
+        text = repr((job.prompt, job.constraint, job.sampling, job.max_new_tokens, job.cache_salt, bool(queued.error)))
+        self._said.update(f"submit {text}".encode())
+        return job
+
+    def cancel(self, job: Job | int) -> bool:
+        found = super().cancel(job)
+        self._said.update(f"cancel {found}".encode())
+        return found
+
+    def start(self, ranks: Ranks) -> ParallelEngine:
+        self.ranks, self._said = ranks, hashlib.sha256()
+        ranks.require_equal("the engine configs", repr((self.config, self.limits)).encode())
+        return self
+
+    def step(self) -> list[StepEvent]:
+        events = super().step()
+        for event in events:
+            self._said.update(repr((event.tokens, event.finish_reason)).encode())
+        return events
+
+    def _admit(self) -> list[StepEvent]:
+        self.ranks.require_equal("the requests or the results of the steps before", self._said.digest())
+        return super()._admit()
+
+
+def parallel_config(config: EngineConfig | None) -> EngineConfig | None:
+    """ValueError for what ranks cannot share; the time limit of sums is also that of rounds."""
+    if config is None:
+        return None
+    for name, accepted in _REFUSED.items():
+        if getattr(config, name) != accepted:
+            raise ValueError(f"EngineConfig.{name}: got {getattr(config, name)!r} with tensor_parallel, expected {accepted!r}")
+    return replace(config, round_timeout_seconds=config.round_timeout_seconds or TIMEOUT_SECONDS)
+
+
+def open_parallel(path: str | Path, draft: object, config: EngineConfig | None, size: object, options: dict[str, Any]) -> ParallelEngine:
+    """Engine.from_pretrained(tensor_parallel=size) of one rank."""
+    if draft is not None and draft not in DRAFTERS:
+        names = ", ".join(map(repr, DRAFTERS))
+        raise ValueError(f"draft: got {clip_repr(draft)} with tensor_parallel={clip_repr(size)}, expected None or one of {names}")
+    if (config is None or config.backend == "auto") and torch.cuda.is_available() or config is not None and config.backend == "cuda":
+        raise ValueError(f"tensor_parallel: got {clip_repr(size)} on a GPU, expected EngineConfig(backend='tape'): the sums are gloo's, on the CPU")
+    config = parallel_config(config)
+    ranks = Ranks(size, None if config is None else config.round_timeout_seconds)
+    name = "ngram" if draft == "auto" else draft
+    loaded = load_models(path, name, config, divide=functools.partial(shard, ranks=ranks), **options)
+    # Measured times choose the number of drafts by default, and they differ between ranks.
+    fixed = loaded.config if loaded.config.draft_length != "auto" else replace(loaded.config, draft_length=loaded.config.num_speculative_tokens)
+    fixed = replace(fixed, round_timeout_seconds=ranks.seconds)
+    tokenizer = functools.partial(TextCodec.open, path, loaded.vocabulary)
+    engine = ParallelEngine(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, tokenizer=tokenizer, config=fixed)
+    return engine.start(ranks)

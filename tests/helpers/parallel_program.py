@@ -1,0 +1,45 @@
+"""A program of one rank: decodes with the engine that its arguments describe, and prints what it got as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
+
+
+def requests() -> list[dict[str, Any]]:
+    """Plain, with a grammar, and sampled."""
+    repeated = [5, 6, 7, 5, 6, 7, 5, 6]
+    return [
+        {"prompt": repeated},
+        {"prompt": [9, 8, 7], "constraint": Constraint.regex("[a-f]{6,20}")},
+        {"prompt": [4, 5], "sampling": SamplingParams(temperature=0.8, seed=3)},
+        {"prompt": [11, 12, 11, 12, 11], "constraint": Constraint.choice(["abc", "abd", "xyz"])},
+    ]
+
+
+def decode(path: str, draft: str, size: int, **changes: Any) -> dict[str, Any]:
+    config = EngineConfig(max_rows=4, max_length=64, num_speculative_tokens=3, draft_length=3, compile_isolation="none", **changes)
+    with Engine.from_pretrained(path, draft, config=config, tensor_parallel=size) as engine:
+        jobs = [engine.submit(max_new_tokens=24, **request) for request in requests()]
+        error = ""
+        try:
+            while engine.has_work:
+                engine.step()
+                print("step", flush=True)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        weights = sum(parameter.nbytes for parameter in engine._parts.models.target.parameters())
+        found = [(job.tokens, str(job.finish_reason), bool(job.error)) for job in jobs]
+        return {"jobs": found, "error": error, "weights": weights}
+
+
+if __name__ == "__main__":
+    path, draft, *rest = sys.argv[1:]
+    started = time.monotonic()
+    found = decode(path, draft, int(os.environ.get("WORLD_SIZE", "1")), **json.loads(rest[0] if rest else "{}"))
+    print(json.dumps(found | {"seconds": time.monotonic() - started}), flush=True)
