@@ -18,6 +18,7 @@ from stepgraph.runtime.parallel.ranks import TIMEOUT_SECONDS, Ranks
 from stepgraph.runtime.request import Job, StepEvent
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.fields import clip_repr
+from stepgraph.sampling.params import SamplingParams
 
 _REFUSED = {"save_hidden_states": None, "max_loras": 0, "rounds_per_launch": 1}  # with the accepted values
 DRAFTERS = ("auto", "ngram", "none")
@@ -30,11 +31,17 @@ class ParallelEngine(Engine):
 
     def submit(self, *args: Any, **options: Any) -> Job:
         """Waits for the grammar: how long a compile takes differs between ranks, and a step must not depend on it."""
+        sampling = options.get("sampling")
+        if isinstance(sampling, SamplingParams) and sampling.temperature and sampling.seed is None:
+            raise ValueError("SamplingParams.seed: got None with tensor_parallel, expected an integer, the same on every rank")
+        if options.get("prompt_embeddings") is not None:
+            raise ValueError("prompt_embeddings: got embeddings with tensor_parallel, expected None: ranks do not compare them")
         job = super().submit(*args, **options)
         queued = self.queue.unfinished[job.id]
         while not queued.ready:
             self.queue.wake.wait(0.01)
-        text = repr((job.prompt, job.constraint, job.sampling, job.max_new_tokens, job.cache_salt, bool(queued.error)))
+        said = (job.prompt_ids, job.constraint, job.sampling, job.max_new_tokens, job.num_speculative_tokens, job.stop_ids)
+        text = repr((*said, job.draft_ids, job.cache_salt, bool(queued.error)))
         self._said.update(f"submit {text}".encode())
         return job
 
