@@ -67,7 +67,7 @@ class ParallelEngine(Engine):
 
 
 def parallel_config(config: EngineConfig | None) -> EngineConfig | None:
-    """ValueError for what ranks cannot share; the time limit of sums is also that of rounds."""
+    """With a time limit of rounds, which is also that of sums. ValueError for settings that are not divided among ranks."""
     if config is None:
         return None
     for name, accepted in _REFUSED.items():
@@ -81,15 +81,16 @@ def open_parallel(path: str | Path, draft: object, config: EngineConfig | None, 
     if draft is not None and draft not in DRAFTERS:
         names = ", ".join(map(repr, DRAFTERS))
         raise ValueError(f"draft: got {clip_repr(draft)} with tensor_parallel={clip_repr(size)}, expected None or one of {names}")
-    if (config is None or config.backend == "auto") and torch.cuda.is_available() or config is not None and config.backend == "cuda":
-        raise ValueError(f"tensor_parallel: got {clip_repr(size)} on a GPU, expected EngineConfig(backend='tape'): the sums are gloo's, on the CPU")
+    backend = "auto" if config is None else config.backend
+    if backend == "cuda" or (backend == "auto" and torch.cuda.is_available()):
+        raise ValueError(f"EngineConfig.backend: got {backend!r} with tensor_parallel={clip_repr(size)} and a GPU, expected 'tape'")
     config = parallel_config(config)
     ranks = Ranks(size, None if config is None else config.round_timeout_seconds)
     name = "ngram" if draft == "auto" else draft
     loaded = load_models(path, name, config, divide=functools.partial(shard, ranks=ranks), **options)
-    # Measured times choose the number of drafts by default, and they differ between ranks.
-    fixed = loaded.config if loaded.config.draft_length != "auto" else replace(loaded.config, draft_length=loaded.config.num_speculative_tokens)
-    fixed = replace(fixed, round_timeout_seconds=ranks.seconds)
+    fixed = replace(loaded.config, round_timeout_seconds=ranks.seconds)
+    if fixed.draft_length == "auto":  # by measured times, which differ between ranks
+        fixed = replace(fixed, draft_length=fixed.num_speculative_tokens)
     tokenizer = functools.partial(TextCodec.open, path, loaded.vocabulary)
     engine = ParallelEngine(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, tokenizer=tokenizer, config=fixed)
     return engine.start(ranks)

@@ -1,9 +1,9 @@
-"""A Llama of which each rank has a part of every layer: heads of attention and rows of the MLP. Embedding, norms and head are replicated."""
+"""A Llama of which each rank has some heads and MLP rows of every layer. Embedding, norms and head are replicated."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,35 +11,41 @@ from torch import Tensor, nn
 
 from stepgraph.graphs.layers.dense import Residual
 from stepgraph.graphs.layers.parallel import sum_over_ranks
+from stepgraph.graphs.layers.quantised import Grouped
+from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.models.files.checkpoint import Checkpoint
 from stepgraph.runtime.models.files.weights import SafetensorsSource, Stored, llama_slices
 from stepgraph.runtime.models.llama import Adapted, Llama, LlamaLayer, _unchanged
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.parallel.ranks import Ranks
-from stepgraph.graphs.layers.quantised import Grouped
 
-_ROWS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "q_proj.bias", "k_proj.bias", "v_proj.bias", "gate_proj.weight", "up_proj.weight")
+_ROWS = (
+    *(f"self_attn.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")),
+    *(f"mlp.{part}_proj.weight" for part in ("gate", "up")),
+)
 _COLUMNS = ("o_proj.weight", "down_proj.weight")
-_SUMMED = ("output", "down")  # the products with parts of rows, whose sum over the ranks is the whole product
+_SUMMED = ("output", "down")  # products with some columns of a weight: their sum over the ranks is the whole product
 
 
 class ShardedLayer(LlamaLayer):
     """The layer with the sizes of one rank."""
 
-    group = -1
+    def __init__(self, config: LlamaConfig, index: int, like: Tensor, group: int) -> None:
+        super().__init__(config, index, like)
+        self.group = group
 
     def forward(
         self,
         states: Tensor,
         normed: Tensor,
         rotation: tuple[Tensor, Tensor],
-        inputs: object,
+        inputs: ModelInput,
         keys: Tensor,
         values: Tensor,
         next_norm: Tensor,
         adapted: Adapted = _unchanged,
     ) -> Residual:
-        return super().forward(states, normed, rotation, inputs, keys, values, next_norm, self._summed)  # type: ignore[arg-type]
+        return super().forward(states, normed, rotation, inputs, keys, values, next_norm, self._summed)
 
     def _summed(self, name: str, states: Tensor, product: Tensor) -> Tensor:
         if name in _SUMMED:
@@ -53,9 +59,7 @@ class ShardedLlama(Llama):
     def __init__(self, config: LlamaConfig, group: int, feature_layers: Sequence[int], device: str | torch.device) -> None:
         super().__init__(config, feature_layers=feature_layers, device=device)
         like = torch.empty(0, dtype=config.dtype, device=device)
-        self.layers = nn.ModuleList(ShardedLayer(config, index, like) for index in range(config.num_layers))
-        for layer in self.layers:
-            layer.group = group
+        self.layers = nn.ModuleList(ShardedLayer(config, index, like, group) for index in range(config.num_layers))
         self.lora_weights = {}
 
 
@@ -118,7 +122,7 @@ class ShardedCheckpoint(Checkpoint):
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def shard(checkpoint: object, ranks: Ranks) -> ShardedCheckpoint:
@@ -127,13 +131,14 @@ def shard(checkpoint: object, ranks: Ranks) -> ShardedCheckpoint:
     if not isinstance(checkpoint, Checkpoint) or not isinstance(checkpoint.source, SafetensorsSource) or checkpoint.packed:
         raise ValueError(f"path: got a model that tensor_parallel={ranks.size} does not divide, {expected}")
     config, size = checkpoint.config, ranks.size
-    divided: Mapping[str, int] = {name: getattr(config, name) for name in ("num_heads", "num_kv_heads", "intermediate_size")}
+    divided = {name: getattr(config, name) for name in ("num_heads", "num_kv_heads", "intermediate_size")}
     for name, length in divided.items():
         if length % size:
             raise ValueError(f"tensor_parallel: got {size} for a model with {name}={length}, expected a divisor of it")
     if config.output_bias:
         raise ValueError(f"tensor_parallel: got {size} for a model with a bias of the attention output, expected 1")
-    local = replace(config, **{name: length // size for name, length in divided.items()})
+    heads, kv_heads, middle = (length // size for length in divided.values())
+    local = replace(config, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=middle)
     ranks.require_equal("the configs and tensor tables of the models", repr((config, sorted(checkpoint.source.tensors.items()))).encode())
     return ShardedCheckpoint(
         checkpoint.path,

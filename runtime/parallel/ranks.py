@@ -46,7 +46,8 @@ class Ranks:
         try:
             dist.all_gather(found, values, group=self._control)
         except RuntimeError as error:
-            raise RankError(f"rank {self.rank} of {self.size}: another rank is lost, or did not answer within {self.seconds:g} s: {error}") from error
+            late = f"another rank is lost, or did not answer within {self.seconds:g} s"
+            raise RankError(f"rank {self.rank} of {self.size}: {late}: {error}") from error
         return found
 
     def require_equal(self, what: str, value: bytes) -> None:

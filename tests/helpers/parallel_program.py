@@ -6,9 +6,10 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
-from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
+from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, SamplingParams
 
 
 def requests() -> list[dict[str, Any]]:
@@ -22,10 +23,26 @@ def requests() -> list[dict[str, Any]]:
     ]
 
 
-def decode(path: str, draft: str, size: int, **changes: Any) -> dict[str, Any]:
+def refused_calls(engine: Engine) -> list[tuple[Callable[[], object], str]]:
+    return [
+        (lambda: engine.submit([1], sampling=SamplingParams(temperature=1.0)), "SamplingParams.seed"),
+        (lambda: engine.submit([1], prompt_embeddings={}), "prompt_embeddings"),
+        (lambda: AsyncEngine(engine), "AsyncEngine.engine"),
+    ]
+
+
+def decode(path: str, draft: str, size: int, count: int = 4, **changes: Any) -> dict[str, Any]:
     config = EngineConfig(max_rows=4, max_length=64, num_speculative_tokens=3, draft_length=3, compile_isolation="none", **changes)
     with Engine.from_pretrained(path, draft, config=config, tensor_parallel=size) as engine:
-        jobs = [engine.submit(max_new_tokens=24, **request) for request in requests()]
+        if size > 1:
+            for call, field in refused_calls(engine):
+                try:
+                    call()
+                except ValueError as error:
+                    assert str(error).startswith(f"{field}: got"), error
+                else:
+                    raise AssertionError(f"{field}: not refused")
+        jobs = [engine.submit(max_new_tokens=24, **request) for request in requests()[:count]]
         error = ""
         try:
             while engine.has_work:

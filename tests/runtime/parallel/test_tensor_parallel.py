@@ -24,14 +24,14 @@ from tests.helpers.parallel_program import decode
 
 
 @contextlib.contextmanager
-def ranks(folders: list[Path], draft: str, **changes: Any) -> Iterator[list[subprocess.Popen[str]]]:
+def ranks(folders: list[Path], draft: str, counts: tuple[int, int] = (4, 4), **changes: Any) -> Iterator[list[subprocess.Popen[str]]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(folders))}
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.parallel_program", str(folder), draft, json.dumps(changes)],
+            [sys.executable, "-m", "tests.helpers.parallel_program", str(folder), draft, json.dumps(changes | {"count": counts[rank]})],
             env=shared | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -94,3 +94,12 @@ def test_other_weights_on_one_rank_are_found_at_load(tmp_path: Path, name: str) 
 def test_a_number_of_ranks_that_cannot_run_is_refused(size: Any, accepted: str) -> None:
     with pytest.raises(ValueError, match=f"tensor_parallel: got {size!r}.*{accepted}"):
         Engine.from_pretrained(model_folder(), tensor_parallel=size)
+
+
+@pytest.mark.soak
+def test_other_requests_on_one_rank_end_all_jobs() -> None:
+    with ranks([model_folder()] * 2, "none", counts=(4, 3), round_timeout_seconds=20.0) as started:
+        found = [result(process) for process in started]
+    for each in found:
+        assert "the requests or the results of the steps before differ" in each["error"] and each["seconds"] < 20
+        assert all(reason == "error" for _, reason, _ in each["jobs"])
