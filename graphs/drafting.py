@@ -13,6 +13,7 @@ from torch.nn import functional
 from stepgraph.graphs.batch import Batch, model_input, model_logits
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.mask_upload import host_mask
 from stepgraph.graphs.model import DraftModel
 from stepgraph.graphs.model_call import run_model
 from stepgraph.graphs.row_layout import Column
@@ -90,13 +91,7 @@ def grammar_mask_of(buffers: StaticBuffers, after: Batch, step: int, on_device: 
     if on_device:
         status = buffers.batch_status[step - 1, :size, None]
         return GrammarMask(buffers.row_masks[:, step - 1 : step], after.rows, after.has_grammar, status)
-    if "grammar_arena" in buffers:  # the masks of grammars on the device are only in their rows
-        rows, (tags, masks) = after.rows, (each[:, step - 1 : step] for each in (buffers.row_tags, buffers.row_masks))
-    else:
-        rows, (tags, masks) = None, (each[step - 1, :size, None] for each in (buffers.batch_tags, buffers.batch_masks))
-    owner, generated, constraint = (after.column(column) for column in (Column.OWNER, Column.GENERATED, Column.CONSTRAINED))
-    status, constrained = kernels.mask_status(tags, owner, generated, constraint, step - 1, rows)
-    return GrammarMask(masks, rows, constrained, status)
+    return host_mask(buffers, after, step)
 
 
 def rule_of(mask: GrammarMask) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -20,6 +20,7 @@ from stepgraph.runtime.draft_length import DraftLengthChooser
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar.link.protocol import HostLink
+from stepgraph.sampling.kernels.alternatives import read_top_logprobs
 
 Launch = tuple[int, bool, bool, bool, Drafting]  # rows; whether some are constrained, some sampled, all grammars on the device
 
@@ -151,21 +152,16 @@ class InFlight:
 
     def _results(self, launched: LaunchedRound, slot: int) -> Iterator[tuple[int, ActiveRequest, ResultRecord]]:
         """Batch index, request and result of its unfinished requests. `slot`: of the rings of results."""
-        layout, results = self._layout_of(launched.key), self._buffers.results_ring_host[slot].tolist()
-        all_pairs = self._buffers.logprobs_ring_host[slot].tolist() if launched.logprobs else [[]] * len(results)
+        b, layout = self._buffers, self._layout_of(launched.key)
+        results = b.results_ring_host[slot].tolist()
+        all_pairs = b.logprobs_ring_host[slot].tolist() if launched.logprobs else [[]] * len(results)
         for index, (request, line, pairs) in enumerate(zip(launched.requests, results, all_pairs, strict=False)):
             if not request.job.finished:  # if it ended after this round was launched, the row was inert
                 if asked := request.job.sampling.top_logprobs:
-                    pairs = [[*pair, *tops] for pair, tops in zip(pairs, self._top_logprobs(slot, index, asked), strict=True)]
+                    found = read_top_logprobs(b.top_ids_ring_host[slot, index], b.top_logprobs_ring_host[slot, index], asked)
+                    pairs = [[*pair, *tops] for pair, tops in zip(pairs, found, strict=True)]
                 result = layout.read(line, pairs)
                 yield index, request, result._replace(**self._unwritten) if self._unwritten else result
-
-    def _top_logprobs(self, slot: int, index: int, asked: int) -> Iterator[list[tuple[tuple[int, float], ...]]]:
-        """For each position of a row, its likeliest tokens under the target's logits, and under the distribution it was sampled from."""
-        b, half = self._buffers, self._buffers.top_ids_ring_host.shape[-1] // 2
-        for ids, values in zip(b.top_ids_ring_host[slot, index].tolist(), b.top_logprobs_ring_host[slot, index].tolist(), strict=True):
-            ranked = [[*zip(ids[start:], values[start:], strict=True)][:asked] for start in (0, half)]
-            yield [tuple(pair for pair in pairs if pair[0] >= 0) for pairs in ranked]
 
     def _wait(self, launched: LaunchedRound) -> float | None:
         """The duration of the round; None if the device had ended it before this call, or began it after other work."""

@@ -3,6 +3,7 @@
     python tools/gpu_pack.py --out bundle                          wheels for Python 3.12 on Linux, the demonstration's model in parts
     python tools/gpu_pack.py --out bundle --libraries prebuilt     also FlashInfer's prebuilt libraries, from a folder
     python tools/gpu_pack.py --out bundle --has there.txt          without the packages that the host's `pip list --format=freeze` names
+    python tools/gpu_pack.py --out bundle --triton-cache cache     also compiled Triton programs, of tools/gpu/packing/triton_cache.py
     python tools/gpu_pack.py --install bundle                      on the host: the same as `python bundle/install.py`
 
 The host must have torch, triton and pip. Packs the wheels of tools/gpu/packing/wheels.txt without their dependencies.
@@ -44,19 +45,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--libraries", type=Path, metavar="FOLDER", help="folder of FlashInfer's prebuilt libraries, laid out like its workspace"
     )
+    parser.add_argument(
+        "--triton-cache", type=Path, metavar="FOLDER", help="a folder of tools.gpu.packing.triton_cache, for the same Python"
+    )
     parser.add_argument("--model", type=Path, metavar="FILE", help="a model file (default: the demonstration's, if installed)")
     options = parser.parse_args(arguments)
     if options.install:
         return unpack.main([], options.install)
     try:
-        for name in ("libraries", "model", "has"):
-            path = getattr(options, name)
-            if path is not None and not (path.is_dir() if name == "libraries" else path.is_file()):
-                raise ValueError(f"--{name}: got {path}, expected {'a folder' if name == 'libraries' else 'a file'} that is there")
+        for name in ("libraries", "triton_cache", "model", "has"):
+            path, is_folder = getattr(options, name), name in ("libraries", "triton_cache")
+            if path is not None and not (path.is_dir() if is_folder else path.is_file()):
+                kind = "a folder" if is_folder else "a file"
+                raise ValueError(f"--{name.replace('_', '-')}: got {path}, expected {kind} that is there")
         sources = ["--no-index", "--find-links", options.index] if options.index else []
         model = options.model or demo_model()
         pins = bundle.without(bundle.pinned(options.wheels), options.has)
-        manifest = bundle.make(options.out, pins, options.python, sources, model, options.libraries)
+        manifest = bundle.make(options.out, pins, options.python, sources, model, options.libraries, options.triton_cache)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"gpu_pack: {error}", file=sys.stderr)
         return 1

@@ -19,7 +19,7 @@ from torch import Tensor
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import BackendStats, Event, checked_loop
 from stepgraph.graphs.context import COPIES
-from stepgraph.graphs.cuda.loop import LoopGraph, why_no_loops
+from stepgraph.graphs.cuda.loop import why_no_loops
 from stepgraph.graphs.cuda.recorder import Recording
 from stepgraph.graphs.cuda.resources import DeviceResources
 from stepgraph.graphs.cuda.trace import CudaTracer
@@ -67,7 +67,6 @@ class CudaGraph:
 
     def __init__(self, launcher: CudaLauncher, recording: Recording, buffers: StaticBuffers) -> None:
         self._launcher, self._recording, self._buffers, self.report = launcher, recording, buffers, recording.report
-        self._loop: LoopGraph | None = None  # the latest
         # The graph may be running when the last reference is dropped; its callbacks must outlive the run.
         self.retire = weakref.finalize(self, launcher.resources.retired.append, recording)
         self.retire.atexit = False
@@ -84,8 +83,7 @@ class CudaGraph:
             if loop is None:
                 recording.graph.replay()
             else:
-                self._loop = self._loop_of(*loop)
-                self._loop.launch(main)
+                recording.loops.launch(launcher.driver, recording.graph.raw_cuda_graph(), *loop, main)
         if launcher.tracer is not None:
             launcher.tracer.replayed(self.report.stages if is_round else None)
         launcher.stats.replays += is_round
@@ -93,14 +91,8 @@ class CudaGraph:
 
     @property
     def rounds(self) -> int:
-        return self._loop.rounds if self._loop else 0
-
-    def _loop_of(self, until: Tensor, limit: int) -> LoopGraph:
-        """The first call for a flag and a limit builds the loop."""
-        key, recording = (until.data_ptr(), limit), self._recording
-        if key not in recording.loops:
-            recording.loops[key] = LoopGraph(self._launcher.driver, recording.graph.raw_cuda_graph(), until, limit)
-        return recording.loops[key]
+        latest = self._recording.loops.latest
+        return latest.rounds if latest else 0
 
 
 class CudaLauncher:

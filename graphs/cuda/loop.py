@@ -150,6 +150,22 @@ class LoopGraph:
         self._driver.cuGraphDestroy(self._graph)
 
 
+class Loops(dict[tuple[int, int], LoopGraph]):
+    """The loops of one captured step by the address of their flag and their limit. The first launch of each builds it."""
+
+    latest: LoopGraph | None = None
+
+    def launch(self, driver: Driver, step: int, until: Tensor, limit: int, stream: int) -> None:
+        key = (until.data_ptr(), limit)
+        self.latest = self[key] = self.get(key) or LoopGraph(driver, step, until, limit)
+        self.latest.launch(stream)
+
+    def free(self) -> None:
+        """Only while the device is idle."""
+        while self:
+            self.popitem()[1].free()
+
+
 @functools.cache
 def _set_condition(driver: Driver, context: int) -> int:
     """The condition kernel, loaded once per context."""

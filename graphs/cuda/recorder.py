@@ -21,7 +21,7 @@ from stepgraph.graphs.cuda.context import CudaCaptureContext, Streams
 from stepgraph.graphs.cuda.driver import Driver
 from stepgraph.graphs.cuda.driver_calls import KernelParams
 from stepgraph.graphs.cuda.host_callback import HostCallback
-from stepgraph.graphs.cuda.loop import LoopGraph
+from stepgraph.graphs.cuda.loop import Loops
 from stepgraph.graphs.errors import CaptureError, HostErrors, Site, fail, site_of
 from stepgraph.graphs.spans import MakeRange, RecordedReport, stage_runs
 from stepgraph.graphs.tape.recorder import Recorder, first_difference
@@ -52,12 +52,11 @@ class Recording(NamedTuple):
     report: RecordedReport
     host_node: tuple[str, Site] | None  # the first one
     draws: bool  # from a generator
-    loops: dict[tuple[int, int], LoopGraph]  # by address of the flag and limit
+    loops: Loops
 
     def free(self) -> None:
         """Only while the device is idle."""
-        while self.loops:
-            self.loops.popitem()[1].free()
+        self.loops.free()
         self.graph.reset()
         self.callbacks.clear()
 
@@ -131,7 +130,7 @@ class CudaRecorder:
             seconds=time.perf_counter() - begin,
             stages=stage_runs(context.labels),
         )
-        return Recording(graph, context.callbacks, nodes, report, context.first_host_node, draws, {})
+        return Recording(graph, context.callbacks, nodes, report, context.first_host_node, draws, Loops())
 
     def measure(self, step: Step, buffers: StaticBuffers) -> RecordedReport:
         """The report of a capture in its own pool, which is then freed."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -38,3 +40,11 @@ def top_logprobs(
         part = copy[:, : len(rows), :positions]
         part.index_copy_(0, slot, torch.where(asked, found.to(ring.dtype), part.index_select(0, slot)[0])[None])
         ring.copy_(copy, non_blocking=True)
+
+
+def read_top_logprobs(ids: Tensor, values: Tensor, asked: int) -> Iterator[list[tuple[tuple[int, float], ...]]]:
+    """For each position of one line of the rings, the `asked` likeliest tokens under the model's logits, and those under `probs`."""
+    half = ids.shape[-1] // 2
+    for line, line_values in zip(ids.tolist(), values.tolist(), strict=True):
+        ranked = [[*zip(line[start:], line_values[start:], strict=True)][:asked] for start in (0, half)]
+        yield [tuple(pair for pair in pairs if pair[0] >= 0) for pairs in ranked]

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from stepgraph.sampling import native
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.kernels.c_kernel import CKernel, Run
-from stepgraph.sampling.kernels.signature import arrangement, count_tensors, schema_type
+from stepgraph.sampling.kernels.signature import arrangement, schema
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,11 +68,8 @@ class Operation(Generic[P, R]):
         self._names = tuple(parameters)
         self._defaults = {name: parameter.default for name, parameter in parameters.items() if parameter.default is not parameter.empty}
         self._arrange = tuple(arrangement(hints[name]) for name in parameters)
-        written = [f"out{index}" for index in range(count_tensors(hints["return"]))]
-        types = [schema_type(hints[name], name if name in writes else "") for name in parameters]
-        schema = [*map(" ".join, zip(types, parameters, strict=True)), *(f"Tensor({name}!) {name}" for name in written)]
         # torch.library.custom_op would add wrappers that cost more than most kernels, and import the compiler at the first call
-        _LIBRARY.define(f"{self.name}({', '.join(schema)}) -> ()")
+        _LIBRARY.define(schema(self.name, hints, writes))
         _LIBRARY.impl(self.name, self._on_cpu, "CPU")
         _LIBRARY.impl(self.name, self._on_cuda, "CUDA")
         torch.library.register_fake(f"stepgraph::{self.name}", lambda *_: None, lib=_LIBRARY)  # the caller allocates the outputs

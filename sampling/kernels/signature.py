@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any
 
@@ -20,7 +20,14 @@ def arrangement(hint: Any) -> Callable[[Tensor], Tensor] | None:
     return None
 
 
-def schema_type(hint: Any, alias: str) -> str:
+def schema(name: str, hints: Mapping[str, Any], writes: Sequence[str]) -> str:
+    """Of an operation with these type hints: its arguments, of which it writes some, then the outputs that the caller allocates."""
+    inputs = [f"{_schema_type(hint, each if each in writes else '')} {each}" for each, hint in hints.items() if each != "return"]
+    outputs = [f"Tensor(out{index}!) out{index}" for index in range(_count_tensors(hints["return"]))]
+    return f"{name}({', '.join([*inputs, *outputs])}) -> ()"
+
+
+def _schema_type(hint: Any, alias: str) -> str:
     """As a schema writes it; `alias` names the memory of a tensor that is written."""
     parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
     (plain,) = (part for part in parts if part is not type(None))
@@ -29,7 +36,7 @@ def schema_type(hint: Any, alias: str) -> str:
     return (f"{kind}({alias}!)" if alias else kind) + "?" * (type(None) in parts)
 
 
-def count_tensors(returned: Any) -> int:
+def _count_tensors(returned: Any) -> int:
     if returned is type(None):
         return 0
     return 1 if returned is Tensor else len(getattr(returned, "_fields", typing.get_args(returned)))

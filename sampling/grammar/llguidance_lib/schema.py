@@ -11,12 +11,14 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from stepgraph.sampling.grammar.constraints.charset import CharSet, charset, class_members, intersection, regex_class, unescaped
 from stepgraph.sampling.grammar.constraints.unsupported import reject
 
-MAX_STATES = 1_000  # of all automata of a schema
+MAX_STATES = 20_000  # of all automata of a schema
+MAX_CHAIN = 1_000  # states of one of them: the library recurses into an expression, and a deep one overflows its stack
 MAX_TERMINALS = 20_000
 MAX_SHARED = 30  # characters of an expression that is repeated instead of becoming a terminal
 
@@ -196,13 +198,14 @@ class _Translation:
 
     def _equate(self, name: str) -> None:
         """Add the equations of a rule and of those that follow it."""
-        waiting = [name]
+        waiting, before = [name], len(self._equations)
         while waiting:
             name = waiting.pop()
             if name in self._equations:
                 continue
-            if len(self._equations) >= MAX_STATES:
-                reject("#", "schema", f"takes more than {MAX_STATES} states of automata; use another backend than llguidance")
+            most = min(MAX_STATES, before + MAX_CHAIN)
+            if len(self._equations) >= most:
+                reject("#", "schema", f"takes more than {most - before} states of an automaton; use another backend than llguidance")
             cases, rule = defaultdict[str, list[str]](list), self._rules[name]
             for case in rule.parts if rule.kind == "any" else (rule,):
                 parts = case.parts if case.kind == "all" else (case,)
@@ -218,29 +221,48 @@ class _Translation:
         for name, equation in equations.items():
             for follows in equation:
                 users[follows].add(name)
-        pending = dict.fromkeys(equations)
-        while pending:
-            name = min(pending, key=lambda name: len(equations[name].keys() - {name, ""}) * len(users[name] - {name}))
-            del pending[name]
-            equation = equations[name]
-            if (loop := equation.pop(name, None)) is not None:
-                users[name].discard(name)
-                for follows, text in equation.items():
-                    equation[follows] = f"({loop})* {text}".strip()
-            if equation.keys() == {""}:
-                self._expressions[name.upper()] = equation[""]
-                equation = {"": name.upper()}
-            else:
-                self._expressions[name.upper()] = _either(*(f"{text} {follows.upper()}".strip() for follows, text in equation.items()))
-            for user in users[name]:
-                before = equations[user].pop(name)
-                for follows, text in equation.items():
-                    text = f"{before} {text}".strip()
-                    other = equations[user].get(follows)
-                    equations[user][follows] = self._shared(text if other is None else _either(other, text))
-                    users[follows].add(user)
-            for follows in equation:
-                users[follows].discard(name)
+        numbers = {name: number for number, name in enumerate(equations)}
+        costs = dict[str, int]()  # of the rules that are left
+        queue = list[tuple[int, int, str]]()
+
+        def enqueue(name: str) -> None:
+            others, used_by = len(equations[name]) - ("" in equations[name]), len(users[name])
+            costs[name] = (others - (name in equations[name])) * (used_by - (name in users[name]))
+            heappush(queue, (costs[name], numbers[name], name))
+
+        for name in equations:
+            enqueue(name)
+        while queue:
+            cost, _, name = heappop(queue)
+            if costs.get(name) != cost:  # eliminated before, or its cost has changed
+                continue
+            del costs[name]
+            for other in self._eliminate(name, users) & costs.keys():
+                enqueue(other)
+
+    def _eliminate(self, name: str, users: dict[str, set[str]]) -> set[str]:
+        """Put the equation of a rule in the place of the rule. Returns the rules whose equations or users have changed."""
+        equations = self._equations
+        equation = equations[name]
+        if (loop := equation.pop(name, None)) is not None:
+            users[name].discard(name)
+            for follows, text in equation.items():
+                equation[follows] = f"({loop})* {text}".strip()
+        if equation.keys() == {""}:
+            self._expressions[name.upper()] = equation[""]
+            equation = {"": name.upper()}
+        else:
+            self._expressions[name.upper()] = _either(*(f"{text} {follows.upper()}".strip() for follows, text in equation.items()))
+        for user in users[name]:
+            before = equations[user].pop(name)
+            for follows, text in equation.items():
+                text = f"{before} {text}".strip()
+                other = equations[user].get(follows)
+                equations[user][follows] = self._shared(text if other is None else _either(other, text))
+                users[follows].add(user)
+        for follows in equation:
+            users[follows].discard(name)
+        return users[name] | equation.keys()
 
     def _shared(self, text: str) -> str:
         return text if len(text) <= MAX_SHARED else self._named(text)

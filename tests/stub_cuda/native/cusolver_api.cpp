@@ -1,4 +1,4 @@
-// Sizes of workspaces, which callers allocate: none is needed. Decompositions are generated functions.
+// Sizes of workspaces for float32, which callers allocate: none is needed. Decompositions are generated functions.
 #include "api.h"
 
 using namespace stub;
@@ -9,6 +9,16 @@ int cusolverDnXpotrf_bufferSize(void*, void*, int, int64_t, int, const void*, in
     STUB_ENTER();
     *on_device = *on_host = 0;
     return SUCCESS;
+}
+
+int cusolverDnSpotrf_bufferSize(void*, int, int, float*, int, int* size) {
+    STUB_ENTER();
+    return stub_give(size, 0);
+}
+
+int cusolverDnSgetrf_bufferSize(void*, int, int, float*, int, int* size) {
+    STUB_ENTER();
+    return stub_give(size, 0);
 }
 
 }  // extern "C"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.gpu.packing import unpack
+from tools.gpu.packing import triton_cache, unpack
 
 PART_BYTES = 58 << 20  # limit of the file transfer to such hosts
 MOST_WHEEL_BYTES = PART_BYTES  # wheels are not split
@@ -107,7 +107,13 @@ def prebuilt_wheel(libraries: Path, pins: Sequence[str], folder: Path) -> Path:
 
 
 def make(
-    bundle: Path, pins: Sequence[str], python: str, options: Sequence[str], model: Path | None, libraries: Path | None
+    bundle: Path,
+    pins: Sequence[str],
+    python: str,
+    options: Sequence[str],
+    model: Path | None,
+    libraries: Path | None,
+    cache: Path | None = None,
 ) -> dict[str, Any]:
     """Fill an empty folder; returns its manifest."""
     if bundle.exists() and any(bundle.iterdir()):
@@ -119,10 +125,15 @@ def make(
     large = [wheel.name for wheel in wheels if wheel.stat().st_size > MOST_WHEEL_BYTES]
     if large:
         raise ValueError(f"wheels: got {', '.join(large)} of more than {MOST_WHEEL_BYTES} bytes, expected smaller wheels")
+    made_by = None
+    if cache is not None:
+        made_by = triton_cache.pack(cache, bundle / unpack.CACHE)
+        if made_by["python"] != python:
+            raise ValueError(f"--triton-cache: got a cache of Python {made_by['python']}, expected {python}, as --python")
     joined = {} if model is None else {model.name: cut(model, model.name, bundle)}
     shutil.copyfile(unpack.__file__, bundle / "install.py")
     files = {name: {"bytes": (bundle / name).stat().st_size, "sha256": unpack.digest(bundle / name)} for name in _names(bundle)}
-    manifest = {"python": python, "pins": list(pins), "files": files, "joined": joined}
+    manifest = {"python": python, "pins": list(pins), "files": files, "joined": joined, "triton_cache": made_by}
     (bundle / unpack.MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     return manifest
 

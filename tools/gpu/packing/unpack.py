@@ -12,14 +12,28 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
 CHUNK = 1 << 20
+CACHE = "triton_cache.zip"
+CACHE_KEYS = "made_by.json"
+# What has to be equal for Triton to find its entries; `platform` for those of launchers only.
+PRINT_CACHE_KEYS = """
+import hashlib, json, platform, sys
+from triton.runtime.build import platform_key
+from triton.runtime.cache import triton_key
+import triton
+python = ".".join(map(str, sys.version_info[:2]))
+key = hashlib.sha256(triton_key().encode()).hexdigest()
+print(json.dumps({"python": python, "triton": triton.__version__, "key": key, "platform": platform_key()}))
+"""
 
 
 def digest(path: Path) -> str:
@@ -78,7 +92,28 @@ def install(bundle: Path, into: Path, python: str = sys.executable) -> list[str]
         done.append(f"installed {len(wheels)} wheels")
     for name, entry in manifest["joined"].items():
         done.append(f"joined {join(bundle, name, entry, into)}")
+    if manifest.get("triton_cache"):
+        cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+        done.append(install_cache(bundle / CACHE, manifest["triton_cache"], cache, python))
     return done
+
+
+def install_cache(archive: Path, made_by: dict[str, str], into: Path, python: str = sys.executable) -> str:
+    """Add the entries to a Triton cache, if the Triton of `python` would find them; returns what was done."""
+    asked = subprocess.run([python, "-c", PRINT_CACHE_KEYS], capture_output=True, text=True, check=False)
+    here = json.loads(asked.stdout) if asked.returncode == 0 else {}
+    if here.get("key") != made_by["key"]:
+        has = f"Triton {here['triton']} for Python {here['python']}" if here else "no Triton with such keys"
+        return f"left out the Triton cache: it is of Triton {made_by['triton']} for Python {made_by['python']}, here is {has}"
+    with zipfile.ZipFile(archive) as packed:
+        packed.extractall(into)
+        groups = [into / name for name in packed.namelist() if Path(name).name.startswith("__grp__")]
+    for group in groups:  # each has the paths of its files
+        paths = json.loads(group.read_text(encoding="utf-8"))["child_paths"]
+        moved = {name: str((group.parent / Path(path).name).resolve()) for name, path in paths.items()}
+        group.write_text(json.dumps({"child_paths": moved}), encoding="utf-8")
+    launchers = "" if here["platform"] == made_by["platform"] else "; launchers are compiled here: platform.architecture() differs"
+    return f"added {len(groups)} programs to {into}{launchers}"
 
 
 def main(arguments: list[str] | None = None, bundle: Path | None = None) -> int:

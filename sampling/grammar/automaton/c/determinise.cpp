@@ -170,7 +170,7 @@ private:
 
     int32_t intern(const Ints &members) {
         if (members.empty()) return DEAD;
-        auto [at, is_new] = index_of.emplace(members, (int32_t)sets.size());
+        auto [at, is_new] = index_of.try_emplace(members, (int32_t)sets.size());
         if (is_new) {
             if ((int64_t)sets.size() >= limits.states) exceeded("states", limits.states);
             sets.push_back(&at->first);

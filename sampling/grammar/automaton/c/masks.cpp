@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <numeric>
 #include <unordered_map>
 #include <utility>
@@ -72,77 +73,55 @@ static bool in_text_order(const Entry &left, const Entry &right) {
     return order ? order < 0 : left.size != right.size ? left.size < right.size : left.id < right.id;
 }
 
+constexpr int32_t SHARED_TOKENS = 100; // below a node
+
 static Trie make_trie(const std::vector<Entry> &sorted) {
     Trie trie;
+    std::vector<Trie::Node> &nodes = trie.nodes;
     Ints path; // nodes from the root to the previous token
     const uint8_t *previous = nullptr;
     for (const auto &[text, size, id] : sorted) {
         int32_t shared = 0;
         while (shared < (int32_t)path.size() && shared < size && previous[shared] == text[shared]) shared++;
-        for (; (int32_t)path.size() > shared; path.pop_back()) trie.skip[path.back()] = (int32_t)trie.byte.size();
+        for (; (int32_t)path.size() > shared; path.pop_back()) nodes[(size_t)path.back()].skip = (int32_t)nodes.size();
         for (int32_t at = shared; at < size; at++) {
-            path.push_back((int32_t)trie.byte.size());
-            trie.byte.push_back(text[at]);
-            trie.depth.push_back(at);
-            trie.skip.push_back(-1);
-            trie.height.push_back(0);
-            trie.reach.push_back(0);
-            trie.plain_characters.push_back(0);
-            trie.plain_height.push_back(0);
-            trie.starts_plain.push_back(0);
-            trie.first_token.push_back((int32_t)trie.tokens.size());
+            path.push_back((int32_t)nodes.size());
+            nodes.push_back({at, -1, (int32_t)trie.tokens.size(), 0, 0, 0, 0, text[at], false, false});
         }
         int32_t from = plain_text.plain_from(text, size);
         for (int32_t at = 0; at < size; at++) {
-            trie.reach[path[at]] = std::max(trie.reach[path[at]], from);
-            trie.height[path[at]] = std::max(trie.height[path[at]], size - at - 1);
+            Trie::Node &node = nodes[(size_t)path[at]];
+            node.reach = std::max(node.reach, from);
+            node.height = std::max(node.height, size - at - 1);
             if (at + 1 < from) continue;
-            if (at + 1 == from && from < size) trie.starts_plain[path[at]] = 1;
-            int32_t &most = trie.plain_characters[path[at]];
-            most = std::max(most, count_characters(text + at + 1, size - at - 1));
-            trie.plain_height[path[at]] = std::max(trie.plain_height[path[at]], size - at - 1);
+            if (at + 1 == from && from < size) node.starts_plain = true;
+            node.plain_characters = std::max(node.plain_characters, count_characters(text + at + 1, size - at - 1));
+            node.plain_height = std::max(node.plain_height, size - at - 1);
         }
         trie.tokens.push_back(id);
         trie.plain_from.push_back(from);
         previous = text;
     }
-    for (; !path.empty(); path.pop_back()) trie.skip[path.back()] = (int32_t)trie.byte.size();
-    trie.first_token.push_back((int32_t)trie.tokens.size());
+    for (; !path.empty(); path.pop_back()) nodes[(size_t)path.back()].skip = (int32_t)nodes.size();
+    nodes.push_back({0, -1, (int32_t)trie.tokens.size(), 0, 0, 0, 0, 0, false, false});
+    for (size_t node = 0; node + 1 < nodes.size(); node++)
+        nodes[node].is_large = nodes[(size_t)nodes[node].skip].first_token - nodes[node + 1].first_token >= SHARED_TOKENS;
+    size_t longest = 0;
+    for (const Entry &entry : sorted) longest = std::max(longest, (size_t)entry.size);
+    trie.plain_after.assign(longest + 1, std::vector<uint32_t>(sorted.size() / 32 + 1, 0));
+    for (size_t at = 0; at < trie.tokens.size(); at++)
+        for (size_t bytes = (size_t)trie.plain_from[at]; bytes < trie.plain_after.size(); bytes++) trie.plain_after[bytes][at / 32] |= 1u << (at % 32);
     trie.top.fill(-1);
-    for (size_t node = 0; node < trie.byte.size(); node = (size_t)trie.skip[node]) trie.top[trie.byte[node]] = (int32_t)node;
+    for (size_t node = 0; node + 1 < nodes.size(); node = (size_t)nodes[node].skip) trie.top[nodes[node].byte] = (int32_t)node;
     return trie;
 }
 
-constexpr int32_t FEW_TOKENS = 16; // below a node: they are set one by one
-constexpr int32_t MAX_ALIKE = 32; // bytes
+constexpr std::array<int32_t, 2> LONGEST_OF_PART = {8, 16}; // bytes of the tokens of each tree but the last
+constexpr int32_t MAX_ALIKE = 16; // bytes
 constexpr int64_t ALIKE_STEPS = 50'000'000; // moves that are compared to find states that are alike
-constexpr int32_t SHARED_TOKENS = 100; // below a node
 // Followed before states that are alike are searched for, and before parts of the tree are shared, which takes longer where few states are alike.
 constexpr int64_t MOVES_PER_STEP = 8, STEPS_PER_MOVE = 2;
 constexpr size_t MAX_BELOW = 8'000'000; // words
-
-static void add_bits(Trie &trie, int32_t words) {
-    std::vector<uint32_t> row((size_t)words, 0);
-    Ints touched;
-    for (size_t node = 0; node < trie.byte.size(); node++) {
-        trie.bits_start.push_back((int32_t)trie.bit_words.size());
-        int32_t begin = trie.first_token[node], end = trie.first_token[(size_t)trie.skip[node]];
-        if (end - begin < FEW_TOKENS) continue;
-        for (int32_t at = begin; at < end; at++) {
-            if (trie.plain_from[at] > trie.depth[node] + 1) continue;
-            int32_t word = trie.tokens[at] / 32;
-            if (!row[word]) touched.push_back(word);
-            row[word] |= 1u << (trie.tokens[at] % 32);
-        }
-        for (int32_t word : touched) {
-            trie.bit_words.push_back(word);
-            trie.bits.push_back(row[word]);
-            row[word] = 0;
-        }
-        touched.clear();
-    }
-    trie.bits_start.push_back((int32_t)trie.bit_words.size());
-}
 
 static Ints bits_of(const Ints &tokens, int32_t words) {
     Ints row((size_t)words, 0);
@@ -163,8 +142,13 @@ Vocabulary::Vocabulary(
         longest = std::max(longest, size);
     }
     std::sort(entries.begin(), entries.end(), in_text_order);
-    trie = make_trie(entries);
-    add_bits(trie, words);
+    for (size_t part = 0; part <= LONGEST_OF_PART.size(); part++) {
+        std::vector<Entry> some;
+        for (const Entry &entry : entries)
+            if ((part == 0 || entry.size > LONGEST_OF_PART[part - 1]) && (part == LONGEST_OF_PART.size() || entry.size <= LONGEST_OF_PART[part]))
+                some.push_back(entry);
+        tries.push_back(make_trie(some));
+    }
     Ints characters(num_tokens, -1); // of plain tokens
     std::vector<Entry> others; // tokens that are not plain, without the characters before the first that is not
     for (const Entry &entry : entries) {
@@ -220,6 +204,12 @@ struct Row {
         bits[word] |= more;
     }
 
+    uint64_t hash() const { // in any order of `touched`
+        uint64_t sum = 0;
+        for (int32_t word : touched) sum += mixed((uint64_t)word << 32 | bits[word]);
+        return sum;
+    }
+
     void sort_touched() {
         if (touched.size() * 8 < bits.size()) return std::sort(touched.begin(), touched.end());
         touched.clear();
@@ -237,7 +227,7 @@ class Masks {
 public:
     Masks(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits)
         : automaton(automaton), vocabulary(vocabulary), limits(limits), bytes_of(automaton.classes), row(std::vector<uint32_t>((size_t)vocabulary.words, 0)),
-          state_at(vocabulary.longest + 1), known_at(vocabulary.longest + 1), stack_at(vocabulary.longest + 1) {
+          ordered(std::vector<uint32_t>(vocabulary.starts.size() / 32 + 1, 0)), state_at(vocabulary.longest + 1), known_at(vocabulary.longest + 1), stack_at(vocabulary.longest + 1) {
         for (int byte = 0; byte < 256; byte++) bytes_of[automaton.class_of[byte]].push_back((uint8_t)byte);
     }
 
@@ -252,33 +242,56 @@ public:
             shares_parts = steps > STEPS_PER_MOVE * moves;
             int32_t base = plain_row[state] > 0 ? -2 - plain_row[state] : -1;
             if (automaton.symbols) crossed = &crossing[state];
+            int32_t *known = nullptr; // the row of a state with the same parts
             if (base == -1) {
-                if (int32_t like = state_like(state); like >= 0) {
-                    row_of[state] = row_of[like];
-                    if (automaton.symbols) crossing[state] = crossing[like];
-                    continue;
+                std::array<int32_t, PARTS + 1> parts{};
+                for (size_t part = 0; part < PARTS; part++) {
+                    const Below &found = below[(size_t)part_of(state, part)];
+                    parts[part] = found.bits;
+                    if (automaton.symbols) append_crossed(found);
                 }
-                followed = 1; // also in a state that reads no byte
-                walk_tokens(state, -1);
-                remember(state);
+                parts[PARTS] = automaton.accepts[state];
+                known = &row_of_parts.emplace(parts, -1).first->second;
+                for (size_t part = 0; *known < 0 && part < PARTS; part++) {
+                    const Range &range = ranges[(size_t)parts[part]];
+                    for (size_t at = range.begin; at < range.end; at++) set_ordered(vocabulary.tries[part], below_bits[at].first, below_bits[at].second);
+                }
             } else if (!add_suffixes(state) && !add_like_rest(state)) {
-                walk_tokens(state, 0);
+                for (const Trie &trie : vocabulary.tries) {
+                    walk_tokens(trie, state, 0);
+                    for (int32_t word : ordered.touched) set_ordered(trie, word, ordered.bits[word]);
+                    ordered.clear();
+                }
+            }
+            if (automaton.symbols) std::sort(crossing[state].begin(), crossing[state].end());
+            if (known && *known >= 0) {
+                row_of[state] = *known;
+                continue;
             }
             if (automaton.accepts[state])
                 for (int32_t stop : vocabulary.stops) set(stop);
             row_of[state] = take_row(base);
-            if (automaton.symbols) std::sort(crossing[state].begin(), crossing[state].end());
+            if (known) *known = row_of[state];
         }
         return assembled();
     }
 
 private:
+    static constexpr size_t PARTS = LONGEST_OF_PART.size() + 1;
+
+    struct Range { size_t begin, end; };
+    struct Below { // tokens below a node, or of a whole tree
+        int32_t bits; // in `ranges`
+        Range crossed; // of below_crossed
+        int32_t followed; // bytes that decided it
+    };
+
     const Move *special(int32_t entry) const { return entry >= SPECIAL ? &automaton.moves[entry - SPECIAL] : nullptr; }
     // The state of a move inside a loop that has many iterations left.
     int32_t target_of(int32_t entry) const { return entry >= SPECIAL ? automaton.moves[entry - SPECIAL].target : entry; }
     int32_t entry_of(int32_t state, int32_t c) const { return automaton.next[(size_t)state * automaton.classes + c]; }
 
-    void set(int32_t token) { set_bits(token / 32, 1u << (token % 32)); }
+    void set(int32_t token) { row.set(token / 32, 1u << (token % 32)); }
 
     // For each state the number n such that its plain tokens are exactly those of at most n characters; 0 if there is no such number.
     void find_plain_rows() {
@@ -418,87 +431,123 @@ private:
         alike_classes = count;
     }
 
-    // A state with the row of `state`: the same texts of as many bytes as decided that row are legal in both. -1 if none is known.
-    int32_t state_like(int32_t state) const {
-        for (size_t bytes = 0; bytes < rows_like.size(); bytes++)
-            if (const Ints &known = rows_like[bytes]; !known.empty())
-                if (int32_t like = known[2 * (size_t)alike[bytes][state] + 2 + automaton.accepts[state]]; like >= 0) return like;
-        return -1;
-    }
-
-    void remember(int32_t state) {
-        if (alike.empty() || (followed >= (int32_t)alike.size() && !is_final)) return;
+    // The tokens of one tree that are legal in a state, as a number in `below`. States from which the same texts can be read, of as many bytes
+    // as decided it, have it in common.
+    int32_t part_of(int32_t state, size_t part) {
+        auto &known = parts_like[part];
+        for (size_t bytes = 0; bytes < known.size(); bytes++)
+            if (!known[bytes].empty())
+                if (int32_t like = known[bytes][(size_t)alike[bytes][state] + 1]; like >= 0) return like;
+        followed = 1; // also in a state that reads no byte
+        const Trie &trie = vocabulary.tries[part];
+        int32_t found = keep_below(true, [&] { walk_tokens(trie, state, -1); });
+        if (alike.empty() || (followed >= (int32_t)alike.size() && !is_final)) return found;
         size_t bytes = std::min((size_t)followed, alike.size() - 1);
-        if (rows_like.size() <= bytes) rows_like.resize(bytes + 1);
-        rows_like[bytes].resize(2 * ((size_t)alike_classes + 1), -1);
-        rows_like[bytes][2 * (size_t)alike[bytes][state] + 2 + automaton.accepts[state]] = state;
+        if (known.size() <= bytes) known.resize(bytes + 1);
+        known[bytes].resize((size_t)alike_classes + 1, -1);
+        return known[bytes][(size_t)alike[bytes][state] + 1] = found;
     }
 
     // Whether tokens below a node are found for a class of states at a time.
     bool is_shared(const Trie &trie, int32_t node) const {
-        bool is_large = trie.first_token[trie.skip[node]] - trie.first_token[node + 1] >= SHARED_TOKENS;
-        return is_large && shares_parts && !alike.empty() && (trie.height[node] < (int32_t)alike.size() || is_final);
+        return trie.nodes[node].is_large && shares_parts && !alike.empty() && (trie.nodes[node].height < (int32_t)alike.size() || is_final);
     }
 
-    // Find the tokens below a node of the tree in a state after it, in which they began. False where they are unknown and there is no room for them.
-    bool add_below(int32_t node, int32_t state) {
-        const Trie &trie = vocabulary.trie;
-        const Ints &classes = alike[std::min((size_t)trie.height[node], alike.size() - 1)];
+    // Find the tokens below a node of a tree in a state after it, in which they began. False where they are unknown and there is no room for them.
+    bool add_below(const Trie &trie, int32_t node, int32_t state) {
+        const Ints &classes = alike[std::min((size_t)trie.nodes[node].height, alike.size() - 1)];
+        auto &known = below_node[(size_t)(&trie - vocabulary.tries.data())];
         uint64_t key = (uint64_t)node << 32 | (uint32_t)classes[state];
-        auto known = below.find(key);
-        if (known == below.end()) {
+        auto at = known.find(key);
+        if (at == known.end()) {
             if (below_bits.size() + below_crossed.size() > MAX_BELOW) return false;
-            if (level == spares.size()) spares.emplace_back(std::vector<uint32_t>(row.bits.size(), 0));
-            Row &spare = spares[level++];
-            std::swap(row, spare);
-            Ints found, *outer = std::exchange(crossed, &found);
             int32_t before = std::exchange(followed, 0);
-            walk_part(trie, state, -1, node + 1, trie.skip[node]);
-            crossed = outer;
-            size_t bits_begin = below_bits.size(), crossed_begin = below_crossed.size();
-            for (int32_t word : row.touched) below_bits.push_back({word, row.bits[word]});
-            below_crossed.insert(below_crossed.end(), found.begin(), found.end());
-            row.clear();
-            known = below.emplace(key, Below{bits_begin, below_bits.size(), crossed_begin, below_crossed.size(), followed}).first;
+            at = known.emplace(key, keep_below(false, [&] { walk_part(trie, state, -1, node + 1, trie.nodes[node].skip); })).first;
             followed = before;
-            std::swap(row, spare);
-            level--;
         }
-        const Below &at = known->second;
-        followed = std::max(followed, at.followed);
-        for (size_t index = at.bits_begin; index < at.bits_end; index++) row.set(below_bits[index].first, below_bits[index].second);
-        if (at.crossed_begin < at.crossed_end) crossed->insert(crossed->end(), below_crossed.begin() + (int64_t)at.crossed_begin, below_crossed.begin() + (int64_t)at.crossed_end);
+        const Below &found = below[(size_t)at->second];
+        followed = std::max(followed, found.followed);
+        const Range &range = ranges[(size_t)found.bits];
+        for (size_t index = range.begin; index < range.end; index++) ordered.set(below_bits[index].first, below_bits[index].second);
+        append_crossed(found);
         return true;
     }
 
-    void set_bits(int32_t word, uint32_t bits) { row.set(word, bits); }
-
-    // Set the tokens below a node whose text after it is plain.
-    void set_plain(int32_t node) {
-        const Trie &trie = vocabulary.trie;
-        int32_t begin = trie.bits_start[node], end = trie.bits_start[node + 1];
-        for (int32_t at = begin; at < end; at++) set_bits(trie.bit_words[at], trie.bits[at]);
-        if (begin < end) return;
-        for (int32_t at = trie.first_token[node + 1]; at < trie.first_token[trie.skip[node]]; at++)
-            if (trie.plain_from[at] <= trie.depth[node] + 1) set(trie.tokens[at]);
+    // Keeps the tokens that `walk` finds, without those found so far. Returns their number in `below`. With `interned`, equal bits are one range.
+    template <class Walk> int32_t keep_below(bool interned, const Walk &walk) {
+        if (level == spares.size()) spares.emplace_back(std::vector<uint32_t>(ordered.bits.size(), 0));
+        Row &spare = spares[level++];
+        std::swap(ordered, spare);
+        Ints found, *outer = std::exchange(crossed, &found);
+        walk();
+        crossed = outer;
+        int32_t bits = interned ? equal_range() : -1;
+        if (bits < 0) {
+            bits = (int32_t)ranges.size();
+            size_t begin = below_bits.size();
+            for (int32_t word : ordered.touched) below_bits.push_back({word, ordered.bits[word]});
+            ranges.push_back({begin, below_bits.size()});
+        }
+        size_t begin = below_crossed.size();
+        below_crossed.insert(below_crossed.end(), found.begin(), found.end());
+        ordered.clear();
+        std::swap(ordered, spare);
+        level--;
+        below.push_back({bits, {begin, below_crossed.size()}, followed});
+        return (int32_t)below.size() - 1;
     }
 
-    // Visits the tokens in nodes begin..end that a text may continue with in `start`: `found` gets those that are legal, `crosses` those whose legality depends on
+    // A range with the bits in `ordered`, or -1: then the next one is expected to be it.
+    int32_t equal_range() {
+        Ints &same = ranges_by_hash[ordered.hash()];
+        for (int32_t number : same) {
+            const Range &range = ranges[(size_t)number];
+            auto is_equal = [&](const std::pair<int32_t, uint32_t> &found) { return ordered.bits[found.first] == found.second; };
+            bool has_size = range.end - range.begin == ordered.touched.size();
+            if (has_size && std::all_of(below_bits.begin() + (int64_t)range.begin, below_bits.begin() + (int64_t)range.end, is_equal)) return number;
+        }
+        same.push_back((int32_t)ranges.size());
+        return -1;
+    }
+
+    void append_crossed(const Below &found) {
+        auto begin = below_crossed.begin();
+        crossed->insert(crossed->end(), begin + (int64_t)found.crossed.begin, begin + (int64_t)found.crossed.end);
+    }
+
+    // Set tokens that are given by their place in the order of a tree.
+    void set_ordered(const Trie &trie, int32_t word, uint32_t bits) {
+        for (; bits; bits &= bits - 1) set(trie.tokens[(size_t)word * 32 + (size_t)__builtin_ctz(bits)]);
+    }
+
+    // Set the tokens below a node whose text after it is plain.
+    void set_plain(const Trie &trie, int32_t node) {
+        const std::vector<uint32_t> &plain = trie.plain_after[(size_t)trie.nodes[node].depth + 1];
+        int32_t begin = trie.nodes[node + 1].first_token, end = trie.nodes[trie.nodes[node].skip].first_token;
+        for (int32_t word = begin / 32; word * 32 < end; word++) {
+            uint32_t bits = plain[word];
+            if (word == begin / 32) bits &= ~0u << (begin % 32);
+            if (end - word * 32 < 32) bits &= ~(~0u << (end % 32));
+            if (bits) ordered.set(word, bits);
+        }
+    }
+
+    // Visits the tokens in nodes begin..end that a text may continue with in `start`: `found` gets the places of those that are legal, `crosses` those whose legality depends on
     // the stack. With `known` >= 0, tokens that are plain from that byte on are left out. With `covers` tokens that are plain from some later
     // byte on are set at once where all are legal.
     template <class Found, class Crosses> void walk(const Trie &trie, int32_t start, int32_t known, bool covers, const Found &found, const Crosses &crosses,
                                                          int32_t begin, int32_t end) {
         if (begin == end) return;
-        int32_t first = trie.depth[begin];
+        int32_t first = trie.nodes[begin].depth;
         state_at[first] = start;
         known_at[first] = known;
         stack_at[first].clear();
         for (int32_t node = begin; node < end;) {
-            int32_t depth = trie.depth[node], entry = entry_of(state_at[depth], automaton.class_of[trie.byte[node]]);
+            int32_t depth = trie.nodes[node].depth, entry = entry_of(state_at[depth], automaton.class_of[trie.nodes[node].byte]);
             steps++;
             followed = std::max(followed, depth + 1);
-            if (entry < 0 || trie.reach[node] <= known_at[depth]) {
-                node = trie.skip[node];
+            if (entry < 0 || trie.nodes[node].reach <= known_at[depth]) {
+                node = trie.nodes[node].skip;
                 continue;
             }
             int32_t to = target_of(entry);
@@ -515,25 +564,25 @@ private:
                 }
             }
             if (to < 0) {
-                node = trie.skip[node];
+                node = trie.nodes[node].skip;
                 continue;
             }
-            for (int32_t at = trie.first_token[node]; at < trie.first_token[node + 1]; at++) found(trie.tokens[at]);
+            for (int32_t at = trie.nodes[node].first_token; at < trie.nodes[node + 1].first_token; at++) found(at);
             if (below) {
-                for (int32_t at = trie.first_token[node + 1]; at < trie.first_token[trie.skip[node]]; at++) crosses(trie.tokens[at]);
-                node = trie.skip[node];
+                for (int32_t at = trie.nodes[node + 1].first_token; at < trie.nodes[trie.nodes[node].skip].first_token; at++) crosses(at);
+                node = trie.nodes[node].skip;
                 continue;
             }
-            if (covers && known_at[depth] < 0 && stack_at[depth + 1].empty() && is_shared(trie, node) && add_below(node, to)) {
-                node = trie.skip[node];
+            if (covers && known_at[depth] < 0 && stack_at[depth + 1].empty() && is_shared(trie, node) && add_below(trie, node, to)) {
+                node = trie.nodes[node].skip;
                 continue;
             }
             state_at[depth + 1] = to;
             known_at[depth + 1] = known_at[depth];
-            if (covers && surely[to] > 0 && surely[to] >= trie.plain_characters[node]) {
-                if (known_at[depth] < depth || trie.starts_plain[node]) set_plain(node);
+            if (covers && surely[to] > 0 && surely[to] >= trie.nodes[node].plain_characters) {
+                if (known_at[depth] < depth || trie.nodes[node].starts_plain) set_plain(trie, node);
                 known_at[depth + 1] = depth + 1;
-                followed = std::max(followed, depth + 1 + trie.plain_height[node]);
+                followed = std::max(followed, depth + 1 + trie.nodes[node].plain_height);
             }
             node++;
         }
@@ -545,15 +594,17 @@ private:
         for (int32_t c = 0; c < automaton.classes; c++)
             if (entry_of(start, c) >= 0)
                 for (uint8_t byte : bytes_of[c])
-                    if (int32_t node = trie.top[byte]; node >= 0) walk(trie, start, known, covers, found, crosses, node, trie.skip[node]);
+                    if (int32_t node = trie.top[byte]; node >= 0) walk(trie, start, known, covers, found, crosses, node, trie.nodes[node].skip);
     }
 
-    void walk_tokens(int32_t start, int32_t known) {
-        walk_all(vocabulary.trie, start, known, true, [&](int32_t token) { set(token); }, [&](int32_t token) { crossed->push_back(token); });
+    // Find the tokens of a tree, or those in a part of it.
+    void walk_tokens(const Trie &trie, int32_t start, int32_t known) {
+        walk_all(trie, start, known, true, [&](int32_t at) { ordered.set(at / 32, 1u << (at % 32)); }, [&](int32_t at) { crossed->push_back(trie.tokens[at]); });
     }
 
     void walk_part(const Trie &trie, int32_t start, int32_t known, int32_t begin, int32_t end) {
-        walk(trie, start, known, true, [&](int32_t token) { set(token); }, [&](int32_t token) { crossed->push_back(token); }, begin, end);
+        auto found = [&](int32_t at) { ordered.set(at / 32, 1u << (at % 32)); };
+        walk(trie, start, known, true, found, [&](int32_t at) { crossed->push_back(trie.tokens[at]); }, begin, end);
     }
 
     struct Suffixes { // that are legal in a state
@@ -567,8 +618,9 @@ private:
         size_t count = vocabulary.suffix_start.size() - 1;
         found.legal.assign(count + 1, 0);
         found.crosses.assign(automaton.symbols ? count : 0, 0);
-        walk_all(vocabulary.suffixes, state, -1, false, [&](int32_t suffix) { found.legal[suffix] = 1, found.list.push_back(suffix); },
-             [&](int32_t suffix) { found.crosses[suffix] = 1, found.list.push_back(suffix); });
+        const Ints &numbers = vocabulary.suffixes.tokens;
+        walk_all(vocabulary.suffixes, state, -1, false, [&](int32_t at) { found.legal[numbers[at]] = 1, found.list.push_back(numbers[at]); },
+             [&](int32_t at) { found.crosses[numbers[at]] = 1, found.list.push_back(numbers[at]); });
         return found;
     }
 
@@ -604,12 +656,11 @@ private:
                 add_suffix(start, known, suffix, vocabulary.suffix_tokens[at]);
         left_out.clear();
         added.clear();
-        crossed = &added;
-        const Trie &trie = vocabulary.trie;
         for (int32_t c = 0; c < automaton.classes; c++)
             if (entry_of(start, c) != entry_of(rest, c))
                 for (uint8_t byte : bytes_of[c])
-                    if (int32_t node = trie.top[byte]; node >= 0) exchange(start, rest, node, trie.skip[node]);
+                    for (const Trie &trie : vocabulary.tries)
+                        if (int32_t node = trie.top[byte]; node >= 0) exchange(trie, start, rest, node, trie.nodes[node].skip);
         if (left_out.empty() && added.empty()) return true;
         Ints &tokens = crossing[start];
         std::sort(left_out.begin(), left_out.end());
@@ -620,20 +671,19 @@ private:
     }
 
     // In nodes begin..end, exchange the tokens of state `from` that are not plain for those of `to`.
-    void exchange(int32_t to, int32_t from, int32_t begin, int32_t end) {
-        const Trie &trie = vocabulary.trie;
+    void exchange(const Trie &trie, int32_t to, int32_t from, int32_t begin, int32_t end) {
         auto is_simple = [&](int32_t entry) { return entry >= 0 && entry < SPECIAL && automaton.pop[entry] < 0; };
-        for (int32_t node = begin; node < end; node = trie.skip[node]) {
-            int32_t c = automaton.class_of[trie.byte[node]], entry = entry_of(to, c), other = entry_of(from, c);
+        for (int32_t node = begin; node < end; node = trie.nodes[node].skip) {
+            int32_t c = automaton.class_of[trie.nodes[node].byte], entry = entry_of(to, c), other = entry_of(from, c);
             steps++;
-            if (trie.reach[node] <= 0 || entry == other) continue;
+            if (trie.nodes[node].reach <= 0 || entry == other) continue;
             if (is_simple(entry) && is_simple(other)) {
-                exchange(entry, other, node + 1, trie.skip[node]);
+                exchange(trie, entry, other, node + 1, trie.nodes[node].skip);
                 continue;
             }
-            auto unset = [&](int32_t token) { row.bits[token / 32] &= ~(1u << (token % 32)); };
-            walk(trie, from, 0, false, unset, [&](int32_t token) { left_out.push_back(token); }, node, trie.skip[node]);
-            walk_part(trie, to, 0, node, trie.skip[node]);
+            auto unset = [&](int32_t at) { row.bits[trie.tokens[at] / 32] &= ~(1u << (trie.tokens[at] % 32)); };
+            walk(trie, from, 0, false, unset, [&](int32_t at) { left_out.push_back(trie.tokens[at]); }, node, trie.nodes[node].skip);
+            walk(trie, to, 0, false, [&](int32_t at) { set(trie.tokens[at]); }, [&](int32_t at) { added.push_back(trie.tokens[at]); }, node, trie.nodes[node].skip);
         }
     }
 
@@ -655,9 +705,7 @@ private:
             };
             row.touched.erase(std::remove_if(row.touched.begin(), row.touched.end(), is_same), row.touched.end());
         }
-        uint64_t hash = mixed((uint64_t)(base + 1000));
-        for (int32_t word : row.touched) hash += (row.bits[word] + 1ull) * (2 * (uint64_t)word + 0x9e3779b97f4a7c15ull);
-        hash = mixed(hash);
+        uint64_t hash = mixed(row.hash() + (uint64_t)base);
         int32_t found = -1;
         for (int32_t other : rows_by_hash[hash])
             if (is_equal(other, base)) found = other;
@@ -796,20 +844,20 @@ private:
     Ints surely; // [states] every plain text of so many characters is legal
     std::vector<Ints> alike; // [bytes][states]
     int32_t alike_classes = 0; // the numbers of classes are below this
-    std::vector<Ints> rows_like; // [bytes][2 * (class + 1) + whether it accepts] a state whose row was found by following so many bytes, or -1
+    std::array<std::vector<Ints>, PARTS> parts_like; // [bytes][class + 1] in `below`: a part that was found by following so many bytes, or -1
+    std::map<std::array<int32_t, PARTS + 1>, int32_t> row_of_parts; // by parts, and whether the text may end
     int32_t followed = 0; // the most bytes of a token that decided the row, or the part of it, that is being walked
     bool shares_parts = false; // whether tokens below a node are found for several states at once
     bool is_final = false; // whether the last classes are the same for texts of any length
-    struct Below {
-        size_t bits_begin, bits_end, crossed_begin, crossed_end;
-        int32_t followed; // bytes that decided it
-    };
-    std::unordered_map<uint64_t, Below> below; // by node and class: ranges of the next two
-    std::vector<std::pair<int32_t, uint32_t>> below_bits; // words of rows
+    std::vector<Below> below;
+    std::vector<Range> ranges; // of below_bits
+    std::unordered_map<uint64_t, Ints> ranges_by_hash; // of whole trees
+    std::array<std::unordered_map<uint64_t, int32_t>, PARTS> below_node; // by node and class
+    std::vector<std::pair<int32_t, uint32_t>> below_bits; // words of `ordered`
     Ints below_crossed, *crossed = nullptr; // tokens whose legality depends on the stack; of the state or the part that is being walked
     std::deque<Row> spares; // of the parts of the tree that are being walked
     size_t level = 0; // of these
-    Row row; // being built
+    Row row, ordered; // being built; `ordered` has the bits of the tokens of a tree, in its order: those below a node are neighbours
     Ints state_at, known_at; // by depth; known: plain_from up to which tokens are set already
     std::vector<Ints> stack_at; // by depth
     Ints base_of, status_of, built_on, built_size, change_start, change_word, change_value; // rows

@@ -13,21 +13,21 @@ namespace stepgraph {
 // The tokens in sorted order as a tree of bytes in preorder. The tokens below a node whose text after it is plain are known: in a state from
 // which every plain text is legal they are set at once, and only nodes that have other tokens below them are visited.
 struct Trie {
-    std::vector<uint8_t> byte;
-    Ints depth; // [nodes]
-    Ints skip; // [nodes] the next node that is not below this one
-    Ints height; // [nodes] the most bytes that a token has after this node
+    struct Node { // in one cache line: a walk reads most of it
+        int32_t depth, skip; // skip: the next node that is not below this one
+        int32_t first_token; // tokens that end here: up to the first one of the next node
+        int32_t height; // the most bytes that a token has after this node
+        int32_t reach; // the largest plain_from below or at the node
+        int32_t plain_characters, plain_height; // the most characters and bytes that a token below has after the node, if they are plain
+        uint8_t byte;
+        bool starts_plain; // whether a token below is plain from the byte after the node on, and not before
+        bool is_large; // whether there are many tokens below
+    };
+    std::vector<Node> nodes; // and one behind the last
     std::array<int32_t, 256> top; // the node of a first byte, or -1
-    Ints first_token; // [nodes + 1] tokens that end at a node: first_token[node] .. first_token[node + 1]
     Ints tokens;
     Ints plain_from; // [tokens] the text of a token is plain from this byte on
-    Ints reach; // [nodes] the largest plain_from below or at the node
-    Ints plain_characters; // [nodes] the most characters that a token below has after the node, if they are plain
-    Ints plain_height; // [nodes] the same in bytes
-    std::vector<char> starts_plain; // [nodes] whether a token below is plain from the byte after the node on, and not before
-    Ints bits_start; // [nodes + 1] words and bits of the tokens below a node whose text after it is plain, for nodes with many of them
-    Ints bit_words;
-    std::vector<uint32_t> bits;
+    std::vector<std::vector<uint32_t>> plain_after; // [bytes] one bit per token, in their order here, that is plain from that byte on
 };
 
 struct Vocabulary {
@@ -37,7 +37,7 @@ struct Vocabulary {
     std::vector<uint8_t> text;
     Ints starts, stops, stop_words, hidden_words, plain;
     int32_t words, longest = 0, longest_plain = 0; // bytes, characters
-    Trie trie;
+    std::vector<Trie> tries; // of the tokens of some lengths each: few tokens are long, and states that differ only for these share the other parts
     // Tokens that are not plain, by the suffix from their first character that is not plain.
     Trie suffixes; // its tokens are numbers of suffixes
     Ints suffix_start, suffix_tokens; // [suffixes + 1] into the tokens with this suffix

@@ -7,6 +7,7 @@
 #include <map>
 #include <numeric>
 #include <unordered_map>
+#include <utility>
 
 namespace stepgraph {
 
@@ -14,49 +15,63 @@ namespace {
 
 class Partition { // of 0..size-1 into sets; elements are marked, then each set is split into its marked and unmarked part
 public:
-    Ints elements, location, set_of, first, past;
-    int32_t sets = 0;
+    struct Element { int32_t at, set; }; // its place in `elements`
+    struct Set { int32_t first, past, marked; }; // elements[first .. past], of which the first are marked
+    Ints elements;
+    std::vector<Element> element;
+    std::vector<Set> sets;
 
-    explicit Partition(int32_t size) : elements(size), location(size), set_of(size, 0), first(size + 1), past(size + 1), marked(size + 1, 0) {
-        std::iota(elements.begin(), elements.end(), 0);
-        std::iota(location.begin(), location.end(), 0);
-        sets = size > 0;
-        past[0] = size;
+    // One set for each key, 0 to keys-1, that an element has.
+    Partition(const Ints &key_of, int32_t keys) : elements(key_of.size()), element(key_of.size()) {
+        Ints start(keys + 1, 0);
+        for (int32_t key : key_of) start[key + 1]++;
+        std::partial_sum(start.begin(), start.end(), start.begin());
+        Ints fill(start.begin(), start.end() - 1), number(keys, -1);
+        for (int32_t key = 0; key < keys; key++)
+            if (start[key] < start[key + 1]) number[key] = (int32_t)sets.size(), sets.push_back({start[key], start[key + 1], 0});
+        for (int32_t index = 0; index < (int32_t)key_of.size(); index++) {
+            int32_t key = key_of[index], at = fill[key]++;
+            elements[at] = index;
+            element[index] = {at, number[key]};
+        }
     }
 
-    void mark(int32_t element) {
-        int32_t set = set_of[element], from = location[element], to = first[set] + marked[set];
-        elements[from] = elements[to];
-        location[elements[from]] = from;
-        elements[to] = element;
-        location[element] = to;
-        if (!marked[set]++) touched.push_back(set);
+    void mark(int32_t index) {
+        auto [from, number] = element[index];
+        Set &set = sets[number];
+        int32_t to = set.first + set.marked, other = elements[to];
+        elements[from] = other;
+        element[other].at = from;
+        elements[to] = index;
+        element[index].at = to;
+        if (!set.marked++) touched.push_back(number);
     }
 
     void split() {
         for (; !touched.empty(); touched.pop_back()) {
-            int32_t set = touched.back(), middle = first[set] + marked[set];
-            if (middle != past[set]) {
-                if (marked[set] <= past[set] - middle) { // the smaller part gets the new number
-                    first[sets] = first[set];
-                    past[sets] = first[set] = middle;
-                } else {
-                    past[sets] = past[set];
-                    first[sets] = past[set] = middle;
-                }
-                for (int32_t at = first[sets]; at < past[sets]; at++) set_of[elements[at]] = sets;
-                marked[sets++] = 0;
+            Set &set = sets[touched.back()];
+            int32_t middle = set.first + std::exchange(set.marked, 0), number = (int32_t)sets.size();
+            if (middle == set.past) continue;
+            Set smaller; // gets the new number
+            if (middle - set.first <= set.past - middle) {
+                smaller = {set.first, middle, 0};
+                set.first = middle;
+            } else {
+                smaller = {middle, set.past, 0};
+                set.past = middle;
             }
-            marked[set] = 0;
+            for (int32_t at = smaller.first; at < smaller.past; at++) element[elements[at]].set = number;
+            sets.push_back(smaller);
         }
     }
 
 private:
-    Ints marked, touched;
+    Ints touched;
 };
 
 struct Edges { // from, label, to
     Ints from, label, to;
+    int32_t labels; // all are below this
     void add(int32_t source, int32_t name, int32_t target) { from.push_back(source), label.push_back(name), to.push_back(target); }
 };
 
@@ -119,38 +134,30 @@ Edges edges_of(const Automaton &automaton) {
             int32_t to = automaton.go[(size_t)finish * automaton.symbols + symbol];
             if (to >= 0) edges.add(automaton.states + symbol, label({3, finish}), to);
         }
+    edges.labels = automaton.classes + (int32_t)labels.size();
     return edges;
 }
 
 // Blocks of equivalent states and symbols (numbered from `states` on).
 Partition equivalent(const Automaton &automaton, const Edges &edges) {
     int32_t nodes = automaton.states + automaton.symbols, count = (int32_t)edges.from.size();
-    Partition blocks(nodes), cords(count);
-    std::map<std::array<int32_t, 3>, Ints> kinds;
-    for (int32_t state = 0; state < automaton.states; state++) kinds[{0, automaton.accepts[state], automaton.pop[state]}].push_back(state);
-    for (int32_t symbol = 0; symbol < automaton.symbols; symbol++) kinds[{1, 0, 0}].push_back(automaton.states + symbol);
-    for (auto kind = std::next(kinds.begin()); kind != kinds.end(); ++kind) {
-        for (int32_t node : kind->second) blocks.mark(node);
-        blocks.split();
-    }
-    std::map<int32_t, Ints> by_label;
-    for (int32_t edge = 0; edge < count; edge++) by_label[edges.label[edge]].push_back(edge);
-    for (auto label = by_label.begin(); label != by_label.end(); ++label) {
-        if (label == by_label.begin()) continue;
-        for (int32_t edge : label->second) cords.mark(edge);
-        cords.split();
-    }
+    std::map<std::pair<int32_t, int32_t>, int32_t> kinds; // of states
+    Ints kind_of;
+    for (int32_t state = 0; state < automaton.states; state++)
+        kind_of.push_back(kinds.emplace(std::make_pair(automaton.accepts[state], automaton.pop[state]), (int32_t)kinds.size()).first->second);
+    kind_of.resize(nodes, (int32_t)kinds.size());
+    Partition blocks(kind_of, (int32_t)kinds.size() + 1), cords(edges.label, edges.labels);
     Ints start(nodes + 1, 0), incoming(count); // edges into each node
     for (int32_t to : edges.to) start[to + 1]++;
     std::partial_sum(start.begin(), start.end(), start.begin());
     Ints fill(start.begin(), start.end() - 1);
     for (int32_t edge = 0; edge < count; edge++) incoming[fill[edges.to[edge]]++] = edge;
-    int32_t block = 0;
-    for (int32_t cord = 0; cord < cords.sets; cord++) {
-        for (int32_t at = cords.first[cord]; at < cords.past[cord]; at++) blocks.mark(edges.from[cords.elements[at]]);
+    size_t block = 1; // all edges with a label that do not lead to other blocks lead to the first
+    for (size_t cord = 0; cord < cords.sets.size(); cord++) {
+        for (int32_t at = cords.sets[cord].first; at < cords.sets[cord].past; at++) blocks.mark(edges.from[cords.elements[at]]);
         blocks.split();
-        for (; block < blocks.sets; block++) {
-            for (int32_t at = blocks.first[block]; at < blocks.past[block]; at++) {
+        for (; block < blocks.sets.size(); block++) {
+            for (int32_t at = blocks.sets[block].first; at < blocks.sets[block].past; at++) {
                 int32_t node = blocks.elements[at];
                 for (int32_t edge = start[node]; edge < start[node + 1]; edge++) cords.mark(incoming[edge]);
             }
@@ -166,10 +173,10 @@ Automaton minimise(Automaton automaton) {
     merge_classes(automaton);
     Partition blocks = equivalent(automaton, edges_of(automaton));
     int32_t classes = automaton.classes;
-    Ints number(blocks.sets, -1), kept;
+    Ints number(blocks.sets.size(), -1), kept;
     auto keep = [&](int32_t state) {
         if (state < 0) return;
-        int32_t &known = number[blocks.set_of[state]];
+        int32_t &known = number[blocks.element[state].set];
         if (known < 0) known = (int32_t)kept.size(), kept.push_back(state);
     };
     keep(automaton.start); // breadth first: states that follow each other are close in memory
@@ -186,12 +193,12 @@ Automaton minimise(Automaton automaton) {
         if (at + 1 == kept.size())
             for (int32_t state : automaton.go) keep(state);
     }
-    Ints symbol_number(blocks.sets, -1), symbols;
+    Ints symbol_number(blocks.sets.size(), -1), symbols;
     for (int32_t symbol = 0; symbol < automaton.symbols; symbol++) {
-        int32_t &known = symbol_number[blocks.set_of[automaton.states + symbol]];
+        int32_t &known = symbol_number[blocks.element[automaton.states + symbol].set];
         if (known < 0) known = (int32_t)symbols.size(), symbols.push_back(symbol);
     }
-    auto renamed = [&](int32_t state) { return state < 0 ? DEAD : number[blocks.set_of[state]]; };
+    auto renamed = [&](int32_t state) { return state < 0 ? DEAD : number[blocks.element[state].set]; };
     Automaton smaller;
     smaller.states = (int32_t)kept.size();
     smaller.classes = classes;
@@ -209,7 +216,7 @@ Automaton minimise(Automaton automaton) {
                 Move move = automaton.moves[entry - SPECIAL];
                 move.target = renamed(move.target);
                 move.last_target = renamed(move.last_target);
-                if (move.push >= 0) move.push = symbol_number[blocks.set_of[automaton.states + move.push]];
+                if (move.push >= 0) move.push = symbol_number[blocks.element[automaton.states + move.push].set];
                 Ints key{move.target, move.push, move.counter, move.last_target};
                 key.insert(key.end(), move.sets.begin(), move.sets.end());
                 key.insert(key.end(), move.last_sets.begin(), move.last_sets.end());

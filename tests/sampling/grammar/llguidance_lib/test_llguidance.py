@@ -114,7 +114,7 @@ def takes_bytes(compiled: CompiledConstraint, text: bytes) -> bool:
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({**STRING, "pattern": "^(?!x)(a|b)*a(a|b){10}$"}, "#: schema: takes more than 1000 states of automata"),
+        ({**STRING, "pattern": "^(?!x)(a|b)*a(a|b){10}$"}, "#: schema: takes more than 1000 states of an automaton"),
         ({"$ref": "http://localhost/other.json"}, "expected a reference to a schema in the same document"),
         ({"type": "array", "uniqueItems": True}, "#: uniqueItems: is enforced for a list of values"),
     ],
@@ -123,6 +123,14 @@ def test_unsupported_schemas_raise_with_the_keyword(schema: Any, message: str) -
     with pytest.raises(ValueError, match="constraint json_schema: cannot be compiled") as caught:
         COMPILER.compile(Constraint.json_schema(schema))
     assert message in str(caught.value)
+
+
+def test_states_of_automata_are_limited_for_each_string() -> None:
+    """The library recurses into an expression, so one of many states could overflow its stack; many strings have many states together."""
+    strings = {name: {**STRING, "pattern": f"^(?!{name})(a|b|c{{2}}){{400}}$"} for name in "abc"}
+    schema = {"type": "object", "properties": strings, "required": ["a"]}
+    compiled = COMPILER.compile(Constraint.json_schema(schema))
+    assert takes(compiled, json.dumps({"a": "b" * 400, "c": "a" * 400})) and not takes(compiled, json.dumps({"a": "a" * 400}))
 
 
 def test_objects_are_closed_unless_they_are_read_by_the_standard() -> None:
