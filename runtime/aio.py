@@ -236,7 +236,9 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         check_value("AsyncEngine.engine", engine, instance_of(Engine, "an Engine"))
         if isinstance(engine, ParallelEngine):
-            raise ValueError("AsyncEngine.engine: got tensor_parallel > 1, expected 1: the order of its requests would differ between ranks")
+            raise ValueError(
+                "AsyncEngine.engine: got tensor_parallel > 1, expected 1: the order of its requests would differ between ranks"
+            )
         self.engine = engine
         self._stepper: StepThread | None = None
         self._submit_lock = asyncio.Lock()
