@@ -21,6 +21,7 @@ from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.loras import LoraTable
 from stepgraph.runtime.metrics import prometheus_text
 from stepgraph.runtime.models.files.loading import load_models
+from stepgraph.runtime.parallel.loading import load_part
 from stepgraph.runtime.request import FinishReason, Job, StepEvent
 from stepgraph.runtime.request_options import Prompt, Prompts, RequestOptions, TokenIds
 from stepgraph.runtime.request_queue import QueuedRequest
@@ -94,13 +95,10 @@ class Engine(EngineCore):
         ValueError for a wrong file, field or tensor. Downloads nothing and runs no code of the folder.
         """
         options: dict[str, Any] = {"dtype": dtype, "weights": weights, "feature_layers": feature_layers, "implementation": implementation}
-        if tensor_parallel != 1:
-            from stepgraph.runtime.parallel.engine import open_parallel
-
-            if record is not None:
-                raise ValueError(f"record: got {clip_repr(record)} with tensor_parallel={clip_repr(tensor_parallel)}, expected None")
-            return open_parallel(path, draft, config, tensor_parallel, options | {"progress": progress})
-        loaded = load_models(path, draft, config, progress=progress, **options)
+        if tensor_parallel == 1:
+            loaded = load_models(path, draft, config, progress=progress, **options)
+        else:
+            loaded = load_part(path, draft, config, tensor_parallel, record, progress=progress, **options)
         tokenizer = functools.partial(TextCodec.open, path, loaded.vocabulary)
         return cls(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, tokenizer=tokenizer, config=loaded.config, record=record)
 

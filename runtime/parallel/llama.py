@@ -56,11 +56,11 @@ class ShardedLayer(LlamaLayer):
 class ShardedLlama(Llama):
     """config: with the heads and the intermediate size of one rank."""
 
-    def __init__(self, config: LlamaConfig, group: int, feature_layers: Sequence[int], device: str | torch.device) -> None:
+    def __init__(self, config: LlamaConfig, ranks: Ranks, feature_layers: Sequence[int], device: str | torch.device) -> None:
         super().__init__(config, feature_layers=feature_layers, device=device)
         like = torch.empty(0, dtype=config.dtype, device=device)
-        self.layers = nn.ModuleList(ShardedLayer(config, index, like, group) for index in range(config.num_layers))
-        self.lora_weights = {}
+        self.layers = nn.ModuleList(ShardedLayer(config, index, like, ranks.graph) for index in range(config.num_layers))
+        self.lora_weights, self.ranks = {}, ranks
 
 
 class ShardSource:
@@ -100,10 +100,10 @@ class ShardedCheckpoint(Checkpoint):
     next_source: ShardSource = field(kw_only=True)
 
     def outline(self, feature_layers: Sequence[int] = ()) -> Llama:
-        return ShardedLlama(self.config, self.ranks.graph, feature_layers, "meta")
+        return ShardedLlama(self.config, self.ranks, feature_layers, "meta")
 
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> Llama:
-        model = ShardedLlama(self.config, self.ranks.graph, feature_layers, device)
+        model = ShardedLlama(self.config, self.ranks, feature_layers, device)
         self.fill(model, progress)
         model.origin = self.path.name
         self.compare(model)

@@ -23,14 +23,14 @@ class RankError(RuntimeError):
 class Ranks:
     """This process among `size` of them. `graph`: the communicator of recorded sums; another one compares what the ranks do."""
 
-    def __init__(self, size: object, seconds: float | None) -> None:
+    def __init__(self, size: object, seconds: float) -> None:
         """Joins the process group of torchrun unless the program did so. ValueError for a size other than its number of processes."""
         if not is_int(size) or size < 2:
             raise ValueError(f"tensor_parallel: got {clip_repr(size)}, expected an integer >= 1")
         joined = dist.is_available() and dist.is_initialized()
         if not joined and not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             raise ValueError(f"tensor_parallel: got {size} in one process, expected 1, or `torchrun --nproc-per-node {size} PROGRAM`")
-        self.seconds = TIMEOUT_SECONDS if seconds is None else seconds
+        self.seconds, self._notes = seconds, hashlib.sha256()
         timeout = datetime.timedelta(seconds=self.seconds)
         if not joined:
             dist.init_process_group("gloo", timeout=timeout)
@@ -49,6 +49,14 @@ class Ranks:
             late = f"another rank is lost, or did not answer within {self.seconds:g} s"
             raise RankError(f"rank {self.rank} of {self.size}: {late}: {error}") from error
         return found
+
+    def note(self, value: object) -> None:
+        """Add to what `require_same_notes` compares."""
+        self._notes.update(repr(value).encode())
+
+    def require_same_notes(self) -> None:
+        """RankError unless every rank has made the same notes."""
+        self.require_equal("the requests or the results of the steps before", self._notes.digest())
 
     def require_equal(self, what: str, value: bytes) -> None:
         """RankError unless `value` is the same on every rank."""
