@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, SamplingParams
+from stepgraph.runtime.models.llama import Llama
 
 
 def requests() -> list[dict[str, Any]]:
@@ -26,8 +27,14 @@ def requests() -> list[dict[str, Any]]:
     ]
 
 
+def target_of(engine: Engine) -> Llama:
+    target = engine._parts.models.target
+    assert isinstance(target, Llama)
+    return target
+
+
 def refused_calls(engine: Engine) -> list[tuple[Callable[[], object], str]]:
-    image = {0: torch.zeros(1, engine._parts.models.target.embedding_size)}
+    image = {0: torch.zeros(1, target_of(engine).embedding_size)}
     return [
         (lambda: engine.submit([1], sampling=SamplingParams(temperature=1.0)), "SamplingParams.seed"),
         (lambda: engine.submit([1, 2, 3], prompt_embeddings=image), "prompt_embeddings"),
@@ -50,7 +57,7 @@ def decode(path: str, draft: str, size: int, count: int = 4, **changes: Any) -> 
                 print("step", flush=True)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
-        weights = sum(parameter.nbytes for parameter in engine._parts.models.target.parameters())
+        weights = sum(parameter.nbytes for parameter in target_of(engine).parameters())
         found = [(job.tokens, str(job.finish_reason), bool(job.error)) for job in jobs]
         return {"jobs": found, "error": error, "weights": weights}
 
