@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from stepgraph.graphs.layers.dense import Activation
 from stepgraph.graphs.layers.lora import LoraWeight
 from stepgraph.sampling.fields import is_int
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_GEMMA, _PHI = "Gemma3ForCausalLM", "Phi3ForCausalLM"
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", _GEMMA, _PHI)
 _MAX_PARAMETERS = 1 << 42
+_ORIGINAL = "original_max_position_embeddings"
 # Options that are not implemented, with the values that turn them off.
-_UNSUPPORTED = {"hidden_act": "silu", "partial_rotary_factor": 1, "pretraining_tp": 1}
+_UNSUPPORTED = {"pretraining_tp": 1}
 
 
 class TargetSizes(Protocol):
@@ -42,20 +45,24 @@ class UnsupportedConfigError(ValueError):
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position frequencies. With `original_length`, Llama 3.1's scaling, else linear scaling by `factor`."""
+    """Rotary position frequencies. With `original_length`, Llama 3.1's scaling, else linear scaling by `factor`, then by `divisors`."""
 
     theta: float = 10_000.0
     factor: float = 1.0
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_length: int | None = None  # in tokens
+    turned: int | None = None  # how many numbers of a head are rotated; None: all
+    divisors: tuple[float, ...] = ()  # one for each frequency
+    magnitude: float = 1.0  # a factor of cosines and sines
 
     def frequencies(self, size: int) -> Tensor:
-        """[size / 2] float32 radians per position, for heads of `size` numbers."""
+        """[turned / 2] float32 radians per position, for heads of `size` numbers."""
+        size = self.turned or size
         powers = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
         frequencies = 1.0 / (self.theta**powers)
         if self.original_length is None:
-            return frequencies / self.factor
+            return frequencies / (torch.tensor(self.divisors) if self.divisors else self.factor)
         # Frequencies with many periods in the original length stay, those with few are scaled, and between them both are mixed.
         periods = self.original_length * frequencies / (2 * math.pi)
         kept = (periods - self.low_frequency_factor) / (self.high_frequency_factor - self.low_frequency_factor)
@@ -76,9 +83,16 @@ class LlamaConfig:
     windows: tuple[int | None, ...]  # attention window of each layer, in positions; None: unlimited
     norm_epsilon: float = 1e-6
     rope: RopeConfig = field(default_factory=RopeConfig)
+    local_rope: RopeConfig | None = None  # of layers with a window, if another
     qkv_bias: bool = False
     output_bias: bool = False
     head_norms: bool = False  # RMS norm of every query and key head
+    output_norms: bool = False  # norms of the outputs of attention and MLP, before they are added
+    norm_offset: float = 0.0  # added to the weights of all norms
+    fused: bool = False  # stored with q, k and v as one weight, gate and up as another
+    activation: Activation = Activation.SILU
+    attention_scale: float | None = None  # of scores; None: head_size ** -0.5
+    embedding_scale: float = 1.0
     tied: bool = False  # the embedding is also the unembedding
     max_positions: int = 1 << 20
     dtype: torch.dtype = torch.float32  # of the weights and the cache
@@ -91,14 +105,27 @@ class LlamaConfig:
     def qkv_size(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
 
+    @property
+    def embedding_factor(self) -> float:
+        """The scale of embeddings as a number of `dtype`, as transformers multiplies with."""
+        return float(torch.tensor(self.embedding_scale, dtype=self.dtype, device="cpu"))
+
+    @property
+    def has_llama_layers(self) -> bool:
+        """Whether every part of a layer can be in a draft head, whose stored config is that of a Llama."""
+        plain = replace(self, output_norms=False, norm_offset=0.0, activation=Activation.SILU, attention_scale=None, embedding_scale=1.0)
+        return self == replace(plain, rope=replace(self.rope, turned=None, divisors=()), local_rope=None)
+
     def lora_weights(self, name: str) -> dict[str, LoraWeight]:
         """The weights that adapters change, by the names of their buffers in a model `name`."""
         hidden, middle = self.hidden_size, self.intermediate_size
         query, entry = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        qkv = {"self_attn.q_proj": query, "self_attn.k_proj": entry, "self_attn.v_proj": entry}
+        gate_up = {"mlp.gate_proj": middle, "mlp.up_proj": middle}
         weights = {
-            "qkv": (hidden, {"self_attn.q_proj": query, "self_attn.k_proj": entry, "self_attn.v_proj": entry}),
+            "qkv": (hidden, {"self_attn.qkv_proj": self.qkv_size} if self.fused else qkv),
             "output": (query, {"self_attn.o_proj": hidden}),
-            "gate_up": (hidden, {"mlp.gate_proj": middle, "mlp.up_proj": middle}),
+            "gate_up": (hidden, {"mlp.gate_up_proj": 2 * middle} if self.fused else gate_up),
             "down": (middle, {"mlp.down_proj": hidden}),
         }
         return {
@@ -122,7 +149,10 @@ class Eagle3Config:
 def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     """From the fields of a config.json. Raises ValueError for a field that is missing, out of range or not supported."""
     architecture = _architecture(config)
+    gemma = architecture == _GEMMA
     _check_unsupported(config)
+    activation = "hidden_activation" if gemma else "hidden_act"
+    require_off(config, {activation: "gelu_pytorch_tanh" if gemma else "silu"})
     hidden = count_field(config, "hidden_size", 1 << 17)
     layers = count_field(config, "num_hidden_layers", 4096)
     heads = count_field(config, "num_attention_heads", 4096)
@@ -134,7 +164,12 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     head_size = count_field(config, "head_dim", 1024, default=hidden // heads)
     if head_size % 2:
         raise ValueError(f"config.head_dim: got {head_size}, expected an even number")
-    bias = flag_field(config, "attention_bias") if architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") else False
+    bias = flag_field(config, "attention_bias") if architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM", _GEMMA) else False
+    windows = _windows(config, architecture, layers)
+    rope, local_rope = _ropes(config, architecture, head_size)
+    # A text beyond the original length of longrope would change the entries of all its tokens.
+    positions = count_field(config, _ORIGINAL if rope.divisors else "max_position_embeddings", 1 << 30, default=1 << 20)
+    scale = _number(config, "query_pre_attn_scalar", 0.0, 1e6, default=256.0) ** -0.5 if gemma else None
     found = LlamaConfig(
         vocab_size=count_field(config, "vocab_size", 1 << 24),
         hidden_size=hidden,
@@ -142,14 +177,21 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_size=head_size,
-        windows=_windows(config, architecture, layers),
+        windows=windows,
         norm_epsilon=_number(config, "rms_norm_eps", 0.0, 1.0, default=1e-6),
-        rope=_rope(config),
+        rope=rope,
+        local_rope=local_rope,
         qkv_bias=bias or architecture == "Qwen2ForCausalLM",
         output_bias=bias,
-        head_norms=architecture == "Qwen3ForCausalLM",
-        tied=flag_field(config, "tie_word_embeddings"),
-        max_positions=count_field(config, "max_position_embeddings", 1 << 30, default=1 << 20),
+        head_norms=gemma or architecture == "Qwen3ForCausalLM",
+        output_norms=gemma,
+        norm_offset=float(gemma),
+        fused=architecture == _PHI,
+        activation=Activation.GELU_TANH if gemma else Activation.SILU,
+        attention_scale=scale,
+        embedding_scale=hidden**0.5 if gemma else 1.0,
+        tied=flag_field(config, "tie_word_embeddings", default=gemma),
+        max_positions=positions,
         dtype=_dtype(config),
     )
     _check_total_size(found)
@@ -167,7 +209,15 @@ def _check_total_size(config: LlamaConfig) -> None:
 def _check_unsupported(config: Mapping[str, Any]) -> None:
     """Raises ValueError for a field that changes the computation and is not implemented."""
     require_off(config, _UNSUPPORTED)
-    for name in ("mlp_bias", "quantization_config", "attention_multiplier", "logits_scaling", "final_logit_softcapping"):
+    names = (
+        "mlp_bias",
+        "quantization_config",
+        "attention_multiplier",
+        "logits_scaling",
+        "final_logit_softcapping",
+        "attn_logit_softcapping",
+    )
+    for name in (*names, "use_bidirectional_attention"):
         if config.get(name):
             raise UnsupportedConfigError(f"config.{name}: got {config[name]!r:.200}, which is not supported")
 
@@ -193,8 +243,11 @@ def _windows(config: Mapping[str, Any], architecture: str, layers: int) -> tuple
         if architecture.startswith("Qwen") and flag_field(config, "use_sliding_window"):
             first = count_field(config, "max_window_layers", 4096, least=0, default=layers)
         else:
-            first = 0 if architecture == "MistralForCausalLM" and config.get("sliding_window") is not None else layers
+            first = 0 if architecture in ("MistralForCausalLM", _PHI) and config.get("sliding_window") is not None else layers
         sliding: Sequence[bool] = [layer >= first for layer in range(layers)]
+        if architecture == _GEMMA:
+            period = count_field(config, "sliding_window_pattern", 4096, default=6)
+            sliding = [(layer + 1) % period != 0 for layer in range(layers)]
     else:
         known = ("full_attention", "sliding_attention")
         if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
@@ -206,13 +259,28 @@ def _windows(config: Mapping[str, Any], architecture: str, layers: int) -> tuple
     return tuple(window if slides else None for slides in sliding)
 
 
-def _rope(config: Mapping[str, Any]) -> RopeConfig:
-    """`rope_theta` with `rope_scaling`, or both in `rope_parameters`."""
+def _ropes(config: Mapping[str, Any], architecture: str, head_size: int) -> tuple[RopeConfig, RopeConfig | None]:
+    """From `rope_theta` with `rope_scaling`, or both in `rope_parameters`: of all layers, and of layers with a window if others.
+
+    Gemma 3 has two objects there, or `rope_local_base_freq` for layers with a window.
+    """
     fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    local, theta = None, 10_000.0
+    if architecture == _GEMMA and isinstance(fields, Mapping):
+        stated, fields = fields.get("sliding_attention", {}), fields.get("full_attention", fields)
+        local, theta = _rope({"rope_theta": config.get("rope_local_base_freq")}, stated, theta), 1_000_000.0
+    if architecture == _PHI and isinstance(fields, Mapping):
+        return _phi_rope({**config, **fields}, head_size), None
+    require_off(config, {"partial_rotary_factor": 1})
+    return _rope(config, fields, theta), local
+
+
+def _rope(config: Mapping[str, Any], fields: Any, default_theta: float) -> RopeConfig:
     if not isinstance(fields, Mapping):
         raise ValueError(f"config.rope_scaling: got {fields!r:.200}, expected an object")
     _check_unsupported(fields)
-    theta = _number({**config, **fields}, "rope_theta", 0.0, 1e12, default=10_000.0)
+    require_off(fields, {"partial_rotary_factor": 1})
+    theta = _number({**config, **fields}, "rope_theta", 0.0, 1e12, default=default_theta)
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind == "default":
         return RopeConfig(theta)
@@ -224,7 +292,28 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
     low, high = _number(fields, "low_freq_factor", 0.0, 1e6), _number(fields, "high_freq_factor", 0.0, 1e6)
     if low >= high:
         raise ValueError(f"config.rope_scaling.high_freq_factor: got {high}, expected more than low_freq_factor={low}")
-    return RopeConfig(theta, factor, low, high, count_field(fields, "original_max_position_embeddings", 1 << 30))
+    return RopeConfig(theta, factor, low, high, count_field(fields, _ORIGINAL, 1 << 30))
+
+
+def _phi_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig:
+    """config: also the fields of `rope_scaling`. A part of each head may be rotated; longrope has the divisors of its original length."""
+    theta = _number(config, "rope_theta", 0.0, 1e12, default=10_000.0)
+    turned = int(head_size * _number(config, "partial_rotary_factor", 0.0, 1.0 + 1e-9, default=1.0))
+    if turned < 2 or turned % 2:
+        raise ValueError(f"config.partial_rotary_factor: got {turned} of {head_size} numbers, expected an even number of them")
+    kind = config.get("rope_type", config.get("type", "default"))
+    whole = None if turned == head_size else turned
+    if kind == "default":
+        return RopeConfig(theta, turned=whole)
+    if kind not in ("longrope", "su"):
+        raise UnsupportedConfigError(f"config.rope_scaling.rope_type: got {kind!r:.100}, expected 'default' or 'longrope'")
+    divisors, original = config.get("short_factor"), count_field(config, _ORIGINAL, 1 << 30)
+    numbers = isinstance(divisors, list) and all(isinstance(each, (int, float)) and each > 0 for each in divisors)
+    if not isinstance(divisors, list) or not numbers or len(divisors) != turned // 2:
+        raise ValueError(f"config.rope_scaling.short_factor: got {divisors!r:.200}, expected {turned // 2} numbers above 0")
+    longer = max(1.0, count_field(config, "max_position_embeddings", 1 << 30) / original)
+    magnitude = _number(config, "attention_factor", 0.0, 1e3, default=math.sqrt(1 + math.log(longer) / math.log(max(2, original))))
+    return RopeConfig(theta, turned=whole, divisors=tuple(divisors), magnitude=magnitude)
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:
@@ -250,8 +339,8 @@ def _number(config: Mapping[str, Any], name: str, above: float, below: float, *,
     return float(value)
 
 
-def flag_field(config: Mapping[str, Any], name: str) -> bool:
-    value = config.get(name)
+def flag_field(config: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    value = config.get(name, default)
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"config.{name}: got {value!r:.100}, expected true or false")
     return bool(value)

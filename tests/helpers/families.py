@@ -25,6 +25,9 @@ PAGE, LENGTH, VOCABULARY = 16, 208, 160
 FEATURE_LAYERS = (1, 0, 3)
 
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+_LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5], "long_factor": [4.0] * 6}
+_PHI_4 = {"rope_scaling": _LONG, "original_max_position_embeddings": 256}
+_SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
 BASE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -46,6 +49,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen2.5, two layers slide": ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
+    "phi-3, with a window": ("Phi3", {"sliding_window": 16, "pad_token_id": 0}),
+    "phi-4-mini": ("Phi3", {**_PHI_4, "partial_rotary_factor": 0.75, "pad_token_id": 0, "tie_word_embeddings": True}),
+    "gemma-3": (
+        "Gemma3",
+        {**_SLIDING, "head_dim": 24, "query_pre_attn_scalar": 20, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    ),
 }
 
 
@@ -68,7 +77,8 @@ def judge(family: str, dtype: torch.dtype = torch.float32, lean: bool = False) -
 def random_model(kind: str, fields: dict[str, Any], seed: int) -> Any:
     """A `transformers` model. Its matrix products keep the magnitude of their input."""
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**fields)).eval()
+    causal = getattr(transformers, f"{kind}ForCausalLM")
+    model = causal(causal.config_class(**fields)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:

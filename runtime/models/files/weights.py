@@ -153,10 +153,14 @@ def layer_slices(config: LlamaConfig, stored: str, module: str) -> Slices:
         "self_attn.o_proj.weight": "output",
         "mlp.down_proj.weight": "down",
         "input_layernorm.weight": "attention_norm",
-        "post_attention_layernorm.weight": "mlp_norm",
+        "post_attention_layernorm.weight": "attention_output_norm" if config.output_norms else "mlp_norm",
     }
+    if config.output_norms:
+        whole |= {"pre_feedforward_layernorm.weight": "mlp_norm", "post_feedforward_layernorm.weight": "mlp_output_norm"}
     whole |= {"self_attn.o_proj.bias": "output_bias"} if config.output_bias else {}
     whole |= {"self_attn.q_norm.weight": "query_norm", "self_attn.k_norm.weight": "key_norm"} if config.head_norms else {}
+    if config.fused:
+        return whole_slices(whole | {"self_attn.qkv_proj.weight": "qkv", "mlp.gate_up_proj.weight": "gate_up"}, stored, module)
     found = whole_slices(whole, stored, module)
     start = 0
     for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads), ("v", config.num_kv_heads)):

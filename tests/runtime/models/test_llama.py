@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stepgraph.runtime.models.llama import Llama
 from tests.helpers.families import FAMILIES, FEATURE_LAYERS, LENGTH, VOCABULARY, Cached, judge, load
@@ -86,6 +86,13 @@ def test_attention_window_limits_the_reach() -> None:
         changed = tokens.clone()
         changed[0, position] = (changed[0, position] + 1) % VOCABULARY
         assert torch.equal(cached.run(changed, 0, 100)[0][0, 99], whole[0, 99]) == same
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_have_the_names_of_all_linear_modules(family: str) -> None:
+    named = {name: child.out_features for name, child in judge(family).named_modules() if isinstance(child, nn.Linear)}
+    adapted = {name: size for weight in load(family).lora_weights.values() for name, size in weight.parts.items()}
+    assert adapted == {name: size for name, size in named.items() if name != "lm_head"}
 
 
 def test_max_length_beyond_the_models_positions_is_refused() -> None:

@@ -23,11 +23,19 @@ def calls(device: torch.device, tokens: int, size: int, dtype: torch.dtype = tor
     states, update, weight = wide[:, :size].contiguous(), update[:, :size].contiguous(), wide[0, :size].contiguous()
     near, shape = 4 * torch.finfo(dtype).eps, f"N={tokens} size={size} {str(dtype)[6:]}"
     outputs = [torch.full_like(states, 7.5) for _ in range(2)]
-    yield Call(dense.rms_norm, shape, (states, weight, 1e-5), (outputs[0],), 2 * states.nbytes + weight.nbytes, near=near)
+    yield Call(dense.rms_norm, shape, (states, weight, 1e-5, 0.0), (outputs[0],), 2 * states.nbytes + weight.nbytes, near=near)
     yield Call(
-        dense.add_rms_norm, shape, (states, update, weight, 1e-5), (outputs[0], outputs[1]), 4 * states.nbytes + weight.nbytes, near=near
+        dense.add_rms_norm,
+        shape,
+        (states, update, weight, 1e-5, 1.0),
+        (outputs[0], outputs[1]),
+        4 * states.nbytes + weight.nbytes,
+        near=near,
     )
-    yield Call(dense.silu_and_mul, shape, (wide,), (outputs[0],), 3 * states.nbytes, near=near)
+    for activation in dense.Activation:
+        yield Call(
+            dense.activate_and_mul, f"{shape} {activation.name}", (wide, int(activation)), (outputs[0],), 3 * states.nbytes, near=near
+        )
     slots, weights = torch.arange(tokens, device=device) % 3, torch.randn(3, 80, size, generator=made).mul(size**-0.5).to(device, dtype)
     weights[0], base = 0, wide[:, :80].contiguous()
     output, read = base.clone(), states.nbytes + min(2, tokens - 1) * weights[0].nbytes + 2 * base.nbytes
@@ -79,7 +87,7 @@ def _slot_calls(device: torch.device, tokens: int, dtype: torch.dtype) -> Iterat
     angles = tuple(torch.full((tokens * 4, 1, 128), 7.5, dtype=dtype, device=device) for _ in range(2))
     near = 4 * torch.finfo(dtype).eps
     yield Call(
-        slot_mapping.rope_angles, f"N={tokens * 4} {str(dtype)[6:]}", (positions.flatten() * 90, frequencies, dtype), angles, near=near
+        slot_mapping.rope_angles, f"N={tokens * 4} {str(dtype)[6:]}", (positions.flatten() * 90, frequencies, dtype, 1.0), angles, near=near
     )
 
 
