@@ -128,9 +128,9 @@ class LlamaConfig:
 
     @property
     def has_llama_layers(self) -> bool:
-        """Whether every part of a layer can be in a draft head, whose stored config is that of a Llama."""
+        """Whether layers have the parts of a Llama's and no others, as those of draft heads, stored under the same names."""
         plain = replace(self, output_norms=False, norm_offset=0.0, activation=Activation.SILU, attention_scale=None, embedding_scale=1.0)
-        plain = replace(plain, experts=None)
+        plain = replace(plain, fused=False, experts=None)
         return self == replace(plain, rope=replace(self.rope, turned=None, divisors=()), local_rope=None)
 
     def lora_weights(self, name: str) -> dict[str, LoraWeight]:

@@ -128,7 +128,8 @@ def _checksum(tensor: Tensor) -> int:
 def shard(checkpoint: object, ranks: Ranks) -> ShardedCheckpoint:
     """The part of `ranks.rank`. ValueError for a model that cannot be divided."""
     expected = "expected a folder of safetensors files with unquantised weights, of Llama, Mistral, Qwen2 or Qwen3"
-    if not isinstance(checkpoint, Checkpoint) or not isinstance(checkpoint.source, SafetensorsSource) or checkpoint.packed:
+    plain = isinstance(checkpoint, Checkpoint) and checkpoint.config.has_llama_layers and not checkpoint.packed
+    if not plain or not isinstance(checkpoint, Checkpoint) or not isinstance(checkpoint.source, SafetensorsSource):
         raise ValueError(f"path: got a model that tensor_parallel={ranks.size} does not divide, {expected}")
     config, size = checkpoint.config, ranks.size
     divided = {name: getattr(config, name) for name in ("num_heads", "num_kv_heads", "intermediate_size")}

@@ -7,13 +7,16 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, SamplingParams
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.llama import Llama
+from stepgraph.runtime.parallel.llama import ShardedLlama, shard
 
 
 def requests() -> list[dict[str, Any]]:
@@ -33,9 +36,12 @@ def target_of(engine: Engine) -> Llama:
     return target
 
 
-def refused_calls(engine: Engine) -> list[tuple[Callable[[], object], str]]:
-    image = {0: torch.zeros(1, target_of(engine).embedding_size)}
+def refused_calls(engine: Engine, path: str) -> list[tuple[Callable[[], object], str]]:
+    target, checkpoint = target_of(engine), open_checkpoint(path)
+    assert isinstance(target, ShardedLlama)
+    image, other = {0: torch.zeros(1, target.embedding_size)}, replace(checkpoint, config=replace(checkpoint.config, fused=True))
     return [
+        (lambda: shard(other, target.ranks), "path"),
         (lambda: engine.submit([1], sampling=SamplingParams(temperature=1.0)), "SamplingParams.seed"),
         (lambda: engine.submit([1, 2, 3], prompt_embeddings=image), "prompt_embeddings"),
         (lambda: AsyncEngine(engine), "AsyncEngine.engine"),
@@ -46,7 +52,7 @@ def decode(path: str, draft: str, size: int, count: int = 4, **changes: Any) -> 
     config = EngineConfig(max_rows=4, max_length=64, num_speculative_tokens=3, draft_length=3, compile_isolation="none", **changes)
     with Engine.from_pretrained(path, draft, config=config, tensor_parallel=size) as engine:
         if size > 1:
-            for call, field in refused_calls(engine):
+            for call, field in refused_calls(engine, path):
                 with pytest.raises(ValueError, match=f"^{field}: got"):
                     call()
         jobs = [engine.submit(max_new_tokens=24, **request) for request in requests()[:count]]
