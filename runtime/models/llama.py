@@ -1,4 +1,4 @@
-"""The Llama family over static buffers: Llama, Mistral, Qwen2, Qwen3, SmolLM2, Phi 3 and 4, Gemma 3 and models with the same layers.
+"""The Llama family over static buffers: Llama, Mistral, Qwen2, Qwen3, SmolLM2, Mixtral, Qwen3-MoE, Phi 3 and 4, Gemma 3.
 
 One module for all of them; the config selects grouped queries, sliding windows, biases, further norms, activations and scales. Queries,
 keys and values are one matrix product, gate and up another.
@@ -23,6 +23,7 @@ from stepgraph.graphs.layers.slot_mapping import rope_angles
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import AttentionShape, cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
+from stepgraph.runtime.models.experts import ExpertMlp
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.sampling.fields import is_int
 
@@ -153,8 +154,11 @@ class LlamaLayer(nn.Module):
         self.attention_output_norm = empty_weight(like, hidden) if config.output_norms else None
         self.mlp_norm = empty_weight(like, hidden)
         self.mlp_output_norm = empty_weight(like, hidden) if config.output_norms else None
-        self.gate_up = empty_weight(like, 2 * middle, hidden)
-        self.down = empty_weight(like, hidden, middle)
+        experts = config.experts_of(index)
+        self.experts = None if experts is None else ExpertMlp(config, experts, like)
+        if experts is None:
+            self.gate_up = empty_weight(like, 2 * middle, hidden)
+            self.down = empty_weight(like, hidden, middle)
 
     def forward(
         self,
@@ -176,11 +180,14 @@ class LlamaLayer(nn.Module):
         if self.attention_output_norm is not None:
             attended = rms_norm(attended, self.attention_output_norm, *scales)
         states, normed = add_rms_norm(states, attended, self.mlp_norm, *scales)
-        gated = activate_and_mul(adapted("gate_up", normed, linear(normed, self.gate_up)), self.config.activation)
-        update = adapted("down", gated, linear(gated, self.down))
+        update = self.mlp(normed, adapted) if self.experts is None else self.experts(normed)
         if self.mlp_output_norm is not None:
             update = rms_norm(update, self.mlp_output_norm, *scales)
         return add_rms_norm(states, update, next_norm, *scales)
+
+    def mlp(self, normed: Tensor, adapted: Adapted) -> Tensor:
+        gated = activate_and_mul(adapted("gate_up", normed, linear(normed, self.gate_up)), self.config.activation)
+        return adapted("down", gated, linear(gated, self.down))
 
     def attend(
         self,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from stepgraph.graphs.layers.quantised import KINDS, TILE, Grouped, Kind, common_kind, empty_packed, pack
-from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.llama_config import ExpertsConfig, LlamaConfig
 from stepgraph.sampling.fields import clip_error
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_json as read_json
 
@@ -99,6 +99,12 @@ class SafetensorsSource:
         tensor: Tensor = self._file_of[name].get_tensor(name)
         return tensor
 
+    def read_part(self, name: str, dim: int, part: slice) -> Tensor:
+        """Some of a tensor's rows (dim 0) or columns (dim 1); the file's other bytes are not read."""
+        stored = self._file_of[name].get_slice(name)
+        tensor: Tensor = stored[part] if dim == 0 else stored[:, part]
+        return tensor
+
     read_scales = read
 
     def read_grouped(self, name: str) -> Grouped:
@@ -137,15 +143,14 @@ def llama_slices(config: LlamaConfig) -> Slices:
     """Every tensor that a model needs, by its name in a Hugging Face folder."""
     found = whole_slices({"model.embed_tokens.weight": "embedding", "model.norm.weight": "norm"})
     for index in range(config.num_layers):
-        found |= layer_slices(config, f"model.layers.{index}.", f"layers.{index}.")
+        found |= layer_slices(config, f"model.layers.{index}.", f"layers.{index}.", config.experts_of(index))
     return found if config.tied else found | whole_slices({"lm_head.weight": "head"})
 
 
-def layer_slices(config: LlamaConfig, stored: str, module: str) -> Slices:
+def layer_slices(config: LlamaConfig, stored: str, module: str, experts: ExpertsConfig | None = None) -> Slices:
     """The tensors of one layer. stored: prefix of their names in the file; module: of the parameters."""
     whole = {
         "self_attn.o_proj.weight": "output",
-        "mlp.down_proj.weight": "down",
         "input_layernorm.weight": "attention_norm",
         "post_attention_layernorm.weight": "attention_output_norm" if config.output_norms else "mlp_norm",
     }
@@ -153,6 +158,7 @@ def layer_slices(config: LlamaConfig, stored: str, module: str) -> Slices:
         whole |= {"pre_feedforward_layernorm.weight": "mlp_norm", "post_feedforward_layernorm.weight": "mlp_output_norm"}
     whole |= {"self_attn.o_proj.bias": "output_bias"} if config.output_bias else {}
     whole |= {"self_attn.q_norm.weight": "query_norm", "self_attn.k_norm.weight": "key_norm"} if config.head_norms else {}
+    whole |= {} if experts else {"mlp.down_proj.weight": "down"}
     if config.fused:
         return whole_slices(whole | {"self_attn.qkv_proj.weight": "qkv", "mlp.gate_up_proj.weight": "gate_up"}, stored, module)
     found = whole_slices(whole, stored, module)
@@ -163,8 +169,22 @@ def layer_slices(config: LlamaConfig, stored: str, module: str) -> Slices:
         if config.qkv_bias:
             found[f"{stored}self_attn.{part}_proj.bias"] = ParameterSlice(f"{module}qkv_bias", rows)
         start = rows.stop
+    if experts:
+        return found | _expert_slices(experts, config.hidden_size, stored, f"{module}experts.")
     found[f"{stored}mlp.gate_proj.weight"] = ParameterSlice(f"{module}gate_up", slice(config.intermediate_size))
     found[f"{stored}mlp.up_proj.weight"] = ParameterSlice(f"{module}gate_up", slice(config.intermediate_size, None))
+    return found
+
+
+def _expert_slices(experts: ExpertsConfig, hidden_size: int, stored: str, module: str) -> Slices:
+    mlp, gate, up, down = experts.stored
+    found = whole_slices({f"{mlp}.gate.weight": "router"}, stored, module)
+    for index in range(experts.count):
+        first, middle = index * 2 * experts.size, (index * 2 + 1) * experts.size
+        places = {gate: ("gate_up", first, middle), up: ("gate_up", middle, middle + experts.size)}
+        places[down] = "down", index * hidden_size, (index + 1) * hidden_size
+        for name, (parameter, start, stop) in places.items():
+            found[f"{stored}{mlp}.experts.{index}.{name}.weight"] = ParameterSlice(module + parameter, slice(start, stop))
     return found
 
 
@@ -205,13 +225,14 @@ class StoredModel:
                 raise ValueError(f"{self.path}: {name} holds NaN or infinity")
 
     def packable(self) -> dict[str, Kind]:
-        """The parameters whose tensors are all of one of KINDS, in whole tiles and groups."""
+        """The parameters whose tensors are all of one of KINDS, in whole tiles and groups; not those of experts."""
         parts: dict[str, list[Stored]] = {}
         whole: dict[str, bool] = {}
         for name, target in self.slices.items():
             stored, start = self.source.tensors[name], target.rows.start or 0
             parts.setdefault(target.parameter, []).append(stored)
-            whole[target.parameter] = whole.get(target.parameter, True) and not stored.shape[0] % TILE and not start % TILE
+            fits = not stored.shape[0] % TILE and not start % TILE and ".experts." not in target.parameter
+            whole[target.parameter] = whole.get(target.parameter, True) and fits
         common = {name: common_kind({KINDS.get(part.kind) for part in stored}) for name, stored in parts.items() if whole[name]}
         return {name: kind for name, kind in common.items() if kind is not None and not parts[name][0].shape[1] % kind.block_size}
 

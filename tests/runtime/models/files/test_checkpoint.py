@@ -160,6 +160,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "infinity": (lambda f: change_tensors(f, lambda t: t[NORM][3].fill_(torch.inf)), f"{NORM} holds NaN or infinity"),
 }
 PHI = {"architectures": ["Phi3ForCausalLM"], "rope_parameters": None}
+MOE = {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 16}
 SHORT = {"original_max_position_embeddings": 64}
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown architecture": ({"architectures": ["GPT2LMHeadModel"]}, r"architectures: got \['GPT2LMHeadModel'\], expected one of Llama"),
@@ -189,6 +190,14 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "Gemma's soft-cap": (
         {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0},
         "attn_logit_softcapping: got 50.0, which",
+    ),
+    "too few experts": (
+        {**MOE, "num_experts": 2, "num_experts_per_tok": 3},
+        "num_experts_per_tok: got 3, expected a whole number from 1 to 2",
+    ),
+    "layers without experts": (
+        {**MOE, "num_experts": 2, "num_experts_per_tok": 1, "mlp_only_layers": "all"},
+        "mlp_only_layers: got 'all', expected",
     ),
     "activation": ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
     "biases": ({"mlp_bias": True}, "mlp_bias: got True, which is not supported"),
