@@ -21,6 +21,7 @@ from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.loras import LoraTable
 from stepgraph.runtime.metrics import prometheus_text
 from stepgraph.runtime.models.files.loading import load_models
+from stepgraph.runtime.parallel.loading import load_part
 from stepgraph.runtime.request import FinishReason, Job, StepEvent
 from stepgraph.runtime.request_options import Prompt, Prompts, RequestOptions, TokenIds
 from stepgraph.runtime.request_queue import QueuedRequest
@@ -78,6 +79,7 @@ class Engine(EngineCore):
         feature_layers: Sequence[int] = (),
         progress: bool = False,
         record: Recording | str | Path | None = None,
+        tensor_parallel: int = 1,
     ) -> Engine:
         """An engine for a model in a local Hugging Face folder or .gguf file, which is checked first.
 
@@ -89,10 +91,14 @@ class Engine(EngineCore):
         implementation: "native" for Llama, Mistral, Qwen2 and Qwen3; "transformers" for a folder of any causal language model of that
         package (`pip install 'stepgraph[transformers]'`); "auto" is "native" where it implements the model's config.
         progress: print the memory required, and show a progress bar. record: the file that `stepgraph replay` reads.
+        tensor_parallel: the number of processes, each with a part of the layers, under `torchrun --nproc-per-node`; on the CPU only.
         ValueError for a wrong file, field or tensor. Downloads nothing and runs no code of the folder.
         """
         options: dict[str, Any] = {"dtype": dtype, "weights": weights, "feature_layers": feature_layers, "implementation": implementation}
-        loaded = load_models(path, draft, config, progress=progress, **options)
+        if tensor_parallel == 1:
+            loaded = load_models(path, draft, config, progress=progress, **options)
+        else:
+            loaded = load_part(path, draft, config, tensor_parallel, record, progress=progress, **options)
         tokenizer = functools.partial(TextCodec.open, path, loaded.vocabulary)
         return cls(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, tokenizer=tokenizer, config=loaded.config, record=record)
 
