@@ -60,9 +60,9 @@ def _find_text(image, text, state, counters, depth, stack, scratch):
     size, least, goes_on = depth * 0, depth, state >= 0
     goes_on = goes_on & (tl.load(leave_of + state, mask=goes_on, other=0) == -1)
     while goes_on:
-        legal = entry_at(entries, state * classes + lane, lane < classes, -1) != -1
-        only = tl.max(tl.where(legal, lane, -1), 0)
-        single = tl.sum(legal.to(tl.int32), 0) == 1
+        possible = entry_at(entries, state * classes + lane, lane < classes, -1) != -1
+        only = tl.max(tl.where(possible, lane, -1), 0)
+        single = tl.sum(possible.to(tl.int32), 0) == 1
         byte = tl.load(byte_of + only, mask=single, other=-1)
         goes_on = single & (byte >= 0)
         tl.store(text + size, byte.to(tl.uint8), mask=goes_on)
