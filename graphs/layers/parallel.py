@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,5 +23,10 @@ def _no_outputs(states: Tensor, group: int) -> None:
 
 @operation(_no_outputs, writes=("states",))
 def sum_over_ranks(states: Tensor, group: int) -> None:
-    """Replace `states` by its sum over the ranks of a group, of the same bits on all of them. Every rank calls it in the same order"""
-    dist.all_reduce(states, group=_GROUPS[group])
+    """Replace `states` by its sum over the ranks of a group, added in the order of the ranks. Every rank calls it in the same order"""
+    # Not all_reduce: the order of its additions depends on the position in the tensor, so the bits of a row would depend on the batch.
+    parts = [torch.empty_like(states) for _ in range(_GROUPS[group].size())]
+    _GROUPS[group].allgather([parts], [states]).wait()
+    torch.add(parts[0], parts[1], out=states)
+    for part in parts[2:]:
+        states.add_(part)

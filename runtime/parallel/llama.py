@@ -23,6 +23,7 @@ _ROWS = (
     *(f"self_attn.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")),
     *(f"mlp.{part}_proj.weight" for part in ("gate", "up")),
 )
+_KV_ROWS = tuple(f"self_attn.{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias"))
 _COLUMNS = ("o_proj.weight", "down_proj.weight")
 _SUMMED = ("output", "down")  # products with some columns of a weight: their sum over the ranks is the whole product
 
@@ -66,25 +67,29 @@ class ShardedLlama(Llama):
 class ShardSource:
     """The part of every tensor that one rank has. Nothing else is read from the files."""
 
-    def __init__(self, source: SafetensorsSource, rank: int, size: int) -> None:
-        self._source, self._rank, self._size = source, rank, size
+    def __init__(self, source: SafetensorsSource, rank: int, size: int, kv_heads: int) -> None:
+        """kv_heads: of the whole model. Where they are fewer than ranks, neighbouring ranks have the same one."""
+        self._source, self._rank, self._size, self._kv_size = source, rank, size, min(size, kv_heads)
         self.tensors = {name: stored._replace(shape=self._shape(name, stored)) for name, stored in source.tensors.items()}
 
     def read(self, name: str) -> Tensor:
         dim = _split_dimension(name)
         if dim is None:
             return self._source.read(name)
-        length = self.tensors[name].shape[dim]
-        return self._source.read_part(name, dim, slice(self._rank * length, (self._rank + 1) * length))
+        length, part = self.tensors[name].shape[dim], self._rank * self._parts(name) // self._size
+        return self._source.read_part(name, dim, slice(part * length, (part + 1) * length))
 
     read_scales = read
 
     def read_grouped(self, name: str) -> Grouped:
         raise AssertionError(f"{name}: quantised weights are not sharded")
 
+    def _parts(self, name: str) -> int:
+        return self._kv_size if name.endswith(_KV_ROWS) else self._size
+
     def _shape(self, name: str, stored: Stored) -> tuple[int, ...]:
         dim = _split_dimension(name)
-        return tuple(length // self._size if index == dim else length for index, length in enumerate(stored.shape))
+        return tuple(length // self._parts(name) if index == dim else length for index, length in enumerate(stored.shape))
 
 
 def _split_dimension(name: str) -> int | None:
@@ -131,22 +136,24 @@ def shard(checkpoint: object, ranks: Ranks) -> ShardedCheckpoint:
     if not isinstance(checkpoint, Checkpoint) or not isinstance(checkpoint.source, SafetensorsSource) or checkpoint.packed:
         raise ValueError(f"path: got a model that tensor_parallel={ranks.size} does not divide, {expected}")
     config, size = checkpoint.config, ranks.size
-    divided = {name: getattr(config, name) for name in ("num_heads", "num_kv_heads", "intermediate_size")}
-    for name, length in divided.items():
+    kv_heads = config.num_kv_heads
+    divided = {"num_heads": config.num_heads, "intermediate_size": config.intermediate_size}
+    for name, length in (divided if size % kv_heads == 0 else divided | {"num_kv_heads": kv_heads}).items():
         if length % size:
             raise ValueError(f"tensor_parallel: got {size} for a model with {name}={length}, expected a divisor of it")
-    if config.output_bias:
-        raise ValueError(f"tensor_parallel: got {size} for a model with a bias of the attention output, expected 1")
-    heads, kv_heads, middle = (length // size for length in divided.values())
-    local = replace(config, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=middle)
+    for given, name in ((config.output_bias, "a bias of the attention output"), (config.fused, "weights of q, k and v in one tensor")):
+        if given:
+            raise ValueError(f"tensor_parallel: got {size} for a model with {name}, expected 1")
+    heads, middle = (length // size for length in divided.values())
+    local = replace(config, num_heads=heads, num_kv_heads=max(1, kv_heads // size), intermediate_size=middle)
     ranks.require_equal("the configs and tensor tables of the models", repr((config, sorted(checkpoint.source.tensors.items()))).encode())
     return ShardedCheckpoint(
         checkpoint.path,
-        ShardSource(checkpoint.source, ranks.rank, size),
+        ShardSource(checkpoint.source, ranks.rank, size, kv_heads),
         llama_slices(local),
         local,
         checkpoint.vocabulary,
         checkpoint.mtp_modules,
         ranks=ranks,
-        next_source=ShardSource(checkpoint.source, (ranks.rank + 1) % size, size),
+        next_source=ShardSource(checkpoint.source, (ranks.rank + 1) % size, size, kv_heads),
     )

@@ -12,7 +12,7 @@ import torch
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.models.files.loading import Loaded, load_models
 from stepgraph.runtime.parallel.llama import shard
-from stepgraph.runtime.parallel.ranks import TIMEOUT_SECONDS, Ranks
+from stepgraph.runtime.parallel.ranks import TIMEOUT_SECONDS, Ranks, checked_size, under_torchrun
 from stepgraph.sampling.fields import clip_repr
 
 _ACCEPTED = {"save_hidden_states": (None,), "max_loras": (0,), "rounds_per_launch": (1,), "grammar_lane": ("auto", "host")}
@@ -21,7 +21,8 @@ DRAFTERS = ("auto", "ngram", "none")
 
 def load_part(path: str | Path, draft: object, config: EngineConfig | None, size: object, record: object = None, **options: Any) -> Loaded:
     """ValueError for what is not divided among ranks. The loaded config has a time limit of rounds, which is also that of sums."""
-    wanted = f"tensor_parallel={clip_repr(size)}"
+    checked = checked_size(size)
+    wanted = f"tensor_parallel={checked}"
     if record is not None:
         raise ValueError(f"record: got {clip_repr(record)} with {wanted}, expected None")
     if draft is not None and draft not in DRAFTERS:
@@ -34,8 +35,19 @@ def load_part(path: str | Path, draft: object, config: EngineConfig | None, size
         if getattr(config, name) not in accepted:
             names = " or ".join(map(repr, accepted))
             raise ValueError(f"EngineConfig.{name}: got {getattr(config, name)!r} with tensor_parallel, expected {names}")
-    ranks = Ranks(size, (config and config.round_timeout_seconds) or TIMEOUT_SECONDS)
-    loaded = load_models(path, "ngram" if draft == "auto" else draft, config, divide=functools.partial(shard, ranks=ranks), **options)
+    arguments = path, "ngram" if draft == "auto" else draft, config, options
+    seconds = (config and config.round_timeout_seconds) or TIMEOUT_SECONDS
+    ranks = Ranks.join(checked, seconds) if under_torchrun() else Ranks.start(checked, seconds, arguments)
+    try:
+        return load_rank(ranks, *arguments)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def load_rank(ranks: Ranks, path: str | Path, draft: Any, config: EngineConfig | None, options: dict[str, Any]) -> Loaded:
+    options = options | {"progress": options["progress"] and ranks.rank == 0}
+    loaded = load_models(path, draft, config, divide=functools.partial(shard, ranks=ranks), **options)
     fixed = replace(loaded.config, round_timeout_seconds=ranks.seconds)
     if fixed.grammar_lane == "auto":  # when the copy of a grammar to the device has ended differs between ranks
         fixed = replace(fixed, grammar_lane="host")
