@@ -130,21 +130,29 @@ def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-def shard(checkpoint: object, ranks: Ranks) -> ShardedCheckpoint:
-    """The part of `ranks.rank`. ValueError for a model that cannot be divided."""
+def check_divisible(checkpoint: object, size: int) -> Checkpoint:
+    """ValueError for a model that cannot be divided among `size` ranks."""
     expected = "expected a folder of safetensors files with unquantised weights, of Llama, Mistral, Qwen2 or Qwen3"
     if not isinstance(checkpoint, Checkpoint) or not isinstance(checkpoint.source, SafetensorsSource) or checkpoint.packed:
-        raise ValueError(f"path: got a model that tensor_parallel={ranks.size} does not divide, {expected}")
-    config, size = checkpoint.config, ranks.size
-    kv_heads = config.num_kv_heads
-    divided = {"num_heads": config.num_heads, "intermediate_size": config.intermediate_size}
-    for name, length in (divided if size % kv_heads == 0 else divided | {"num_kv_heads": kv_heads}).items():
+        raise ValueError(f"path: got a model that tensor_parallel={size} does not divide, {expected}")
+    config = checkpoint.config
+    divided = {name: getattr(config, name) for name in ("num_heads", "intermediate_size", "num_kv_heads")}
+    if size % config.num_kv_heads == 0:
+        del divided["num_kv_heads"]
+    for name, length in divided.items():
         if length % size:
             raise ValueError(f"tensor_parallel: got {size} for a model with {name}={length}, expected a divisor of it")
     for given, name in ((config.output_bias, "a bias of the attention output"), (config.fused, "weights of q, k and v in one tensor")):
         if given:
             raise ValueError(f"tensor_parallel: got {size} for a model with {name}, expected 1")
-    heads, middle = (length // size for length in divided.values())
+    return checkpoint
+
+
+def shard(checkpoint: Checkpoint, ranks: Ranks) -> ShardedCheckpoint:
+    """The part of `ranks.rank`."""
+    assert isinstance(checkpoint.source, SafetensorsSource)
+    config, size, kv_heads = checkpoint.config, ranks.size, checkpoint.config.num_kv_heads
+    heads, middle = config.num_heads // size, config.intermediate_size // size
     local = replace(config, num_heads=heads, num_kv_heads=max(1, kv_heads // size), intermediate_size=middle)
     ranks.require_equal("the configs and tensor tables of the models", repr((config, sorted(checkpoint.source.tensors.items()))).encode())
     return ShardedCheckpoint(

@@ -39,14 +39,14 @@ class RankError(RuntimeError):
 class Ranks:
     """This process among `size` of them. `graph`: the group of recorded sums; another group compares what the ranks do.
 
-    links: to the other ranks, if this is the first one and has started them. decided: whether the first rank decides each step, as
-    under `start`; otherwise every rank runs the same program.
+    links, processes: to the other ranks, and theirs, if this is the first one and has started them. decided: whether the first rank
+    decides each step, as under `start`; otherwise every rank runs the same program.
     """
 
     def __init__(self, rank: int, graph: dist.ProcessGroup, control: dist.ProcessGroup, seconds: float, decided: bool = True) -> None:
         self.rank, self.size, self.seconds, self.decided = rank, graph.size(), seconds, decided
         self.graph, self._control, self._notes = register_group(graph), control, hashlib.sha256()
-        self.links: list[Link] = []
+        self.links, self.processes = list[Link](), list[subprocess.Popen[bytes]]()
         self.close = weakref.finalize(self, lambda: None)
 
     @classmethod
@@ -71,7 +71,8 @@ class Ranks:
         except BaseException:
             _end(os.getpid(), processes, links, folder)
             raise
-        ranks.links, ranks.close = links, weakref.finalize(ranks, _end, os.getpid(), processes, links, folder)
+        ranks.links, ranks.processes = links, processes
+        ranks.close = weakref.finalize(ranks, _end, os.getpid(), processes, links, folder)
         return ranks
 
     @classmethod
