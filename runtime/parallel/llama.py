@@ -132,7 +132,7 @@ def _checksum(tensor: Tensor) -> int:
 
 def check_divisible(checkpoint: object, size: int) -> Checkpoint:
     """ValueError for a model that cannot be divided among `size` ranks."""
-    expected = "expected a folder of safetensors files with unquantised weights, of Llama, Mistral, Qwen2 or Qwen3"
+    expected = "expected a folder of safetensors files with unquantised weights, of Llama, Mistral, Qwen2, Qwen3 or Gemma 3"
     if not isinstance(checkpoint, Checkpoint) or not isinstance(checkpoint.source, SafetensorsSource) or checkpoint.packed:
         raise ValueError(f"path: got a model that tensor_parallel={size} does not divide, {expected}")
     config = checkpoint.config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing.connection
 import os
 import pickle
@@ -27,7 +26,12 @@ def follow(link: Link) -> None:
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(link, messages), daemon=True).start()
     torch.set_num_threads(threads)
-    loaded = load_rank(functools.partial(Ranks.meet, rank, size, seconds, folder), *arguments)
+
+    def join() -> Ranks:
+        link.send_bytes(b"started")
+        return Ranks.meet(rank, size, seconds, folder)
+
+    loaded = load_rank(join, *arguments)
     engine = Engine(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, config=loaded.config)
     jobs: dict[int, Job] = {}  # by the ids of the first rank
     while True:

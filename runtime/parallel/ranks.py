@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepgraph.graphs.layers.parallel import register_group
+from stepgraph.graphs.layers.parallel import gather, register_group
 from stepgraph.sampling.fields import clip_repr, is_int
 
 TIMEOUT_SECONDS = 60.0  # where EngineConfig.round_timeout_seconds is None
+START_SECONDS = 600.0  # for a process to start, and to load its part of the model
 END_SECONDS = 2.0  # for a process to end by itself
 COMPARED_STEPS = 16  # results are compared every so many steps, where the first rank decides what a step does
 CAPTURE = "capture"  # a message: record all graphs
@@ -45,14 +46,14 @@ class Ranks:
 
     def __init__(self, rank: int, graph: dist.ProcessGroup, control: dist.ProcessGroup, seconds: float, decided: bool = True) -> None:
         self.rank, self.size, self.seconds, self.decided = rank, graph.size(), seconds, decided
-        self.graph, self._control, self._notes = register_group(graph), control, hashlib.sha256()
+        self.graph, self._control, self._notes = register_group(graph, seconds), control, hashlib.sha256()
         self.links, self.processes = list[Link](), list[subprocess.Popen[bytes]]()
         self.close = weakref.finalize(self, lambda: None)
 
     @classmethod
     def join(cls, size: int, seconds: float) -> Ranks:
         """Among the processes of torchrun. ValueError for a size other than their number."""
-        timeout = datetime.timedelta(seconds=seconds)
+        timeout = datetime.timedelta(seconds=max(seconds, START_SECONDS))
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timeout)
         if (found := dist.get_world_size()) != size:
@@ -67,6 +68,8 @@ class Ranks:
         try:
             for rank in range(1, size):
                 processes.append(_start(links, pickle.dumps((rank, size, seconds, folder, torch.get_num_threads(), arguments)), seconds))
+            for link in links:
+                _wait_for_start(link)
             ranks = cls.meet(0, size, seconds, folder)
         except BaseException:
             _end(os.getpid(), processes, links, folder)
@@ -78,7 +81,7 @@ class Ranks:
     @classmethod
     def meet(cls, rank: int, size: int, seconds: float, folder: str) -> Ranks:
         """Connects the ranks through a file in this folder. RankError if one is lost or late."""
-        timeout, store = datetime.timedelta(seconds=seconds), dist.FileStore(f"{folder}/store", size)
+        timeout, store = datetime.timedelta(seconds=max(seconds, START_SECONDS)), dist.FileStore(f"{folder}/store", size)
         with _lost(rank, size, seconds):
             graph, control = (dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout) for name in ("graph", "control"))
         return cls(rank, graph, control, seconds)
@@ -94,12 +97,10 @@ class Ranks:
         except OSError as error:
             raise RankError(f"rank 0 of {self.size}: another rank is lost, or does not read: {error}") from error
 
-    def gather(self, values: Tensor) -> list[Tensor]:
+    def gather(self, values: Tensor, seconds: float = START_SECONDS) -> list[Tensor]:
         """`values` of every rank. RankError if a rank is lost, or does not call it in time."""
-        found = [torch.empty_like(values) for _ in range(self.size)]
-        with _lost(self.rank, self.size, self.seconds):
-            self._control.allgather([found], [values]).wait()
-        return found
+        with _lost(self.rank, self.size, seconds):
+            return gather(self._control, values, seconds)
 
     def note(self, value: object) -> None:
         """Add to what `require_same_notes` compares."""
@@ -107,12 +108,12 @@ class Ranks:
 
     def require_same_notes(self) -> None:
         """RankError unless every rank has made the same notes."""
-        self.require_equal("the requests or the results of the steps before", self._notes.digest())
+        self.require_equal("the requests or the results of the steps before", self._notes.digest(), self.seconds)
 
-    def require_equal(self, what: str, value: bytes) -> None:
+    def require_equal(self, what: str, value: bytes, seconds: float = START_SECONDS) -> None:
         """RankError unless `value` is the same on every rank."""
         digest = hashlib.sha256(value).digest()
-        found = self.gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        found = self.gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8), seconds)
         differing = [rank for rank, other in enumerate(found) if not torch.equal(other, found[0])]
         if differing:
             raise RankError(f"rank {self.rank} of {self.size}: {what} differ between rank 0 and ranks {differing}")
@@ -148,6 +149,16 @@ def _start(links: list[Link], arguments: bytes, seconds: float) -> subprocess.Po
         process = subprocess.Popen(command, env=environment, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
     links[-1].send_bytes(arguments)
     return process
+
+
+def _wait_for_start(link: Link) -> None:
+    try:
+        if link.poll(START_SECONDS):
+            link.recv_bytes()
+            return
+    except (EOFError, OSError):
+        raise RankError("a rank ended before it had loaded its part of the model; its error is on stderr") from None
+    raise RankError(f"a rank did not start within {START_SECONDS:g} s")
 
 
 def _end(owner: int, processes: list[subprocess.Popen[bytes]], links: list[Link], folder: str) -> None:

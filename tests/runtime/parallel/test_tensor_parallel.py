@@ -28,6 +28,7 @@ from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, Job, Sampli
 from stepgraph.graphs.layers.parallel import register_group, sum_over_ranks
 from stepgraph.runtime.parallel.ranks import COMPARED_STEPS, RankError, Ranks
 from tests.helpers.command_models import model_folder
+from tests.helpers.families import folder_of
 from tests.helpers.parallel_program import decode, open_engine, results
 
 PROGRAM = "tests.helpers.parallel_program"
@@ -95,6 +96,17 @@ def test_ranks_give_the_tokens_of_one_process(size: int, draft: str) -> None:
     assert len(processes) == size - 1 and all(process.poll() is not None for process in processes)
 
 
+@soak
+@pytest.mark.parametrize(("size", "family"), [(2, "mistral"), (2, "qwen2"), (4, "qwen3"), (4, "gemma-3")])
+def test_families(size: int, family: str) -> None:
+    """Windows, biases, norms of heads, norms of outputs."""
+    found = []
+    for ranks in (1, size):
+        with open_engine(folder_of(family), "ngram", ranks) as engine:
+            found.append([job.tokens for job in engine.generate([[5, 6, 7, 5, 6], [9, 8]], max_new_tokens=40)])
+    assert found[0] == found[1]
+
+
 def test_sums_are_added_in_the_order_of_the_ranks(tmp_path: Path) -> None:
     """So that they are the same on every rank and at every position of a batch."""
     size, groups = 4, dict[int, int]()
@@ -103,7 +115,7 @@ def test_sums_are_added_in_the_order_of_the_ranks(tmp_path: Path) -> None:
     found = [row[rank].repeat(33, 1) for rank in range(size)]
 
     def run(rank: int) -> None:
-        groups[rank] = register_group(dist.ProcessGroupGloo(dist.FileStore(str(tmp_path / "store"), size), rank, size))
+        groups[rank] = register_group(dist.ProcessGroupGloo(dist.FileStore(str(tmp_path / "store"), size), rank, size), SECONDS)
         sum_over_ranks.out(found[rank], groups[rank])
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
