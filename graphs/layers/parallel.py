@@ -22,7 +22,7 @@ def register_group(group: dist.ProcessGroup, seconds: float) -> int:
 
 def gather(group: dist.ProcessGroup, values: Tensor, seconds: float) -> list[Tensor]:
     """`values` of every rank of a group. RuntimeError if a rank is lost, or does not call it in time."""
-    from torch.distributed.distributed_c10d import AllgatherOptions  # some builds of torch are without it
+    from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # some builds of torch are without it
 
     options, found = AllgatherOptions(), [torch.empty_like(values) for _ in range(group.size())]
     options.timeout = datetime.timedelta(seconds=seconds)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Ranks:
         self.rank, self.size, self.seconds, self.decided = rank, graph.size(), seconds, decided
         self.graph, self._control, self._notes = register_group(graph, seconds), control, hashlib.sha256()
         self.links, self.processes = list[Link](), list[subprocess.Popen[bytes]]()
-        self.close = weakref.finalize(self, lambda: None)
+        self.close: Callable[[], object] = lambda: None
 
     @classmethod
     def join(cls, size: int, seconds: float) -> Ranks:
@@ -81,9 +82,8 @@ class Ranks:
     @classmethod
     def meet(cls, rank: int, size: int, seconds: float, folder: str) -> Ranks:
         """Connects the ranks through a file in this folder. RankError if one is lost or late."""
-        timeout, store = datetime.timedelta(seconds=max(seconds, START_SECONDS)), dist.FileStore(f"{folder}/store", size)
         with _lost(rank, size, seconds):
-            graph, control = (dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout) for name in ("graph", "control"))
+            graph, control = (gloo_group(f"{folder}/{name}", rank, size, max(seconds, START_SECONDS)) for name in ("graph", "control"))
         return cls(rank, graph, control, seconds)
 
     def publish(self, message: object) -> None:
@@ -129,8 +129,15 @@ def under_torchrun() -> bool:
     return dist.is_initialized() or {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
+def gloo_group(path: str, rank: int, size: int, seconds: float) -> dist.ProcessGroup:
+    """Connects processes through a new file. torch's default group stays as it is."""
+    untyped: Any = dist
+    group: dist.ProcessGroup = untyped.ProcessGroupGloo(untyped.FileStore(path, size), rank, size, datetime.timedelta(seconds=seconds))
+    return group
+
+
 @contextlib.contextmanager
-def _lost(rank: int, size: int, seconds: float) -> Any:
+def _lost(rank: int, size: int, seconds: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:

@@ -21,12 +21,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, Job, SamplingParams
 from stepgraph.graphs.layers.parallel import register_group, sum_over_ranks
-from stepgraph.runtime.parallel.ranks import COMPARED_STEPS, RankError, Ranks
+from stepgraph.runtime.parallel.ranks import COMPARED_STEPS, RankError, Ranks, gloo_group
 from tests.helpers.command_models import model_folder
 from tests.helpers.families import folder_of
 from tests.helpers.parallel_program import decode, open_engine, results
@@ -115,7 +114,7 @@ def test_sums_are_added_in_the_order_of_the_ranks(tmp_path: Path) -> None:
     found = [row[rank].repeat(33, 1) for rank in range(size)]
 
     def run(rank: int) -> None:
-        groups[rank] = register_group(dist.ProcessGroupGloo(dist.FileStore(str(tmp_path / "store"), size), rank, size), SECONDS)
+        groups[rank] = register_group(gloo_group(str(tmp_path / "store"), rank, size, SECONDS), SECONDS)
         sum_over_ranks.out(found[rank], groups[rank])
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
