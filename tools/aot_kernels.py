@@ -211,7 +211,7 @@ def attention_variants() -> list[Variant]:
 def _layer_variants() -> list[Variant]:
     """Norms of heads and of states; slots, angles, masks and drafts of a round."""
     from stepgraph.graphs.layers.dense import Activation
-    from stepgraph.graphs.layers.triton import dense, lora, slot_mapping
+    from stepgraph.graphs.layers.triton import dense, experts, lora, slot_mapping
     from stepgraph.graphs.triton import drafting, looping, mask_upload, publishing, sampled_stages, skipped_tokens, stages
 
     found = []
@@ -226,6 +226,12 @@ def _layer_variants() -> list[Variant]:
         types, wide = ["*i64" if name == "slots" else f"*{kind}" for name in ("states", "slots", "weights", "base", "output")], ["i32"] * 5
         constants = {"COUNT": lora.STATES_TILE, "OUTER": lora.OUTER_TILE, "INNER": lora.INNER_TILE, "WIDE": False}
         found.append(_variant(f"multiply_by_slot {kind}", lora.multiply_by_slot, [*types, *wide], constants, 4))
+        types, constants = [f"*{kind}", "*i64", *[f"*{kind}"] * 3], {**experts.tiles_of(2 if kind == "bf16" else 4), "WIDE": False}
+        found.append(_variant(f"multiply_by_expert {kind}", experts.multiply_by_expert, [*types, *wide], constants, 4))
+    constants = {"EXPERTS": 128, "COUNT": 8, "NORMALISED": True}
+    found.append(_variant("choose_row", experts.choose_row, ["*bf16", "*fp32", "*i64", "i32", "i32"], constants, 1))
+    types = ["*bf16", "*fp32", "*bf16", "i32", "i32"]
+    found.append(_variant("combine_tile", experts.combine_tile, types, {"TILE": experts.COMBINED_TILE}, 4))
     types = [*["*i64"] * 4, *["i32"] * 3, "*i1", *["*i64"] * 4, *["i32"] * 4]
     found.append(_variant("place_row", slot_mapping.place_row, types, {"WIDTH": 16}, 1))
     types = [*["*i64"] * 5, *["i32"] * 4]

@@ -1,4 +1,4 @@
-"""The Llama family over static buffers: Llama, Mistral, Qwen2, Qwen3, SmolLM2, Phi 3 and 4, Gemma 3 and models with the same layers.
+"""The Llama family over static buffers: Llama, Mistral, Qwen2, Qwen3, SmolLM2, Mixtral, Qwen3-MoE, GPT-OSS, Phi 3 and 4, Gemma 3.
 
 One module for all of them; the config selects grouped queries, sliding windows, biases, further norms, activations and scales. Queries,
 keys and values are one matrix product, gate and up another.
@@ -23,6 +23,7 @@ from stepgraph.graphs.layers.slot_mapping import rope_angles
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import AttentionShape, cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
+from stepgraph.runtime.models.experts import ExpertMlp
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.sampling.fields import is_int
 
@@ -36,7 +37,8 @@ class LlamaBase(nn.Module):
     def __init__(self, layer_config: LlamaConfig, device: str | torch.device) -> None:
         super().__init__()
         size, windows, ropes = layer_config.head_size, layer_config.windows, (layer_config.rope, layer_config.local_rope)
-        self.attends = (AttentionShape(layer_config.dtype, layer_config.num_heads, layer_config.num_kv_heads, size, windows),)
+        heads = layer_config.num_heads, layer_config.num_kv_heads
+        self.attends = (AttentionShape(layer_config.dtype, *heads, size, windows, sinks=layer_config.sinks),)
         # As integer bits: .to(bfloat16) rounds every floating-point buffer, and rounded frequencies give wrong positions.
         for name, rope in zip(("frequency_bits", "local_frequency_bits"), ropes, strict=True):
             self.register_buffer(name, None if rope is None else rope.frequencies(size).to(device).view(torch.int32), persistent=False)
@@ -148,13 +150,17 @@ class LlamaLayer(nn.Module):
         self.qkv_bias = empty_weight(like, config.qkv_size) if config.qkv_bias else None
         self.query_norm = empty_weight(like, config.head_size) if config.head_norms else None
         self.key_norm = empty_weight(like, config.head_size) if config.head_norms else None
+        self.sinks = empty_weight(like, config.num_heads) if config.sinks else None
         self.output = empty_weight(like, hidden, attended)
         self.output_bias = empty_weight(like, hidden) if config.output_bias else None
         self.attention_output_norm = empty_weight(like, hidden) if config.output_norms else None
         self.mlp_norm = empty_weight(like, hidden)
         self.mlp_output_norm = empty_weight(like, hidden) if config.output_norms else None
-        self.gate_up = empty_weight(like, 2 * middle, hidden)
-        self.down = empty_weight(like, hidden, middle)
+        experts = config.experts_of(index)
+        self.experts = None if experts is None else ExpertMlp(config, experts, like)
+        if experts is None:
+            self.gate_up = empty_weight(like, 2 * middle, hidden)
+            self.down = empty_weight(like, hidden, middle)
 
     def forward(
         self,
@@ -176,11 +182,14 @@ class LlamaLayer(nn.Module):
         if self.attention_output_norm is not None:
             attended = rms_norm(attended, self.attention_output_norm, *scales)
         states, normed = add_rms_norm(states, attended, self.mlp_norm, *scales)
-        gated = activate_and_mul(adapted("gate_up", normed, linear(normed, self.gate_up)), self.config.activation)
-        update = adapted("down", gated, linear(gated, self.down))
+        update = self.mlp(normed, adapted) if self.experts is None else self.experts(normed)
         if self.mlp_output_norm is not None:
             update = rms_norm(update, self.mlp_output_norm, *scales)
         return add_rms_norm(states, update, next_norm, *scales)
+
+    def mlp(self, normed: Tensor, adapted: Adapted) -> Tensor:
+        gated = activate_and_mul(adapted("gate_up", normed, linear(normed, self.gate_up)), self.config.activation)
+        return adapted("down", gated, linear(gated, self.down))
 
     def attend(
         self,
@@ -199,7 +208,9 @@ class LlamaLayer(nn.Module):
             pairs = (query, self.query_norm), (key, self.key_norm)
             query, key = (rms_norm(part, norm, config.norm_epsilon, config.norm_offset) for part, norm in pairs)
         query = rope_and_write_kv(query, key, value, *rotation, inputs.slots.flatten(), keys, values)
-        attended = attention(query.view(*inputs.tokens.shape, heads, size), keys, values, inputs, self.window, config.attention_scale)
+        attended = attention(
+            query.view(*inputs.tokens.shape, heads, size), keys, values, inputs, self.window, config.attention_scale, sinks=self.sinks
+        )
         attended = attended.view(len(states), -1)
         return adapted("output", attended, linear(attended, self.output, self.output_bias))
 

@@ -130,10 +130,16 @@ def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
+def _other_layers(config: LlamaConfig) -> bool:
+    """Whether layers have weights that no rule divides."""
+    return config.fused or config.sinks or config.experts is not None
+
+
 def check_divisible(checkpoint: object, size: int) -> Checkpoint:
     """ValueError for a model that cannot be divided among `size` ranks."""
     expected = "expected a folder of safetensors files with unquantised weights, of Llama, Mistral, Qwen2, Qwen3 or Gemma 3"
-    if not isinstance(checkpoint, Checkpoint) or not isinstance(checkpoint.source, SafetensorsSource) or checkpoint.packed:
+    plain = isinstance(checkpoint, Checkpoint) and isinstance(checkpoint.source, SafetensorsSource) and not checkpoint.packed
+    if not plain or not isinstance(checkpoint, Checkpoint) or _other_layers(checkpoint.config):
         raise ValueError(f"path: got a model that tensor_parallel={size} does not divide, {expected}")
     config = checkpoint.config
     divided = {name: getattr(config, name) for name in ("num_heads", "intermediate_size", "num_kv_heads")}
@@ -142,9 +148,8 @@ def check_divisible(checkpoint: object, size: int) -> Checkpoint:
     for name, length in divided.items():
         if length % size:
             raise ValueError(f"tensor_parallel: got {size} for a model with {name}={length}, expected a divisor of it")
-    for given, name in ((config.output_bias, "a bias of the attention output"), (config.fused, "weights of q, k and v in one tensor")):
-        if given:
-            raise ValueError(f"tensor_parallel: got {size} for a model with {name}, expected 1")
+    if config.output_bias:
+        raise ValueError(f"tensor_parallel: got {size} for a model with a bias of the attention output, expected 1")
     return checkpoint
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.graphs import drafting, mask_upload
-from stepgraph.graphs.layers import dense, lora, quantised, slot_mapping
+from stepgraph.graphs.layers import dense, experts, lora, quantised, slot_mapping
 from stepgraph.graphs.layers.triton import dense as dense_programs
+from stepgraph.graphs.layers.triton import experts as expert_programs
 from stepgraph.graphs.layers.triton import lora as lora_programs
 from stepgraph.graphs.layers.triton import quantised as quantised_programs
 from stepgraph.graphs.layers.triton import slot_mapping as slot_programs
@@ -75,6 +76,23 @@ def test_products_by_slot_equal_the_reference(dtype: torch.dtype) -> None:
         weights[0] = 0
         for base in (None, random(3 * count, outer, dtype=dtype)):
             compare(lora.slot_product, lora_programs.slot_product, states, columns[:, 1], weights, base, near=16 * NEAR[dtype])
+
+
+@pytest.mark.parametrize("dtype", NEAR)
+def test_experts_equal_the_references(dtype: torch.dtype) -> None:
+    """Equal logits, experts that no token takes, more rows of one expert than a tile and more choices than are read at a time."""
+    for tokens, count, number in ((1, 1, 1), (3, 2, 5), (70, 3, 4)):
+        logits = whole(-2, 3, tokens, number).to(dtype)
+        for normalised in (False, True):
+            compare(experts.choose_experts, expert_programs.choose_experts, logits, count, normalised, near=1e-6)
+        shares, chosen = map(Tensor.contiguous, experts.choose_experts.reference(logits, count, True))
+        inner, outer = expert_programs.tiles_of(2)["INNER"] + 9, expert_programs.OUTER_TILE + 5
+        weights, biases = random(number * outer, inner, dtype=dtype), random(number * outer, dtype=dtype)
+        for rows, each in ((tokens, None), (tokens * count, biases)):
+            given = random(rows, inner + 3, dtype=dtype)[:, :inner], chosen, weights, number, each
+            compare(experts.expert_product, expert_programs.expert_product, *given, near=16 * NEAR[dtype])
+        parts = random(tokens * count, 40, dtype=dtype)
+        compare(experts.combine_experts, expert_programs.combine_experts, parts, shares, near=2 * NEAR[dtype])
 
 
 @every_kind

@@ -161,7 +161,7 @@ def test_modules_that_compute_the_same_are_replaced(family: str, layers: int, at
     assert [found.count(kind) for kind in (Layer, Attention, GatedMlp)] == [layers, attentions, mlps]
 
 
-@pytest.mark.parametrize("family", ["Gemma2", "Qwen3Moe"])
+@pytest.mark.parametrize("family", ["Gemma2", "Olmoe"])
 def test_a_family_drafts_for_another(family: str, parent: Path) -> None:
     """Every draft of the same weights is accepted, hardly one of others."""
     folders = [save(judge(each), parent / f"{each} of {family}") for each in (family, "Granite")]

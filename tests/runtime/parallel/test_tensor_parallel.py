@@ -228,6 +228,11 @@ def test_a_number_of_ranks_that_cannot_run_is_refused(size: Any, accepted: str) 
         Engine.from_pretrained(model_folder(), tensor_parallel=size)
 
 
+def test_a_model_with_other_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match="path: got a model that tensor_parallel=2 does not divide"):
+        Engine.from_pretrained(folder_of("phi-3, with a window"), tensor_parallel=2)
+
+
 @soak
 def test_other_requests_on_one_rank_end_all_jobs() -> None:
     with programs([model_folder()] * 2, "none", counts=(4, 3), round_timeout_seconds=20.0) as started:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs import drafting, mask_upload
-from stepgraph.graphs.layers import dense, lora, quantised, slot_mapping
+from stepgraph.graphs.layers import dense, experts, lora, quantised, slot_mapping
 from stepgraph.sampling import bitmask, native
 from stepgraph.sampling.grammar.status import TAG_FIELDS, MaskStatus
 from stepgraph.sampling.kernels import chain
@@ -56,6 +56,13 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
         [numbers(4, 8), torch.tensor([1, 2]), numbers(3, 5, 8), numbers(4, 5)],
         [torch.zeros(4, 5)],
     ),
+    "choose_experts": (experts.choose_experts, [numbers(3, 5), 2, True], [torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int64)]),
+    "expert_product": (
+        experts.expert_product,
+        [numbers(2, 8), torch.tensor([[1, 0], [1, 2]]), numbers(15, 8), 3, numbers(15)],
+        [torch.zeros(4, 5)],
+    ),
+    "combine_experts": (experts.combine_experts, [numbers(4, 8), numbers(2, 2)], [torch.zeros(2, 8)]),
     "quantised_product": (
         quantised.quantised_product,
         [numbers(3, 32), PACKED, numbers(16)],
