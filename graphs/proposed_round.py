@@ -70,7 +70,7 @@ class ProposedRound:
                 publish()
             context.wait(mask_ready)
         alive = drafting.continuing(after)
-        for step in range(1, self.limits.positions):
+        for step in range(1, self.limits.num_speculative_tokens + 1):
             with context.stage(f"choose_draft {step}"):
                 tokens = proposing.choose_proposed(buffers, after, step, proposed[:, step - 1], alive, grammar.mask(after, step))
                 buffers.batch_drafts[step - 1, :size].copy_(tokens)

@@ -82,7 +82,7 @@ class Round:
         with context.stage("accept"):
             stages.publish_round(buffers, batch, key.constrained)
             alive = drafting.continuing(after)
-        for step in range(1, self.limits.positions):
+        for step in range(1, self.limits.num_speculative_tokens + 1):
             mask_ready = mask_lane.rows(step - 1, step - 1) if mask_lane else None
             if step == 1:
                 chain = self._look_up(buffers, batch, after, emission, context)

@@ -37,9 +37,9 @@ def target_verify(buffers: StaticBuffers, batch: Batch, model: TargetModel, limi
     if limits.max_loras:
         inputs = inputs._replace(lora_slots=batch.column(Column.LORA))
     output = run_model("target", model, inputs, buffers)
-    check_shape("target features", output.next_features, len(batch.rows), limits.positions, limits.feature_size)
+    check_shape("target features", output.next_features, *tokens.shape, limits.feature_size)
     if "results_states" in buffers:
-        states = buffers.results_states[: len(batch.rows), : limits.positions]
+        states = buffers.results_states[: tokens.shape[0], : tokens.shape[1]]
         states.copy_(output.saved_states(states.shape[-1]))
     return model_logits("target", model, output.hidden, limits), output.next_features
 

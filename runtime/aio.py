@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stepgraph.runtime.engine import Engine
+from stepgraph.runtime.parallel.lockstep import LockstepQueue
 from stepgraph.runtime.request import NO_DRAFTS, EngineClosedError, Job, StepEvent
 from stepgraph.runtime.request_options import Prompt, RequestOptions
 from stepgraph.runtime.request_queue import QueueFullError
@@ -234,6 +235,8 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         check_value("AsyncEngine.engine", engine, instance_of(Engine, "an Engine"))
+        if isinstance(engine.queue, LockstepQueue) and not engine.queue.ranks.decided:
+            raise ValueError("AsyncEngine.engine: got an engine under torchrun, expected one that started its ranks: their requests differ")
         self.engine = engine
         self._stepper: StepThread | None = None
         self._submit_lock = asyncio.Lock()

@@ -41,6 +41,8 @@ from stepgraph.runtime.in_flight import InFlight
 from stepgraph.runtime.loops import Loops
 from stepgraph.runtime.loras import lora_weights
 from stepgraph.runtime.models.ngram import NgramLookup
+from stepgraph.runtime.parallel.lockstep import LockstepQueue, LockstepScheduler
+from stepgraph.runtime.parallel.ranks import Ranks
 from stepgraph.runtime.profiled import ROUNDS, in_flight_type, read_range
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.scheduler import Scheduler
@@ -92,7 +94,7 @@ class EngineParts:
         self.grammars = DeviceGrammars(no_tables, config, self.host_link)
         self.compiler = config.grammar_compiler(vocabulary) if vocabulary is not None else None
         decode_round = Round(limits, models, self.host_link, config.draft_masks, config.forced_acceptance, self.attention, tables, split)
-        prompts, step_of, on_failure = Prompts(limits, models, self.attention), decode_round.step, config.on_capture_failure
+        prompts, on_failure = Prompts(limits, models, self.attention), config.on_capture_failure
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
         self.hidden_states = states = open_states(config, saved, timed, buffers)
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend)
@@ -101,7 +103,7 @@ class EngineParts:
         self.graphs = GraphSet(
             self.backend,
             buffers,
-            step_of,
+            decode_round.step,
             config.bucket_sizes,
             on_failure,
             config.capture_bytes,
@@ -109,9 +111,11 @@ class EngineParts:
             drafting,
             prompts if records_prompts(config, device) else None,
         )
-        self.queue = RequestQueue(config.max_queued, self.compiler, self.grammars, recorder)
-        self.sharing, ended = sharing_for(config, models), states.ended if states else None
-        self.scheduler = Scheduler(self.queue, self.grammars, limits, self.sharing, recorder, ended, isinstance(proposer, NgramLookup))
+        (queue_type, scheduler_type), self.sharing = queue_types(self.ranks), sharing_for(config, models)
+        self.queue = queue_type(config.max_queued, self.compiler, self.grammars, recorder)
+        self.scheduler = scheduler_type(
+            self.queue, self.grammars, limits, self.sharing, recorder, states.ended if states else None, isinstance(proposer, NgramLookup)
+        )
         self.uploader = Uploader(timed, buffers, models, limits, prompts, self.graphs, states)
         function = proposer.function if isinstance(proposer, FunctionProposer) else None
         self.function_drafts = None if function is None else FunctionDrafts(function, timed, buffers, limits)
@@ -119,6 +123,18 @@ class EngineParts:
         catch_up = functools.partial(process_skipped, buffers, model=draft, limits=limits) if draft is not None else None
         in_flight = loops_of(self, record is not None) if limits.loops else in_flight_type()
         self.in_flight = in_flight(timed, buffers, self.graphs, self.host_link, limits, states, self.lengths, catch_up)
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """Of a tensor-parallel target."""
+        return getattr(self.models.target, "ranks", None)
+
+
+def queue_types(ranks: Ranks | None) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
+    """With ranks: those that keep them in step."""
+    if ranks is None:
+        return RequestQueue, Scheduler
+    return functools.partial(LockstepQueue, ranks), functools.partial(LockstepScheduler, ranks)
 
 
 def records_prompts(config: EngineConfig, device: torch.device) -> bool:

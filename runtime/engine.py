@@ -21,6 +21,7 @@ from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.loras import LoraTable
 from stepgraph.runtime.metrics import prometheus_text
 from stepgraph.runtime.models.files.loading import load_models
+from stepgraph.runtime.parallel.loading import load_part
 from stepgraph.runtime.request import FinishReason, Job, StepEvent
 from stepgraph.runtime.request_options import Prompt, Prompts, RequestOptions, TokenIds
 from stepgraph.runtime.request_queue import QueuedRequest
@@ -78,6 +79,7 @@ class Engine(EngineCore):
         feature_layers: Sequence[int] = (),
         progress: bool = False,
         record: Recording | str | Path | None = None,
+        tensor_parallel: int = 1,
     ) -> Engine:
         """An engine for a model in a local Hugging Face folder or .gguf file, which is checked first.
 
@@ -89,10 +91,14 @@ class Engine(EngineCore):
         implementation: "native" for Llama, Mistral, Qwen2 and Qwen3; "transformers" for a folder of any causal language model of that
         package (`pip install 'stepgraph[transformers]'`); "auto" is "native" where it implements the model's config.
         progress: print the memory required, and show a progress bar. record: the file that `stepgraph replay` reads.
+        tensor_parallel: the number of processes, each with a part of the layers, which are started here; on the CPU only.
         ValueError for a wrong file, field or tensor. Downloads nothing and runs no code of the folder.
         """
         options: dict[str, Any] = {"dtype": dtype, "weights": weights, "feature_layers": feature_layers, "implementation": implementation}
-        loaded = load_models(path, draft, config, progress=progress, **options)
+        if tensor_parallel == 1:
+            loaded = load_models(path, draft, config, progress=progress, **options)
+        else:
+            loaded = load_part(path, draft, config, tensor_parallel, record, progress=progress, **options)
         tokenizer = functools.partial(TextCodec.open, path, loaded.vocabulary)
         return cls(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, tokenizer=tokenizer, config=loaded.config, record=record)
 
@@ -122,6 +128,7 @@ class Engine(EngineCore):
         cache_salt: str = "",
         prompt_embeddings: Mapping[int, Tensor] | None = None,
         lora_name: str = "",
+        resume_from: TokenIds | None = None,
     ) -> Job:
         """Queue a request. ValueError for an argument that cannot be served, before anything changes.
 
@@ -135,6 +142,8 @@ class Engine(EngineCore):
         cache_salt: only requests with equal salts share cached prefixes, so that timing reveals nothing about other tenants' prompts.
         lora_name: of an adapter of add_lora(); "" for none.
         prompt_embeddings: {position in the prompt: tensor [n, width]} replaces the embeddings of n ids, e.g. by those of an image.
+        resume_from: the tokens of an earlier job with the same arguments, of this engine or another, e.g. one that was cancelled. The new
+        job has the tokens that would have followed. max_new_tokens and min_new_tokens count them. Not for a sampled request with drafts.
         """
         self._require_open("submit")
         job = self._parts.validator.job(
@@ -147,6 +156,7 @@ class Engine(EngineCore):
             cache_salt,
             prompt_embeddings,
             self._loras.find(lora_name),
+            resume_from,
         )
         queued = QueuedRequest(job)
         try:

@@ -201,24 +201,37 @@ def attention_variants() -> list[Variant]:
         found.append(_variant(label, paged_programs.attend_part, types, shape | {"WIDE": False}, tile.warps))
     types = [*["*fp32"] * 3, "*bf16", "i32", "i32"]
     found.append(_variant("combine_parts", paged_programs.combine_parts, types, {"PARTS": paged_programs.MOST_PARTS, "SIZE": 256}, 2))
-    types = [*["*bf16"] * 5, "*i64", *["*bf16"] * 3, *["i32"] * 6]
-    return [*found, _variant("rotate_heads", rope_programs.rotate_heads, types, {"HALF": 128}, 1), *_layer_variants()]
+    types = [*["*bf16"] * 5, "*i64", *["*bf16"] * 3, *["i32"] * 7]
+    for half in (128, 64):
+        constants = {"HALF": half, "SIZE": 256, "PARTIAL": half < 128}
+        found.append(_variant(f"rotate_heads {2 * half} of 256", rope_programs.rotate_heads, types, constants, 1))
+    return [*found, *_layer_variants()]
 
 
 def _layer_variants() -> list[Variant]:
     """Norms of heads and of states; slots, angles, masks and drafts of a round."""
-    from stepgraph.graphs.layers.triton import dense, lora, slot_mapping
+    from stepgraph.graphs.layers.dense import Activation
+    from stepgraph.graphs.layers.triton import dense, experts, lora, slot_mapping
     from stepgraph.graphs.triton import drafting, looping, mask_upload, publishing, sampled_stages, skipped_tokens, stages
 
     found = []
-    for size, adds in ((128, False), (4096, True), (16_384, True)):
-        types = [*["*bf16", "*bf16" if adds else None] * 2, "*bf16", *["i32"] * 3, "fp32"]
-        found.append(_variant(f"normalise_row {size}", dense.normalise_row, types, {"SIZE": size}, dense.warps_of(size)))
-    found.append(_variant("gate_tile", dense.gate_tile, ["*bf16", "*bf16", "i32"], {"TILE": dense.SILU_TILE}, 4))
+    for size, adds, shifted in ((128, False, False), (4096, True, False), (16_384, True, True)):
+        types = [*["*bf16", "*bf16" if adds else None] * 2, "*bf16", *["i32"] * 3, "fp32", "fp32"]
+        constants = {"SIZE": size, "SHIFTED": shifted}
+        found.append(_variant(f"normalise_row {size}", dense.normalise_row, types, constants, dense.warps_of(size)))
+    for activation in Activation:
+        constants = {"TILE": dense.ACTIVATED_TILE, "ACTIVATION": int(activation)}
+        found.append(_variant(f"gate_tile {activation.name}", dense.gate_tile, ["*bf16", "*bf16", "i32"], constants, 4))
     for kind in ("bf16", "fp32"):
         types, wide = ["*i64" if name == "slots" else f"*{kind}" for name in ("states", "slots", "weights", "base", "output")], ["i32"] * 5
         constants = {"COUNT": lora.STATES_TILE, "OUTER": lora.OUTER_TILE, "INNER": lora.INNER_TILE, "WIDE": False}
         found.append(_variant(f"multiply_by_slot {kind}", lora.multiply_by_slot, [*types, *wide], constants, 4))
+        types, constants = [f"*{kind}", "*i64", *[f"*{kind}"] * 3], {**experts.tiles_of(2 if kind == "bf16" else 4), "WIDE": False}
+        found.append(_variant(f"multiply_by_expert {kind}", experts.multiply_by_expert, [*types, *wide], constants, 4))
+    constants = {"EXPERTS": 128, "COUNT": 8, "NORMALISED": True}
+    found.append(_variant("choose_row", experts.choose_row, ["*bf16", "*fp32", "*i64", "i32", "i32"], constants, 1))
+    types = ["*bf16", "*fp32", "*bf16", "i32", "i32"]
+    found.append(_variant("combine_tile", experts.combine_tile, types, {"TILE": experts.COMBINED_TILE}, 4))
     types = [*["*i64"] * 4, *["i32"] * 3, "*i1", *["*i64"] * 4, *["i32"] * 4]
     found.append(_variant("place_row", slot_mapping.place_row, types, {"WIDTH": 16}, 1))
     types = [*["*i64"] * 5, *["i32"] * 4]
@@ -236,7 +249,7 @@ def _layer_variants() -> list[Variant]:
     found.append(_variant("publish_round", publishing.publish_round, types, {"TILE": publishing.TILE}, 4))
     found.append(_variant("decide_end", looping.decide_end, [*["*i64"] * 4, "*i32", "*i64", *["i32"] * 5], {"ROWS": 64}, 1))
     found.append(_variant("store_row", drafting.store_row, [*["*i64"] * 4, *["i32"] * 4], {"WIDTH": 8}, 1))
-    types = ["*i64", "*fp32", "*bf16", "*bf16", "i32"]
+    types = ["*i64", "*fp32", "*bf16", "*bf16", "i32", "fp32"]
     return [*found, _variant("angles_of", slot_mapping.angles_of, types, {"HALF": 128}, 4)]
 
 

@@ -44,9 +44,9 @@ BUDGETS = {
     "tests": 46_770,
 }
 # raised from 6,198: grammars are followed by kernels now, so the list has their files, those of the other Triton programs, and the choice
-# of the draft length, but not the host link; lowered from 7,056: what a steady round does not run has modules of its own; the goal is
-# 5,500
-DECODE_RING_BUDGET = 5_581
+# of the draft length, but not the host link; lowered from 7,056: what a steady round does not run has modules of its own, and of the limits
+# it reads fields only; this is the goal
+DECODE_RING_BUDGET = 5_500
 # From traces of a steady constrained round with the default settings (tests/test_architecture.py compares them with this list). The host's
 # part is `Engine.step`. The device's part is the step that is recorded; of an operation the declaration and its Triton program. Instead of
 # the traced files of the CPU: graphs/cuda for graphs/tape and the eager context, Llama with an EAGLE-3 head for the toy models.
@@ -72,7 +72,6 @@ DECODE_RING = (
     "graphs/buffers.py",
     "graphs/row_layout.py",
     "graphs/graph_key.py",
-    "graphs/limits.py",
     "graphs/model_call.py",
     "graphs/context.py",
     "graphs/cuda/launcher.py",

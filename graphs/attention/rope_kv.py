@@ -13,9 +13,10 @@ from stepgraph.sampling.kernels.operation import Contiguous, operation
 
 
 def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate each pair (i, i + size / 2) of [N, heads, size] by its angle. cosines, sines [N, 1, size]."""
+    """Rotate each pair (i, i + turned / 2) of [N, heads, size] by its angle. cosines, sines [N, 1, turned]: other numbers stay."""
+    states, others = states.split([cosines.shape[2], states.shape[2] - cosines.shape[2]], -1)
     first, second = states.chunk(2, -1)
-    return states * cosines + torch.cat([-second, first], -1) * sines
+    return torch.cat([states * cosines + torch.cat([-second, first], -1) * sines, others], -1)
 
 
 def packed(states: Tensor) -> Tensor:
@@ -31,7 +32,8 @@ def _outputs(
 ) -> Tensor:
     tokens, _, size = query.shape
     assert key.shape == value.shape and keys.shape[1:] == key.shape[1:], f"key {key.shape}, value {value.shape}, keys {keys.shape}"
-    assert cosines.shape == sines.shape == (tokens, 1, size) and slots.shape == (tokens,), f"cosines {cosines.shape}, slots {slots.shape}"
+    assert cosines.shape == sines.shape and cosines.shape[:2] == (tokens, 1) and cosines.shape[2] <= size, f"cosines {cosines.shape}"
+    assert slots.shape == (tokens,), f"query {query.shape}, slots {slots.shape}"
     assert query.dtype is key.dtype is value.dtype is cosines.dtype is keys.dtype, f"query {query.dtype}, cosines {cosines.dtype}"
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
@@ -50,8 +52,8 @@ def rope_and_write_kv(
 ) -> Tensor:
     """The rotated queries, [N, heads, size]; writes the rotated keys and the values of N tokens into their slots.
 
-    query [N, heads, size]; key, value [N, kv_heads, size]; cosines, sines [N, 1, size]; slots [N] int64; keys, values
-    [slots, kv_heads, size] of one layer.
+    query [N, heads, size]; key, value [N, kv_heads, size]; cosines, sines [N, 1, turned] as in `rotate`; slots [N] int64; keys,
+    values [slots, kv_heads, size] of one layer.
     """
     keys.index_put_((slots,), rotate(key, cosines, sines))
     values.index_put_((slots,), value)

@@ -12,8 +12,8 @@ from types import FrameType
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
+from stepgraph.graphs.backup import Backup
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Step, refusing_threads
 from stepgraph.graphs.context import MAIN, use_context
@@ -27,9 +27,6 @@ from stepgraph.graphs.spans import MakeRange, RecordedReport, stage_runs
 from stepgraph.graphs.tape.recorder import Recorder, first_difference
 from stepgraph.sampling.cuda_graphs import GraphPool, capturing, empty_cache
 
-_SMALL = 1 << 20  # bytes; smaller buffers are copied without a comparison
-_CHUNK = 1 << 26  # elements per comparison, to bound its memory
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NODE_KINDS = (  # in the order of CUgraphNodeType; shared kinds have the names that the tape uses
     *("kernel", "copy", "fill", "host", "graph", "empty", "wait", "record", "semaphore-signal", "semaphore-wait"),
     *("alloc", "free", "memory-operations", "conditional"),
@@ -75,7 +72,10 @@ class CudaRecorder:
         """
         used = [*generators, torch.cuda.default_generators[self._device.index]]
         with torch.cuda.stream(self._streams[MAIN]), torch.no_grad():
-            backup, states = BufferBackup(buffers), [generator.get_state() for generator in used]
+            backups, states = (
+                [Backup(buffers[spec.name], spec.fill) for spec in buffers.specs],
+                [generator.get_state() for generator in used],
+            )
             self.synchronize()
             context = CudaCaptureContext(self._driver, self._streams, buffers, self._errors, launch_host=False)
             try:
@@ -85,7 +85,8 @@ class CudaRecorder:
                 return not all(torch.equal(generator.get_state(), state) for generator, state in pairs)
             finally:
                 self.synchronize()
-                backup.restore()
+                for backup in backups:
+                    backup.restore()
                 for generator, state in zip(used, states, strict=True):
                     generator.set_state(state)
                 self.synchronize()
@@ -232,40 +233,3 @@ def tape_recorder(buffers: StaticBuffers, generators: Sequence[torch.Generator],
 
 def _frames(error: Exception) -> Iterator[tuple[FrameType, int]]:
     return reversed(list(traceback.walk_tb(error.__traceback__)))
-
-
-class BufferBackup:
-    """The contents of all buffers except constants. Copied and restored on the current stream, while nothing else runs.
-
-    A large buffer that still holds its declared fill value, such as a cache before the first request, is not copied. A buffer whose
-    copy does not fit into device memory is copied to the host.
-    """
-
-    def __init__(self, buffers: StaticBuffers) -> None:
-        self._copies: list[tuple[Tensor, Tensor | None, float]] = []
-        for spec in buffers.specs:
-            tensor = buffers[spec.name]
-            untouched = spec.nbytes > _SMALL and holds_only(tensor, spec.fill)
-            self._copies.append((tensor, None if untouched else _copy_of(tensor), spec.fill))
-
-    def restore(self) -> None:
-        for tensor, copy, fill in self._copies:
-            if copy is None:
-                tensor.fill_(fill)
-            else:
-                tensor.copy_(copy)
-
-
-def holds_only(tensor: Tensor, fill: float) -> bool:
-    """Whether every element has the bits of `fill`."""
-    bits = _BITS.get(tensor.element_size())
-    if bits is None:
-        return False
-    pattern = torch.full((1,), fill, dtype=tensor.dtype, device=tensor.device).view(bits)
-    return all(bool((chunk == pattern).all()) for chunk in tensor.view(bits).flatten().split(_CHUNK))
-
-
-def _copy_of(tensor: Tensor) -> Tensor:
-    if tensor.is_cuda and 2 * tensor.nbytes > torch.cuda.mem_get_info(tensor.device)[0]:
-        return tensor.cpu()
-    return tensor.clone()

@@ -1,7 +1,8 @@
-"""Layers that work on each token alone: products, norms, SiLU. One kernel each: in C on the CPU, Triton programs on a GPU."""
+"""Layers that work on each token alone: products, norms, activations. One kernel each: in C on the CPU, Triton programs on a GPU."""
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -34,17 +35,18 @@ def product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return functional.linear(states, weight, bias)[:rows]
 
 
-def _norm_in_c(states: Tensor, weight: Tensor, epsilon: float) -> bool:
+def _norm_in_c(states: Tensor, weight: Tensor, *_: float) -> bool:
     """states [N, size] or [N, inner, size], inner ones adjacent."""
     packed = states.stride(-1) == 1 and (states.dim() == 2 or (states.dim() == 3 and states.stride(1) == states.shape[2]))
     return packed and weight.is_contiguous() and same_float_type(states, weight)
 
 
 @operation(like_first, triton=True, c=CKernel("rms_norm", _norm_in_c))
-def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Scale the last dimension to a mean square of one, in float32, then multiply by `weight`."""
+def rms_norm(states: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
+    """Scale the last dimension to a mean square of one, in float32, then multiply by `weight`; with an offset in float32, by both added."""
     wide = states.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(states.dtype)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return (wide * (weight.float() + offset)).to(states.dtype) if offset else weight * wide.to(states.dtype)
 
 
 class Residual(NamedTuple):
@@ -56,27 +58,41 @@ def _add_norm_outputs(states: Tensor, *_: object) -> Residual:
     return Residual(torch.empty_like(states), torch.empty_like(states))
 
 
-def _add_norm_in_c(states: Tensor, update: Tensor, weight: Tensor, epsilon: float) -> bool:
+def _add_norm_in_c(states: Tensor, update: Tensor, weight: Tensor, *_: float) -> bool:
     return states.shape == update.shape and states.dim() == 2 and weight.is_contiguous() and same_float_type(states, update, weight)
 
 
 @operation(_add_norm_outputs, triton=True, c=CKernel("add_rms_norm", _add_norm_in_c))
-def add_rms_norm(states: Contiguous, update: Contiguous, weight: Tensor, epsilon: float) -> Residual:
+def add_rms_norm(states: Contiguous, update: Contiguous, weight: Tensor, epsilon: float, offset: float = 0.0) -> Residual:
     """A residual connection: states plus their update, [N, size] each, and `rms_norm` of the sum."""
     states = states + update
-    return Residual(states, rms_norm.reference(states, weight, epsilon))
+    return Residual(states, rms_norm.reference(states, weight, epsilon, offset))
 
 
-def _silu_outputs(pairs: Tensor) -> Tensor:
+class Activation(IntEnum):
+    """Each is x * sigmoid(z): z = x; z = 2 sqrt(2 / pi) (x + 0.044715 x^3); z = 1.702 x, with limits of 7, as GPT-OSS has them."""
+
+    SILU = 0
+    GELU_TANH = 1
+    LIMITED = 2
+
+
+def _activated_outputs(pairs: Tensor, activation: int) -> Tensor:
     return pairs.new_empty(*pairs.shape[:-1], pairs.shape[-1] // 2)
 
 
-def _silu_in_c(pairs: Tensor) -> bool:
+def _activated_in_c(pairs: Tensor, activation: int) -> bool:
     return 2 <= pairs.dim() <= 4 and pairs.is_contiguous() and same_float_type(pairs)
 
 
-@operation(_silu_outputs, triton=True, c=CKernel("silu_and_mul", _silu_in_c))
-def silu_and_mul(pairs: Contiguous) -> Tensor:
-    """silu of the first half of the last dimension, times the second half."""
+@operation(_activated_outputs, triton=True, c=CKernel("activate_and_mul", _activated_in_c))
+def activate_and_mul(pairs: Contiguous, activation: int = Activation.SILU) -> Tensor:
+    """An Activation of the first half of the last dimension, times the second half; LIMITED: limited, and plus one."""
     gate, up = pairs.chunk(2, -1)
-    return functional.silu(gate) * up
+    if activation == Activation.SILU:
+        return functional.silu(gate) * up
+    wide = gate.float()
+    if activation == Activation.GELU_TANH:
+        return (wide * torch.sigmoid(1.5957691216057308 * (wide + 0.044715 * wide.pow(3)))).to(up.dtype) * up
+    wide = wide.clamp(max=7.0)
+    return (wide * torch.sigmoid(1.702 * wide)).to(up.dtype) * (up.clamp(-7.0, 7.0) + 1)

@@ -73,22 +73,22 @@ def shift_entries(positions: Contiguous, slots: Contiguous, tables: Contiguous, 
     return earlier, torch.where(used, cache_slots(tables, earlier, page_size), earlier % page_size)
 
 
-def _angles_in_c(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> bool:
+def _angles_in_c(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float) -> bool:
     known = dtype in (torch.float32, torch.bfloat16) and frequencies.dtype is torch.float32
     return known and frequencies.is_contiguous() and is_contiguous(torch.int64, positions)
 
 
-def _angles_outputs(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _angles_outputs(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float) -> tuple[Tensor, Tensor]:
     cosines, sines = (torch.empty(len(positions), 1, 2 * len(frequencies), dtype=dtype, device=positions.device) for _ in range(2))
     return cosines, sines
 
 
 @operation(_angles_outputs, triton=True, c=CKernel("rope_angles", _angles_in_c))
-def rope_angles(positions: Contiguous, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for `rotate`: positions [N] -> two of [N, 1, size]; frequencies [size / 2] float32."""
+def rope_angles(positions: Contiguous, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, times `factor`, for `rotate`: positions [N] -> two of [N, 1, size]; frequencies [size / 2] float32."""
     angles = positions[:, None, None].float() * frequencies
     angles = torch.cat([angles, angles], -1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
 def cache_slots(tables: Tensor, positions: Tensor, page_size: int) -> Tensor:

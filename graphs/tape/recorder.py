@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stepgraph.graphs.backup import Backup
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
 from stepgraph.graphs.capture import Step, refusing_threads
 from stepgraph.graphs.context import MAIN, StreamEvent, setting, use_context
@@ -24,8 +25,8 @@ from stepgraph.graphs.errors import CaptureError, Site, call_site, fail
 from stepgraph.graphs.spans import STEP
 from stepgraph.graphs.tape.arena import Arena
 from stepgraph.graphs.tape.races import WHOLE, Access, Clock, RaceChecker, region_of
-from stepgraph.graphs.tape.replay_ops import Call, repeat, tensors_in, whole
-from stepgraph.graphs.tape.rules import Memory, Rules, generator_key
+from stepgraph.graphs.tape.replay_ops import Call, repeat, tensors_in
+from stepgraph.graphs.tape.rules import Memory, Rules, generator_key, has_rule
 
 Leaf = tuple[str, str]  # ("scalar" | "tensor", what it is)
 
@@ -77,7 +78,8 @@ class Recorder(TorchDispatchMode):
         self.rules = Rules(self.memory, generators)
         self.races = RaceChecker(MAIN)
         self.nodes: list[Node] = []
-        self._saved: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> its bytes, and a copy from before the first write
+        self._fills = {spec.name: spec.fill for spec in buffers.specs}
+        self._saved: dict[int, Backup] = {}  # by storage, from before the first write
         self._stream, self._stage = MAIN, STEP
         self._capture = object()  # in the events of this capture; the recorder itself would be a cycle, which keeps its memory alive
         self.paused = False
@@ -98,8 +100,8 @@ class Recorder(TorchDispatchMode):
                 raise fail("unjoined-fork", f"the main stream does not wait for {loose}", loose.site)
         finally:
             torch.clear_autocast_cache()
-            for memory, saved in self._saved.values():
-                memory.copy_(saved)
+            for saved in self._saved.values():
+                saved.restore()
             self._saved.clear()
             for generator, state in states:
                 generator.set_state(state)
@@ -173,9 +175,8 @@ class Recorder(TorchDispatchMode):
 
     def _save(self, tensor: Tensor) -> None:
         key = storage_key(tensor)
-        if key not in self._saved and self.memory.kind(tensor) in ("device", "pinned"):
-            memory = whole(tensor)
-            self._saved[key] = (memory, memory.clone())
+        if key not in self._saved and (owner := self.memory.buffers.owner_of(tensor)) is not None and owner[0] in self._fills:
+            self._saved[key] = Backup(self.memory.buffers[owner[0]], self._fills[owner[0]])
 
     # order
 
@@ -266,12 +267,12 @@ class _FunctionGuard(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, rules = kwargs or {}, self._recorder.rules
         if self._recorder.paused:
             return func(*args, **kwargs)
-        rules = self._recorder.rules
-        with self._recorder.working():
-            rules.check_function(func, args, kwargs)
+        if has_rule(func):
+            with self._recorder.working():
+                rules.check_function(func, args, kwargs)
         if func is not Tensor.__setitem__:
             return func(*args, **kwargs)
         rules.scalar_store = isinstance(args[2], (bool, int, float, complex))

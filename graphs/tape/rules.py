@@ -87,6 +87,14 @@ class Memory:
         return "an unregistered tensor" if made is None else "the result {} of {} ({})".format(*made[1:])
 
 
+def has_rule(func: Callable[..., Any]) -> bool:
+    """Whether `Rules.check_function` says something about this function."""
+    try:
+        return func in _CHECKED
+    except TypeError:  # unhashable
+        return False
+
+
 class Rules:
     """The rules of one capture."""
 
@@ -96,12 +104,7 @@ class Rules:
         self.scalar_store = False  # inside x[...] = number, for which torch creates a 0-d tensor
 
     def check_function(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Check a call at the Python level, for calls that do not reach the dispatcher."""
-        try:
-            if func not in _CHECKED:
-                return
-        except TypeError:  # unhashable callables have no rule
-            return
+        """Check a call at the Python level that has a rule, for calls that do not reach the dispatcher."""
         sync, pointer = _SYNCS.get(func), _POINTERS.get(func)
         if sync is not None:
             raise fail("host-sync", f"{sync} copies a tensor's value to the host, which blocks until the device is done")

@@ -1,7 +1,7 @@
-"""The Llama family over static buffers: Llama, Mistral, Qwen2, Qwen3, SmolLM2 and other models with the same layers.
+"""The Llama family over static buffers: Llama, Mistral, Qwen2, Qwen3, SmolLM2, Mixtral, Qwen3-MoE, GPT-OSS, Phi 3 and 4, Gemma 3.
 
-One module for all of them; the config selects grouped queries, sliding windows, biases and head norms. Queries, keys and
-values are one matrix product, gate and up another.
+One module for all of them; the config selects grouped queries, sliding windows, biases, further norms, activations and scales. Queries,
+keys and values are one matrix product, gate and up another.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from stepgraph.graphs.attention.paged import attention
 from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.layers.dense import Residual, add_rms_norm, rms_norm, silu_and_mul
+from stepgraph.graphs.layers.dense import Residual, activate_and_mul, add_rms_norm, rms_norm
 from stepgraph.graphs.layers.linear import linear, lookup
 from stepgraph.graphs.layers.lora import add_lora
 from stepgraph.graphs.layers.slot_mapping import rope_angles
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import AttentionShape, cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
+from stepgraph.runtime.models.experts import ExpertMlp
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.sampling.fields import is_int
 
@@ -35,15 +36,18 @@ class LlamaBase(nn.Module):
 
     def __init__(self, layer_config: LlamaConfig, device: str | torch.device) -> None:
         super().__init__()
-        size, windows = layer_config.head_size, layer_config.windows
-        self.attends = (AttentionShape(layer_config.dtype, layer_config.num_heads, layer_config.num_kv_heads, size, windows),)
+        size, windows, ropes = layer_config.head_size, layer_config.windows, (layer_config.rope, layer_config.local_rope)
+        heads = layer_config.num_heads, layer_config.num_kv_heads
+        self.attends = (AttentionShape(layer_config.dtype, *heads, size, windows, sinks=layer_config.sinks),)
         # As integer bits: .to(bfloat16) rounds every floating-point buffer, and rounded frequencies give wrong positions.
-        frequencies = layer_config.rope.frequencies(size).to(device)
-        self.register_buffer("frequency_bits", frequencies.view(torch.int32), persistent=False)
+        for name, rope in zip(("frequency_bits", "local_frequency_bits"), ropes, strict=True):
+            self.register_buffer(name, None if rope is None else rope.frequencies(size).to(device).view(torch.int32), persistent=False)
         self.frequency_bits: Tensor
+        self.local_frequency_bits: Tensor | None
+        self._magnitude = layer_config.rope.magnitude
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return rope_angles(positions.flatten(), self.frequency_bits.view(torch.float32), dtype)
+        return rope_angles(positions.flatten(), self.frequency_bits.view(torch.float32), dtype, self._magnitude)
 
     @property
     def unembedding(self) -> nn.Parameter:
@@ -78,6 +82,7 @@ class Llama(LlamaBase):
         self.hidden_size, self.embedding_size, self.origin = config.hidden_size, config.hidden_size, ""
         self.feature_size = config.hidden_size * max(1, len(self.feature_layers))
         self.feature_dtype, self.lora_weights = config.dtype, config.lora_weights(name)
+        self._embedding_factor = config.embedding_factor
         like = torch.empty(0, dtype=config.dtype, device=device)
         self.embedding = empty_weight(like, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(LlamaLayer(config, index, like) for index in range(config.num_layers))
@@ -93,15 +98,19 @@ class Llama(LlamaBase):
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         keys, values = buffers[f"{self.name}_keys"], buffers[f"{self.name}_values"]
-        states = embed(inputs, self.embedding, self.config.dtype)
-        rotation, epsilon = self.rotation(inputs.positions, states.dtype), self.config.norm_epsilon
+        states = embed(inputs, self.embedding, self.config.dtype, self._embedding_factor)
+        rotation, epsilon, offset = self.rotation(inputs.positions, states.dtype), self.config.norm_epsilon, self.config.norm_offset
+        local = rotation
+        if self.local_frequency_bits is not None:
+            local = rope_angles(inputs.positions.flatten(), self.local_frequency_bits.view(torch.float32), states.dtype)
         layer_inputs: list[Tensor] = []
         first, *norms = [*(layer.get_parameter("attention_norm") for layer in self.layers), self.norm]
-        normed = rms_norm(states, first, epsilon)
+        normed = rms_norm(states, first, epsilon, offset)
         for index, (layer, next_norm) in enumerate(zip(self.layers, norms, strict=True)):
             layer_inputs.append(states)
             adapted = _unchanged if inputs.lora_slots is None else functools.partial(_add_lora, f"{self.name}_{index}_", inputs, buffers)
-            states, normed = layer(states, normed, rotation, inputs, keys[index], values[index], next_norm, adapted)
+            angles = rotation if layer.window is None else local
+            states, normed = layer(states, normed, angles, inputs, keys[index], values[index], next_norm, adapted)
         layer_inputs.append(states)
         shape = inputs.tokens.shape
         hidden = normed.view(*shape, -1)
@@ -109,9 +118,10 @@ class Llama(LlamaBase):
         return ModelOutput(hidden, torch.cat(features, -1).view(*shape, -1) if features else hidden)
 
 
-def embed(inputs: ModelInput, table: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B * Q, H] embeddings of the tokens, or those that replace them."""
+def embed(inputs: ModelInput, table: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """[B * Q, H] embeddings of the tokens, times the scale, or those that replace them."""
     states = lookup(inputs.tokens.flatten(), table, dtype)
+    states = states if scale == 1 else states * scale
     if inputs.embeddings is None:
         return states
     return torch.where(inputs.embeddings.given.flatten()[:, None], inputs.embeddings.values.flatten(0, 1), states)
@@ -140,11 +150,17 @@ class LlamaLayer(nn.Module):
         self.qkv_bias = empty_weight(like, config.qkv_size) if config.qkv_bias else None
         self.query_norm = empty_weight(like, config.head_size) if config.head_norms else None
         self.key_norm = empty_weight(like, config.head_size) if config.head_norms else None
+        self.sinks = empty_weight(like, config.num_heads) if config.sinks else None
         self.output = empty_weight(like, hidden, attended)
         self.output_bias = empty_weight(like, hidden) if config.output_bias else None
+        self.attention_output_norm = empty_weight(like, hidden) if config.output_norms else None
         self.mlp_norm = empty_weight(like, hidden)
-        self.gate_up = empty_weight(like, 2 * middle, hidden)
-        self.down = empty_weight(like, hidden, middle)
+        self.mlp_output_norm = empty_weight(like, hidden) if config.output_norms else None
+        experts = config.experts_of(index)
+        self.experts = None if experts is None else ExpertMlp(config, experts, like)
+        if experts is None:
+            self.gate_up = empty_weight(like, 2 * middle, hidden)
+            self.down = empty_weight(like, hidden, middle)
 
     def forward(
         self,
@@ -162,10 +178,18 @@ class LlamaLayer(nn.Module):
 
     def finish(self, states: Tensor, attended: Tensor, next_norm: Tensor, adapted: Adapted = _unchanged) -> Residual:
         """The residual connection around attention, the MLP and its residual connection."""
-        epsilon = self.config.norm_epsilon
-        states, normed = add_rms_norm(states, attended, self.mlp_norm, epsilon)
-        gated = silu_and_mul(adapted("gate_up", normed, linear(normed, self.gate_up)))
-        return add_rms_norm(states, adapted("down", gated, linear(gated, self.down)), next_norm, epsilon)
+        scales = self.config.norm_epsilon, self.config.norm_offset
+        if self.attention_output_norm is not None:
+            attended = rms_norm(attended, self.attention_output_norm, *scales)
+        states, normed = add_rms_norm(states, attended, self.mlp_norm, *scales)
+        update = self.mlp(normed, adapted) if self.experts is None else self.experts(normed)
+        if self.mlp_output_norm is not None:
+            update = rms_norm(update, self.mlp_output_norm, *scales)
+        return add_rms_norm(states, update, next_norm, *scales)
+
+    def mlp(self, normed: Tensor, adapted: Adapted) -> Tensor:
+        gated = activate_and_mul(adapted("gate_up", normed, linear(normed, self.gate_up)), self.config.activation)
+        return adapted("down", gated, linear(gated, self.down))
 
     def attend(
         self,
@@ -177,13 +201,16 @@ class LlamaLayer(nn.Module):
         adapted: Adapted = _unchanged,
     ) -> Tensor:
         """The attention output of normalised states."""
-        heads, kv_heads, size = self.config.num_heads, self.config.num_kv_heads, self.config.head_size
+        config, heads, kv_heads, size = self.config, self.config.num_heads, self.config.num_kv_heads, self.config.head_size
         mixed = adapted("qkv", states, linear(states, self.qkv, self.qkv_bias)).view(len(states), -1, size)
         query, key, value = mixed.split([heads, kv_heads, kv_heads], 1)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = (rms_norm(part, norm, self.config.norm_epsilon) for part, norm in ((query, self.query_norm), (key, self.key_norm)))
+            pairs = (query, self.query_norm), (key, self.key_norm)
+            query, key = (rms_norm(part, norm, config.norm_epsilon, config.norm_offset) for part, norm in pairs)
         query = rope_and_write_kv(query, key, value, *rotation, inputs.slots.flatten(), keys, values)
-        attended = attention(query.view(*inputs.tokens.shape, heads, size), keys, values, inputs, self.window)
+        attended = attention(
+            query.view(*inputs.tokens.shape, heads, size), keys, values, inputs, self.window, config.attention_scale, sinks=self.sinks
+        )
         attended = attended.view(len(states), -1)
         return adapted("output", attended, linear(attended, self.output, self.output_bias))
 

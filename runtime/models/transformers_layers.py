@@ -18,7 +18,7 @@ from transformers.activations import SiLUActivation
 from stepgraph.graphs.attention.paged import attention
 from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.layers.dense import add_rms_norm, product, rms_norm, silu_and_mul
+from stepgraph.graphs.layers.dense import activate_and_mul, add_rms_norm, product, rms_norm
 from stepgraph.graphs.layers.lora import add_lora
 from stepgraph.graphs.layers.slot_mapping import rope_angles
 from stepgraph.graphs.model_call import ModelInput
@@ -143,7 +143,7 @@ class GatedMlp(nn.Module):
         self.gate_up, self.down = Product(_linears(module, path, self.parts[:2])), Product(_linears(module, path, self.parts[2:]))
 
     def forward(self, states: Tensor) -> Tensor:
-        found: Tensor = self.down(silu_and_mul(self.gate_up(states)))
+        found: Tensor = self.down(activate_and_mul(self.gate_up(states)))
         return found
 
 

@@ -35,6 +35,8 @@ def run(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     progress, work = not options.quiet, options.out / "training"
     checkpoint = open_checkpoint(options.target)
+    if not checkpoint.config.has_llama_layers:
+        raise ValueError(f"--target: got {str(options.target)!r}, expected a model whose layers are those of a Llama")
     positions, num_tokens = checkpoint.config.max_positions, len(checkpoint.vocabulary.tokens)
     check_room(options, positions)
     count = min(MOST_PROPOSED, num_tokens) if options.draft_vocab is None else options.draft_vocab

@@ -11,8 +11,10 @@ from torch import Tensor
 
 
 @triton.jit
-def rotate_head(source, target, cosines, sines, half, column, inside):
-    """Write a head rotated; each product is rounded before the sum."""
+def rotate_head(source, target, cosines, sines, half, column, inside, place, others, PARTIAL: tl.constexpr):
+    """Write a head rotated; each product is rounded before the sum. others: which numbers stay."""
+    if PARTIAL:
+        tl.store(target + place, tl.load(source + place, mask=others, other=0.0), mask=others)
     first, second = tl.load(source + column, mask=inside, other=0.0), tl.load(source + half + column, mask=inside, other=0.0)
     cosine = tl.load(cosines + column, mask=inside, other=0.0).to(tl.float32)
     sine = tl.load(sines + column, mask=inside, other=0.0).to(tl.float32)
@@ -29,7 +31,7 @@ def rotate_heads(
     query,  # [N, heads, size], tokens `query_stride` apart
     key,  # [N, kv_heads, size]
     value,
-    cosines,  # [N, size]
+    cosines,  # [N, 2 * half]
     sines,
     slots,  # [N] int64
     keys,  # [slots, kv_heads, size], entries `cache_stride` apart
@@ -40,32 +42,34 @@ def rotate_heads(
     value_stride,
     cache_stride,
     heads,
-    half,  # of a head's size
+    size,  # of a head
+    half,  # of the numbers that are rotated
     HALF: tl.constexpr,  # rounded up
+    SIZE: tl.constexpr,  # rounded up
+    PARTIAL: tl.constexpr,  # not all numbers are rotated
 ):
     """One token's query head, or its key and value of one cache head."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.arange(0, HALF)
-    inside = column < half
+    column, place = tl.arange(0, HALF), tl.arange(0, SIZE)
+    inside, others = column < half, (place >= half * 2) & (place < size)
     cosines += token * half * 2
     sines += token * half * 2
     if head < heads:
-        rotated = output + (token * heads + head) * half * 2
-        rotate_head(query + token * query_stride + head * half * 2, rotated, cosines, sines, half, column, inside)
+        rotated = output + (token * heads + head) * size
+        rotate_head(query + token * query_stride + head * size, rotated, cosines, sines, half, column, inside, place, others, PARTIAL)
     else:
-        within = (head - heads) * half * 2
+        within = (head - heads) * size
         entry = tl.load(slots + token) * cache_stride + within
-        rotate_head(key + token * key_stride + within, keys + entry, cosines, sines, half, column, inside)
-        own = value + token * value_stride + within + column
-        tl.store(values + entry + column, tl.load(own, mask=inside, other=0.0), mask=inside)
-        tl.store(values + entry + half + column, tl.load(own + half, mask=inside, other=0.0), mask=inside)
+        rotate_head(key + token * key_stride + within, keys + entry, cosines, sines, half, column, inside, place, others, PARTIAL)
+        own = tl.load(value + token * value_stride + within + place, mask=place < size, other=0.0)
+        tl.store(values + entry + place, own, mask=place < size)
 
 
 def rope_and_write_kv(*tensors: Tensor) -> None:
     """The arguments and the output of rope_kv.rope_and_write_kv, in the order of the program."""
-    query, key, value, _, _, _, keys, values, _ = tensors
-    tokens, heads, size = query.shape
-    assert size % 2 == 0 and keys.stride() == values.stride() and keys.stride()[1:] == (size, 1), f"keys {keys.stride()}"
+    query, key, value, cosines, _, _, keys, values, _ = tensors
+    (tokens, heads, size), turned = query.shape, cosines.shape[2]
+    assert turned % 2 == 0 and keys.stride() == values.stride() and keys.stride()[1:] == (size, 1), f"keys {keys.stride()}"
     rotate_heads[(tokens, heads + key.shape[1])](
         *tensors,
         query.stride(0),
@@ -73,8 +77,11 @@ def rope_and_write_kv(*tensors: Tensor) -> None:
         value.stride(0),
         keys.stride(0),
         heads,
-        size // 2,
-        HALF=triton.next_power_of_2(size // 2),
+        size,
+        turned // 2,
+        HALF=triton.next_power_of_2(turned // 2),
+        SIZE=triton.next_power_of_2(size),
+        PARTIAL=turned < size,
         num_warps=1,
         enable_fp_fusion=False,
     )

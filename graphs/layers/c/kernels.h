@@ -13,6 +13,7 @@ typedef struct {
 } product_call;
 
 void product_by_pairs(const product_call *call, int64_t first, int64_t end); /* bfloat16, columns [first, end) */
+int all_columns(const product_call *call);
 
 /* Rounds to nearest, ties to even. A NaN that was widened from bfloat16 stays a NaN: its low bits are zero, so nothing is carried. */
 INLINED uint16_t narrowed(float value) {

@@ -4,7 +4,7 @@
 
 enum { COLUMNS = 64 };
 
-INLINED int all_columns(const product_call *call) {
+FOR_EACH_PROCESSOR int all_columns(const product_call *call) {
     for (int64_t first = 0; first < call->outer; first += COLUMNS) {
         int64_t end = first + COLUMNS < call->outer ? first + COLUMNS : call->outer;
 #ifdef HAS_DOT_PRODUCTS
@@ -17,7 +17,7 @@ INLINED int all_columns(const product_call *call) {
     return 0;
 }
 
-EXPORTED FOR_EACH_PROCESSOR int stepgraph_product(const argument *given) {
+EXPORTED int stepgraph_product(const argument *given) {
     const argument *states = given, *weight = given + 1;
     product_call call = {
         .states = states->data, .weight = weight->data, .bias = given[2].data, .output = given[3].data,

@@ -47,17 +47,18 @@ EXPORTED int stepgraph_shift_entries(const argument *given) {
     return 0;
 }
 
-/* positions [tokens]; frequencies [half] float32; dtype, not read; cosines, sines [tokens, 1, 2 * half]. */
+/* positions [tokens]; frequencies [half] float32; dtype, not read; factor; cosines, sines [tokens, 1, 2 * half]. */
 EXPORTED int stepgraph_rope_angles(const argument *given) {
     const int64_t *positions = given[0].data;
     const float *frequencies = given[1].data;
+    float factor = (float)given[3].real;
     int64_t half = given[1].size[0];
     for (int64_t token = 0; token < given[0].size[0]; token++)
         for (int64_t i = 0; i < half; i++) {
-            float angle = (float)positions[token] * frequencies[i], cosine = cosf(angle), sine = sinf(angle);
+            float angle = (float)positions[token] * frequencies[i], cosine = cosf(angle) * factor, sine = sinf(angle) * factor;
             for (int64_t at = 2 * token * half + i, twice = 0; twice < 2; at += half, twice++) {
-                put(given[3].data, at, cosine, given[3].bfloat16);
-                put(given[4].data, at, sine, given[4].bfloat16);
+                put(given[4].data, at, cosine, given[4].bfloat16);
+                put(given[5].data, at, sine, given[5].bfloat16);
             }
         }
     return 0;

@@ -1,4 +1,4 @@
-/* Layers that work on each token alone: rotary positions and the write into the cache, norms, SiLU. Each step is rounded as torch rounds
+/* Layers that work on each token alone: rotary positions and the write into the cache, norms, activations. Each step is rounded as torch rounds
    it, so that bfloat16 results have the same bits as in torch. */
 
 #include "kernels.h"
@@ -6,21 +6,23 @@
 /* The compiler must not fuse products and sums across this point: torch rounds both. */
 #define ROUNDED_HERE(numbers) __asm__ volatile("" ::"r"(numbers) : "memory")
 
-INLINED void rotate(const float *cosines, const float *sines, const void *from, int64_t first, void *to, int64_t at, int64_t size, int64_t bfloat16) {
+/* The first `turned` of `size` numbers; the others are copied. */
+INLINED void rotate(
+    const float *cosines, const float *sines, const void *from, int64_t first, void *to, int64_t at, int64_t turned, int64_t size, int64_t bfloat16) {
     float states[MOST_SIZE], straight[MOST_SIZE], crossed[MOST_SIZE];
-    int64_t half = size / 2;
+    int64_t half = turned / 2;
     read_numbers(states, from, first, size, bfloat16);
-    for (int64_t i = 0; i < size; i++) straight[i] = rounded(states[i] * cosines[i], bfloat16);
+    for (int64_t i = 0; i < turned; i++) straight[i] = rounded(states[i] * cosines[i], bfloat16);
     for (int64_t i = 0; i < half; i++) crossed[i] = rounded(-states[i + half] * sines[i], bfloat16);
-    for (int64_t i = half; i < size; i++) crossed[i] = rounded(states[i - half] * sines[i], bfloat16);
+    for (int64_t i = half; i < turned; i++) crossed[i] = rounded(states[i - half] * sines[i], bfloat16);
     ROUNDED_HERE(straight);
-    for (int64_t i = 0; i < size; i++) straight[i] += crossed[i];
-    write_numbers(to, at, straight, size, bfloat16);
+    for (int64_t i = 0; i < turned; i++) states[i] = straight[i] + crossed[i];
+    write_numbers(to, at, states, size, bfloat16);
 }
 
-/* query, key, value [tokens, heads, size], the heads of a token adjacent; cosines, sines [tokens, 1, size]; slots [tokens]; keys, values
+/* query, key, value [tokens, heads, size], the heads of a token adjacent; cosines, sines [tokens, 1, turned]; slots [tokens]; keys, values
    [slots, kv_heads, size]; output as query. */
-INLINED int rope_all(const argument *given, int64_t size, int64_t bfloat16) {
+INLINED int rope_all(const argument *given, int64_t turned, int64_t size, int64_t bfloat16) {
     const argument *query = given, *key = given + 1, *value = given + 2, *keys = given + 6, *values = given + 7;
     const int64_t *slots = given[5].data;
     int64_t heads = query->size[1], kv_heads = key->size[1], bytes = bfloat16 ? 2 : 4;
@@ -28,13 +30,13 @@ INLINED int rope_all(const argument *given, int64_t size, int64_t bfloat16) {
         if (slots[token] < 0 || slots[token] >= keys->size[0]) return 1;
     for (int64_t token = 0; token < query->size[0]; token++) {
         float cosines[MOST_SIZE], sines[MOST_SIZE];
-        read_numbers(cosines, given[3].data, token * size, size, bfloat16);
-        read_numbers(sines, given[4].data, token * size, size, bfloat16);
+        read_numbers(cosines, given[3].data, token * turned, turned, bfloat16);
+        read_numbers(sines, given[4].data, token * turned, turned, bfloat16);
         for (int64_t head = 0; head < heads; head++)
-            rotate(cosines, sines, query->data, token * query->stride[0] + head * size, given[8].data, (token * heads + head) * size, size, bfloat16);
+            rotate(cosines, sines, query->data, token * query->stride[0] + head * size, given[8].data, (token * heads + head) * size, turned, size, bfloat16);
         int64_t kept = slots[token] * kv_heads * size;
         for (int64_t head = 0; head < kv_heads; head++)
-            rotate(cosines, sines, key->data, token * key->stride[0] + head * size, keys->data, kept + head * size, size, bfloat16);
+            rotate(cosines, sines, key->data, token * key->stride[0] + head * size, keys->data, kept + head * size, turned, size, bfloat16);
         const char *from = (const char *)value->data + token * value->stride[0] * bytes;
         memcpy((char *)values->data + kept * bytes, from, (size_t)(kv_heads * size * bytes));
     }
@@ -42,12 +44,13 @@ INLINED int rope_all(const argument *given, int64_t size, int64_t bfloat16) {
 }
 
 EXPORTED FOR_EACH_PROCESSOR int stepgraph_rope_and_write_kv(const argument *given) {
-    if (given->size[2] == 64 && given->bfloat16) return rope_all(given, 64, 1); /* sizes that the compiler knows */
-    return rope_all(given, given->size[2], given->bfloat16);
+    if (given->size[2] == 64 && given[3].size[2] == 64 && given->bfloat16) return rope_all(given, 64, 64, 1); /* sizes that the compiler knows */
+    return rope_all(given, given[3].size[2], given->size[2], given->bfloat16);
 }
 
-/* states [N, size] or [N, inner, size]; weight [size]; epsilon; output as states. */
+/* states [N, size] or [N, inner, size]; weight [size]; epsilon; offset; output as states. */
 INLINED int norm_all(const argument *given, int64_t bfloat16) {
+    float offset = (float)given[3].real;
     const argument *states = given, *weight = given + 1;
     int64_t wide = states->size[2] > 0, inner = wide ? states->size[1] : 1, size = states->size[1 + wide], whole = size / LANES * LANES;
     for (int64_t row = 0; row < states->size[0] * inner; row++) {
@@ -66,8 +69,9 @@ INLINED int norm_all(const argument *given, int64_t bfloat16) {
             for (int lane = 0; lane < half; lane++) parts[lane] += parts[lane + half];
         float scale = 1.0f / sqrtf(parts[0] / (float)size + (float)given[2].real);
         for (int64_t i = 0; i < size; i++) {
-            float value = rounded(number(states->data, first + i, bfloat16) * scale, bfloat16);
-            put(given[3].data, row * size + i, value * number(weight->data, i, bfloat16), bfloat16);
+            float value = number(states->data, first + i, bfloat16) * scale;
+            value = offset != 0 ? value : rounded(value, bfloat16);
+            put(given[4].data, row * size + i, value * (number(weight->data, i, bfloat16) + offset), bfloat16);
         }
     }
     return 0;
@@ -75,38 +79,53 @@ INLINED int norm_all(const argument *given, int64_t bfloat16) {
 
 EXPORTED FOR_EACH_PROCESSOR int stepgraph_rms_norm(const argument *given) { return given->bfloat16 ? norm_all(given, 1) : norm_all(given, 0); }
 
-/* states, update [N, size]; weight [size]; epsilon; sums, normed as states. */
+/* states, update [N, size]; weight [size]; epsilon; offset; sums, normed as states. */
 INLINED int add_norm_all(const argument *given, int64_t bfloat16) {
-    const argument call[] = {given[4], given[2], given[3], given[5]};
+    const argument call[] = {given[5], given[2], given[3], given[4], given[6]};
     for (int64_t i = 0; i < given->size[0] * given->size[1]; i++)
-        put(given[4].data, i, number(given->data, i, bfloat16) + number(given[1].data, i, bfloat16), bfloat16);
+        put(given[5].data, i, number(given->data, i, bfloat16) + number(given[1].data, i, bfloat16), bfloat16);
     return norm_all(call, bfloat16);
 }
 
 EXPORTED FOR_EACH_PROCESSOR int stepgraph_add_rms_norm(const argument *given) { return given->bfloat16 ? add_norm_all(given, 1) : add_norm_all(given, 0); }
 
-enum { STRETCH = 128 };
+enum { STRETCH = 128, SILU = 0, GELU_TANH = 1, LIMITED = 2 }; /* as Activation in dense.py */
 
-INLINED void silu_stretch(const void *pairs, void *output, int64_t row, int64_t size, int64_t first, int64_t count, int64_t bfloat16) {
-    float gate[STRETCH], up[STRETCH];
+INLINED void activate_stretch(
+    const void *pairs, void *output, int64_t row, int64_t size, int64_t first, int64_t count, int64_t activation, int64_t bfloat16) {
+    float gate[STRETCH], up[STRETCH], steep[STRETCH];
     read_numbers(gate, pairs, 2 * row * size + first, count, bfloat16);
     read_numbers(up, pairs, (2 * row + 1) * size + first, count, bfloat16);
+    if (activation == LIMITED)
+        for (int64_t i = 0; i < count; i++) {
+            gate[i] = gate[i] > 7.0f ? 7.0f : gate[i]; /* a NaN stays */
+            up[i] = up[i] > 7.0f ? 7.0f : up[i] < -7.0f ? -7.0f : up[i];
+            up[i] = rounded(up[i] + 1.0f, bfloat16);
+        }
+    for (int64_t i = 0; i < count; i++) steep[i] = activation == LIMITED ? 1.702f * gate[i] : gate[i];
+    if (activation == GELU_TANH)
+        for (int64_t i = 0; i < count; i++) steep[i] = 1.59576912f * (gate[i] + 0.044715f * gate[i] * gate[i] * gate[i]);
     for (int64_t i = 0; i < count; i++) {
-        float opened = gate[i] / (1.0f + power_of_e(gate[i] < -87.0f ? 87.0f : -gate[i]));
+        float opened = gate[i] / (1.0f + power_of_e(steep[i] < -87.0f ? 87.0f : -steep[i]));
         up[i] *= rounded(opened, bfloat16);
     }
     write_numbers(output, row * size + first, up, count, bfloat16);
 }
 
-/* pairs [..., 2 * size]: gate, then up; output [..., size]. */
-INLINED int silu_all(const argument *given, int64_t bfloat16) {
-    int64_t last = given->size[3] ? 3 : given->size[2] ? 2 : 1, rows = 1, size = given[1].size[last], whole = size / STRETCH * STRETCH;
+/* pairs [..., 2 * size]: gate, then up; activation; output [..., size]. */
+INLINED int activate_all(const argument *given, int64_t activation, int64_t bfloat16) {
+    void *output = given[2].data;
+    int64_t last = given->size[3] ? 3 : given->size[2] ? 2 : 1, rows = 1, size = given[2].size[last], whole = size / STRETCH * STRETCH;
     for (int64_t i = 0; i < last; i++) rows *= given->size[i];
     for (int64_t row = 0; row < rows; row++) {
-        for (int64_t first = 0; first < whole; first += STRETCH) silu_stretch(given->data, given[1].data, row, size, first, STRETCH, bfloat16);
-        if (whole < size) silu_stretch(given->data, given[1].data, row, size, whole, size - whole, bfloat16);
+        for (int64_t first = 0; first < whole; first += STRETCH) activate_stretch(given->data, output, row, size, first, STRETCH, activation, bfloat16);
+        if (whole < size) activate_stretch(given->data, output, row, size, whole, size - whole, activation, bfloat16);
     }
     return 0;
 }
 
-EXPORTED FOR_EACH_PROCESSOR int stepgraph_silu_and_mul(const argument *given) { return given->bfloat16 ? silu_all(given, 1) : silu_all(given, 0); }
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_activate_and_mul(const argument *given) {
+    int64_t activation = given[1].integer;
+    if (activation == SILU) return given->bfloat16 ? activate_all(given, SILU, 1) : activate_all(given, SILU, 0); /* as constants */
+    return activate_all(given, activation, given->bfloat16);
+}

@@ -1,4 +1,4 @@
-"""The Triton programs of rms_norm, add_rms_norm and silu_and_mul: each number is read and written once.
+"""The Triton programs of rms_norm, add_rms_norm and activate_and_mul: each number is read and written once.
 
 Each step is rounded as torch rounds it. Sums and reciprocal roots may differ from torch's in the last bits of float32.
 """
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SILU_TILE = 1024
+ACTIVATED_TILE = 1024
 
 
 def warps_of(width: int) -> int:
@@ -27,7 +27,9 @@ def normalise_row(
     inner,
     size,
     epsilon,
+    offset,
     SIZE: tl.constexpr,  # rounded up
+    SHIFTED: tl.constexpr,  # with an offset
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE)
@@ -39,22 +41,28 @@ def normalise_row(
         tl.store(sums + row * size + column, state, mask=inside)
     wide = state.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + epsilon)
-    scaled = (wide * scale).to(state.dtype).to(tl.float32)
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    scaled = wide * scale
+    if SHIFTED:
+        factor += offset
+    else:
+        scaled = scaled.to(state.dtype).to(tl.float32)
     tl.store(output + row * size + column, (factor * scaled).to(state.dtype), mask=inside)
 
 
-def rms_norm(states: Tensor, weight: Tensor, epsilon: float, output: Tensor) -> None:
+def rms_norm(states: Tensor, weight: Tensor, epsilon: float, offset: float, output: Tensor) -> None:
     if states.dim() != 3 or states.stride()[1:] != (states.shape[2], 1):
         states = states.contiguous().view(-1, 1, states.shape[-1])
-    _launch(states, None, weight, epsilon, None, output)
+    _launch(states, None, weight, epsilon, offset, None, output)
 
 
-def add_rms_norm(states: Tensor, update: Tensor, weight: Tensor, epsilon: float, sums: Tensor, output: Tensor) -> None:
-    _launch(states[:, None], update, weight, epsilon, sums, output)
+def add_rms_norm(states: Tensor, update: Tensor, weight: Tensor, epsilon: float, offset: float, sums: Tensor, output: Tensor) -> None:
+    _launch(states[:, None], update, weight, epsilon, offset, sums, output)
 
 
-def _launch(states: Tensor, update: Tensor | None, weight: Tensor, epsilon: float, sums: Tensor | None, output: Tensor) -> None:
+def _launch(
+    states: Tensor, update: Tensor | None, weight: Tensor, epsilon: float, offset: float, sums: Tensor | None, output: Tensor
+) -> None:
     tokens, inner, size = states.shape
     width = triton.next_power_of_2(size)
     normalise_row[(tokens * inner,)](
@@ -67,26 +75,36 @@ def _launch(states: Tensor, update: Tensor | None, weight: Tensor, epsilon: floa
         inner,
         size,
         epsilon,
+        offset,
         SIZE=width,
+        SHIFTED=offset != 0,
         num_warps=warps_of(width),
         enable_fp_fusion=False,
     )
 
 
 @triton.jit
-def gate_tile(pairs, output, size, TILE: tl.constexpr):
+def gate_tile(pairs, output, size, TILE: tl.constexpr, ACTIVATION: tl.constexpr):
     """A part of one token's MLP. pairs [N, 2 * size], output [N, size]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < size
     gate = tl.load(pairs + row * 2 * size + column, mask=inside, other=0.0)
     up = tl.load(pairs + row * 2 * size + size + column, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    opened = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
-    tl.store(output + row * size + column, (opened * up.to(tl.float32)).to(gate.dtype), mask=inside)
+    wide, factor = gate.to(tl.float32), up.to(tl.float32)
+    steep = wide
+    if ACTIVATION == 1:  # Activation.GELU_TANH
+        steep = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+    if ACTIVATION == 2:  # Activation.LIMITED
+        wide = tl.where(wide > 7.0, 7.0, wide)  # a NaN stays
+        steep = 1.702 * wide
+        factor = tl.where(factor > 7.0, 7.0, tl.where(factor < -7.0, -7.0, factor))
+        factor = (factor + 1.0).to(up.dtype).to(tl.float32)
+    opened = (wide / (1.0 + tl.exp(-steep))).to(gate.dtype).to(tl.float32)
+    tl.store(output + row * size + column, (opened * factor).to(gate.dtype), mask=inside)
 
 
-def silu_and_mul(pairs: Tensor, output: Tensor) -> None:
+def activate_and_mul(pairs: Tensor, activation: int, output: Tensor) -> None:
     size = output.shape[-1]
-    grid = (output.numel() // size, triton.cdiv(size, SILU_TILE))
-    gate_tile[grid](pairs, output, size, TILE=SILU_TILE, num_warps=4, enable_fp_fusion=False)
+    grid = (output.numel() // size, triton.cdiv(size, ACTIVATED_TILE))
+    gate_tile[grid](pairs, output, size, TILE=ACTIVATED_TILE, ACTIVATION=activation, num_warps=4, enable_fp_fusion=False)

@@ -114,13 +114,14 @@ def sine_and_cosine(angle):
 
 
 @triton.jit
-def angles_of(positions, frequencies, cosines, sines, half, HALF: tl.constexpr):
+def angles_of(positions, frequencies, cosines, sines, half, factor, HALF: tl.constexpr):
     """One token's. positions [N] int64, frequencies [half] float32; cosines, sines [N, 2 * half], written. HALF: half, rounded up."""
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
     inside = column < half
     angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + column, mask=inside, other=0.0)
     sine, cosine = sine_and_cosine(angle.to(tl.float64))
-    sine, cosine = sine.to(tl.float32).to(sines.dtype.element_ty), cosine.to(tl.float32).to(cosines.dtype.element_ty)
+    sine = (sine.to(tl.float32) * factor).to(sines.dtype.element_ty)
+    cosine = (cosine.to(tl.float32) * factor).to(cosines.dtype.element_ty)
     at = token * 2 * half + column
     tl.store(cosines + at, cosine, mask=inside)
     tl.store(cosines + at + half, cosine, mask=inside)
@@ -128,8 +129,9 @@ def angles_of(positions, frequencies, cosines, sines, half, HALF: tl.constexpr):
     tl.store(sines + at + half, sine, mask=inside)
 
 
-def rope_angles(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, cosines: Tensor, sines: Tensor) -> None:
+def rope_angles(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float, cosines: Tensor, sines: Tensor) -> None:
     half = len(frequencies)
     width = triton.next_power_of_2(half)
     warps = max(1, width // 32)
-    angles_of[(len(positions),)](positions, frequencies, cosines, sines, half, HALF=width, num_warps=warps, enable_fp_fusion=False)
+    grid = (len(positions),)
+    angles_of[grid](positions, frequencies, cosines, sines, half, factor, HALF=width, num_warps=warps, enable_fp_fusion=False)

@@ -148,9 +148,10 @@ def _open_eagle3(path: Path, fields: Mapping[str, object], target: Target) -> Dr
     d2t = layouts.read_d2t(source, config)
     own_embedding, own_head = (name in source.tensors for name in ("embed_tokens.weight", "lm_head.weight"))
     same_width = config.layer.hidden_size == target.config.hidden_size
-    if not own_embedding and not same_width:
+    scaled = isinstance(target, Checkpoint) and target.config.embedding_scale != 1
+    if not own_embedding and (scaled or not same_width):
         shape = (config.layer.vocab_size, config.layer.hidden_size)
-        why = f"the target's has a width of {target.config.hidden_size}"
+        why = "the target's is scaled" if scaled else f"the target's has a width of {target.config.hidden_size}"
         raise ValueError(f"embed_tokens.weight is missing, expected it with shape {shape}: {why}")
     # A head without lm_head.weight uses the target's, if that has the same width and vocabulary.
     own_head = own_head or not same_width or d2t is not None
@@ -165,6 +166,8 @@ def _open_eagle3(path: Path, fields: Mapping[str, object], target: Target) -> Dr
 
 def _open_mtp(path: Path, stored: Source, fields: Mapping[str, object], target: Checkpoint) -> DraftCheckpoint:
     """fields: the config of a folder that holds MTP modules only; empty for the modules in the target's folder."""
+    if not target.config.has_llama_layers:
+        raise ValueError(f"draft: got MTP modules, expected another drafter: the target {target.path.name} has other layers than a Llama")
     layers = layouts.mtp_layers(stored) if fields else range(target.config.num_layers, target.config.num_layers + target.mtp_modules)
     first, count = min(layers), len(layers)
     source = RenamedSource(stored, {name: name for name in stored.tensors if fields or name in target.mtp_tensors})

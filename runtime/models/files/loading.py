@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,12 +43,13 @@ def load_models(
     progress: bool = False,
     weights: str = DEQUANTISED,
     implementation: str = AUTO_CLASS,
+    divide: Callable[[Target], Target] | None = None,
 ) -> Loaded:
     """A target and its drafter on the device of the config's backend. "demo" is the demonstration's pair.
 
     config: None for the defaults, reduced to the positions and drafts that the models support. draft: "auto" uses the MTP
     modules in the target's folder, or n-gram look-up if there are none. weights: quantised ones are kept QUANTISED or DEQUANTISED.
-    implementation: of the target, as in `open_target`.
+    implementation: of the target, as in `open_target`. divide: gives the part of the opened target that is loaded.
     """
     check_config(config)
     check_value("progress", progress, BOOL)
@@ -63,6 +64,7 @@ def load_models(
     on_cuda = backend == "cuda" or (backend == "auto" and torch.cuda.is_available())
     _check_weights(weights, on_cuda)
     checkpoint = open_target(path_of(path), dtype, weights, implementation)
+    checkpoint = checkpoint if divide is None else divide(checkpoint)
     if draft in (None, NONE):
         config = without_drafts(config)
     drafter, draft_checkpoint = _open_drafter(draft, checkpoint, dtype, weights)

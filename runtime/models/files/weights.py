@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from stepgraph.graphs.layers.quantised import KINDS, TILE, Grouped, Kind, common_kind, empty_packed, pack
-from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.llama_config import ExpertsConfig, LlamaConfig
 from stepgraph.sampling.fields import clip_error
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_json as read_json
 
@@ -55,9 +55,14 @@ class ParameterSlice(NamedTuple):
 
     parameter: str
     rows: slice = slice(None)
+    # Of a tensor stored with other dimensions: those of the parameter, their order in the file, and the shape there.
+    unfolded: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
 
     def of(self, model: nn.Module) -> Tensor:
-        return model.get_parameter(self.parameter)[self.rows]
+        found = model.get_parameter(self.parameter)[self.rows]
+        return found.view(self.unfolded).permute(self.order) if self.order else found
 
     @property
     def tiles(self) -> slice:
@@ -99,6 +104,12 @@ class SafetensorsSource:
         tensor: Tensor = self._file_of[name].get_tensor(name)
         return tensor
 
+    def read_part(self, name: str, dim: int, part: slice) -> Tensor:
+        """Some of a tensor's rows (dim 0) or columns (dim 1); the file's other bytes are not read."""
+        stored = self._file_of[name].get_slice(name)
+        tensor: Tensor = stored[part] if dim == 0 else stored[:, part]
+        return tensor
+
     read_scales = read
 
     def read_grouped(self, name: str) -> Grouped:
@@ -137,20 +148,25 @@ def llama_slices(config: LlamaConfig) -> Slices:
     """Every tensor that a model needs, by its name in a Hugging Face folder."""
     found = whole_slices({"model.embed_tokens.weight": "embedding", "model.norm.weight": "norm"})
     for index in range(config.num_layers):
-        found |= layer_slices(config, f"model.layers.{index}.", f"layers.{index}.")
+        found |= layer_slices(config, f"model.layers.{index}.", f"layers.{index}.", config.experts_of(index))
     return found if config.tied else found | whole_slices({"lm_head.weight": "head"})
 
 
-def layer_slices(config: LlamaConfig, stored: str, module: str) -> Slices:
+def layer_slices(config: LlamaConfig, stored: str, module: str, experts: ExpertsConfig | None = None) -> Slices:
     """The tensors of one layer. stored: prefix of their names in the file; module: of the parameters."""
     whole = {
         "self_attn.o_proj.weight": "output",
-        "mlp.down_proj.weight": "down",
         "input_layernorm.weight": "attention_norm",
-        "post_attention_layernorm.weight": "mlp_norm",
+        "post_attention_layernorm.weight": "attention_output_norm" if config.output_norms else "mlp_norm",
     }
+    if config.output_norms:
+        whole |= {"pre_feedforward_layernorm.weight": "mlp_norm", "post_feedforward_layernorm.weight": "mlp_output_norm"}
     whole |= {"self_attn.o_proj.bias": "output_bias"} if config.output_bias else {}
+    whole |= {"self_attn.sinks": "sinks"} if config.sinks else {}
     whole |= {"self_attn.q_norm.weight": "query_norm", "self_attn.k_norm.weight": "key_norm"} if config.head_norms else {}
+    whole |= {} if experts else {"mlp.down_proj.weight": "down"}
+    if config.fused:
+        return whole_slices(whole | {"self_attn.qkv_proj.weight": "qkv", "mlp.gate_up_proj.weight": "gate_up"}, stored, module)
     found = whole_slices(whole, stored, module)
     start = 0
     for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads), ("v", config.num_kv_heads)):
@@ -159,9 +175,38 @@ def layer_slices(config: LlamaConfig, stored: str, module: str) -> Slices:
         if config.qkv_bias:
             found[f"{stored}self_attn.{part}_proj.bias"] = ParameterSlice(f"{module}qkv_bias", rows)
         start = rows.stop
+    if experts:
+        return found | _expert_slices(experts, config.hidden_size, stored, f"{module}experts.")
     found[f"{stored}mlp.gate_proj.weight"] = ParameterSlice(f"{module}gate_up", slice(config.intermediate_size))
     found[f"{stored}mlp.up_proj.weight"] = ParameterSlice(f"{module}gate_up", slice(config.intermediate_size, None))
     return found
+
+
+def _expert_slices(experts: ExpertsConfig, hidden_size: int, stored: str, module: str) -> Slices:
+    if experts.stored is None:
+        return _gpt_oss_slices(experts, hidden_size, f"{stored}mlp.", module)
+    mlp, gate, up, down = experts.stored
+    found = whole_slices({f"{mlp}.gate.weight": "router"}, stored, module)
+    for index in range(experts.count):
+        first, middle = index * 2 * experts.size, (index * 2 + 1) * experts.size
+        places = {gate: ("gate_up", first, middle), up: ("gate_up", middle, middle + experts.size)}
+        places[down] = "down", index * hidden_size, (index + 1) * hidden_size
+        for name, (parameter, start, stop) in places.items():
+            found[f"{stored}{mlp}.experts.{index}.{name}.weight"] = ParameterSlice(module + parameter, slice(start, stop))
+    return found
+
+
+def _gpt_oss_slices(experts: ExpertsConfig, hidden_size: int, stored: str, module: str) -> Slices:
+    """Weights are stored with their outputs last, of which gate and up take turns."""
+    count, size = experts.count, experts.size
+    found = whole_slices({"router.weight": "router", "router.bias": "router_bias"}, stored, module)
+    kinds = {
+        "gate_up_proj": ("gate_up", (count, 2, size, hidden_size), (0, 3, 2, 1), (count, hidden_size, 2 * size)),
+        "gate_up_proj_bias": ("gate_up_bias", (count, 2, size), (0, 2, 1), (count, 2 * size)),
+        "down_proj": ("down", (count, hidden_size, size), (0, 2, 1), (count, size, hidden_size)),
+        "down_proj_bias": ("down_bias", (count, hidden_size), (0, 1), (count, hidden_size)),
+    }
+    return found | {f"{stored}experts.{name}": ParameterSlice(module + to, slice(None), *places) for name, (to, *places) in kinds.items()}
 
 
 def whole_slices(parameters: Mapping[str, str], stored: str = "", module: str = "") -> Slices:
@@ -183,7 +228,7 @@ class StoredModel:
         listed in `unused`."""
         found = self.source.tensors
         for name, target in self.slices.items():
-            shape = tuple(target.of(outline).shape)
+            shape = target.shape or tuple(target.of(outline).shape)
             if name not in found:
                 raise ValueError(f"{self.path}: {name} is missing, expected it with shape {shape}")
             if found[name].shape != shape:
@@ -201,13 +246,14 @@ class StoredModel:
                 raise ValueError(f"{self.path}: {name} holds NaN or infinity")
 
     def packable(self) -> dict[str, Kind]:
-        """The parameters whose tensors are all of one of KINDS, in whole tiles and groups."""
+        """The parameters whose tensors are all of one of KINDS, in whole tiles and groups; not those of experts."""
         parts: dict[str, list[Stored]] = {}
         whole: dict[str, bool] = {}
         for name, target in self.slices.items():
             stored, start = self.source.tensors[name], target.rows.start or 0
             parts.setdefault(target.parameter, []).append(stored)
-            whole[target.parameter] = whole.get(target.parameter, True) and not stored.shape[0] % TILE and not start % TILE
+            fits = not stored.shape[0] % TILE and not start % TILE and ".experts." not in target.parameter
+            whole[target.parameter] = whole.get(target.parameter, True) and fits
         common = {name: common_kind({KINDS.get(part.kind) for part in stored}) for name, stored in parts.items() if whole[name]}
         return {name: kind for name, kind in common.items() if kind is not None and not parts[name][0].shape[1] % kind.block_size}
 
@@ -227,7 +273,8 @@ class StoredModel:
             if isinstance(stored, Grouped):
                 model.get_parameter(target.parameter)[target.tiles].copy_(pack(self.packed[target.parameter], stored))
             else:
-                target.of(model).copy_(stored)
+                part = target.of(model)
+                part.copy_(stored.view(part.shape))
         model.eval()
 
     def _read_one(self, name: str) -> Tensor | Grouped:

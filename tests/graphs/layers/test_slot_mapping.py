@@ -150,7 +150,7 @@ def test_operations_pass_opcheck() -> None:
         (positions, column, column, positions, 0, PAGE, 9, flags[:, 0].clone(), None, *(positions.clone() for _ in range(3))),
     )
     opcheck(slot_mapping.shift_entries.out, (positions, positions, positions, PAGE, 1, positions.clone(), positions.clone()))
-    opcheck(slot_mapping.rope_angles.out, (torch.arange(3), torch.ones(2), torch.float32, torch.empty(3, 1, 4), torch.empty(3, 1, 4)))
+    opcheck(slot_mapping.rope_angles.out, (torch.arange(3), torch.ones(2), torch.float32, 1.0, torch.empty(3, 1, 4), torch.empty(3, 1, 4)))
     tags, masks = torch.ones(2, TAG_FIELDS, dtype=torch.int64), torch.ones(2, 6, dtype=torch.int32)
     opcheck(mask_upload.scatter_masks.out, (torch.arange(2), tags, masks, tags[:, None].repeat(1, 3, 1), masks[:, None].repeat(1, 3, 1)))
     call = write_emission(torch.device("cpu"), 4, 2)

@@ -17,6 +17,7 @@ import transformers
 from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.runtime.models.files.target import open_target
 from stepgraph.runtime.models.files.transformers_folder import open_transformers
+from stepgraph.runtime.models.llama_config import ARCHITECTURES
 from stepgraph.runtime.models.transformers_layers import Attention, GatedMlp, Layer
 from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
 from tests.helpers.families import Cached, random_model, save
@@ -160,7 +161,7 @@ def test_modules_that_compute_the_same_are_replaced(family: str, layers: int, at
     assert [found.count(kind) for kind in (Layer, Attention, GatedMlp)] == [layers, attentions, mlps]
 
 
-@pytest.mark.parametrize("family", ["Gemma2", "Qwen3Moe"])
+@pytest.mark.parametrize("family", ["Gemma2", "Olmoe"])
 def test_a_family_drafts_for_another(family: str, parent: Path) -> None:
     """Every draft of the same weights is accepted, hardly one of others."""
     folders = [save(judge(each), parent / f"{each} of {family}") for each in (family, "Granite")]
@@ -190,7 +191,9 @@ def test_layers_without_paged_attention_are_refused(parent: Path) -> None:
 
 
 def test_the_documented_families_are_those_tested() -> None:
-    """Also whether their bits depend on the batch."""
+    """Also whether their bits depend on the batch, and which have a native class."""
     page = (Path(__file__).parents[3] / "docs/models.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)ForCausalLM` \|.*\| (yes|no) \|$", page, re.MULTILINE)
-    assert rows == [(family, "no" if family in VARIES else "yes") for family in FAMILIES]
+    rows = re.findall(r"^\| `(\w+)ForCausalLM` \| (native as well)?.*\| (yes|no) \|$", page, re.MULTILINE)
+    native = [f"{family}ForCausalLM" in ARCHITECTURES for family in FAMILIES]
+    varies = ["no" if family in VARIES else "yes" for family in FAMILIES]
+    assert [(family, bool(words), word) for family, words, word in rows] == list(zip(FAMILIES, native, varies, strict=True))

@@ -72,7 +72,7 @@ def test_programs_compile_ahead_of_time_without_spills(arch: int, options: Seque
         assert entry["spill_bytes"] == 0 and entry["stack_bytes"] == 0, entry
         assert entry["registers"] <= MOST_REGISTERS.get(entry["kernel"].split("_")[0].split()[0], MAX_REGISTERS), entry
         assert 0 < entry["occupancy"] <= 1 and entry["least_us"] == round(entry["bytes"] / 1e6, 3), entry
-        if entry["kernel"] == "gate_tile":
+        if entry["kernel"].startswith("gate_tile"):
             assert entry["bytes"] == 3 * 8 * 2048 * 2, f"two inputs and the product of {entry['launch']}"
         if entry["kernel"].startswith("masked_candidates"):
             assert entry["wide_loads"] > 0, f"logits are read 16 bytes at a time: {entry}"

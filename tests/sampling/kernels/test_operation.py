@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs import drafting, mask_upload
-from stepgraph.graphs.layers import dense, lora, quantised, slot_mapping
+from stepgraph.graphs.layers import dense, experts, lora, quantised, slot_mapping
 from stepgraph.sampling import bitmask, native
 from stepgraph.sampling.grammar.status import TAG_FIELDS, MaskStatus
 from stepgraph.sampling.kernels import chain
@@ -56,6 +56,13 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
         [numbers(4, 8), torch.tensor([1, 2]), numbers(3, 5, 8), numbers(4, 5)],
         [torch.zeros(4, 5)],
     ),
+    "choose_experts": (experts.choose_experts, [numbers(3, 5), 2, True], [torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int64)]),
+    "expert_product": (
+        experts.expert_product,
+        [numbers(2, 8), torch.tensor([[1, 0], [1, 2]]), numbers(15, 8), 3, numbers(15)],
+        [torch.zeros(4, 5)],
+    ),
+    "combine_experts": (experts.combine_experts, [numbers(4, 8), numbers(2, 2)], [torch.zeros(2, 8)]),
     "quantised_product": (
         quantised.quantised_product,
         [numbers(3, 32), PACKED, numbers(16)],
@@ -64,15 +71,15 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
     "quantised_rows": (quantised.quantised_rows, [torch.tensor([3, 0]), PACKED, torch.float32], [torch.zeros(2, 32)]),
     "rms_norm": (
         dense.rms_norm,
-        [numbers(3, 8), numbers(8), 1e-5],
+        [numbers(3, 8), numbers(8), 1e-5, 0.0],
         [torch.zeros(3, 8)],
     ),
     "add_rms_norm": (
         dense.add_rms_norm,
-        [numbers(3, 8), numbers(3, 8), numbers(8), 1e-5],
+        [numbers(3, 8), numbers(3, 8), numbers(8), 1e-5, 1.0],
         [torch.zeros(3, 8), torch.zeros(3, 8)],
     ),
-    "silu_and_mul": (dense.silu_and_mul, [numbers(3, 8)], [torch.zeros(3, 4)]),
+    "activate_and_mul": (dense.activate_and_mul, [numbers(3, 8), dense.Activation.SILU], [torch.zeros(3, 4)]),
     "place_tokens": (
         slot_mapping.place_tokens,
         [torch.tensor([[7, 8, 9], [1, -1, 3]]), torch.tensor([2, 9]), torch.tensor([4, 11]), TABLES, 0, PAGE, LONGEST, None, None],
@@ -81,7 +88,7 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
     "shift_entries": (slot_mapping.shift_entries, [POSITIONS, SLOTS, TABLES, PAGE, 1], like(POSITIONS, POSITIONS)),
     "rope_angles": (
         slot_mapping.rope_angles,
-        [torch.tensor([0, 5]), torch.tensor([1.0, 0.25]), torch.float32],
+        [torch.tensor([0, 5]), torch.tensor([1.0, 0.25]), torch.float32, 1.5],
         [torch.zeros(2, 1, 4), torch.zeros(2, 1, 4)],
     ),
     "scatter_masks": (

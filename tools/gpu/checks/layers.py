@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs import drafting, mask_upload, sampled_stages, skipped_tokens, stages
-from stepgraph.graphs.layers import dense, lora, quantised, slot_mapping
+from stepgraph.graphs.layers import dense, experts, lora, quantised, slot_mapping
 from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode
 from tools.gpu.checks.operations import Call, numbers
@@ -23,20 +23,43 @@ def calls(device: torch.device, tokens: int, size: int, dtype: torch.dtype = tor
     states, update, weight = wide[:, :size].contiguous(), update[:, :size].contiguous(), wide[0, :size].contiguous()
     near, shape = 4 * torch.finfo(dtype).eps, f"N={tokens} size={size} {str(dtype)[6:]}"
     outputs = [torch.full_like(states, 7.5) for _ in range(2)]
-    yield Call(dense.rms_norm, shape, (states, weight, 1e-5), (outputs[0],), 2 * states.nbytes + weight.nbytes, near=near)
+    yield Call(dense.rms_norm, shape, (states, weight, 1e-5, 0.0), (outputs[0],), 2 * states.nbytes + weight.nbytes, near=near)
     yield Call(
-        dense.add_rms_norm, shape, (states, update, weight, 1e-5), (outputs[0], outputs[1]), 4 * states.nbytes + weight.nbytes, near=near
+        dense.add_rms_norm,
+        shape,
+        (states, update, weight, 1e-5, 1.0),
+        (outputs[0], outputs[1]),
+        4 * states.nbytes + weight.nbytes,
+        near=near,
     )
-    yield Call(dense.silu_and_mul, shape, (wide,), (outputs[0],), 3 * states.nbytes, near=near)
+    for activation in dense.Activation:
+        yield Call(
+            dense.activate_and_mul, f"{shape} {activation.name}", (wide, int(activation)), (outputs[0],), 3 * states.nbytes, near=near
+        )
     slots, weights = torch.arange(tokens, device=device) % 3, torch.randn(3, 80, size, generator=made).mul(size**-0.5).to(device, dtype)
     weights[0], base = 0, wide[:, :80].contiguous()
     output, read = base.clone(), states.nbytes + min(2, tokens - 1) * weights[0].nbytes + 2 * base.nbytes
     yield Call(lora.slot_product, shape, (states, slots, weights, base), (output,), read, near=4 * near)
+    yield from _expert_calls(device, tokens, size, dtype)
     yield from _packed_calls(device, tokens, size, dtype)
     yield from _slot_calls(device, tokens, dtype)
     yield write_emission(device, tokens, 3)
     yield count_output(device, tokens, 3)
     yield keep_skipped(device, tokens, 3)
+
+
+def _expert_calls(device: torch.device, tokens: int, size: int, dtype: torch.dtype) -> Iterator[Call]:
+    """Two of eight experts for each token. Least bytes: states, results, and the weights of the experts that are taken."""
+    made = torch.Generator().manual_seed(tokens)
+    logits, states = torch.randn(tokens, 8, generator=made).to(device, dtype), torch.randn(tokens, size, generator=made).to(device, dtype)
+    weights, biases = torch.randn(8 * 96, size, generator=made).mul(size**-0.5).to(device, dtype), logits.new_zeros(8 * 96)
+    near, shape = 4 * torch.finfo(dtype).eps, f"N={tokens} size={size} {str(dtype)[6:]}"
+    shares, chosen = map(Tensor.contiguous, experts.choose_experts.reference(logits, 2, True))
+    yield Call(experts.choose_experts, shape, (logits, 2, True), (shares.clone(), chosen.clone()), logits.nbytes, near=near)
+    output, read = states.new_empty(2 * tokens, 96), states.nbytes + len(chosen.unique()) * weights.nbytes // 8
+    yield Call(experts.expert_product, shape, (states, chosen, weights, 8, biases), (output,), read + output.nbytes, near=4 * near)
+    parts = torch.cat([states, states.flip(0)])
+    yield Call(experts.combine_experts, shape, (parts, shares), (torch.empty_like(states),), parts.nbytes + states.nbytes, near=near)
 
 
 def _packed_calls(device: torch.device, tokens: int, size: int, dtype: torch.dtype) -> Iterator[Call]:
@@ -79,7 +102,7 @@ def _slot_calls(device: torch.device, tokens: int, dtype: torch.dtype) -> Iterat
     angles = tuple(torch.full((tokens * 4, 1, 128), 7.5, dtype=dtype, device=device) for _ in range(2))
     near = 4 * torch.finfo(dtype).eps
     yield Call(
-        slot_mapping.rope_angles, f"N={tokens * 4} {str(dtype)[6:]}", (positions.flatten() * 90, frequencies, dtype), angles, near=near
+        slot_mapping.rope_angles, f"N={tokens * 4} {str(dtype)[6:]}", (positions.flatten() * 90, frequencies, dtype, 1.0), angles, near=near
     )
 
 

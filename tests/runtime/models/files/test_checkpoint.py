@@ -159,6 +159,9 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "NaN in bfloat16": (lambda f: change_tensors(f, lambda t: t.update({NORM: t[NORM].bfloat16() * torch.nan})), f"{NORM} holds NaN or"),
     "infinity": (lambda f: change_tensors(f, lambda t: t[NORM][3].fill_(torch.inf)), f"{NORM} holds NaN or infinity"),
 }
+PHI = {"architectures": ["Phi3ForCausalLM"], "rope_parameters": None}
+MOE = {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 16}
+SHORT = {"original_max_position_embeddings": 64}
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown architecture": ({"architectures": ["GPT2LMHeadModel"]}, r"architectures: got \['GPT2LMHeadModel'\], expected one of Llama"),
     "no architecture": ({"architectures": None}, "architectures: got None"),
@@ -172,9 +175,34 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "an odd head": ({"head_dim": 15}, "head_dim: got 15, expected an even number"),
     "epsilon": ({"rms_norm_eps": -1}, "rms_norm_eps: got -1"),
     "theta is no number": ({"rope_parameters": {"rope_theta": float("nan"), "rope_type": "default"}}, "rope_theta: got nan"),
-    "yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type: got 'yarn', expected 'default', 'linear' or 'llama3'"),
+    "yarn": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        "original_max_position_embeddings: got None, expected a whole number",
+    ),
+    "GPT-OSS's limit": ({"architectures": ["GptOssForCausalLM"], "swiglu_limit": 5.0}, "swiglu_limit: got 5.0, expected 7.0"),
     "longrope": ({"rope_scaling": {"type": "longrope"}, "rope_parameters": None}, "rope_type: got 'longrope'"),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "rope_type: got 'dynamic'"),
+    "a rotated part of odd size": ({**PHI, "partial_rotary_factor": 0.7}, "partial_rotary_factor: got 11 of 16 numbers, expected an even"),
+    "divisors of longrope": (
+        {**PHI, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}, **SHORT},
+        "short_factor: got .* expected 8",
+    ),
+    "Gemma's activation": (
+        {"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu"},
+        "hidden_activation: got 'gelu', expected",
+    ),
+    "Gemma's soft-cap": (
+        {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping: got 50.0, which",
+    ),
+    "too few experts": (
+        {**MOE, "num_experts": 2, "num_experts_per_tok": 3},
+        "num_experts_per_tok: got 3, expected a whole number from 1 to 2",
+    ),
+    "layers without experts": (
+        {**MOE, "num_experts": 2, "num_experts_per_tok": 1, "mlp_only_layers": "all"},
+        "mlp_only_layers: got 'all', expected",
+    ),
     "activation": ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
     "biases": ({"mlp_bias": True}, "mlp_bias: got True, which is not supported"),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.bits: got None, expected 4"),

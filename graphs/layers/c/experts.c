@@ -1,0 +1,88 @@
+/* Experts: which ones a token takes, the products with their weights, and the sums of their results. */
+
+#include "kernels.h"
+
+enum { MOST_EXPERTS = 1024, GATHERED_BYTES = 1 << 17, GATHERED_ROWS = 8, COLUMNS = 64, LISTED = 1024 };
+
+/* logits [rows, experts]; count; normalised; shares [rows, count] float32, experts [rows, count]. */
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_choose_experts(const argument *given) {
+    int64_t experts = given->size[1], count = given[1].integer;
+    for (int64_t row = 0; row < given->size[0]; row++) {
+        float powers[MOST_EXPERTS], highest = -INFINITY, total = 0, chosen = 0;
+        float *shares = (float *)given[3].data + row * count;
+        for (int64_t i = 0; i < experts; i++) {
+            powers[i] = number(given->data, row * experts + i, given->bfloat16);
+            highest = powers[i] > highest ? powers[i] : highest;
+        }
+        for (int64_t i = 0; i < experts; i++) total += powers[i] = expf(powers[i] - highest);
+        for (int64_t place = 0; place < count; place++) {
+            int64_t best = 0; /* also where no power is a number */
+            for (int64_t i = 1; i < experts; i++) best = powers[i] > powers[best] ? i : best;
+            chosen += shares[place] = powers[best];
+            ((int64_t *)given[4].data)[row * count + place] = best;
+            powers[best] = -1.0f;
+        }
+        for (int64_t place = 0; place < count; place++) shares[place] /= given[2].integer ? chosen : total;
+    }
+    return 0;
+}
+
+/* Rows of states `order`, `count` of them, by the weights of one expert. Rows are gathered, so that a weight is read once for several. */
+INLINED void rows_of_expert(const argument *given, int64_t expert, const int64_t *order, int64_t count) {
+    const argument *states = given, *weights = given + 2, *biases = given + 4, *output = given + 5;
+    char gathered[GATHERED_BYTES], found[GATHERED_ROWS * COLUMNS * sizeof(float)];
+    int64_t bytes = states->bfloat16 ? 2 : 4, inner = states->size[1], outer = output->size[1], per_state = output->size[0] / states->size[0];
+    int64_t most = GATHERED_BYTES / (inner * bytes) < GATHERED_ROWS ? GATHERED_BYTES / (inner * bytes) : GATHERED_ROWS;
+    for (int64_t start = 0; start < count; start += most) {
+        product_call call = {.states = gathered, .output = found, .inner = inner, .step = inner, .bfloat16 = states->bfloat16};
+        call.rows = count - start < most ? count - start : most;
+        for (int64_t row = 0; row < call.rows; row++) {
+            int64_t from = order[start + row] / per_state * states->stride[0];
+            memcpy(gathered + row * inner * bytes, (const char *)states->data + from * bytes, (size_t)(inner * bytes));
+        }
+        for (int64_t first = 0; first < outer; first += COLUMNS) {
+            int64_t column = expert * outer + first;
+            call.outer = outer - first < COLUMNS ? outer - first : COLUMNS;
+            call.weight = (const char *)weights->data + column * inner * bytes;
+            call.bias = biases->data ? (const char *)biases->data + column * bytes : NULL;
+            all_columns(&call);
+            for (int64_t row = 0; row < call.rows; row++) {
+                char *to = (char *)output->data + (order[start + row] * outer + first) * bytes;
+                memcpy(to, found + row * call.outer * bytes, (size_t)(call.outer * bytes));
+            }
+        }
+    }
+}
+
+/* states [choices / per_state, inner]; experts [choices]; weights [experts * outer, inner]; experts; biases [experts * outer] or NULL;
+   output [choices, outer]. */
+EXPORTED int stepgraph_expert_product(const argument *given) {
+    const int64_t *chosen = given[1].data;
+    int64_t choices = given[5].size[0], experts = given[3].integer, order[LISTED];
+    for (int64_t i = 0; i < choices; i++)
+        if (chosen[i] < 0 || chosen[i] >= experts) return 1;
+    for (int64_t first = 0; first < choices; first += LISTED) {
+        int64_t end = first + LISTED < choices ? first + LISTED : choices;
+        for (int64_t expert = 0; expert < experts; expert++) {
+            int64_t count = 0;
+            for (int64_t i = first; i < end; i++)
+                if (chosen[i] == expert) order[count++] = i;
+            if (count) rows_of_expert(given, expert, order, count);
+        }
+    }
+    return 0;
+}
+
+/* parts [rows * count, size]; shares [rows, count] float32; output [rows, size]. */
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_combine_experts(const argument *given) {
+    const float *shares = given[1].data;
+    int64_t count = given[1].size[1], size = given[2].size[1];
+    for (int64_t row = 0; row < given[2].size[0]; row++)
+        for (int64_t i = 0; i < size; i++) {
+            float total = 0;
+            for (int64_t index = row * count; index < (row + 1) * count; index++)
+                total += number(given->data, index * size + i, given->bfloat16) * shares[index];
+            put(given[2].data, row * size + i, total, given->bfloat16);
+        }
+    return 0;
+}

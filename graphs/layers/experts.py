@@ -1,0 +1,77 @@
+"""Experts: MLPs of which every token takes a few. All shapes are static; which experts a token takes is read on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stepgraph.graphs.layers.dense import product
+from stepgraph.sampling.kernels.c_kernel import FLOATS, CKernel, is_contiguous, same_float_type
+from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
+
+_MOST_EXPERTS, _MOST_BYTES = 1024, 1 << 17  # of a row of states; as in experts.c
+
+
+def _choice_outputs(logits: Tensor, count: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    shares = torch.empty(len(logits), count, dtype=torch.float32, device=logits.device)
+    return shares, torch.empty_like(shares, dtype=torch.int64)
+
+
+def _choice_in_c(logits: Tensor, count: int, normalised: bool) -> bool:
+    return logits.dtype in FLOATS and logits.shape[1] <= _MOST_EXPERTS
+
+
+@operation(_choice_outputs, triton=True, c=CKernel("choose_experts", _choice_in_c))
+def choose_experts(logits: Contiguous, count: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    """The likeliest experts of each token by logits [N, experts], and their probabilities, [N, count] each; of equal ones the first.
+
+    normalised: the probabilities of a token are divided by their sum.
+    """
+    shares, experts = logits.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
+    shares, experts = shares[:, :count], experts[:, :count]
+    return shares / shares.sum(-1, keepdim=True) if normalised else shares, experts
+
+
+def _product_outputs(states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None = None) -> Tensor:
+    assert experts.numel() % len(states) == 0 and len(weights) % num_experts == 0, f"states {states.shape}, experts {experts.shape}"
+    return states.new_empty(experts.numel(), len(weights) // num_experts)
+
+
+def _product_in_c(states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None) -> bool:
+    others = [weights] if biases is None else [weights, biases]
+    dense = all(each.is_contiguous() for each in others) and is_contiguous(torch.int64, experts)
+    return dense and same_float_type(states, *others) and states.shape[1] * states.element_size() <= _MOST_BYTES
+
+
+@operation(_product_outputs, triton=True, c=CKernel("expert_product", _product_in_c))
+def expert_product(states: Dense, experts: Contiguous, weights: Tensor, num_experts: int, biases: Tensor | None = None) -> Tensor:
+    """Products with the weights of each token's experts, plus biases: [N * count, out]. On the CPU a row has the same bits in any batch.
+
+    states [N, in], or [N * count, in] with a row for each expert of a token; experts [N, count]; weights [num_experts * out, in];
+    biases [num_experts * out].
+    """
+    chosen = experts.flatten()
+    states = states.repeat_interleave(len(chosen) // len(states), 0)
+    found = states.new_zeros(len(chosen), len(weights) // num_experts)
+    parts = zip(weights.chunk(num_experts), [None] * num_experts if biases is None else biases.chunk(num_experts), strict=True)
+    for index, (weight, bias) in enumerate(parts):
+        found = torch.where((chosen == index)[:, None], product.reference(states, weight, bias), found)
+    return found
+
+
+def _combined_outputs(parts: Tensor, shares: Tensor) -> Tensor:
+    return parts.new_empty(len(shares), parts.shape[1])
+
+
+def _combine_in_c(parts: Tensor, shares: Tensor) -> bool:
+    return same_float_type(parts) and shares.dtype is torch.float32
+
+
+@operation(_combined_outputs, triton=True, c=CKernel("combine_experts", _combine_in_c))
+def combine_experts(parts: Contiguous, shares: Contiguous) -> Tensor:
+    """Sums of parts [N * count, size] by shares [N, count], in float32: [N, size]."""
+    scaled = parts.float().view(*shares.shape, -1) * shares[..., None]
+    total = scaled[:, 0]
+    for index in range(1, shares.shape[1]):
+        total = total + scaled[:, index]
+    return total.to(parts.dtype)

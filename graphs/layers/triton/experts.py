@@ -1,0 +1,138 @@
+"""The Triton programs of experts: which ones a token takes, one grouped product for all of them, and the sum of their results."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stepgraph.graphs.attention.triton.paged import product as matrix_product
+
+OUTER_TILE, COMBINED_TILE = 32, 1024
+
+
+def tiles_of(number_bytes: int) -> dict[str, int]:
+    """Of one product; larger ones in float32 would spill."""
+    return {"ROWS": 64 // number_bytes, "OUTER": OUTER_TILE, "INNER": 128 // number_bytes, "SCANNED": 128}
+
+
+@triton.jit
+def choose_row(
+    logits,  # [N, experts]
+    shares,  # [N, count] float32, written
+    chosen,  # [N, count] int64, written
+    count,
+    experts,
+    EXPERTS: tl.constexpr,  # rounded up
+    COUNT: tl.constexpr,  # rounded up
+    NORMALISED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    expert, place = tl.arange(0, EXPERTS), tl.arange(0, COUNT)
+    logit = tl.load(logits + row * experts + expert, mask=expert < experts, other=float("-inf")).to(tl.float32)
+    power = tl.where(expert < experts, tl.exp(logit - tl.max(logit, 0)), -1.0)
+    total = tl.sum(tl.where(expert < experts, power, 0.0), 0)
+    best, best_powers = tl.zeros([COUNT], tl.int64), tl.zeros([COUNT], tl.float32)
+    for index in range(0, count):
+        highest = tl.max(power, 0)
+        first = tl.min(tl.where(power == highest, expert, experts - 1), 0)  # some expert even if the powers are no numbers
+        best = tl.where(place == index, first.to(tl.int64), best)
+        best_powers = tl.where(place == index, highest, best_powers)
+        power = tl.where(expert == first, -1.0, power)
+    if NORMALISED:
+        total = tl.sum(best_powers, 0)
+    inside = place < count
+    tl.store(shares + row * count + place, best_powers / total, mask=inside)
+    tl.store(chosen + row * count + place, best, mask=inside)
+
+
+def choose_experts(logits: Tensor, count: int, normalised: bool, shares: Tensor, chosen: Tensor) -> None:
+    rows, experts = logits.shape
+    width = triton.next_power_of_2(experts)
+    constants = {"EXPERTS": width, "COUNT": triton.next_power_of_2(count), "NORMALISED": bool(normalised)}
+    choose_row[(rows,)](logits, shares, chosen, count, experts, **constants, num_warps=max(1, width // 256), enable_fp_fusion=False)
+
+
+@triton.jit
+def multiply_by_expert(
+    states,  # [N or N * count, inner], the last dimension adjacent
+    chosen,  # [N * count] int64
+    weights,  # [experts * outer, inner]
+    biases,  # [experts * outer], or None
+    output,  # [N * count, outer], written
+    choices,  # N * count
+    per_state,  # choices of one row of states
+    inner,
+    outer,
+    state_stride,
+    ROWS: tl.constexpr,
+    OUTER: tl.constexpr,
+    INNER: tl.constexpr,
+    SCANNED: tl.constexpr,  # choices read at a time
+    WIDE: tl.constexpr,  # multiply in float32: Triton's interpreter takes bfloat16 for whole numbers
+):
+    """A tile of columns of one expert, for all rows that chose it. The order of a row's sums does not depend on the others."""
+    expert = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * OUTER + tl.arange(0, OUTER)
+    known, scanned = column < outer, tl.arange(0, SCANNED)
+    matches = 0
+    for start in range(0, choices, SCANNED):
+        own = tl.load(chosen + start + scanned, mask=start + scanned < choices, other=-1) == expert
+        matches += tl.sum(own.to(tl.int32), 0)
+    for first in range(0, matches, ROWS):
+        wanted = first + tl.arange(0, ROWS)
+        rows = tl.zeros([ROWS], tl.int32)
+        seen = 0
+        for start in range(0, choices, SCANNED):
+            own = tl.load(chosen + start + scanned, mask=start + scanned < choices, other=-1) == expert
+            number = tl.where(own, seen + tl.cumsum(own.to(tl.int32), 0) - 1, -1)
+            rows += tl.sum(tl.where(number[None, :] == wanted[:, None], start + scanned[None, :], 0), 1)
+            seen += tl.sum(own.to(tl.int32), 0)
+        live = (wanted < matches)[:, None]
+        total = tl.zeros([ROWS, OUTER], tl.float32)
+        for start in range(0, inner, INNER):
+            place = start + tl.arange(0, INNER)
+            at = (rows // per_state).to(tl.int64)[:, None] * state_stride + place
+            state = tl.load(states + at, mask=live & (place < inner), other=0.0)
+            at = (expert * outer + column[:, None]) * inner + place
+            weight = tl.load(weights + at, mask=known[:, None] & (place < inner), other=0.0)
+            total += matrix_product(state, tl.trans(weight), WIDE)
+        if biases is not None:
+            total += tl.load(biases + expert * outer + column, mask=known, other=0.0).to(tl.float32)
+        tl.store(output + rows.to(tl.int64)[:, None] * outer + column, total.to(output.dtype.element_ty), mask=live & known)
+
+
+def expert_product(states: Tensor, chosen: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None, output: Tensor) -> None:
+    choices, outer = output.shape
+    multiply_by_expert[(triton.cdiv(outer, OUTER_TILE), num_experts)](
+        states,
+        chosen,
+        weights,
+        biases,
+        output,
+        choices,
+        choices // len(states),
+        states.shape[1],
+        outer,
+        states.stride(0),
+        **tiles_of(states.element_size()),
+        WIDE=states.device.type == "cpu",
+        num_warps=4,
+    )
+
+
+@triton.jit
+def combine_tile(parts, shares, output, count, size, TILE: tl.constexpr):
+    """A part of one token. parts [N, count, size]; shares [N, count] float32; output [N, size]."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    total = tl.zeros([TILE], tl.float32)
+    for index in range(0, count):
+        part = tl.load(parts + (row * count + index) * size + column, mask=column < size, other=0.0).to(tl.float32)
+        total += part * tl.load(shares + row * count + index)
+    tl.store(output + row * size + column, total.to(output.dtype.element_ty), mask=column < size)
+
+
+def combine_experts(parts: Tensor, shares: Tensor, output: Tensor) -> None:
+    rows, size = output.shape
+    grid = (rows, triton.cdiv(size, COMBINED_TILE))
+    combine_tile[grid](parts, shares, output, shares.shape[1], size, TILE=COMBINED_TILE, num_warps=4, enable_fp_fusion=False)

@@ -1,0 +1,84 @@
+"""Experts against products of one token at a time, and their independence of the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from stepgraph.graphs.layers.experts import choose_experts, combine_experts, expert_product
+from stepgraph.sampling import native
+
+EXPERTS, COUNT = 5, 2
+MADE = torch.Generator().manual_seed(3)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=MADE).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_likeliest_experts_are_chosen(dtype: torch.dtype) -> None:
+    """Of equal logits the first; probabilities are those of all experts, or of the chosen ones."""
+    logits = torch.tensor([[1.0, 3.0, 3.0, -2.0, 3.0], [0.0, 0.0, 0.0, 0.0, 9.0], [-5.0, -4.0, -3.0, -2.0, -1.0]], dtype=dtype)
+    for normalised in (False, True):
+        shares, experts = choose_experts(logits, COUNT, normalised)
+        assert experts.tolist() == [[1, 2], [4, 0], [4, 3]]
+        expected = logits.double().softmax(-1).gather(1, experts)
+        expected = expected / expected.sum(1, keepdim=True) if normalised else expected
+        torch.testing.assert_close(shares.double(), expected, rtol=1e-6, atol=1e-7)
+    shares, experts = choose_experts(logits.fill_(torch.nan), COUNT, True)
+    assert bool(shares.isnan().all()) and bool(((experts >= 0) & (experts < EXPERTS)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inner", "outer"), [(64, 16), (21, 200), (8, 1), (9000, 3)])
+def test_products_are_correct_and_independent_of_the_batch(inner: int, outer: int, dtype: torch.dtype) -> None:
+    """More rows than are gathered at once; `states` with a row for each token, and for each of its experts."""
+    tokens = 30
+    weights, biases = random(EXPERTS * outer, inner, dtype=dtype).mul(inner**-0.5), random(EXPERTS * outer, dtype=dtype)
+    chosen = torch.stack([torch.randperm(EXPERTS - 1, generator=MADE)[:COUNT] for _ in range(tokens)])  # none takes the last
+    by_expert = weights.view(EXPERTS, outer, inner)
+    near = 1e-5 if dtype is torch.float32 else 0.05
+    for rows, bias in ((tokens, None), (tokens * COUNT, biases)):
+        states = random(rows, inner + 3, dtype=dtype)[:, :inner]
+        found = expert_product(states, chosen, weights, EXPERTS, bias)
+        each = states.repeat_interleave(tokens * COUNT // rows, 0)
+        expected = torch.einsum("noi,ni->no", by_expert[chosen.flatten()].double(), each.double())
+        expected = expected if bias is None else expected + bias.view(EXPERTS, outer)[chosen.flatten()].double()
+        torch.testing.assert_close(found.double(), expected, rtol=near, atol=near)
+        torch.testing.assert_close(expert_product.reference(states, chosen, weights, EXPERTS, bias), found, rtol=near, atol=near)
+        for first, count in ((0, 1), (7, 2), (3, 19)):
+            taken = states.view(tokens, -1, inner)[first : first + count].flatten(0, 1)
+            alone = expert_product(taken, chosen[first : first + count], weights, EXPERTS, bias)
+            assert torch.equal(alone, found[COUNT * first : COUNT * (first + count)])
+
+
+@pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
+def test_an_expert_outside_of_the_weights_is_refused() -> None:
+    with pytest.raises(IndexError):
+        expert_product(random(2, 8), torch.tensor([[0, EXPERTS], [1, 2]]), random(EXPERTS * 4, 8), EXPERTS)
+
+
+def test_many_choices_are_taken_in_several_parts() -> None:
+    chosen, states, weights = torch.randint(0, EXPERTS, (700, COUNT), generator=MADE), random(700, 8), random(EXPERTS * 3, 8)
+    torch.testing.assert_close(
+        expert_product(states, chosen, weights, EXPERTS), expert_product.reference(states, chosen, weights, EXPERTS), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_are_weighted_in_float32(dtype: torch.dtype) -> None:
+    parts, shares = random(7 * 3, 50, dtype=dtype), random(7, 3)
+    found = combine_experts(parts, shares)
+    expected = (parts.double().view(7, 3, 50) * shares[..., None].double()).sum(1)
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-6 if dtype is torch.float32 else 2**-8)
+    assert torch.equal(combine_experts(parts[3:6], shares[1:2]), found[1:2])
+
+
+def test_operations_pass_opcheck() -> None:
+    experts = torch.tensor([[1, 0], [1, 2]])
+    opcheck(choose_experts.out, (random(2, 5), 2, True, torch.empty(2, 2), torch.empty(2, 2, dtype=torch.int64)))
+    opcheck(expert_product.out, (random(2, 8), experts, random(15, 8), 3, None, torch.empty(4, 5)))
+    opcheck(combine_experts.out, (random(4, 8), random(2, 2), torch.empty(2, 8)))

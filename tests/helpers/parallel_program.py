@@ -1,0 +1,77 @@
+"""A program of one rank: decodes with the engine that its arguments describe, and prints what it got as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, SamplingParams
+from stepgraph.runtime.models.llama import Llama
+
+
+def requests() -> list[dict[str, Any]]:
+    """Plain, with a grammar, and sampled."""
+    repeated = [5, 6, 7, 5, 6, 7, 5, 6]
+    return [
+        {"prompt": repeated},
+        {"prompt": [9, 8, 7], "constraint": Constraint.regex("[a-f]{6,20}")},
+        {"prompt": [4, 5], "sampling": SamplingParams(temperature=0.8, seed=3)},
+        {"prompt": [11, 12, 11, 12, 11], "constraint": Constraint.choice(["abc", "abd", "xyz"])},
+    ]
+
+
+def target_of(engine: Engine) -> Llama:
+    target = engine._parts.models.target
+    assert isinstance(target, Llama)
+    return target
+
+
+def refused_calls(engine: Engine) -> list[tuple[Callable[[], object], str]]:
+    image = {0: torch.zeros(1, target_of(engine).embedding_size)}
+    return [
+        (lambda: engine.submit([1], sampling=SamplingParams(temperature=1.0)), "SamplingParams.seed"),
+        (lambda: engine.submit([1, 2, 3], prompt_embeddings=image), "prompt_embeddings"),
+        (lambda: AsyncEngine(engine), "AsyncEngine.engine"),
+    ]
+
+
+def open_engine(path: Path, draft: str, size: int, **changes: Any) -> Engine:
+    config = EngineConfig(max_rows=4, max_length=64, num_speculative_tokens=3, draft_length=3, compile_isolation="none", **changes)
+    return Engine.from_pretrained(path, draft, config=config, tensor_parallel=size)
+
+
+def results(engine: Engine, count: int = 4) -> dict[str, Any]:
+    jobs = [engine.submit(max_new_tokens=24, **request) for request in requests()[:count]]
+    error = ""
+    try:
+        while engine.has_work:
+            engine.step()
+            print("step", flush=True)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    found = [(job.tokens, str(job.finish_reason), bool(job.error)) for job in jobs]
+    return {"jobs": found, "error": error, "weights": sum(parameter.nbytes for parameter in target_of(engine).parameters())}
+
+
+def decode(path: Path, draft: str, size: int, count: int = 4, **changes: Any) -> dict[str, Any]:
+    with open_engine(path, draft, size, **changes) as engine:
+        if size > 1 and "RANK" in os.environ:
+            for call, field in refused_calls(engine):
+                with pytest.raises(ValueError, match=f"^{field}: got"):
+                    call()
+        return results(engine, count)
+
+
+if __name__ == "__main__":
+    path, draft, size, changes = sys.argv[1:]
+    started = time.monotonic()
+    found = decode(Path(path), draft, int(size), **json.loads(changes))
+    print(json.dumps(found | {"seconds": time.monotonic() - started}), flush=True)
