@@ -86,7 +86,7 @@ def quoted() -> list[tuple[str, str]]:
         ("docs/constrain.md", f"{compiled['compile_ms']['p50']:.1f} ms at the median and {compiled['compile_ms']['p99']:.0f} ms at p99"),
         (
             "docs/constrain.md",
-            f'Of {bench["schemas"]:,} of MaskBench\'s schemas, read with `objects="standard"` over 131,072 tokens, '
+            f'Of MaskBench\'s {bench["schemas"]:,} schemas, read with `objects="standard"` over 131,072 tokens, '
             f"{outcomes['pass']:,} pass, "
             f"{outcomes['refused']} are refused, and {outcomes['valid rejected']} reject a valid instance",
         ),

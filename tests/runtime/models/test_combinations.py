@@ -50,7 +50,7 @@ GRAMMAR = Constraint.regex("[a-f]{3,9}[0-9]+[A-Z]?")
 
 def target(family: str, weights: str, folder: Path) -> Path:
     kind, changes = FAMILIES[family]
-    sizes = SIZES | ({"moe_intermediate_size": 128} if "moe_intermediate_size" in changes else {})
+    sizes: dict[str, Any] = SIZES | ({"moe_intermediate_size": 128} if "moe_intermediate_size" in changes else {})
     scaling = changes.get("rope_scaling", {})
     sizes |= {"rope_scaling": {**scaling, **SHORTER}} if "short_factor" in scaling else {}
     model = random_model(kind, {**BASE, **changes, **sizes}, seed=len(family))
