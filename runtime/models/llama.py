@@ -21,7 +21,7 @@ from stepgraph.graphs.layers.linear import linear, lookup
 from stepgraph.graphs.layers.lora import add_lora
 from stepgraph.graphs.layers.slot_mapping import rope_angles
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import AttentionShape, cache_specs
+from stepgraph.graphs.model import cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.experts import ExpertMlp
 from stepgraph.runtime.models.llama_config import LlamaConfig
@@ -36,12 +36,11 @@ class LlamaBase(nn.Module):
 
     def __init__(self, layer_config: LlamaConfig, device: str | torch.device) -> None:
         super().__init__()
-        size, windows, ropes = layer_config.head_size, layer_config.windows, (layer_config.rope, layer_config.local_rope)
-        heads = layer_config.num_heads, layer_config.num_kv_heads
-        self.attends = (AttentionShape(layer_config.dtype, *heads, size, windows, sinks=layer_config.sinks),)
+        self.attends, ropes = (layer_config.attention,), (layer_config.rope, layer_config.local_rope)
         # As integer bits: .to(bfloat16) rounds every floating-point buffer, and rounded frequencies give wrong positions.
         for name, rope in zip(("frequency_bits", "local_frequency_bits"), ropes, strict=True):
-            self.register_buffer(name, None if rope is None else rope.frequencies(size).to(device).view(torch.int32), persistent=False)
+            bits = None if rope is None else rope.frequencies(layer_config.head_size).to(device).view(torch.int32)
+            self.register_buffer(name, bits, persistent=False)
         self.frequency_bits: Tensor
         self.local_frequency_bits: Tensor | None
         self._magnitude = layer_config.rope.magnitude
