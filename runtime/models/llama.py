@@ -107,7 +107,7 @@ class Llama(LlamaBase):
         normed = rms_norm(states, first, epsilon, offset)
         for index, (layer, next_norm) in enumerate(zip(self.layers, norms, strict=True)):
             layer_inputs.append(states)
-            adapted = _unchanged if inputs.lora_slots is None else functools.partial(_add_lora, f"{self.name}_{index}_", inputs, buffers)
+            adapted = self.adapted(index, inputs, buffers)
             angles = rotation if layer.window is None else local
             states, normed = layer(states, normed, angles, inputs, keys[index], values[index], next_norm, adapted)
         layer_inputs.append(states)
@@ -115,6 +115,10 @@ class Llama(LlamaBase):
         hidden = normed.view(*shape, -1)
         features = [layer_inputs[layer] for layer in self.feature_layers]
         return ModelOutput(hidden, torch.cat(features, -1).view(*shape, -1) if features else hidden)
+
+    def adapted(self, index: int, inputs: ModelInput, buffers: StaticBuffers) -> Adapted:
+        """What the products of a layer become."""
+        return _unchanged if inputs.lora_slots is None else functools.partial(_add_lora, f"{self.name}_{index}_", inputs, buffers)
 
 
 def embed(inputs: ModelInput, table: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -126,7 +130,7 @@ def embed(inputs: ModelInput, table: Tensor, dtype: torch.dtype, scale: float = 
     return torch.where(inputs.embeddings.given.flatten()[:, None], inputs.embeddings.values.flatten(0, 1), states)
 
 
-Adapted = Callable[[str, Tensor, Tensor], Tensor]  # the name of a weight, its input and its product -> the product with adapters
+Adapted = Callable[[str, Tensor, Tensor], Tensor]  # the name of a weight, its input and its product -> the result
 
 
 def _unchanged(name: str, states: Tensor, product: Tensor) -> Tensor:
