@@ -235,10 +235,8 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         check_value("AsyncEngine.engine", engine, instance_of(Engine, "an Engine"))
-        if isinstance(engine.queue, LockstepQueue):
-            raise ValueError(
-                "AsyncEngine.engine: got tensor_parallel > 1, expected 1: the order of its requests would differ between ranks"
-            )
+        if isinstance(engine.queue, LockstepQueue) and not engine.queue.ranks.decided:
+            raise ValueError("AsyncEngine.engine: got an engine under torchrun, expected one that started its ranks: their requests differ")
         self.engine = engine
         self._stepper: StepThread | None = None
         self._submit_lock = asyncio.Lock()

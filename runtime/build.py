@@ -42,6 +42,7 @@ from stepgraph.runtime.loops import Loops
 from stepgraph.runtime.loras import lora_weights
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.parallel.lockstep import LockstepQueue, LockstepScheduler
+from stepgraph.runtime.parallel.ranks import Ranks
 from stepgraph.runtime.profiled import ROUNDS, in_flight_type, read_range
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.scheduler import Scheduler
@@ -110,7 +111,7 @@ class EngineParts:
             drafting,
             prompts if records_prompts(config, device) else None,
         )
-        (queue_type, scheduler_type), self.sharing = queue_types(target), sharing_for(config, models)
+        (queue_type, scheduler_type), self.sharing = queue_types(self.ranks), sharing_for(config, models)
         self.queue = queue_type(config.max_queued, self.compiler, self.grammars, recorder)
         self.scheduler = scheduler_type(
             self.queue, self.grammars, limits, self.sharing, recorder, states.ended if states else None, isinstance(proposer, NgramLookup)
@@ -123,10 +124,15 @@ class EngineParts:
         in_flight = loops_of(self, record is not None) if limits.loops else in_flight_type()
         self.in_flight = in_flight(timed, buffers, self.graphs, self.host_link, limits, states, self.lengths, catch_up)
 
+    @property
+    def ranks(self) -> Ranks | None:
+        """Of a tensor-parallel target."""
+        return getattr(self.models.target, "ranks", None)
 
-def queue_types(target: TargetModel) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
-    """Of a target that is divided among ranks: those that keep the ranks in step."""
-    if (ranks := getattr(target, "ranks", None)) is None:
+
+def queue_types(ranks: Ranks | None) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
+    """With ranks: those that keep them in step."""
+    if ranks is None:
         return RequestQueue, Scheduler
     return functools.partial(LockstepQueue, ranks), functools.partial(LockstepScheduler, ranks)
 

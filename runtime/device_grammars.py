@@ -33,7 +33,7 @@ class DeviceGrammars:
         size = self.arena.size * INT_BYTES
         return f"host, {self.off}" if self.off else f"device, for grammars with tables, in an arena of {size:,} bytes"
 
-    def why_host(self, compiled: CompiledConstraint) -> str:
+    def why_host(self, compiled: CompiledConstraint, resumed: bool = False) -> str:
         """Why requests with this grammar use the host link; empty if they may use the device."""
         image = compiled.image
         if self.off or image is None:
@@ -42,15 +42,15 @@ class DeviceGrammars:
         for field, limit, what in limits:
             if image[field] > limit:
                 return f"a token may open {image[field]} {what}, at most {limit} are supported"
-        return ""
+        return "a resumed request has the state of a matcher" if resumed else ""
 
     def prepare(self, job: Job, compiled: CompiledConstraint) -> MatcherRow | None:
         """Called from any thread when the grammar is compiled: a row of the host link, None where the admission decides."""
-        return self._host.row(job.id, compiled.matcher()) if self.why_host(compiled) else None
+        return self._row(job, compiled) if self.why_host(compiled, bool(job.resume_from)) else None
 
     def admit(self, request: ActiveRequest, compiled: CompiledConstraint) -> None:
         """Give an admitted request the block of its grammar; a row of the host link if it has none and the arena is full."""
-        job, reason = request.job, self.why_host(compiled)
+        job, reason = request.job, self.why_host(compiled, bool(request.job.resume_from))
         if compiled.image is not None and not reason:
             request.block = self.arena.acquire(compiled.image)
             if request.block is not None:
@@ -60,9 +60,16 @@ class DeviceGrammars:
             size = self.arena.size * INT_BYTES
             reason = f"the arena is full: it has {size:,} bytes (EngineConfig.grammar_arena_bytes), the grammar {compiled.image.nbytes:,}"
             self.arena_full += 1
-            request.matcher = self._host.row(job.id, compiled.matcher())
+            request.matcher = self._row(job, compiled)
         self.on_host += 1
         job.grammar_lane = f"host: {reason}"
+
+    def _row(self, job: Job, compiled: CompiledConstraint) -> MatcherRow:
+        matcher = compiled.matcher()
+        for index, token in enumerate(job.resume_from):
+            if not matcher.accept_token(token):
+                raise ValueError(matcher.fault or f"resume_from[{index}]: got {token}, expected a token that the constraint allows there")
+        return self._host.row(job.id, matcher, len(job.resume_from))
 
     def release(self, request: ActiveRequest) -> None:
         """The request has ended."""

@@ -91,7 +91,7 @@ class Engine(EngineCore):
         implementation: "native" for Llama, Mistral, Qwen2 and Qwen3; "transformers" for a folder of any causal language model of that
         package (`pip install 'stepgraph[transformers]'`); "auto" is "native" where it implements the model's config.
         progress: print the memory required, and show a progress bar. record: the file that `stepgraph replay` reads.
-        tensor_parallel: the number of processes, each with a part of the layers, under `torchrun --nproc-per-node`; on the CPU only.
+        tensor_parallel: the number of processes, each with a part of the layers, which are started here; on the CPU only.
         ValueError for a wrong file, field or tensor. Downloads nothing and runs no code of the folder.
         """
         options: dict[str, Any] = {"dtype": dtype, "weights": weights, "feature_layers": feature_layers, "implementation": implementation}
@@ -128,6 +128,7 @@ class Engine(EngineCore):
         cache_salt: str = "",
         prompt_embeddings: Mapping[int, Tensor] | None = None,
         lora_name: str = "",
+        resume_from: TokenIds | None = None,
     ) -> Job:
         """Queue a request. ValueError for an argument that cannot be served, before anything changes.
 
@@ -141,6 +142,8 @@ class Engine(EngineCore):
         cache_salt: only requests with equal salts share cached prefixes, so that timing reveals nothing about other tenants' prompts.
         lora_name: of an adapter of add_lora(); "" for none.
         prompt_embeddings: {position in the prompt: tensor [n, width]} replaces the embeddings of n ids, e.g. by those of an image.
+        resume_from: the tokens of an earlier job with the same arguments, of this engine or another, e.g. one that was cancelled. The new
+        job has the tokens that would have followed. max_new_tokens and min_new_tokens count them. Not for a sampled request with drafts.
         """
         self._require_open("submit")
         job = self._parts.validator.job(
@@ -153,6 +156,7 @@ class Engine(EngineCore):
             cache_salt,
             prompt_embeddings,
             self._loras.find(lora_name),
+            resume_from,
         )
         queued = QueuedRequest(job)
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from stepgraph.graphs.recording import CaptureReport
 from stepgraph.runtime.build import EngineParts, capture_notes, records_on_demand
+from stepgraph.runtime.parallel.ranks import CAPTURE
 from stepgraph.runtime.request import ActiveRequest, EngineClosedError, FinishReason, Job, StepEvent
 from stepgraph.runtime.step_lock import StepLock
 from stepgraph.sampling.grammar.status import FinishCode
@@ -33,6 +34,8 @@ class EngineCore:
             self._require_open("capture")
             if self.captured:
                 raise RuntimeError("Engine.capture(): already captured; make a new engine for other limits")
+            if self._parts.ranks:
+                self._parts.ranks.publish(CAPTURE)
             with self._in_flight.capturing():
                 report = self._graphs.capture(self.notes, self.config.eager, self.config.greedy_only, progress)
             self._in_flight.calibrate()
@@ -138,6 +141,8 @@ class EngineCore:
             self._parts.compiler.close()
         if self._parts.hidden_states:
             self._parts.hidden_states.close()
+        if self._parts.ranks:
+            self._parts.ranks.close()
 
     def _detach(self) -> None:
         """In a fork: every call raises EngineClosedError."""

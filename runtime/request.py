@@ -135,6 +135,8 @@ class Job:
     lora: Lora | None = None
     # (first position in the prompt, host tensor [n, width]) in order: embeddings that replace those of the tokens there
     embeddings: tuple[tuple[int, Tensor], ...] = field(default=(), repr=False)
+    resume_from: tuple[int, ...] = ()  # the output of an earlier request, which this one continues; not part of `tokens`
+    resumed_host: Tensor | None = field(default=None, repr=False)  # the same, for the counts of penalties
     vocabulary: Vocabulary | None = field(default=None, repr=False)
     parse: Callable[[str], Any] = field(default=str, repr=False)  # the text of a complete output -> `parsed`
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
@@ -152,15 +154,25 @@ class Job:
 
     @property
     def text(self) -> str:
-        """The output so far, without control and stop tokens, up to a stop string."""
-        stream = self.text_stream()
-        return stream.push(self.tokens) + stream.finish()
+        """The output so far, `resume_from` included, without control and stop tokens, up to a stop string."""
+        stream, resumed = self._text_stream()
+        return resumed + stream.push(self.tokens) + stream.finish()
 
     def text_stream(self) -> TextStream:
-        """A decoder for the output in pieces. ValueError if the engine has no vocabulary."""
+        """A decoder for `tokens` in pieces. ValueError if the engine has no vocabulary."""
+        return self._text_stream()[0]
+
+    def _text_stream(self) -> tuple[TextStream, str]:
+        """And the text of `resume_from`, which the decoder has read."""
         if self.vocabulary is None:
             raise ValueError("Job.text: the engine has no vocabulary, expected Engine(vocabulary=...)")
-        return TextStream(self.vocabulary, self.sampling.stop)
+        stream = TextStream(self.vocabulary, self.sampling.stop)
+        return stream, stream.push(self.resume_from)
+
+    @functools.cached_property
+    def given_ids(self) -> tuple[int, ...]:
+        """The tokens before the first new one."""
+        return self.prompt_ids + self.resume_from
 
     @property
     def parsed(self) -> Any:
@@ -213,5 +225,5 @@ class ActiveRequest:
 
     @property
     def to_prefill(self) -> int:
-        """All but the last prompt token, which is an input of the first round."""
-        return len(self.job.prompt_ids) - 1 - self.prefilled
+        """All but the last given token, which is an input of the first round."""
+        return len(self.job.given_ids) - 1 - self.prefilled

@@ -32,3 +32,4 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str
     lora_name: str
     prompt_embeddings: Mapping[int, Tensor] | None
+    resume_from: TokenIds | None

@@ -68,7 +68,7 @@ class Scheduler:
             waiting = self._queue.waiting
             while waiting:
                 first = waiting[0]
-                if not first.ready or first.job.id in self._queue.cancelled:
+                if self._held_back(first):
                     not_ready.append(first)
                 elif first.error:
                     failed.append(first)
@@ -85,6 +85,9 @@ class Scheduler:
                 waiting.popleft()
             waiting.extendleft(reversed(not_ready))
         return failed
+
+    def _held_back(self, queued: QueuedRequest) -> bool:
+        return not queued.ready or queued.job.id in self._queue.cancelled
 
     def start_prefill(self, request: ActiveRequest) -> None:
         with self._queue.lock:

@@ -49,7 +49,7 @@ class RowTable:
         """A row, and pages for the job's maximum length; None where there are too few of either."""
         page_size, length = self._limits.page_size, len(job.prompt_ids) + job.max_new_tokens
         count = -(-length // page_size)
-        if not self._free_rows or count - len(job.prompt_ids) // page_size > self.pages.num_free:
+        if not self._free_rows or count - len(job.given_ids) // page_size > self.pages.num_free:
             return None
         cached = self._find(job)
         self.pages.acquire(cached)
@@ -78,7 +78,7 @@ class RowTable:
 
     def publish_prompt(self, request: ActiveRequest) -> None:
         """Publish the full pages of the prompt chunks launched so far."""
-        self._publish(request, request.job.prompt_ids, request.prefilled)
+        self._publish(request, request.job.given_ids, request.prefilled)
 
     def release(self, request: ActiveRequest) -> None:
         """Free the row and the pages at once. The pages of the output are published, or, after an error, all its pages unpublished."""
@@ -87,17 +87,17 @@ class RowTable:
         if request.job.finish_reason == FinishReason.ERROR:
             self.pages.unpublish(request.cached)
         elif request.decoding:
-            history = (*request.job.prompt_ids, *request.job.tokens)
+            history = (*request.job.given_ids, *request.job.tokens)
             self._publish(request, history, len(history) - 1)
         cached = [page.page for page in request.cached]
         self.pages.free([page for index, page in enumerate(request.pages) if cached[index : index + 1] != [page]])
         self.pages.release(request.cached)
 
     def _find(self, job: Job) -> list[CachedPage]:
-        """Full published pages before the last prompt token, which is an input of the first round."""
+        """Full published pages before the last given token, which is an input of the first round."""
         sharing = self._sharing
-        limit = len(job.prompt_ids) - max(1 + sharing.recompute_tail, sharing.lookahead)
-        return self.pages.find(job.cache_key, job.prompt_ids, min(limit, job.shareable_tokens)) if not sharing.off else []
+        limit = len(job.given_ids) - max(1 + sharing.recompute_tail, sharing.lookahead)
+        return self.pages.find(job.cache_key, job.given_ids, min(limit, job.shareable_tokens)) if not sharing.off else []
 
     def _publish(self, request: ActiveRequest, ids: Sequence[int], written: int) -> None:
         """Publish the full pages of a text. The entries of its first `written` tokens are launched, and token `written` is known."""

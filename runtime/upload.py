@@ -118,7 +118,7 @@ class Uploader:
                 chunks.run(buffers, chunk, bool(spans))
 
         embedded = [(offset, len(values)) for offset, values in spans]
-        self._prompts.send(chunk.line(request.job.prompt_ids[start : start + count + 1], self._limits, embedded), send)
+        self._prompts.send(chunk.line(request.job.given_ids[start : start + count + 1], self._limits, embedded), send)
         if graph is not None:
             graph.replay(is_round=False)
         if self._states:
@@ -141,7 +141,7 @@ class Uploader:
         buffers, limits, row, stop_ids = self._buffers, self._limits, request.row, request.job.stop_ids
         stops = [*stop_ids, *[-1] * (limits.max_stop_ids - len(stop_ids))]
         table = [*request.pages, *[0] * (limits.pages_per_row - len(request.pages))]
-        biases = request.job.sampling.biases
+        biases, resumed = request.job.sampling.biases, request.job.resumed_host
         unused = limits.max_bias_ids - len(biases)
         bias_ids, bias_bits = [*biases, *[-1] * unused], _bits([*biases.values(), *[0.0] * unused])
 
@@ -154,7 +154,10 @@ class Uploader:
             buffers.row_bias_ids[row].copy_(ids_part)
             buffers.row_biases[row].copy_(_floats(bits_part))
             buffers.row_prompt_seen[row].zero_()
-            buffers.row_output_counts[row].zero_()
+            counts = buffers.row_output_counts[row].zero_()
+            if resumed is not None and request.sampled:
+                tokens = resumed.to(counts.device, non_blocking=True)
+                counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=counts.dtype))
 
         self._admissions.send([*stops, *table, *bias_ids, *bias_bits], copy)
         if request.job.sampling.repetition_penalty != 1:  # otherwise the prompt's tokens have no effect
@@ -171,30 +174,31 @@ class Uploader:
         self._seen.send(words, lambda slot: row_seen.copy_(bitmask.unpack(slot.to(row_seen.device, non_blocking=True), count)))
 
     def _upload_text(self, request: ActiveRequest, texts: PinnedRing) -> None:
-        """Upload what a proposer reads: the prompt and, from `given_from` on, the end of the prompt and draft_ids."""
-        row_text, prompt, start = self._buffers.row_text[request.row], request.job.prompt_ids, given_from(self._limits)
-        given = (*prompt[-ANCHOR:], *request.job.draft_ids) if request.job.draft_ids else ()
-        first, split, end = start + len(request.job.draft_ids) - len(given), len(prompt), len(prompt) + len(given)
+        """Upload what a proposer reads: the text and, from `given_from` on, the end of the prompt and draft_ids."""
+        row_text, text, start = self._buffers.row_text[request.row], request.job.given_ids, given_from(self._limits)
+        given = (*request.job.prompt_ids[-ANCHOR:], *request.job.draft_ids) if request.job.draft_ids else ()
+        first, split, end = start + len(request.job.draft_ids) - len(given), len(text), len(text) + len(given)
 
         def copy(slot: Tensor) -> None:
             row_text.fill_(-1)
             row_text[:split].copy_(slot[:split], non_blocking=True)
             row_text[first : first + len(given)].copy_(slot[split:end], non_blocking=True)
 
-        texts.send((*prompt, *given), copy)
+        texts.send((*text, *given), copy)
 
     def _upload_state(self, request: ActiveRequest) -> None:
         buffers, job, row = self._buffers, request.job, request.row
         prompt, start = len(job.prompt_ids), given_from(self._limits)
         # With draft masks, a draft is verified with the mask it was chosen under; draft_ids were chosen under none.
-        usable = not request.constrained or (self._models.draft is None and "batch_forced" not in buffers)
+        usable = not job.resume_from and (not request.constrained or (self._models.draft is None and "batch_forced" not in buffers))
         offered = min(len(job.draft_ids), job.num_speculative_tokens) if usable else 0
         state = {
             Column.OWNER: job.id,
-            Column.LAST_TOKEN: job.prompt_ids[-1],
+            Column.GENERATED: len(job.resume_from),
+            Column.LAST_TOKEN: job.given_ids[-1],
             Column.FINISH: int(FinishCode.RUNNING),
             Column.DRAFT_COUNT: offered,
-            Column.LENGTH: prompt,
+            Column.LENGTH: len(job.given_ids),
             Column.MAX_LENGTH: prompt + job.max_new_tokens,
             Column.CONSTRAINED: int(request.constrained),
             Column.DRAFT_LIMIT: job.num_speculative_tokens,

@@ -51,6 +51,7 @@ class RequestValidator:
         cache_salt: str = "",
         prompt_embeddings: Any = None,
         lora: Lora | None = None,
+        resume_from: Any = None,
     ) -> Job:
         """ValueError `field: got VALUE, expected ACCEPTED` for the first field that is wrong."""
         limits, max_drafts = self._limits, self._limits.num_speculative_tokens
@@ -69,7 +70,7 @@ class RequestValidator:
         if not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt: got {type(cache_salt).__name__}, expected a string")
         embeddings = () if prompt_embeddings is None else self._embeddings(prompt_embeddings, len(prompt))
-        return Job(
+        job = Job(
             next(self._ids),
             prompt,
             typed.constraint if typed else None,
@@ -82,9 +83,32 @@ class RequestValidator:
             cache_salt,
             lora,
             embeddings,
+            () if resume_from is None else checked_ids("resume_from", resume_from, limits.num_tokens),
             vocabulary=self._vocabulary,
             parse=typed.parse if typed else str,
         )
+        if job.resume_from:
+            self._check_resumed(job)
+            ids = torch.tensor(job.resume_from)
+            job.resumed_host = ids.pin_memory() if self._pinned else ids
+        return job
+
+    def _check_resumed(self, job: Job) -> None:
+        """ValueError if the output has ended, or if its next tokens depend on where the rounds of the earlier request began."""
+        ids, sampling, temperature = job.resume_from, job.sampling, f"resume_from and sampling.temperature={job.sampling.temperature:g}"
+        if len(ids) >= job.max_new_tokens:
+            expected = f"expected fewer than max_new_tokens={job.max_new_tokens}, which counts them"
+            raise ValueError(f"resume_from: got {len(ids)} tokens, {expected}")
+        for index, token in enumerate(ids):
+            if token in job.stop_ids:
+                raise ValueError(f"resume_from[{index}]: got the stop token {token}, expected an output that has not ended")
+        if sampling.stop and job.text_stream().stopped:
+            raise ValueError(f"resume_from: got a text with one of {clip_repr(sampling.stop)}, expected an output that has not ended")
+        if not sampling.greedy and sampling.seed is None:
+            raise ValueError(f"sampling.seed: got None with {temperature}, expected Job.seed of the request that is continued")
+        if not sampling.greedy and job.num_speculative_tokens:
+            expected = "expected 0 for both requests: with drafts, draws depend on where rounds begin"
+            raise ValueError(f"num_speculative_tokens: got {job.num_speculative_tokens} with {temperature}, {expected}")
 
     def _prompt(self, prompt_ids: Any) -> tuple[int, ...]:
         expected = "a text, a list of chat messages, or a sequence of token ids"

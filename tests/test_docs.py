@@ -46,6 +46,7 @@ OUTPUTS = {  # pattern of the printed text, by a phrase of the block
     "Capital of Norway": r"\{.* (stop|constraint_complete|length)\n$",
     "engine.add_lora": r"\['sql'\] other tokens\n$",
     "number} + 1?": r"\[('.*', |\".*\", ){7}",
+    "resume_from=first.tokens": r"(^|\n)[5-7] 1\d ",
 }
 
 

@@ -11,15 +11,15 @@ from typing import Any
 from stepgraph.sampling.fields import clip_repr
 
 
-def read_schema(flag: str, value: str) -> dict[str, Any]:
+def read_schema(flag: str, value: str) -> dict[str, Any] | bool:
     """A JSON schema from the value itself if it starts with {, else from the file of this path."""
     text = value if value.lstrip().startswith("{") else read_file(flag, value, "a JSON schema: the path of a file, or the schema itself")
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{flag}: got {clip_repr(value)}, which is not JSON ({error}), expected a JSON schema") from None
-    if not isinstance(schema, dict):
-        raise ValueError(f"{flag}: got {clip_repr(value)} with a {type(schema).__name__}, expected an object")
+    if not isinstance(schema, (dict, bool)):
+        raise ValueError(f"{flag}: got {clip_repr(value)} with a {type(schema).__name__}, expected an object, true or false")
     return schema
 
 

@@ -79,7 +79,7 @@ class HiddenStates:
         token ids.
         """
         states = self._states.pop(job.id, [])
-        token_ids = torch.tensor([*job.prompt_ids, *job.tokens])
+        token_ids = torch.tensor([*job.given_ids, *job.tokens])
         valid, count = job.finish_reason != FinishReason.ERROR and not job.embeddings, len(token_ids) - 1
         if valid and states and sum(map(len, states)) >= count:  # a stop string may end before the last tokens of its round
             parts = torch.cat(states)[:count].split([size for _, size in self._layout.parts], 1)

@@ -191,6 +191,7 @@ def request_fields(job: Job) -> dict[str, Any]:
         "num_speculative_tokens": job.num_speculative_tokens,
         "draft_ids": job.draft_ids,
         "cache_salt": job.cache_salt,
+        "resume_from": job.resume_from,
         "embeddings": [[position, len(values), _values_fingerprint(values)] for position, values in job.embeddings],
     }
 

@@ -262,6 +262,7 @@ def _options(event: Mapping[str, Any]) -> dict[str, Any]:
     names = ("prompt_ids", "max_new_tokens", "num_speculative_tokens", "cache_salt")
     return {name: event[name] for name in names} | {
         "draft_ids": event["draft_ids"] or None,
+        "resume_from": event.get("resume_from"),
         "sampling": SamplingParams(**sampling),
         "constraint": constraint,
     }

@@ -1,4 +1,4 @@
-"""An MLP of experts, in place of that of a layer: Mixtral's and Qwen3-MoE's."""
+"""An MLP of experts, in place of that of a layer: those of Mixtral, Qwen3-MoE and GPT-OSS."""
 
 from __future__ import annotations
 
@@ -23,12 +23,17 @@ class ExpertMlp(nn.Module):
         }
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(like.new_empty(shape), requires_grad=False))
+            bias = nn.Parameter(like.new_empty(shape[:1]), requires_grad=False) if experts.biased else None
+            self.register_parameter(f"{name}_bias", bias)
         self.router: nn.Parameter
         self.gate_up: nn.Parameter
         self.down: nn.Parameter
+        self.router_bias: nn.Parameter | None
+        self.gate_up_bias: nn.Parameter | None
+        self.down_bias: nn.Parameter | None
 
     def forward(self, states: Tensor) -> Tensor:
         count = self.experts.count
-        shares, chosen = choose_experts(linear(states, self.router), self.experts.taken, self.experts.normalised)
-        gated = activate_and_mul(expert_product(states, chosen, self.gate_up, count, None), self.activation)
-        return combine_experts(expert_product(gated, chosen, self.down, count, None), shares)
+        shares, chosen = choose_experts(linear(states, self.router, self.router_bias), self.experts.taken, self.experts.normalised)
+        gated = activate_and_mul(expert_product(states, chosen, self.gate_up, count, self.gate_up_bias), self.activation)
+        return combine_experts(expert_product(gated, chosen, self.down, count, self.down_bias), shares)

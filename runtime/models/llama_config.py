@@ -12,11 +12,22 @@ from torch import Tensor
 
 from stepgraph.graphs.layers.dense import Activation
 from stepgraph.graphs.layers.lora import LoraWeight
+from stepgraph.graphs.model import AttentionShape
 from stepgraph.sampling.fields import is_int
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_GEMMA, _PHI, _MIXTRAL, _QWEN_EXPERTS = (f"{name}ForCausalLM" for name in ("Gemma3", "Phi3", "Mixtral", "Qwen3Moe"))
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", _GEMMA, _PHI, _MIXTRAL, _QWEN_EXPERTS)
+_GEMMA, _PHI, _MIXTRAL, _QWEN_EXPERTS, _GPT_OSS = (f"{name}ForCausalLM" for name in ("Gemma3", "Phi3", "Mixtral", "Qwen3Moe", "GptOss"))
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    _GEMMA,
+    _PHI,
+    _MIXTRAL,
+    _QWEN_EXPERTS,
+    _GPT_OSS,
+)
 _MAX_PARAMETERS = 1 << 42
 _ORIGINAL = "original_max_position_embeddings"
 # Options that are not implemented, with the values that turn them off.
@@ -78,8 +89,14 @@ class ExpertsConfig:
     taken: int  # by each token
     size: int  # the intermediate size of each
     normalised: bool  # the probabilities of those taken sum to one
-    stored: tuple[str, str, str, str]  # names in a folder: of the MLP in a layer; of gate, up and down in an expert
+    stored: (
+        tuple[str, str, str, str] | None
+    )  # names of the MLP in a layer, and of gate, up and down in an expert; None: as GPT-OSS has them
     dense_layers: frozenset[int] = frozenset()  # with an MLP as in other models
+
+    @property
+    def biased(self) -> bool:
+        return self.stored is None
 
 
 @dataclass(frozen=True)
@@ -106,6 +123,7 @@ class LlamaConfig:
     attention_scale: float | None = None  # of scores; None: head_size ** -0.5
     embedding_scale: float = 1.0
     experts: ExpertsConfig | None = None
+    sinks: bool = False  # see attention.paged.attention
     tied: bool = False  # the embedding is also the unembedding
     max_positions: int = 1 << 20
     dtype: torch.dtype = torch.float32  # of the weights and the cache
@@ -118,6 +136,10 @@ class LlamaConfig:
     def qkv_size(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
 
+    @property
+    def attention(self) -> AttentionShape:
+        return AttentionShape(self.dtype, self.num_heads, self.num_kv_heads, self.head_size, self.windows, sinks=self.sinks)
+
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
@@ -128,9 +150,9 @@ class LlamaConfig:
 
     @property
     def has_llama_layers(self) -> bool:
-        """Whether every part of a layer can be in a draft head, whose stored config is that of a Llama."""
+        """Whether layers have the parts of a Llama's and no others, as those of draft heads, stored under the same names."""
         plain = replace(self, output_norms=False, norm_offset=0.0, activation=Activation.SILU, attention_scale=None, embedding_scale=1.0)
-        plain = replace(plain, experts=None)
+        plain = replace(plain, fused=False, experts=None, sinks=False)
         return self == replace(plain, rope=replace(self.rope, turned=None, divisors=()), local_rope=None)
 
     def lora_weights(self, name: str) -> dict[str, LoraWeight]:
@@ -167,8 +189,10 @@ class Eagle3Config:
 def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     """From the fields of a config.json. Raises ValueError for a field that is missing, out of range or not supported."""
     architecture = _architecture(config)
-    gemma = architecture == _GEMMA
+    gemma, gpt_oss = architecture == _GEMMA, architecture == _GPT_OSS
     _check_unsupported(config)
+    if gpt_oss:
+        require_off(config, {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "attention_bias": True})
     activation = "hidden_activation" if gemma else "hidden_act"
     require_off(config, {activation: "gelu_pytorch_tanh" if gemma else "silu"})
     hidden = count_field(config, "hidden_size", 1 << 17)
@@ -183,11 +207,13 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     if head_size % 2:
         raise ValueError(f"config.head_dim: got {head_size}, expected an even number")
     biased = ("LlamaForCausalLM", "Qwen3ForCausalLM", _GEMMA, _QWEN_EXPERTS)
-    bias = flag_field(config, "attention_bias") if architecture in biased else False
+    bias = gpt_oss or (flag_field(config, "attention_bias") if architecture in biased else False)
     windows = _windows(config, architecture, layers)
     rope, local_rope = _ropes(config, architecture, head_size)
     # A text beyond the original length of longrope would change the entries of all its tokens.
-    positions = count_field(config, _ORIGINAL if rope.divisors else "max_position_embeddings", 1 << 30, default=1 << 20)
+    positions = count_field(
+        config, _ORIGINAL if architecture == _PHI and rope.divisors else "max_position_embeddings", 1 << 30, default=1 << 20
+    )
     scale = _number(config, "query_pre_attn_scalar", 0.0, 1e6, default=256.0) ** -0.5 if gemma else None
     found = LlamaConfig(
         vocab_size=count_field(config, "vocab_size", 1 << 24),
@@ -206,7 +232,8 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
         output_norms=gemma,
         norm_offset=float(gemma),
         fused=architecture == _PHI,
-        activation=Activation.GELU_TANH if gemma else Activation.SILU,
+        activation=Activation.GELU_TANH if gemma else Activation.LIMITED if gpt_oss else Activation.SILU,
+        sinks=gpt_oss,
         attention_scale=scale,
         embedding_scale=hidden**0.5 if gemma else 1.0,
         experts=_experts(config, architecture, layers),
@@ -219,14 +246,14 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
 
 
 def _experts(config: Mapping[str, Any], architecture: str, layers: int) -> ExpertsConfig | None:
-    if architecture not in (_MIXTRAL, _QWEN_EXPERTS):
+    if architecture not in (_MIXTRAL, _QWEN_EXPERTS, _GPT_OSS):
         return None
     name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
     count = count_field(config, name, 1024)
     taken = count_field(config, "num_experts_per_tok", count)
-    if architecture == _MIXTRAL:
+    if architecture != _QWEN_EXPERTS:
         size = count_field(config, "intermediate_size", 1 << 20)
-        return ExpertsConfig(count, taken, size, True, ("block_sparse_moe", "w1", "w3", "w2"))
+        return ExpertsConfig(count, taken, size, True, ("block_sparse_moe", "w1", "w3", "w2") if architecture == _MIXTRAL else None)
     size, step = count_field(config, "moe_intermediate_size", 1 << 20), count_field(config, "decoder_sparse_step", 4096, default=1)
     stated = config.get("mlp_only_layers") or []
     if not isinstance(stated, list) or not all(map(is_int, stated)):
@@ -284,8 +311,8 @@ def _windows(config: Mapping[str, Any], architecture: str, layers: int) -> tuple
         else:
             first = 0 if architecture in ("MistralForCausalLM", _PHI, _MIXTRAL) and config.get("sliding_window") is not None else layers
         sliding: Sequence[bool] = [layer >= first for layer in range(layers)]
-        if architecture == _GEMMA:
-            period = count_field(config, "sliding_window_pattern", 4096, default=6)
+        if architecture in (_GEMMA, _GPT_OSS):
+            period = 2 if architecture == _GPT_OSS else count_field(config, "sliding_window_pattern", 4096, default=6)
             sliding = [(layer + 1) % period != 0 for layer in range(layers)]
     else:
         known = ("full_attention", "sliding_attention")
@@ -311,7 +338,8 @@ def _ropes(config: Mapping[str, Any], architecture: str, head_size: int) -> tupl
     if architecture == _PHI and isinstance(fields, Mapping):
         return _phi_rope({**config, **fields}, head_size), None
     require_off(config, {"partial_rotary_factor": 1})
-    return _rope(config, fields, theta), local
+    theta = 150_000.0 if architecture == _GPT_OSS else theta
+    return _rope({"head_size": head_size, **config}, fields, theta), local
 
 
 def _rope(config: Mapping[str, Any], fields: Any, default_theta: float) -> RopeConfig:
@@ -323,8 +351,10 @@ def _rope(config: Mapping[str, Any], fields: Any, default_theta: float) -> RopeC
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind == "default":
         return RopeConfig(theta)
+    if kind == "yarn":
+        return _yarn(fields, theta, count_field(config, "head_size", 1024))
     if kind not in ("linear", "llama3"):
-        raise UnsupportedConfigError(f"config.rope_scaling.rope_type: got {kind!r:.100}, expected 'default', 'linear' or 'llama3'")
+        raise UnsupportedConfigError(f"config.rope_scaling.rope_type: got {kind!r:.100}, expected 'default', 'linear', 'llama3' or 'yarn'")
     factor = _number(fields, "factor", 0.0, 1e6)
     if kind == "linear":
         return RopeConfig(theta, factor)
@@ -332,6 +362,21 @@ def _rope(config: Mapping[str, Any], fields: Any, default_theta: float) -> RopeC
     if low >= high:
         raise ValueError(f"config.rope_scaling.high_freq_factor: got {high}, expected more than low_freq_factor={low}")
     return RopeConfig(theta, factor, low, high, count_field(fields, _ORIGINAL, 1 << 30))
+
+
+def _yarn(fields: Mapping[str, Any], theta: float, head_size: int) -> RopeConfig:
+    """Frequencies with few periods in the original length are divided by the factor, those with many stay, between them both are mixed."""
+    require_off(fields, {"mscale": None, "mscale_all_dim": None})
+    factor, original = _number(fields, "factor", 0.0, 1e6), count_field(fields, _ORIGINAL, 1 << 30)
+    periods = [_number(fields, name, 0.0, 1e6, default=default) for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))]
+    first, last = (head_size * math.log(original / (count * 2 * math.pi)) / (2 * math.log(theta)) for count in periods)
+    if flag_field(fields, "truncate", default=True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_size - 1)
+    ramp = (torch.arange(head_size // 2, device="cpu").double() - first) / (last - first or 0.001)
+    ramp = ramp.clamp(0, 1)
+    magnitude = _number(fields, "attention_factor", 0.0, 1e3, default=0.1 * math.log(max(factor, 1.0)) + 1)
+    return RopeConfig(theta, divisors=tuple((1 / (ramp / factor + 1 - ramp)).tolist()), magnitude=magnitude)
 
 
 def _phi_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig:

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from stepgraph.graphs.layers.dense import Residual
+from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.parallel import sum_over_ranks
 from stepgraph.graphs.layers.quantised import Grouped
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.models.files.checkpoint import Checkpoint
 from stepgraph.runtime.models.files.weights import SafetensorsSource, Stored, llama_slices
-from stepgraph.runtime.models.llama import Adapted, Llama, LlamaLayer, _unchanged
+from stepgraph.runtime.models.llama import Adapted, Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.parallel.ranks import Ranks
 
@@ -23,34 +23,9 @@ _ROWS = (
     *(f"self_attn.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")),
     *(f"mlp.{part}_proj.weight" for part in ("gate", "up")),
 )
+_KV_ROWS = tuple(f"self_attn.{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias"))
 _COLUMNS = ("o_proj.weight", "down_proj.weight")
 _SUMMED = ("output", "down")  # products with some columns of a weight: their sum over the ranks is the whole product
-
-
-class ShardedLayer(LlamaLayer):
-    """The layer with the sizes of one rank."""
-
-    def __init__(self, config: LlamaConfig, index: int, like: Tensor, group: int) -> None:
-        super().__init__(config, index, like)
-        self.group = group
-
-    def forward(
-        self,
-        states: Tensor,
-        normed: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        inputs: ModelInput,
-        keys: Tensor,
-        values: Tensor,
-        next_norm: Tensor,
-        adapted: Adapted = _unchanged,
-    ) -> Residual:
-        return super().forward(states, normed, rotation, inputs, keys, values, next_norm, self._summed)
-
-    def _summed(self, name: str, states: Tensor, product: Tensor) -> Tensor:
-        if name in _SUMMED:
-            sum_over_ranks.out(product, self.group)
-        return product
 
 
 class ShardedLlama(Llama):
@@ -58,33 +33,43 @@ class ShardedLlama(Llama):
 
     def __init__(self, config: LlamaConfig, ranks: Ranks, feature_layers: Sequence[int], device: str | torch.device) -> None:
         super().__init__(config, feature_layers=feature_layers, device=device)
-        like = torch.empty(0, dtype=config.dtype, device=device)
-        self.layers = nn.ModuleList(ShardedLayer(config, index, like, ranks.graph) for index in range(config.num_layers))
         self.lora_weights, self.ranks = {}, ranks
+
+    def adapted(self, index: int, inputs: ModelInput, buffers: StaticBuffers) -> Adapted:
+        return self._summed
+
+    def _summed(self, name: str, states: Tensor, product: Tensor) -> Tensor:
+        if name in _SUMMED:
+            sum_over_ranks.out(product, self.ranks.graph)
+        return product
 
 
 class ShardSource:
     """The part of every tensor that one rank has. Nothing else is read from the files."""
 
-    def __init__(self, source: SafetensorsSource, rank: int, size: int) -> None:
-        self._source, self._rank, self._size = source, rank, size
+    def __init__(self, source: SafetensorsSource, rank: int, size: int, kv_heads: int) -> None:
+        """kv_heads: of the whole model. Where they are fewer than ranks, neighbouring ranks have the same one."""
+        self._source, self._rank, self._size, self._kv_size = source, rank, size, min(size, kv_heads)
         self.tensors = {name: stored._replace(shape=self._shape(name, stored)) for name, stored in source.tensors.items()}
 
     def read(self, name: str) -> Tensor:
         dim = _split_dimension(name)
         if dim is None:
             return self._source.read(name)
-        length = self.tensors[name].shape[dim]
-        return self._source.read_part(name, dim, slice(self._rank * length, (self._rank + 1) * length))
+        length, part = self.tensors[name].shape[dim], self._rank * self._parts(name) // self._size
+        return self._source.read_part(name, dim, slice(part * length, (part + 1) * length))
 
     read_scales = read
 
     def read_grouped(self, name: str) -> Grouped:
         raise AssertionError(f"{name}: quantised weights are not sharded")
 
+    def _parts(self, name: str) -> int:
+        return self._kv_size if name.endswith(_KV_ROWS) else self._size
+
     def _shape(self, name: str, stored: Stored) -> tuple[int, ...]:
         dim = _split_dimension(name)
-        return tuple(length // self._size if index == dim else length for index, length in enumerate(stored.shape))
+        return tuple(length // self._parts(name) if index == dim else length for index, length in enumerate(stored.shape))
 
 
 def _split_dimension(name: str) -> int | None:
@@ -125,28 +110,43 @@ def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-def shard(checkpoint: object, ranks: Ranks) -> ShardedCheckpoint:
-    """The part of `ranks.rank`. ValueError for a model that cannot be divided."""
-    expected = "expected a folder of safetensors files with unquantised weights, of Llama, Mistral, Qwen2 or Qwen3"
-    if not isinstance(checkpoint, Checkpoint) or not isinstance(checkpoint.source, SafetensorsSource) or checkpoint.packed:
-        raise ValueError(f"path: got a model that tensor_parallel={ranks.size} does not divide, {expected}")
-    config, size = checkpoint.config, ranks.size
-    divided = {name: getattr(config, name) for name in ("num_heads", "num_kv_heads", "intermediate_size")}
+def _other_layers(config: LlamaConfig) -> bool:
+    """Whether layers have weights that no rule divides."""
+    return config.fused or config.sinks or config.experts is not None
+
+
+def check_divisible(checkpoint: object, size: int) -> Checkpoint:
+    """ValueError for a model that cannot be divided among `size` ranks."""
+    expected = "expected a folder of safetensors files with unquantised weights, of Llama, Mistral, Qwen2, Qwen3 or Gemma 3"
+    plain = isinstance(checkpoint, Checkpoint) and isinstance(checkpoint.source, SafetensorsSource) and not checkpoint.packed
+    if not plain or not isinstance(checkpoint, Checkpoint) or _other_layers(checkpoint.config):
+        raise ValueError(f"path: got a model that tensor_parallel={size} does not divide, {expected}")
+    config = checkpoint.config
+    divided = {name: getattr(config, name) for name in ("num_heads", "intermediate_size", "num_kv_heads")}
+    if size % config.num_kv_heads == 0:
+        del divided["num_kv_heads"]
     for name, length in divided.items():
         if length % size:
             raise ValueError(f"tensor_parallel: got {size} for a model with {name}={length}, expected a divisor of it")
     if config.output_bias:
         raise ValueError(f"tensor_parallel: got {size} for a model with a bias of the attention output, expected 1")
-    heads, kv_heads, middle = (length // size for length in divided.values())
-    local = replace(config, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=middle)
+    return checkpoint
+
+
+def shard(checkpoint: Checkpoint, ranks: Ranks) -> ShardedCheckpoint:
+    """The part of `ranks.rank`."""
+    assert isinstance(checkpoint.source, SafetensorsSource)
+    config, size, kv_heads = checkpoint.config, ranks.size, checkpoint.config.num_kv_heads
+    heads, middle = config.num_heads // size, config.intermediate_size // size
+    local = replace(config, num_heads=heads, num_kv_heads=max(1, kv_heads // size), intermediate_size=middle)
     ranks.require_equal("the configs and tensor tables of the models", repr((config, sorted(checkpoint.source.tensors.items()))).encode())
     return ShardedCheckpoint(
         checkpoint.path,
-        ShardSource(checkpoint.source, ranks.rank, size),
+        ShardSource(checkpoint.source, ranks.rank, size, kv_heads),
         llama_slices(local),
         local,
         checkpoint.vocabulary,
         checkpoint.mtp_modules,
         ranks=ranks,
-        next_source=ShardSource(checkpoint.source, (ranks.rank + 1) % size, size),
+        next_source=ShardSource(checkpoint.source, (ranks.rank + 1) % size, size, kv_heads),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.models.files.loading import Loaded, load_models
-from stepgraph.runtime.parallel.llama import shard
-from stepgraph.runtime.parallel.ranks import TIMEOUT_SECONDS, Ranks
+from stepgraph.runtime.parallel.llama import ShardedCheckpoint, check_divisible, shard
+from stepgraph.runtime.parallel.ranks import TIMEOUT_SECONDS, Ranks, checked_size, under_torchrun
 from stepgraph.sampling.fields import clip_repr
 
 _ACCEPTED = {"save_hidden_states": (None,), "max_loras": (0,), "rounds_per_launch": (1,), "grammar_lane": ("auto", "host")}
@@ -21,7 +22,8 @@ DRAFTERS = ("auto", "ngram", "none")
 
 def load_part(path: str | Path, draft: object, config: EngineConfig | None, size: object, record: object = None, **options: Any) -> Loaded:
     """ValueError for what is not divided among ranks. The loaded config has a time limit of rounds, which is also that of sums."""
-    wanted = f"tensor_parallel={clip_repr(size)}"
+    size = checked_size(size)
+    wanted = f"tensor_parallel={size}"
     if record is not None:
         raise ValueError(f"record: got {clip_repr(record)} with {wanted}, expected None")
     if draft is not None and draft not in DRAFTERS:
@@ -34,8 +36,34 @@ def load_part(path: str | Path, draft: object, config: EngineConfig | None, size
         if getattr(config, name) not in accepted:
             names = " or ".join(map(repr, accepted))
             raise ValueError(f"EngineConfig.{name}: got {getattr(config, name)!r} with tensor_parallel, expected {names}")
-    ranks = Ranks(size, (config and config.round_timeout_seconds) or TIMEOUT_SECONDS)
-    loaded = load_models(path, "ngram" if draft == "auto" else draft, config, divide=functools.partial(shard, ranks=ranks), **options)
+    seconds = (config and config.round_timeout_seconds) or TIMEOUT_SECONDS
+    arguments = size, path, "ngram" if draft == "auto" else draft, config
+    following = (*arguments, options | {"progress": False})
+    join = functools.partial(Ranks.join, size, seconds) if under_torchrun() else functools.partial(Ranks.start, size, seconds, following)
+    return load_rank(join, *arguments, options)
+
+
+def load_rank(
+    join: Callable[[], Ranks], size: int, path: str | Path, draft: Any, config: EngineConfig | None, options: dict[str, Any]
+) -> Loaded:
+    """join: called when the files are checked."""
+    joined = list[Ranks]()
+
+    def divide(target: object) -> ShardedCheckpoint:
+        checkpoint = check_divisible(target, size)
+        joined.append(join())
+        return shard(checkpoint, joined[0])
+
+    try:
+        return _in_step(load_models(path, draft, config, divide=divide, **options), joined[0])
+    except BaseException:
+        for ranks in joined:
+            ranks.close()
+        raise
+
+
+def _in_step(loaded: Loaded, ranks: Ranks) -> Loaded:
+    """With a config by which no rank does what depends on times that it measures."""
     fixed = replace(loaded.config, round_timeout_seconds=ranks.seconds)
     if fixed.grammar_lane == "auto":  # when the copy of a grammar to the device has ended differs between ranks
         fixed = replace(fixed, grammar_lane="host")

@@ -1,55 +1,76 @@
-"""Keeps the ranks of a tensor-parallel engine in step: before every step they compare their requests and the results so far.
+"""Keeps the ranks of a tensor-parallel engine in step.
 
-Every rank makes the same calls of submit(), cancel() and step() in the same order, each rank in one thread.
+Started by the first rank: it decides what each step does and publishes it, and every COMPARED_STEPS steps the ranks compare their results.
+Under torchrun: every rank makes the same calls of submit(), cancel() and step() in the same order, each rank in one thread; before every
+step the ranks compare their requests and results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from stepgraph.graphs.row_layout import ResultRecord
-from stepgraph.runtime.parallel.ranks import Ranks
+from stepgraph.runtime.parallel.ranks import COMPARED_STEPS, Ranks
 from stepgraph.runtime.request import ActiveRequest, FinishReason, Job, StepEvent
 from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
 from stepgraph.runtime.scheduler import Scheduler
 
 
+class Decided(NamedTuple):
+    """What the next step does, as the first rank publishes it."""
+
+    submitted: list[tuple[int, Sequence[int], dict[str, Any]]]  # id, prompt and options
+    cancelled: list[int]
+    admissible: list[tuple[int, bool]]  # jobs whose grammar is compiled, and whether that failed
+
+
 class LockstepQueue(RequestQueue):
-    """Waits for each grammar: how long a compile takes differs between ranks, and a step must not depend on it."""
+    """admissible: the ids of the waiting jobs that may have a row."""
 
     def __init__(self, ranks: Ranks, *parts: Any) -> None:
         super().__init__(*parts)
-        self._ranks = ranks
+        self.ranks, self.admissible = ranks, set[int]()
 
     def enqueue(self, queued: QueuedRequest, require_open: Callable[[str], None]) -> None:
         job = queued.job
-        if job.sampling.temperature and job.sampling.seed is None:
-            raise ValueError("SamplingParams.seed: got None with tensor_parallel, expected an integer, the same on every rank")
         if job.embeddings:
             raise ValueError("prompt_embeddings: got embeddings with tensor_parallel, expected None: ranks do not compare them")
+        if self.ranks.decided:
+            super().enqueue(queued, require_open)
+            return
+        if job.sampling.temperature and job.sampling.seed is None:
+            raise ValueError("SamplingParams.seed: got None under torchrun, expected an integer, the same on every rank")
         super().enqueue(queued, require_open)
-        while not queued.ready:
+        while not queued.ready:  # how long a compile takes differs between ranks, and a step must not depend on it
             self.wake.wait(0.01)
         request = (job.prompt_ids, job.constraint, job.sampling, job.max_new_tokens, job.num_speculative_tokens, job.stop_ids)
-        self._ranks.note((*request, job.draft_ids, job.cache_salt, bool(queued.error)))
+        self.ranks.note((*request, job.draft_ids, job.cache_salt, job.resume_from, bool(queued.error)))
+        self.admissible.add(job.id)
 
     def cancel(self, requested: Job | int) -> bool:
         found = super().cancel(requested)
-        self._ranks.note(found)
+        if not self.ranks.decided:
+            self.ranks.note(found)
         return found
 
 
 class LockstepScheduler(Scheduler):
-    """Compares what the ranks noted, and notes every result."""
+    """Publishes each step if this is the first rank and has started the others."""
 
-    def __init__(self, ranks: Ranks, *parts: Any) -> None:
-        super().__init__(*parts)
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, queue: LockstepQueue, *parts: Any) -> None:
+        super().__init__(queue, *parts)
+        self._ranks, self._admissible, self._published, self._steps = ranks, queue.admissible, set[int](), 0
 
     def pop_cancelled(self) -> list[tuple[Job, ActiveRequest | None]]:
-        self._ranks.require_same_notes()
-        return super().pop_cancelled()
+        cancelled = super().pop_cancelled()
+        if self._ranks.links:
+            self._publish([job.id for job, _ in cancelled])
+        self._steps += 1
+        if not self._ranks.decided or self._steps % COMPARED_STEPS == 0:
+            self._ranks.require_same_notes()
+        return cancelled
 
     def record(self, request: ActiveRequest, result: ResultRecord) -> StepEvent:
         event = super().record(request, result)
@@ -57,5 +78,37 @@ class LockstepScheduler(Scheduler):
         return event
 
     def finish(self, job: Job, request: ActiveRequest | None, reason: FinishReason, error: str = "") -> StepEvent:
-        self._ranks.note(reason)
+        self._admissible.discard(job.id)
+        self._published.discard(job.id)
         return super().finish(job, request, reason, error)
+
+    def finish_all(self, reason: FinishReason, error: str) -> None:
+        if reason == FinishReason.ERROR:
+            self._ranks.close()  # a sum in flight fails at once, where another rank does not answer
+        super().finish_all(reason, error)
+
+    def _held_back(self, queued: QueuedRequest) -> bool:
+        return queued.job.id not in self._admissible
+
+    def _publish(self, cancelled: list[int]) -> None:
+        with self._queue.lock:
+            waiting = list(self._queue.waiting)
+        submitted = [queued.job for queued in waiting if queued.job.id not in self._published]
+        known = [job_id for job_id in cancelled if job_id in self._published]
+        ready = [queued for queued in waiting if queued.ready and queued.job.id not in self._admissible]
+        self._published.update(job.id for job in submitted)
+        self._admissible.update(queued.job.id for queued in ready)
+        self._ranks.publish(
+            Decided(
+                [(job.id, job.prompt_ids, _options(job)) for job in submitted],
+                known,
+                [(queued.job.id, bool(queued.error)) for queued in ready],
+            )
+        )
+
+
+def _options(job: Job) -> dict[str, Any]:
+    """Of submit(), for the same job on another rank."""
+    copied = ("constraint", "max_new_tokens", "num_speculative_tokens", "cache_salt", "resume_from")
+    options = {name: getattr(job, name) for name in copied}
+    return options | {"sampling": replace(job.sampling, seed=job.seed), "draft_ids": job.draft_ids or None}

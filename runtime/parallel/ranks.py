@@ -1,19 +1,37 @@
-"""The ranks of a tensor-parallel engine: one process each, started by torchrun."""
+"""The ranks of a tensor-parallel engine, one process each: started by the first rank, or by torchrun."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
+import multiprocessing.connection
 import os
+import pickle
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepgraph.graphs.layers.parallel import register_group
+from stepgraph.graphs.layers.parallel import gather, register_group
 from stepgraph.sampling.fields import clip_repr, is_int
 
 TIMEOUT_SECONDS = 60.0  # where EngineConfig.round_timeout_seconds is None
+START_SECONDS = 600.0  # for a process to start, and to load its part of the model
+END_SECONDS = 2.0  # for a process to end by itself
+COMPARED_STEPS = 16  # results are compared every so many steps, where the first rank decides what a step does
+CAPTURE = "capture"  # a message: record all graphs
+RANK_MODULE = "stepgraph.runtime.parallel.rank"
+Link = multiprocessing.connection.Connection
 
 
 class RankError(RuntimeError):
@@ -21,34 +39,68 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """This process among `size` of them. `graph`: the communicator of recorded sums; another one compares what the ranks do."""
+    """This process among `size` of them. `graph`: the group of recorded sums; another group compares what the ranks do.
 
-    def __init__(self, size: object, seconds: float) -> None:
-        """Joins the process group of torchrun unless the program did so. ValueError for a size other than its number of processes."""
-        if not is_int(size) or size < 2:
-            raise ValueError(f"tensor_parallel: got {clip_repr(size)}, expected an integer >= 1")
-        joined = dist.is_available() and dist.is_initialized()
-        if not joined and not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            raise ValueError(f"tensor_parallel: got {size} in one process, expected 1, or `torchrun --nproc-per-node {size} PROGRAM`")
-        self.seconds, self._notes = seconds, hashlib.sha256()
-        timeout = datetime.timedelta(seconds=self.seconds)
-        if not joined:
+    links, processes: to the other ranks, and theirs, if this is the first one and has started them. decided: whether the first rank
+    decides each step, as under `start`; otherwise every rank runs the same program.
+    """
+
+    def __init__(self, rank: int, graph: dist.ProcessGroup, control: dist.ProcessGroup, seconds: float, decided: bool = True) -> None:
+        self.rank, self.size, self.seconds, self.decided = rank, graph.size(), seconds, decided
+        self.graph, self._control, self._notes = register_group(graph, seconds), control, hashlib.sha256()
+        self.links, self.processes = list[Link](), list[subprocess.Popen[bytes]]()
+        self.close: Callable[[], object] = lambda: None
+
+    @classmethod
+    def join(cls, size: int, seconds: float) -> Ranks:
+        """Among the processes of torchrun. ValueError for a size other than their number."""
+        timeout = datetime.timedelta(seconds=max(seconds, START_SECONDS))
+        if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timeout)
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        if self.size != size:
-            raise ValueError(f"tensor_parallel: got {size} with {self.size} processes, expected {self.size}")
-        self.graph = register_group(dist.new_group(backend="gloo", timeout=timeout))
-        self._control = dist.new_group(backend="gloo", timeout=timeout)
+        if (found := dist.get_world_size()) != size:
+            raise ValueError(f"tensor_parallel: got {size} with {found} processes, expected {found}")
+        graph, control = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+        return cls(dist.get_rank(), graph, control, seconds, decided=False)
 
-    def gather(self, values: Tensor) -> list[Tensor]:
-        """`values` of every rank. RankError if a rank is lost, or does not call it in time."""
-        found = [torch.empty_like(values) for _ in range(self.size)]
+    @classmethod
+    def start(cls, size: int, seconds: float, arguments: object) -> Ranks:
+        """Starts a process for every further rank, which loads its part of the model as `arguments` describe."""
+        folder, processes, links = tempfile.mkdtemp(prefix="stepgraph-ranks-"), list[subprocess.Popen[bytes]](), list[Link]()
         try:
-            dist.all_gather(found, values, group=self._control)
-        except RuntimeError as error:
-            late = f"another rank is lost, or did not answer within {self.seconds:g} s"
-            raise RankError(f"rank {self.rank} of {self.size}: {late}: {error}") from error
-        return found
+            for rank in range(1, size):
+                processes.append(_start(links, pickle.dumps((rank, size, seconds, folder, torch.get_num_threads(), arguments)), seconds))
+            for link in links:
+                _wait_for_start(link)
+            ranks = cls.meet(0, size, seconds, folder)
+        except BaseException:
+            _end(os.getpid(), processes, links, folder)
+            raise
+        ranks.links, ranks.processes = links, processes
+        ranks.close = weakref.finalize(ranks, _end, os.getpid(), processes, links, folder)
+        return ranks
+
+    @classmethod
+    def meet(cls, rank: int, size: int, seconds: float, folder: str) -> Ranks:
+        """Connects the ranks through a file in this folder. RankError if one is lost or late."""
+        with _lost(rank, size, seconds):
+            graph, control = (gloo_group(f"{folder}/{name}", rank, size, max(seconds, START_SECONDS)) for name in ("graph", "control"))
+        return cls(rank, graph, control, seconds)
+
+    def publish(self, message: object) -> None:
+        """Send a message to the ranks that this one has started."""
+        if not self.links:
+            return
+        contents = pickle.dumps(message)
+        try:
+            for link in self.links:
+                link.send_bytes(contents)
+        except OSError as error:
+            raise RankError(f"rank 0 of {self.size}: another rank is lost, or does not read: {error}") from error
+
+    def gather(self, values: Tensor, seconds: float = START_SECONDS) -> list[Tensor]:
+        """`values` of every rank. RankError if a rank is lost, or does not call it in time."""
+        with _lost(self.rank, self.size, seconds):
+            return gather(self._control, values, seconds)
 
     def note(self, value: object) -> None:
         """Add to what `require_same_notes` compares."""
@@ -56,12 +108,76 @@ class Ranks:
 
     def require_same_notes(self) -> None:
         """RankError unless every rank has made the same notes."""
-        self.require_equal("the requests or the results of the steps before", self._notes.digest())
+        self.require_equal("the requests or the results of the steps before", self._notes.digest(), self.seconds)
 
-    def require_equal(self, what: str, value: bytes) -> None:
+    def require_equal(self, what: str, value: bytes, seconds: float = START_SECONDS) -> None:
         """RankError unless `value` is the same on every rank."""
         digest = hashlib.sha256(value).digest()
-        found = self.gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        found = self.gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8), seconds)
         differing = [rank for rank, other in enumerate(found) if not torch.equal(other, found[0])]
         if differing:
             raise RankError(f"rank {self.rank} of {self.size}: {what} differ between rank 0 and ranks {differing}")
+
+
+def checked_size(size: object) -> int:
+    if not is_int(size) or size < 2:
+        raise ValueError(f"tensor_parallel: got {clip_repr(size)}, expected an integer >= 1")
+    return size
+
+
+def under_torchrun() -> bool:
+    return dist.is_initialized() or {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+
+
+def gloo_group(path: str, rank: int, size: int, seconds: float) -> dist.ProcessGroup:
+    """Connects processes through a new file. torch's default group stays as it is."""
+    untyped: Any = dist
+    group: dist.ProcessGroup = untyped.ProcessGroupGloo(untyped.FileStore(path, size), rank, size, datetime.timedelta(seconds=seconds))
+    return group
+
+
+@contextlib.contextmanager
+def _lost(rank: int, size: int, seconds: float) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(f"rank {rank} of {size}: another rank is lost, or did not answer within {seconds:g} s: {error}") from error
+
+
+def _start(links: list[Link], arguments: bytes, seconds: float) -> subprocess.Popen[bytes]:
+    """A process that follows the link that is appended. It ends with the link, also if this process is killed."""
+    own, other = socket.socketpair()
+    with other:
+        # A stopped rank reads nothing, so its socket fills.
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds) + 1, 0))
+        links.append(Link(own.detach()))
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-m", RANK_MODULE, str(other.fileno())]
+        process = subprocess.Popen(command, env=environment, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+    links[-1].send_bytes(arguments)
+    return process
+
+
+def _wait_for_start(link: Link) -> None:
+    try:
+        if link.poll(START_SECONDS):
+            link.recv_bytes()
+            return
+    except (EOFError, OSError):
+        raise RankError("a rank ended before it had loaded its part of the model; its error is on stderr") from None
+    raise RankError(f"a rank did not start within {START_SECONDS:g} s")
+
+
+def _end(owner: int, processes: list[subprocess.Popen[bytes]], links: list[Link], folder: str) -> None:
+    """Close the links, by which the processes end, and kill those that do not."""
+    for link in links:
+        link.close()
+    if os.getpid() != owner:
+        return  # a fork's copy
+    for process in processes:
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -152,13 +152,18 @@ def constraint_of(given: Value) -> Constraint | None:
     return found
 
 
+FIELDS = (
+    "prompt max_new_tokens num_speculative_tokens draft_ids cache_salt lora_name prompt_embeddings resume_from sampling constraint".split()
+)
+
+
 class SubmitDoor(Door):
     """Engine.submit with any fields. Some accepted requests, chosen by hash, decode a few rounds; the rest are cancelled at once."""
 
     name = "submit"
     words: Sequence[str] = [
         *SAMPLING,
-        *"prompt max_new_tokens num_speculative_tokens draft_ids cache_salt lora_name prompt_embeddings sampling constraint".split(),
+        *FIELDS,
         *{make for make, _ in CONSTRAINTS},
         "make",
         "with",
@@ -166,7 +171,7 @@ class SubmitDoor(Door):
     hostile, allowed = True, WORKER
     named = re.compile(
         r"((SamplingParams|Constraint)\.\w+|sampling\b|response_format|constraint\b|prompt\b|Engine\.tokenizer|max_new_tokens|num_speculative_tokens"
-        r"|draft_ids|cache_salt|lora_name|prompt_embeddings)"
+        r"|draft_ids|cache_salt|lora_name|prompt_embeddings|resume_from)"
     )
     rounds = 4
 
@@ -176,7 +181,14 @@ class SubmitDoor(Door):
         self._engine = Engine(target.load("cpu"), NgramLookup(), vocabulary=target.vocabulary, config=CONFIG, backend=TapeBackend())
         self._engine.capture()
         row = [0.5] * 48
-        whole: Value = {"prompt": [1, 5, 9], "max_new_tokens": 3, "num_speculative_tokens": 2, "draft_ids": [5, 6], "cache_salt": "a"}
+        whole: dict[str, Value] = {
+            "prompt": [1, 5, 9],
+            "resume_from": [7],
+            "max_new_tokens": 3,
+            "num_speculative_tokens": 2,
+            "draft_ids": [5, 6],
+            "cache_salt": "a",
+        }
         constraints = [{"make": make, "with": arguments} for make, arguments in CONSTRAINTS]
         self.seeds: Sequence[Value] = [
             whole,
@@ -217,8 +229,7 @@ class SubmitDoor(Door):
 
 def _arguments(given: Value) -> dict[str, Any]:
     """Arguments of Engine.submit; sampling parameters and constraints are built from their fields."""
-    known = "prompt max_new_tokens num_speculative_tokens draft_ids cache_salt lora_name prompt_embeddings sampling constraint".split()
-    arguments = {name: built(value) for name, value in given.items() if name in known} if isinstance(given, dict) else {}
+    arguments = {name: built(value) for name, value in given.items() if name in FIELDS} if isinstance(given, dict) else {}
     arguments.setdefault("prompt", [1])
     sampling, constraint = arguments.get("sampling"), arguments.get("constraint")
     if isinstance(sampling, dict) and sampling.keys() <= SAMPLING.keys():

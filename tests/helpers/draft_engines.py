@@ -21,6 +21,7 @@ from stepgraph.graphs import TapeBackend
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.loading import Loaded, load_models
+from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig, RopeConfig
 from stepgraph.runtime.models.mtp import Mtp
 from tests.helpers.draft_oracles import eagle3_logits, mtp_logits
@@ -48,15 +49,7 @@ class Drafter:
     @functools.cached_property
     def folder(self) -> Path:
         """The folder of the draft."""
-        target, folder = open_checkpoint(folder_of(self.family)).load("cpu"), _temporary() / self.name
-        if self.name == "eagle3":
-            layer = LlamaConfig(VOCABULARY, 32, 40, 4, 2, 8, (None,), rope=RopeConfig(500.0), dtype=target.config.dtype)
-            config = Eagle3Config(layer, EAGLE_LAYERS, target.config.hidden_size, len(D2T))
-            return save_eagle3(folder, randomised(Eagle3(config, d2t=D2T), 3), own_embedding=True)
-        if self.name == "model":
-            return save_smaller(folder)
-        layers = replace(target.config, windows=(target.config.windows[-1],) * (1 if self.name == "mtp" else 3))
-        return save_mtp(folder, randomised(Mtp(layers, embedding=target.embedding, head=target.unembedding), 3), first=4)
+        return save_draft(self.name, open_checkpoint(folder_of(self.family)).load("cpu"), _temporary() / self.name)
 
     @functools.cached_property
     def target(self) -> Path:
@@ -107,6 +100,18 @@ class Drafter:
         embedding, head = reference.get_input_embeddings().weight.detach(), reference.get_output_embeddings().weight.detach()
         whole, *chain = mtp_logits(tensors, fields, layers, states[-1][0], history, drafts, embedding, head)
         return [whole[-1], *chain]
+
+
+def save_draft(name: str, target: Llama, folder: Path) -> Path:
+    """A random draft of the kind `name` for a target."""
+    if name == "eagle3":
+        layer = LlamaConfig(VOCABULARY, 32, 40, 4, 2, 8, (None,), rope=RopeConfig(500.0), dtype=target.config.dtype)
+        config = Eagle3Config(layer, EAGLE_LAYERS, target.config.hidden_size, len(D2T))
+        return save_eagle3(folder, randomised(Eagle3(config, d2t=D2T), 3), own_embedding=True)
+    if name == "model":
+        return save_smaller(folder)
+    layers = replace(target.config, windows=(target.config.windows[-1],) * (1 if name == "mtp" else 3))
+    return save_mtp(folder, randomised(Mtp(layers, embedding=target.embedding, head=target.unembedding), 3), first=4)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,28 +43,35 @@ def refused_calls(engine: Engine) -> list[tuple[Callable[[], object], str]]:
     ]
 
 
-def decode(path: str, draft: str, size: int, count: int = 4, **changes: Any) -> dict[str, Any]:
+def open_engine(path: Path, draft: str, size: int, **changes: Any) -> Engine:
     config = EngineConfig(max_rows=4, max_length=64, num_speculative_tokens=3, draft_length=3, compile_isolation="none", **changes)
-    with Engine.from_pretrained(path, draft, config=config, tensor_parallel=size) as engine:
-        if size > 1:
+    return Engine.from_pretrained(path, draft, config=config, tensor_parallel=size)
+
+
+def results(engine: Engine, count: int = 4) -> dict[str, Any]:
+    jobs = [engine.submit(max_new_tokens=24, **request) for request in requests()[:count]]
+    error = ""
+    try:
+        while engine.has_work:
+            engine.step()
+            print("step", flush=True)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    found = [(job.tokens, str(job.finish_reason), bool(job.error)) for job in jobs]
+    return {"jobs": found, "error": error, "weights": sum(parameter.nbytes for parameter in target_of(engine).parameters())}
+
+
+def decode(path: Path, draft: str, size: int, count: int = 4, **changes: Any) -> dict[str, Any]:
+    with open_engine(path, draft, size, **changes) as engine:
+        if size > 1 and "RANK" in os.environ:
             for call, field in refused_calls(engine):
                 with pytest.raises(ValueError, match=f"^{field}: got"):
                     call()
-        jobs = [engine.submit(max_new_tokens=24, **request) for request in requests()[:count]]
-        error = ""
-        try:
-            while engine.has_work:
-                engine.step()
-                print("step", flush=True)
-        except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}"
-        weights = sum(parameter.nbytes for parameter in target_of(engine).parameters())
-        found = [(job.tokens, str(job.finish_reason), bool(job.error)) for job in jobs]
-        return {"jobs": found, "error": error, "weights": weights}
+        return results(engine, count)
 
 
 if __name__ == "__main__":
-    path, draft, *rest = sys.argv[1:]
+    path, draft, size, changes = sys.argv[1:]
     started = time.monotonic()
-    found = decode(path, draft, int(os.environ.get("WORLD_SIZE", "1")), **json.loads(rest[0] if rest else "{}"))
+    found = decode(Path(path), draft, int(size), **json.loads(changes))
     print(json.dumps(found | {"seconds": time.monotonic() - started}), flush=True)

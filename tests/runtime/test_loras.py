@@ -18,8 +18,9 @@ from stepgraph import Constraint, Engine, EngineConfig
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.lora import read_lora
 from tests.helpers.adapters import save_adapter
-from tests.helpers.families import folder_of, judge, save
+from tests.helpers.families import BASE, folder_of, judge, random_model, save
 from tests.helpers.toy_engines import TARGET
+from tests.runtime.models.files.test_quantised_folder import SIZES, write
 
 FAMILY, PROMPT = "qwen2", [5 + index % 11 for index in range(40)]
 CONFIG = EngineConfig(
@@ -90,6 +91,19 @@ def test_mixed_batches_equal_merged_weights(implementation: str, drafter: str, a
         assert texts(engine, names) == [merged[name][index] for index in (0, 1) for name in names]
         for name in names:
             assert texts(engine, [name]) == merged[name], f"{name!r} alone"
+
+
+def test_adapters_of_quantised_weights_equal_merged_weights(tmp_path: Path) -> None:
+    """The merged weights are those that the quantised ones stand for, plus the adapter's."""
+    model = random_model("Llama", BASE | SIZES, seed=1)
+    model.load_state_dict(write(tmp_path, "FP8 per tensor", model))
+    whole = save(save_adapter(tmp_path / "adapter", model, 4), tmp_path / "merged")
+    with Engine.from_pretrained(whole, None, config=PLAIN) as engine:
+        expected = texts(engine, [""])
+    with Engine.from_pretrained(tmp_path, "ngram", config=CONFIG, weights="quantised") as engine:
+        before = texts(engine, [""])
+        engine.add_lora("it", tmp_path / "adapter")
+        assert texts(engine, ["it"]) == expected != before
 
 
 def test_adapters_change_without_recapture(adapters: Path, merged: Texts) -> None:

@@ -55,9 +55,14 @@ class ParameterSlice(NamedTuple):
 
     parameter: str
     rows: slice = slice(None)
+    # Of a tensor stored with other dimensions: those of the parameter, their order in the file, and the shape there.
+    unfolded: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
 
     def of(self, model: nn.Module) -> Tensor:
-        return model.get_parameter(self.parameter)[self.rows]
+        found = model.get_parameter(self.parameter)[self.rows]
+        return found.view(self.unfolded).permute(self.order) if self.order else found
 
     @property
     def tiles(self) -> slice:
@@ -157,6 +162,7 @@ def layer_slices(config: LlamaConfig, stored: str, module: str, experts: Experts
     if config.output_norms:
         whole |= {"pre_feedforward_layernorm.weight": "mlp_norm", "post_feedforward_layernorm.weight": "mlp_output_norm"}
     whole |= {"self_attn.o_proj.bias": "output_bias"} if config.output_bias else {}
+    whole |= {"self_attn.sinks": "sinks"} if config.sinks else {}
     whole |= {"self_attn.q_norm.weight": "query_norm", "self_attn.k_norm.weight": "key_norm"} if config.head_norms else {}
     whole |= {} if experts else {"mlp.down_proj.weight": "down"}
     if config.fused:
@@ -177,6 +183,8 @@ def layer_slices(config: LlamaConfig, stored: str, module: str, experts: Experts
 
 
 def _expert_slices(experts: ExpertsConfig, hidden_size: int, stored: str, module: str) -> Slices:
+    if experts.stored is None:
+        return _gpt_oss_slices(experts, hidden_size, f"{stored}mlp.", module)
     mlp, gate, up, down = experts.stored
     found = whole_slices({f"{mlp}.gate.weight": "router"}, stored, module)
     for index in range(experts.count):
@@ -186,6 +194,19 @@ def _expert_slices(experts: ExpertsConfig, hidden_size: int, stored: str, module
         for name, (parameter, start, stop) in places.items():
             found[f"{stored}{mlp}.experts.{index}.{name}.weight"] = ParameterSlice(module + parameter, slice(start, stop))
     return found
+
+
+def _gpt_oss_slices(experts: ExpertsConfig, hidden_size: int, stored: str, module: str) -> Slices:
+    """Weights are stored with their outputs last, of which gate and up take turns."""
+    count, size = experts.count, experts.size
+    found = whole_slices({"router.weight": "router", "router.bias": "router_bias"}, stored, module)
+    kinds = {
+        "gate_up_proj": ("gate_up", (count, 2, size, hidden_size), (0, 3, 2, 1), (count, hidden_size, 2 * size)),
+        "gate_up_proj_bias": ("gate_up_bias", (count, 2, size), (0, 2, 1), (count, 2 * size)),
+        "down_proj": ("down", (count, hidden_size, size), (0, 2, 1), (count, size, hidden_size)),
+        "down_proj_bias": ("down_bias", (count, hidden_size), (0, 1), (count, hidden_size)),
+    }
+    return found | {f"{stored}experts.{name}": ParameterSlice(module + to, slice(None), *places) for name, (to, *places) in kinds.items()}
 
 
 def whole_slices(parameters: Mapping[str, str], stored: str = "", module: str = "") -> Slices:
@@ -207,7 +228,7 @@ class StoredModel:
         listed in `unused`."""
         found = self.source.tensors
         for name, target in self.slices.items():
-            shape = tuple(target.of(outline).shape)
+            shape = target.shape or tuple(target.of(outline).shape)
             if name not in found:
                 raise ValueError(f"{self.path}: {name} is missing, expected it with shape {shape}")
             if found[name].shape != shape:
@@ -252,7 +273,8 @@ class StoredModel:
             if isinstance(stored, Grouped):
                 model.get_parameter(target.parameter)[target.tiles].copy_(pack(self.packed[target.parameter], stored))
             else:
-                target.of(model).copy_(stored)
+                part = target.of(model)
+                part.copy_(stored.view(part.shape))
         model.eval()
 
     def _read_one(self, name: str) -> Tensor | Grouped:

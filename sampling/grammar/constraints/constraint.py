@@ -100,7 +100,7 @@ class Constraint:
     @classmethod
     def json_schema(
         cls,
-        schema: dict[str, Any] | str,
+        schema: dict[str, Any] | bool | str,
         any_whitespace: bool = False,
         backend: BackendChoice = "auto",
         *,
@@ -121,11 +121,11 @@ class Constraint:
         property_order: "any" for declared properties in any order, at most 8 of an object.
         approximate: leave keywords out that cannot be enforced (pattern, uniqueItems, not, ...) instead of raising an error; texts
         may violate them. `coverage` lists them."""
-        if not isinstance(schema, (dict, str)):
-            raise ValueError(f"Constraint.json_schema: got {type(schema).__name__}, expected a dict or JSON text")
+        if not isinstance(schema, (dict, bool, str)):
+            raise ValueError(f"Constraint.json_schema: got {type(schema).__name__}, expected a dict, a bool or JSON text")
         canonical = _canonical(schema, "Constraint.json_schema")
-        if not canonical.startswith("{"):
-            raise ValueError(f"Constraint.json_schema: got {canonical[:40]}, expected a JSON object")
+        if canonical not in ("true", "false") and not canonical.startswith("{"):
+            raise ValueError(f"Constraint.json_schema: got {canonical[:40]}, expected a JSON object, true or false")
         return cls(
             "json_schema",
             canonical,

@@ -212,7 +212,7 @@ def test_invalid_files_and_standard_input_are_reported(tmp_path: Path, monkeypat
     (tmp_path / "list.json").write_text("[1]", encoding="utf-8")
     (tmp_path / "latin").write_bytes("{é}".encode("latin-1"))
     model = str(model_folder())
-    for name, message in (("list.json", "with a list, expected an object"), ("latin", "can't decode byte 0xe9")):
+    for name, message in (("list.json", "with a list, expected an object, true or false"), ("latin", "can't decode byte 0xe9")):
         code, _, errors = run(capsys, "generate", model, "hi", "--schema", str(tmp_path / name))
         assert code == 2 and "--schema: got '" in errors and message in errors
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))

@@ -80,13 +80,12 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
 
 def test_auto_is_native_where_that_implements_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(open_target(folder_of("llama-2"))).__name__ == "Checkpoint"
-    rope = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
-    folder = changed(tmp_path, rope_parameters=rope)
+    folder = changed(tmp_path, mlp_bias=True)
     assert type(open_target(folder)).__name__ == "TransformersCheckpoint"
-    with pytest.raises(ValueError, match=r"rope_type: got 'yarn', expected 'default', 'linear' or 'llama3'"):
+    with pytest.raises(ValueError, match="mlp_bias: got True, which is not supported"):
         open_target(folder, implementation="native")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"rope_type: got 'yarn'.* pip install 'stepgraph\[transformers\]'"):
+    with pytest.raises(ValueError, match=r"mlp_bias: got True.* pip install 'stepgraph\[transformers\]'"):
         open_target(folder)
     with pytest.raises(
         ValueError, match=r"implementation: got 'transformers', expected 'native': .* pip install 'stepgraph\[transformers\]'"

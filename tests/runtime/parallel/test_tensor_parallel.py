@@ -1,38 +1,51 @@
-"""Two ranks of a tensor-parallel engine, each a process, against one process."""
+"""Ranks of a tensor-parallel engine, each a process, against one process."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import json
 import os
+import random
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from stepgraph import Engine
+from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, Job, SamplingParams
+from stepgraph.graphs.layers.parallel import register_group, sum_over_ranks
+from stepgraph.runtime.parallel.ranks import COMPARED_STEPS, RankError, Ranks, gloo_group
 from tests.helpers.command_models import model_folder
-from tests.helpers.parallel_program import decode
+from tests.helpers.families import folder_of
+from tests.helpers.parallel_program import decode, open_engine, results
+
+PROGRAM = "tests.helpers.parallel_program"
+SECONDS = 5.0
+soak = pytest.mark.soak
 
 
 @contextlib.contextmanager
-def ranks(folders: list[Path], draft: str, counts: tuple[int, int] = (4, 4), **changes: Any) -> Iterator[list[subprocess.Popen[str]]]:
+def programs(folders: list[Path], draft: str, counts: tuple[int, ...] = (4, 4), size: int = 2, **changes: Any) -> Iterator[list[Any]]:
+    """One program per folder; with two of them, in the environment of torchrun."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(folders))}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(folders))} if len(folders) > 1 else {}
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.parallel_program", str(folder), draft, json.dumps(changes | {"count": counts[rank]})],
-            env=shared | {"RANK": str(rank)},
+            [sys.executable, "-m", PROGRAM, str(folder), draft, str(size), json.dumps(changes | {"count": counts[rank]})],
+            env=os.environ | shared | ({"RANK": str(rank)} if shared else {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -53,52 +66,178 @@ def result(process: subprocess.Popen[str]) -> Any:
     return json.loads(output.splitlines()[-1])
 
 
-@pytest.mark.parametrize("draft", ["ngram", pytest.param("none", marks=pytest.mark.soak)])
-def test_two_ranks_give_the_tokens_of_one_process(draft: str) -> None:
-    """Plain, sampled and with grammars, with and without drafts."""
-    folder = model_folder()
-    with ranks([folder, folder], draft) as started:
+@functools.cache
+def alone(draft: str) -> dict[str, Any]:
+    return decode(model_folder(), draft, 1)
+
+
+def ranks_of(engine: Engine) -> Ranks:
+    assert engine._parts.ranks is not None
+    return engine._parts.ranks
+
+
+@pytest.mark.parametrize(
+    ("size", "draft"), [(2, "ngram"), *(pytest.param(*case, marks=soak) for case in ((2, "none"), (4, "ngram"), (4, "none")))]
+)
+def test_ranks_give_the_tokens_of_one_process(size: int, draft: str) -> None:
+    """Plain, sampled and with grammars, with and without drafts; twice, so that prompts share pages; then other results on one rank."""
+    with open_engine(model_folder(), draft, size) as engine:
+        processes = ranks_of(engine).processes
+        for _ in range(2):
+            found = results(engine)
+            assert found["jobs"] == alone(draft)["jobs"] and not found["error"]
+        assert found["weights"] < alone(draft)["weights"]
+        whole = engine.generate([1, 2, 3], max_new_tokens=20)
+        assert engine.generate([1, 2, 3], max_new_tokens=20, resume_from=whole.tokens[:5]).tokens == whole.tokens[5:]
+        ranks_of(engine).note("another result")
+        job = engine.submit([1, 2, 3], max_new_tokens=60, num_speculative_tokens=0)
+        with pytest.raises(RankError, match="the results of the steps before differ"):
+            list(engine.stream())
+        assert job.finish_reason == FinishReason.ERROR and 0 < len(job.tokens) <= COMPARED_STEPS
+    assert len(processes) == size - 1 and all(process.poll() is not None for process in processes)
+
+
+@soak
+@pytest.mark.parametrize(("size", "family"), [(2, "mistral"), (2, "qwen2"), (4, "qwen3"), (4, "gemma-3")])
+def test_families(size: int, family: str) -> None:
+    """Windows, biases, norms of heads, norms of outputs."""
+    found = []
+    for ranks in (1, size):
+        with open_engine(folder_of(family), "ngram", ranks) as engine:
+            found.append([job.tokens for job in engine.generate([[5, 6, 7, 5, 6], [9, 8]], max_new_tokens=40)])
+    assert found[0] == found[1]
+
+
+def test_sums_are_added_in_the_order_of_the_ranks(tmp_path: Path) -> None:
+    """So that they are the same on every rank and at every position of a batch."""
+    size, groups = 4, dict[int, int]()
+    row = torch.randn(size, 64, generator=torch.Generator().manual_seed(3))
+    expected = ((row[0] + row[1]) + row[2]) + row[3]
+    found = [row[rank].repeat(33, 1) for rank in range(size)]
+
+    def run(rank: int) -> None:
+        groups[rank] = register_group(gloo_group(str(tmp_path / "store"), rank, size, SECONDS), SECONDS)
+        sum_over_ranks.out(found[rank], groups[rank])
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not torch.equal(expected, (row[3] + row[2]) + (row[1] + row[0]))
+    assert all(torch.equal(each, expected.expand(33, -1)) for each in found)
+
+
+def test_a_killed_rank_ends_all_jobs() -> None:
+    with open_engine(model_folder(), "none", 2, round_timeout_seconds=SECONDS) as engine:
+        jobs = [engine.submit([1, 2, 3], max_new_tokens=60) for _ in range(2)]
+        engine.step()
+        lose(engine, jobs, signal.SIGKILL, 0)
+
+
+def lose(engine: Engine, jobs: list[Job], how: signal.Signals, rank: int) -> None:
+    processes, since = ranks_of(engine).processes, time.monotonic()
+    processes[rank].send_signal(how)
+    with pytest.raises(RuntimeError):
+        list(engine.stream())
+    assert time.monotonic() - since < SECONDS + 2.5  # of which two for the end of a stopped process
+    assert all(job.finish_reason == FinishReason.ERROR and job.error for job in jobs)
+    assert all(process.poll() is not None for process in processes)
+
+
+@soak
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_lost_at_any_step_ends_all_jobs_in_time(size: int, how: signal.Signals) -> None:
+    for seed in range(4):
+        rng = random.Random(seed)
+        with open_engine(model_folder(), "ngram", size, round_timeout_seconds=SECONDS) as engine:
+            jobs = [engine.submit([1 + seed, 2, 3], max_new_tokens=60, sampling=SamplingParams(temperature=1.0)) for _ in range(2)]
+            for _ in range(rng.randrange(8)):
+                engine.step()
+            lose(engine, jobs, how, rng.randrange(size - 1))
+
+
+@soak
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.3])
+def test_no_rank_outlives_a_killed_first_rank(delay: float) -> None:
+    with programs([model_folder()], "none", size=4) as (first,):
+        assert first.stdout is not None and first.stdout.readline() == "step\n"
+        found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(first.pid)], capture_output=True, text=True, check=True).stdout.split()
+        assert len(found) == 3
+        time.sleep(delay)
+        first.kill()
+        first.wait()
+        end = time.monotonic() + SECONDS
+        while any(Path(f"/proc/{pid}").exists() for pid in found):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+@soak
+def test_cancellations_compiles_and_several_threads() -> None:
+    """Every job that was not cancelled has the tokens of one process."""
+
+    async def decode_all(engine: Engine) -> list[list[int]]:
+        rng = random.Random(7)
+        async with AsyncEngine(engine) as serving:
+
+            async def one(index: int) -> list[int]:
+                await asyncio.sleep(rng.random() / 4)
+                constraint = Constraint.regex(f"[a-f]{{{index + 1},{index + 30}}}") if index % 2 else None
+                sampling = SamplingParams(temperature=0.9, seed=index)
+                stream = await serving.submit([3 + index, 4], constraint=constraint, sampling=sampling, max_new_tokens=20)
+                if index % 5 == 0:
+                    engine.cancel(stream.job)
+                async for _ in stream:
+                    pass
+                return [] if index % 5 == 0 else list(stream.job.tokens)
+
+            return await asyncio.gather(*(one(index) for index in range(24)))
+
+    found = []
+    for size in (1, 2):
+        with open_engine(model_folder(), "ngram", size) as engine:
+            if size > 1:
+                engine.capture()
+            found.append(asyncio.run(decode_all(engine)))
+    assert found[0] == found[1] and sum(map(len, found[0])) > 100
+
+
+@soak
+def test_two_programs_of_torchrun_give_the_tokens_of_one_process() -> None:
+    with programs([model_folder()] * 2, "ngram") as started:
         found = [result(process) for process in started]
-    alone = json.loads(json.dumps(decode(str(folder), draft, 1)))
-    assert found[0]["jobs"] == found[1]["jobs"] == alone["jobs"] and not found[0]["error"]
-    assert found[0]["weights"] < alone["weights"]
+    expected = json.loads(json.dumps(alone("ngram")["jobs"]))
+    assert found[0]["jobs"] == found[1]["jobs"] == expected and not found[0]["error"]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("lost", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_or_stopped_rank_ends_the_jobs_of_the_other_in_time(lost: signal.Signals) -> None:
-    folder = model_folder()
-    with ranks([folder, folder], "none", round_timeout_seconds=5.0) as (first, second):
-        assert second.stdout is not None and second.stdout.readline() == "step\n"
-        second.send_signal(lost)
-        since = time.monotonic()
-        found = result(first)
-        assert time.monotonic() - since < 5 + 5  # and the end of the process
-    assert "Error" in found["error"] and any(failed for _, _, failed in found["jobs"])
-    assert all(reason == "error" or not failed for _, reason, failed in found["jobs"])
-
-
-@pytest.mark.soak
+@soak
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.norm.weight"])
 def test_other_weights_on_one_rank_are_found_at_load(tmp_path: Path, name: str) -> None:
     folder, other = model_folder(), Path(shutil.copytree(model_folder(), tmp_path / "other"))
     tensors = load_file(other / "model.safetensors")
     tensors[name][..., -1] += 0.125
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    with ranks([folder, other], "none") as started:
+    with programs([folder, other], "none") as started:
         errors = [process.communicate(timeout=60)[1] for process in started]
     assert all(f"{name}: rank" in error and "loaded other weights" in error for error in errors), errors
 
 
-@pytest.mark.parametrize(("size", "accepted"), [(2, "torchrun --nproc-per-node 2"), (0, "an integer >= 1"), ("2", "an integer >= 1")])
+@pytest.mark.parametrize(("size", "accepted"), [(3, "a divisor of it"), (0, "an integer >= 1"), ("2", "an integer >= 1")])
 def test_a_number_of_ranks_that_cannot_run_is_refused(size: Any, accepted: str) -> None:
     with pytest.raises(ValueError, match=f"tensor_parallel: got {size!r}.*{accepted}"):
         Engine.from_pretrained(model_folder(), tensor_parallel=size)
 
 
-@pytest.mark.soak
+def test_a_model_with_other_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match="path: got a model that tensor_parallel=2 does not divide"):
+        Engine.from_pretrained(folder_of("phi-3, with a window"), tensor_parallel=2)
+
+
+@soak
 def test_other_requests_on_one_rank_end_all_jobs() -> None:
-    with ranks([model_folder()] * 2, "none", counts=(4, 3), round_timeout_seconds=20.0) as started:
+    with programs([model_folder()] * 2, "none", counts=(4, 3), round_timeout_seconds=20.0) as started:
         found = [result(process) for process in started]
     for each in found:
         assert "the requests or the results of the steps before differ" in each["error"] and each["seconds"] < 20

@@ -175,7 +175,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "an odd head": ({"head_dim": 15}, "head_dim: got 15, expected an even number"),
     "epsilon": ({"rms_norm_eps": -1}, "rms_norm_eps: got -1"),
     "theta is no number": ({"rope_parameters": {"rope_theta": float("nan"), "rope_type": "default"}}, "rope_theta: got nan"),
-    "yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type: got 'yarn', expected 'default', 'linear' or 'llama3'"),
+    "yarn": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        "original_max_position_embeddings: got None, expected a whole number",
+    ),
+    "GPT-OSS's limit": ({"architectures": ["GptOssForCausalLM"], "swiglu_limit": 5.0}, "swiglu_limit: got 5.0, expected 7.0"),
     "longrope": ({"rope_scaling": {"type": "longrope"}, "rope_parameters": None}, "rope_type: got 'longrope'"),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "rope_type: got 'dynamic'"),
     "a rotated part of odd size": ({**PHI, "partial_rotary_factor": 0.7}, "partial_rotary_factor: got 11 of 16 numbers, expected an even"),

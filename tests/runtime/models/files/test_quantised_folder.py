@@ -111,13 +111,13 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
 }
 
 
-def write(folder: Path, layout: str) -> dict[str, Tensor]:
-    """Returns the weights by the names of a folder that is not quantised."""
+def write(folder: Path, layout: str, model: Any = None) -> dict[str, Tensor]:
+    """Returns the weights by the names of a folder that is not quantised. model: of `transformers`; None: a random Llama."""
     config, quantise = LAYOUTS[layout]
-    save(random_model("Llama", BASE | SIZES, seed=1), folder)
+    save(model or random_model("Llama", BASE | SIZES, seed=1), folder)
     dense = load_file(folder / "model.safetensors")
     stored = dict(dense)
-    for name in [name for name in dense if name.endswith("_proj.weight")]:
+    for name in [name for name, tensor in dense.items() if ".layers." in name and tensor.dim() == 2 and not name.endswith(".gate.weight")]:
         parts, dense[name] = quantise(stored.pop(name))
         stored |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
     save_file(stored, folder / "model.safetensors")

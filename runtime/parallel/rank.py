@@ -1,0 +1,81 @@
+"""The program of a rank that the first one has started: loads its part of the model, and makes the steps that the first rank decides."""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import os
+import pickle
+import queue
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+import torch
+
+from stepgraph.runtime.engine import Engine
+from stepgraph.runtime.parallel.loading import load_rank
+from stepgraph.runtime.parallel.lockstep import Decided, LockstepQueue
+from stepgraph.runtime.parallel.ranks import CAPTURE, Link, RankError, Ranks
+from stepgraph.runtime.request import Job
+
+
+def follow(link: Link) -> None:
+    rank, size, seconds, folder, threads, arguments = pickle.loads(link.recv_bytes())
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(link, messages), daemon=True).start()
+    torch.set_num_threads(threads)
+
+    def join() -> Ranks:
+        link.send_bytes(b"started")
+        return Ranks.meet(rank, size, seconds, folder)
+
+    loaded = load_rank(join, *arguments)
+    engine = Engine(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, config=loaded.config)
+    jobs: dict[int, Job] = {}  # by the ids of the first rank
+    while True:
+        message = messages.get()
+        if message == CAPTURE:
+            engine.capture()
+            continue
+        _apply(engine, message, jobs, seconds)
+        engine.step()
+        for job_id in [job_id for job_id, job in jobs.items() if job.finished]:
+            del jobs[job_id]
+
+
+def _apply(engine: Engine, decided: Decided, jobs: dict[int, Job], seconds: float) -> None:
+    assert isinstance(engine.queue, LockstepQueue)
+    for job_id, prompt, options in decided.submitted:
+        jobs[job_id] = engine.submit(prompt, **options)
+    for job_id in decided.cancelled:
+        engine.cancel(jobs[job_id])
+    end = time.monotonic() + seconds
+    for job_id, failed in decided.admissible:
+        queued = engine.queue.unfinished[jobs[job_id].id]
+        while not queued.ready:
+            if time.monotonic() > end:
+                raise RankError(f"the grammar of a job that the first rank has compiled is not ready after {seconds:g} s")
+            engine.queue.wake.wait(0.01)
+        if failed != bool(queued.error):
+            raise RankError(f"a grammar compiles on one rank only: {queued.error or 'not on the first one'}")
+        engine.queue.admissible.add(queued.job.id)
+
+
+def _read(link: Link, messages: queue.SimpleQueue[Any]) -> None:
+    """Also ends the process with the link, whatever the main thread waits for."""
+    try:
+        while True:
+            messages.put(pickle.loads(link.recv_bytes()))
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    try:
+        follow(multiprocessing.connection.Connection(int(sys.argv[1])))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # not by the end of the interpreter: it would wait for the threads of a hanging sum

@@ -1,0 +1,100 @@
+"""Native families with every kind of weights, drafter and grammar: the table of docs/models.md, which a test compares with this one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepgraph import Constraint, Engine, EngineConfig
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.llama_config import ARCHITECTURES
+from tests.helpers.draft_engines import save_draft
+from tests.helpers.families import BASE, FAMILIES, random_model, save
+from tests.runtime.models.files.test_quantised_folder import write
+
+STORED, DEQUANTISED, KEPT = "stored", "dequantised", "quantised"
+ALL, ANY_LAYERS = ("n-gram", "model", "EAGLE-3", "MTP"), ("n-gram", "model", "EAGLE-3")
+DENSE, EXPERTS = (STORED, DEQUANTISED, KEPT), (STORED, DEQUANTISED)
+COMBINATIONS = {  # by the names of families in tests/helpers/families.py; each with and without a grammar
+    "llama-3.1": (DENSE, ALL),
+    "mistral": (DENSE, ALL),
+    "qwen2": (DENSE, ALL),
+    "qwen3": (DENSE, ALL),
+    "gemma-3": (DENSE, ANY_LAYERS),
+    "phi-4-mini": (DENSE, ANY_LAYERS),
+    "mixtral": (EXPERTS, ANY_LAYERS),
+    "qwen3-moe": (EXPERTS, ANY_LAYERS),
+    "gpt-oss": ((STORED,), ANY_LAYERS),
+}
+QUICK = (("gemma-3", KEPT), ("phi-4-mini", KEPT), ("qwen3-moe", DEQUANTISED))
+CASES = [(family, weights) for family, (kinds, _) in COMBINATIONS.items() for weights in kinds]
+SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128}
+SHORTER = {"short_factor": [1.0] * 12, "long_factor": [4.0] * 12}
+CONFIG = EngineConfig(
+    max_rows=3,
+    num_speculative_tokens=2,
+    draft_length=2,
+    max_length=64,
+    page_size=4,
+    prefill_chunk=7,
+    buckets=(3,),
+    greedy_only=True,
+    compile_isolation="none",
+)
+PROMPTS = [[7, 30, 5], [40 + index % 5 for index in range(17)], [12, 12, 3, 90, 33, 12, 12]]
+GRAMMAR = Constraint.regex("[a-f]{3,9}[0-9]+[A-Z]?")
+
+
+def target(family: str, weights: str, folder: Path) -> Path:
+    kind, changes = FAMILIES[family]
+    sizes: dict[str, Any] = SIZES | ({"moe_intermediate_size": 128} if "moe_intermediate_size" in changes else {})
+    scaling = changes.get("rope_scaling", {})
+    sizes |= {"rope_scaling": {**scaling, **SHORTER}} if "short_factor" in scaling else {}
+    model = random_model(kind, {**BASE, **changes, **sizes}, seed=len(family))
+    if weights == STORED:
+        return save(model, folder)
+    write(folder, "FP8 per tensor", model)
+    return folder
+
+
+def texts(folder: Path, draft: Any, weights: str) -> list[list[int]]:
+    kept = KEPT if weights == KEPT else DEQUANTISED
+    with Engine.from_pretrained(folder, draft, config=CONFIG, weights=kept, implementation="native") as engine:
+        jobs = [engine.submit(prompt, constraint=each, max_new_tokens=12) for each in (None, GRAMMAR) for prompt in PROMPTS]
+        while engine.has_work:
+            engine.step()
+        assert not any(job.error for job in jobs)
+        return [job.tokens for job in jobs]
+
+
+@pytest.mark.parametrize(("family", "weights"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.soak) for case in CASES])
+def test_every_drafter_gives_the_texts_of_plain_decoding(family: str, weights: str, tmp_path: Path) -> None:
+    folder = target(family, weights, tmp_path / "target")
+    expected, model = texts(folder, "none", weights), open_checkpoint(folder).load("cpu")
+    for name in COMBINATIONS[family][1]:
+        draft = "ngram" if name == "n-gram" else save_draft(name.lower().replace("-", ""), model, tmp_path / name)
+        assert texts(folder, draft, weights) == expected, name
+
+
+@pytest.mark.parametrize("family", [family for family, (kinds, _) in COMBINATIONS.items() if KEPT not in kinds and len(kinds) > 1])
+def test_experts_are_not_kept_quantised(family: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"experts\.0\.\w+\.weight: got type \w+ and shape .*, expected one of"):
+        texts(target(family, KEPT, tmp_path), "none", KEPT)
+
+
+@pytest.mark.parametrize("family", [family for family, (_, names) in COMBINATIONS.items() if "MTP" not in names])
+def test_mtp_modules_are_refused_for_other_layers_than_a_llamas(family: str, tmp_path: Path) -> None:
+    folder = target("llama-3.1", STORED, tmp_path / "llama")
+    modules = save_draft("mtp", open_checkpoint(folder).load("cpu"), tmp_path / "mtp")
+    with pytest.raises(ValueError, match=r"got MTP modules, expected another drafter: the target .* has other layers than a Llama"):
+        texts(target(family, STORED, tmp_path / "target"), modules, STORED)
+
+
+def test_the_documented_combinations_are_those_tested() -> None:
+    page = (Path(__file__).parents[3] / "docs/models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+ForCausalLM)` \| ([\w, ]+) \| ([\w, -]+) \| yes \|$", page, re.MULTILINE)
+    tested = [(f"{FAMILIES[family][0]}ForCausalLM", *map(", ".join, parts)) for family, parts in COMBINATIONS.items()]
+    assert rows == tested and {name for name, *_ in rows} == set(ARCHITECTURES)
