@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from stepgraph.sampling.grammar.automaton.library import IMAGE_VERSION, MOVE_INTS, SPECIAL, Field
+from stepgraph.sampling.grammar.automaton.library import IMAGE_VERSION, MOVE_INTS, Field, next_entries
 from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, ForcedText, TokenTable, first_slot, text_key
 from stepgraph.sampling.grammar.status import FinishCode, HostColumn, MaskStatus
 from stepgraph.sampling.kernels.advance import ENDED, FORCED_PUSHES, HEADER_INTS, TEXT_COLUMNS, TOO_DEEP, PlaceColumn
@@ -217,11 +217,11 @@ class Row:
         are not popped now. None if the bytes are not legal."""
         for byte in text:
             entry = self._next(place.state, self._at(Field.CLASS_OF, byte))
-            if entry < 0:
+            if entry == -1:
                 return None
-            if entry < SPECIAL:
+            if entry >= 0:
                 place.state = entry
-            elif not self._move(place, entry - SPECIAL, kept, pushes):
+            elif not self._move(place, -2 - entry, kept, pushes):
                 return None
             while (finish_set := self._at(Field.LEAVE, place.state)) >= 0:
                 symbol = place.stack.pop()
@@ -232,13 +232,13 @@ class Row:
         return kept
 
     def _next(self, state: int, byte_class: int) -> int:
-        return self._at(Field.NEXT, state * int(self.image[Field.CLASSES]) + byte_class)
+        return int(next_entries(self.image)[state, byte_class])
 
     def only_bytes(self, place: Place) -> bytes:
         """The bytes that must come next."""
         text, kept = bytearray(), len(place.stack)
         while len(text) < FORCED_BYTES and place.state >= 0 and self._at(Field.LEAVE, place.state) == -1:
-            legal = [each for each in range(int(self.image[Field.CLASSES])) if self._next(place.state, each) >= 0]
+            legal = [each for each in range(int(self.image[Field.CLASSES])) if self._next(place.state, each) != -1]
             if len(legal) != 1 or (byte := self._at(Field.BYTE_OF, legal[0])) < 0:
                 break
             try:

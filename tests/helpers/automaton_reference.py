@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, replace
 
-from stepgraph.sampling.grammar.automaton.library import Field, Image
+from stepgraph.sampling.grammar.automaton.library import Field, Image, next_entries
 
-SPECIAL = 1 << 30
 MOVE_INTS = 12
 
 
@@ -20,6 +19,7 @@ class Place:
 
 class ReferenceAutomaton:
     def __init__(self, image: Image) -> None:
+        self.next = next_entries(image).tolist()
         self.tables = [int(value) for value in image]
         one, two, three = self.tables[Field.START_COUNTERS : Field.START_COUNTERS + 3]
         self.start = Place(self.tables[Field.START], (), (one, two, three))
@@ -29,10 +29,10 @@ class ReferenceAutomaton:
 
     def step(self, place: Place, byte: int) -> Place | None:
         """The place after one byte; None if it is not legal."""
-        entry = self.at(Field.NEXT, place.state * self.tables[Field.CLASSES] + self.at(Field.CLASS_OF, byte))
-        if entry < 0:
+        entry = self.next[place.state][self.at(Field.CLASS_OF, byte)]
+        if entry == -1:
             return None
-        place = self._special(place, entry - SPECIAL) if entry >= SPECIAL else replace(place, state=entry)
+        place = self._special(place, -2 - entry) if entry < 0 else replace(place, state=entry)
         while (finish_set := self.at(Field.LEAVE, place.state)) >= 0:
             *below, symbol = place.stack
             place = replace(place, state=self.at(Field.RETURN, finish_set * self.tables[Field.SYMBOLS] + symbol), stack=tuple(below))

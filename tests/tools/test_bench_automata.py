@@ -11,7 +11,7 @@ import pytest
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, Vocabulary
 from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar
-from stepgraph.sampling.grammar.automaton.library import Field
+from stepgraph.sampling.grammar.automaton.library import Field, next_entries
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammar
 from tests.helpers.automaton_cases import CONSTRAINTS
 from tests.helpers.automaton_cases import VOCABULARY as SMALL
@@ -57,8 +57,7 @@ def test_a_corrupted_table_is_detected(field: Field, marker: str | None) -> None
         first, past = (int(image[image[Field.CHANGE_START] + row]) for row in (0, int(image[Field.ROWS])))
         image[image[field] + first : image[field] + past] ^= 1 << ord("z") % 32
     else:  # one move of each state leads to the start
-        moves = image[image[field] :][: image[Field.STATES] * image[Field.CLASSES]].reshape(image[Field.STATES], image[Field.CLASSES])
-        for row in moves:
+        for row in next_entries(image):
             row[np.flatnonzero(row >= 0)[:1]] = image[Field.START]
     for grammar, is_right in ((ours, True), (AutomatonGrammar(image, ours.table, SMALL), False)):
         comparer = Comparer(grammar, library, marker)

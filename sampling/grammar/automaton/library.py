@@ -18,7 +18,7 @@ from stepgraph.sampling.native import Unavailable, load
 
 Image = npt.NDArray[np.int32]
 
-IMAGE_VERSION, MOVE_INTS, SPECIAL = 3, 12, 1 << 30  # as in image.h
+IMAGE_VERSION, MOVE_INTS = 4, 12  # as in image.h
 REASON_BYTES = 400
 UNFIT = 1  # outcome of a call
 
@@ -39,21 +39,28 @@ class Field(IntEnum):
     DEPTH = 12
     PUSHES = 13
     FREE = 14
-    CLASS_OF = 15
-    BYTE_OF = 16
-    NEXT = 17
-    MOVES = 18
-    LEAVE = 19
-    RETURN = 20
-    ROW_OF = 21
-    BASE_OF = 22
-    STATUS_OF = 23
-    CHANGE_START = 24
-    CHANGE_WORD = 25
-    CHANGE_VALUE = 26
-    DENSE = 27
-    CROSS_START = 28
-    CROSS = 29
+    NARROW = 15
+    CLASS_OF = 16
+    BYTE_OF = 17
+    NEXT = 18
+    MOVES = 19
+    LEAVE = 20
+    RETURN = 21
+    ROW_OF = 22
+    BASE_OF = 23
+    STATUS_OF = 24
+    CHANGE_START = 25
+    CHANGE_WORD = 26
+    CHANGE_VALUE = 27
+    DENSE = 28
+    CROSS_START = 29
+    CROSS = 30
+
+
+def next_entries(image: Image) -> npt.NDArray[Any]:
+    """A view of the table NEXT: [states, classes]."""
+    states, classes, table = int(image[Field.STATES]), int(image[Field.CLASSES]), image[image[Field.NEXT] :]
+    return (table.view(np.int16) if image[Field.NARROW] else table)[: states * classes].reshape(states, classes)
 
 
 def limits_of(limits: Mapping[str, Any]) -> npt.NDArray[np.int64]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stepgraph.sampling.grammar.automaton.library import MOVE_INTS, SPECIAL, Field, Image
+from stepgraph.sampling.grammar.automaton.library import MOVE_INTS, Field, Image, next_entries
 from stepgraph.sampling.grammar.matchers.marker import Marker
 from stepgraph.sampling.grammar.status import MaskStatus
 
@@ -27,7 +27,7 @@ def with_marker(image: Image, marker: Marker) -> Image:
     found, class_of, counts = np.unique(pairs, return_inverse=True, return_counts=True)
     byte_of = np.full(len(found), -1)
     byte_of[class_of[counts[class_of] == 1]] = np.flatnonzero(counts[class_of] == 1)
-    next_states = tables[Field.NEXT].reshape(states, -1)[:, found // (OTHER + 1)]
+    next_states = next_entries(image)[:, found // (OTHER + 1)]
     free = np.full((marker.complete, len(found)), states)
     for state in range(marker.complete):
         free[state] = free[marker.fallback[state]] if state else states
@@ -51,7 +51,11 @@ def with_marker(image: Image, marker: Marker) -> Image:
         Field.CROSS_START: [crossing],
     }
     tables |= {field: np.concatenate([tables[field], *more]) for field, more in added.items()}
-    tables |= {Field.CLASS_OF: class_of, Field.BYTE_OF: byte_of, Field.NEXT: np.concatenate([next_states, free])}
+    entries = np.concatenate([next_states, free]).astype(np.int32).ravel()
+    narrow = entries.min() >= -(1 << 15) and entries.max() < 1 << 15
+    if narrow:
+        entries = np.append(entries, np.zeros(entries.size % 2)).astype(np.int16).view(np.int32)
+    tables |= {Field.CLASS_OF: class_of, Field.BYTE_OF: byte_of, Field.NEXT: entries}
     header = image[: Field.CLASS_OF].copy()
     for field, value in (
         (Field.STATES, states + marker.complete),
@@ -59,6 +63,7 @@ def with_marker(image: Image, marker: Marker) -> Image:
         (Field.START, states),
         (Field.ROWS, rows + len(marker.masks)),
         (Field.FREE, states),
+        (Field.NARROW, narrow),
     ):
         header[field] = value
     return _assembled(header, tables)
@@ -71,12 +76,12 @@ def _tables(image: Image, words: int) -> Tables:
         found: Ints = image[image[field] : image[field] + size]
         return found
 
-    next_states, base_of = table(Field.NEXT, states * classes), table(Field.BASE_OF, rows)
-    moves, dense = max(int(next_states.max()) - SPECIAL + 1, 0), max(int(base_of.max()) + 1, 0)
+    entries, base_of = next_entries(image), table(Field.BASE_OF, rows)
+    moves, dense = max(-1 - int(entries.min()), 0), max(int(base_of.max()) + 1, 0)
     changes = int(table(Field.CHANGE_START, rows + 1)[-1])
     crossing = states + 1 if symbols else 0
     finish_sets = int(image[Field.FINISH_SETS])
-    of_states = 256, classes, states * classes, moves * MOVE_INTS, states, finish_sets * symbols, states
+    of_states = 256, classes, 0, moves * MOVE_INTS, states, finish_sets * symbols, states
     sizes = *of_states, rows, rows, rows + 1, changes, changes, dense * words, crossing
     tables = {field: table(field, size) for field, size in zip(TABLES, sizes, strict=False)}
     return tables | {Field.CROSS: table(Field.CROSS, int(tables[Field.CROSS_START][-1]) if symbols else 0)}

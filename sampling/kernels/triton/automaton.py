@@ -13,12 +13,11 @@ import triton
 import triton.language as tl
 
 from stepgraph.sampling.grammar.automaton.arena import ALIGNMENT
-from stepgraph.sampling.grammar.automaton.library import MOVE_INTS, SPECIAL, Field
+from stepgraph.sampling.grammar.automaton.library import MOVE_INTS, Field
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import advance
 
 _MOVE_INTS = tl.constexpr(MOVE_INTS)
-_SPECIAL = tl.constexpr(SPECIAL)
 _ENDED = tl.constexpr(advance.ENDED)
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _OK = tl.constexpr(int(MaskStatus.OK))
@@ -30,6 +29,7 @@ _CLASSES = tl.constexpr(int(Field.CLASSES))
 _SYMBOLS = tl.constexpr(int(Field.SYMBOLS))
 _DEPTH = tl.constexpr(int(Field.DEPTH))
 _PUSHES = tl.constexpr(int(Field.PUSHES))
+_NARROW = tl.constexpr(int(Field.NARROW))
 _CLASS_OF = tl.constexpr(int(Field.CLASS_OF))
 _NEXT = tl.constexpr(int(Field.NEXT))
 _MOVES = tl.constexpr(int(Field.MOVES))
@@ -61,6 +61,20 @@ _AHEAD = tl.constexpr(8)  # bytes of a token whose classes are loaded at a time,
 @triton.jit
 def table(image, FIELD: tl.constexpr):
     return image + tl.load(image + FIELD)
+
+
+@triton.jit
+def entries_of(image):
+    """What entry_at() reads."""
+    return table(image, _NEXT), tl.load(image + _NARROW)
+
+
+@triton.jit
+def entry_at(entries, index, mask, other):
+    """An entry of `next`."""
+    next_of, narrow = entries
+    word = tl.load(next_of + (index >> narrow), mask=mask, other=other)
+    return tl.where(narrow > 0, word << (16 - 16 * (index & 1)) >> 16, word)
 
 
 @triton.jit
@@ -152,7 +166,7 @@ def follow(image, text, begin, end, place, LANES: tl.constexpr):
     stack before, and only the symbols that were pushed after these are in the register.
     """
     state, counters, stack = place
-    class_of, next_of, moves, classes = table(image, _CLASS_OF), table(image, _NEXT), table(image, _MOVES), tl.load(image + _CLASSES)
+    class_of, entries, moves, classes = table(image, _CLASS_OF), entries_of(image), table(image, _MOVES), tl.load(image + _CLASSES)
     nests = tl.load(image + _SYMBOLS) > 0
     live, deep = begin < end, begin > end  # never too deep yet
     at, kept, own = begin, state * 0 + stack[1] + stack[2], state * 0
@@ -162,13 +176,13 @@ def follow(image, text, begin, end, place, LANES: tl.constexpr):
         until = tl.minimum(at + _AHEAD, end)
         reads = live & (at < until)
         while _any(reads, LANES):
-            entry = tl.load(next_of + state * classes + (kinds & 255).to(tl.int32), mask=reads, other=0)
+            entry = entry_at(entries, state * classes + (kinds & 255).to(tl.int32), reads, 0)
             kinds = kinds >> 8
-            live = live & (~reads | (entry >= 0))
-            special = reads & (entry >= _SPECIAL)
+            live = live & (~reads | (entry != -1))
+            special = reads & (entry < -1)
             state = tl.where(reads & live & ~special, entry, state)
             if _any(special, LANES):
-                move = moves + (entry - _SPECIAL) * _MOVE_INTS
+                move = moves + (-2 - entry) * _MOVE_INTS
                 live, deep, state, counters, own, own_pushed = _special_move(
                     image, move, special, live, deep, state, counters, kept, own, own_pushed
                 )

@@ -8,7 +8,7 @@ import triton.language as tl
 from stepgraph.sampling.grammar.automaton.library import Field
 from stepgraph.sampling.grammar.matchers import forced
 from stepgraph.sampling.kernels import advance
-from stepgraph.sampling.kernels.triton.automaton import follow, table
+from stepgraph.sampling.kernels.triton.automaton import entries_of, entry_at, follow, table
 
 _BYTES = tl.constexpr(forced.FORCED_BYTES)
 _TAIL = tl.constexpr(forced.TAIL_BYTES)
@@ -22,7 +22,6 @@ _INT_BYTES = tl.constexpr(4)
 _CLASS_TILE = tl.constexpr(256)
 _CLASSES = tl.constexpr(int(Field.CLASSES))
 _BYTE_OF = tl.constexpr(int(Field.BYTE_OF))
-_NEXT = tl.constexpr(int(Field.NEXT))
 _LEAVE = tl.constexpr(int(Field.LEAVE))
 _LANE_BITS = tl.constexpr(7)  # of an index into _BYTES
 _NO_PAIR = tl.constexpr(1 << 62)
@@ -57,13 +56,13 @@ def _find_text(image, text, state, counters, depth, stack, scratch):
     while start < depth:
         tl.store(scratch + start + lane, tl.load(stack + start + lane, mask=start + lane < depth, other=0), mask=start + lane < depth)
         start += _CLASS_TILE
-    next_of, byte_of, leave_of, classes = table(image, _NEXT), table(image, _BYTE_OF), table(image, _LEAVE), tl.load(image + _CLASSES)
+    entries, byte_of, leave_of, classes = entries_of(image), table(image, _BYTE_OF), table(image, _LEAVE), tl.load(image + _CLASSES)
     size, least, goes_on = depth * 0, depth, state >= 0
     goes_on = goes_on & (tl.load(leave_of + state, mask=goes_on, other=0) == -1)
     while goes_on:
-        entry = tl.load(next_of + state * classes + lane, mask=lane < classes, other=-1)
-        only = tl.max(tl.where(entry >= 0, lane, -1), 0)
-        single = tl.sum((entry >= 0).to(tl.int32), 0) == 1
+        possible = entry_at(entries, state * classes + lane, lane < classes, -1) != -1
+        only = tl.max(tl.where(possible, lane, -1), 0)
+        single = tl.sum(possible.to(tl.int32), 0) == 1
         byte = tl.load(byte_of + only, mask=single, other=-1)
         goes_on = single & (byte >= 0)
         tl.store(text + size, byte.to(tl.uint8), mask=goes_on)

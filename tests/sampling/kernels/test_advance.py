@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from random import Random
 from typing import Any, cast
 
 import numpy as np
@@ -29,7 +30,8 @@ MARKED = [
     Constraint.regex("[ab]{0,3}").after("]]"),
     Constraint.json_object().after('",'),
 ]
-CONSTRAINTS = [*automaton_cases.CONSTRAINTS.values(), Constraint.regex("[ab]{1,3}%"), *MARKED]
+WIDE = Constraint.choice(["".join(Random(0).choices("ab[]", k=1 << 15)), "b"])  # more states than 16 bits can number
+CONSTRAINTS = [*automaton_cases.CONSTRAINTS.values(), Constraint.regex("[ab]{1,3}%"), WIDE, WIDE.after("b]"), *MARKED]
 
 
 @functools.cache

@@ -46,18 +46,23 @@ static int32_t pop(image_walk *walk) {
     return walk->stack[at];
 }
 
+static int32_t entry_at(const int32_t *next, int32_t narrow, int64_t index) {
+    return narrow ? (int16_t)(next[index >> 1] >> (index & 1) * 16) : next[index];
+}
+
 /* Follow bytes. 1, 0 if they are not legal, or TOO_DEEP. */
 static int follow(const int32_t *image, image_walk *walk, const uint8_t *text, int64_t size, int32_t most_pushed) {
     const int32_t *class_of = image + image[IMAGE_CLASS_OF], *next = image + image[IMAGE_NEXT], *leave = image + image[IMAGE_LEAVE];
     const int64_t classes = image[IMAGE_CLASSES];
+    const int32_t narrow = image[IMAGE_NARROW];
     image_place *place = &walk->place;
     for (int64_t at = 0; at < size; at++) {
-        int32_t entry = next[place->state * classes + class_of[text[at]]];
-        if (entry < 0) return 0;
-        if (entry < IMAGE_SPECIAL) {
+        int32_t entry = entry_at(next, narrow, place->state * classes + class_of[text[at]]);
+        if (entry == -1) return 0;
+        if (entry >= 0) {
             place->state = entry;
         } else {
-            int done = special_move(image, walk, image + image[IMAGE_MOVES] + (entry - IMAGE_SPECIAL) * IMAGE_MOVE_INTS, most_pushed);
+            int done = special_move(image, walk, image + image[IMAGE_MOVES] + (-2 - entry) * IMAGE_MOVE_INTS, most_pushed);
             if (done <= 0) return done;
         }
         while (leave[place->state] >= 0) {
@@ -158,13 +163,14 @@ int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, con
 int64_t image_forced(const int32_t *image, const image_place *place, const int32_t *stack, uint8_t *text, int64_t room) {
     const int32_t *byte_of = image + image[IMAGE_BYTE_OF], *next = image + image[IMAGE_NEXT], *leave = image + image[IMAGE_LEAVE];
     const int64_t classes = image[IMAGE_CLASSES];
+    const int32_t narrow = image[IMAGE_NARROW];
     image_walk walk = image_begin(place, stack);
     const image_place *now = &walk.place;
     int64_t size = 0;
     for (; size < room && now->state >= 0 && leave[now->state] == -1; size++) {
         int64_t only = -1;
         for (int64_t at = 0; at < classes; at++) {
-            if (next[now->state * classes + at] < 0) continue;
+            if (entry_at(next, narrow, now->state * classes + at) == -1) continue;
             if (only >= 0 || byte_of[at] < 0) return size;
             only = at;
         }

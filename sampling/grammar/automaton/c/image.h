@@ -5,9 +5,9 @@
 
 #include <stdint.h>
 
-enum { IMAGE_VERSION = 3, IMAGE_COUNTERS = 3, IMAGE_MOVE_INTS = 12, IMAGE_MAX_PUSHES = 64 };
+enum { IMAGE_VERSION = 4, IMAGE_COUNTERS = 3, IMAGE_MOVE_INTS = 12, IMAGE_MAX_PUSHES = 64 };
 
-/* The header. Fields after IMAGE_FREE are offsets of tables, in int32 from the start of the image. */
+/* The header. Fields from IMAGE_CLASS_OF on are offsets of tables, in int32 from the start of the image. */
 enum image_field {
     IMAGE_FORMAT, /* IMAGE_VERSION */
     IMAGE_SIZE,
@@ -22,9 +22,10 @@ enum image_field {
     IMAGE_DEPTH, /* the most symbols on the stack of a text; 0 without symbols */
     IMAGE_PUSHES, /* the most symbols that a legal token has on the stack at a time; at most IMAGE_MAX_PUSHES */
     IMAGE_FREE, /* the first of the states before the end of a marker, in which the text is free; IMAGE_STATES without a marker */
+    IMAGE_NARROW, /* 1: an entry of IMAGE_NEXT has 16 bits, and an int32 two entries, the first one in its low half; 0: 32 bits */
     IMAGE_CLASS_OF, /* [256] byte class of each byte */
     IMAGE_BYTE_OF, /* [classes] the only byte of a class, or -1 */
-    IMAGE_NEXT, /* [states, classes] state, -1, or IMAGE_SPECIAL + index of a move */
+    IMAGE_NEXT, /* [states, classes] state; -1: not legal; -2 - n: move n */
     IMAGE_MOVES, /* [moves, IMAGE_MOVE_INTS] target, push, counter, last target, two (counter, value) pairs to set, the same for the last */
     IMAGE_LEAVE, /* [states] finish set of a state that is left at once; -1 none; -2 none, and the text may end here */
     IMAGE_RETURN, /* [finish sets, symbols] state after a nested part, or -1 */
@@ -39,8 +40,6 @@ enum image_field {
     IMAGE_CROSS,
     IMAGE_HEADER, /* number of header fields */
 };
-
-enum { IMAGE_SPECIAL = 1 << 30 };
 
 /* The tokens of a vocabulary, shared by the images compiled for it. */
 typedef struct {

@@ -226,7 +226,7 @@ struct Row {
 class Masks {
 public:
     Masks(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits)
-        : automaton(automaton), vocabulary(vocabulary), limits(limits), bytes_of(automaton.classes), row(std::vector<uint32_t>((size_t)vocabulary.words, 0)),
+        : automaton(automaton), vocabulary(vocabulary), limits(limits), narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(automaton.classes), row(std::vector<uint32_t>((size_t)vocabulary.words, 0)),
           ordered(std::vector<uint32_t>(vocabulary.starts.size() / 32 + 1, 0)), state_at(vocabulary.longest + 1), known_at(vocabulary.longest + 1), stack_at(vocabulary.longest + 1) {
         for (int byte = 0; byte < 256; byte++) bytes_of[automaton.class_of[byte]].push_back((uint8_t)byte);
     }
@@ -747,7 +747,7 @@ private:
             base_of.push_back(base);
             for (int32_t word : row.touched) change_word.push_back(word), change_value.push_back((int32_t)row.bits[word]);
         }
-        check_size(4 * (int64_t)(dense.size() + 2 * change_word.size() + automaton.next.size()));
+        check_size(4 * (int64_t)(dense.size() + 2 * change_word.size() + automaton.next.size() / (narrow ? 2 : 1)));
         return (int32_t)base_of.size() - 1;
     }
 
@@ -774,6 +774,16 @@ private:
         if (bytes > limits.bytes) exceeded("bytes", limits.bytes);
     }
 
+    Ints entries() const { // of IMAGE_NEXT
+        Ints packed(narrow ? (automaton.next.size() + 1) / 2 : automaton.next.size(), 0);
+        for (size_t at = 0; at < automaton.next.size(); at++) {
+            int32_t entry = automaton.next[at] < SPECIAL ? automaton.next[at] : -2 - (automaton.next[at] - SPECIAL);
+            if (narrow) packed[at / 2] |= (int32_t)((uint32_t)(uint16_t)entry << at % 2 * 16);
+            else packed[at] = entry;
+        }
+        return packed;
+    }
+
     std::vector<int32_t> assembled() {
         change_start.push_back((int32_t)change_word.size());
         Ints leave = automaton.pop, byte_of(automaton.classes, -2), moves, cross_start, cross;
@@ -796,6 +806,7 @@ private:
         }
         cross_start.push_back((int32_t)cross.size());
         std::vector<int32_t> image((IMAGE_HEADER + 3) / 4 * 4, 0);
+        image[IMAGE_NARROW] = narrow;
         auto table = [&](int field, const auto &values) {
             image[field] = (int32_t)image.size();
             image.insert(image.end(), values.begin(), values.end());
@@ -804,7 +815,7 @@ private:
         table(IMAGE_DENSE, dense);
         table(IMAGE_CLASS_OF, automaton.class_of);
         table(IMAGE_BYTE_OF, byte_of);
-        table(IMAGE_NEXT, automaton.next);
+        table(IMAGE_NEXT, entries());
         table(IMAGE_MOVES, moves);
         table(IMAGE_LEAVE, leave);
         table(IMAGE_RETURN, automaton.go);
@@ -835,6 +846,7 @@ private:
     const Automaton &automaton;
     const Vocabulary &vocabulary;
     const Limits &limits;
+    const bool narrow; // whether 16 bits hold each entry of IMAGE_NEXT
     std::vector<std::vector<uint8_t>> bytes_of; // [classes]
     Ints plain_row, row_of; // [states]
     std::vector<Ints> crossing; // [states]

@@ -10,7 +10,7 @@ import torch
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Vocabulary
 from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar
-from stepgraph.sampling.grammar.automaton.library import Field
+from stepgraph.sampling.grammar.automaton.library import Field, next_entries
 from stepgraph.sampling.grammar.matchers.marker import Marker, MarkerMatcher
 from stepgraph.sampling.grammar.status import BITS_PER_WORD
 from tests.helpers.automaton_cases import VOCABULARY
@@ -88,13 +88,13 @@ def test_a_hidden_token_is_legal_before_the_marker_only() -> None:
 def test_a_planted_error_is_found(field: Field) -> None:
     after, alone = both(SMALL, Constraint.regex("x+|ab"), "aab")
     image = after.image.copy()
-    free, classes = int(image[Field.FREE]), int(image[Field.CLASSES])
+    free = int(image[Field.FREE])
     if field is Field.FREE:
         image[Field.FREE] = image[Field.STATES]
     elif field is Field.CLASS_OF:
         image[image[field] + ord("a")] = image[image[field] + ord("z")]
     elif field is Field.NEXT:
-        image[image[field] + free * classes + image[image[Field.CLASS_OF] + ord("a")]] = free
+        next_entries(image)[free, image[image[Field.CLASS_OF] + ord("a")]] = free
     else:
         image[image[field] : image[field] + image[image[Field.CHANGE_START] + image[Field.ROWS]]] ^= 2
     with pytest.raises(AssertionError):
