@@ -252,7 +252,7 @@ def test_a_number_of_ranks_that_cannot_run_is_refused(size: Any, accepted: str) 
 
 
 def test_models_that_are_not_divided_are_refused() -> None:
-    with pytest.raises(ValueError, match="draft: got .* with tensor_parallel=2, expected None, a folder or a name"):
+    with pytest.raises(ValueError, match=r"draft: got .* with tensor_parallel=2, expected None, a folder or a name"):
         Engine.from_pretrained(model_folder(), lambda *_: [], tensor_parallel=2)
     with pytest.raises(ValueError, match="path: got a model that tensor_parallel=2 does not divide"):
         Engine.from_pretrained(folder_of("phi-3, with a window"), tensor_parallel=2)
