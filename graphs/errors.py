@@ -20,7 +20,10 @@ _SKIPPED_FILES = {
     contextlib.__file__,
     threading.__file__,
     os.path.join(os.path.dirname(_GRAPHS), "sampling", "cuda_graphs.py"),
-    *(os.path.join(_GRAPHS, name) for name in ("backends.py", "buffer_spec.py", "buffers.py", "capture.py", "context.py", "errors.py")),
+    *(
+        os.path.join(_GRAPHS, name)
+        for name in ("backends.py", "backup.py", "buffer_spec.py", "buffers.py", "capture.py", "context.py", "errors.py")
+    ),
 }
 _SKIPPED_FOLDERS = (
     *(os.path.join(_GRAPHS, name) + os.sep for name in ("tape", "cuda")),

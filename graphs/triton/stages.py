@@ -85,12 +85,5 @@ def write_emission(*tensors: Tensor) -> None:
     """The arguments and outputs of stages.write_emission, in the order of the program."""
     _, state, tokens, *_ = tensors
     results, positions, columns = tensors[9], tokens.shape[1], state.shape[1]
-    write_row[(len(state),)](
-        *tensors,
-        positions,
-        columns,
-        results.stride(0),
-        COLUMNS=triton.next_power_of_2(columns),
-        POSITIONS=triton.next_power_of_2(positions),
-        num_warps=1,
-    )
+    constants = {"COLUMNS": triton.next_power_of_2(columns), "POSITIONS": triton.next_power_of_2(positions)}
+    write_row[(len(state),)](*tensors, positions, columns, results.stride(0), **constants, num_warps=1)

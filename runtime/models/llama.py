@@ -21,7 +21,7 @@ from stepgraph.graphs.layers.linear import linear, lookup
 from stepgraph.graphs.layers.lora import add_lora
 from stepgraph.graphs.layers.slot_mapping import rope_angles
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import AttentionShape, cache_specs
+from stepgraph.graphs.model import cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.experts import ExpertMlp
 from stepgraph.runtime.models.llama_config import LlamaConfig
@@ -36,12 +36,11 @@ class LlamaBase(nn.Module):
 
     def __init__(self, layer_config: LlamaConfig, device: str | torch.device) -> None:
         super().__init__()
-        size, windows, ropes = layer_config.head_size, layer_config.windows, (layer_config.rope, layer_config.local_rope)
-        heads = layer_config.num_heads, layer_config.num_kv_heads
-        self.attends = (AttentionShape(layer_config.dtype, *heads, size, windows, sinks=layer_config.sinks),)
+        self.attends, ropes = (layer_config.attention,), (layer_config.rope, layer_config.local_rope)
         # As integer bits: .to(bfloat16) rounds every floating-point buffer, and rounded frequencies give wrong positions.
         for name, rope in zip(("frequency_bits", "local_frequency_bits"), ropes, strict=True):
-            self.register_buffer(name, None if rope is None else rope.frequencies(size).to(device).view(torch.int32), persistent=False)
+            bits = None if rope is None else rope.frequencies(layer_config.head_size).to(device).view(torch.int32)
+            self.register_buffer(name, bits, persistent=False)
         self.frequency_bits: Tensor
         self.local_frequency_bits: Tensor | None
         self._magnitude = layer_config.rope.magnitude
@@ -108,7 +107,7 @@ class Llama(LlamaBase):
         normed = rms_norm(states, first, epsilon, offset)
         for index, (layer, next_norm) in enumerate(zip(self.layers, norms, strict=True)):
             layer_inputs.append(states)
-            adapted = _unchanged if inputs.lora_slots is None else functools.partial(_add_lora, f"{self.name}_{index}_", inputs, buffers)
+            adapted = self.adapted(index, inputs, buffers)
             angles = rotation if layer.window is None else local
             states, normed = layer(states, normed, angles, inputs, keys[index], values[index], next_norm, adapted)
         layer_inputs.append(states)
@@ -116,6 +115,10 @@ class Llama(LlamaBase):
         hidden = normed.view(*shape, -1)
         features = [layer_inputs[layer] for layer in self.feature_layers]
         return ModelOutput(hidden, torch.cat(features, -1).view(*shape, -1) if features else hidden)
+
+    def adapted(self, index: int, inputs: ModelInput, buffers: StaticBuffers) -> Adapted:
+        """What the products of a layer become."""
+        return _unchanged if inputs.lora_slots is None else functools.partial(_add_lora, f"{self.name}_{index}_", inputs, buffers)
 
 
 def embed(inputs: ModelInput, table: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -127,7 +130,7 @@ def embed(inputs: ModelInput, table: Tensor, dtype: torch.dtype, scale: float = 
     return torch.where(inputs.embeddings.given.flatten()[:, None], inputs.embeddings.values.flatten(0, 1), states)
 
 
-Adapted = Callable[[str, Tensor, Tensor], Tensor]  # the name of a weight, its input and its product -> the product with adapters
+Adapted = Callable[[str, Tensor, Tensor], Tensor]  # the name of a weight, its input and its product -> the result
 
 
 def _unchanged(name: str, states: Tensor, product: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stepgraph.graphs.layers.dense import Activation
 from stepgraph.graphs.layers.lora import LoraWeight
+from stepgraph.graphs.model import AttentionShape
 from stepgraph.sampling.fields import is_int
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -134,6 +135,10 @@ class LlamaConfig:
     @property
     def qkv_size(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
+
+    @property
+    def attention(self) -> AttentionShape:
+        return AttentionShape(self.dtype, self.num_heads, self.num_kv_heads, self.head_size, self.windows, sinks=self.sinks)
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from stepgraph.graphs.layers.dense import Residual
+from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.parallel import sum_over_ranks
 from stepgraph.graphs.layers.quantised import Grouped
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.models.files.checkpoint import Checkpoint
 from stepgraph.runtime.models.files.weights import SafetensorsSource, Stored, llama_slices
-from stepgraph.runtime.models.llama import Adapted, Llama, LlamaLayer, _unchanged
+from stepgraph.runtime.models.llama import Adapted, Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.parallel.ranks import Ranks
 
@@ -28,40 +28,20 @@ _COLUMNS = ("o_proj.weight", "down_proj.weight")
 _SUMMED = ("output", "down")  # products with some columns of a weight: their sum over the ranks is the whole product
 
 
-class ShardedLayer(LlamaLayer):
-    """The layer with the sizes of one rank."""
-
-    def __init__(self, config: LlamaConfig, index: int, like: Tensor, group: int) -> None:
-        super().__init__(config, index, like)
-        self.group = group
-
-    def forward(
-        self,
-        states: Tensor,
-        normed: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        inputs: ModelInput,
-        keys: Tensor,
-        values: Tensor,
-        next_norm: Tensor,
-        adapted: Adapted = _unchanged,
-    ) -> Residual:
-        return super().forward(states, normed, rotation, inputs, keys, values, next_norm, self._summed)
-
-    def _summed(self, name: str, states: Tensor, product: Tensor) -> Tensor:
-        if name in _SUMMED:
-            sum_over_ranks.out(product, self.group)
-        return product
-
-
 class ShardedLlama(Llama):
     """config: with the heads and the intermediate size of one rank."""
 
     def __init__(self, config: LlamaConfig, ranks: Ranks, feature_layers: Sequence[int], device: str | torch.device) -> None:
         super().__init__(config, feature_layers=feature_layers, device=device)
-        like = torch.empty(0, dtype=config.dtype, device=device)
-        self.layers = nn.ModuleList(ShardedLayer(config, index, like, ranks.graph) for index in range(config.num_layers))
         self.lora_weights, self.ranks = {}, ranks
+
+    def adapted(self, index: int, inputs: ModelInput, buffers: StaticBuffers) -> Adapted:
+        return self._summed
+
+    def _summed(self, name: str, states: Tensor, product: Tensor) -> Tensor:
+        if name in _SUMMED:
+            sum_over_ranks.out(product, self.ranks.graph)
+        return product
 
 
 class ShardSource:

@@ -46,7 +46,7 @@ class LockstepQueue(RequestQueue):
         while not queued.ready:  # how long a compile takes differs between ranks, and a step must not depend on it
             self.wake.wait(0.01)
         request = (job.prompt_ids, job.constraint, job.sampling, job.max_new_tokens, job.num_speculative_tokens, job.stop_ids)
-        self.ranks.note((*request, job.draft_ids, job.cache_salt, bool(queued.error)))
+        self.ranks.note((*request, job.draft_ids, job.cache_salt, job.resume_from, bool(queued.error)))
         self.admissible.add(job.id)
 
     def cancel(self, requested: Job | int) -> bool:
@@ -109,6 +109,6 @@ class LockstepScheduler(Scheduler):
 
 def _options(job: Job) -> dict[str, Any]:
     """Of submit(), for the same job on another rank."""
-    copied = ("constraint", "max_new_tokens", "num_speculative_tokens", "cache_salt")
+    copied = ("constraint", "max_new_tokens", "num_speculative_tokens", "cache_salt", "resume_from")
     options = {name: getattr(job, name) for name in copied}
     return options | {"sampling": replace(job.sampling, seed=job.seed), "draft_ids": job.draft_ids or None}

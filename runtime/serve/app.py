@@ -128,7 +128,7 @@ class App:
         if self.leaving:
             raise HttpError(503, "the server is shutting down")
         try:
-            tickets = self._gate.tickets(parsed.n, parsed.priority)
+            tickets = self._gate.tickets(parsed.n, parsed.priority, key)
         except QueueFullError as error:
             raise HttpError(429, str(error), code="rate_limit_exceeded") from None
         answer_id = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex

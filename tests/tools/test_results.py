@@ -59,6 +59,12 @@ def quoted() -> list[tuple[str, str]]:
     }
     head = ("head alone, masked", "head alone, not masked")
     bench = kept("maskbench")
+    two = kept("twographs")["rounds"]
+    by_pair = ([each for each in two if name in each["models"]] for name in ("SmolLM2", "Llama"))
+    gains = [sorted(each["gain_apart"] for each in found) for found in by_pair] + [sorted(each["gain_shared"] for each in two)]
+    fills = [[batch["over_python_loop"] for batch in each["batches"]] for each in kept("fills")["libraries"]]
+    shares = [" and ".join(f"{each['native link, called from C']:.2f}" for each in batches) for batches in fills]
+    shares.append(" and ".join(f"{each['native link, automata']:.2f}" for each in fills[0]))
     outcomes, masks = bench["counts"], bench["mask_us"]["all"]["least of three"]
     return [
         ("README.md", f"the same weights | {speed['transformers + grammar']} | 1 |"),
@@ -99,6 +105,8 @@ def quoted() -> list[tuple[str, str]]:
             "docs/constrain.md",
             f"{bench['compile_ms']['p50']:.0f} ms at the median and {bench['compile_ms']['p99']:,.0f} ms at p99 on a busy",
         ),
+        *(("docs/round.md", f"{share} with") for share in shares),
+        *(("docs/round.md", f"{found[0]:.2f} to {found[-1]:.2f} times") for found in gains),
         ("tools/README.md", f"{sum(goal['met'] for goal in adaptive['goals'])} of {len(adaptive['goals'])} goals are met"),
         ("tools/README.md", f"{soak['wanted_seconds'] / 60:.0f} minutes on two busy cores"),
         ("tools/README.md", f"minutes resident memory rose by {trends['resident_bytes']['per_hour'] / 1e6:.0f} MB per hour"),
@@ -115,5 +123,6 @@ def test_documents_quote_the_latest_records() -> None:
     assert [(name, text) for name, text in quoted() if text not in texts[name]] == []
     linked = {path.name for path in RECORDS if any(path.name in text for text in texts.values())}
     assert linked >= {
-        max(RESULTS.glob(f"{kind}-*.json")).name for kind in ("adaptive", "demo", "legality", "automata", "maskbench", "soak")
+        max(RESULTS.glob(f"{kind}-*.json")).name
+        for kind in ("adaptive", "demo", "legality", "automata", "maskbench", "soak", "twographs", "fills")
     }

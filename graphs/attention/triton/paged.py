@@ -201,29 +201,12 @@ def paged_attention(*arguments: Any, least_part: int = LEAST_PART) -> None:
     part, parts = parts_of(pages * page_size, least_part)
     lines, sizes = batch * count * heads, (tile.size, 1, 1)  # of sums, peaks and totals
     found = [torch.empty(lines, parts, each, dtype=torch.float32, device=query.device) if parts > 1 else None for each in sizes]
-    attend_part[(batch, kv_heads, triton.cdiv(groups * count, tile.rows) * parts)](
-        *tensors,
-        sinks,
-        output,
-        *found,
-        count,
-        heads,
-        pages,
-        keys.stride(0),
-        part,
-        window,
-        scale * _LOG2_E.value * (2 / softcap if softcap else 1),
-        softcap * _LOG2_E.value if softcap else None,
-        size=size,
-        GROUPS=groups,
-        PAGE=page_size,
-        ROWS=tile.rows,
-        KEYS=tile.keys,
-        SIZE=tile.size,
-        WIDE=query.device.type == "cpu",
-        num_warps=tile.warps,
-        enable_fp_fusion=False,
-    )
+    scales = scale * _LOG2_E.value * (2 / softcap if softcap else 1), softcap * _LOG2_E.value if softcap else None
+    numbers = count, heads, pages, keys.stride(0), part, window, *scales
+    constants = {"size": size, "GROUPS": groups, "PAGE": page_size, "ROWS": tile.rows, "KEYS": tile.keys, "SIZE": tile.size}
+    constants |= {"WIDE": query.device.type == "cpu", "num_warps": tile.warps, "enable_fp_fusion": False}
+    grid = (batch, kv_heads, triton.cdiv(groups * count, tile.rows) * parts)
+    attend_part[grid](*tensors, sinks, output, *found, *numbers, **constants)
     if parts > 1:
         combine_parts[(lines,)](
             *found,

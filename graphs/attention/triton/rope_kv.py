@@ -70,18 +70,7 @@ def rope_and_write_kv(*tensors: Tensor) -> None:
     query, key, value, cosines, _, _, keys, values, _ = tensors
     (tokens, heads, size), turned = query.shape, cosines.shape[2]
     assert turned % 2 == 0 and keys.stride() == values.stride() and keys.stride()[1:] == (size, 1), f"keys {keys.stride()}"
-    rotate_heads[(tokens, heads + key.shape[1])](
-        *tensors,
-        query.stride(0),
-        key.stride(0),
-        value.stride(0),
-        keys.stride(0),
-        heads,
-        size,
-        turned // 2,
-        HALF=triton.next_power_of_2(turned // 2),
-        SIZE=triton.next_power_of_2(size),
-        PARTIAL=turned < size,
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
+    strides, half = [each.stride(0) for each in (query, key, value, keys)], turned // 2
+    constants = {"HALF": triton.next_power_of_2(half), "SIZE": triton.next_power_of_2(size), "PARTIAL": turned < size}
+    grid = (tokens, heads + key.shape[1])
+    rotate_heads[grid](*tensors, *strides, heads, size, half, **constants, num_warps=1, enable_fp_fusion=False)

@@ -5,6 +5,8 @@ Each step is rounded as torch rounds it. Sums and reciprocal roots may differ fr
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -53,34 +55,20 @@ def normalise_row(
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float, offset: float, output: Tensor) -> None:
     if states.dim() != 3 or states.stride()[1:] != (states.shape[2], 1):
         states = states.contiguous().view(-1, 1, states.shape[-1])
-    _launch(states, None, weight, epsilon, offset, None, output)
+    _launch(states, None, weight, None, output, epsilon, offset)
 
 
 def add_rms_norm(states: Tensor, update: Tensor, weight: Tensor, epsilon: float, offset: float, sums: Tensor, output: Tensor) -> None:
-    _launch(states[:, None], update, weight, epsilon, offset, sums, output)
+    _launch(states[:, None], update, weight, sums, output, epsilon, offset)
 
 
-def _launch(
-    states: Tensor, update: Tensor | None, weight: Tensor, epsilon: float, offset: float, sums: Tensor | None, output: Tensor
-) -> None:
+def _launch(states: Tensor, *others: Any) -> None:
+    """The arguments of the program without sizes."""
     tokens, inner, size = states.shape
-    width = triton.next_power_of_2(size)
-    normalise_row[(tokens * inner,)](
-        states,
-        update,
-        weight,
-        sums,
-        output,
-        states.stride(0),
-        inner,
-        size,
-        epsilon,
-        offset,
-        SIZE=width,
-        SHIFTED=offset != 0,
-        num_warps=warps_of(width),
-        enable_fp_fusion=False,
-    )
+    *tensors, epsilon, offset = others
+    width, sizes = triton.next_power_of_2(size), (states.stride(0), inner, size)
+    constants = {"SIZE": width, "SHIFTED": offset != 0, "num_warps": warps_of(width), "enable_fp_fusion": False}
+    normalise_row[(tokens * inner,)](states, *tensors, *sizes, epsilon, offset, **constants)
 
 
 @triton.jit

@@ -62,15 +62,8 @@ def place_tokens(*arguments: Any) -> None:
     """The arguments and outputs of slot_mapping.place_tokens, in the order of the program."""
     tokens, length, end, tables, *_ = arguments
     batch, width = tokens.shape
-    place_row[(batch,)](
-        *arguments,
-        width,
-        tables.shape[1],
-        length.stride(0),
-        end.stride(0),
-        WIDTH=triton.next_power_of_2(width),
-        num_warps=1 if width <= 256 else 8,
-    )
+    sizes, warps = (width, tables.shape[1], length.stride(0), end.stride(0)), 1 if width <= 256 else 8
+    place_row[(batch,)](*arguments, *sizes, WIDTH=triton.next_power_of_2(width), num_warps=warps)
 
 
 @triton.jit

@@ -247,32 +247,11 @@ def advance_fill(*tensors: Any, tile: int = WORDS, lanes: int = LANES) -> None:
     state, images, rows, drafts, arena, _, starts, _, _, _, stacks, masks, _, statuses = arguments
     _, positions, words = masks.shape
     aligned = words % ALIGNMENT == 0
-    advance_rows[(len(rows),)](
-        *arguments,
-        texts,
-        slots,
-        forced,
-        len(arena),
-        len(starts) - 1,
-        0 if slots is None else len(slots).bit_length() - 1,
-        stacks.shape[2],
-        positions,
-        words,
-        first,
-        last,
-        *state.stride(),
-        images.stride(0),
-        *drafts.stride(),
-        statuses.stride(0),
-        0 if forced is None else forced.stride(0),
-        FILL_NEW=fill_new,
-        BY_ROW=by_row,
-        MERGES=merges,
-        TAKES_FORCED=takes_forced,
-        ALIGNED=aligned,
-        WORDS=min(tile, triton.next_power_of_2(words)),
-        LEGAL_WORDS=min(tile, LEGAL_WORDS, triton.next_power_of_2(words)),
-        LANES=lanes,
-        num_warps=WARPS,
-        maxnreg=REGISTERS[aligned],
-    )
+    bits, forced_stride = 0 if slots is None else len(slots).bit_length() - 1, 0 if forced is None else forced.stride(0)
+    sizes = len(arena), len(starts) - 1, bits, stacks.shape[2], positions, words, first, last
+    strides = *state.stride(), images.stride(0), *drafts.stride(), statuses.stride(0), forced_stride
+    flags = {"FILL_NEW": fill_new, "BY_ROW": by_row, "MERGES": merges, "TAKES_FORCED": takes_forced, "ALIGNED": aligned, "LANES": lanes}
+    width = triton.next_power_of_2(words)
+    tiles = {"WORDS": min(tile, width), "LEGAL_WORDS": min(tile, LEGAL_WORDS, width)}
+    options = {"num_warps": WARPS, "maxnreg": REGISTERS[aligned]}
+    advance_rows[(len(rows),)](*arguments, texts, slots, forced, *sizes, *strides, **flags, **tiles, **options)

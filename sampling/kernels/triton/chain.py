@@ -63,16 +63,8 @@ def mask_status(*arguments: Any) -> None:
     """The arguments and outputs of kernels.chain.mask_status, in the order of the program."""
     tags, owner, generated, constrained, _, _, status, _ = arguments
     batch, positions = status.shape
-    check_tags[(batch,)](
-        *arguments,
-        positions,
-        *tags.stride()[:2],
-        owner.stride(0),
-        generated.stride(0),
-        constrained.stride(0),
-        POSITIONS=triton.next_power_of_2(positions),
-        num_warps=1,
-    )
+    strides = *tags.stride()[:2], owner.stride(0), generated.stride(0), constrained.stride(0)
+    check_tags[(batch,)](*arguments, positions, *strides, POSITIONS=triton.next_power_of_2(positions), num_warps=1)
 
 
 @triton.jit
@@ -134,12 +126,5 @@ def chain_accept(*tensors: Any) -> None:
     """The arguments and outputs of kernels.chain.chain_accept, in the order of the program."""
     sampled, _, _, _, _, stop_ids, *_ = tensors
     (rows, positions), stops = sampled.shape, stop_ids.shape[1]
-    accept_chain[(rows,)](
-        *tensors,
-        positions,
-        stops,
-        POSITIONS=triton.next_power_of_2(positions),
-        STOPS=triton.next_power_of_2(max(stops, 1)),
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
+    constants = {"POSITIONS": triton.next_power_of_2(positions), "STOPS": triton.next_power_of_2(max(stops, 1))}
+    accept_chain[(rows,)](*tensors, positions, stops, **constants, num_warps=1, enable_fp_fusion=False)

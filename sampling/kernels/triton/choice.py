@@ -120,17 +120,9 @@ def masked_argmax(*tensors: Any, tile: int = CHOICE_TILE) -> None:
     logits, masks, *_ = inputs
     batch, positions, width = logits.shape
     candidates = torch.empty(batch * positions, triton.cdiv(width, tile), dtype=torch.int64, device=logits.device)
-    masked_candidates[tuple(candidates.shape)](
-        *inputs,
-        candidates,
-        positions,
-        width,
-        *logits.stride()[:2],
-        *masks.stride()[:2],
-        WORDS=tile // 32,
-        num_warps=8,
-        enable_fp_fusion=False,
-    )
+    sizes = positions, width, *logits.stride()[:2], *masks.stride()[:2]
+    grid = tuple(candidates.shape)
+    masked_candidates[grid](*inputs, candidates, *sizes, WORDS=tile // 32, num_warps=8, enable_fp_fusion=False)
     store_best(candidates, finite, token)
 
 

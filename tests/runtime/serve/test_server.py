@@ -23,7 +23,7 @@ from stepgraph.runtime import cli
 from stepgraph.runtime.commands import terminal
 from stepgraph.runtime.models.toy import ToyTarget
 from stepgraph.runtime.serve.calls import FORMATS
-from stepgraph.runtime.serve.gate import Gate
+from stepgraph.runtime.serve.gate import Gate, Ticket
 from stepgraph.runtime.serve.http import Bounds
 from tests.helpers.adapters import save_adapter
 from tests.helpers.aio_runs import Gate as Steps
@@ -330,6 +330,28 @@ def test_lower_priorities_enter_first() -> None:
         return entered
 
     assert asyncio.run(order()) == [0, 3, 2, 1]
+
+
+def test_tenants_take_turns() -> None:
+    """A tenant that arrives late waits for one answer of each other tenant, and gets no turns for the time before."""
+
+    async def order() -> str:
+        gate, entered, tickets = Gate(1, 20), "", list[tuple[str, Ticket]]()
+
+        def leave() -> str:
+            name, one = next(pair for pair in tickets if pair[1].entered.done() and not pair[1].left)
+            gate.leave(one)
+            return name
+
+        for tenant, count in (("a", 5), ("b", 2)):
+            tickets += [(tenant, ticket) for ticket in gate.tickets(count, 0, tenant)]
+        entered += leave() + leave() + leave()
+        tickets += [("c", ticket) for ticket in gate.tickets(3, 0, "c")]
+        while gate.waiting:
+            entered += leave()
+        return entered + leave()
+
+    assert asyncio.run(order()) == "ababcacaca"
 
 
 def counts_of(server: Running) -> tuple[int, int]:

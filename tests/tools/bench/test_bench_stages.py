@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from tests.tools.test_results import check as check_record
 from tools import bench_stages
 from tools.bench_stages import KINDS, Scene
 from tools.gpu.checks.context import Context
@@ -26,6 +28,18 @@ def test_every_stage_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     greedy, sampled, masked, both = (entry["stages"]["accept"]["operations"] for entry in rounds)
     assert greedy < sampled and masked < both, "a sampled round has stages of its own"
     assert masked < greedy, "with masks, one kernel chooses the tokens and finds the finite logits"
+
+
+def test_two_graphs_are_compared_by_the_times_of_their_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--two-graphs", "2", "--drafts", "2", "--turns", "1", "--models", "toy", "--out", str(tmp_path / "twographs.json")]
+    assert bench_stages.main(arguments) == 0
+    record = json.loads((tmp_path / "twographs.json").read_text(encoding="utf-8"))
+    assert record == json.loads(capsys.readouterr().out)
+    check_record(f"twographs-{record['date'][:10]}.json", record)
+    (entry,) = record["rounds"]
+    target, draft, half_target, half_draft = entry["us"].values()
+    assert entry["gain_apart"] == pytest.approx((target + draft) / max(2 * half_target, 2 * half_draft, half_target + half_draft), rel=0.02)
+    assert entry["gain_shared"] == pytest.approx((target + draft) / 2 / (half_target + half_draft), rel=0.02)
 
 
 def test_llama_and_head_are_measured() -> None:
