@@ -14,15 +14,14 @@ import torch
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.models.files.loading import Loaded, load_models
 from stepgraph.runtime.parallel.llama import ShardedCheckpoint, check_divisible, shard
-from stepgraph.runtime.parallel.ranks import TIMEOUT_SECONDS, Ranks, checked_size, under_torchrun
+from stepgraph.runtime.parallel.ranks import TIMEOUT_SECONDS, Ranks, under_torchrun
 from stepgraph.sampling.fields import clip_repr
 
 _ACCEPTED = {"save_hidden_states": (None,), "max_loras": (0,), "rounds_per_launch": (1,), "grammar_lane": ("auto", "host")}
 
 
-def load_part(path: str | Path, draft: object, config: EngineConfig | None, size: object, record: object = None, **options: Any) -> Loaded:
+def load_part(path: str | Path, draft: object, config: EngineConfig | None, size: int, record: object = None, **options: Any) -> Loaded:
     """ValueError for what is not divided among ranks. The loaded config has a time limit of rounds, which is also that of sums."""
-    size = checked_size(size)
     wanted = f"tensor_parallel={size}"
     if record is not None:
         raise ValueError(f"record: got {clip_repr(record)} with {wanted}, expected None")

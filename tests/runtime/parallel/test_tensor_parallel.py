@@ -247,7 +247,7 @@ def test_other_weights_on_one_rank_are_found_at_load(tmp_path: Path, name: str) 
     assert all(f"{name}: rank" in error and "loaded other weights" in error for error in errors), errors
 
 
-@pytest.mark.parametrize(("size", "accepted"), [(3, "a divisor of it"), (0, "an integer >= 1"), ("2", "an integer >= 1")])
+@pytest.mark.parametrize(("size", "accepted"), [(3, "a divisor of it"), (0, "a whole number >= 1"), ("2", "a whole number >= 1")])
 def test_a_number_of_ranks_that_cannot_run_is_refused(size: Any, accepted: str) -> None:
     with pytest.raises(ValueError, match=f"tensor_parallel: got {size!r}.*{accepted}"):
         Engine.from_pretrained(model_folder(), tensor_parallel=size)
