@@ -28,7 +28,7 @@ from stepgraph.runtime.request_queue import QueuedRequest
 from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.runtime.trace import Trace
-from stepgraph.sampling.fields import Check, check_value, clip_repr, number, optional
+from stepgraph.sampling.fields import Check, check_value, clip_repr, number, optional, whole
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -88,13 +88,14 @@ class Engine(EngineCore):
         modules in `path`, "ngram" for look-up, "auto" for the first of these that is available; None or "none" for no drafts.
         dtype: None is the model's own. feature_layers: target layers whose inputs a draft model reads; a draft folder sets its own.
         weights: quantised ones are "dequantised" to `dtype`, or stay "quantised" in memory.
-        implementation: "native" for Llama, Mistral, Qwen2 and Qwen3; "transformers" for a folder of any causal language model of that
+        implementation: "native" for the families of docs/models.md; "transformers" for a folder of any causal language model of that
         package (`pip install 'stepgraph[transformers]'`); "auto" is "native" where it implements the model's config.
         progress: print the memory required, and show a progress bar. record: the file that `stepgraph replay` reads.
         tensor_parallel: the number of processes, each with a part of the layers, which are started here; on the CPU only.
         ValueError for a wrong file, field or tensor. Downloads nothing and runs no code of the folder.
         """
         options: dict[str, Any] = {"dtype": dtype, "weights": weights, "feature_layers": feature_layers, "implementation": implementation}
+        check_value("tensor_parallel", tensor_parallel, whole(1))
         if tensor_parallel == 1:
             loaded = load_models(path, draft, config, progress=progress, **options)
         else:

@@ -56,11 +56,12 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 @functools.cache
 def load() -> ctypes.CDLL | Unavailable:
-    """The library of this installation, or the reason why it cannot be used."""
+    """The library of this installation, or the reason why it cannot be used: to be raised as a new error, because an error that is kept
+    keeps the frames it was raised through, and all that they refer to."""
     try:
         return open_library(find_library())
     except Unavailable as error:
-        return error
+        return Unavailable(str(error))
 
 
 def why_not() -> str:

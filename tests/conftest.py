@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Generator
 
 import pytest
 
@@ -15,8 +14,6 @@ preload_where_needed()  # before anything imports torch
 
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
-
-from stepgraph.sampling.native import why_not  # noqa: E402
 
 torch.set_num_threads(1)
 settings.register_profile("default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -49,15 +46,6 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     if nextitem is None or item.path != nextitem.path:
         _let_be()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test that ends with the error which says that there is no C library needs one."""
-    report = yield
-    if report.failed and call.excinfo is not None and why_not() and why_not() in str(call.excinfo.value):
-        report.outcome, report.longrepr = "skipped", (str(call.excinfo.traceback[0].path), 0, f"Skipped: {why_not()}")
-    return report
 
 
 def pytest_unconfigure() -> None:

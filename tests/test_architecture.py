@@ -9,6 +9,7 @@ import torch
 
 from stepgraph.graphs import GraphKey
 from stepgraph.graphs.context import use_context
+from stepgraph.sampling.native import why_not
 from tests.helpers import architecture, node_counts
 from tests.helpers.documents import ROOT
 from tools.gpu.checks.shapes import SHAPES
@@ -26,6 +27,8 @@ TEXT = architecture.PATH.read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def traced() -> dict[str, list[str]]:
+    if why_not():
+        pytest.skip(f"no C library: {why_not()}")
     return {name: files() for name, files in architecture.LISTS.items()}
 
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -13,22 +14,19 @@ import torch
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.models.files.loading import Loaded, load_models
 from stepgraph.runtime.parallel.llama import ShardedCheckpoint, check_divisible, shard
-from stepgraph.runtime.parallel.ranks import TIMEOUT_SECONDS, Ranks, checked_size, under_torchrun
+from stepgraph.runtime.parallel.ranks import TIMEOUT_SECONDS, Ranks, under_torchrun
 from stepgraph.sampling.fields import clip_repr
 
 _ACCEPTED = {"save_hidden_states": (None,), "max_loras": (0,), "rounds_per_launch": (1,), "grammar_lane": ("auto", "host")}
-DRAFTERS = ("auto", "ngram", "none")
 
 
-def load_part(path: str | Path, draft: object, config: EngineConfig | None, size: object, record: object = None, **options: Any) -> Loaded:
+def load_part(path: str | Path, draft: object, config: EngineConfig | None, size: int, record: object = None, **options: Any) -> Loaded:
     """ValueError for what is not divided among ranks. The loaded config has a time limit of rounds, which is also that of sums."""
-    size = checked_size(size)
     wanted = f"tensor_parallel={size}"
     if record is not None:
         raise ValueError(f"record: got {clip_repr(record)} with {wanted}, expected None")
-    if draft is not None and draft not in DRAFTERS:
-        names = ", ".join(map(repr, DRAFTERS))
-        raise ValueError(f"draft: got {clip_repr(draft)} with {wanted}, expected None or one of {names}")
+    if not isinstance(draft, (str, Path, NoneType)):
+        raise ValueError(f"draft: got {clip_repr(draft)} with {wanted}, expected None, a folder or a name")
     backend = "auto" if config is None else config.backend
     if backend == "cuda" or (backend == "auto" and torch.cuda.is_available()):
         raise ValueError(f"EngineConfig.backend: got {backend!r} with {wanted} and a GPU, expected 'tape'")
@@ -37,7 +35,7 @@ def load_part(path: str | Path, draft: object, config: EngineConfig | None, size
             names = " or ".join(map(repr, accepted))
             raise ValueError(f"EngineConfig.{name}: got {getattr(config, name)!r} with tensor_parallel, expected {names}")
     seconds = (config and config.round_timeout_seconds) or TIMEOUT_SECONDS
-    arguments = size, path, "ngram" if draft == "auto" else draft, config
+    arguments = size, path, draft, config
     following = (*arguments, options | {"progress": False})
     join = functools.partial(Ranks.join, size, seconds) if under_torchrun() else functools.partial(Ranks.start, size, seconds, following)
     return load_rank(join, *arguments, options)

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepgraph.graphs.layers.parallel import gather, register_group
-from stepgraph.sampling.fields import clip_repr, is_int
 
 TIMEOUT_SECONDS = 60.0  # where EngineConfig.round_timeout_seconds is None
 START_SECONDS = 600.0  # for a process to start, and to load its part of the model
@@ -117,12 +116,6 @@ class Ranks:
         differing = [rank for rank, other in enumerate(found) if not torch.equal(other, found[0])]
         if differing:
             raise RankError(f"rank {self.rank} of {self.size}: {what} differ between rank 0 and ranks {differing}")
-
-
-def checked_size(size: object) -> int:
-    if not is_int(size) or size < 2:
-        raise ValueError(f"tensor_parallel: got {clip_repr(size)}, expected an integer >= 1")
-    return size
 
 
 def under_torchrun() -> bool:

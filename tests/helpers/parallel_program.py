@@ -43,7 +43,7 @@ def refused_calls(engine: Engine) -> list[tuple[Callable[[], object], str]]:
     ]
 
 
-def open_engine(path: Path, draft: str, size: int, **changes: Any) -> Engine:
+def open_engine(path: Path, draft: str | Path, size: int, **changes: Any) -> Engine:
     config = EngineConfig(max_rows=4, max_length=64, num_speculative_tokens=3, draft_length=3, compile_isolation="none", **changes)
     return Engine.from_pretrained(path, draft, config=config, tensor_parallel=size)
 

@@ -17,6 +17,9 @@ from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
+from stepgraph.sampling.native import why_not
+
+USUAL_MATCHER = XGrammarMatcher if why_not() else AutomatonMatcher  # of a grammar that "auto" compiles
 
 # The types of the functions in matcher_library.
 _LIBRARY = layout._text[layout._text.index("struct matcher_library {") :].partition("};")[0]

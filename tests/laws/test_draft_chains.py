@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher, Vocabulary
-from stepgraph.sampling.grammar.compile.backends import BACKENDS
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceMatcher
+from tests.helpers.c_library import EACH_BACKEND
 from tests.helpers.grammar_texts import TAGS
 from tests.helpers.vocabularies import VOCABULARIES, vocabulary
 
@@ -153,7 +153,7 @@ def walk_all(name: str, backend: str, num_masks: int, seed: int, without: Sequen
     return walkers
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_masks_along_drafts_equal_those_of_a_fresh_matcher(backend: str) -> None:
     slow = [BRACKETS["xgrammar"], Constraint.json_object(backend="xgrammar")]  # 20 to 40 ms per mask
     walkers = walk_all("synthetic", backend, 1200, 1, without=slow)
@@ -164,7 +164,7 @@ def test_masks_along_drafts_equal_those_of_a_fresh_matcher(backend: str) -> None
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_twenty_thousand_masks_equal_those_of_a_fresh_matcher(name: str, backend: str) -> None:
     walkers = walk_all(name, backend, 20_000, 7)

@@ -11,6 +11,8 @@ from pathlib import Path
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs import TapeBackend
 from stepgraph.sampling.grammar import GrammarLimits
+from stepgraph.sampling.native import why_not
+from tests.helpers.c_library import NO_LINK_WARNING
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY
 from tests.laws.test_fault_sweep import threads
 from tests.sampling.grammar.compile.test_compiler import SLOW, busy_worker, gone, waited
@@ -55,11 +57,13 @@ while not all(one.stats().grammars.running for one in engines):
 
 def test_interpreter_exits_cleanly_during_rounds_and_compiles(tmp_path: Path) -> None:
     """One grammar takes minutes in its worker process, one about a second in this process; nothing was closed."""
-    ran = subprocess.run([sys.executable, "-c", EXITING, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(
+        [sys.executable, *NO_LINK_WARNING, "-c", EXITING, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (ran.returncode, ran.stderr) == (0, "")
     started, of_the_fork, running = ran.stdout.splitlines()
     worker, *imported = started.split()
-    assert imported == [], "importing these takes longer than all that the engine does until then"
+    assert imported == [] or why_not(), "importing these takes longer than all that the engine does until then"
     assert (of_the_fork, running) == ("False", "[0, 0]"), "a compile goes on while the interpreter goes"
     waited(lambda: gone(int(worker)), "the worker lives")
     (text,) = SavedStates(tmp_path)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph import Constraint, Engine, Job, SamplingParams
+from tests.helpers.c_library import needs_c
 from tests.helpers.oracles import Answer, accepts
 from tests.helpers.toy_engines import CONSTRAINTS, VOCABULARY, Setup, compiled, plain, shared_engine
 
@@ -173,7 +174,7 @@ def run_schedule(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
 batches = st.lists(st.tuples(asks, st.integers(0, 3)), min_size=1, max_size=6)
 
 
-@pytest.mark.parametrize("setup", [*SETUPS, *ON_HOST, *SWITCHING, *LOOPS], ids=str)
+@pytest.mark.parametrize("setup", [*SETUPS, *ON_HOST, *SWITCHING, *(pytest.param(each, marks=needs_c) for each in LOOPS)], ids=str)
 @settings(max_examples=16)
 @given(batch=batches)
 def test_every_job_equals_plain_greedy(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
@@ -181,7 +182,7 @@ def test_every_job_equals_plain_greedy(setup: Setup, batch: list[tuple[Ask, int]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("setup", [*SETUPS, *ON_HOST, *SWITCHING, *LOOPS], ids=str)
+@pytest.mark.parametrize("setup", [*SETUPS, *ON_HOST, *SWITCHING, *(pytest.param(each, marks=needs_c) for each in LOOPS)], ids=str)
 @settings(max_examples=1000, derandomize=False)
 @given(batch=batches)
 def test_every_job_equals_plain_greedy_long(setup: Setup, batch: list[tuple[Ask, int]]) -> None:

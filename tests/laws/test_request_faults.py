@@ -18,7 +18,7 @@ from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar.link.native_row import NativeRow
 from tests.helpers.oracles import greedy
-from tests.helpers.planted import break_fill, plant, take_fuel
+from tests.helpers.planted import USUAL_MATCHER, break_fill, plant, take_fuel
 from tests.helpers.toy_engines import CONSTRAINTS, VOCABULARY, Setup, make_engine, needs_native, plain
 
 SETUP = Setup(k=3)
@@ -166,7 +166,6 @@ def raises_assertion(check: Callable[[], None]) -> bool:
 def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls: the oracle must detect each of these bugs."""
     from stepgraph.runtime.page_cache import PageCache
-    from stepgraph.sampling.grammar.automaton.grammar import AutomatonMatcher
 
     if bug.startswith("native"):
         real_init = NativeRow.__init__
@@ -180,12 +179,12 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
 
         monkeypatch.setattr(NativeRow, "__init__", planted_init)
     elif bug == "rollback one short":
-        real_rollback = AutomatonMatcher.rollback
-        monkeypatch.setattr(AutomatonMatcher, "rollback", lambda self, count: real_rollback(self, count - 1))
+        real_rollback = USUAL_MATCHER.rollback
+        monkeypatch.setattr(USUAL_MATCHER, "rollback", lambda self, count: real_rollback(self, count - 1))
     elif bug == "mask one row off":
-        real_fill = AutomatonMatcher.fill_next_token_bitmask
+        real_fill = USUAL_MATCHER.fill_next_token_bitmask
         monkeypatch.setattr(
-            AutomatonMatcher, "fill_next_token_bitmask", lambda self, masks, index: real_fill(self, masks, (index + 1) % len(masks))
+            USUAL_MATCHER, "fill_next_token_bitmask", lambda self, masks, index: real_fill(self, masks, (index + 1) % len(masks))
         )
     else:
         real_free = PageCache.free

@@ -12,11 +12,11 @@ import jsonschema
 import pytest
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler
-from stepgraph.sampling.grammar.compile.backends import BACKENDS
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.schema.forms import expr, join
 from stepgraph.sampling.grammar.schema.normalise import Normaliser
 from stepgraph.sampling.grammar.xgrammar_lib.ebnf import json_grammar
+from tests.helpers.c_library import EACH_BACKEND
 from tests.helpers.format_texts import VALID
 from tests.helpers.schema_cases import BYTES
 from tests.sampling.grammar.llguidance_lib.test_llguidance import walked
@@ -112,20 +112,20 @@ def _valid(validator: jsonschema.Draft202012Validator, text: bytes) -> bool:
         return True  # a schema that only refers to itself accepts everything
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_accepted_schemas_are_enforced(backend: BackendChoice) -> None:
     positions, found = faults(backend, 1, 1100)
     assert found == [] and positions > 20_000
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_accepted_schemas_are_enforced_long(backend: BackendChoice) -> None:
     positions, found = faults(backend, 2, 60_000)
     assert found == [] and positions > 1_000_000
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_validator_detects_a_removed_guard(backend: BackendChoice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it oneOf is enforced as anyOf."""
     monkeypatch.setattr(Normaliser, "_exactly_one", lambda self, branches: join(*(self.form(expr(branch)) for branch in branches)))

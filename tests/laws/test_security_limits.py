@@ -30,6 +30,7 @@ from stepgraph.sampling.grammar.schema.reader import MAX_DEPTH
 from stepgraph.sampling.grammar.tokenizers.gguf import MAX_GGUF_ENTRIES
 from stepgraph.sampling.grammar.tokenizers.table import MAX_IDS
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import MAX_JSON_BYTES
+from tests.helpers.c_library import needs_c
 from tests.helpers.grammar_bombs import nested
 from tests.helpers.grammar_texts import PRINTABLE, accepts, claimed, encode, filled
 from tests.helpers.toy_engines import COMPILER, TARGET, VOCABULARY
@@ -126,7 +127,9 @@ EXCEEDED: dict[str, Callable[[], object]] = {
 }
 
 
-@pytest.mark.parametrize("field", [field.name for field in fields(GrammarLimits)])
+@pytest.mark.parametrize(
+    "field", [pytest.param(each.name, marks=[needs_c] if each.name.startswith("automaton") else []) for each in fields(GrammarLimits)]
+)
 def test_exceeded_grammar_limit_is_named(field: str) -> None:
     with pytest.raises(ValueError, match=rf"GrammarLimits\.{field}\b") as caught:
         EXCEEDED[field]()

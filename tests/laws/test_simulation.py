@@ -9,7 +9,7 @@ import pytest
 
 from stepgraph import FinishReason
 from stepgraph.runtime.page_cache import PageCache
-from stepgraph.sampling.grammar.automaton.grammar import AutomatonMatcher
+from tests.helpers.planted import USUAL_MATCHER
 from tests.helpers.simulated_worlds import World
 from tests.helpers.simulation import Failure, Simulation, plan, run_many, run_seed
 
@@ -51,13 +51,13 @@ def test_seed_is_independent_of_previous_runs() -> None:
 
 
 def mask_one_row_off(patch: pytest.MonkeyPatch) -> None:
-    real = AutomatonMatcher.fill_next_token_bitmask
-    patch.setattr(AutomatonMatcher, "fill_next_token_bitmask", lambda self, masks, index: real(self, masks, (index + 1) % len(masks)))
+    real = USUAL_MATCHER.fill_next_token_bitmask
+    patch.setattr(USUAL_MATCHER, "fill_next_token_bitmask", lambda self, masks, index: real(self, masks, (index + 1) % len(masks)))
 
 
 def rollback_one_short(patch: pytest.MonkeyPatch) -> None:
-    real = AutomatonMatcher.rollback
-    patch.setattr(AutomatonMatcher, "rollback", lambda self, count: real(self, count - 1))
+    real = USUAL_MATCHER.rollback
+    patch.setattr(USUAL_MATCHER, "rollback", lambda self, count: real(self, count - 1))
 
 
 def page_freed_twice(patch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from tests.helpers.aio_runs import (
     run,
     watch_sleep,
 )
+from tests.helpers.c_library import NO_LINK_WARNING
 from tests.helpers.toy_engines import Setup, make_engine, plain
 
 shared, idle_engine, no_thread_left = FIXTURES
@@ -222,7 +223,7 @@ asyncio.get_event_loop_policy().new_event_loop().run_until_complete(main())
 
 def test_interpreter_exits_cleanly_with_rounds_in_flight() -> None:
     """Neither the engine nor the loop is closed."""
-    ran = subprocess.run([sys.executable, "-c", EXITING], capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run([sys.executable, *NO_LINK_WARNING, "-c", EXITING], capture_output=True, text=True, timeout=120, check=False)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "cancelled True\n", "")
 
 

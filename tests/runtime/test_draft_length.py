@@ -31,6 +31,7 @@ from stepgraph.runtime.draft_length import (
     verified,
 )
 from stepgraph.runtime.request import Origin
+from tests.helpers.c_library import needs_c
 from tests.helpers.toy_engines import DRAFTERS, TARGET, VOCABULARY, Setup, make_engine, plain
 
 LENGTHS = (0, 1, 3, 5, 7)
@@ -251,6 +252,7 @@ def test_costs_are_measured_for_every_length() -> None:
     engine.close()
 
 
+@needs_c
 @pytest.mark.parametrize(("drafter", "look_up", "graphs"), [("fair", 2, 4 + 2 + 4), ("ngram", 0, 3 * 2)])
 def test_graphs_of_all_lengths_take_less_than_twice_those_of_one(
     monkeypatch: pytest.MonkeyPatch, drafter: str, look_up: int, graphs: int
@@ -283,6 +285,7 @@ def test_plain_cost_that_was_measured_too_high_is_corrected() -> None:
     assert chosen[-80:].count(0) >= 80 - DEFAULT_RULE.spell and costs.of(key)[PLAIN] < 2.1
 
 
+@needs_c
 def test_rounds_with_host_grammars_beside_device_grammars_have_two_lengths() -> None:
     """A mixed batch, also where another length is requested. The tokens are those of plain decoding."""
     engine = make_engine(Setup(k=7, max_rows=2, buckets=(2,)), draft_length="auto")

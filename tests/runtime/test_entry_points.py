@@ -17,6 +17,7 @@ from stepgraph.graphs import BufferSpec, GraphSet, Limits, StaticBuffers, TapeBa
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits
+from tests.helpers.c_library import needs_c
 from tests.helpers.command_models import model_folder
 
 VOCABULARY = Vocabulary.printable()
@@ -159,7 +160,11 @@ def test_wrong_value_is_a_value_error(entry: str, tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     "sizes",
     [{name: 10**15} for name in ("max_rows", "num_pages", "prefill_chunk", "rounds_in_flight", "max_stop_ids", "max_bias_ids")]
-    + [{"grammar_arena_bytes": 10**15, "grammar_lane": "device"}, {"num_pages": 10**9}, {"max_rows": 10**6, "max_length": 10**5}],
+    + [
+        pytest.param({"grammar_arena_bytes": 10**15, "grammar_lane": "device"}, marks=needs_c),
+        {"num_pages": 10**9},
+        {"max_rows": 10**6, "max_length": 10**5},
+    ],
     ids=str,
 )
 def test_sizes_beyond_the_memory_are_refused_with_both_numbers(sizes: dict[str, Any]) -> None:

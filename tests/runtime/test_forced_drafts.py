@@ -17,6 +17,7 @@ from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar import GrammarCompiler
 from stepgraph.sampling.grammar.link.protocol import HostStep, advance
 from stepgraph.sampling.grammar.matchers.forced import ForcedText
+from tests.helpers.c_library import needs_c
 from tests.helpers.oracles import Answer, greedy
 from tests.helpers.proposers import draft_ids_then_noise, noise, parrot
 from tests.helpers.toy_engines import needs_native, switch_draft_lengths
@@ -308,7 +309,9 @@ def engine_of(source: Source, **options: Any) -> Engine:
     return Engine(TARGET, draft, vocabulary=VOCABULARY, config=replace(config, **options))
 
 
-@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+@pytest.mark.parametrize(
+    "source", [pytest.param(SOURCES[name], id=name, marks=[needs_c] if name.startswith("device") else []) for name in SOURCES]
+)
 def test_random_switching_with_looked_up_and_forced_drafts_keeps_the_tokens(source: Source) -> None:
     modelled = not isinstance(source[0], str)
     with engine_of(source, draft_length="auto") as made:

@@ -31,6 +31,7 @@ from stepgraph.sampling.grammar.link.library import load
 from stepgraph.sampling.grammar.link.native import NativeLink
 from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
 from stepgraph.sampling.kernels.filter_choice import choose_filters
+from tests.helpers.c_library import needs_c
 from tests.helpers.grammar_texts import PRINTABLE
 
 CONFIG = {
@@ -115,6 +116,7 @@ def test_tape_refuses_buffers_of_another_device() -> None:
         TapeBackend().capture(lambda b: None, buffers)
 
 
+@needs_c
 def test_native_link_refuses_a_depth_of_zero() -> None:
     with pytest.raises(ValueError, match=r"NativeLink: got 1 slots and depth 0, expected 1 to \d+ slots and a depth of at least 1"):
         NativeLink(load(), *host_buffers(1), 0)

@@ -15,6 +15,7 @@ from stepgraph.sampling.grammar.automaton.library import Field, next_entries
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammar
 from tests.helpers.automaton_cases import CONSTRAINTS
 from tests.helpers.automaton_cases import VOCABULARY as SMALL
+from tests.helpers.c_library import needs_c
 from tools.bench.automaton_masks import Comparer
 from tools.bench_automata import Case, cases, compare_all, main, measure
 
@@ -34,6 +35,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@needs_c
 def test_counts_of_a_folder(folder: Path) -> None:
     found = measure(sorted(folder.iterdir()), VOCABULARY, repeats=1)
     assert (found["schemas"], found["compiled"], found["refused"], found["fit"]) == (3, 1, 1, 0.5)
@@ -50,6 +52,7 @@ def both(constraint: Constraint) -> tuple[AutomatonGrammar, XGrammar]:
 
 @pytest.mark.parametrize("marker", [None, "<t>"])
 @pytest.mark.parametrize("field", [Field.NEXT, Field.CHANGE_VALUE])
+@needs_c
 def test_a_corrupted_table_is_detected(field: Field, marker: str | None) -> None:
     ours, library = both(CONSTRAINTS["brackets"])
     image = ours.image.copy()
@@ -68,6 +71,7 @@ def test_a_corrupted_table_is_detected(field: Field, marker: str | None) -> None
         assert (comparer.found.different == []) is is_right
 
 
+@needs_c
 def test_a_comparison_continues_after_the_positions_it_has(folder: Path) -> None:
     progress, tokens = folder / "progress", {"small": SMALL}
     todo = [Case("small", "states", pattern, Constraint.regex(pattern)) for pattern in ("a[ab]?c", "[ab]*a[ab]{40}")]

@@ -49,7 +49,8 @@ def load_models(
 
     config: None for the defaults, reduced to the positions and drafts that the models support. draft: "auto" uses the MTP
     modules in the target's folder, or n-gram look-up if there are none. weights: quantised ones are kept QUANTISED or DEQUANTISED.
-    implementation: of the target, as in `open_target`. divide: gives the part of the opened target that is loaded.
+    implementation: of the target, as in `open_target`. divide: gives the part of the opened target that is
+    loaded; a draft model is loaded whole.
     """
     check_config(config)
     check_value("progress", progress, BOOL)
@@ -64,10 +65,10 @@ def load_models(
     on_cuda = backend == "cuda" or (backend == "auto" and torch.cuda.is_available())
     _check_weights(weights, on_cuda)
     checkpoint = open_target(path_of(path), dtype, weights, implementation)
-    checkpoint = checkpoint if divide is None else divide(checkpoint)
     if draft in (None, NONE):
         config = without_drafts(config)
     drafter, draft_checkpoint = _open_drafter(draft, checkpoint, dtype, weights)
+    checkpoint = checkpoint if divide is None else divide(checkpoint)
     if draft_checkpoint is not None:
         fed = draft_checkpoint.feature_layers
         if tuple(feature_layers) not in ((), fed):

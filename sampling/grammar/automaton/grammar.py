@@ -138,7 +138,6 @@ class AutomatonBuilder:
 
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits) -> None:
         self._vocabulary, self._limits = vocabulary, limits
-        functions()
 
     def check(self, constraint: Constraint) -> None:
         """ValueError, an UnsupportedError where the part is known, for what would not be enforced; without compiling."""

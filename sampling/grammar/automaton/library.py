@@ -100,7 +100,7 @@ def functions() -> ctypes.CDLL:
     """The compiler's functions; Unavailable with the reason where there is no C library."""
     library = load()
     if isinstance(library, Unavailable):
-        raise library
+        raise Unavailable(str(library))
     library.stepgraph_automaton_vocabulary.restype = c_void_p
     library.stepgraph_automaton_vocabulary.argtypes = (c_void_p, c_void_p, c_int, c_void_p, c_int, c_void_p, c_int, c_int)
     library.stepgraph_automaton_free_vocabulary.restype = None

@@ -25,6 +25,7 @@ from stepgraph.sampling.grammar.schema.reader import check_schema, parsed
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder
+from stepgraph.sampling.native import why_not
 
 # "auto" tries them in this order, but for schemas that do not fit in an automaton: see `by_cost`. An automaton has the language of
 # xgrammar's grammar and costs least. xgrammar stores the masks of most states. llguidance computes each mask anew.
@@ -85,7 +86,8 @@ def installed(name: str) -> bool:
 def backends_for(constraint: Constraint, default: BackendChoice) -> tuple[str, ...]:
     """The libraries to try, in order of preference."""
     choice = constraint.backend if constraint.backend != "auto" else default
-    return BACKENDS if choice == "auto" else (choice,)
+    names = BACKENDS if not why_not() else BACKENDS[1:]  # an automaton accepts no constraint that xgrammar refuses
+    return names if choice == "auto" else (choice,)
 
 
 def by_cost(names: Sequence[str], kind: str, unfit: UnfitError) -> tuple[dict[str, str], list[str]]:
@@ -104,6 +106,8 @@ def by_cost(names: Sequence[str], kind: str, unfit: UnfitError) -> tuple[dict[st
 
 def builder(name: str, vocabulary: Vocabulary, limits: GrammarLimits, max_threads: int) -> Builder:
     """ValueError where the library is not installed."""
+    if name == "automaton" and why_not():
+        raise ValueError(f"there is no C library: {why_not()}")
     if name in ("automaton", "xgrammar"):
         return AutomatonBuilder(vocabulary, limits) if name == "automaton" else XGrammarBuilder(vocabulary, limits, max_threads)
     if not installed(name):

@@ -22,6 +22,7 @@ from stepgraph.runtime import build
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.sampling.kernels import triton as programs
+from stepgraph.sampling.native import why_not
 from tools.random_weights import randomised
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -173,9 +174,9 @@ def test_auto_chooses_among_available_implementations(monkeypatch: pytest.Monkey
     assert (plain.rounds, plain.prompts) == ("reference", "reference")
     assert plain.round_call() is by_reference and plain.prompt_call(0, 3) is by_reference
     assert choose_attention(CUDA, "auto", (), 16) == choose_attention(CPU, "auto", (), 16) == AttentionChoice()
-    assert str(choose_attention(CPU, "auto", (SHAPE,), 16)) == "native"
+    assert str(choose_attention(CPU, "auto", (SHAPE,), 16)) == (f"reference; no native: {why_not()}" if why_not() else "native")
     half = choose_attention(CPU, "auto", (SHAPE, SHAPE._replace(dtype=torch.float16)), 16)
-    assert str(half) == "reference; no native: it supports float32 and bfloat16, not float16"
+    assert str(half) == f"reference; no native: {why_not() or 'it supports float32 and bfloat16, not float16'}"
     assert choose_attention(CPU, "reference", (SHAPE,), 16).round_call() is by_reference
 
 

@@ -168,7 +168,8 @@ def test_generate_records_the_graphs_of_its_answer_only(capsys: pytest.CaptureFi
     for flags, constrained in (("", False), ("--regex '[a-z]{3}'", True)):
         recorded.clear()
         notes = run_json(f"generate model hi --max-new-tokens 8 {flags}", capsys)["notes"]
-        assert sorted(key.draft_length for key in recorded) == [0, 4], "calibrated"
+        assert {key.draft_length for key in recorded} == {0, 4}, "calibrated"
+        assert len(recorded) == (4 if constrained and native.why_not() else 2)
         assert {(key.rows, key.constrained, key.sampled) for key in recorded} == {(1, constrained, False)}
         assert any(note.startswith("grammar lane: device") for note in notes) == (constrained and not native.why_not())
 
@@ -385,7 +386,8 @@ def test_check_schema_results_and_exit_codes(
     found, out, errors = run("check-schema schema.json --objects standard", capsys)
     lines = out.splitlines()
     assert (found, errors) == (code, "")
-    assert summary in lines[-1] and len(lines) == 1 + (len(cells) + 1 if cells else 0)
+    assert summary.replace("automaton", "xgrammar" if native.why_not() else "automaton") in lines[-1]
+    assert len(lines) == 1 + (len(cells) + 1 if cells else 0)
     for line, words in zip(lines[1:], cells, strict=False):
         assert all(word in line for word in words), line
     document = json.loads(run("check-schema schema.json --objects standard --json", capsys)[1])

@@ -23,6 +23,7 @@ from stepgraph.runtime.commands.flags import COMMANDS
 from stepgraph.runtime.demo import pair
 from stepgraph.runtime.demo.scenarios import SCENARIOS
 from stepgraph.runtime.demo.variants import Case, Variant, toy_pair
+from stepgraph.sampling.native import why_not
 
 Captured = pytest.CaptureFixture[str]
 QUICK = ("demo", "--toy", "--repeats", "1", "--max-new-tokens", "24")
@@ -54,7 +55,7 @@ def test_demo_answers_a_given_prompt_as_json(capsys: Captured) -> None:
     assert answer["same_tokens"]["plain + grammar"] is True, "speculation changes speed, never texts"
     rows = {row["variant"]: row for row in document["variants"]}
     assert all(row["host_syncs"] == 0 and row["rounds"] == row["replays"] for row in rows.values())
-    assert not any(row["mask_fills"] for row in rows.values()), "the grammar is followed on the device"
+    assert any(row["mask_fills"] for row in rows.values()) == bool(why_not()), "the grammar is followed on the device if it can be"
     assert rows["speculative + grammar"]["tokens_per_second"]["yours"] > 0
 
 

@@ -10,6 +10,7 @@ import torch
 from stepgraph import Engine, EngineConfig
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.llama import Llama
+from stepgraph.sampling.native import why_not
 from tests.helpers.families import folder_of
 from tests.helpers.family_texts import CONFIG, CONSTRAINTS, PROMPTS, decode, plain
 
@@ -89,7 +90,8 @@ def test_bfloat16_texts_are_independent_of_the_batch() -> None:
 
 def test_from_pretrained_decodes() -> None:
     with Engine.from_pretrained(folder_of("llama-2"), config=CONFIG) as engine:
-        assert "attention: native" in engine.capture().notes
+        notes = engine.capture().notes
+        assert (f"attention: reference; no native: {why_not()}" if why_not() else "attention: native") in ";".join(notes)
         job = engine.generate(PROMPTS[0], max_new_tokens=24)
         assert job.tokens == plain("llama-2", tuple(PROMPTS[0]), None, 24)[0]
     with Engine.from_pretrained(folder_of("llama-2"), None, config=EngineConfig(num_speculative_tokens=2, max_length=64)) as engine:

@@ -27,6 +27,7 @@ from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, Job, Sampli
 from stepgraph.graphs.layers.parallel import register_group, sum_over_ranks
 from stepgraph.runtime.parallel.ranks import COMPARED_STEPS, RankError, Ranks, gloo_group
 from tests.helpers.command_models import model_folder
+from tests.helpers.draft_engines import Drafter
 from tests.helpers.families import folder_of
 from tests.helpers.parallel_program import decode, open_engine, results
 
@@ -101,11 +102,33 @@ def test_ranks_give_the_tokens_of_one_process(size: int, draft: str) -> None:
 @pytest.mark.parametrize(("size", "family"), [(2, "mistral"), (2, "qwen2"), (4, "qwen3"), (4, "gemma-3")])
 def test_families(size: int, family: str) -> None:
     """Windows, biases, norms of heads, norms of outputs."""
-    found = []
+    require_equal_tokens(folder_of(family), "ngram", size)
+
+
+@soak
+@pytest.mark.parametrize(("size", "name"), [(2, "eagle3"), (4, "model"), (2, "mtp")])
+def test_draft_models(size: int, name: str) -> None:
+    drafter = Drafter(name, "qwen3")
+    accepted = require_equal_tokens(drafter.target, drafter.draft, size)
+    assert accepted[0] == accepted[1]
+
+
+@soak
+def test_forced_drafts() -> None:
+    accepted = require_equal_tokens(model_folder(), "forced", 2, constraint=Constraint.choice(["abcdefgh", "xyzwvuts"]))
+    assert accepted[0] == accepted[1] and min(accepted[0])
+
+
+def require_equal_tokens(target: Path, draft: str | Path, size: int, **options: Any) -> list[list[int]]:
+    """Of one process and of `size` ranks. Returns how many drafts each accepted."""
+    found, accepted = [], []
     for ranks in (1, size):
-        with open_engine(folder_of(family), "ngram", ranks) as engine:
-            found.append([job.tokens for job in engine.generate([[5, 6, 7, 5, 6], [9, 8]], max_new_tokens=40)])
+        with open_engine(target, draft, ranks) as engine:
+            jobs = engine.generate([[5, 6, 7, 5, 6], [9, 8]], max_new_tokens=40, **options)
+            found.append([job.tokens for job in jobs])
+            accepted.append([job.num_accepted_drafts for job in jobs])
     assert found[0] == found[1]
+    return accepted
 
 
 def test_sums_are_added_in_the_order_of_the_ranks(tmp_path: Path) -> None:
@@ -224,13 +247,15 @@ def test_other_weights_on_one_rank_are_found_at_load(tmp_path: Path, name: str) 
     assert all(f"{name}: rank" in error and "loaded other weights" in error for error in errors), errors
 
 
-@pytest.mark.parametrize(("size", "accepted"), [(3, "a divisor of it"), (0, "an integer >= 1"), ("2", "an integer >= 1")])
+@pytest.mark.parametrize(("size", "accepted"), [(3, "a divisor of it"), (0, "a whole number >= 1"), ("2", "a whole number >= 1")])
 def test_a_number_of_ranks_that_cannot_run_is_refused(size: Any, accepted: str) -> None:
     with pytest.raises(ValueError, match=f"tensor_parallel: got {size!r}.*{accepted}"):
         Engine.from_pretrained(model_folder(), tensor_parallel=size)
 
 
-def test_a_model_with_other_weights_is_refused() -> None:
+def test_models_that_are_not_divided_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"draft: got .* with tensor_parallel=2, expected None, a folder or a name"):
+        Engine.from_pretrained(model_folder(), lambda *_: [], tensor_parallel=2)
     with pytest.raises(ValueError, match="path: got a model that tensor_parallel=2 does not divide"):
         Engine.from_pretrained(folder_of("phi-3, with a window"), tensor_parallel=2)
 

@@ -17,6 +17,7 @@ from stepgraph.runtime.serve.tools import ToolUse, tool_use
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import GrammarCompiler
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
+from tests.helpers.c_library import EACH_BACKEND
 
 BYTES = Vocabulary([*(bytes([value]) for value in range(256)), b"<end>"], [256])
 COMPILER = GrammarCompiler(BYTES, max_threads=1)
@@ -121,7 +122,7 @@ def test_calls_in_free_text_do_not_depend_on_the_pieces(name: str, parts: list[A
         assert calls_in(whole) == given_calls
 
 
-@pytest.mark.parametrize("backend", ["automaton", "xgrammar", "llguidance"])
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_call_in_free_text_has_the_arguments_of_its_schema(name: str, backend: BackendChoice) -> None:
     use = use_of(name)

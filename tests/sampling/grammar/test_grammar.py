@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Vocabulary
-from stepgraph.sampling.grammar.compile.backends import BACKENDS, Grammar
+from stepgraph.sampling.grammar.compile.backends import Grammar
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
+from stepgraph.sampling.native import why_not
+from tests.helpers.c_library import EACH_BACKEND
 from tests.helpers.grammar_texts import COMPILER, CONTROL, EXAMPLES, PERSON, PRINTABLE, STOP, accepts, encode, filled, matcher_of
 
 
@@ -35,7 +37,7 @@ def test_mask_contains_each_token_of_a_legal_text(kind: str) -> None:
     assert filled(matcher) == (MaskStatus.TERMINATED, [])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_mask_status_along_a_text(backend: BackendChoice) -> None:
     matcher = matcher_of(Constraint.regex("ab?", backend))
     a, b = encode(b"a")[0], encode(b"b")[0]
@@ -56,7 +58,7 @@ def test_mask_status_along_a_text(backend: BackendChoice) -> None:
         matcher.rollback(1)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_dead_end_where_no_token_continues(backend: BackendChoice) -> None:
     vocabulary = Vocabulary([b"a", b"b", b""], stop_token_ids=[2])
     matcher = GrammarCompiler(vocabulary).compile(Constraint.regex("a(b|ac)", backend)).matcher()
@@ -91,7 +93,7 @@ def test_slow_step_is_a_fault() -> None:
     assert "one step of the grammar took" in matcher.fault
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 @pytest.mark.parametrize("token_id", [-1, len(PRINTABLE.tokens), 2**31, 2**32 + 65, 10**20])
 def test_out_of_range_ids_are_not_accepted(token_id: int, backend: BackendChoice) -> None:
     matcher = matcher_of(Constraint.regex("[ -~]*", backend))
@@ -100,7 +102,7 @@ def test_out_of_range_ids_are_not_accepted(token_id: int, backend: BackendChoice
     assert filled(matcher) == before
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_padding_and_control_tokens_are_never_legal(backend: BackendChoice) -> None:
     vocabulary = Vocabulary([b'"', b"a", b"<", CONTROL, b"", b"</s>"], stop_token_ids=[5], logits_width=71, control_token_ids=[3])
     matcher = GrammarCompiler(vocabulary).compile(Constraint.json_schema({"type": "string"}, backend=backend)).matcher()
@@ -112,7 +114,7 @@ def test_padding_and_control_tokens_are_never_legal(backend: BackendChoice) -> N
     assert vocabulary.decode([0, 3, 1, 5]) == b'"a'
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_bits_beyond_the_vocabulary_are_always_clear(backend: BackendChoice) -> None:
     vocabulary = Vocabulary([bytes([65 + index]) for index in range(26)], stop_token_ids=[25])
     matcher = GrammarCompiler(vocabulary).compile(Constraint.regex("[A-Z]*", backend)).matcher()
@@ -146,7 +148,7 @@ def test_masks_after_rollbacks_equal_those_of_a_fresh_matcher(kind: str, walk: l
         assert matcher.is_terminated() == fresh.is_terminated() and matcher.num_accepted == len(history)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_rollback_of_any_length(backend: BackendChoice) -> None:
     matcher = matcher_of(Constraint.regex("a*", backend))
     start = filled(matcher)
@@ -157,7 +159,7 @@ def test_rollback_of_any_length(backend: BackendChoice) -> None:
     assert filled(matcher) == start
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 @pytest.mark.parametrize(
     ("masks", "index"),
     [
@@ -174,7 +176,7 @@ def test_mask_of_another_layout_raises(masks: torch.Tensor, index: int, backend:
         matcher_of(Constraint.regex("a", backend)).fill_next_token_bitmask(masks, index)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 @given(options=st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=4, unique=True))
 def test_choice_accepts_arbitrary_strings(backend: BackendChoice, options: list[str]) -> None:
     options = [option.encode("utf-8", "ignore").decode() or "x" for option in options]
@@ -185,7 +187,7 @@ def test_choice_accepts_arbitrary_strings(backend: BackendChoice, options: list[
         assert all(matcher.accept_token(byte) for byte in option.encode()) and matcher.accept_token(256)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_any_whitespace_is_optional_and_bounded(backend: BackendChoice) -> None:
     fixed, free = Constraint.json_schema(PERSON, backend=backend), Constraint.json_schema(PERSON, True, backend)
     text = '{%s"name": "a", "age": 1}'
@@ -231,7 +233,7 @@ def test_cache_is_bounded_and_dropped_grammars_stay_usable() -> None:
 
 def test_threads_share_one_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, calls, results = GrammarCompiler(PRINTABLE, max_threads=1), list[Constraint](), list[object]()
-    library, gate = compiler._backends._builder("automaton"), threading.Barrier(9)
+    library, gate = compiler._backends._builder("xgrammar" if why_not() else "automaton"), threading.Barrier(9)
     build = library.build
 
     def counted(constraint: Constraint, worker: CompileWorker | None) -> Grammar:

@@ -21,7 +21,10 @@ from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import advance_fill
 from tests.helpers import automaton_cases
 from tests.helpers.advance_reference import At, Forced, Place, Row, Tokens, advance_reference
+from tests.helpers.c_library import needs_c
 from tests.helpers.grammar_rows import World
+
+pytestmark = needs_c
 
 NO_TOKEN = b"%"  # a byte that no token has, so a text that needs it next is at a dead end
 TOKENS = [*(b"" if token == NO_TOKEN else token for token in automaton_cases.VOCABULARY.tokens), b"\n\r", b"\r\r\n"]

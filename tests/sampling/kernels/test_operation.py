@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from torch import Tensor
 from stepgraph.graphs import drafting, mask_upload
 from stepgraph.graphs.layers import dense, experts, lora, quantised, slot_mapping
 from stepgraph.sampling import bitmask, native
+from stepgraph.sampling.grammar.automaton import library as automaton_library
 from stepgraph.sampling.grammar.status import TAG_FIELDS, MaskStatus
 from stepgraph.sampling.kernels import chain
 from stepgraph.sampling.kernels.operation import Operation
@@ -158,8 +162,16 @@ def test_missing_library_is_reported_without_an_error(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(native, "find_library", missing)
     native.load.cache_clear()
-    try:
+
+    def caller() -> weakref.ref[object]:
+        held = threading.Event()
         assert native.why_not() == "they were not built"
+        with contextlib.suppress(Unavailable):
+            automaton_library.functions.__wrapped__()
+        return weakref.ref(held)
+
+    try:
+        assert caller()() is None, "the reason keeps the frames of its first callers"
     finally:
         monkeypatch.undo()
         native.load.cache_clear()

@@ -20,6 +20,7 @@ from stepgraph.graphs.layers.quantised import unpack
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.gguf import SCALES
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
+from tests.helpers.c_library import needs_c
 from tests.helpers.families import BASE, Cached, judge, random_model, refused_when_damaged
 from tests.helpers.gguf_files import write_gguf
 
@@ -96,6 +97,7 @@ def as_often_mixed(name: str) -> Kind:
 
 
 @pytest.mark.parametrize("kind", [*(pytest.param(Kind[name], id=name) for name in SCALES), pytest.param(as_often_mixed, id="mixed")])
+@needs_c
 def test_weights_that_stay_quantised_have_the_bits_of_the_reference(tmp_path: Path, kind: Kind | Callable[[str], Kind]) -> None:
     """`gguf.quants.dequantize` is the reference: it fills the parameters of the dequantised model."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
@@ -109,6 +111,7 @@ def test_weights_that_stay_quantised_have_the_bits_of_the_reference(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1])
+@needs_c
 def test_weights_that_stay_quantised_have_the_logits_of_dequantised_ones(tmp_path: Path, kind: Kind) -> None:
     path = write(tmp_path / "model.gguf", "llama-2", "llama", kind)
     kept = open_checkpoint(path, torch.float32, "quantised").load("cpu")
@@ -124,6 +127,7 @@ def test_weights_that_stay_quantised_have_the_logits_of_dequantised_ones(tmp_pat
     assert packed == sum(values.values()) * gguf.GGML_QUANT_SIZES[kind][1] // 32 > 0
 
 
+@needs_c
 def test_greedy_texts_of_weights_that_stay_quantised(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", "llama-2", "llama", Kind.Q4_1)
     config, texts = EngineConfig(max_rows=2, num_speculative_tokens=2, max_length=64), []
@@ -135,6 +139,7 @@ def test_greedy_texts_of_weights_that_stay_quantised(tmp_path: Path) -> None:
     assert texts[0] == texts[1] and len(texts[0][0]) > 1
 
 
+@needs_c
 def test_quantised_weights_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", "llama-2", "llama", lambda name: Kind.Q8_0 if "q_proj" in name else Kind.F16)
     with pytest.raises(ValueError, match=r"model.gguf: model.\S+q_proj.weight: got type Q8_0 and shape .* expected one of Q4_0, Q4_1"):

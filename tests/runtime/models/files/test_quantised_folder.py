@@ -17,6 +17,7 @@ from stepgraph.graphs.layers.quantised import unpack
 from stepgraph.runtime.cli import main
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.quantised_folder import read_scheme
+from tests.helpers.c_library import needs_c
 from tests.helpers.families import BASE, Cached, random_model, save
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
@@ -126,6 +127,7 @@ def write(folder: Path, layout: str, model: Any = None) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@needs_c
 def test_quantised_folders_have_the_weights_of_their_formula(tmp_path: Path, layout: str) -> None:
     dense = write(tmp_path, layout)
     checkpoint = open_checkpoint(tmp_path, torch.float32)
@@ -146,6 +148,7 @@ def test_quantised_folders_have_the_weights_of_their_formula(tmp_path: Path, lay
     torch.testing.assert_close(Cached(model).run(tokens, 0, 40), Cached(plain).run(tokens, 0, 40), rtol=1e-4, atol=1e-4)
 
 
+@needs_c
 def test_an_engine_runs_a_quantised_folder(tmp_path: Path) -> None:
     write(tmp_path, "AWQ")
     config, texts = EngineConfig(max_rows=2, num_speculative_tokens=2, max_length=64), []
@@ -155,6 +158,7 @@ def test_an_engine_runs_a_quantised_folder(tmp_path: Path) -> None:
     assert texts[0] == texts[1] and len(texts[0]) > 1
 
 
+@needs_c
 def test_inspect_reports_quantised_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, "FP8 in blocks")
     assert main(["inspect", str(tmp_path), "--json"]) == 0
@@ -230,6 +234,7 @@ def test_other_schemes_are_refused_by_field(layout: str, field: str, value: obje
         ("FP8 per tensor", "o_proj.weight", lambda tensor: (tensor.float() * torch.nan).to(tensor.dtype), "o_proj.weight holds NaN"),
     ],
 )
+@needs_c
 def test_broken_tensors_are_refused(
     tmp_path: Path, layout: str, part: str, change: Callable[[Tensor], Tensor | None], message: str
 ) -> None:

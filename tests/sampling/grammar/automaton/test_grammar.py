@@ -24,6 +24,9 @@ from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 from tests.helpers.automaton_cases import CONSTRAINTS, VOCABULARY
 from tests.helpers.automaton_reference import MOVE_INTS, ReferenceAutomaton
+from tests.helpers.c_library import needs_c
+
+pytestmark = needs_c
 
 COMPILERS = {name: GrammarCompiler(VOCABULARY, backend=name) for name in ("automaton", "xgrammar")}
 

@@ -11,6 +11,9 @@ from stepgraph.sampling.grammar.automaton.grammar import token_table
 from stepgraph.sampling.grammar.automaton.library import limits_of
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import parse
+from tests.helpers.c_library import needs_c
+
+pytestmark = needs_c
 
 LIMITS = GrammarLimits()
 BOUNDS = limits_of(asdict(LIMITS))

@@ -14,7 +14,10 @@ from stepgraph.sampling.grammar.automaton.library import Field, next_entries
 from stepgraph.sampling.grammar.matchers.marker import Marker, MarkerMatcher
 from stepgraph.sampling.grammar.status import BITS_PER_WORD
 from tests.helpers.automaton_cases import VOCABULARY
+from tests.helpers.c_library import needs_c
 from tests.sampling.grammar.matchers.test_marker import SMALL
+
+pytestmark = needs_c
 
 # A token that is hidden from xgrammar: it is legal before the end of the marker and never after it.
 BREAKS = Vocabulary([b"\n", b"\r", b"\n\r", b"\r\r\n", b"\r\r\r\n", b"a", b"b", b"ab", b"", b"<c>"], [8], control_token_ids=[9])

@@ -8,6 +8,9 @@ from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabula
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
+from tests.helpers.c_library import needs_c
+
+pytestmark = needs_c
 
 VOCABULARY = Vocabulary.printable()
 TARGET = ToyTarget(VOCABULARY.logits_width)

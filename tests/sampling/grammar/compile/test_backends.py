@@ -16,10 +16,10 @@ from stepgraph.sampling.grammar.compile.compiler import Isolation
 from stepgraph.sampling.grammar.compile.limits import MIB, CompileAbortedError
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
+from tests.helpers.c_library import EACH_BACKEND, needs_c
 from tests.helpers.grammar_bombs import PATTERNS, SCHEMAS
 from tests.helpers.grammar_texts import TAGS, accepts
 from tests.helpers.schema_cases import BYTES, takes
-from tests.helpers.toy_engines import needs_native
 from tests.sampling.grammar.compile.test_compiler import GREEDY, SLOW
 
 AUTO = GrammarCompiler(BYTES, max_threads=1)
@@ -27,7 +27,7 @@ COMBINED: dict[str, Any] = {"allOf": [{"type": "object", "properties": {"a": {"t
 NEITHER = {"type": "object", "properties": {"a/b": {"type": "array", "uniqueItems": True}}, "patternProperties": {"(?<=a)": {}}}
 
 
-@needs_native
+@needs_c
 def test_auto_chooses_an_automaton_without_a_reason() -> None:
     compiled = AUTO.compile(Constraint.json_schema({"type": "integer"}))
     assert (compiled.backend, compiled.reason) == ("automaton", "")
@@ -42,6 +42,7 @@ def test_auto_chooses_an_automaton_without_a_reason() -> None:
     ],
 )
 @pytest.mark.parametrize("isolation", ["none", "process"])
+@needs_c
 def test_auto_falls_back_to_xgrammar_where_no_automaton_fits(
     constraint: Constraint, limits: dict[str, int], reason: str, isolation: Isolation
 ) -> None:
@@ -58,7 +59,7 @@ def test_auto_falls_back_to_xgrammar_where_no_automaton_fits(
 MANY = {"properties": {f"field_{index}": {"type": "string"} for index in range(150)}}
 
 
-@needs_native
+@needs_c
 @pytest.mark.parametrize(
     ("schema", "limits", "backend", "reason"),
     [
@@ -83,6 +84,7 @@ def test_nested_parts_without_an_automaton_go_to_the_library_with_fast_masks() -
     assert backends.by_cost(("xgrammar", "llguidance"), "json_schema", UnfitError("another reason", 1000))[1][0] == "xgrammar"
 
 
+@needs_c
 def test_a_limit_that_only_the_automaton_reaches_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def aborted(*_: object) -> None:
         raise CompileAbortedError("GrammarLimits.compile_seconds: got no answer")
@@ -98,13 +100,13 @@ def test_auto_falls_back_to_llguidance_with_the_reason() -> None:
     assert compiled.reason == "xgrammar: #: lark: is a notation of llguidance; xgrammar expects ebnf"
 
 
-@pytest.mark.parametrize("backend", backends.BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_backends_have_one_grammar_of_a_schema(backend: BackendChoice) -> None:
     compiled = AUTO.compile(Constraint.json_schema(COMBINED, backend=backend))
     assert takes(compiled, '{"a": 1, "b": null}') and not takes(compiled, '{"a": 1}') and not takes(compiled, '{"a": "", "b": 1}')
 
 
-@needs_native
+@needs_c
 @pytest.mark.parametrize(
     ("constraint", "backend"), [(Constraint.ebnf('root ::= "a"'), "automaton"), (Constraint.lark('start: "a"'), "llguidance")]
 )
@@ -113,7 +115,7 @@ def test_notation_selects_its_library(constraint: Constraint, backend: str) -> N
     assert compiled.backend == backend and takes(compiled, "a") and not takes(compiled, "b")
 
 
-@pytest.mark.parametrize("backend", backends.BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_explicit_backend_is_the_only_one_tried(backend: BackendChoice) -> None:
     constraint = Constraint.json_schema({"type": "integer"}, backend=backend)
     assert AUTO.compile(constraint).backend == backend
@@ -130,7 +132,7 @@ def test_error_lists_the_reasons_of_all_libraries() -> None:
         AUTO.compile(Constraint.ebnf('root ::= "a'))
 
 
-@needs_native
+@needs_c
 def test_coverage_lists_every_keyword_with_its_pointer() -> None:
     found = coverage(Constraint.json_schema(NEITHER))
     assert not found.enforced and found.backend is None
@@ -176,7 +178,7 @@ def test_coverage_stops_after_the_time_of_one_compile() -> None:
     assert len(found.unenforced) == 1 and found.backend is None
 
 
-@needs_native
+@needs_c
 def test_missing_llguidance_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "installed", lambda name: False)
     alone = GrammarCompiler(BYTES, max_threads=1)
@@ -186,7 +188,7 @@ def test_missing_llguidance_is_named_in_the_error(monkeypatch: pytest.MonkeyPatc
     assert "not installed" in coverage(Constraint.lark('start: "a"')).unsupported["llguidance"][0].reason
 
 
-@pytest.mark.parametrize("backend", backends.BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_structural_tags_in_free_text_enforce_their_schemas(backend: BackendChoice) -> None:
     constraint = Constraint.structural_tag(TAGS, backend=backend)
     for good in (b"", b"free text", b"a < b <f <f", b"<f=a>10</f>", b"x<f=a>1</f>y<f=b>[]</f><f=a>0</f>"):
@@ -199,7 +201,7 @@ def test_structural_tags_in_free_text_enforce_their_schemas(backend: BackendChoi
         AUTO.compile(refused)
 
 
-@pytest.mark.parametrize("backend", backends.BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_corrections_of_json_grammars_apply_inside_tags(backend: BackendChoice) -> None:
     string = {"type": "string", "maxLength": 2}
     structures = [{"begin": f"<{name}>", "schema": string, "end": f"</{name}>"} for name in ("root", "basic_string", "a")]
@@ -293,10 +295,8 @@ def test_unknown_backends_and_blank_grammars_raise(build: Any) -> None:
 
 
 def test_coverage_stops_at_a_part_that_cannot_be_removed() -> None:
-    found = coverage(Constraint.json_schema({"anyOf": [5, {"type": "string", "pattern": 1}]}))
+    constraint = Constraint.json_schema({"anyOf": [5, {"type": "string", "pattern": 1}]})
+    found = coverage(constraint)
     assert found.backend is None
-    assert {name: [part.where for part in parts] for name, parts in found.unsupported.items()} == {
-        "automaton": ["#/anyOf/0"],
-        "xgrammar": ["#/anyOf/0"],
-        "llguidance": ["#/anyOf/0"],
-    }
+    parts = {name: [part.where for part in parts] for name, parts in found.unsupported.items()}
+    assert parts == {name: ["#/anyOf/0"] for name in backends.backends_for(constraint, "auto")}

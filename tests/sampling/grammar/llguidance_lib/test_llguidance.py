@@ -18,6 +18,7 @@ from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCo
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceTokenizer, llguidance_api
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceMatcher
 from stepgraph.sampling.grammar.llguidance_lib.library import LLGuidance, TokenizerWrapper
+from tests.helpers.c_library import needs_c
 from tests.helpers.grammar_texts import PRINTABLE, filled
 from tests.helpers.schema_cases import BYTES, groups, takes
 from tests.sampling.grammar.constraints.test_constraint import SHAPES, VALID
@@ -79,6 +80,7 @@ def test_random_texts_satisfy_their_schemas() -> None:
     assert judged > 400
 
 
+@needs_c
 def test_language_is_that_of_the_automaton() -> None:
     """Texts of the automaton and mutations of them: a letter left out, doubled or replaced."""
     random, judged = Random(5), 0

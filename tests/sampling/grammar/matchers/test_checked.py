@@ -11,10 +11,10 @@ import torch
 from stepgraph import Engine, EngineConfig, FinishReason
 from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus, Matcher
-from stepgraph.sampling.grammar.compile.backends import BACKENDS
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.matchers.checked import MASKS_KEPT, CheckedMatcher
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
+from tests.helpers.c_library import EACH_BACKEND
 from tests.helpers.grammar_texts import EXAMPLES, PRINTABLE, STOP, encode, filled
 from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, plain
 
@@ -73,7 +73,7 @@ class WrongMask:
         self._num_accepted -= num_tokens
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 @pytest.mark.parametrize("marker", [None, "b", "ab"])
 @pytest.mark.parametrize("token", [A, A + 7], ids=["a", "h"])
 def test_a_wrong_bit_is_found_along_a_random_walk_with_rollbacks(token: int, marker: str | None, backend: BackendChoice) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from stepgraph import FinishReason
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
-from stepgraph.sampling.grammar.compile.backends import BACKENDS
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.matchers.marker import Marker, MarkerMatcher
+from tests.helpers.c_library import EACH_BACKEND
 from tests.helpers.grammar_texts import filled
 from tests.helpers.oracles import accepts
 from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, VOCABULARY, Setup, compiled, plain, shared_engine
@@ -27,7 +27,7 @@ def small(marker: str | list[int], inner: str = "x+", backend: BackendChoice = "
     return GrammarCompiler(SMALL, max_threads=1).compile(Constraint.regex(inner, backend).after(marker))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_before_the_marker_all_text_is_legal_and_after_it_the_grammar_applies(backend: BackendChoice) -> None:
     matcher, after_aa = small("aab", backend=backend).matcher(), [A, B, AA, AB, AAB, X]
     assert filled(matcher, 2) == (MaskStatus.OK, TEXT)
@@ -86,7 +86,7 @@ def test_a_marker_of_ids_may_contain_control_tokens() -> None:
     assert not matcher.accept_token(CLOSE) and matcher.accept_token(X)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 @pytest.mark.parametrize("marker", ["aab", [OPEN, CLOSE]], ids=str)
 def test_masks_after_rollbacks_are_those_of_a_fresh_matcher(marker: Any, backend: BackendChoice) -> None:
     constraint, random, num_taken_back = small(marker, "(x|ab){2,5}", backend), Random(8), 0

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, Vocabulary, coverage
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.constraints.unsupported import UnsupportedError
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.schema import automata, reader
@@ -25,13 +26,16 @@ from stepgraph.sampling.grammar.schema.grammar import schema_grammar
 from stepgraph.sampling.grammar.schema.options import Options
 from stepgraph.sampling.grammar.schema.parameters import parameters_grammar
 from stepgraph.sampling.grammar.schema.reader import parsed
+from stepgraph.sampling.native import why_not
+from tests.helpers.c_library import AUTOMATON, EACH_BACKEND
 from tests.helpers.schema_cases import DATA
 from tools.bench_schemas import Instance, Tokens
 
 BYTES = Vocabulary([*(bytes([code]) for code in range(256)), b"<eos>"], stop_token_ids=[256])
 EOS = 256
 MAX_WALK = 600  # bytes
-COMPILER = GrammarCompiler(BYTES, max_threads=1, isolation="none", backend="automaton")
+BACKEND: BackendChoice = "xgrammar" if why_not() else "automaton"
+COMPILER = GrammarCompiler(BYTES, max_threads=1, isolation="none", backend=BACKEND)
 # Written for these tests. A line has a schema and instances, or why it is refused, with options of `Options`, limits of the modules,
 # and the style of a structural tag.
 WRITTEN = [parsed(line) for line in (DATA / "schemas.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -192,7 +196,7 @@ def test_closed_schema_of_one_type_is_written_for_that_type() -> None:
     assert accepts(matcher_of(listed), '{"next": 3}')
 
 
-@pytest.mark.parametrize("backend", ["automaton", "xgrammar"])
+@pytest.mark.parametrize("backend", [AUTOMATON, "xgrammar"])
 def test_blanks_between_tokens(backend: Any) -> None:
     schema = {"properties": {"a": {"type": "array"}, "b": {"const": {"x": [1]}}}, "required": ["b"], "type": "object"}
     constraint = Constraint.json_schema(schema, any_whitespace=True, backend=backend, objects="standard")
@@ -220,7 +224,7 @@ def test_pattern_with_too_many_states_is_refused_with_its_place(monkeypatch: pyt
         schema_grammar(schema, Options())
 
 
-@pytest.mark.parametrize("backend", ["automaton", "xgrammar", "llguidance"])
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_properties_in_any_order(backend: Any) -> None:
     schema = {
         "properties": {"a": {"const": 1}, "b": {"const": 2}, "c": {"const": 3}},
@@ -274,7 +278,7 @@ def test_approximate_grammar_leaves_out_what_is_not_enforced() -> None:
     texts = ['[{"pattern": "ab"}, {"pattern": "ab"}]', "[]", '[{"pattern": "a"}]']
     assert [accepts(matcher, text) for text in texts] == [True, False, False]
     found = coverage(Constraint.json_schema(schema, approximate=True))
-    assert found.backend == "automaton" and not found.enforced
+    assert found.backend == BACKEND and not found.enforced
     left_out = {(part.where, part.keyword) for part in found.unenforced}
     assert left_out == {("#", "uniqueItems"), ("#/not", "not"), ("#/items/properties/pattern", "pattern")}
     assert coverage(Constraint.json_schema({"minItems": 1}, approximate=True)).enforced

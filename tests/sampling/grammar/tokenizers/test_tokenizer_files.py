@@ -12,9 +12,9 @@ import gguf
 import pytest
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, Vocabulary
-from stepgraph.sampling.grammar.compile.backends import BACKENDS
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.tokenizers.table import MAX_IDS
+from tests.helpers.c_library import EACH_BACKEND
 from tests.helpers.grammar_texts import filled
 from tests.helpers.made_tokenizers import byte_level, differences
 
@@ -124,7 +124,7 @@ def test_folder_names_stop_tokens_and_logits_width(tmp_path: Path, files: Any, s
     assert Vocabulary.from_tokenizer_json(folder, stop_token_ids=[5], logits_width=600).stop_token_ids == (5,)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_control_tokens_gaps_and_padding_are_never_text(backend: BackendChoice) -> None:
     ranks = {token: rank for token, rank in RANKS.items() if rank != 300} | {b"the end": 290, b"<|im_start|>": 291}
     table = Vocabulary.from_tiktoken(ranks, {"<|im_start|>": 295, "<|im_end|>": 296}, logits_width=330)
