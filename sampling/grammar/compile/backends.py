@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import re
@@ -86,8 +87,13 @@ def installed(name: str) -> bool:
 def backends_for(constraint: Constraint, default: BackendChoice) -> tuple[str, ...]:
     """The libraries to try, in order of preference."""
     choice = constraint.backend if constraint.backend != "auto" else default
-    names = BACKENDS if not why_not() else BACKENDS[1:]  # an automaton accepts no constraint that xgrammar refuses
-    return names if choice == "auto" else (choice,)
+    return available() if choice == "auto" else (choice,)
+
+
+@functools.cache
+def available() -> tuple[str, ...]:
+    """Those that "auto" tries in this installation. Without the C library no automaton: it accepts nothing that xgrammar refuses."""
+    return BACKENDS[1:] if why_not() else BACKENDS
 
 
 def by_cost(names: Sequence[str], kind: str, unfit: UnfitError) -> tuple[dict[str, str], list[str]]:
@@ -106,7 +112,7 @@ def by_cost(names: Sequence[str], kind: str, unfit: UnfitError) -> tuple[dict[st
 
 def builder(name: str, vocabulary: Vocabulary, limits: GrammarLimits, max_threads: int) -> Builder:
     """ValueError where the library is not installed."""
-    if name == "automaton" and why_not():
+    if name == "automaton" and name not in available():
         raise ValueError(f"there is no C library: {why_not()}")
     if name in ("automaton", "xgrammar"):
         return AutomatonBuilder(vocabulary, limits) if name == "automaton" else XGrammarBuilder(vocabulary, limits, max_threads)
@@ -124,6 +130,7 @@ class Backends:
         self._vocabulary, self._choice, self._limits, self._max_threads = vocabulary, choice, limits, max_threads
         self._builders: dict[str, Builder] = {}
         self._lock = threading.Lock()
+        available()  # loads the C library before the first constraint
 
     def check(self, constraint: Constraint) -> None:
         """ValueError with the kind and the reasons of all libraries, as far as they are known without compiling."""
