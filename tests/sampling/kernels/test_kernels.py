@@ -21,6 +21,7 @@ from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import chain, choice, filters, rejection
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.native import Unavailable, why_not
+from tests.helpers.c_library import needs_c
 from tools.aot_kernels import resident_blocks
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -60,6 +61,7 @@ def test_programs_equal_the_references_for_all_parameters(suite: str) -> None:
     assert "skipped" not in result and " passed" in result
 
 
+@needs_c  # an automaton is among the arguments
 @needs_triton
 @pytest.mark.parametrize(
     ("arch", "options"), [(90, ()), *(pytest.param(arch, ("--all",), marks=pytest.mark.soak, id=f"{arch}-all") for arch in (80, 90, 100))]

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from stepgraph.sampling.grammar.link.library import NativeLibrary
+from tests.helpers.c_library import needs_c
 from tools.gpu.checks import link, short_kernels, smoke
 from tools.gpu.checks.catalogue import CATALOGUE, FULL_SECONDS, QUICK_SECONDS, QUICK_SHARE, SMOKE, Entry
 from tools.gpu.checks.context import Context
@@ -42,6 +43,7 @@ def document_of(result: subprocess.CompletedProcess[str]) -> Any:
     return document
 
 
+@needs_c
 def test_rehearsal_passes_and_ends_with_one_json_document() -> None:
     result = gpu_check("--rehearse", "--quick")
     document, lines = document_of(result), result.stdout.strip().splitlines()
@@ -136,6 +138,7 @@ def test_the_host_link_is_compiled_where_it_was_not_built(tmp_path: Path, monkey
     assert link.compile_library(tmp_path) == "" and (tmp_path / "_native.so").stat().st_mtime_ns == before, "once"
 
 
+@needs_c
 def test_the_smoke_stage_reports_programs_without_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in a process of its own; one that ends without a result fails the check, which reports the others."""
     context = Context(rehearsal=True, quick=True)
