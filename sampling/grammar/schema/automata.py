@@ -214,6 +214,23 @@ def _joined(ranges: _Ranges, block: list[int]) -> _Ranges:
     return found
 
 
+def listed(term: Term, most: int) -> list[str] | None:
+    """All texts, the shortest first; None if there are more than `most`."""
+    found, ends, machine = list[str](), [("", 0)] if not is_empty(term) else [], automaton(term)
+    while ends:
+        longer = list[tuple[str, int]]()
+        for text, state in ends:
+            found += [text] * machine.accepts[state]
+            for chars, target in machine.edges[state]:
+                if sum(last - first + 1 for first, last in chars) > most:
+                    return None
+                longer += [(text + chr(char), target) for first, last in chars for char in range(first, last + 1)]
+        if len(found) + len(longer) > most:  # each leads to at least one
+            return None
+        ends = longer
+    return found
+
+
 def is_empty(term: Term) -> bool:
     """Whether no text is in the language."""
     if term.is_plain:

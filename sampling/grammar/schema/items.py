@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from fractions import Fraction
 from typing import Protocol
 
 from stepgraph.sampling.grammar.constraints.unsupported import reject
+from stepgraph.sampling.grammar.schema.automata import TooComplexError, listed
 from stepgraph.sampling.grammar.schema.forms import TRUE, Array, Expr, Form, all_of, negations
 from stepgraph.sampling.grammar.schema.language import Term
-from stepgraph.sampling.grammar.schema.numbers import decimal
+from stepgraph.sampling.grammar.schema.numbers import Numbers, decimal
 from stepgraph.sampling.grammar.schema.spelling import json_literal, literal, optional, repeated
 
 MAX_STATES = 2_000  # of an array or object with counts
@@ -51,7 +56,7 @@ class Writer(Protocol):
 def items_text(writer: Writer, array: Array) -> str | None:
     """What is between the brackets; None where no array is possible."""
     if array.unique and (array.high is None or array.high > 1):
-        return _unique(writer, array)
+        return items_text(writer, replace(array, unique=False)) if _differ(writer, array) else _unique(writer, array)
     if array.contains:
         return _containing(writer, array)
     high, size = array.high, len(array.prefix)
@@ -107,14 +112,23 @@ def _choices(writer: Writer, array: Array, index: int, counts: State) -> Iterato
     return ((item, after) for item, after in cases if writer.is_alive(item))
 
 
+def _differ(writer: Writer, array: Array) -> bool:
+    """Whether no value is possible at two positions, so that all items differ."""
+    high = array.high if array.high is not None or writer.is_alive(array.rest) else len(array.prefix)
+    if high is None or high > MAX_UNIQUE:
+        return False
+    pairs = itertools.combinations([array.item(index) for index in range(high)], 2)
+    return not any(writer.is_alive(all_of(first, second)) for first, second in pairs)
+
+
 def _unique(writer: Writer, array: Array) -> str | None:
     """A state has the number of items and either the set of values so far, or the first value that may still come."""
-    values = _finite(writer.form(array.rest))
+    values = _finite(writer, writer.form(array.rest))
     if array.prefix or array.contains or values is None:
         reject(
             writer.where,
             "uniqueItems",
-            "is enforced for a list of values, or at most one item; give items an enum, or leave uniqueItems out",
+            "is enforced for a list of values, at most one item, or items whose schemas share no value; give items an enum, or omit it",
         )
     listed, high = values, len(values) if array.high is None else array.high
     any_order = len(values) <= MAX_UNIQUE
@@ -135,15 +149,39 @@ def _unique(writer: Writer, array: Array) -> str | None:
     return states_text(writer, (0, 0), steps, "uniqueItems")
 
 
-def _finite(form: Form) -> list[str] | None:
+def _finite(writer: Writer, form: Form) -> list[str] | None:
     """The texts of all values; None where they are not listed."""
-    texts = form.strings.exact
-    if form.arrays or form.objects or texts.kind != "words" or any(item.low is None or item.low != item.high for item in form.numbers):
+    if form.arrays or form.objects:
         return None
     found = ['"null"'] * form.null + [literal(str(value).lower()) for value in sorted(form.booleans)]
-    found += [literal(decimal(item.low)) for item in form.numbers if item.low is not None]
-    found += [json_literal(str(text)) for text in texts.values]
-    return found if len(found) <= MAX_LISTED else None
+    for item in form.numbers:
+        if (numbers := _numbers(item)) is None:
+            return None
+        found += [literal(decimal(number)) for number in numbers]
+    texts = _texts(form.strings.exact)
+    if texts is None and writer.is_closed:
+        texts = _texts(form.strings.narrow)
+    return None if texts is None or len(found) + len(texts) > MAX_LISTED else [*found, *map(json_literal, texts)]
+
+
+def _numbers(item: Numbers) -> list[Fraction] | None:
+    if item.low is None or item.high is None:
+        return None
+    if item.low == item.high:
+        return [item.low]
+    if item.multiple is None or (item.high - item.low) / item.multiple > MAX_LISTED:
+        return None
+    first, last = math.ceil(item.low / item.multiple), math.floor(item.high / item.multiple)
+    return [number for number in (index * item.multiple for index in range(first, last + 1)) if number in item]
+
+
+def _texts(term: Term) -> list[str] | None:
+    if term.kind == "words":
+        return [str(text) for text in term.values]
+    try:
+        return listed(term, MAX_LISTED)
+    except TooComplexError:
+        return None
 
 
 def states_text(writer: Writer, start: State, steps: Callable[[State], tuple[bool, list[tuple[str, State]]]], keyword: str) -> str | None:
