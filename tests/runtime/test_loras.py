@@ -18,6 +18,7 @@ from stepgraph import Constraint, Engine, EngineConfig
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.lora import read_lora
 from tests.helpers.adapters import save_adapter
+from tests.helpers.c_library import needs_c
 from tests.helpers.families import BASE, folder_of, judge, random_model, save
 from tests.helpers.toy_engines import TARGET
 from tests.runtime.models.files.test_quantised_folder import SIZES, write
@@ -93,6 +94,7 @@ def test_mixed_batches_equal_merged_weights(implementation: str, drafter: str, a
             assert texts(engine, [name]) == merged[name], f"{name!r} alone"
 
 
+@needs_c
 def test_adapters_of_quantised_weights_equal_merged_weights(tmp_path: Path) -> None:
     """The merged weights are those that the quantised ones stand for, plus the adapter's."""
     model = random_model("Llama", BASE | SIZES, seed=1)

@@ -11,6 +11,7 @@ import pytest
 from stepgraph import Constraint, Engine, EngineConfig
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.llama_config import ARCHITECTURES
+from tests.helpers.c_library import needs_c
 from tests.helpers.draft_engines import save_draft
 from tests.helpers.families import BASE, FAMILIES, random_model, save
 from tests.runtime.models.files.test_quantised_folder import write
@@ -70,7 +71,10 @@ def texts(folder: Path, draft: Any, weights: str) -> list[list[int]]:
         return [job.tokens for job in jobs]
 
 
-@pytest.mark.parametrize(("family", "weights"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.soak) for case in CASES])
+@pytest.mark.parametrize(
+    ("family", "weights"),
+    [pytest.param(*case, marks=[needs_c] * (case[1] == KEPT) + [pytest.mark.soak] * (case not in QUICK)) for case in CASES],
+)
 def test_every_drafter_gives_the_texts_of_plain_decoding(family: str, weights: str, tmp_path: Path) -> None:
     folder = target(family, weights, tmp_path / "target")
     expected, model = texts(folder, "none", weights), open_checkpoint(folder).load("cpu")
@@ -79,6 +83,7 @@ def test_every_drafter_gives_the_texts_of_plain_decoding(family: str, weights: s
         assert texts(folder, draft, weights) == expected, name
 
 
+@needs_c
 @pytest.mark.parametrize("family", [family for family, (kinds, _) in COMBINATIONS.items() if KEPT not in kinds and len(kinds) > 1])
 def test_experts_are_not_kept_quantised(family: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"experts\.0\.\w+\.weight: got type \w+ and shape .*, expected one of"):
