@@ -89,9 +89,8 @@ class ExpertsConfig:
     taken: int  # by each token
     size: int  # the intermediate size of each
     normalised: bool  # the probabilities of those taken sum to one
-    stored: (
-        tuple[str, str, str, str] | None
-    )  # names of the MLP in a layer, and of gate, up and down in an expert; None: as GPT-OSS has them
+    # Names in files: of the MLP in a layer, and of gate, up and down in an expert; None: as GPT-OSS has them.
+    stored: tuple[str, str, str, str] | None
     dense_layers: frozenset[int] = frozenset()  # with an MLP as in other models
 
     @property
@@ -282,8 +281,9 @@ def _check_unsupported(config: Mapping[str, Any]) -> None:
         "logits_scaling",
         "final_logit_softcapping",
         "attn_logit_softcapping",
+        "use_bidirectional_attention",
     )
-    for name in (*names, "use_bidirectional_attention"):
+    for name in names:
         if config.get(name):
             raise UnsupportedConfigError(f"config.{name}: got {config[name]!r:.200}, which is not supported")
 

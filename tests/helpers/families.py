@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from stepgraph import Constraint, EngineConfig
 from stepgraph.graphs import Limits, StaticBuffers
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
@@ -23,6 +24,21 @@ from stepgraph.runtime.models.transformers_model import TransformersModel
 
 PAGE, LENGTH, VOCABULARY = 16, 208, 160
 FEATURE_LAYERS = (1, 0, 3)
+
+# Three rows of which the prompts differ in length, in chunks, with drafts; of engines that are compared with another implementation
+CONFIG = EngineConfig(
+    max_rows=3,
+    num_speculative_tokens=2,
+    draft_length=2,
+    max_length=64,
+    page_size=4,
+    prefill_chunk=7,
+    buckets=(1, 3),
+    greedy_only=True,
+    compile_isolation="none",
+)
+PROMPTS = [[7, 30, 5], [40 + index % 5 for index in range(17)], [12, 12, 3, 90, 33, 12, 12]]
+GRAMMAR = Constraint.regex("[a-f]{3,9}[0-9]+[A-Z]?")
 
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 _LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5], "long_factor": [4.0] * 6}

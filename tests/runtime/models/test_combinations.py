@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stepgraph import Constraint, Engine, EngineConfig
+from stepgraph import Engine
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.llama_config import ARCHITECTURES
 from tests.helpers.c_library import needs_c
 from tests.helpers.draft_engines import save_draft
-from tests.helpers.families import BASE, FAMILIES, random_model, save
+from tests.helpers.families import BASE, CONFIG, FAMILIES, GRAMMAR, PROMPTS, random_model, save
 from tests.runtime.models.files.test_quantised_folder import write
 
 STORED, DEQUANTISED, KEPT = "stored", "dequantised", "quantised"
@@ -34,19 +35,7 @@ QUICK = (("gemma-3", KEPT), ("phi-4-mini", KEPT), ("qwen3-moe", DEQUANTISED))
 CASES = [(family, weights) for family, (kinds, _) in COMBINATIONS.items() for weights in kinds]
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128}
 SHORTER = {"short_factor": [1.0] * 12, "long_factor": [4.0] * 12}
-CONFIG = EngineConfig(
-    max_rows=3,
-    num_speculative_tokens=2,
-    draft_length=2,
-    max_length=64,
-    page_size=4,
-    prefill_chunk=7,
-    buckets=(3,),
-    greedy_only=True,
-    compile_isolation="none",
-)
-PROMPTS = [[7, 30, 5], [40 + index % 5 for index in range(17)], [12, 12, 3, 90, 33, 12, 12]]
-GRAMMAR = Constraint.regex("[a-f]{3,9}[0-9]+[A-Z]?")
+ONE_SIZE = replace(CONFIG, buckets=(3,))
 
 
 def target(family: str, weights: str, folder: Path) -> Path:
@@ -63,7 +52,7 @@ def target(family: str, weights: str, folder: Path) -> Path:
 
 def texts(folder: Path, draft: Any, weights: str) -> list[list[int]]:
     kept = KEPT if weights == KEPT else DEQUANTISED
-    with Engine.from_pretrained(folder, draft, config=CONFIG, weights=kept, implementation="native") as engine:
+    with Engine.from_pretrained(folder, draft, config=ONE_SIZE, weights=kept, implementation="native") as engine:
         jobs = [engine.submit(prompt, constraint=each, max_new_tokens=12) for each in (None, GRAMMAR) for prompt in PROMPTS]
         while engine.has_work:
             engine.step()

@@ -14,13 +14,13 @@ import pytest
 import torch
 import transformers
 
-from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
+from stepgraph import Constraint, Engine, Vocabulary
 from stepgraph.runtime.models.files.target import open_target
 from stepgraph.runtime.models.files.transformers_folder import open_transformers
 from stepgraph.runtime.models.llama_config import ARCHITECTURES
 from stepgraph.runtime.models.transformers_layers import Attention, GatedMlp, Layer
 from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
-from tests.helpers.families import Cached, random_model, save
+from tests.helpers.families import CONFIG, GRAMMAR, PROMPTS, Cached, random_model, save
 
 BASE: dict[str, Any] = {
     "vocab_size": 160,
@@ -61,21 +61,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Glm4": {"partial_rotary_factor": 0.5},
     "DeepseekV3": {**GROUPED, **LATENT, "first_k_dense_replace": 1, "head_dim": 8},
 }
-CONFIG = EngineConfig(
-    max_rows=3,
-    num_speculative_tokens=2,
-    draft_length=2,
-    max_length=64,
-    page_size=4,
-    prefill_chunk=7,
-    buckets=(1, 3),
-    greedy_only=True,
-    compile_isolation="none",
-)
-PROMPTS = [[7, 30, 5], [40 + index % 5 for index in range(17)], [12, 12, 3, 90, 33, 12, 12]]
 COUNT = 16
 VARIES = ("Mixtral", "Qwen3Moe", "GptOss", "Olmoe", "DeepseekV3")
-GRAMMAR = Constraint.regex("[a-f]{3,9}[0-9]+[A-Z]?")
 
 
 @functools.cache
