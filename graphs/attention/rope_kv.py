@@ -13,7 +13,7 @@ from stepgraph.sampling.kernels.operation import Contiguous, operation
 
 
 def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate each pair (i, i + turned / 2) of [N, heads, size] by its angle. cosines, sines [N, 1, turned]: other numbers stay."""
+    """Rotate each pair (i, i + rotated / 2) of [N, heads, size] by its angle. cosines, sines [N, 1, rotated]: other numbers stay."""
     states, others = states.split([cosines.shape[2], states.shape[2] - cosines.shape[2]], -1)
     first, second = states.chunk(2, -1)
     return torch.cat([states * cosines + torch.cat([-second, first], -1) * sines, others], -1)
@@ -52,7 +52,7 @@ def rope_and_write_kv(
 ) -> Tensor:
     """The rotated queries, [N, heads, size]; writes the rotated keys and the values of N tokens into their slots.
 
-    query [N, heads, size]; key, value [N, kv_heads, size]; cosines, sines [N, 1, turned] as in `rotate`; slots [N] int64; keys,
+    query [N, heads, size]; key, value [N, kv_heads, size]; cosines, sines [N, 1, rotated] as in `rotate`; slots [N] int64; keys,
     values [slots, kv_heads, size] of one layer.
     """
     keys.index_put_((slots,), rotate(key, cosines, sines))

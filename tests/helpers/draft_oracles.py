@@ -21,7 +21,7 @@ def normed(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return states / torch.sqrt((states * states).mean(-1, keepdim=True) + epsilon) * weight.double()
 
 
-def turned(heads: Tensor, theta: float) -> Tensor:
+def rotated(heads: Tensor, theta: float) -> Tensor:
     """Rotary positions 0, 1, ... of [N, heads, size]: the pair (i, i + size / 2) as one complex number."""
     count, _, size = heads.shape
     speeds = theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
@@ -39,7 +39,7 @@ def attended(states: Tensor, tensors: Tensors, prefix: str, fields: Mapping[str,
     if f"{prefix}.self_attn.q_norm.weight" in tensors:
         query = normed(query, tensors[f"{prefix}.self_attn.q_norm.weight"], fields["rms_norm_eps"])
         key = normed(key, tensors[f"{prefix}.self_attn.k_norm.weight"], fields["rms_norm_eps"])
-    query, key = turned(query, theta), turned(key, theta)
+    query, key = rotated(query, theta), rotated(key, theta)
     shared = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(size)

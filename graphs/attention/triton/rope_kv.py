@@ -68,9 +68,9 @@ def rotate_heads(
 def rope_and_write_kv(*tensors: Tensor) -> None:
     """The arguments and the output of rope_kv.rope_and_write_kv, in the order of the program."""
     query, key, value, cosines, _, _, keys, values, _ = tensors
-    (tokens, heads, size), turned = query.shape, cosines.shape[2]
-    assert turned % 2 == 0 and keys.stride() == values.stride() and keys.stride()[1:] == (size, 1), f"keys {keys.stride()}"
-    strides, half = [each.stride(0) for each in (query, key, value, keys)], turned // 2
-    constants = {"HALF": triton.next_power_of_2(half), "SIZE": triton.next_power_of_2(size), "PARTIAL": turned < size}
+    (tokens, heads, size), rotated = query.shape, cosines.shape[2]
+    assert rotated % 2 == 0 and keys.stride() == values.stride() and keys.stride()[1:] == (size, 1), f"keys {keys.stride()}"
+    strides, half = [each.stride(0) for each in (query, key, value, keys)], rotated // 2
+    constants = {"HALF": triton.next_power_of_2(half), "SIZE": triton.next_power_of_2(size), "PARTIAL": rotated < size}
     grid = (tokens, heads + key.shape[1])
     rotate_heads[grid](*tensors, *strides, heads, size, half, **constants, num_warps=1, enable_fp_fusion=False)

@@ -13,11 +13,13 @@ from torch import nn
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.layers.quantised import KINDS, TILE, Kind, count_weights
 from stepgraph.graphs.limits import Limits
+from stepgraph.runtime.models.files.config_fields import DTYPES, count_field
 from stepgraph.runtime.models.files.gguf import GgufSource
+from stepgraph.runtime.models.files.llama_fields import read_config
 from stepgraph.runtime.models.files.quantised_folder import quantised_source
 from stepgraph.runtime.models.files.weights import FLOATS, SafetensorsSource, Source, StoredModel, llama_slices, read_json
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.llama_config import DTYPES, LlamaConfig, count_field, read_config
+from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.sampling.fields import checked_path, clip_repr
 from stepgraph.sampling.grammar.tokenizers.gguf import table_of_metadata
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_folder

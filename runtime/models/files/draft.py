@@ -14,11 +14,11 @@ from stepgraph.runtime.models.draft_llama import DraftLlama, TokenMap, map_token
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files import draft_layouts as layouts
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, MemoryNeed, memory_need
+from stepgraph.runtime.models.files.config_fields import UnsupportedConfigError
 from stepgraph.runtime.models.files.target import Target, open_target
 from stepgraph.runtime.models.files.transformers_folder import TransformersCheckpoint
 from stepgraph.runtime.models.files.weights import RenamedSource, SafetensorsSource, Source, StoredModel, read_json
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.llama_config import UnsupportedConfigError
 from stepgraph.runtime.models.mtp import Mtp
 
 if TYPE_CHECKING:

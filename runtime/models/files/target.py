@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, open_checkpoint
+from stepgraph.runtime.models.files.config_fields import UnsupportedConfigError
 from stepgraph.runtime.models.files.transformers_folder import TransformersCheckpoint, open_transformers, why_no_transformers
-from stepgraph.runtime.models.llama_config import UnsupportedConfigError
 from stepgraph.sampling.fields import check_value, checked_path, one_of
 
 AUTO, NATIVE, TRANSFORMERS = "auto", "native", "transformers"

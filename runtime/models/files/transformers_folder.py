@@ -14,8 +14,8 @@ import torch
 
 from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.files.checkpoint import MemoryNeed, memory_need
+from stepgraph.runtime.models.files.config_fields import DTYPES, UnsupportedConfigError
 from stepgraph.runtime.models.files.weights import SafetensorsSource, read_json
-from stepgraph.runtime.models.llama_config import DTYPES, UnsupportedConfigError
 from stepgraph.sampling.fields import clip_error, clip_repr, reason
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_folder
 from stepgraph.sampling.grammar.vocabulary import Vocabulary

@@ -27,10 +27,10 @@ def mixed(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 def test_pairs_are_rotated_by_their_angles() -> None:
     query = mixed()[0]
     real, imaginary = query.double().chunk(2, -1)
-    turned = torch.complex(real, imaginary) * torch.polar(
+    rotated = torch.complex(real, imaginary) * torch.polar(
         torch.tensor(1.0).double(), POSITIONS[:, None, None] * RopeConfig().frequencies(SIZE).double()
     )
-    expected = torch.cat([turned.real, turned.imag], -1)
+    expected = torch.cat([rotated.real, rotated.imag], -1)
     torch.testing.assert_close(rotate(query, *turns()).double(), expected, rtol=1e-3, atol=1e-3)
 
 

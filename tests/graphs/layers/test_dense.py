@@ -97,10 +97,10 @@ def turning(size: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, list[T
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("size", "turned"), [(2, 2), (12, 12), (64, 64), (64, 32), (96, 72), (256, 256)])
-def test_rotation_in_c_is_bit_equal_to_torch(size: int, turned: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("size", "rotated"), [(2, 2), (12, 12), (64, 64), (64, 32), (96, 72), (256, 256)])
+def test_rotation_in_c_is_bit_equal_to_torch(size: int, rotated: int, dtype: torch.dtype) -> None:
     states, slots, cache = turning(size, dtype)
-    states[3:] = [each[..., :turned].contiguous() for each in states[3:]]
+    states[3:] = [each[..., :rotated].contiguous() for each in states[3:]]
     wanted_cache = [each.clone() for each in cache]
     expected = torch.empty(6, 3, size, dtype=dtype)
     rope_and_write_kv.run_reference(*(*states, slots, *wanted_cache, expected))

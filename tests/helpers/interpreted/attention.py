@@ -132,16 +132,16 @@ def test_moved_bytes_follow_from_the_tiles(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size", "turned"),
+    ("dtype", "size", "rotated"),
     [(torch.float32, 64, 64), (torch.float32, 96, 72), (torch.bfloat16, 128, 128), (torch.float16, 6, 6), (torch.float16, 7, 4)],
 )
-def test_rope_and_cache_write_equal_the_reference(dtype: torch.dtype, size: int, turned: int) -> None:
+def test_rope_and_cache_write_equal_the_reference(dtype: torch.dtype, size: int, rotated: int) -> None:
     """Parts of one product and separate tensors; bit-equal except in bfloat16, which the interpreter truncates."""
     made = torch.Generator().manual_seed(size)
     for packed in (True, False):
         mixed = torch.randn(5, 7, size, generator=made).to(dtype)
         parts = [part if packed else part.clone() for part in mixed.split([3, 2, 2], 1)]
-        cosines, sines = (torch.randn(5, 1, turned, generator=made).to(dtype) for _ in range(2))
+        cosines, sines = (torch.randn(5, 1, rotated, generator=made).to(dtype) for _ in range(2))
         slots = torch.tensor([9, 0, 4, 11, 7])
         found, expected = (
             [torch.full(shape, 7.5, dtype=dtype) for shape in ((5, 3, size), (12, 2, size), (12, 2, size))] for _ in range(2)
