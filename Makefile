@@ -30,7 +30,7 @@ BIN := $(VENV)/bin
 # On a terminal pip shows how far its downloads are.
 QUIET := $(shell test -t 2 || echo -q)
 
-# The plain name brings gigabytes of CUDA libraries. Without a GPU, the pinned version gives a CPU build where one is at hand.
+# Without a GPU a pinned version, so that setups are equal.
 TORCH ?= $(shell nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.8' || echo 'torch==2.13.0')
 HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8))
 
@@ -136,5 +136,5 @@ $(VENV)/.model: $(VENV)/.torch
 $(VENV)/.torch:
 	@"$(PYTHON)" -c '$(SUPPORTED)' || { echo "PYTHON: got '$(PYTHON)', want Python 3.10 or newer; set PYTHON=..." >&2; exit 1; }
 	"$(PYTHON)" -m venv $(VENV_FLAGS) $(VENV)
-	@$(BIN)/python -c '$(HAS_TORCH)' 2>/dev/null || { echo "installing $(TORCH)"; $(BIN)/pip install $(QUIET) '$(TORCH)'; }
+	@$(BIN)/python -c '$(HAS_TORCH)' 2>/dev/null || { echo "installing $(TORCH)"; $(BIN)/python tools/install_torch.py '$(TORCH)'; }
 	@touch $@
