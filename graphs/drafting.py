@@ -22,7 +22,7 @@ from stepgraph.sampling import bitmask, kernels
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import Emission, GrammarMask
 from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
-from stepgraph.sampling.kernels.operation import Contiguous, operation
+from stepgraph.sampling.kernels.operation import Contiguous, empty_as, operation
 
 
 def draft_prefill(
@@ -155,7 +155,7 @@ def _select_in_c(
 
 
 def _select_outputs(tokens: Tensor, finite: Tensor, *_: object) -> SelectedDraft:
-    return SelectedDraft(torch.empty_like(tokens), torch.empty_like(finite), torch.empty_like(finite))
+    return SelectedDraft(empty_as(tokens), empty_as(finite), empty_as(finite))
 
 
 @operation(_select_outputs, triton=True, c=CKernel("select_draft", _select_in_c))

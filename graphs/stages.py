@@ -27,7 +27,7 @@ from stepgraph.sampling import kernels
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.kernels import Emission, GrammarMask
 from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
-from stepgraph.sampling.kernels.operation import Contiguous, operation
+from stepgraph.sampling.kernels.operation import Contiguous, empty_as, operation
 
 
 def target_verify(buffers: StaticBuffers, batch: Batch, model: TargetModel, limits: Limits) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ class Written(NamedTuple):
 
 
 def _write_outputs(rows: Tensor, state: Tensor, *_: object) -> Written:
-    return Written(torch.empty_like(rows), torch.empty_like(rows), torch.empty_like(state))
+    return Written(empty_as(rows), empty_as(rows), empty_as(state))
 
 
 def _write_in_c(*tensors: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from stepgraph.graphs.attention.reference import reference_attention
 from stepgraph.graphs.model_call import Attend, ModelInput
 from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous, same_float_type
-from stepgraph.sampling.kernels.operation import like_first, operation
+from stepgraph.sampling.kernels.operation import empty_as, operation
 
 HEAD_SIZES = (64, 96, 128, 192, 256)  # that the Triton program was checked for; the reference takes any
 C_HEAD_SIZE = 256  # the largest in C
@@ -45,7 +45,7 @@ def attention(
     assert sinks is None or sinks.shape == (heads,), f"query {query.shape}, sinks {sinks.shape if sinks is not None else None}"
     scale = size**-0.5 if scale is None else scale
     if inputs.attend is not None:
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        output = empty_as(query)
         more = (softcap, sinks) if softcap or sinks is not None else ()
         inputs.attend(query.contiguous(), keys, values, inputs, window or 0, scale, output, *more)
         return output
@@ -63,7 +63,7 @@ def _in_c(
 
 
 paged_attention = operation(
-    like_first,
+    empty_as,
     name="paged_attention",
     triton="stepgraph.graphs.attention.triton.paged",
     c=CKernel("attention", _in_c),

@@ -8,12 +8,12 @@ from torch.nn import functional
 
 from stepgraph.graphs.layers.dense import LEAST_ROWS
 from stepgraph.graphs.model_call import ModelInput
-from stepgraph.sampling.kernels.operation import Contiguous, like_first, operation
+from stepgraph.sampling.kernels.operation import Contiguous, empty_as, operation
 
 PART = 128  # keys weighed at a time
 
 
-@operation(like_first)
+@operation(empty_as)
 def reference_attention(
     query: Contiguous,
     keys: Tensor,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stepgraph.graphs.attention.paged import C_HEAD_SIZE
 from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous, same_float_type
-from stepgraph.sampling.kernels.operation import Contiguous, operation
+from stepgraph.sampling.kernels.operation import Contiguous, empty_as, operation
 
 
 def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def _outputs(
     assert cosines.shape == sines.shape and cosines.shape[:2] == (tokens, 1) and cosines.shape[2] <= size, f"cosines {cosines.shape}"
     assert slots.shape == (tokens,), f"query {query.shape}, slots {slots.shape}"
     assert query.dtype is key.dtype is value.dtype is cosines.dtype is keys.dtype, f"query {query.dtype}, cosines {cosines.dtype}"
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
+    return empty_as(query)
 
 
 def _in_c(query: Tensor, key: Tensor, value: Tensor, cosines: Tensor, sines: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> bool:

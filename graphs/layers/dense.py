@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepgraph.sampling.kernels.c_kernel import CKernel, same_float_type
-from stepgraph.sampling.kernels.operation import Contiguous, like_first, operation
+from stepgraph.sampling.kernels.operation import Contiguous, empty_as, operation
 
 LEAST_ROWS = 4  # of a matrix product in torch on the CPU: with fewer rows, MKL and oneDNN sum in another order
 
@@ -41,7 +41,7 @@ def _norm_in_c(states: Tensor, weight: Tensor, *_: float) -> bool:
     return packed and weight.is_contiguous() and same_float_type(states, weight)
 
 
-@operation(like_first, triton=True, c=CKernel("rms_norm", _norm_in_c))
+@operation(empty_as, triton=True, c=CKernel("rms_norm", _norm_in_c))
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
     """Scale the last dimension to a mean square of one, in float32, then multiply by `weight`; with an offset in float32, by both added."""
     wide = states.float()
@@ -55,7 +55,7 @@ class Residual(NamedTuple):
 
 
 def _add_norm_outputs(states: Tensor, *_: object) -> Residual:
-    return Residual(torch.empty_like(states), torch.empty_like(states))
+    return Residual(empty_as(states), empty_as(states))
 
 
 def _add_norm_in_c(states: Tensor, update: Tensor, weight: Tensor, *_: float) -> bool:

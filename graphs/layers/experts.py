@@ -14,7 +14,7 @@ _MOST_EXPERTS, _MOST_BYTES = 1024, 1 << 17  # of a row of states; as in experts.
 
 def _choice_outputs(logits: Tensor, count: int, normalised: bool) -> tuple[Tensor, Tensor]:
     shares = torch.empty(len(logits), count, dtype=torch.float32, device=logits.device)
-    return shares, torch.empty_like(shares, dtype=torch.int64)
+    return shares, shares.new_empty(shares.shape, dtype=torch.int64)
 
 
 def _choice_in_c(logits: Tensor, count: int, normalised: bool) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
-from stepgraph.sampling.kernels.operation import Contiguous, operation
+from stepgraph.sampling.kernels.operation import Contiguous, empty_as, operation
 
 
 class Placed(NamedTuple):
@@ -27,7 +27,7 @@ def _place_in_c(tokens: Tensor, length: Tensor, end: Tensor, tables: Tensor, *_:
 
 
 def _place_outputs(tokens: Tensor, *_: object) -> Placed:
-    return Placed(*(torch.empty_like(tokens, memory_format=torch.contiguous_format) for _ in range(3)))
+    return Placed(*(empty_as(tokens) for _ in range(3)))
 
 
 @operation(_place_outputs, triton=True, c=CKernel("place_tokens", _place_in_c))
@@ -62,7 +62,7 @@ def _shift_in_c(*tensors: Tensor | int) -> bool:
 
 
 def _shift_outputs(positions: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(positions), torch.empty_like(positions)
+    return empty_as(positions), empty_as(positions)
 
 
 @operation(_shift_outputs, triton=True, c=CKernel("shift_entries", _shift_in_c))

@@ -105,11 +105,11 @@ class Llama(LlamaBase):
         layer_inputs: list[Tensor] = []
         first, *norms = [*(layer.get_parameter("attention_norm") for layer in self.layers), self.norm]
         normed = rms_norm(states, first, epsilon, offset)
-        for index, (layer, next_norm) in enumerate(zip(self.layers, norms, strict=True)):
+        for index, (layer, next_norm, *cache) in enumerate(zip(self.layers, norms, keys.unbind(), values.unbind(), strict=True)):
             layer_inputs.append(states)
             adapted = self.adapted(index, inputs, buffers)
             angles = rotation if layer.window is None else local
-            states, normed = layer(states, normed, angles, inputs, keys[index], values[index], next_norm, adapted)
+            states, normed = layer(states, normed, angles, inputs, *cache, next_norm, adapted)
         layer_inputs.append(states)
         shape = inputs.tokens.shape
         hidden = normed.view(*shape, -1)

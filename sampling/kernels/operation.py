@@ -37,9 +37,9 @@ Dense = Annotated[Tensor, dense]
 Contiguous = Annotated[Tensor, Tensor.contiguous]
 
 
-def like_first(first: Tensor, *_: object) -> Tensor:
-    """The output of an operation whose result has the shape and type of its first argument."""
-    return torch.empty_like(first, memory_format=torch.contiguous_format)
+def empty_as(tensor: Tensor, *_: object) -> Tensor:
+    """An output with the shape and type of a tensor. As `outputs` of an operation: of its first argument."""
+    return tensor.new_empty(tensor.shape)  # empty_like would be followed by a detach, recorded like any operation
 
 
 class Operation(Generic[P, R]):

@@ -40,7 +40,7 @@ TWO = ("paged_attention", "masked_argmax", "race", "reject_sample", "process_log
 LAUNCHES = {**dict.fromkeys(TWO, 2), "distribution": 4, "draw": 5}
 NO_KERNEL = set(
     "view _unsafe_view reshape expand slice select unsqueeze squeeze split split_with_sizes transpose permute t alias detach as_strided "
-    "unfold chunk view_as _reshape_alias lift_fresh empty empty_like empty_strided new_empty new_empty_strided".split()
+    "unfold unbind chunk view_as _reshape_alias lift_fresh empty empty_like empty_strided new_empty new_empty_strided".split()
 )
 
 
