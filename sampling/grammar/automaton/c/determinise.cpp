@@ -184,21 +184,23 @@ private:
         Target target;
         target.sets.fill(-1);
         if (base.enters.empty()) {
-            check_counters(base.members);
             target.state = intern(base.members);
             return target;
         }
         Reached all = base;
         Ints wait = base.enters, entered;
+        size_t used = 0; // of target.sets
         while (!wait.empty()) {
-            int32_t loop = wait.back();
+            int32_t loop = wait.back(), counter = nfa.loops[loop].counter, count = nfa.loops[loop].count;
             wait.pop_back();
             if (std::count(entered.begin(), entered.end(), loop)) continue;
-            if (entered.size() == MAX_SETS) uncountable(loop);
-            for (int32_t member : base.members)
-                if (nfa.is_inside(member, loop)) uncountable(loop);
-            target.sets[2 * entered.size()] = nfa.loops[loop].counter;
-            target.sets[2 * entered.size() + 1] = nfa.loops[loop].count;
+            if (uses_counter(base.members, counter)) uncountable(loop);
+            size_t at = 0;
+            while (at < used && target.sets[at] != counter) at += 2;
+            if (at == target.sets.size() || (at < used && target.sets[at + 1] != count)) uncountable(loop);
+            target.sets[at] = counter;
+            target.sets[at + 1] = count;
+            used = std::max(used, at + 2);
             entered.push_back(loop);
             const Reached &head = closure(nfa.loops[loop].head);
             if (!head.agains.empty()) uncountable(head.agains[0]);
@@ -206,8 +208,7 @@ private:
             wait.insert(wait.end(), head.enters.begin(), head.enters.end());
         }
         sort_unique(all.members);
-        check_counters(all.members);
-        if (entered.size() == 2 && target.sets[0] > target.sets[2]) { // one order, so that equal moves are equal
+        if (used == 4 && target.sets[0] > target.sets[2]) { // one order, so that equal moves are equal
             std::swap(target.sets[0], target.sets[2]);
             std::swap(target.sets[1], target.sets[3]);
         }
@@ -215,16 +216,13 @@ private:
         return target;
     }
 
-    void check_counters(const Ints &members) {
-        if (nfa.loops.empty()) return;
-        std::array<int32_t, MAX_COUNTERS> owner;
-        owner.fill(-1);
+    // Whether one of the states is inside a loop with this counter. Loops that are entered with the same byte and count share a counter, as
+    // long as all that a text is inside of begin their next iterations with the same bytes.
+    bool uses_counter(const Ints &members, int32_t counter) const {
         for (int32_t member : members)
-            for (int32_t loop = nfa.states[member].loop; loop >= 0; loop = nfa.loops[loop].parent) {
-                int32_t &seen = owner[nfa.loops[loop].counter];
-                if (seen >= 0 && seen != loop) uncountable(loop);
-                seen = loop;
-            }
+            for (int32_t loop = nfa.states[member].loop; loop >= 0; loop = nfa.loops[loop].parent)
+                if (nfa.loops[loop].counter == counter) return true;
+        return false;
     }
 
     // The move to the states in `base`, of which one may be the end of a loop's body.
@@ -235,21 +233,24 @@ private:
             move.sets = target.sets;
             return;
         }
-        int32_t loop = base.agains[0];
-        if (base.agains.size() > 1 || std::count(base.enters.begin(), base.enters.end(), loop)) uncountable(loop);
-        for (int32_t member : base.members)
-            if (nfa.is_inside(member, loop)) uncountable(loop);
-        base.agains.clear();
-        auto joined = [&](int32_t state) {
-            const Reached &added = closure(state);
-            if (!added.agains.empty()) uncountable(loop);
+        Ints agains;
+        agains.swap(base.agains);
+        int32_t counter = nfa.loops[agains[0]].counter;
+        for (int32_t loop : agains)
+            if (nfa.loops[loop].counter != counter || std::count(base.enters.begin(), base.enters.end(), loop)) uncountable(loop);
+        if (uses_counter(base.members, counter)) uncountable(agains[0]);
+        auto joined = [&](int32_t Nfa::Loop::*state) {
             Reached all = base;
-            all.add(added);
+            for (int32_t loop : agains) {
+                const Reached &added = closure(nfa.loops[loop].*state);
+                if (!added.agains.empty()) uncountable(loop);
+                all.add(added);
+            }
             all.sort();
             return resolve(all);
         };
-        Target more = joined(nfa.loops[loop].head), last = joined(nfa.loops[loop].exit);
-        move.counter = nfa.loops[loop].counter;
+        Target more = joined(&Nfa::Loop::head), last = joined(&Nfa::Loop::exit);
+        move.counter = counter;
         move.target = more.state;
         move.sets = more.sets;
         move.last_target = last.state;
@@ -383,7 +384,6 @@ private:
                 }
                 if (!all) continue; // a text that ends all of these was not called here
                 sort_unique(members);
-                check_counters(members);
                 int32_t state = intern(members);
                 if (state >= 0) returns[{(int32_t)finish, (int32_t)symbol}] = state;
             }

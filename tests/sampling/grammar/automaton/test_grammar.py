@@ -196,6 +196,19 @@ def test_a_bound_of_32767_takes_no_more_states_than_one_of_500() -> None:
     assert sizes[0] == sizes[1] < 300
 
 
+def test_strings_of_equal_bounds_in_alternatives_share_a_counter() -> None:
+    """Written out, each of the strings would take as many states as its bound."""
+    fields = {name: {"type": "string", "maxLength": 3_000} for name in ("id", "name", "slug")}
+    schema = {"type": "object", "properties": fields, "anyOf": [{"required": [name]} for name in fields]}
+    compiled = COMPILERS["automaton"].compile(Constraint.json_schema(schema))
+    assert isinstance(compiled.grammar, AutomatonGrammar) and compiled.grammar.states < 1_000
+    matcher = compiled.matcher()
+    assert all(matcher.accept_token(byte) for byte in b'{"name": "' + b"a" * 3_000)
+    assert isinstance(matcher, AutomatonMatcher) and mask(matcher)[1] == [
+        VOCABULARY.tokens.index(token) for token in (b'"', b'", "', b'"}')
+    ]
+
+
 @pytest.mark.parametrize(
     ("constraint", "limits", "reason"),
     [
