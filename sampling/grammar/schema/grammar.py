@@ -115,6 +115,7 @@ class GrammarWriter:
         self.rules: dict[str, str] = {f"{prefix}root": ""}
         self._speller = Speller(self.rules, prefix)
         self._names = dict[Form, str]()
+        self._strings = dict[str, str]()  # rules by their texts
         self._waiting = deque[tuple[str, Form, str]]()
         self.where = "#"  # of the schema that is written
         self._alive = dict[Expr, bool]()
@@ -276,7 +277,12 @@ class GrammarWriter:
         return term
 
     def string(self, term: Term) -> str:
-        return self._basic("string") if term is ANY_TEXT else f'"\\"" {self._speller.body(term, in_string=True)} "\\""'
+        if term is ANY_TEXT:
+            return self._basic("string")
+        text = f'"\\"" {self._speller.body(term, in_string=True)} "\\""'
+        if text not in self._strings:
+            self._strings[text] = self.rule(text)
+        return self._strings[text]
 
     def form(self, part: Expr) -> Form:
         """A schema that names no type and restricts the values of one is written for that type, if types are implied."""

@@ -15,24 +15,26 @@ namespace {
 
 enum Outcome { DONE, UNFIT, NO_MEMORY };
 
-Automaton automaton_of(const Grammar &grammar, const Limits &limits) {
+std::vector<int32_t> image_of(const Grammar &grammar, const Vocabulary &tokens, const Limits &limits) {
     std::unordered_set<int64_t> unrolled; // loops that cannot be counted
     bool many_copies = false;
+    std::string reached; // the limit that was exceeded before strings were called
     for (Calls calls = Calls::FEW;;) {
         try {
             Nfa nfa = build_nfa(grammar, limits, unrolled, calls);
-            if (!nfa.states.empty()) return minimise(determinise(nfa, limits));
+            if (!nfa.states.empty()) return build_image(minimise(determinise(nfa, limits)), tokens, limits);
         } catch (const Uncountable &loop) {
             unrolled.insert(loop.expression);
         } catch (const ManyCopies &) {
             many_copies = true;
             calls = Calls::BRACKETS;
-        } catch (const LimitReached &) { // with more copies too
-            throw;
         } catch (const Unfit &unfit) {
-            bool is_first = calls == Calls::FEW && dynamic_cast<const Nondeterministic *>(&unfit);
-            if (!is_first && !(many_copies && calls == Calls::BRACKETS)) throw;
-            calls = is_first ? Calls::BRACKETS : Calls::ANY_SIZE;
+            if (calls == Calls::STRINGS) throw LimitReached(reached);
+            bool is_limit = dynamic_cast<const LimitReached *>(&unfit);
+            bool is_first = dynamic_cast<const Nondeterministic *>(&unfit) && calls == Calls::FEW;
+            if (calls == Calls::ANY_SIZE || !(is_limit || is_first || many_copies)) throw;
+            if (is_limit) reached = unfit.what();
+            calls = is_limit ? Calls::STRINGS : is_first ? Calls::BRACKETS : Calls::ANY_SIZE;
             if (!is_first) unrolled.clear();
         }
     }
@@ -70,8 +72,7 @@ struct grammar_source {
 EXPORTED int stepgraph_automaton_compile(const grammar_source *source, const void *vocabulary, int32_t **image, char *reason, int64_t reason_size) {
     try {
         const Vocabulary &tokens = *(const Vocabulary *)vocabulary;
-        Limits limits = source->bounds(tokens.longest);
-        std::vector<int32_t> built = build_image(automaton_of(source->grammar(), limits), tokens, limits);
+        std::vector<int32_t> built = image_of(source->grammar(), tokens, source->bounds(tokens.longest));
         *image = (int32_t *)malloc(built.size() * sizeof **image);
         if (!*image) return NO_MEMORY;
         memcpy(*image, built.data(), built.size() * sizeof **image);

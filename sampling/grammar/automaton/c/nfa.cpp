@@ -204,6 +204,21 @@ public:
         return first.data != last.data || first.size > 1 ? first.data[0] & 255 : -1;
     }
 
+    // Whether an alternative is a JSON string: a quote and a rule that ends with another, or a quote, anything without a quote, and a quote.
+    bool is_string(int32_t alternative) const {
+        View at = view(alternative);
+        if (at.kind != SEQUENCE || at.size < 2) return false;
+        int quotes = 0;
+        bool first = false, last = false;
+        for (int index = 0; index < at.size; index++) {
+            View part = view(at.data[index]);
+            last = part.kind == BYTES && part.size == 1 && part.data[0] == '"';
+            quotes += last;
+            first |= last && index == 0;
+        }
+        return first && (at.size == 2 ? quotes == 1 && view(at.data[1]).kind == RULE : quotes == 2 && last);
+    }
+
     // Makes a sequence of its own of the part of an alternative that begins and ends with literal bytes and refers to the component in
     // between: what is around it may recurse at its start or at its end. Returns the sequence, or -1.
     int32_t split(int32_t alternative, const std::set<int32_t> &component) {
@@ -400,12 +415,13 @@ private:
             if (kind == 'l')
                 for (int32_t rule : component) left_linear[rule] = component;
         }
-        if (calls != Calls::BRACKETS) return;
+        if (calls != Calls::BRACKETS && calls != Calls::STRINGS) return;
         std::set<int> brackets{'{'};
         for (int32_t alternative : called) brackets.insert(graph.bracket_of(alternative));
         for (int32_t rule : graph.rules_outside_strings())
             graph.each_alternative(graph.grammar.bodies[rule], [&](int32_t alternative) {
-                if (brackets.count(graph.bracket_of(alternative))) called.insert(alternative);
+                bool is_string = calls == Calls::STRINGS && graph.is_string(alternative);
+                if (is_string || brackets.count(graph.bracket_of(alternative))) called.insert(alternative);
             });
     }
 

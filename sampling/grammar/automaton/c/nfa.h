@@ -66,8 +66,8 @@ struct ManyCopies : Unfit {
 };
 
 // FEW: only recursive alternatives are called. ANY_SIZE: the same, without ManyCopies. BRACKETS: all alternatives in braces, or that open
-// with the bracket of a recursive one.
-enum class Calls { FEW, BRACKETS, ANY_SIZE };
+// with the bracket of a recursive one. STRINGS: these, and strings.
+enum class Calls { FEW, BRACKETS, STRINGS, ANY_SIZE };
 
 // `unrolled`: expressions of loops to write out. Adds to it and returns an empty automaton where a loop has to be written out after all.
 Nfa build_nfa(const Grammar &grammar, const Limits &limits, std::unordered_set<int64_t> &unrolled, Calls calls);

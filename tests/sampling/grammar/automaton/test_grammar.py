@@ -209,6 +209,21 @@ def test_strings_of_equal_bounds_in_alternatives_share_a_counter() -> None:
     ]
 
 
+def test_strings_are_called_where_copies_of_them_exceed_a_limit() -> None:
+    fields: dict[str, Any] = {f"f{index}": {"type": "string", "format": "uri"} for index in range(10)}
+    constraint = Constraint.json_schema({"type": "object", "properties": fields | {"kind": {"enum": ["a", "b", "cd"]}}})
+    limits = GrammarLimits(automaton_states=1_000)
+    ours = GrammarCompiler(VOCABULARY, backend="automaton", limits=limits).compile(constraint)
+    copied, library = (COMPILERS[name].compile(constraint) for name in ("automaton", "xgrammar"))
+    assert isinstance(ours.grammar, AutomatonGrammar) and isinstance(copied.grammar, AutomatonGrammar)
+    assert ours.grammar.states < 400 and copied.grammar.states > 1_000
+    matchers = [grammar.matcher() for grammar in (ours, library)]
+    for byte in b'{"f0": "http://a/?b=%20", "f3": "x:y", "kind": "cd"}':
+        first, other = (mask(matcher) for matcher in matchers if isinstance(matcher, (AutomatonMatcher, XGrammarMatcher)))
+        assert first == other
+        assert all(matcher.accept_token(byte) for matcher in matchers)
+
+
 @pytest.mark.parametrize(
     ("constraint", "limits", "reason"),
     [

@@ -74,7 +74,7 @@ def worker() -> Iterator[CompileWorker]:
     ("kind", "payload", "rule"),
     [
         ("ebnf", json.dumps(["root", 'root ::= "a" root | "b"']), 'root_0 ::= (("a" root_0) | ("b"))'),
-        ("json_schema", '{"enum": ["a", 1]}', r'root ::= (("1") | ("\"a\""))'),
+        ("json_schema", '{"enum": ["a", 1]}', r'root_0 ::= (("1") | ("\"a\""))'),
         ("choice", '["a", "b"]', 'root ::= (("a") | ("b"))'),
     ],
 )
