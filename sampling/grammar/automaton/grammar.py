@@ -6,10 +6,11 @@ import ctypes
 import functools
 import hashlib
 import weakref
-from ctypes import CFUNCTYPE, POINTER, addressof, byref, c_char, c_char_p, c_int, c_int32, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, addressof, c_char, c_char_p, c_int, c_int32, c_int64, c_void_p
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from stepgraph.sampling.grammar.automaton.library import Field, Image, TokenTable, functions, limits_of
@@ -19,11 +20,12 @@ from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, lib
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.matchers.marker import Marker
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.grammar.vocabulary import MASK_DTYPE, Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import check_text, parse
 
 ERROR_BYTES = 480  # FAULT_BYTES of host_link.h
 MAX_FORCED = 128
+STATUSES = tuple(MaskStatus)
 
 
 class Functions(ctypes.Structure):
@@ -46,11 +48,14 @@ class AutomatonMatcher:
         self.vocabulary = grammar.vocabulary
         self.fault = ""
         self.functions = Functions.in_dll(library, "stepgraph_automaton_functions")
+        self._fill = self.functions.fill  # a new object with each access
         self.handle: int | None = library.stepgraph_open_automaton(grammar.image.ctypes.data, addressof(grammar.table.view))
         if not self.handle:
             raise MemoryError("AutomatonMatcher: out of memory")
         weakref.finalize(self, library.stepgraph_close_automaton, self.handle).atexit = False
-        self._error = ctypes.create_string_buffer(ERROR_BYTES)
+        self._error, self._written = ctypes.create_string_buffer(ERROR_BYTES), c_int32()
+        # What the first mask reads is then in the caches when a round needs it.
+        self.fill_next_token_bitmask(torch.empty(1, self.vocabulary.mask_words, dtype=MASK_DTYPE), 0)
 
     def _checked(self, result: int) -> int:
         if result < 0:
@@ -65,14 +70,13 @@ class AutomatonMatcher:
 
     def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
         """Write row `index` of masks [rows, mask_words]: bit i of the row is set where token i may come next."""
-        row, unknown = self.vocabulary.mask_row(masks, index), byref(c_int32(-1))
-        status = (
-            -1 if self.fault else self._checked(self.functions.fill(None, self.handle, row.ctypes.data, len(row), unknown, self._error))
-        )
-        if status < 0:
-            row.fill(0)
+        address = self.vocabulary.mask_address(masks, index)
+        if self.fault:
+            masks[index] = 0
             return MaskStatus.FAULT
-        return MaskStatus(status)
+        self._written.value = -1
+        status: int = self._fill(None, self.handle, address, self.vocabulary.mask_words, self._written, self._error)
+        return STATUSES[status]
 
     def rollback(self, num_tokens: int) -> None:
         """Remove the last `num_tokens` accepted tokens, a stop token included."""

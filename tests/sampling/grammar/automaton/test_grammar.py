@@ -288,6 +288,14 @@ def test_nbytes_is_the_size_of_the_image() -> None:
     assert grammar.nbytes == grammar.image[Field.SIZE] * 4 == COMPILERS["automaton"].compile(CONSTRAINTS["schema"]).nbytes
 
 
+def test_a_matcher_with_a_fault_clears_its_row_only() -> None:
+    matcher = automaton("schema").matcher()
+    masks = torch.full((2, matcher.vocabulary.mask_words), -1, dtype=torch.int32)
+    matcher.fault = "planted"
+    assert matcher.fill_next_token_bitmask(masks, 1) is MaskStatus.FAULT
+    assert not masks[1].any() and (masks[0] == -1).all()
+
+
 def test_documents_are_accepted_and_others_not() -> None:
     for text, legal in ((json.dumps({"name": "ab", "tags": ["x"]}), True), (json.dumps({"name": "abcdef", "tags": []}), False)):
         matcher = automaton("schema").matcher()
