@@ -17,7 +17,8 @@ from stepgraph.sampling.grammar.schema.numbers import Numbers, decimal
 from stepgraph.sampling.grammar.schema.spelling import json_literal, literal, optional, repeated
 
 MAX_STATES = 2_000  # of an array or object with counts
-MAX_UNIQUE = 6  # values in any order; more are generated in the order of the schema
+MAX_DIFFERENT = 6  # items whose schemas are compared in pairs
+MAX_ORDERS = 1_024  # alternatives of unique items in any order, as 8 values have; with more, values come in the order of the schema
 MAX_LISTED = 200  # values of unique items
 MAX_NESTED = 1_000  # characters of optional items inside each other
 
@@ -115,7 +116,7 @@ def _choices(writer: Writer, array: Array, index: int, counts: State) -> Iterato
 def _differ(writer: Writer, array: Array) -> bool:
     """Whether no value is possible at two positions, so that all items differ."""
     high = array.high if array.high is not None or writer.is_alive(array.rest) else len(array.prefix)
-    if high is None or high > MAX_UNIQUE:
+    if high is None or high > MAX_DIFFERENT:
         return False
     pairs = itertools.combinations([array.item(index) for index in range(high)], 2)
     return not any(writer.is_alive(all_of(first, second)) for first, second in pairs)
@@ -123,30 +124,56 @@ def _differ(writer: Writer, array: Array) -> bool:
 
 def _unique(writer: Writer, array: Array) -> str | None:
     """A state has the number of items and either the set of values so far, or the first value that may still come."""
-    values = _finite(writer, writer.form(array.rest))
-    if array.prefix or array.contains or values is None:
+    size, high = len(array.prefix), array.high
+    if array.contains or (tables := _tables(writer, array)) is None:
         reject(
             writer.where,
             "uniqueItems",
-            "is enforced for a list of values, at most one item, or items whose schemas share no value; give items an enum, or omit it",
+            "is enforced for a list of values, at most one item, or items whose schemas share no value, without contains; "
+            "give items an enum, or omit it",
         )
-    listed, high = values, len(values) if array.high is None else array.high
-    any_order = len(values) <= MAX_UNIQUE
-    if not any_order:
-        writer.narrow("uniqueItems", f"of more than {MAX_UNIQUE} values are generated in the order of the schema")
+    values = list(dict.fromkeys(text for table in tables for text in table))
+    bits = [[(text, values.index(text)) for text in table] for table in tables]
+    high = len(values) if high is None else min(high, len(values))
+
+    def following(state: State) -> list[tuple[str, int, State]]:
+        count, used = state
+        table = bits[min(count, size)] if count < high else []
+        return [(text, index, (count + 1, used | 1 << index)) for text, index in table if not used >> index & 1]
 
     def steps(state: State) -> tuple[bool, list[tuple[str, State]]]:
-        count, used = state
-        comma = f"{writer.comma} " if count else writer.opening
-        found = list[tuple[str, State]]()
-        for index, value in enumerate(listed if count < high else ()):
-            if any_order and not used >> index & 1:
-                found.append((comma + value, (count + 1, used | 1 << index)))
-            elif not any_order and index >= used:
-                found.append((comma + value, (min(count + 1, max(array.low, high if array.high is not None else 1)), index + 1)))
-        return count >= array.low, found
+        comma = f"{writer.comma} " if state[0] else writer.opening
+        if any_order:
+            return state[0] >= array.low, [(comma + text, after) for text, _, after in following(state)]
+        count = min(state[0] + 1, max(array.low, high if array.high is not None else 1))
+        return state[0] >= array.low, [
+            (comma + text, (count, index + 1)) for text, index in bits[0] if index >= state[1] and (array.high is None or state[0] < high)
+        ]
 
+    any_order = _is_small((0, 0), lambda state: [after for *_, after in following(state)])
+    if not any_order:
+        if size:
+            reject(writer.where, "uniqueItems", f"takes more than {MAX_ORDERS} combinations of values; write fewer values")
+        writer.narrow("uniqueItems", "of so many values is enforced by generating them in the order of the schema")
     return states_text(writer, (0, 0), steps, "uniqueItems")
+
+
+def _tables(writer: Writer, array: Array) -> list[list[str]] | None:
+    """The texts of all values of each item of the prefix and of the others; None where they are not listed."""
+    last = len(array.prefix) if array.high is None or array.high > len(array.prefix) else array.high - 1
+    found = [_finite(writer, writer.form(array.item(index))) for index in range(last + 1)]
+    return None if None in found else [table for table in found if table is not None]
+
+
+def _is_small(start: State, following: Callable[[State], list[State]]) -> bool:
+    """Whether at most MAX_ORDERS steps lead from one state to another."""
+    known, waiting, steps = {start}, [start], 0
+    while waiting and steps <= MAX_ORDERS:
+        after = following(waiting.pop())
+        steps += len(after)
+        waiting += set(after) - known
+        known.update(after)
+    return steps <= MAX_ORDERS
 
 
 def _finite(writer: Writer, form: Form) -> list[str] | None:
