@@ -16,6 +16,7 @@ from stepgraph.graphs import GraphKey, TapeBackend
 from stepgraph.graphs.capture import Event
 from stepgraph.graphs.context import COPIES
 from stepgraph.runtime.device_grammars import INT_BYTES
+from stepgraph.runtime.models.toy import ToyTarget
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.runtime.upload import Uploader
 from stepgraph.sampling import native
@@ -25,6 +26,7 @@ from stepgraph.sampling.grammar.automaton.library import Field
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.params import GREEDY
 from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engine, plain, shared_engine
+from tests.sampling.grammar.automaton.test_marker import BREAKS
 from tools.train.saved_states import SavedStates
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
@@ -263,6 +265,26 @@ def test_text_marker_is_part_of_the_tables() -> None:
         assert (job.grammar_lane, job.tokens, job.finish_reason) == ("device", expected.tokens, expected.reason)
         ends += marker.encode() in VOCABULARY.decode(job.tokens)
     assert ends > 2
+
+
+def test_token_that_masks_hide_is_legal_before_the_marker_only_on_both_lanes() -> None:
+    """xgrammar's masks are wrong for one token of this vocabulary: it is hidden from grammars, and part of free text."""
+    (hidden,), found = BREAKS.xgrammar_unsafe_ids, list[list[Job]]()
+    constraint = Constraint.regex("[ab\r\n]*").after("ab")
+    for lane, grammar_backend in (("device", "automaton"), ("host", "xgrammar")):
+        config = EngineConfig(max_rows=4, max_length=64, num_speculative_tokens=0, grammar_lane=lane, grammar_backend=grammar_backend)
+        with Engine(ToyTarget(BREAKS.logits_width), vocabulary=BREAKS, config=config) as engine:
+            hot = (SamplingParams(temperature=5.0, seed=seed) for seed in range(24))
+            found.append([submit(engine, [seed % 8], constraint, 40, sampling) for seed, sampling in enumerate(hot)])
+            finish(engine)
+        assert {job.grammar_lane.split(":")[0] for job in found[-1]} == {lane}
+    assert [(job.tokens, job.finish_reason) for job in found[0]] == [(job.tokens, job.finish_reason) for job in found[1]]
+    before, after = list[int](), list[int]()
+    for job in found[0]:
+        texts = [BREAKS.decode(job.tokens[:size]) for size in range(len(job.tokens))]
+        for token, text in zip(job.tokens, texts, strict=True):
+            (after if b"ab" in text else before).append(token)
+    assert hidden in before and hidden not in after and len(after) > 100
 
 
 def test_grammars_that_the_device_does_not_follow_use_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
