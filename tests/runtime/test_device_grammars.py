@@ -136,10 +136,11 @@ def test_arena_memory_is_reused_while_rounds_of_cancelled_requests_are_in_flight
 @pytest.mark.parametrize("missing", ["", "wait of the round", "wait of the copy"])
 def test_copy_runs_beside_rounds_and_is_ordered_with_rounds(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     """A copy starts after the rounds that may read its memory, and ends before the first round that reads what it writes."""
-    log, early, copy_aside = list[str](), list[bool](), TapeBackend.copy_aside
+    log, early, asked, copy_aside = list[str](), list[bool](), list[Event](), TapeBackend.copy_aside
 
     def watched(self: TapeBackend, function: Callable[[], object], *, after_launched: bool) -> Event:
         reached = self.event()
+        asked.append(reached)
 
         def copy() -> None:
             early.append(not reached.query())
@@ -150,21 +151,27 @@ def test_copy_runs_beside_rounds_and_is_ordered_with_rounds(monkeypatch: pytest.
         return copy_aside(self, copy, after_launched=missing != "wait of the copy")
 
     def delay(name: str) -> None:
+        until = time.monotonic() + 2
+        while name == "main" and len(asked) > log.count(COPIES) and asked[-1].query() and time.monotonic() < until:
+            time.sleep(0.001)  # a copy that may start starts before the next round, on a loaded machine too
         log.append(name)
-        time.sleep(0.005 if name != COPIES else 0.1 if missing != "wait of the copy" else 0)
+        time.sleep(0.005 if name != COPIES else 0)
+        rounds = log.count("main") + (8 if missing else 1)
+        while name == COPIES and missing != "wait of the copy" and log.count("main") < rounds and time.monotonic() < until:
+            time.sleep(0.001)  # and lasts for so many rounds
 
     monkeypatch.setattr(TapeBackend, "copy_aside", watched)
     if missing == "wait of the round":
         monkeypatch.setattr(TapeBackend, "wait_for", lambda self, copied: None)
     backend = TapeBackend(asynchronous=True, delay=delay)
     with make_engine(replace(DEVICE, rounds_in_flight=4), backend, grammar_arena_bytes=arena_for(SHAPES[1])) as engine:
-        victim, free = submit(engine, [9, 9], SHAPES[0], 40), submit(engine, [9, 8], None, 20)
+        victim, free = submit(engine, [9, 9], SHAPES[0], 40), submit(engine, [9, 8], None, 80)
         while not victim.rounds:
             engine.step()
-        job = submit(engine, list(range(20, 40)), SHAPES[1], 12)
+        job = submit(engine, [*range(20, 50), *range(20, 50)], SHAPES[1], 12)  # 12 chunks: a copy thread that starts late still sees rounds
         engine.cancel(victim)
         finish(engine)
-        assert (victim.grammar_lane, job.grammar_lane) == ("device", "device") and free.tokens == plain([9, 8], 20).tokens
+        assert (victim.grammar_lane, job.grammar_lane) == ("device", "device") and free.tokens == plain([9, 8], 80).tokens
         right = (job.tokens, job.error) == (plain(job.prompt_ids, 12, SHAPES[1]).tokens, "")
     copying = [name for start in (log.index(COPIES, log.index("copied")),) for name in log[start : log.index("copied", start)]]
     found = {"wait of the round": not right, "wait of the copy": any(early)}
