@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from stepgraph import Constraint, Engine, EngineConfig, LogitsProcessor, ProcessorInput, SamplingParams
 from stepgraph.graphs.errors import CaptureError
 from stepgraph.sampling.params import GREEDY
-from tests.helpers.toy_engines import CONSTRAINTS, VOCABULARY, Setup, make_engine, plain
+from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engine, plain
 
 BASE = Setup(k=3, greedy_only=False, buckets=(4,))
 SETUPS = {
@@ -150,6 +151,12 @@ def test_a_result_that_is_not_finite_ends_its_own_request_only() -> None:
             pass
     assert bad.finish_reason == "error" and "not finite" in bad.error
     assert good.tokens == plain([3], 9).tokens
+
+
+def test_a_recording_is_refused(tmp_path: Path) -> None:
+    config = EngineConfig(logits_processors=PROCESSORS)
+    with pytest.raises(ValueError, match=r"Engine.record: got .*, expected None with logits_processors: a recording has no functions"):
+        Engine(TARGET, vocabulary=VOCABULARY, config=config, record=tmp_path / "run.jsonl")
 
 
 def test_wrong_settings_are_refused() -> None:
