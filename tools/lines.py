@@ -34,13 +34,13 @@ BUDGETS = {
     # from 17,422: forced tokens found by kernels (560), likeliest tokens (160), libraries chosen by measured cost; from 18,332: automaton
     # states share mask rows; lowered from 18,391: the implementation of `advance_fill` in Python is a test's; from 18,288:
     # nested parts that strings only resemble, mask rows built by lengths of tokens; from 18,336: tables with 16-bit entries,
-    # unique items of few values; from 18,401: strings that are called (23); from 18,424: sampled rounds in C (475), without which a round with
-    # 7 drafts took 30 ms longer on the CPU, settings of requests (45), TypedDicts of typing (26)
+    # unique items of few values; from 18,401: strings that are called (23); from 18,424: sampled rounds in C (475), where the references
+    # take 30 ms more for 7 drafts, settings of requests (45), TypedDicts of typing (26)
     "sampling": 18_970,
     # raised from 14,438: percentiles of masks in bench_schemas, likeliest tokens in gpu_check; from 14,568: bench_weights, first_hour;
     # from 14,837: bytes of launches and occupancy (about 220), Triton caches in packs (about 110); from 15,185: two graphs simulated, and
-    # fills of several libraries in one record; from 15,291: install_torch
-    "tools": 15_347,
+    # fills of several libraries in one record; from 15,291: install_torch; from 15,347: reasons of budgets
+    "tools": 15_351,
     # raised from 41,566: entry points with wrong values, draft heads, kept records, quantised weights, the server with real clients,
     # prompt graphs, switching between drafters, lanes that change; from 43,219: nineteen families of transformers, forced tokens on the
     # device, random walks over schemas, calls of tools, packaging; from 44,130: the first hour of a user, wheels without extras, grammars
