@@ -10,6 +10,7 @@ from importlib.util import module_from_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stepgraph.graphs.accept_options import LogitsProcessor, ProcessorInput
     from stepgraph.graphs.model import DraftModel, NoCache, TargetModel
     from stepgraph.graphs.model_call import ModelInput, ModelOutput
     from stepgraph.runtime.aio import AsyncEngine
@@ -35,10 +36,12 @@ __all__ = [
     "EngineStats",
     "FinishReason",
     "Job",
+    "LogitsProcessor",
     "ModelInput",
     "ModelOutput",
     "NoCache",
     "Origin",
+    "ProcessorInput",
     "QueueFullError",
     "SamplingParams",
     "StepEvent",
@@ -58,10 +61,12 @@ _MODULES = {
     "EngineStats": "runtime.stats",
     "FinishReason": "runtime.request",
     "Job": "runtime.request",
+    "LogitsProcessor": "graphs.accept_options",
     "ModelInput": "graphs.model_call",
     "ModelOutput": "graphs.model_call",
     "NoCache": "graphs.model",
     "Origin": "runtime.request",
+    "ProcessorInput": "graphs.accept_options",
     "QueueFullError": "runtime.request_queue",
     "SamplingParams": "sampling.params",
     "StepEvent": "runtime.request",

@@ -8,6 +8,7 @@ from stepgraph.sampling.fields import Check, check_fields, is_int, whole
 from stepgraph.sampling.params import MAX_TOP_LOGPROBS
 
 UNTIL_EVENT = "until_event"
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 1024, 32
 ROUNDS_PER_LAUNCH = Check(lambda value: value == UNTIL_EVENT or (is_int(value) and value == 1), f"1 or {UNTIL_EVENT!r}")
 
 
@@ -26,6 +27,8 @@ class Limits:
     rounds_in_flight: int = 2
     max_stop_ids: int = 8
     max_bias_ids: int = 256  # entries of logit_bias and bad_token_ids together
+    max_bad_words: int = 0  # per request
+    max_bad_word_tokens: int = 8  # of one
     max_top_logprobs: int = 0  # likeliest tokens reported per position
     prefill_chunk: int = 128
     rounds_per_launch: int | str = 1  # or UNTIL_EVENT: graphs/looping.py
@@ -35,6 +38,7 @@ class Limits:
     def __post_init__(self) -> None:
         special = {"num_speculative_tokens": whole(0, 8), "feature_size": whole(0), "rounds_per_launch": ROUNDS_PER_LAUNCH}
         special |= {"max_top_logprobs": whole(0, MAX_TOP_LOGPROBS), "max_loras": whole(0)}
+        special |= {"max_bad_words": whole(0, MAX_BAD_WORDS), "max_bad_word_tokens": whole(2, MAX_BAD_WORD_TOKENS)}
         check_fields(self, {field.name: special.get(field.name, whole(1)) for field in fields(self)})
         if self.num_tokens > self.vocab_size:
             raise ValueError(f"Limits.num_tokens: got {self.num_tokens}, expected at most vocab_size={self.vocab_size}")

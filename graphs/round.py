@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from stepgraph.graphs import drafting, proposing, stages
+from stepgraph.graphs.accept_options import PLAIN_ACCEPT, AcceptOptions
 from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
 from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.buffers import StaticBuffers
@@ -47,7 +48,7 @@ class Round:
     models: ModelPair
     host: HostLink
     draft_masks: bool = True  # False: unmasked drafts; one host node accepts them all during the next target_verify
-    forced_acceptance: tuple[float, ...] | None = None  # for benchmarks
+    options: AcceptOptions = PLAIN_ACCEPT
     attention: AttentionChoice = OPERATION
     tables: TokenTensors | None = None  # with grammars on the device
     split: SplitTensors | None = None  # with tokens that are forced there
@@ -72,7 +73,7 @@ class Round:
         if masks_ready:
             context.wait(masks_ready)
         with context.stage("accept"):
-            emission, after = stages.accept(buffers, batch, logits, key.constrained, key.sampled, self.forced_acceptance)
+            emission, after = stages.accept(buffers, batch, logits, key.constrained, key.sampled, self.options)
         mask_lane = grammar if self.masks_drafts(buffers) else None
         if draft is None or not self.limits.num_speculative_tokens:
             end = ProposedRound(buffers, context, self.limits, self.models, key, mask_lane)

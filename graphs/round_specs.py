@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from stepgraph.graphs.buffer_spec import BufferSpec
@@ -52,6 +54,23 @@ def grammar_specs(limits: Limits, arena: int, depth: int, forced: bool = False) 
         BufferSpec("row_stacks", (rows, places, depth), int32),
         BufferSpec("image_ring_host", (IMAGE_CHUNKS, min(arena, IMAGE_CHUNK)), int32, "pinned"),
     )
+
+
+def option_specs(limits: Limits, relaxed: bool, processors: int) -> tuple[BufferSpec, ...]:
+    """In addition to `round_specs`: settings that few requests have, int64 or float32, and the ring for all of them of one request.
+
+    relaxed: drafts may be accepted that are not the target's choice. processors: numbers that set the user's logits processors.
+    """
+    rows, words, size = limits.rows, limits.max_bad_words, limits.max_bad_word_tokens
+    tables = (
+        BufferSpec("row_bad_words", (rows, words, size), torch.int64, fill=-1),  # -1 before a shorter word
+        BufferSpec("row_recent", (rows, size - 1 if words else 0), torch.int64, fill=-1),  # last tokens of the output, -1 before the first
+        BufferSpec("row_relaxed", (rows, 2 * relaxed), torch.float32),
+        BufferSpec("row_processors", (rows, processors), torch.float32),
+    )
+    used = tuple(spec for spec in tables if spec.nbytes)
+    width = sum(math.prod(spec.shape[1:]) for spec in used)
+    return (*used, BufferSpec("options_ring_host", (limits.admission_ring_depth, width), torch.int64, "pinned")) if used else ()
 
 
 def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:

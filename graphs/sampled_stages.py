@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from stepgraph.graphs import sampled_options
+from stepgraph.graphs.accept_options import AcceptOptions
 from stepgraph.graphs.batch import Batch, Choice
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.forced_acceptance import after_accepted, force_accepted
@@ -17,11 +17,15 @@ from stepgraph.sampling.kernels import GrammarMask, processors
 from stepgraph.sampling.kernels.operation import Contiguous, operation
 
 
-def choose_sampled(
-    buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, forced: Sequence[float] | None
-) -> Choice:
+def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, options: AcceptOptions) -> Choice:
     """Masks and logit processors, then rejection sampling against the distributions of the drafts."""
-    masked, finite, status = kernels.process(logits, row_settings(buffers, batch), batch.rows, batch.drafts, mask=mask)
+    own, forced = logits, options.forced
+    if options.processors:
+        own = sampled_options.apply_processors(buffers, batch, logits, options.processors)
+    processed = kernels.process(own, row_settings(buffers, batch), batch.rows, batch.drafts, mask=mask)
+    if "row_bad_words" in buffers:
+        processed = sampled_options.ban_words(buffers, batch, processed)
+    masked, finite, status = processed
     params = params_of(buffers, batch)
     probs = kernels.distribution(masked, params)
     greedy = params[:, sampler.Param.TEMPERATURE] <= 0  # their drafts are greedy too, perhaps from a round that keeps no distributions
@@ -31,6 +35,8 @@ def choose_sampled(
     tokens, accepted = kernels.reject_sample(
         probs, buffers.row_draft_probs[:, :drafts], batch.rows, certain, finite, batch.drafts, draft_count, status, seed, length
     )
+    if "row_relaxed" in buffers and drafts:
+        tokens, accepted = sampled_options.relax(buffers, batch, processed, probs, tokens, accepted)
     if forced is not None:
         accepted = force_accepted(batch, finite, status, forced)
         index = accepted[:, None, None].expand(-1, 1, probs.shape[2])
@@ -41,6 +47,13 @@ def choose_sampled(
         rings = buffers.top_ids_ring_host, buffers.top_logprobs_ring_host
         kernels.top_logprobs(logits, probs, batch.rows, buffers.row_params, buffers.round_counters[Counter.PUBLISHED :], *rings)
     return Choice(tokens, finite, accepted, status)
+
+
+def record_output(buffers: StaticBuffers, rows: Tensor, tokens: Tensor, emitted: Tensor) -> None:
+    """What later rounds need of the emitted tokens."""
+    count_output(rows, tokens, emitted, buffers.row_output_counts)
+    if "row_recent" in buffers:
+        sampled_options.remember_output(rows, tokens, emitted, buffers.row_recent)
 
 
 @operation(lambda *_: None, writes=("output_counts",), triton=True)

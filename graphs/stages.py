@@ -8,12 +8,12 @@ that made it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from stepgraph.graphs.accept_options import PLAIN_ACCEPT, AcceptOptions
 from stepgraph.graphs.batch import Batch, Choice, model_input, model_logits
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.forced_acceptance import after_accepted, force_accepted
@@ -22,7 +22,7 @@ from stepgraph.graphs.model import TargetModel
 from stepgraph.graphs.model_call import check_shape, run_model
 from stepgraph.graphs.publishing import publish
 from stepgraph.graphs.row_layout import Column, ResultLayout
-from stepgraph.graphs.sampled_stages import choose_sampled, count_output
+from stepgraph.graphs.sampled_stages import choose_sampled, record_output
 from stepgraph.sampling import kernels
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.kernels import Emission, GrammarMask
@@ -50,12 +50,9 @@ def accept(
     logits: Tensor,
     constrained: bool,
     sampled: bool = False,
-    forced: Sequence[float] | None = None,
+    options: AcceptOptions = PLAIN_ACCEPT,
 ) -> tuple[Emission, Batch]:
-    """Mask the logits, choose tokens, accept drafts, check for the end. Returns the emission and the batch after it.
-
-    forced: for benchmarks, the probability that draft j is accepted where the grammar allows it, independent of the models.
-    """
+    """Mask the logits, choose tokens, accept drafts, check for the end. Returns the emission and the batch after it."""
     mask = None
     if constrained:
         tags, masks = (each[:, : logits.shape[1]] for each in (buffers.row_tags, buffers.row_masks))
@@ -66,7 +63,7 @@ def accept(
     if sampled:
         batch = batch._replace(params=buffers.row_params[batch.rows])
     choose = choose_sampled if sampled else _choose_greedy
-    tokens, finite, accepted, status = choose(buffers, batch, logits, mask, forced)
+    tokens, finite, accepted, status = choose(buffers, batch, logits, mask, options)
     room = batch.column(Column.MAX_LENGTH) - batch.column(Column.LENGTH)
     drafts, draft_count, stop_ids = batch.drafts, batch.column(Column.DRAFT_COUNT), buffers.row_stop_ids[batch.rows]
     chosen = kernels.chain_accept(tokens, finite, drafts, draft_count, status, stop_ids, room, accepted)
@@ -74,7 +71,7 @@ def accept(
     written = write_emission(batch.rows, batch.state, tokens, status, drafts, *chosen, buffers.row_state, lines)
     emission, after = Emission(tokens, written.emitted, chosen[1], written.finish), batch._replace(state=written.state)
     if sampled:
-        count_output(batch.rows, tokens, written.emitted, buffers.row_output_counts)
+        record_output(buffers, batch.rows, tokens, written.emitted)
     return emission, after
 
 
@@ -89,9 +86,7 @@ def publish_round(buffers: StaticBuffers, batch: Batch, constrained: bool) -> No
     publish(buffers, batch.rows)
 
 
-def _choose_greedy(
-    buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, forced: Sequence[float] | None
-) -> Choice:
+def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, options: AcceptOptions) -> Choice:
     """The legal token with the largest logit at every position; a draft is accepted if it is that token."""
     if mask is None:
         best, tokens = logits.max(-1)
@@ -100,8 +95,8 @@ def _choose_greedy(
         status = mask.status
         finite, tokens = kernels.masked_argmax(logits, mask.masks, mask.rows, mask.constrained, status=status)
     accepted = None
-    if forced is not None:
-        accepted = force_accepted(batch, finite, status, forced)
+    if options.forced is not None:
+        accepted = force_accepted(batch, finite, status, options.forced)
         tokens = after_accepted(batch, accepted, tokens)
     return Choice(tokens, finite, accepted, status)
 

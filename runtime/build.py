@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from stepgraph.graphs.accept_options import AcceptOptions, check_processors
 from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.graphs.attention.paged import AttentionChoice
 from stepgraph.graphs.backends import make_backend
@@ -26,7 +27,7 @@ from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.recording import LESS
 from stepgraph.graphs.ring_specs import ring_specs
 from stepgraph.graphs.round import Round
-from stepgraph.graphs.round_specs import forced_specs, grammar_specs, look_up_specs, round_specs, skipped_specs, state_specs
+from stepgraph.graphs.round_specs import forced_specs, grammar_specs, look_up_specs, option_specs, round_specs, skipped_specs, state_specs
 from stepgraph.graphs.skipped_tokens import process_skipped
 from stepgraph.runtime.check_models import Drafter, check_models, checked_vocabulary_size, devices_of, forces_drafts, resolve_drafter
 from stepgraph.runtime.config import EngineConfig
@@ -93,7 +94,7 @@ class EngineParts:
         self.host_link = open_host_link(config.host_link, *pinned, limits.ring_depth, forcing, config.check_masks, contents)
         self.grammars = DeviceGrammars(no_tables, config, self.host_link)
         self.compiler = config.grammar_compiler(vocabulary) if vocabulary is not None else None
-        decode_round = Round(limits, models, self.host_link, config.draft_masks, config.forced_acceptance, self.attention, tables, split)
+        decode_round = Round(limits, models, self.host_link, config.draft_masks, accept_options(self), self.attention, tables, split)
         prompts, on_failure = Prompts(limits, models, self.attention), config.on_capture_failure
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
         self.hidden_states = states = open_states(config, saved, timed, buffers)
@@ -116,7 +117,7 @@ class EngineParts:
         self.scheduler = scheduler_type(
             self.queue, self.grammars, limits, self.sharing, recorder, states.ended if states else None, isinstance(proposer, NgramLookup)
         )
-        self.uploader = Uploader(timed, buffers, models, limits, prompts, self.graphs, states)
+        self.uploader = Uploader(timed, buffers, models, limits, prompts, self.graphs, states, config.logits_processors)
         function = proposer.function if isinstance(proposer, FunctionProposer) else None
         self.function_drafts = None if function is None else FunctionDrafts(function, timed, buffers, limits)
         draft = models.draft if "row_skipped_tokens" in buffers else None
@@ -128,6 +129,13 @@ class EngineParts:
     def ranks(self) -> Ranks | None:
         """Of a tensor-parallel target."""
         return getattr(self.models.target, "ranks", None)
+
+
+def accept_options(parts: EngineParts) -> AcceptOptions:
+    """CaptureError for a logits processor that cannot be part of a round."""
+    processors = parts.config.logits_processors
+    check_processors(processors, parts.limits, parts.backend, parts.backend.device)
+    return AcceptOptions(parts.config.forced_acceptance, processors)
 
 
 def queue_types(ranks: Ranks | None) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
@@ -200,6 +208,10 @@ def capture_notes(parts: EngineParts) -> tuple[str, ...]:
         notes.append("rounds per launch: until an event; one in graphs with host nodes")
     if config.forced_acceptance:
         notes.append("acceptance is forced: the texts are not the models'")
+    if config.relaxed_acceptance:
+        notes.append("relaxed acceptance: requests may accept drafts that are not the target's choice")
+    if config.logits_processors:
+        notes.append(f"logits processors: {', '.join(each.name for each in config.logits_processors)}")
     notes += [f"kernels: {kernels.describe(device)}", *(note for model in models for note in getattr(model, "notes", ()))]
     if models.proposer is not None:
         masked = "each is kept while its mask allows it" if "batch_forced" in parts.buffers else "without masks"
@@ -249,9 +261,13 @@ def make_buffers(
     if saved:
         specs += state_specs(limits, saved.width, models.target.feature_dtype)
     specs += forced_specs(limits) if forced else ()
+    processors = config.logits_processors
+    specs += option_specs(limits, config.relaxed_acceptance, sum(1 + each.num_arguments for each in processors))
     if config.draft_length == AUTO_LENGTH and models.draft is not None and models.draft.cache_specs(limits):
         specs += skipped_specs(limits, models.target.feature_dtype)
     constants: dict[str, nn.Module | torch.Tensor] = {name: model for name, model in named.items() if isinstance(model, nn.Module)}
+    modules = {f"logits_processor_{each.name}": each.function for each in processors}
+    constants |= {name: function for name, function in modules.items() if isinstance(function, nn.Module)}
     if tables is not None:
         specs += grammar_specs(limits, config.grammar_arena_bytes // INT_BYTES, config.grammar_limits.automaton_depth, split is not None)
         constants |= tables._asdict()

@@ -6,12 +6,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import get_args
 
+from stepgraph.graphs.accept_options import LogitsProcessor
 from stepgraph.graphs.attention.choose import ATTENTION
 from stepgraph.graphs.key_sets import bucket_sizes, checked_buckets
 from stepgraph.graphs.limits import UNTIL_EVENT, Limits
 from stepgraph.graphs.proposing import ANCHOR
 from stepgraph.graphs.recording import OnFailure
-from stepgraph.sampling.fields import BOOL, Check, check_fields, check_value, is_int, is_number, number, one_of, optional, whole
+from stepgraph.sampling.fields import BOOL, Check, check_fields, check_value, clip_repr, is_int, is_number, number, one_of, optional, whole
 from stepgraph.sampling.grammar.compile.compiler import CACHE_BYTES, MAX_COMPILES, GrammarCompiler, Isolation
 from stepgraph.sampling.grammar.compile.limits import DEFAULTS, MIB, GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
@@ -21,6 +22,14 @@ from stepgraph.sampling.kernels.filter_choice import FILTERS
 
 MAX_SECONDS = 86_400
 GRAMMAR_LANES = ("auto", "device", "host")
+PROCESSORS = Check(
+    lambda value: (
+        isinstance(value, tuple)
+        and all(isinstance(each, LogitsProcessor) for each in value)
+        and len({each.name for each in value}) == len(value)
+    ),
+    "a tuple of LogitsProcessors with different names",
+)
 # Beside flags, and the other sizes, which Limits checks.
 CHECKS = {
     **dict.fromkeys(("max_rows", "max_length", "page_size"), whole(1)),
@@ -36,6 +45,7 @@ CHECKS = {
     "grammar_limits": Check(lambda value: isinstance(value, GrammarLimits), "GrammarLimits"),
     "save_hidden_states": optional(Check(lambda value: isinstance(value, (str, Path)) and value != "", "the path of a folder")),
     "max_queued": whole(1),
+    "logits_processors": PROCESSORS,
     "max_loras": whole(0),
     "max_lora_rank": whole(1),
     "states_shard_bytes": whole(1),
@@ -73,6 +83,12 @@ class EngineConfig:
     prompt_graphs: bool | None = None
     max_stop_ids: int = 8  # per request, the vocabulary's included
     max_bias_ids: int = 256  # entries of a request's logit_bias and bad_token_ids together
+    max_bad_words: int = 0  # of a request: SamplingParams.bad_words
+    max_bad_word_tokens: int = 8  # of one bad word
+    # Device functions that change the target's logits, for the requests that name them: part of each sampled round, and checked like a step
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    # True: requests may accept drafts that are not the target's choice (SamplingParams.relaxed_top_n); by default outputs are the target's
+    relaxed_acceptance: bool = False
     max_loras: int = 0  # LoRA adapters loaded at once, each in a slot of the graphs; 0: none, and requests cannot have one
     max_lora_rank: int = 16  # memory is taken for this rank in every slot
     max_top_logprobs: int = 0  # likeliest tokens that a request may have reported beside each of its own, up to 100
@@ -131,6 +147,13 @@ class EngineConfig:
                     f"EngineConfig.rounds_per_launch: got {UNTIL_EVENT!r} with {name}={getattr(self, name)!r}, "
                     f"{expected}: it needs the host between two rounds"
                 )
+        needs_sampled = {
+            "max_bad_words": self.max_bad_words,
+            "logits_processors": self.logits_processors,
+            "relaxed_acceptance": self.relaxed_acceptance,
+        }
+        for name in (name for name, value in needs_sampled.items() if value and self.greedy_only):
+            raise ValueError(f"EngineConfig.{name}: got {clip_repr(getattr(self, name))} with greedy_only=True, expected its default")
         if self.look_up and not self.num_speculative_tokens:
             raise ValueError(f"EngineConfig.look_up: got {self.look_up} with num_speculative_tokens=0, expected 0: nothing is drafted")
         if self.forced_drafts and not self.draft_masks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -150,7 +151,7 @@ class Engine(EngineCore):
         job = self._parts.validator.job(
             self._prompt_ids(prompt),
             constraint,
-            sampling,
+            self._with_word_ids(sampling),
             max_new_tokens,
             num_speculative_tokens,
             draft_ids,
@@ -305,6 +306,20 @@ class Engine(EngineCore):
         if isinstance(prompt, str) or (isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping)):
             return self.tokenizer.prompt_ids(cast("str | Sequence[Message]", prompt))
         return prompt
+
+    def _with_word_ids(self, sampling: SamplingParams | None) -> SamplingParams | None:
+        """Bad words that are texts as token ids, each alone and after a blank."""
+        if (
+            self._make_tokenizer is None
+            or not isinstance(sampling, SamplingParams)
+            or not any(isinstance(w, str) for w in sampling.bad_words)
+        ):
+            return sampling
+        words = dict[tuple[int, ...], None]()
+        for word in sampling.bad_words:
+            spelled = [self.tokenizer.encode(each, False) for each in (word, f" {word.lstrip()}")] if isinstance(word, str) else [word]
+            words |= dict.fromkeys(tuple(ids) for ids in spelled)
+        return replace(sampling, bad_words=tuple(words))
 
     def _require_accepted(self, job: Job, call: str) -> None:
         self._require_open(call)

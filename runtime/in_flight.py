@@ -61,7 +61,7 @@ class InFlight:
         self._batches = buffers.batch_rows_ring_host.numpy()
         self._num_drafts, self._layouts = limits.num_speculative_tokens, dict[int, ResultLayout]()
         # Fields that no round writes: their columns hold those of longer rounds.
-        self._unwritten: dict[str, Any] = {name: 0 for name in ("forced", "looked_up") if f"row_{name}" not in buffers}
+        self._unwritten: dict[str, Any] = {name: 0 for name in ("forced", "looked_up", "relaxed") if f"row_{name}" not in buffers}
         self._pending: collections.deque[LaunchedRound] = collections.deque()
         self.rounds = 0
         self.launches: dict[Launch, int] = {}  # number of rounds; single operations only, as other threads read it

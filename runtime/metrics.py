@@ -65,6 +65,7 @@ def _metrics(stats: EngineStats) -> list[Metric]:
         _counter("accepted_forced_drafts", "Forced drafts accepted.", drafts.accepted_forced),
         _counter("looked_up_drafts", "Drafts found by look-up.", drafts.looked_up),
         _counter("accepted_looked_up_drafts", "Looked-up drafts accepted.", drafts.accepted_looked_up),
+        _counter("relaxed_drafts", "Drafts accepted by relaxed acceptance: not the target's choice.", drafts.accepted_relaxed),
         _counter("rounds", "Rounds launched.", stats.rounds),
         _counter("replays", "Graphs replayed.", stats.replays),
         _counters(

@@ -85,6 +85,7 @@ class DraftCounts(NamedTuple):
     accepted_forced: int = 0
     looked_up: int = 0  # proposed by a look-up; disjoint from forced
     accepted_looked_up: int = 0
+    accepted_relaxed: int = 0  # by relaxed acceptance: not the target's choice
 
     def plus(self, other: DraftCounts) -> DraftCounts:
         return DraftCounts(*map(operator.add, self, other))

@@ -106,8 +106,14 @@ class Scheduler:
         accepted = min(result.accepted, len(tokens))
         forced, held = result.forced if request.constrained else 0, ~(-1 << accepted)  # rounds without grammars do not write `forced`
         looked_up = (~(-1 << result.draft_count) if self._only_looks_up else result.looked_up) & ~forced
+        relaxed = result.relaxed & held if job.sampling.relaxed_top_n else 0  # greedy rounds do not write `relaxed`
         drafts = DraftCounts(
-            accepted, forced.bit_count(), (forced & held).bit_count(), looked_up.bit_count(), (looked_up & held).bit_count()
+            accepted,
+            forced.bit_count(),
+            (forced & held).bit_count(),
+            looked_up.bit_count(),
+            (looked_up & held).bit_count(),
+            relaxed.bit_count(),
         )
         if tokens and self._recorder:
             self._recorder.emitted(job, tokens)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from stepgraph.graphs.accept_options import LogitsProcessor
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.graph_set import GraphSet
@@ -22,6 +23,7 @@ from stepgraph.graphs.proposing import ANCHOR, given_from
 from stepgraph.graphs.row_layout import Column
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.request import ActiveRequest, Job
+from stepgraph.runtime.upload_options import float_bits, floats, uploaded_options
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.automaton.arena import ArenaBlock
 from stepgraph.sampling.grammar.status import FinishCode
@@ -76,6 +78,7 @@ class Uploader:
         prompts: Prompts,
         graphs: GraphSet,
         states: HiddenStates | None = None,
+        processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self._backend, self._buffers, self._models, self._limits = backend, buffers, models, limits
         self._chunks, self._graphs, self._states = prompts, graphs, states
@@ -83,6 +86,8 @@ class Uploader:
         self._prompts = PinnedRing(backend, buffers.prompt_ring_host)
         self._texts = PinnedRing(backend, buffers.text_ring_host) if models.reads_text else None
         self._seen = PinnedRing(backend, buffers.seen_ring_host)
+        self._options = PinnedRing(backend, buffers.options_ring_host) if "options_ring_host" in buffers else None
+        self._processors = processors
         self._images = PinnedRing(backend, buffers.image_ring_host) if "image_ring_host" in buffers else None
         self._copied: weakref.WeakKeyDictionary[ArenaBlock, Event] = weakref.WeakKeyDictionary()  # the last copy of each
 
@@ -143,7 +148,7 @@ class Uploader:
         table = [*request.pages, *[0] * (limits.pages_per_row - len(request.pages))]
         biases, resumed = request.job.sampling.biases, request.job.resumed_host
         unused = limits.max_bias_ids - len(biases)
-        bias_ids, bias_bits = [*biases, *[-1] * unused], _bits([*biases.values(), *[0.0] * unused])
+        bias_ids, bias_bits = [*biases, *[-1] * unused], float_bits([*biases.values(), *[0.0] * unused])
 
         def copy(slot: Tensor) -> None:
             buffers.admission.copy_(slot, non_blocking=True)
@@ -152,7 +157,7 @@ class Uploader:
             buffers.row_stop_ids[row].copy_(stop_part)
             buffers.row_block_tables[row].copy_(table_part)
             buffers.row_bias_ids[row].copy_(ids_part)
-            buffers.row_biases[row].copy_(_floats(bits_part))
+            buffers.row_biases[row].copy_(floats(bits_part))
             buffers.row_prompt_seen[row].zero_()
             counts = buffers.row_output_counts[row].zero_()
             if resumed is not None and request.sampled:
@@ -160,6 +165,8 @@ class Uploader:
                 counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=counts.dtype))
 
         self._admissions.send([*stops, *table, *bias_ids, *bias_bits], copy)
+        if self._options is not None:
+            self._options.send(*uploaded_options(buffers, limits, self._processors, request.job, row))
         if request.job.sampling.repetition_penalty != 1:  # otherwise the prompt's tokens have no effect
             self._upload_seen(request)
         if self._texts is not None:
@@ -218,10 +225,10 @@ class Uploader:
                     buffers.row_looked_up[row].fill_(True)
             buffers.row_tags[row].fill_(0)
             state_part, bits_part = buffers.admission[: len(Column) + len(Param)].split([len(Column), len(Param)])
-            buffers.row_params[row].copy_(_floats(bits_part))
+            buffers.row_params[row].copy_(floats(bits_part))
             buffers.row_state[row].copy_(state_part)
 
-        self._admissions.send([*[state.get(column, 0) for column in Column], *_bits(params)], copy)
+        self._admissions.send([*[state.get(column, 0) for column in Column], *float_bits(params)], copy)
 
 
 def _spans(job: Job, start: int, count: int) -> Iterator[tuple[int, Tensor]]:
@@ -234,14 +241,3 @@ def _spans(job: Job, start: int, count: int) -> Iterator[tuple[int, Tensor]]:
 
 def _copy_start(to: Tensor, slot: Tensor) -> None:
     to.copy_(slot[: len(to)], non_blocking=True)
-
-
-def _bits(values: Sequence[float]) -> list[int]:
-    """The bits of float32 values as integers, for the int64 admission ring."""
-    bits: list[int] = np.array(values, dtype=np.float32).view(np.int32).tolist()
-    return bits
-
-
-def _floats(bits: Tensor) -> Tensor:
-    """The inverse of _bits, on the device."""
-    return bits.to(torch.int32).view(torch.float32)

@@ -96,6 +96,10 @@ class RequestValidator:
     def _check_resumed(self, job: Job) -> None:
         """ValueError if the output has ended, or if its next tokens depend on where the rounds of the earlier request began."""
         ids, sampling, temperature = job.resume_from, job.sampling, f"resume_from and sampling.temperature={job.sampling.temperature:g}"
+        if sampling.relaxed_top_n:
+            raise ValueError(
+                f"sampling.relaxed_top_n: got {sampling.relaxed_top_n} with resume_from, expected 0: tokens depend on the drafts"
+            )
         if len(ids) >= job.max_new_tokens:
             expected = f"expected fewer than max_new_tokens={job.max_new_tokens}, which counts them"
             raise ValueError(f"resume_from: got {len(ids)} tokens, {expected}")
@@ -144,6 +148,7 @@ class RequestValidator:
             value, default = clip_repr(getattr(sampling, name)), clip_repr(getattr(GREEDY, name))
             raise ValueError(f"sampling.{name}: got {value}, expected {default}: the engine is greedy_only")
         checked_ids("sampling.bad_token_ids", sampling.bad_token_ids, limits.num_tokens)
+        check_options(sampling, self._config, limits)
         for token in sampling.logit_bias:
             if token >= limits.num_tokens:
                 raise ValueError(f"sampling.logit_bias: got the key {token}, expected token ids from 0 to {limits.num_tokens - 1}")
@@ -198,6 +203,29 @@ class RequestValidator:
                 raise ValueError(f"prompt_embeddings[{position}]: got {len(values)} rows, expected at most {limit}, up to the next span")
         copies = ((position, values.detach().to("cpu", copy=True).contiguous()) for position, values in spans)
         return tuple((position, values.pin_memory() if self._pinned else values) for position, values in copies)
+
+
+def check_options(sampling: SamplingParams, config: EngineConfig, limits: Limits) -> None:
+    """ValueError for bad words, logits processors and relaxed acceptance that the engine does not have."""
+    if len(sampling.bad_words) > limits.max_bad_words:
+        expected = f"expected at most EngineConfig.max_bad_words={limits.max_bad_words}"
+        raise ValueError(f"sampling.bad_words: got {len(sampling.bad_words)} words, {expected}")
+    for index, word in enumerate(sampling.bad_words):
+        if isinstance(word, str):
+            raise ValueError(f"sampling.bad_words[{index}]: got {clip_repr(word)}, expected token ids: the engine has no tokenizer")
+        checked_ids(f"sampling.bad_words[{index}]", word, limits.num_tokens)
+        if len(word) > limits.max_bad_word_tokens:
+            expected = f"expected at most EngineConfig.max_bad_word_tokens={limits.max_bad_word_tokens}"
+            raise ValueError(f"sampling.bad_words[{index}]: got {len(word)} tokens, {expected}")
+    known = {processor.name: processor for processor in config.logits_processors}
+    for name, arguments in sampling.logits_processors.items():
+        if name not in known:
+            names = ", ".join(map(repr, known)) or "none: EngineConfig.logits_processors is empty"
+            raise ValueError(f"sampling.logits_processors: got the name {clip_repr(name)}, expected {names}")
+        if len(arguments) != known[name].num_arguments:
+            raise ValueError(f"sampling.logits_processors[{name!r}]: got {len(arguments)} numbers, expected {known[name].num_arguments}")
+    if sampling.relaxed_top_n and not config.relaxed_acceptance:
+        raise ValueError(f"sampling.relaxed_top_n: got {sampling.relaxed_top_n}, expected 0, or EngineConfig(relaxed_acceptance=True)")
 
 
 def checked_ids(name: str, ids: Any, num_tokens: int, expected: str = "a sequence of token ids") -> tuple[int, ...]:

@@ -14,6 +14,10 @@ _BIAS = number(-100, 100)
 MAX_STOP_CHARS = 1000
 MAX_TOP_LOGPROBS = 100
 _STOP = Check(lambda text: isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS, f"a text of 1 to {MAX_STOP_CHARS} characters")
+BEYOND_ARGMAX = (
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_token_ids", "bad_words", "min_new_tokens"),
+    *("logits_processors", "relaxed_top_n", "logprobs"),
+)
 CHECKS = {
     "temperature": optional(number(0.0, FLOAT32_MAX)),
     "min_p": number(0.0, 1.0),
@@ -25,6 +29,8 @@ CHECKS = {
     "seed": optional(whole(0, 2**63 - 1)),
     "min_new_tokens": whole(0, 2**24),
     "top_logprobs": whole(0, MAX_TOP_LOGPROBS),
+    "relaxed_top_n": whole(0, 2**24),
+    "relaxed_delta": number(0.0, 1.0),
 }
 
 
@@ -50,9 +56,18 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # subtracted once per occurrence
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # added to a token's logit
     bad_token_ids: tuple[int, ...] = ()  # never chosen
+    # Never completed in the output: sequences of token ids, or texts, each in the tokens that it has alone and after a blank. The engine
+    # needs EngineConfig.max_bad_words
+    bad_words: Sequence[str | Sequence[int]] = ()
     min_new_tokens: int = 0  # no stop token before; a grammar that allows nothing else still ends the text
     ignore_eos: bool = False  # the vocabulary's stop ids may be chosen and do not stop; those of stop_token_ids do
     logprobs: bool = False  # report the log-probabilities of every emitted token
+    # The engine's logits processors that the request uses, and their arguments: {name: numbers}
+    logits_processors: Mapping[str, Sequence[float]] = field(default_factory=dict, hash=False)
+    # Of a greedy request, with EngineConfig.relaxed_acceptance: a draft is also accepted if it is among so many of the likeliest legal
+    # tokens and at most `relaxed_delta` less probable than the likeliest. The output then depends on the drafts. 0: exact
+    relaxed_top_n: int = 0
+    relaxed_delta: float = 0.0
     top_logprobs: int = 0  # with logprobs, also so many of the likeliest tokens at each position, up to EngineConfig.max_top_logprobs
 
     def __post_init__(self) -> None:
@@ -64,6 +79,15 @@ class SamplingParams:
         self._check_ids("stop_token_ids")
         self._check_ids("bad_token_ids")
         self._check_bias()
+        self._check_bad_words()
+        self._check_processors()
+        if self.relaxed_top_n and self.temperature:
+            got = f"got {self.relaxed_top_n} with temperature={self.temperature:g}"
+            raise ValueError(f"SamplingParams.relaxed_top_n: {got}, expected 0, or temperature=0")
+        if self.relaxed_delta and not self.relaxed_top_n:
+            raise ValueError(
+                f"SamplingParams.relaxed_delta: got {self.relaxed_delta:g} with relaxed_top_n=0, expected 0, or relaxed_top_n >= 1"
+            )
         if self.top_logprobs and not self.logprobs:
             raise ValueError(f"SamplingParams.top_logprobs: got {self.top_logprobs} with logprobs=False, expected logprobs=True, or 0")
 
@@ -83,6 +107,36 @@ class SamplingParams:
             check_value(f"SamplingParams.stop[{index}]", text, _STOP)
         object.__setattr__(self, "stop", tuple(texts))
 
+    def _check_bad_words(self) -> None:
+        if isinstance(self.bad_words, str) or not isinstance(self.bad_words, (tuple, list)):
+            raise ValueError(
+                f"SamplingParams.bad_words: got {type(self.bad_words).__name__}, expected a tuple of texts or sequences of token ids"
+            )
+        for index, word in enumerate(self.bad_words):
+            name = f"SamplingParams.bad_words[{index}]"
+            if isinstance(word, str):
+                check_value(name, word, _STOP)
+                continue
+            if not isinstance(word, (tuple, list)) or not word:
+                raise ValueError(f"{name}: got {clip_repr(word)}, expected a text, or a sequence of at least one token id")
+            for position, token in enumerate(word):
+                check_value(f"{name}[{position}]", token, _TOKEN_ID)
+        words = tuple(word if isinstance(word, str) else tuple(word) for word in self.bad_words)
+        object.__setattr__(self, "bad_words", words)
+
+    def _check_processors(self) -> None:
+        if not isinstance(self.logits_processors, Mapping):
+            got = type(self.logits_processors).__name__
+            raise ValueError(f"SamplingParams.logits_processors: got {got}, expected a dict of names to sequences of numbers")
+        for name, arguments in self.logits_processors.items():
+            field_name = f"SamplingParams.logits_processors[{clip_repr(name)}]"
+            if not isinstance(name, str) or not isinstance(arguments, (tuple, list)):
+                raise ValueError(f"{field_name}: got {clip_repr(arguments)}, expected a sequence of numbers, and the name of a processor")
+            for index, argument in enumerate(arguments):
+                check_value(f"{field_name}[{index}]", argument, number(-FLOAT32_MAX, FLOAT32_MAX))
+        named = {name: tuple(arguments) for name, arguments in self.logits_processors.items()}
+        object.__setattr__(self, "logits_processors", named)
+
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"SamplingParams.logit_bias: got {type(self.logit_bias).__name__}, expected a dict of token id to number")
@@ -101,8 +155,7 @@ class SamplingParams:
         """The first field that requires more than a masked argmax; empty if there is none."""
         if not self.greedy:
             return "temperature"
-        names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_token_ids", "min_new_tokens", "logprobs")
-        return next((name for name in names if getattr(self, name) != getattr(GREEDY, name)), "")
+        return next((name for name in BEYOND_ARGMAX if getattr(self, name) != getattr(GREEDY, name)), "")
 
     @property
     def plain(self) -> bool:

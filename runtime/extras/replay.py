@@ -85,6 +85,7 @@ class RecordedRun:
     def config(self) -> EngineConfig:
         """The recorded configuration, on the device of the replaying models."""
         fields = dict(self.header["config"])
+        fields.pop("logits_processors", None)  # empty: functions are not recorded
         try:
             limits = GrammarLimits(**fields.pop("grammar_limits"))
             tuples = {name: None if fields[name] is None else tuple(fields[name]) for name in ("forced_acceptance", "buckets")}

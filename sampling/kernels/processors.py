@@ -7,16 +7,19 @@ emitted, because its logits are only used if they are accepted.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
+from stepgraph.sampling.kernels.c_kernel import CKernel, same_float_type
 from stepgraph.sampling.kernels.choice import GrammarMask
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
 from stepgraph.sampling.sampler import Param
+
+MOST_BEFORE = 64  # drafts that the kernel in C has room for, as in processors.c
 
 
 class RowSettings(NamedTuple):
@@ -73,7 +76,12 @@ def _process_outputs(
     return Processed(torch.empty(logits.shape, dtype=torch.float32, device=logits.device), finite, judged)
 
 
-@operation(_process_outputs, triton=True)
+def _c_supports(logits: Tensor, masks: Tensor | None, *others: Any) -> bool:
+    before = others[12]
+    return same_float_type(logits) and logits.stride(2) == 1 and logits.shape[2] > 0 and before.shape[1] <= MOST_BEFORE
+
+
+@operation(_process_outputs, triton=True, c=CKernel("process_logits", _c_supports))
 def process_logits(
     logits: Dense,
     masks: Dense | None,

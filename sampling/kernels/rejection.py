@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stepgraph.sampling import rng, sampler
 from stepgraph.sampling.acceptance import may_accept
+from stepgraph.sampling.kernels.c_kernel import CKernel
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
 
 
@@ -24,7 +25,11 @@ def _outputs(
     return tokens, torch.empty(batch, dtype=torch.int64, device=target_probs.device)
 
 
-@operation(_outputs, triton=True)
+def _c_supports(target_probs: Tensor, draft_probs: Tensor, *_: object) -> bool:
+    return target_probs.stride(2) == draft_probs.stride(2) == 1
+
+
+@operation(_outputs, triton=True, c=CKernel("reject_sample", _c_supports))
 def reject_sample(
     target_probs: Dense,
     draft_probs: Dense,

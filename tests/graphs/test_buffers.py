@@ -81,7 +81,7 @@ def test_result_fields_are_read_as_they_were_written(drafts: int) -> None:
     fields = {name: torch.tensor([getattr(row, name) for row in expected]) for name in ResultRecord._fields[:-1]}
     written = torch.full_like(line, -1)
     layout.write(written, **{name: fields.pop(name) for name in ("emitted", "finish")})
-    layout.write(written, looked_up=fields.pop("looked_up"))
+    layout.write(written, **{name: fields.pop(name) for name in ("looked_up", "relaxed")})
     layout.write(written, **fields)
     assert torch.equal(written, line)
     with pytest.raises(AssertionError, match="adjacent"):

@@ -87,10 +87,12 @@ def processed(
     """Logits after penalties, biases and bans. Rounded to float32 at each step, so that near ties resolve as in the runtime."""
     real = np.float32
     result: list[float] = np.array(logits, real).tolist()
-    touched = {*prompt, *output, *sampling.bad_token_ids, *sampling.logit_bias, *stop_ids}
+    words = [word for word in sampling.bad_words if not isinstance(word, str)]
+    completed = {word[-1] for word in words if [*output, word[-1]][-len(word) :] == [*word]}
+    touched = {*completed, *prompt, *output, *sampling.bad_token_ids, *sampling.logit_bias, *stop_ids}
     for token in touched.intersection(range(len(logits))):
         logit = logits[token]
-        if token in sampling.bad_token_ids or (token in stop_ids and len(output) < sampling.min_new_tokens):
+        if token in sampling.bad_token_ids or token in completed or (token in stop_ids and len(output) < sampling.min_new_tokens):
             result[token] = -math.inf
             continue
         value, count = real(logit) + real(sampling.logit_bias.get(token, 0.0)), output.count(token)

@@ -24,6 +24,7 @@ from stepgraph.sampling import kernels, rng, sampler
 from stepgraph.sampling.kernels import processors, rejection
 from stepgraph.sampling.params import SamplingParams
 from stepgraph.sampling.sampler import Param
+from tests.helpers.c_library import run_references
 from tests.helpers.chi_square import likelihood_ratio, likelihood_ratio_bound
 from tests.helpers.law import EVERY_SETTING, OWN_VOCABULARY, Law, Setting, setting
 
@@ -117,6 +118,10 @@ def of(temperature: float = 1.5, good: bool = True, masked: bool = False, **para
 
 class TestControls:
     """Negative controls: each incorrect sampler is detected in the settings it affects, and only there."""
+
+    @pytest.fixture(autouse=True)
+    def references(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        run_references(monkeypatch)
 
     def check_detected(self, law: Law, expected: list[bool]) -> None:
         assert (least_chance(law) < RARE).tolist() == expected

@@ -20,6 +20,7 @@ from stepgraph.graphs.round_specs import look_up_specs, round_specs
 from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling.kernels import rejection
 from stepgraph.sampling.params import SamplingParams
+from tests.helpers.c_library import run_references
 from tests.helpers.law import GENERATED, TOKENS, Law, Setting, setting
 from tests.helpers.proposers import Proposes
 from tests.laws.test_sampling_law import RARE, least_chance, of
@@ -114,6 +115,7 @@ class TestControls:
     SETTINGS = (of(), of(good=False), of(masked=True, top_k=3), of(temperature=0.0))
 
     def check_detected(self, monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Judge], Judge]) -> None:
+        run_references(monkeypatch)
         monkeypatch.setattr(rejection, "exact_rejection", wrong(rejection.exact_rejection))
         assert (least_chance(ProposedLaw(2, self.SETTINGS)) < RARE).tolist() == [True, True, True, False]
 

@@ -16,6 +16,7 @@ from stepgraph.graphs import GraphKey, TapeBackend
 from stepgraph.graphs.capture import Event
 from stepgraph.graphs.context import COPIES
 from stepgraph.runtime.device_grammars import INT_BYTES
+from stepgraph.runtime.models.toy import ToyTarget
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.runtime.upload import Uploader
 from stepgraph.sampling import native
@@ -25,6 +26,7 @@ from stepgraph.sampling.grammar.automaton.library import Field
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.params import GREEDY
 from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engine, plain, shared_engine
+from tests.sampling.grammar.automaton.test_marker import BREAKS
 from tools.train.saved_states import SavedStates
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
@@ -136,10 +138,11 @@ def test_arena_memory_is_reused_while_rounds_of_cancelled_requests_are_in_flight
 @pytest.mark.parametrize("missing", ["", "wait of the round", "wait of the copy"])
 def test_copy_runs_beside_rounds_and_is_ordered_with_rounds(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     """A copy starts after the rounds that may read its memory, and ends before the first round that reads what it writes."""
-    log, early, copy_aside = list[str](), list[bool](), TapeBackend.copy_aside
+    log, early, asked, copy_aside = list[str](), list[bool](), list[Event](), TapeBackend.copy_aside
 
     def watched(self: TapeBackend, function: Callable[[], object], *, after_launched: bool) -> Event:
         reached = self.event()
+        asked.append(reached)
 
         def copy() -> None:
             early.append(not reached.query())
@@ -150,21 +153,27 @@ def test_copy_runs_beside_rounds_and_is_ordered_with_rounds(monkeypatch: pytest.
         return copy_aside(self, copy, after_launched=missing != "wait of the copy")
 
     def delay(name: str) -> None:
+        until = time.monotonic() + 2
+        while name == "main" and len(asked) > log.count(COPIES) and asked[-1].query() and time.monotonic() < until:
+            time.sleep(0.001)  # a copy that may start starts before the next round, on a loaded machine too
         log.append(name)
-        time.sleep(0.005 if name != COPIES else 0.1 if missing != "wait of the copy" else 0)
+        time.sleep(0.005 if name != COPIES else 0)
+        rounds = log.count("main") + (8 if missing else 1)
+        while name == COPIES and missing != "wait of the copy" and log.count("main") < rounds and time.monotonic() < until:
+            time.sleep(0.001)  # and lasts for so many rounds
 
     monkeypatch.setattr(TapeBackend, "copy_aside", watched)
     if missing == "wait of the round":
         monkeypatch.setattr(TapeBackend, "wait_for", lambda self, copied: None)
     backend = TapeBackend(asynchronous=True, delay=delay)
     with make_engine(replace(DEVICE, rounds_in_flight=4), backend, grammar_arena_bytes=arena_for(SHAPES[1])) as engine:
-        victim, free = submit(engine, [9, 9], SHAPES[0], 40), submit(engine, [9, 8], None, 20)
+        victim, free = submit(engine, [9, 9], SHAPES[0], 40), submit(engine, [9, 8], None, 80)
         while not victim.rounds:
             engine.step()
-        job = submit(engine, list(range(20, 40)), SHAPES[1], 12)
+        job = submit(engine, [*range(20, 50), *range(20, 50)], SHAPES[1], 12)  # 12 chunks: a copy thread that starts late still sees rounds
         engine.cancel(victim)
         finish(engine)
-        assert (victim.grammar_lane, job.grammar_lane) == ("device", "device") and free.tokens == plain([9, 8], 20).tokens
+        assert (victim.grammar_lane, job.grammar_lane) == ("device", "device") and free.tokens == plain([9, 8], 80).tokens
         right = (job.tokens, job.error) == (plain(job.prompt_ids, 12, SHAPES[1]).tokens, "")
     copying = [name for start in (log.index(COPIES, log.index("copied")),) for name in log[start : log.index("copied", start)]]
     found = {"wait of the round": not right, "wait of the copy": any(early)}
@@ -256,6 +265,27 @@ def test_text_marker_is_part_of_the_tables() -> None:
         assert (job.grammar_lane, job.tokens, job.finish_reason) == ("device", expected.tokens, expected.reason)
         ends += marker.encode() in VOCABULARY.decode(job.tokens)
     assert ends > 2
+
+
+def test_token_that_masks_hide_is_legal_before_the_marker_only_on_both_lanes() -> None:
+    """xgrammar's masks are wrong for one token of this vocabulary: it is hidden from grammars, and part of free text."""
+    (hidden,), found = BREAKS.xgrammar_unsafe_ids, list[list[Job]]()
+    constraint = Constraint.regex("[ab\r\n]*").after("ab")
+    small = EngineConfig(max_rows=4, max_length=64, num_speculative_tokens=0)
+    on_device, on_host = replace(small, grammar_lane="device"), replace(small, grammar_lane="host", grammar_backend="xgrammar")
+    for lane, config in (("device", on_device), ("host", on_host)):
+        with Engine(ToyTarget(BREAKS.logits_width), vocabulary=BREAKS, config=config) as engine:
+            hot = (SamplingParams(temperature=5.0, seed=seed) for seed in range(24))
+            found.append([submit(engine, [seed % 8], constraint, 40, sampling) for seed, sampling in enumerate(hot)])
+            finish(engine)
+        assert {job.grammar_lane.split(":")[0] for job in found[-1]} == {lane}
+    assert [(job.tokens, job.finish_reason) for job in found[0]] == [(job.tokens, job.finish_reason) for job in found[1]]
+    before, after = list[int](), list[int]()
+    for job in found[0]:
+        texts = [BREAKS.decode(job.tokens[:size]) for size in range(len(job.tokens))]
+        for token, text in zip(job.tokens, texts, strict=True):
+            (after if b"ab" in text else before).append(token)
+    assert hidden in before and hidden not in after and len(after) > 100
 
 
 def test_grammars_that_the_device_does_not_follow_use_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from stepgraph import Constraint, Engine, SamplingParams
 from stepgraph.sampling.kernels import processors
 from stepgraph.sampling.kernels.processors import RowSettings
 from stepgraph.sampling.native import why_not
-from tests.helpers.c_library import needs_c
+from tests.helpers.c_library import needs_c, run_references
 from tests.helpers.chi_square import chi_square_p
 from tests.helpers.law import forget_certain_drafts
 from tests.helpers.oracles import filtered, prefix_logits, processed
@@ -164,6 +164,7 @@ def test_negative_control_penalties_ignore_drafts(monkeypatch: pytest.MonkeyPatc
     def forgetful(logits: Tensor, rows: RowSettings, before: Tensor, first: int = 0, ids: Tensor | None = None) -> Tensor:
         return real(logits, rows, torch.full_like(before, -1), first, ids)
 
+    run_references(monkeypatch)
     monkeypatch.setattr(processors, "apply_settings", forgetful)
     with make_engine(crowd(3, "perfect")) as engine:
         assert law_p(engine, replace(PENALTIES, top_p=1.0), REPEATS) < 1e-9

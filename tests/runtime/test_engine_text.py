@@ -9,10 +9,11 @@ import importlib.util
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import pydantic
 import pytest
+from typing_extensions import Required
 
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReason, Job, SamplingParams, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
@@ -46,6 +47,15 @@ class Person(pydantic.BaseModel):
 class Point:
     x: bool
     y: bool
+
+
+class Side(TypedDict):
+    left: bool
+
+
+class Sides(TypedDict, total=False):
+    near: Required[Side]
+    far: list[Side] | None
 
 
 class Color(enum.Enum):
@@ -161,6 +171,8 @@ def test_a_text_stream_keeps_back_what_may_begin_a_stop_string() -> None:
     [
         (Person, lambda value: isinstance(value, Person)),
         (Point, lambda value: isinstance(value, Point)),
+        (Side, lambda value: value in ({"left": True}, {"left": False})),
+        (Sides, lambda value: value["near"]["left"] in (True, False) and {*value} <= {"near", "far"}),
         (Color, lambda value: value in Color),
         (Literal["yes", "no"], lambda value: value in ("yes", "no")),
         (Literal[1, 2], lambda value: value in (1, 2)),

@@ -39,7 +39,7 @@ TERMINATED, COMPLETE = int(MaskStatus.TERMINATED), int(MaskStatus.COMPLETE)
 )
 def test_loss_of_each_kind_of_round(arguments: Any, loss: Loss | None) -> None:
     requested, emitted, accepted, draft_count, statuses, drafts = arguments
-    result = ResultRecord(emitted, 0, accepted, draft_count, [], statuses, drafts, forced=0, looked_up=0, logprobs=[])
+    result = ResultRecord(emitted, 0, accepted, draft_count, [], statuses, drafts, forced=0, looked_up=0, relaxed=0, logprobs=[])
     assert loss_of(requested, result) == loss
 
 

@@ -8,8 +8,13 @@ import functools
 import inspect
 import json
 import re
+import sys
+import types
+import typing
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from typing_extensions import NotRequired, Required, TypedDict
 
 from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
@@ -64,9 +69,32 @@ def _json_type(value: Any) -> TypedConstraint:
     import pydantic  # takes as long to load as all of stepgraph without torch
 
     with _type_errors(value):
-        adapter = pydantic.TypeAdapter(value)
+        adapter = pydantic.TypeAdapter(_with_known_keys(value))
         schema = adapter.json_schema()
     return TypedConstraint(Constraint.json_schema(schema), adapter.validate_json)
+
+
+def _with_known_keys(value: Any, outer: tuple[Any, ...] = ()) -> Any:
+    """The type with TypedDicts of typing_extensions, which pydantic requires before Python 3.12, in place of those of typing."""
+    if sys.version_info >= (3, 12) or value in outer:
+        return value
+    arguments = get_args(value)
+    if typing.is_typeddict(value) and type(value).__module__ == "typing":
+        fields = dict[str, Any]()
+        mark: Any
+        for name, hint in get_type_hints(value, include_extras=True).items():
+            by_class = NotRequired if name in value.__optional_keys__ else Required  # which does not see annotations that are strings
+            is_marked = get_origin(hint) in (Required, NotRequired)
+            bare, mark = (get_args(hint)[0], get_origin(hint)) if is_marked else (hint, by_class)
+            fields[name] = mark[_with_known_keys(bare, (*outer, value))]
+        return TypedDict(value.__name__, fields)  # type: ignore[operator]
+    if not arguments or get_origin(value) is Literal:
+        return value
+    known = tuple(_with_known_keys(argument, outer) for argument in arguments)
+    if known == arguments:
+        return value
+    origin: Any = typing.Union if isinstance(value, types.UnionType) else get_origin(value)
+    return origin[known]
 
 
 def _function(function: Callable[..., Any]) -> TypedConstraint:

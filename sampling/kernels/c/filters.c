@@ -1,0 +1,246 @@
+/* The distribution that a request asks for, tokens drawn from one, and rejection of sampled drafts: sampler.py, rng.py and rejection.py are
+   the reference. */
+
+#include "lanes.h"
+
+enum { BUCKETS = 2048, NEITHER = -1 };
+enum { TEMPERATURE, TOP_K, TOP_P, MIN_P };
+enum { PURPOSE_ACCEPT = 2, PURPOSE_TARGET };
+static const float LOWEST = -86.0f;
+static const uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
+
+INLINED lanes portable_exp(lanes values) {
+    ints below = values < LOWEST;
+    lanes bounded = chosen(below, (lanes){0} + LOWEST, values), shifted = bounded * 1.4426950408889634f + 0.5f;
+    ints power = __builtin_convertvector(shifted, ints);
+    power += __builtin_convertvector(power, lanes) > shifted; /* rounds down: true is -1 */
+    lanes whole = __builtin_convertvector(power, lanes);
+    lanes rest = (bounded - whole * 0.693359375f) - whole * -0.00021219444005471377f;
+    lanes series = rest * 0.0013933652080595493f + 0.008363181725144386f;
+    series = series * rest + 0.04166646674275398f;
+    series = series * rest + 0.16666576266288757f;
+    series = series * rest + 0.5f;
+    lanes scale = (lanes)((power + 127) << 23);
+    return chosen(below, (lanes){0}, (series * rest * rest + rest + 1.0f) * scale);
+}
+
+/* The weights of at least `least`, counted or in units. */
+INLINED int64_t total(const float *weights, int64_t count, float least, int counted) {
+    longs sums = {0};
+    ints found = {0};
+    for (int64_t i = 0; i < count; i += LANES) {
+        lanes values = loaded(weights, i, count, -1.0f, 0);
+        ints among = values >= least;
+        if (counted) found -= among;
+        else sums += __builtin_convertvector(chosen(among, values, (lanes){0}) * 0x1p40f, longs);
+    }
+    int64_t sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += sums[lane] + found[lane];
+    return sum;
+}
+
+/* The largest weight x of at least `least` for which the weights of at least x are `enough`, counted or in units; 0 if those of all
+   positive ones are not. Weights are not negative, so their bits are ordered as they are. */
+INLINED float threshold(const float *weights, int64_t count, float least, double enough, int counted) {
+    int64_t above = 0;
+    uint32_t lowest, beyond = 0x3f800001; /* bits of the weights among which it is */
+    for (float level = 0.5f; level > least && level > 0x1p-100f; level *= level)
+        if ((double)total(weights, count, level, counted) >= enough) least = level; /* few weights are left for what follows */
+    memcpy(&lowest, &least, sizeof lowest);
+    lowest = lowest ? lowest : 1;
+    for (int shift = 19; shift >= 0; shift = shift == 19 ? 8 : shift == 8 ? 0 : -1) {
+        uint32_t first_bucket = lowest >> shift, bucket = (beyond - 1 - (lowest >> shift << shift)) >> shift;
+        int64_t amounts[BUCKETS] = {0};
+        for (int64_t first = 0; first < count; first += LANES) {
+            lanes values = loaded(weights, first, count, 0.0f, 0);
+            words bits = (words)values;
+            ints among = bits - lowest < beyond - lowest;
+            if (!any(among)) continue;
+            for (int lane = 0; lane < LANES; lane++)
+                if (among[lane]) amounts[(bits[lane] >> shift) - first_bucket] += counted ? 1 : (int64_t)(values[lane] * 0x1p40f);
+        }
+        while ((double)(above + amounts[bucket]) < enough) {
+            if (!bucket) return 0.0f;
+            above += amounts[bucket--];
+        }
+        uint32_t begin = (first_bucket + bucket) << shift, end = begin + (1u << shift);
+        lowest = begin > lowest ? begin : lowest;
+        beyond = end < beyond ? end : beyond;
+    }
+    float found;
+    memcpy(&found, &lowest, sizeof found);
+    return found;
+}
+
+/* Writes probabilities [count]; returns whether there is a finite best logit. `params` are those of the row. */
+INLINED int distribute(const void *logits, const float *params, float *probabilities, int64_t count, int64_t bfloat16) {
+    float best = largest(logits, count, bfloat16), temperature = params[TEMPERATURE], least = 0.0f;
+    if (!isfinite(best) || temperature <= 0) {
+        memset(probabilities, 0, (size_t)count * sizeof *probabilities);
+        for (int64_t i = 0; isfinite(best) && i < count; i++)
+            if (number(logits, i, bfloat16) == best) {
+                probabilities[i] = 1.0f;
+                break;
+            }
+        return isfinite(best);
+    }
+    for (int64_t i = 0; i < count; i += LANES)
+        stored(probabilities, i, count, portable_exp((loaded(logits, i, count, -INFINITY, bfloat16) - best) / temperature));
+    if (params[TOP_K] > 0) {
+        int64_t last = (int64_t)params[TOP_K] - 1;
+        least = threshold(probabilities, count, 0.0f, (double)(last < 0 ? 0 : last < count ? last : count - 1) + 1, 1);
+    }
+    least = params[MIN_P] > least ? params[MIN_P] : least;
+    int64_t sum = total(probabilities, count, least, 0);
+    if (params[TOP_P] < 1) {
+        double enough = (double)params[TOP_P] * (double)sum;
+        float share = enough > 0 ? threshold(probabilities, count, least, enough, 0) : 1.0f;
+        least = share > least ? share : least;
+        sum = total(probabilities, count, least, 0);
+    }
+    float scale = (float)sum * 0x1p-40f;
+    for (int64_t i = 0; i < count; i += LANES) {
+        lanes values = loaded(probabilities, i, count, 0.0f, 0);
+        stored(probabilities, i, count, chosen(values >= least, values / scale, (lanes){0}));
+    }
+    return 1;
+}
+
+/* logits [B, Q, V]; params [B, 4 or more]; output [B, Q, V]. */
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_distribution(const argument *given) {
+    const argument *logits = given, *params = given + 1;
+    int64_t bytes = logits->bfloat16 ? 2 : 4, width = logits->size[2];
+    float *output = given[2].data;
+    for (int64_t row = 0; row < logits->size[0]; row++)
+        for (int64_t position = 0; position < logits->size[1]; position++, output += width) {
+            const char *from = (const char *)logits->data + (row * logits->stride[0] + position * logits->stride[1]) * bytes;
+            const float *settings = (const float *)params->data + row * params->stride[0];
+            if (logits->bfloat16) distribute(from, settings, output, width, 1);
+            else distribute(from, settings, output, width, 0);
+        }
+    return 0;
+}
+
+INLINED uint64_t mixed(uint64_t value) {
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9u;
+    value = (value ^ value >> 27) * 0x94D049BB133111EBu;
+    return value ^ value >> 31;
+}
+
+INLINED uint64_t stream(int64_t seed, int64_t position, int64_t purpose) {
+    return mixed(mixed((uint64_t)seed + (uint64_t)purpose * GOLDEN) + (uint64_t)position * GOLDEN);
+}
+
+INLINED float uniform(uint64_t key) {
+    float number = ((float)(int64_t)(key >> 1) + 0.5f) * 0x1p-63f;
+    return number > 1.0f - 0x1p-24f ? 1.0f - 0x1p-24f : number;
+}
+
+/* Weights max(p - q, 0), where q is an array, 1 for one token, or zero. */
+typedef struct {
+    const float *target, *draft; /* draft may be NULL */
+    int64_t certain;             /* a token, or NEITHER */
+} difference;
+
+INLINED float remaining(const difference *from, int64_t token) {
+    float rest = from->target[token] - (from->draft ? from->draft[token] : token == from->certain ? 1.0f : 0.0f);
+    return rest > 0 ? rest : 0.0f;
+}
+
+/* The token with the largest weight over noise, the lowest of equal ones. Noise is at least its uniform number, so that its logarithm is
+   computed for few tokens only. ids: the token of each weight, whose noise it is, or NULL. */
+INLINED int64_t raced(const difference *from, int64_t count, const int64_t *ids, uint64_t key) {
+    float most = 0.0f;
+    int64_t winner = 0;
+    for (int64_t first = 0; first < count; first += LANES) {
+        int64_t end = first + LANES < count ? first + LANES : count;
+        float weights[LANES] = {0}, numbers[LANES];
+        int32_t any = 0;
+        for (int64_t i = first; i < end; i++) weights[i - first] = remaining(from, i);
+        for (int lane = 0; lane < LANES; lane++) any |= weights[lane] > 0;
+        if (!any) continue;
+        for (int lane = 0; lane < LANES; lane++) {
+            int64_t at = first + lane < count ? first + lane : first;
+            numbers[lane] = uniform(mixed(key + (uint64_t)(ids ? ids[at] : at) * GOLDEN));
+        }
+        for (int64_t i = first; i < end; i++) {
+            float weight = weights[i - first], number = numbers[i - first];
+            if (!(weight > 0) || weight < most * number * 0.99999f) continue;
+            float quotient = weight / -log1pf(-number);
+            int64_t token = ids ? ids[i] : i;
+            if (quotient > most || (quotient == most && token < winner)) {
+                most = quotient;
+                winner = token;
+            }
+        }
+    }
+    return winner;
+}
+
+/* weights [N, V], rows of any stride; seed, position [N]; purpose; output [N]. */
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_race(const argument *given) {
+    const int64_t *seed = given[1].data, *position = given[2].data;
+    for (int64_t row = 0; row < given[0].size[0]; row++) {
+        difference weights = {.target = (const float *)given[0].data + row * given[0].stride[0], .certain = NEITHER};
+        ((int64_t *)given[4].data)[row] = raced(&weights, given[0].size[1], NULL, stream(seed[row], position[row], given[3].integer));
+    }
+    return 0;
+}
+
+/* logits [N, V]; params [N, 4 or more]; seed, position [N]; purpose; rows [N]; row_probs [R, W]; ids [V], ascending, or NULL; output [N]. */
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_draw(const argument *given) {
+    const argument *logits = given, *params = given + 1, *table = given + 6;
+    const int64_t *seed = given[2].data, *position = given[3].data, *rows = given[5].data, *ids = given[7].data;
+    int64_t bytes = logits->bfloat16 ? 2 : 4, width = logits->size[1];
+    for (int64_t row = 0; row < logits->size[0]; row++) {
+        const char *from = (const char *)logits->data + row * logits->stride[0] * bytes;
+        const float *settings = (const float *)params->data + row * params->stride[0];
+        int64_t at = index_in(rows[row], table->size[0]);
+        if (at < 0) return 1;
+        float *probabilities = (float *)table->data + at * table->stride[0];
+        int alive = logits->bfloat16 ? distribute(from, settings, probabilities, width, 1) : distribute(from, settings, probabilities, width, 0);
+        difference weights = {.target = probabilities, .certain = NEITHER};
+        ((int64_t *)given[8].data)[row] = alive ? raced(&weights, width, ids, stream(seed[row], position[row], given[4].integer)) : 0;
+        for (int64_t i = width - 1; ids && i >= 0; i--) { /* ids[i] >= i: from the last on, none is overwritten before it moved */
+            float probability = probabilities[i];
+            probabilities[i] = 0.0f;
+            probabilities[ids[i]] = probability;
+        }
+    }
+    return 0;
+}
+
+/* The inputs of rejection.reject_sample, in order; output tokens [B, K + 1] and accepted [B]. */
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_reject_sample(const argument *given) {
+    const argument *target = given, *draft = given + 1;
+    const int64_t *rows = given[2].data, *drafts = given[5].data, *draft_count = given[6].data, *status = given[7].data;
+    const int64_t *seed = given[8].data, *length = given[9].data;
+    const bool *certain = given[3].data, *finite = given[4].data;
+    int64_t *tokens = given[10].data, *accepted = given[11].data, count = target->size[1] - 1, width = target->size[2];
+    for (int64_t row = 0; row < target->size[0]; row++) {
+        const float *p = (const float *)target->data + row * target->stride[0], *q = NULL;
+        const int64_t *own = drafts + row * count, *states = status + row * (count + 1);
+        int64_t at = draft->size[1] ? index_in(rows[row], draft->size[0]) : 0, last = 0;
+        difference weights = {.certain = NEITHER};
+        if (at < 0) return 1;
+        for (; last < count; last++, p += target->stride[1]) {
+            int64_t proposed = own[last] < 0 ? 0 : own[last], next = states[last + 1];
+            bool drawn = draft->size[1] && !certain[row * count + last];
+            if (proposed >= width) return 1;
+            q = drawn ? (const float *)draft->data + at * draft->stride[0] + last * draft->stride[1] : NULL;
+            bool legal = states[last] == STATUS_OK && next != STATUS_NONE && next != STATUS_ILLEGAL && last < draft_count[row];
+            float coin = uniform(stream(seed[row], length[row] + last, PURPOSE_ACCEPT));
+            if (legal && finite[row * (count + 1) + last] && coin * (q ? q[proposed] : 1.0f) < p[proposed]) continue;
+            if (last < draft_count[row]) weights = (difference){.draft = q, .certain = q ? NEITHER : proposed};
+            break;
+        }
+        weights.target = p;
+        bool any = false;
+        for (int64_t i = 0; !any && i < width; i++) any = remaining(&weights, i) > 0;
+        if (!any) weights = (difference){.target = p, .certain = NEITHER}; /* p = q up to rounding */
+        int64_t token = raced(&weights, width, NULL, stream(seed[row], length[row] + last, PURPOSE_TARGET));
+        for (int64_t i = 0; i <= count; i++) tokens[row * (count + 1) + i] = i < last ? own[i] : token;
+        accepted[row] = last;
+    }
+    return 0;
+}
