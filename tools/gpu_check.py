@@ -34,7 +34,7 @@ if __name__ == "__main__":
 from tools.gpu.checks.catalogue import CATALOGUE, FULL_SECONDS, QUICK_SECONDS, Entry
 from tools.gpu.checks.document import compose, save
 from tools.gpu.checks.link import compile_library
-from tools.gpu.checks.supervisor import Lost, Row, Supervisor, rows
+from tools.gpu.checks.supervisor import Lost, Row, Supervisor, modules_of, rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tools" / "results"
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace, entries: Sequence[Entry], worker: Sequence[
         print(f"gpu_check: no native host link, so figures with grammars are those of the Python link: {missing}", file=sys.stderr)
     with _interruptible():
         try:
-            facts = supervisor.describe()
+            facts = supervisor.describe(modules_of(entries))
             if "refusal" in facts:
                 print(facts["refusal"], file=sys.stderr)
                 return 2
