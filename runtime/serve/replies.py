@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from stepgraph.runtime.request import FinishReason, Job, StepEvent, TokenLogprob
+from stepgraph.runtime.request import FinishReason, StepEvent, TokenLogprob
 from stepgraph.runtime.serve.calls import CallParser, Delta, joined
 from stepgraph.runtime.serve.fields import GenerationRequest
 from stepgraph.runtime.serve.reasoning import splitter
+from stepgraph.runtime.serve.serving import AnswerJob
 from stepgraph.runtime.text import TextCodec
 
 
@@ -17,7 +18,7 @@ class Reply:
 
     def __init__(self, request: GenerationRequest, codec: TextCodec, index: int) -> None:
         self.request, self.index, self._codec = request, index, codec
-        self.job: Job | None = None  # once it is submitted
+        self.job: AnswerJob | None = None  # once it is submitted
         self._text = codec.stream()
         tools = request.tools if request.tools is not None and request.tools.callable else None
         only_calls = tools is not None and tools.required
