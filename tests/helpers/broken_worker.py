@@ -60,8 +60,12 @@ def serve(answers: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--worker":
-        serve(int(sys.argv[2]))
+    if sys.argv[1] == "--slow":  # to start
+        time.sleep(float(sys.argv[2]))
+    elif sys.argv[1] == "--once":  # a start after the first one fails
+        Path(sys.argv[2]).touch(exist_ok=False)
+    if "--worker" in sys.argv:
+        serve(int(sys.argv[-1]))
     else:
         options = gpu_check.parse(["--rehearse", "--out", sys.argv[1]])
         requested = [Impatient(name, "none", 1.0) for name in sys.argv[2:] or NAMES]

@@ -107,6 +107,10 @@ def quoted() -> list[tuple[str, str]]:
         ),
         *(("docs/round.md", f"{share} with") for share in shares),
         *(("docs/round.md", f"{found[0]:.2f} to {found[-1]:.2f} times") for found in gains),
+        *(
+            ("docs/round.md", f"| {name} | " + " | ".join(f"{each['variants'][length]['over_plain']:.2f}" for length in ("3", "7", "auto")))
+            for name, each in adaptive["workloads"].items()
+        ),
         ("tools/README.md", f"{sum(goal['met'] for goal in adaptive['goals'])} of {len(adaptive['goals'])} goals are met"),
         ("tools/README.md", f"{soak['wanted_seconds'] / 60:.0f} minutes on two busy cores"),
         ("tools/README.md", f"minutes resident memory rose by {trends['resident_bytes']['per_hour'] / 1e6:.0f} MB per hour"),

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tools.gpu.checks import link, short_kernels, smoke
 from tools.gpu.checks.catalogue import CATALOGUE, FULL_SECONDS, QUICK_SECONDS, QUICK_SHARE, SMOKE, Entry
 from tools.gpu.checks.context import Context
 from tools.gpu.checks.document import GOALS, Goal, compose, file_name, judge, save
-from tools.gpu.checks.supervisor import Supervisor, rows
+from tools.gpu.checks.supervisor import Row, Supervisor, rows
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SCHEMA = json.loads((ROOT / "tools" / "results" / "gpu_check.schema.json").read_text(encoding="utf-8"))
@@ -103,18 +104,35 @@ def test_killed_run_leaves_its_results(tmp_path: Path) -> None:
     assert [(check["name"], check["verdict"]) for check in document["checks"]] == [("answers", "passed"), ("exits", "crashed")]
 
 
-def test_a_check_that_hangs_takes_no_time_of_the_later_ones() -> None:
-    """It is ended when the rest of the time is what the later checks are to have."""
-    supervisor = Supervisor([sys.executable, "tests/helpers/broken_worker.py", "--worker"], True, False)
-    entries = [Entry(name, "none", 10.0) for name in ("answers", "hangs", "answers")]
+def with_worker(entries: Sequence[Entry], seconds: float, *arguments: str) -> list[Row]:
+    supervisor = Supervisor([sys.executable, "tests/helpers/broken_worker.py", *arguments, "--worker"], "tape", False)
     try:
-        results = list(rows(supervisor, entries, 3.0))
+        return list(rows(supervisor, entries, seconds))
     finally:
         supervisor.end()
+
+
+def test_a_check_that_hangs_takes_no_time_of_the_later_ones() -> None:
+    """It is ended when the rest of the time is what the later checks are to have."""
+    results = with_worker([Entry(name, "none", 10.0) for name in ("answers", "hangs", "answers")], 3.0)
     assert [row["verdict"] for row in results] == ["passed", "timed out", "passed"]
     assert 0.9 < results[0]["budget"] <= 1.0, "its part of what is left: 3 s of 30"
     assert results[1]["seconds"] < 2.5, "its own limit is a minute"
     assert results[2]["budget"] > 0.9, "all that it had before the hang"
+
+
+def test_the_start_of_a_worker_takes_no_time_of_a_check() -> None:
+    """Here it takes longer than all checks may."""
+    entries = [Entry(name, "none", 1.0) for name in ("exits", "answers", "exits", "answers")]
+    results = with_worker(entries, 2.0, "--slow", "2.5")
+    assert [row["verdict"] for row in results] == ["crashed", "passed", "crashed", "passed"]
+    assert results[1]["seconds"] < 2 and results[3]["budget"] > 0.9, "they have what is left of 2 s, at most 1 s each"
+
+
+def test_a_worker_that_cannot_be_started_again_is_not_started_for_every_check(tmp_path: Path) -> None:
+    results = with_worker([Entry(name, "none", 1.0) for name in ("exits", "answers", "answers")], 60.0, "--once", str(tmp_path / "started"))
+    assert [row["verdict"] for row in results] == ["crashed"] * 3
+    assert [row["error"] for row in results] == ["the worker ended with exit code 7", *["the worker ended with exit code 1"] * 2]
 
 
 def test_part_without_budget_is_reported_as_cut() -> None:

@@ -10,7 +10,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,19 +75,31 @@ def _ending(code: int) -> str:
 
 @dataclass
 class Supervisor:
-    """One worker at a time, started on demand."""
+    """One worker at a time. `restart` replaces a lost one."""
 
     command: Sequence[str]
-    rehearsal: bool
+    rehearsal: str  # tape, cuda or empty
     quick: bool
     folder: str = ""  # for pictures
     worker: Worker | None = None
+    lost: Lost | None = None  # why no worker could be started after a loss: it is not tried again
 
-    def describe(self, seconds: float = START_SECONDS) -> Row:
-        """Start the worker; facts about device and versions."""
+    def describe(self, modules: Sequence[str] = ()) -> Row:
+        """Start the worker and load what all checks need, and these modules; facts about device and versions."""
         assert self.worker is None
         self.worker = Worker(self.command)
-        return self.worker.ask({"rehearsal": self.rehearsal}, seconds)
+        return self.worker.ask({"rehearsal": self.rehearsal, "modules": modules}, START_SECONDS)
+
+    def restart(self, entries: Iterable[Entry]) -> float:
+        """Start a worker where there is none, for these checks. Returns the seconds that this took, which are no check's time."""
+        begin = time.monotonic()
+        if self.worker is None and self.lost is None:
+            try:
+                self.describe(modules_of(entries))
+            except Lost as lost:
+                self.lost = lost
+                self.end()
+        return time.monotonic() - begin
 
     def run(self, entry: Entry, deadline: float = math.inf, share: float = 1.0) -> Row:
         """The report row of one check, also if the worker is lost. `share`: of the budget. It is ended at `deadline` at the latest."""
@@ -96,10 +108,8 @@ class Supervisor:
         begin = time.monotonic()
         try:
             if self.worker is None:
-                self.describe(min(START_SECONDS, max(1.0, deadline - begin)))
-                begin = time.monotonic()
-            assert self.worker is not None
-            limit = min(entry.limit(self.quick, self.rehearsal), max(1.0, deadline - begin))
+                raise self.lost or Lost("crashed", "no worker was started")
+            limit = min(entry.limit(self.quick, bool(self.rehearsal)), max(1.0, deadline - begin))
             row = self.worker.ask({**request, "limit": limit, "rehearsal": self.rehearsal, "quick": self.quick}, limit)
         except Lost as lost:
             self.end()
@@ -114,6 +124,10 @@ class Supervisor:
             worker.end()
 
 
+def modules_of(entries: Iterable[Entry]) -> list[str]:
+    return sorted({entry.module for entry in entries})
+
+
 def row_of(entry: Entry, verdict: str, error: str, seconds: float = 0.0, budget: float = 0.0) -> Row:
     return {
         "name": entry.name,
@@ -126,7 +140,7 @@ def row_of(entry: Entry, verdict: str, error: str, seconds: float = 0.0, budget:
 
 
 def rows(supervisor: Supervisor, entries: Sequence[Entry], seconds: float) -> Iterator[Row]:
-    """A row for every entry, including those that do not run."""
+    """A row for every entry, including those that do not run. The time limit does not include the start of a worker after a loss."""
     deadline, interrupted = time.monotonic() + seconds, False
     for index, entry in enumerate(entries):
         begin = time.monotonic()
@@ -135,9 +149,11 @@ def rows(supervisor: Supervisor, entries: Sequence[Entry], seconds: float) -> It
         elif begin >= deadline:
             yield row_of(entry, "not run", SPENT)
         else:
-            later = sum(each.budget(supervisor.quick) for each in entries[index + 1 :])
-            share = min(1.0, (deadline - begin) / (later + entry.budget(supervisor.quick)))
             try:  # a check that hangs or builds for long is ended before it takes what the later ones are to have
+                deadline += supervisor.restart(entries[index:])
+                begin = time.monotonic()
+                later = sum(each.budget(supervisor.quick) for each in entries[index + 1 :])
+                share = min(1.0, (deadline - begin) / (later + entry.budget(supervisor.quick)))
                 row = supervisor.run(entry, deadline - later * share, share)
             except KeyboardInterrupt:
                 interrupted = True
