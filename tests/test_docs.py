@@ -81,6 +81,7 @@ PARSED = {  # the others, and why they do not run here
     "make demo": "installs packages",
     "make lint": "installs packages",
     "make models": "installs packages",
+    "make replicas": "installs packages",
     "make no-compiler": "minutes long",
     "stepgraph serve model --replicas 4": "tests/runtime/replicas/test_command.py runs it",
     "make soak": "minutes long",
