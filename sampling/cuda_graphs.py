@@ -123,17 +123,33 @@ def _end(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence[torc
 @contextlib.contextmanager
 def _alone(stream: torch.cuda.Stream) -> Iterator[None]:
     """On `stream`, without other captures."""
-    with one_at_a_time, torch.cuda.stream(stream), torch.no_grad(), without_collection():
+    with one_at_a_time, torch.cuda.stream(stream), torch.no_grad(), without_collection:
         yield
 
 
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """Without garbage collection, which could free graphs and events in the block."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
+class _WithoutCollection:
+    """`with` it, no thread collects garbage, which could free graphs and events: in captures, and in host nodes, which must not call CUDA.
+
+    The end of a block makes no object after it switches collection on: that would start one, in a host node as well.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._blocks, self._enabled = threading.Lock(), 0, False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if not self._blocks:
+            self._enabled = gc.isenabled()
+            gc.disable()
+        self._blocks += 1
+        self._lock.release()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.acquire()
+        self._blocks -= 1
+        if self._enabled and not self._blocks:
             gc.enable()
+        self._lock.release()
+
+
+without_collection = _WithoutCollection()

@@ -8,6 +8,7 @@ reported as well. Exits with 0 only if no check failed.
     python tools/gpu_check.py --quick              a quarter of the time for everything
     python tools/gpu_check.py --only figures       one check; may be given more than once
     python tools/gpu_check.py --rehearse --quick   the same code on the CPU tape: tests the checks, not a GPU
+    python tools/gpu_check.py --rehearse cuda      at the same sizes on a CUDA device, as on stub libraries; decides no goal either
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def find_stepgraph() -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rehearse", action="store_true", help="run on the CPU tape instead of a GPU")
+    parser.add_argument(
+        "--rehearse", nargs="?", const="tape", default="", choices=("tape", "cuda"), help="small sizes, on the CPU tape or on this device"
+    )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--quick", action="store_true", help="about two minutes")
     length.add_argument("--full", action="store_true", help="at most eight minutes (default)")

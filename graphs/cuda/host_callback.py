@@ -31,7 +31,7 @@ class HostCallback:
 def _python_entry(name: str, function: Callable[[], object], errors: HostErrors) -> Any:
     def enter(_: int | None) -> None:
         try:
-            with without_collection():  # a host node must not call CUDA
+            with without_collection:  # a host node must not call CUDA
                 function()
         except BaseException as error:
             errors.store(name, error)

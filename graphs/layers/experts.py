@@ -9,7 +9,7 @@ from stepgraph.graphs.layers.dense import product
 from stepgraph.sampling.kernels.c_kernel import FLOATS, CKernel, is_contiguous, same_float_type
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
 
-_MOST_EXPERTS, _MOST_BYTES = 1024, 1 << 17  # of a row of states; as in experts.c
+_MOST_EXPERTS, MOST_BYTES = 1024, 1 << 17  # of a row of states; as in experts.c
 
 
 def _choice_outputs(logits: Tensor, count: int, normalised: bool) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ def _product_outputs(states: Tensor, experts: Tensor, weights: Tensor, num_exper
 def _product_in_c(states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None) -> bool:
     others = [weights] if biases is None else [weights, biases]
     dense = all(each.is_contiguous() for each in others) and is_contiguous(torch.int64, experts)
-    return dense and same_float_type(states, *others) and states.shape[1] * states.element_size() <= _MOST_BYTES
+    return dense and same_float_type(states, *others) and states.shape[1] * states.element_size() <= MOST_BYTES
 
 
 @operation(_product_outputs, triton=True, c=CKernel("expert_product", _product_in_c))

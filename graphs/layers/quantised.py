@@ -141,14 +141,14 @@ def unpack(packed: Tensor) -> Tensor:
     return values.reshape(tiles * TILE, -1)
 
 
-def _is_packed(weight: Tensor) -> bool:
+def is_packed(weight: Tensor) -> bool:
     return is_contiguous(torch.uint8, weight) and weight.shape[1] * kind_of(weight).together <= _MOST_BLOCKS
 
 
 def _product_in_c(states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     others = [] if bias is None else [bias]
     dense = states.dim() == 2 and states.stride(-1) == 1 and all(each.is_contiguous() for each in others)
-    return dense and _is_packed(weight) and same_float_type(states, *others)
+    return dense and is_packed(weight) and same_float_type(states, *others)
 
 
 def _product_outputs(states: Tensor, weight: Tensor, *_: object) -> Tensor:
@@ -169,7 +169,7 @@ def _rows_outputs(indices: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def _rows_in_c(indices: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    return is_contiguous(torch.int64, indices) and _is_packed(weight) and dtype in (torch.float32, torch.bfloat16)
+    return is_contiguous(torch.int64, indices) and is_packed(weight) and dtype in (torch.float32, torch.bfloat16)
 
 
 @operation(_rows_outputs, triton=True, c=CKernel("quantised_rows", _rows_in_c))

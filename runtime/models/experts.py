@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from stepgraph.graphs.layers.dense import activate_and_mul
-from stepgraph.graphs.layers.experts import choose_experts, combine_experts, expert_product
-from stepgraph.graphs.layers.linear import linear
+from stepgraph.graphs.layers.experts import choose_experts, combine_experts
+from stepgraph.graphs.layers.linear import expert_linear, linear
 from stepgraph.runtime.models.llama_config import ExpertsConfig, LlamaConfig
 
 
@@ -35,5 +35,5 @@ class ExpertMlp(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         count = self.experts.count
         shares, chosen = choose_experts(linear(states, self.router, self.router_bias), self.experts.taken, self.experts.normalised)
-        gated = activate_and_mul(expert_product(states, chosen, self.gate_up, count, self.gate_up_bias), self.activation)
-        return combine_experts(expert_product(gated, chosen, self.down, count, self.down_bias), shares)
+        gated = activate_and_mul(expert_linear(states, chosen, self.gate_up, count, self.gate_up_bias), self.activation)
+        return combine_experts(expert_linear(gated, chosen, self.down, count, self.down_bias), shares)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
 
 from stepgraph.runtime.models.files.gguf import SCALES
 from tests.helpers.made_tokenizers import byte_level
@@ -26,6 +27,10 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
@@ -53,7 +58,7 @@ def random_blocks(values: npt.NDArray[np.float32], quantise: Kind) -> npt.NDArra
     blocks = draw.integers(256, size=(values.size // size, block_bytes), dtype=np.uint8)
     scales = blocks[:, SCALES[quantise.name]]
     scales[:] = draw.uniform(1e-5, 1e-4, size=(len(blocks), scales.shape[1] // 2)).astype(np.float16).view(np.uint8)
-    return blocks.reshape(len(values), -1)
+    return blocks.reshape(*values.shape[:-1], -1)
 
 
 def write_gguf(
@@ -79,21 +84,36 @@ def _add_model(writer: gguf.GGUFWriter, kind: str, model: Any, quantise: Quantis
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim if kind == "qwen3" else config.hidden_size // config.num_attention_heads)
+    if hasattr(config, "num_local_experts"):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if kind == "qwen3moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_key_length(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    for name, tensor in model.state_dict().items():
+    for name, tensor in _parts(model.state_dict()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = tensor.numpy()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         values = side_by_side(values, heads) if heads and kind == "llama" else values
-        if quantise is not None and values.ndim == 2:
+        if quantise is not None and values.ndim >= 2 and "mlp.gate." not in name:
             chosen = quantise if isinstance(quantise, Kind) else quantise(name)
             blocks = (random_blocks if chosen.name.endswith("_K") else gguf.quants.quantize)(values, chosen)
             writer.add_tensor(stored_name(name), blocks, raw_dtype=chosen)
         else:
             writer.add_tensor(stored_name(name), np.ascontiguousarray(values))
+
+
+def _parts(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Gate and up of experts, which transformers has in one tensor, as the two that a file has."""
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True):
+                yield name.replace("gate_up_proj", f"{part}.weight"), half
+        else:
+            yield name + ".weight" * name.endswith("experts.down_proj"), tensor
 
 
 def add_byte_level(writer: gguf.GGUFWriter, pre: str = "gpt-2") -> None:

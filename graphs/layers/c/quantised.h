@@ -31,6 +31,7 @@ typedef struct {
     const void *bias;
     char *output;
     float (*totals)[MOST_BLOCKS]; /* of the states of each row in each block; used where the kind has minimums */
+    const int64_t *places; /* where the output has each row; NULL: in order */
     int64_t rows, blocks, tiles, step, bfloat16;
     quantised_kind kind;
 } quantised_call;
@@ -88,7 +89,8 @@ INLINED void tile_of_rows(const quantised_call *call, int64_t row, int64_t tile,
         memcpy(found, sums + one, sizeof found);
         if (call->bias)
             for (int lane = 0; lane < LANES; lane++) found[lane] += number(call->bias, tile * LANES + lane, call->bfloat16);
-        write_numbers(call->output, ((row + one) * call->tiles + tile) * LANES, found, LANES, call->bfloat16);
+        int64_t place = call->places ? call->places[row + one] : row + one;
+        write_numbers(call->output, (place * call->tiles + tile) * LANES, found, LANES, call->bfloat16);
     }
 }
 

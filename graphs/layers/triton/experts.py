@@ -54,6 +54,18 @@ def choose_experts(logits: Tensor, count: int, normalised: bool, shares: Tensor,
 
 
 @triton.jit
+def choices_of(chosen, expert, wanted, choices, ROWS: tl.constexpr, SCANNED: tl.constexpr):
+    """[ROWS] int32: the choices of an expert with the numbers `wanted` among its own; 0 for numbers that it does not have."""
+    scanned, rows, seen = tl.arange(0, SCANNED), tl.zeros([ROWS], tl.int32), 0
+    for start in range(0, choices, SCANNED):
+        own = tl.load(chosen + start + scanned, mask=start + scanned < choices, other=-1) == expert
+        number = tl.where(own, seen + tl.cumsum(own.to(tl.int32), 0) - 1, -1)
+        rows += tl.sum(tl.where(number[None, :] == wanted[:, None], start + scanned[None, :], 0), 1)
+        seen += tl.sum(own.to(tl.int32), 0)
+    return rows
+
+
+@triton.jit
 def multiply_by_expert(
     states,  # [N or N * count, inner], the last dimension adjacent
     chosen,  # [N * count] int64
@@ -81,13 +93,7 @@ def multiply_by_expert(
         matches += tl.sum(own.to(tl.int32), 0)
     for first in range(0, matches, ROWS):
         wanted = first + tl.arange(0, ROWS)
-        rows = tl.zeros([ROWS], tl.int32)
-        seen = 0
-        for start in range(0, choices, SCANNED):
-            own = tl.load(chosen + start + scanned, mask=start + scanned < choices, other=-1) == expert
-            number = tl.where(own, seen + tl.cumsum(own.to(tl.int32), 0) - 1, -1)
-            rows += tl.sum(tl.where(number[None, :] == wanted[:, None], start + scanned[None, :], 0), 1)
-            seen += tl.sum(own.to(tl.int32), 0)
+        rows = choices_of(chosen, expert, wanted, choices, ROWS, SCANNED)
         live = (wanted < matches)[:, None]
         total = tl.zeros([ROWS, OUTER], tl.float32)
         for start in range(0, inner, INNER):

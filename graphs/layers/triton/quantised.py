@@ -53,6 +53,46 @@ def load_fields(
 
 
 @triton.jit
+def tile_sums(
+    states,
+    offsets,  # [ROWS, 1]: where each row of states begins
+    live,  # [ROWS, 1]
+    words,
+    scales,
+    tile,
+    inner,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    RANGED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCALES: tl.constexpr,  # where the scales of a block begin, and the size of a block, in units of their type
+    SCALE_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,  # at a time: each is a product of its own, so that the warps share them
+    WIDE: tl.constexpr,  # multiply in float32: Triton's interpreter takes bfloat16 for whole numbers
+):
+    """[ROWS, TILE] float32: rows of states by a tile of packed weights."""
+    column, blocks, offsets = tl.arange(0, TILE), inner // GROUP, offsets + tl.arange(0, GROUP)
+    totals = tl.zeros([BLOCKS, ROWS, TILE], tl.float32)
+    for start in range(0, blocks, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)
+        wanted = (block < blocks)[:, None, None] & live
+        block = tl.minimum(block, blocks - 1)
+        state = tl.load(states + block[:, None, None] * GROUP + offsets, mask=wanted, other=0.0)
+        at = tile * blocks + block[:, None]
+        fields = load_fields(words, at * BLOCK + column, BITS, GROUP, ZERO, FLOAT8, TILE)
+        sums = matrix_product(state, tl.permute(fields.to(state.dtype), 0, 2, 1), WIDE)
+        scale = scales + at * SCALE_BLOCK + SCALES + column
+        totals += sums * tl.load(scale).to(tl.float32)[:, None, :]
+        if RANGED:
+            totals += tl.sum(state.to(tl.float32), 2)[:, :, None] * tl.load(scale + TILE).to(tl.float32)[:, None, :]
+    return tl.sum(totals, 0)
+
+
+@triton.jit
 def packed_product(
     states,  # [N, inner], the last dimension adjacent
     words,  # [outer / TILE, blocks, BLOCK] int32: the packed weights
@@ -69,31 +109,21 @@ def packed_product(
     FLOAT8: tl.constexpr,
     RANGED: tl.constexpr,
     BLOCK: tl.constexpr,
-    SCALES: tl.constexpr,  # where the scales of a block begin, and the size of a block, in units of their type
+    SCALES: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,  # at a time: each is a product of its own, so that the warps share them
-    WIDE: tl.constexpr,  # multiply in float32: Triton's interpreter takes bfloat16 for whole numbers
+    BLOCKS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """A tile of columns of up to ROWS states. The order of the sums does not depend on the other states."""
-    row, column, place = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, TILE), tl.arange(0, GROUP)
-    tile, blocks = tl.program_id(0).to(tl.int64), inner // GROUP
-    offsets, live = row.to(tl.int64)[:, None] * state_stride + place, (row < count)[:, None]
-    totals = tl.zeros([BLOCKS, ROWS, TILE], tl.float32)
-    for start in range(0, blocks, BLOCKS):
-        block = start + tl.arange(0, BLOCKS)
-        wanted = (block < blocks)[:, None, None] & live
-        block = tl.minimum(block, blocks - 1)
-        state = tl.load(states + block[:, None, None] * GROUP + offsets, mask=wanted, other=0.0)
-        at = tile * blocks + block[:, None]
-        fields = load_fields(words, at * BLOCK + column, BITS, GROUP, ZERO, FLOAT8, TILE)
-        sums = matrix_product(state, tl.permute(fields.to(state.dtype), 0, 2, 1), WIDE)
-        scale = scales + at * SCALE_BLOCK + SCALES + column
-        totals += sums * tl.load(scale).to(tl.float32)[:, None, :]
-        if RANGED:
-            totals += tl.sum(state.to(tl.float32), 2)[:, :, None] * tl.load(scale + TILE).to(tl.float32)[:, None, :]
-    found, columns = tl.sum(totals, 0), tile * TILE + column
+    row, tile = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.program_id(0).to(tl.int64)
+    offsets, live = row.to(tl.int64)[:, None] * state_stride, (row < count)[:, None]
+    found = tile_sums(
+        states, offsets, live, words, scales, tile, inner,
+        BITS, GROUP, ZERO, FLOAT8, RANGED, BLOCK, SCALES, SCALE_BLOCK, TILE, ROWS, BLOCKS, WIDE,
+    )  # fmt: skip
+    columns = tile * TILE + tl.arange(0, TILE)
     if bias is not None:
         found += tl.load(bias + columns).to(tl.float32)
     tl.store(output + row.to(tl.int64)[:, None] * outer + columns, found.to(output.dtype.element_ty), mask=live)

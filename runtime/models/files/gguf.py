@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from stepgraph.graphs.layers.quantised import KINDS, Grouped
 from stepgraph.runtime.models.files.weights import Stored
+from stepgraph.runtime.models.llama_config import MIXTRAL, QWEN_EXPERTS
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3moe": QWEN_EXPERTS}
+_ROTATED_PAIRS = (ARCHITECTURES["llama"], MIXTRAL)  # a llama with experts is a Mixtral
 SCALES = {  # the bytes of a block that hold its scales as float16
     "Q4_0": slice(2),
     "Q4_1": slice(4),
@@ -69,6 +71,9 @@ _FIELDS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
     "max_position_embeddings": "context_length",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
 }
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
@@ -84,6 +89,7 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")  # [experts, out, in]
 
 
 class GgufSource:
@@ -104,8 +110,8 @@ class GgufSource:
         self._blocks: dict[str, npt.NDArray[np.uint8]] = {}  # [*shape[:-1], bytes per row]
         self._block_bytes: dict[str, int] = {}
         self.tensors: dict[str, Stored] = {}
+        self.config = self._read_config(header.tensors)
         for stored_name, tensor in header.tensors.items():
-            name = _rename(stored_name, path)
             try:
                 kind = GGMLQuantizationType(tensor.kind)
             except ValueError:
@@ -119,10 +125,11 @@ class GgufSource:
             end = tensor.offset + math.prod(rows)
             if end > len(self._data):
                 raise ValueError(f"{path}: not a complete GGUF file: {stored_name} ends at byte {end}, the file at {len(self._data)}")
-            self._kinds[name], self._blocks[name] = kind, self._data[tensor.offset : end].reshape(rows)
-            self._block_bytes[name] = block_bytes
-            self.tensors[name] = Stored(tensor.shape, kind.name, kind.name in READABLE)
-        self.config = self._read_config()
+            blocks = self._data[tensor.offset : end].reshape(rows)
+            for name, part in self._renamed(stored_name, blocks):
+                self._kinds[name], self._blocks[name], self._block_bytes[name] = kind, part, block_bytes
+                shape = tensor.shape if part is blocks else tensor.shape[1:]
+                self.tensors[name] = Stored(shape, kind.name, kind.name in READABLE)
 
     def read(self, name: str) -> Tensor:
         return self._dequantised(name, {}, self.dtype if self.tensors[name].kind in SCALES else torch.float32)
@@ -162,12 +169,12 @@ class GgufSource:
 
     def _in_order(self, name: str, tensor: Tensor) -> Tensor:
         num_heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
-        if num_heads is not None and self.config["architectures"] == ["LlamaForCausalLM"]:
+        if num_heads is not None and self.config["architectures"][0] in _ROTATED_PAIRS:
             # GGUF stores the two numbers of a rotated pair next to each other; the model has them half a head apart.
             tensor = tensor.view(self.config[num_heads], -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
         return tensor
 
-    def _read_config(self) -> dict[str, Any]:
+    def _read_config(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         metadata = self.metadata
         kind = metadata.get("general.architecture")
         if kind not in ARCHITECTURES:
@@ -175,20 +182,27 @@ class GgufSource:
         scaling = metadata.get(f"{kind}.rope.scaling.type")
         if scaling not in (None, "none"):
             raise ValueError(f"{self._path}: {kind}.rope.scaling.type: got {scaling!r:.100}, expected none")
-        embedding = self.tensors.get("model.embed_tokens.weight")
-        return {ours: metadata.get(f"{kind}.{theirs}") for ours, theirs in _FIELDS.items()} | {
-            "architectures": [ARCHITECTURES[kind]],
+        embedding = tensors.get("token_embd.weight")
+        fields = {ours: metadata.get(f"{kind}.{theirs}") for ours, theirs in _FIELDS.items()}
+        return fields | {
+            "architectures": [MIXTRAL if kind == "llama" and fields["num_local_experts"] else ARCHITECTURES[kind]],
             "vocab_size": embedding.shape[0] if embedding else None,
-            "tie_word_embeddings": "lm_head.weight" not in self.tensors,
+            "tie_word_embeddings": "output.weight" not in tensors,
+            "norm_topk_prob": True,  # llama.cpp knows no other models of this architecture
             "dtype": "bfloat16",
         }
 
-
-def _rename(name: str, path: Path) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight"""
-    parts = name.split(".")
-    if len(parts) == 2 and parts[0] in _TOP:
-        return f"{_TOP[parts[0]]}.{parts[1]}"
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _BLOCK:
-        return f"model.layers.{parts[1]}.{_BLOCK[parts[2]]}.{parts[3]}"
-    raise ValueError(f"{path}: got the tensor {name!r:.100}, which a model of the Llama family does not have")
+    def _renamed(self, stored: str, blocks: npt.NDArray[np.uint8]) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
+        """Names and blocks of the tensors that a stored one holds. blk.3.attn_q.weight: model.layers.3.self_attn.q_proj.weight"""
+        parts, mixtral = stored.split("."), self.config["architectures"] == [MIXTRAL]
+        mlp, *experts = ("block_sparse_moe", "w1", "w3", "w2") if mixtral else ("mlp", "gate_proj", "up_proj", "down_proj")
+        block = _BLOCK | ({"ffn_gate_inp": f"{mlp}.gate"} if self.config["num_local_experts"] else {})
+        if len(parts) == 2 and parts[0] in _TOP:
+            yield f"{_TOP[parts[0]]}.{parts[1]}", blocks
+        elif len(parts) == 4 and parts[0] == "blk" and parts[2] in block:
+            yield f"model.layers.{parts[1]}.{block[parts[2]]}.{parts[3]}", blocks
+        elif len(parts) == 4 and parts[0] == "blk" and parts[2] in _EXPERTS and blocks.ndim == 3:
+            for index, part in enumerate(blocks):
+                yield f"model.layers.{parts[1]}.{mlp}.experts.{index}.{experts[_EXPERTS.index(parts[2])]}.{parts[3]}", part
+        else:
+            raise ValueError(f"{self._path}: got the tensor {stored!r:.100}, which a model of the Llama family does not have")

@@ -19,6 +19,7 @@ from stepgraph.graphs.cuda.host_callback import HostCallback
 from stepgraph.graphs.cuda.recorder import GraphNode, as_capture_error, difference
 from stepgraph.graphs.cuda.resources import open_driver
 from stepgraph.graphs.errors import HostErrors, Site, site_of
+from stepgraph.sampling.cuda_graphs import without_collection
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
 C_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -100,6 +101,38 @@ def test_error_of_a_python_callback_is_stored_and_raised_once(
     assert caught.value.node == "commit"
     errors.raise_first()
     assert capfd.readouterr().err == ""  # ctypes would report what escapes
+
+
+def test_a_python_callback_collects_no_garbage() -> None:
+    """Which may free memory of CUDA, and a host node must not call CUDA."""
+    collections: list[tuple[str, int]] = []
+    note = lambda phase, _: collections.append((phase, threading.get_ident()))  # noqa: E731
+    ran: list[int] = []
+    kept: list[list[int]] = []
+    many = 10 * gc.get_threshold()[0]
+
+    def function() -> None:
+        ran.append(threading.get_ident())
+        kept.extend([] for _ in range(many))
+
+    errors = HostErrors()
+    callback = HostCallback("node", function, errors)
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        call_from_foreign_thread(callback)
+        kept.extend([] for _ in range(many))
+    finally:
+        gc.callbacks.remove(note)
+    errors.raise_first()
+    assert {thread for _, thread in collections} == {threading.get_ident()} != set(ran)
+
+
+def test_collection_is_off_until_the_last_thread_ends_its_block() -> None:
+    with without_collection:
+        call_from_foreign_thread(HostCallback("node", lambda: None, HostErrors()))
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 def test_first_host_error_is_kept_until_it_is_raised() -> None:

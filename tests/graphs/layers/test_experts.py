@@ -8,10 +8,14 @@ from torch import Tensor
 from torch.library import opcheck
 
 from stepgraph.graphs.layers.experts import choose_experts, combine_experts, expert_product
+from stepgraph.graphs.layers.quantised import KINDS, Kind, quantised_product
+from stepgraph.graphs.layers.quantised_experts import quantised_expert_product
 from stepgraph.sampling import native
+from tests.graphs.layers.test_quantised import every_kind, made
 
 EXPERTS, COUNT = 5, 2
 MADE = torch.Generator().manual_seed(3)
+PACKED = made(KINDS["Q4_1"], EXPERTS * 16, 32)[0]
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -55,10 +59,33 @@ def test_products_are_correct_and_independent_of_the_batch(inner: int, outer: in
             assert torch.equal(alone, found[COUNT * first : COUNT * (first + count)])
 
 
+@every_kind
+def test_products_with_packed_weights_are_those_of_each_expert_alone(kind: Kind) -> None:
+    """The bits of `quantised_product`, whichever rows are multiplied with them; more rows of one expert than are gathered at once."""
+    tokens, outer, inner = 60, 48, 384
+    packed, _ = made(kind, EXPERTS * outer, inner)
+    chosen = torch.stack([torch.randperm(EXPERTS - 1, generator=MADE)[:COUNT] for _ in range(tokens)])  # none takes the last
+    for rows, dtype, biases in ((tokens, torch.float32, None), (tokens * COUNT, torch.bfloat16, random(EXPERTS * outer).bfloat16())):
+        states = random(rows, inner + 3, dtype=dtype)[:, :inner]
+        found = quantised_expert_product(states, chosen, packed, EXPERTS, biases)
+        each = states.repeat_interleave(tokens * COUNT // rows, 0)
+        for index, expert in enumerate(chosen.flatten().tolist()):
+            bias = None if biases is None else biases.view(EXPERTS, outer)[expert]
+            alone = quantised_product(each[index : index + 1], packed.chunk(EXPERTS)[expert], bias)
+            if native.why_not():
+                torch.testing.assert_close(found[index : index + 1], alone, rtol=1e-5, atol=1e-4)
+            else:
+                assert torch.equal(found[index : index + 1], alone)
+        reference = quantised_expert_product.reference(states, chosen, packed, EXPERTS, biases)
+        torch.testing.assert_close(found, reference, rtol=1e-4 if biases is None else 2**-7, atol=1e-3)
+
+
 @pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 def test_an_expert_outside_of_the_weights_is_refused() -> None:
     with pytest.raises(IndexError):
         expert_product(random(2, 8), torch.tensor([[0, EXPERTS], [1, 2]]), random(EXPERTS * 4, 8), EXPERTS)
+    with pytest.raises(IndexError):
+        quantised_expert_product(random(2, 32), torch.tensor([[0, -1], [1, 2]]), PACKED, EXPERTS)
 
 
 def test_many_choices_are_taken_in_several_parts() -> None:
@@ -81,4 +108,5 @@ def test_operations_pass_opcheck() -> None:
     experts = torch.tensor([[1, 0], [1, 2]])
     opcheck(choose_experts.out, (random(2, 5), 2, True, torch.empty(2, 2), torch.empty(2, 2, dtype=torch.int64)))
     opcheck(expert_product.out, (random(2, 8), experts, random(15, 8), 3, None, torch.empty(4, 5)))
+    opcheck(quantised_expert_product.out, (random(2, 32), experts, PACKED, EXPERTS, None, torch.empty(4, 16)))
     opcheck(combine_experts.out, (random(4, 8), random(2, 2), torch.empty(2, 8)))

@@ -12,11 +12,12 @@ from torch import Tensor
 
 import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.graphs import drafting, mask_upload
-from stepgraph.graphs.layers import dense, experts, lora, quantised, slot_mapping
+from stepgraph.graphs.layers import dense, experts, lora, quantised, quantised_experts, slot_mapping
 from stepgraph.graphs.layers.triton import dense as dense_programs
 from stepgraph.graphs.layers.triton import experts as expert_programs
 from stepgraph.graphs.layers.triton import lora as lora_programs
 from stepgraph.graphs.layers.triton import quantised as quantised_programs
+from stepgraph.graphs.layers.triton import quantised_experts as packed_expert_programs
 from stepgraph.graphs.layers.triton import slot_mapping as slot_programs
 from stepgraph.graphs.triton import drafting as draft_programs
 from stepgraph.graphs.triton import looping, publishing
@@ -109,6 +110,21 @@ def test_quantised_products_and_rows_equal_the_references(kind: quantised.Kind) 
     quantised_programs.quantised_product(states[:3], packed, None, found[0])
     quantised_programs.quantised_product(torch.cat([states[:3], states])[:7], packed, None, other := torch.empty(7, 32))
     assert torch.equal(found[0], other[:3])
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_K", "Q6_K", "INT4_128", "FP8"])
+def test_products_of_packed_experts_equal_the_reference(name: str) -> None:
+    """An expert that no token takes, and more rows of one expert than are multiplied at a time."""
+    number, outer, inner = 3, 32, 256
+    packed, weights = made(quantised.KINDS[name], number * outer, inner)
+    for tokens, count, dtype in ((1, 1, torch.float16), (40, 2, torch.float32)):
+        chosen = torch.stack([torch.randperm(2, generator=MADE)[:count] for _ in range(tokens)])
+        for rows, bias in ((tokens, None), (tokens * count, random(number * outer, dtype=dtype))):
+            states = random(rows, inner + 3, dtype=dtype)[:, :inner]
+            near = inner * 2**-24 * float((states.double().abs() @ weights.double().abs().T).max())
+            near += 2**-10 if dtype is torch.float16 else 0
+            given = states, chosen, packed, number, bias
+            compare(quantised_experts.quantised_expert_product, packed_expert_programs.quantised_expert_product, *given, near=near)
 
 
 def test_activations_of_large_numbers() -> None:

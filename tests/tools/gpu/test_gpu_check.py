@@ -105,7 +105,7 @@ def test_killed_run_leaves_its_results(tmp_path: Path) -> None:
 
 
 def with_worker(entries: Sequence[Entry], seconds: float, *arguments: str) -> list[Row]:
-    supervisor = Supervisor([sys.executable, "tests/helpers/broken_worker.py", *arguments, "--worker"], True, False)
+    supervisor = Supervisor([sys.executable, "tests/helpers/broken_worker.py", *arguments, "--worker"], "tape", False)
     try:
         return list(rows(supervisor, entries, seconds))
     finally:

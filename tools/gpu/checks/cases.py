@@ -82,7 +82,7 @@ class Case:
             eager=variant.eager,
             compile_isolation="none",
             prefix_reuse=False,
-            attention="auto" if context.rehearsal else "triton",  # needs no build; compiling FlashInfer takes minutes
+            attention="auto" if context.tape else "triton",  # needs no build; compiling FlashInfer takes minutes
         )
         self.engine = Engine(self.pair.target, self.pair.draft if variant.drafts else None, vocabulary=self.pair.vocabulary, config=config)
         self.engine.capture()

@@ -52,8 +52,9 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """`rehearsal` runs the same code on the tape. `budget`: seconds for this check. `folder`: where to save pictures, if any.
+    """`rehearsal` runs the same code at small sizes, on the tape or, with `on_gpu`, on a CUDA device.
 
+    `budget`: seconds for this check. `folder`: where to save pictures, if any.
     Figures in `found` are reported even if the check fails later. An error inside a `part` does not stop the other parts.
     """
 
@@ -65,10 +66,19 @@ class Context:
     found: Figures = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
     cut: list[str] = field(default_factory=list)
+    on_gpu: bool = False
+
+    @property
+    def tape(self) -> bool:
+        return self.rehearsal and not self.on_gpu
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu") if self.rehearsal else torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu") if self.tape else torch.device("cuda", torch.cuda.current_device())
+
+    def most(self, elements: int) -> int:
+        """Elements of an input in a rehearsal: fewer on a CUDA device, since a stub interprets its kernels."""
+        return elements if self.tape else elements // 20
 
     def count(self, full: int, quick: int) -> int:
         return quick if self.quick else full
@@ -106,17 +116,17 @@ class Context:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """On a GPU every call that waits for the device raises."""
-        if not self.rehearsal:
+        if not self.tape:
             torch.cuda.set_sync_debug_mode("error")
         try:
             yield
         finally:
-            if not self.rehearsal:
+            if not self.tape:
                 torch.cuda.set_sync_debug_mode("default")
 
     @contextlib.contextmanager
     def backend(self, *, asynchronous: bool = False) -> Iterator[Backend]:
-        backend = make_backend("tape" if self.rehearsal else "cuda", asynchronous=asynchronous)
+        backend = make_backend("tape" if self.tape else "cuda", asynchronous=asynchronous)
         try:
             yield backend
         finally:
@@ -161,7 +171,7 @@ class Context:
     def engine_of(self, target: object, drafter: Drafter | str | None, config: EngineConfig) -> Iterator[Engine]:
         """A captured engine over these models."""
         # FlashInfer has its own check and may have to be compiled
-        config = dataclasses.replace(config, filters="auto" if self.rehearsal else "triton")
+        config = dataclasses.replace(config, filters="auto" if self.tape else "triton")
         with self.backend(asynchronous=True) as backend:
             engine = Engine(target, drafter, vocabulary=VOCABULARY, config=config, backend=backend)  # type: ignore[arg-type]
             try:

@@ -206,7 +206,7 @@ def steps_never_wait(context: Context) -> Figures:
 
 def _allocated(context: Context) -> int:
     """Bytes allocated by torch so far, including freed ones."""
-    return 0 if context.rehearsal else int(torch.cuda.memory_stats(context.device)["allocated_bytes.all.allocated"])
+    return 0 if context.tape else int(torch.cuda.memory_stats(context.device)["allocated_bytes.all.allocated"])
 
 
 def closing_frees_everything(context: Context) -> Figures:
@@ -232,7 +232,7 @@ def _use_one(context: Context) -> weakref.ref[object]:
 
 def _free(context: Context) -> int:
     gc.collect()
-    if context.rehearsal:
+    if context.tape:
         return 0
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

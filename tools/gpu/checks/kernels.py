@@ -26,7 +26,7 @@ def kernels_equal_references(context: Context) -> Figures:
     device = context.device
     found = _compared(context, (operations.chain_accept(device, batch, k) for batch, k in itertools.product((1, 64), (0, 4, 8))))
     for batch, width in itertools.product((1, 8, 64), WIDTHS):
-        if (context.rehearsal and batch * width > 2_000_000) or not context.fits(f"B={batch} V={width}"):
+        if (context.rehearsal and batch * width > context.most(2_000_000)) or not context.fits(f"B={batch} V={width}"):
             continue
         found |= _compared(context, (operations.masked_argmax(device, batch, 2, width, dtype) for dtype in (torch.float32, torch.bfloat16)))
         found |= _drawn(context, operations.race(device, batch, width))
@@ -38,7 +38,7 @@ def masks_and_processors_equal_references(context: Context) -> Figures:
     device = context.device
     found = _compared(context, (operations.mask_status(device, batch, count) for batch, count in itertools.product((1, 64), (1, 5, 9))))
     for batch, width in itertools.product((1, 8, 64), WIDTHS):
-        if batch * width > (400_000 if context.rehearsal else 10_000_000) or not context.fits(f"process B={batch} V={width}"):
+        if batch * width > (context.most(400_000) if context.rehearsal else 10_000_000) or not context.fits(f"process B={batch} V={width}"):
             continue
         kinds = itertools.product((torch.float32, torch.bfloat16), (False, True))
         found |= _compared(context, (operations.process_logits(device, batch, 4, width, dtype, masked=masked) for dtype, masked in kinds))
@@ -50,7 +50,7 @@ def rejection_equals_reference(context: Context) -> Figures:
     """Exact rejection against plain torch on the same inputs, for several widths and chain lengths; time of both."""
     found: Figures = {}
     for batch, k, width in itertools.product((1, 8, 64), (0, 1, 4, 8), WIDTHS[:2]):
-        small = batch * (k + 1) * width <= 160_000
+        small = batch * (k + 1) * width <= context.most(160_000)
         if small if context.rehearsal else context.fits(f"B={batch} K={k} V={width}"):
             found |= _drawn(context, operations.reject_sample(context.device, batch, k, width))
     return found
@@ -107,7 +107,9 @@ def random_numbers_equal_the_cpu(context: Context) -> Figures:
 def filters_equal_references(context: Context) -> Figures:
     """Filters in torch, triton and flashinfer: distributions equal the CPU's bit for bit, draws except near ties; time of each."""
     found = context.found
-    for name in FILTERS[:0:-1]:  # flashinfer last: it may have to be compiled
+    for name in FILTERS[:0:-1]:  # flashinfer last: it may have to be compiled, which a rehearsal does not
+        if context.on_gpu and name == "flashinfer":
+            continue
         try:
             kernels.choose_filters(context.device, name)
         except ValueError as refusal:
@@ -115,7 +117,7 @@ def filters_equal_references(context: Context) -> Figures:
             continue
         for batch, width in itertools.product((1, 8, 64), WIDTHS):
             label = f"{name} N={batch} V={width}"
-            if batch * width <= 200_000 if context.rehearsal else name == "flashinfer" or context.fits(label):
+            if batch * width <= context.most(200_000) if context.rehearsal else name == "flashinfer" or context.fits(label):
                 found[label] = _check_filters(context, name, batch, width)
     found["auto"] = str(kernels.choose_filters(context.device))
     return found

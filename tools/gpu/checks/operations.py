@@ -57,9 +57,11 @@ class Call:
 
     def results(self, run: Run) -> list[Tensor]:
         """Outputs and changed inputs after `run` on copies of them."""
-        inputs = [value.clone() if index in self.writes else value for index, value in enumerate(self.inputs)]
+        inputs = [_copy(value) if index in self.writes else value for index, value in enumerate(self.inputs)]
         outputs = [output.clone() for output in self.outputs]
         run(*inputs, *outputs)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # a pinned result is read without a wait
         return [*outputs, *(inputs[index] for index in self.writes)]
 
     def different_rows(self, run: Run | None = None) -> list[int]:
@@ -72,6 +74,11 @@ class Call:
         """The same call of a drawing operation at later positions, which give other random numbers."""
         index = {"race": 2, "reject_sample": 9}[self.operation.name]
         return replace(self, inputs=(*self.inputs[:index], self.inputs[index] + 10 * step, *self.inputs[index + 1 :]))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Pinned if the tensor is: the device accesses it."""
+    return tensor.clone().pin_memory() if tensor.is_pinned() else tensor.clone()
 
 
 def numbers(device: torch.device, *shape: int) -> Tensor:

@@ -30,7 +30,7 @@ class LoopCase:
         self.pair, self._backend = pair_of(shape, context.device), backend
         self._length = 96 if context.rehearsal else 768
         attention = choose_attention(
-            context.device, "auto" if context.rehearsal else "triton", (*self.pair.target.attends, *self.pair.draft.attends), PAGE
+            context.device, "auto" if context.tape else "triton", (*self.pair.target.attends, *self.pair.draft.attends), PAGE
         )
         sizes = Sizes(rows, DRAFTS, self._length)
         self._loop = ThreeGraphs(backend, self.pair.target, self.pair.draft, self.pair.vocabulary, sizes, attention)

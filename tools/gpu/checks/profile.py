@@ -30,7 +30,7 @@ def profile_of_the_bench(context: Context) -> Figures:
     rounds = (20, 40) if not context.quick else (4, 9)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "bench"
-        with_nsys = not context.rehearsal and nsys_profile.uses_nsys("auto", "nsys")
+        with_nsys = not context.tape and nsys_profile.uses_nsys("auto", "nsys")
         profile = _under_nsys(out, rounds) if with_nsys else _by_itself(out, rounds)
     # reported even if the stages have no names, to explain why
     context.found["spans"] = dict(Counter(f"{span.stream}: {span.name}" for span in profile.spans if span.kind != "launch"))
@@ -80,7 +80,7 @@ TRACED = 8
 
 def _recorded(context: Context, nvtx: bool = False) -> dict[GraphKey, RecordedReport]:
     """Reports of one captured round per kind of key."""
-    backend = make_backend("tape" if context.rehearsal else "cuda", nvtx=nvtx)
+    backend = make_backend("tape" if context.tape else "cuda", nvtx=nvtx)
     try:
         bench = RoundBench(backend, 3)
         keys = [GraphKey(ROWS, constrained, sampled) for constrained in (True, False) for sampled in (True, False)]
@@ -91,8 +91,8 @@ def _recorded(context: Context, nvtx: bool = False) -> dict[GraphKey, RecordedRe
 
 def stages_have_names(context: Context) -> Figures:
     """Every node has a stage, and the stages of each stream have the order of the tape, with and without NVTX ranges."""
-    captured = {nvtx: _recorded(context, nvtx) for nvtx in ((False,) if context.rehearsal else (False, True))}
-    tape = captured[False] if context.rehearsal else _recorded(Context(rehearsal=True, quick=context.quick))
+    captured = {nvtx: _recorded(context, nvtx) for nvtx in ((False,) if context.tape else (False, True))}
+    tape = captured[False] if context.tape else _recorded(Context(rehearsal=True, quick=context.quick))
     for recorded in captured.values():
         for key, report in recorded.items():
             nodes = sum(count for kind, count in report.nodes.items() if kind != "wait")
@@ -121,5 +121,5 @@ def timeline_has_every_round(context: Context) -> Figures:
     assert timeline.rounds == tuple(launches), f"rounds {timeline.rounds}"
     unnamed = sum(span.name == UNNAMED for span in timeline.spans)
     verified = sum(stage.count for stage in summary.stages if stage.name == "target_verify")
-    assert not context.rehearsal or (unnamed, verified) == (0, TRACED)
+    assert not context.tape or (unnamed, verified) == (0, TRACED)
     return {"unnamed_spans": unnamed, "rounds_with_target_verify": verified, **summary.as_dict()}

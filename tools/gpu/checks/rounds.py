@@ -64,7 +64,7 @@ def replay_equals_eager(context: Context) -> Figures:
     for forced_drafts in (True,) if context.rehearsal else (False, True):
         if not context.fits(f"grammars on the device, forced_drafts={forced_drafts}"):
             continue
-        if not context.rehearsal and why_no_triton(context.device):
+        if not context.tape and why_no_triton(context.device):
             continue
         with context.backend() as backend:
             bench = RoundBench(backend, 3, forced_drafts=forced_drafts, device_grammars=True)
@@ -75,7 +75,7 @@ def replay_equals_eager(context: Context) -> Figures:
 
 
 def _allocations(context: Context) -> int:
-    return 0 if context.rehearsal else int(torch.cuda.memory_stats(context.device)["allocation.all.allocated"])
+    return 0 if context.tape else int(torch.cuda.memory_stats(context.device)["allocation.all.allocated"])
 
 
 def no_sync_no_allocation(context: Context) -> Figures:
@@ -86,7 +86,7 @@ def no_sync_no_allocation(context: Context) -> Figures:
         keys = [GraphKey(ROWS, *kind) for kind in itertools.product((True, False), (True, False))]
         recorded = {key: backend.capture(bench.round.step(key), bench.buffers) for key in keys}
         bench.randomise(1)
-        if not context.rehearsal:
+        if not context.tape:
             torch.cuda.synchronize()
         pointers, syncs = bench.buffers.fingerprint(), backend.stats.syncs
         for key, graph in recorded.items():
@@ -121,7 +121,7 @@ def one_replay_per_round(context: Context) -> Figures:
 
 def one_launch_per_answer(context: Context) -> Figures:
     """Launches of many rounds: one per answer, free and with a grammar on the device, and the tokens of one round per launch."""
-    if not context.rehearsal and why_no_triton(context.device):
+    if not context.tape and why_no_triton(context.device):
         raise Skipped(why_no_triton(context.device))
     asks = random_asks(3, context.count(12, 3), 3)
     tokens, launches = list[list[tuple[list[int], str, str]]](), list[int]()
@@ -154,7 +154,7 @@ def one_launch_per_answer(context: Context) -> Figures:
 
 def profiler_counts_one_launch_per_round(context: Context) -> Figures:
     """One cudaGraphLaunch per round in torch's profiler; on the tape, one replay per round."""
-    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (not context.rehearsal)
+    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (not context.tape)
     with context.engine(4) as engine:
         serve(engine, random_asks(0, 2, 4))
         before = engine.stats()
@@ -163,7 +163,7 @@ def profiler_counts_one_launch_per_round(context: Context) -> Figures:
         after = engine.stats()
     rounds = after.rounds - before.rounds
     names = Counter(event.name for event in profile.events() or ())
-    if context.rehearsal:
+    if context.tape:
         names["cudaGraphLaunch"] = after.replays - before.replays
     elif not any(name.startswith("cuda") for name in names):
         raise Skipped("the profiler sees no CUDA calls on this machine")
@@ -209,14 +209,14 @@ def engine_matches_oracle(context: Context) -> Figures:
 
 
 def devices_agree(context: Context) -> Figures:
-    """The same jobs on two devices: GPU and tape; in rehearsal, tape and eager engine."""
+    """The same jobs on two devices: GPU and tape; on the tape, tape and eager engine."""
     other = Context(rehearsal=True, quick=context.quick)
     jobs = 0
     for k in (0, 4):
         asks = [ask._replace(cancel_after=None) for ask in random_asks(7 + k, context.count(24, 6), k)]
         with context.engine(k) as engine:
             here = [outcome(job) for job in serve(engine, asks)]
-        with other.engine(k, eager=context.rehearsal) as engine:
+        with other.engine(k, eager=context.tape) as engine:
             there = [outcome(job) for job in serve(engine, asks)]
         assert here == there, "the devices disagree"
         jobs += len(asks)
@@ -263,7 +263,7 @@ def several_engines(context: Context) -> Figures:
     """Two engines alternate in one process; closing them frees all device memory."""
     jobs = _two_engines(context)  # allocates what torch and its libraries keep
     gc.collect()
-    if context.rehearsal:
+    if context.tape:
         return {"jobs": jobs}
     torch.cuda.synchronize()
     start = torch.cuda.memory_allocated()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tools.gpu.checks import smoke
 from tools.gpu.checks.context import Context, Figures, Skipped
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -21,12 +22,12 @@ def programs_stay_in_bounds(context: Context) -> Figures:
     """Every Triton kernel on small inputs equals its reference; compute-sanitizer, if found, reports no invalid access."""
     if importlib.util.find_spec("triton") is None:
         raise Skipped("triton is not installed")
-    sanitizer = None if context.rehearsal else _find()
+    sanitizer = None if context.tape else _find()
     watched = [sanitizer, "--tool", "memcheck", "--error-exitcode", str(ERRORS)] if sanitizer else []
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     # the caching allocator would hide accesses beyond the end of a tensor
-    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} if context.rehearsal else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [*watched, sys.executable, "-m", "tools.gpu.checks.short_kernels"]
+    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} if context.tape else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command = [*watched, sys.executable, *smoke.ARGUMENTS]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT, check=False)
     assert result.returncode != ERRORS, f"compute-sanitizer: {result.stdout[-2000:]}"
     documents = [line for line in result.stdout.splitlines() if line.startswith('{"interpreted"')]

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent.parent
 TOOLS = ("cc", "c++", "ptxas", "nvcc", "nvidia-smi", "nsys", "compute-sanitizer")
 PROCESSES = 6  # at once: each imports torch and creates a context
 SECONDS = 40.0  # of one process
+ARGUMENTS: tuple[str, ...] = ("-m", "tools.gpu.checks.short_kernels")  # of Python
 ROUNDS = 50
 
 
@@ -42,7 +43,7 @@ def every_program_equals_its_reference(context: Context) -> Figures:
     # programs_stay_in_bounds rehearses all, in one process
     programs = ["masked_argmax"] if context.rehearsal else list(short_kernels.programs(context.device))
     with ThreadPoolExecutor(PROCESSES) as pool:
-        results = dict(zip(programs, pool.map(partial(_compared, context.rehearsal), programs), strict=True))
+        results = dict(zip(programs, pool.map(partial(_compared, context.tape), programs), strict=True))
     context.failed.extend(f"{name}: {result}" for name, result in results.items() if result != "equal")
     return {**results}
 
@@ -51,7 +52,7 @@ def _compared(interpreted: bool, name: str) -> str:
     """`equal`, or what went wrong."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_INTERPRET")}
     environment |= {"OMP_NUM_THREADS": "1"} | ({"TRITON_INTERPRET": "1"} if interpreted else {})
-    command = [sys.executable, "-m", "tools.gpu.checks.short_kernels", name]
+    command = [sys.executable, *ARGUMENTS, name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, cwd=ROOT, check=False)
     except subprocess.TimeoutExpired:

@@ -26,7 +26,7 @@ def capture_user_step(context: Context) -> Figures:
     def step(buffers: StaticBuffers) -> None:
         buffers.y.copy_(torch.softmax(buffers.x * 2, 0))
 
-    recorded = capture(step, buffers, backend="tape" if context.rehearsal else "cuda", check="twice")
+    recorded = capture(step, buffers, backend="tape" if context.tape else "cuda", check="twice")
     for shift in range(5):
         buffers.x.copy_(torch.arange(4.0) + shift * shift)
         recorded.replay()

@@ -30,17 +30,17 @@ def until_done(context: Context, call: Call) -> float:
 
     def wait() -> None:
         call()
-        if not context.rehearsal:
+        if not context.tape:
             torch.cuda.synchronize()
 
     return wall_us(wait)
 
 
 def stopwatch(context: Context, call: Call) -> Watch:
-    """A function that times one call, in microseconds: on a GPU as one of ten in a CUDA graph, in rehearsal by the clock."""
-    if context.rehearsal:
+    """A function that times one call, in microseconds: on a GPU as one of several in a CUDA graph, on the tape by the clock."""
+    if context.tape:
         return partial(until_done, context, call)
-    inside = 10
+    inside = 1 if context.rehearsal else 10
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -78,7 +78,7 @@ class Supervisor:
     """One worker at a time. `restart` replaces a lost one."""
 
     command: Sequence[str]
-    rehearsal: bool
+    rehearsal: str  # tape, cuda or empty
     quick: bool
     folder: str = ""  # for pictures
     worker: Worker | None = None
@@ -109,7 +109,7 @@ class Supervisor:
         try:
             if self.worker is None:
                 raise self.lost or Lost("crashed", "no worker was started")
-            limit = min(entry.limit(self.quick, self.rehearsal), max(1.0, deadline - begin))
+            limit = min(entry.limit(self.quick, bool(self.rehearsal)), max(1.0, deadline - begin))
             row = self.worker.ask({**request, "limit": limit, "rehearsal": self.rehearsal, "quick": self.quick}, limit)
         except Lost as lost:
             self.end()

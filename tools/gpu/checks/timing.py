@@ -197,7 +197,7 @@ def _ends_under_the_gil(context: Context, link: str) -> bool:
         bench = RoundBench(backend, 3, host_link=link)
         bench.randomise(1)
         bench.push_batch(ROWS)
-        if context.rehearsal:
+        if context.tape:
             return _nodes_end(bench.host)
         stamp, step = Stamp(), bench.round.step(GraphKey(ROWS, True))
 
@@ -296,7 +296,7 @@ def _ways(context: Context, buffers: StaticBuffers, found: Figures) -> Iterator[
         yield "native host node", lambda b: current_context().host_node("ask", stamp)
     except Unavailable as missing:
         found["native host node"] = f"not available: {missing}"
-    if context.rehearsal:
+    if context.tape:
         yield "flag wait", lambda b: current_context().host_node("ask", lambda: _wait(buffers.flags_host), writes=[buffers.flags_host])
         return
     try:
@@ -337,7 +337,7 @@ def _wait_value(flags: Tensor) -> Ask:
 
 def _us_per_request(context: Context, backend: Backend, graph: Recorded) -> float:
     """Of one replay: on a GPU between two events of its own stream, else by the clock."""
-    if context.rehearsal:
+    if context.tape:
         return wall_us(partial(_finished, backend, graph)) / INSIDE
     seconds: list[float] = []
     backend.run(lambda: seconds.append(device_seconds(graph.replay)))
@@ -355,7 +355,7 @@ def conditional_node_cost(context: Context) -> Figures:
 
 def _branches(context: Context, word: Tensor, count: int) -> dict[str, Callable[[], float]]:
     conditions = {"plain": None, "taken": True, "skipped": False}
-    if context.rehearsal:
+    if context.tape:
 
         def run(taken: bool | None) -> None:
             for _ in range(count):

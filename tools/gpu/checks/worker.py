@@ -52,7 +52,7 @@ def run_check(request: dict[str, Any]) -> dict[str, Any]:
     """Run one check; an exception is its verdict."""
     begin, name = time.perf_counter(), request["name"]
     folder = Path(request["folder"]) if request["folder"] else None
-    context = Context(request["rehearsal"], request["quick"], request["budget"], folder)
+    context = Context(bool(request["rehearsal"]), request["quick"], request["budget"], folder, on_gpu=request["rehearsal"] == "cuda")
     figures = context.found
     verdict, error = "passed", ""
     faulthandler.dump_traceback_later(request["limit"] * 0.9)  # shows where a check hangs
@@ -75,7 +75,7 @@ def run_check(request: dict[str, Any]) -> dict[str, Any]:
         "budget": round(request["budget"], 3),
         "figures": figures,
         "error": error,
-        "device_lost": not (request["rehearsal"] or _device_is_well()),
+        "device_lost": not (context.tape or _device_is_well()),
     }
 
 
@@ -90,22 +90,23 @@ def _device_is_well() -> bool:
     return True
 
 
-def start(rehearsal: bool, modules: Sequence[str]) -> dict[str, Any]:
+def start(rehearsal: str, modules: Sequence[str]) -> dict[str, Any]:
     """Load what is loaded once in a process, before the time of any check; the facts of `describe`."""
     facts = describe(rehearsal)
     if "refusal" not in facts:
         for module in modules:
             with contextlib.suppress(Exception):  # its checks report it
                 importlib.import_module(module)
-        if not rehearsal:
+        if rehearsal != "tape":
             with contextlib.suppress(RuntimeError):
                 torch.mm(*torch.ones(2, 16, 16, device="cuda")).sum().item()  # the device's context, and the library of products
     return facts
 
 
-def describe(rehearsal: bool) -> dict[str, Any]:
-    """Device, versions and commit of this run."""
-    if not rehearsal and not torch.cuda.is_available():
+def describe(rehearsal: str) -> dict[str, Any]:
+    """Device, versions and commit of this run. rehearsal: `tape`, `cuda` or empty."""
+    tape = rehearsal == "tape"
+    if not tape and not torch.cuda.is_available():
         return {"refusal": f"torch {torch.__version__} sees no GPU here; --rehearse runs the same checks on the CPU"}
     versions = {}
     for package in PACKAGES:
@@ -114,9 +115,9 @@ def describe(rehearsal: bool) -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
     return {
         "mode": "rehearsal" if rehearsal else "gpu",
-        "device": platform.processor() or platform.machine() if rehearsal else torch.cuda.get_device_name(),
-        "device_bytes": 0 if rehearsal else torch.cuda.get_device_properties(0).total_memory,
-        "driver": "" if rehearsal else _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "device": platform.processor() or platform.machine() if tape else torch.cuda.get_device_name(),
+        "device_bytes": 0 if tape else torch.cuda.get_device_properties(0).total_memory,
+        "driver": "" if tape else _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cuda": torch.version.cuda or "",
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",

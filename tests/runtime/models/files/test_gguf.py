@@ -48,7 +48,13 @@ def expected(family: str) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [("llama-2", "llama"), ("mistral without a window", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")]
+    ("family", "kind"),
+    [
+        ("llama-2", "llama"),
+        ("mistral without a window", "llama"),
+        ("qwen2", "qwen2"),
+        ("qwen3", "qwen3"),
+    ],
 )
 def test_gguf_logits_equal_the_source_model(tmp_path: Path, family: str, kind: str) -> None:
     found, answer = logits_of(write(tmp_path / "model.gguf", family, kind)), expected(family)
@@ -108,6 +114,42 @@ def test_weights_that_stay_quantised_have_the_bits_of_the_reference(tmp_path: Pa
     for name in matrices:
         assert torch.equal(unpack(kept.get_parameter(name)), plain.get_parameter(name)), name
     torch.testing.assert_close(Cached(kept).run(TOKENS, 0, 40), Cached(plain).run(TOKENS, 0, 40), rtol=1e-4, atol=1e-4)
+
+
+def experts_model(family: str) -> Any:
+    experts = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1, "sliding_window": None}
+    return random_model(family, BASE | sizes | experts, seed=1)
+
+
+with_experts = pytest.mark.parametrize(("family", "name"), [("Mixtral", "llama"), ("Qwen3Moe", "qwen3moe")])
+
+
+@with_experts
+def test_gguf_logits_of_experts_equal_the_source_model(tmp_path: Path, family: str, name: str) -> None:
+    model = experts_model(family)
+    with torch.no_grad():
+        found, answer = logits_of(write(tmp_path / "model.gguf", "", name, None, model)), model(TOKENS).logits
+    assert float((found - answer).abs().max() / answer.abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_K, as_often_mixed])
+@with_experts
+@needs_c
+def test_experts_that_stay_quantised_have_the_bits_of_the_reference(
+    tmp_path: Path, family: str, name: str, kind: Kind | Callable[[str], Kind]
+) -> None:
+    """Each weight is stored in one tensor for all experts. The router is not quantised."""
+    path = write(tmp_path / "model.gguf", "", name, kind, experts_model(family))
+    kept, plain = (open_checkpoint(path, torch.float32, weights).load("cpu") for weights in ("quantised", "dequantised"))
+    for part in ("gate_up", "down"):
+        found, expected = (model.get_parameter(f"layers.0.experts.{part}") for model in (kept, plain))
+        assert found.dtype is torch.uint8 and found.nbytes < expected.nbytes // 2
+        assert torch.equal(unpack(found), expected)
+    assert kept.get_parameter("layers.0.experts.router").dtype is torch.float32
+    whole, parts = Cached(kept).run(TOKENS, 0, 40)[0], Cached(kept)
+    torch.testing.assert_close(whole, Cached(plain).run(TOKENS, 0, 40)[0], rtol=1e-4, atol=1e-4)
+    assert torch.equal(parts.in_chunks(TOKENS, 7), whole), "a row depends on others"
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1])
