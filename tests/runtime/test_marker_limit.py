@@ -33,7 +33,8 @@ SETUPS = {
 @pytest.mark.parametrize("length", range(5))
 @pytest.mark.parametrize("name", SETUPS)
 def test_tokens_are_those_of_a_plain_loop_and_the_marker_ends_the_text_at_its_limit(name: str, length: int) -> None:
-    engine, limited = shared_engine(replace(SETUPS[name], k=length)), 0
+    engine, grammar, limited = shared_engine(replace(SETUPS[name], k=length)), compiled(INNER), 0
+    assert grammar is not None
     jobs = [
         (engine.submit([index, 3], constraint=INNER.after(marker, limit=limit), max_new_tokens=MOST), marker, limit)
         for index in range(PROMPTS)
@@ -47,7 +48,7 @@ def test_tokens_are_those_of_a_plain_loop_and_the_marker_ends_the_text_at_its_li
         assert (job.tokens, job.finish_reason) == (answer.tokens, answer.reason), job.error
         ends = (end for end in range(len(job.tokens)) if _ends_with(job.tokens[:end], marker))
         end = next(ends)
-        assert end <= limit + len(marker) and accepts(compiled(INNER), job.tokens[end:], finished=True)
+        assert end <= limit + len(marker) and accepts(grammar, job.tokens[end:], finished=True)
         limited += end > limit
         if isinstance(marker, str):
             assert job.grammar_lane.startswith("device" if name.startswith(("device", "eager")) else "host")
