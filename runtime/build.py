@@ -135,7 +135,7 @@ def accept_options(parts: EngineParts) -> AcceptOptions:
     """CaptureError for a logits processor that cannot be part of a round."""
     processors = parts.config.logits_processors
     check_processors(processors, parts.limits, parts.backend, parts.backend.device)
-    return AcceptOptions(parts.config.forced_acceptance, processors)
+    return AcceptOptions(parts.config.forced_acceptance, processors, getattr(parts.models.target, "shard", None))
 
 
 def queue_types(ranks: Ranks | None) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
