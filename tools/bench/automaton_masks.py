@@ -28,7 +28,7 @@ class Comparison:
     compared: int = 0
     different: list[str] = field(default_factory=list)
     time_outs: int = 0
-    unspelled: int = 0  # states that no text of tokens of single bytes leads to
+    unspelled: int = 0  # states that tokens lead to, but none of single bytes
 
 
 class Comparer:
@@ -70,12 +70,16 @@ class Comparer:
         return int(draw.choice(legal)) if len(legal) else None
 
     def states(self, byte_ids: dict[int, int], limit: float = float("inf")) -> None:
-        """Every state, with all its counters and up to three stacks, after a shortest text, byte by byte. Ends after `limit` positions."""
+        """Every state, with all its counters and up to three stacks, after a shortest text, byte by byte, unless a byte of it is in no
+        token. Ends after `limit` positions."""
         reference = ReferenceAutomaton(self._grammar.image)
         spelled = {reference.at(Field.CLASS_OF, byte): byte for byte in byte_ids}  # bytes of a class lead to the same states
+        reached = {reference.at(Field.CLASS_OF, byte) for byte in set(b"".join(self.vocabulary.for_xgrammar))}
         for _, shortest in reference.texts():
             if self.found.compared >= limit:
                 return
+            if not all(reference.at(Field.CLASS_OF, byte) in reached for byte in shortest):
+                continue
             text = bytes(byte if byte in byte_ids else spelled.get(reference.at(Field.CLASS_OF, byte), byte) for byte in shortest)
             if not all(byte in byte_ids for byte in text):
                 self.found.unspelled += 1
