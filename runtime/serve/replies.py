@@ -35,6 +35,7 @@ class Reply:
 
     def push(self, event: StepEvent) -> list[Delta]:
         deltas: list[Delta] = []
+        limit = self.request.reasoning_limit
         for index, token in enumerate(event.tokens):
             if self.over_budget:
                 break
@@ -42,7 +43,7 @@ class Reply:
             if event.logprobs:
                 self._logprobs.append((token, event.logprobs[index]))
             deltas += self._deltas(self._text.push([token]))
-            self.reasoning_tokens += self._reasoning.inside
+            self.reasoning_tokens += self._reasoning.inside and (limit is None or self.reasoning_tokens < limit)
             if self.stopped:
                 break
         return _merged(deltas)
@@ -53,9 +54,9 @@ class Reply:
 
     @property
     def over_budget(self) -> bool:
-        """Whether the reasoning has to be closed."""
+        """Whether the reasoning has to be closed here."""
         reasoning = self.request.reasoning
-        budget = reasoning.budget if reasoning is not None else None
+        budget = reasoning.budget if reasoning is not None and self.request.reasoning_limit is None else None
         return budget is not None and self._reasoning.inside and self.reasoning_tokens >= budget
 
     def close_reasoning(self) -> list[Delta]:
