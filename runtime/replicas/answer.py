@@ -30,9 +30,9 @@ async def answer(serving: AsyncEngine, ask: Ask, replica: str, identity: str) ->
             if event.finish_reason == FinishReason.ERROR and serving.failure is not None:
                 yield Refused(replica, "failed", event.error)  # an error of the engine and not of this request
                 return
-            part: Tokens | End = Tokens(event.tokens, event.logprobs)
-            if event.finish_reason is not None:
-                part = End(*part, event.finish_reason, event.error, stream.job.rounds, stream.job.num_cached_tokens)
+            given, job = Tokens(event.tokens, event.logprobs), stream.job
+            reason = event.finish_reason
+            part = given if reason is None else End(*given, reason, event.error, job.rounds, job.num_cached_tokens)
             yield part if opened else Opened(replica, identity, part)
             opened = True
 

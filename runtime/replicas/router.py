@@ -47,13 +47,14 @@ class PrefixRouter:
             self._holders.popitem(last=False)
 
     def rank(self, hashes: Sequence[bytes], loads: Mapping[str, int], avoid: Collection[str] = ()) -> list[str]:
-        """Every replica of `loads` (requests by replica), the best one first; those to avoid last."""
+        """The replicas of `loads` (requests by replica), the best one first; those to avoid only if there are no others, however full."""
+        loads = {name: count for name, count in loads.items() if name not in avoid} or loads
         limit = math.ceil(self._factor * (sum(loads.values()) + 1) / len(loads)) if loads else 0
         depths = self._depths(hashes, loads.keys())
 
-        def order(replica: str) -> tuple[bool, bool, int, int, bytes]:
+        def order(replica: str) -> tuple[bool, int, int, bytes]:
             over = loads[replica] >= limit
-            return replica in avoid, over, 0 if over else -depths.get(replica, 0), loads[replica], _tie(hashes, replica)
+            return over, 0 if over else -depths.get(replica, 0), loads[replica], _tie(hashes, replica)
 
         return sorted(loads, key=order)
 

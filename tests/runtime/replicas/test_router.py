@@ -33,7 +33,8 @@ def test_a_request_goes_to_the_replica_that_holds_most_of_its_prefix() -> None:
     router.note(page_hashes(IDS[:64], 16, ()), "b")
     hashes = page_hashes(IDS, 16, ())
     assert router.rank(hashes, loads) == ["b", "a", "c"]
-    assert router.rank(hashes, loads, avoid={"b"}) == ["a", "c", "b"]
+    assert router.rank(hashes, loads, avoid={"b"}) == ["a", "c"]
+    assert router.rank(hashes, loads, avoid={*loads}) == ["b", "a", "c"]
     assert router.rank(hashes, {"a": 0, "c": 0}) == ["a", "c"]  # b has ended
     assert router.rank(page_hashes(IDS, 16, ("tenant",)), loads | {"a": 1, "b": 1})[0] == "c"
 
