@@ -12,6 +12,7 @@ from torch import Tensor
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard
 from stepgraph.graphs.limits import Limits
 from stepgraph.sampling.fields import FUNCTION, Check, check_fields, whole
 
@@ -59,6 +60,7 @@ class AcceptOptions:
 
     forced: tuple[float, ...] | None = None  # for benchmarks: the probability that draft j is accepted, whatever the models
     processors: tuple[LogitsProcessor, ...] = ()
+    shard: VocabularyShard | None = None  # the tokens of the target's logits, where ranks divide them
 
 
 PLAIN_ACCEPT = AcceptOptions()

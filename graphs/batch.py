@@ -74,7 +74,7 @@ def model_input(
 def model_logits(name: str, model: TargetModel | DraftModel, hidden: Tensor, limits: Limits) -> Tensor:
     """The model's logits without the padding of its vocabulary."""
     logits = model.logits(hidden)
-    check_shape(f"{name} logits", logits, *hidden.shape[:-1], model.vocab_size)
+    check_shape(f"{name} logits", logits, *hidden.shape[:-1], getattr(model, "shard", model).vocab_size)
     return logits[..., : limits.num_tokens]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn import functional
 
 from stepgraph.graphs.batch import Batch, model_input, model_logits
 from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.layers.vocabulary_shard import Operations, VocabularyShard
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.mask_upload import host_mask
 from stepgraph.graphs.model import DraftModel
@@ -58,6 +58,7 @@ def choose_draft(
     sampled: bool = False,
     d2t: Tensor | None = None,
     chain: Tensor | None = None,
+    shard: VocabularyShard | None = None,
 ) -> Tensor:
     """Draft `step` (from 1) of every row that still drafts, -1 for other rows.
 
@@ -66,9 +67,9 @@ def choose_draft(
     d2t: for a draft model with its own vocabulary, the target id of each of its tokens. Other target tokens are drafted only if
     they are looked up or forced by the grammar.
     chain [B, K]: tokens of the look-up for rows that still follow it, -1 for other rows. A legal one replaces the model's choice.
+    shard: the tokens of the logits, where ranks divide them.
     """
-    choose = draft_sampled if sampled else _draft_greedy
-    finite, tokens = choose(buffers, after, step, logits, mask, d2t)
+    finite, tokens = (draft_sampled if sampled else _draft_greedy)(buffers, after, step, logits, mask, d2t, shard or kernels)
     found = None if chain is None else chain[:, step - 1]
     forced = buffers.batch_forced[step - 1, : len(after.rows)] if mask is not None and "batch_forced" in buffers else None
     rule = () if mask is None else rule_of(mask)
@@ -100,15 +101,10 @@ def rule_of(mask: GrammarMask) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
 
 
 def _draft_greedy(
-    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, mask: GrammarMask | None, d2t: Tensor | None
+    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, mask: GrammarMask | None, d2t: Tensor | None, ops: Operations
 ) -> tuple[Tensor, Tensor]:
     """[B] bool whether the largest legal logit is finite, and [B] the target id of its token."""
-    if mask is None:
-        best, choice = logits.max(-1)
-        finite = best.abs() < math.inf
-    else:
-        masks, rows, constrained, status = mask
-        finite, choice = (each.squeeze(1) for each in kernels.masked_argmax(logits[:, None], masks, rows, constrained, d2t, status))
+    finite, choice = (each.squeeze(1) for each in ops.likeliest(logits[:, None], mask, d2t))
     return finite, choice if d2t is None else d2t[choice]
 
 

@@ -5,6 +5,8 @@ A model keeps its per-token state in static buffers that it declares, one entry 
 position, on the device. Entries of rejected drafts are overwritten later, and requests with an equal prefix share the slots of its
 full pages; a model with state elsewhere sets `shares_prefix = False`. Weights must be parameters or registered buffers: a capture
 refuses any other tensor.
+
+A model whose logits ranks divide has a `shard`, a VocabularyShard, the tokens that its logits are of.
 """
 
 from __future__ import annotations

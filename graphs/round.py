@@ -79,7 +79,7 @@ class Round:
             end = ProposedRound(buffers, context, self.limits, self.models, key, mask_lane)
             return end.run(batch, emission, features, after)
 
-        tokens, chain = emission.tokens, None
+        tokens, chain, shard = emission.tokens, None, getattr(draft, "shard", None)
         with context.stage("accept"):
             stages.publish_round(buffers, batch, key.constrained)
             alive = drafting.continuing(after)
@@ -96,7 +96,7 @@ class Round:
                 context.wait(mask_ready)
             with context.stage(f"choose_draft {step}"):
                 mask = mask_lane.mask(after, step) if mask_lane else None
-                tokens = drafting.choose_draft(buffers, after, step, logits, alive, mask, key.sampled, draft.d2t, chain)
+                tokens = drafting.choose_draft(buffers, after, step, logits, alive, mask, key.sampled, draft.d2t, chain, shard)
                 buffers.batch_drafts[step - 1, : key.rows].copy_(tokens)
                 chain = None if chain is None else drafting.matching_chains(chain, step, tokens)
                 alive = tokens >= 0

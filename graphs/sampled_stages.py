@@ -10,6 +10,7 @@ from stepgraph.graphs.accept_options import AcceptOptions
 from stepgraph.graphs.batch import Batch, Choice
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.forced_acceptance import after_accepted, force_accepted
+from stepgraph.graphs.layers.vocabulary_shard import Operations
 from stepgraph.graphs.ring_specs import Counter
 from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling import kernels, rng, sampler
@@ -19,20 +20,20 @@ from stepgraph.sampling.kernels.operation import Contiguous, operation
 
 def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, options: AcceptOptions) -> Choice:
     """Masks and logit processors, then rejection sampling against the distributions of the drafts."""
-    own, forced = logits, options.forced
+    own, forced, ops = logits, options.forced, options.shard or kernels
     if options.processors:
         own = sampled_options.apply_processors(buffers, batch, logits, options.processors)
-    processed = kernels.process(own, row_settings(buffers, batch), batch.rows, batch.drafts, mask=mask)
+    processed = ops.process(own, row_settings(buffers, batch), batch.rows, batch.drafts, mask=mask)
     if "row_bad_words" in buffers:
         processed = sampled_options.ban_words(buffers, batch, processed)
     masked, finite, status = processed
     params = params_of(buffers, batch)
-    probs = kernels.distribution(masked, params)
+    probs = ops.distribution(masked, params)
     greedy = params[:, sampler.Param.TEMPERATURE] <= 0  # their drafts are greedy too, perhaps from a round that keeps no distributions
     drafts = batch.drafts.shape[1]
     certain = buffers.row_certain[:, :drafts][batch.rows] | greedy[:, None]
     draft_count, seed, length = (batch.column(column) for column in (Column.DRAFT_COUNT, Column.SEED, Column.LENGTH))
-    tokens, accepted = kernels.reject_sample(
+    tokens, accepted = ops.reject_sample(
         probs, buffers.row_draft_probs[:, :drafts], batch.rows, certain, finite, batch.drafts, draft_count, status, seed, length
     )
     if "row_relaxed" in buffers and drafts:
@@ -40,9 +41,9 @@ def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: G
     if forced is not None:
         accepted = force_accepted(batch, finite, status, forced)
         index = accepted[:, None, None].expand(-1, 1, probs.shape[2])
-        drawn = kernels.race(probs.gather(1, index).squeeze(1), seed, length + accepted, rng.Purpose.TARGET)
+        drawn = ops.race(probs.gather(1, index).squeeze(1), seed, length + accepted, rng.Purpose.TARGET)
         tokens = after_accepted(batch, accepted, drawn[:, None].expand_as(tokens))
-    kernels.log_probabilities(logits, probs, tokens, buffers.results_logprobs[: len(batch.rows), : drafts + 1])
+    ops.log_probabilities(logits, probs, tokens, buffers.results_logprobs[: len(batch.rows), : drafts + 1])
     if "top_ids_ring_host" in buffers:
         rings = buffers.top_ids_ring_host, buffers.top_logprobs_ring_host
         kernels.top_logprobs(logits, probs, batch.rows, buffers.row_params, buffers.round_counters[Counter.PUBLISHED :], *rings)
@@ -66,15 +67,15 @@ def count_output(rows: Contiguous, tokens: Contiguous, emitted: Contiguous, outp
 
 
 def draft_sampled(
-    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, mask: GrammarMask | None, d2t: Tensor | None
+    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, mask: GrammarMask | None, d2t: Tensor | None, ops: Operations
 ) -> tuple[Tensor, Tensor]:
     """A token drawn from the draft's processed logits; the distribution is kept for rejection sampling in the next round."""
     size = len(after.rows)
     before = buffers.batch_drafts[: step - 1, :size].T
-    masked, finite, _ = kernels.process(logits[:, None], row_settings(buffers, after), after.rows, before, step - 1, mask, d2t)
+    masked, finite, _ = ops.process(logits[:, None], row_settings(buffers, after), after.rows, before, step - 1, mask, d2t)
     length = after.column(Column.LENGTH)
     params, seed, position = params_of(buffers, after), after.column(Column.SEED), length + (step - 1) if step > 1 else length
-    tokens = kernels.draw(masked[:, 0], params, seed, position, rng.Purpose.DRAFT, after.rows, buffers.row_draft_probs[:, step - 1], d2t)
+    tokens = ops.draw(masked[:, 0], params, seed, position, rng.Purpose.DRAFT, after.rows, buffers.row_draft_probs[:, step - 1], d2t)
     return finite[:, 0], tokens
 
 

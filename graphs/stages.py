@@ -7,7 +7,6 @@ that made it.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -62,8 +61,7 @@ def accept(
         mask = GrammarMask(masks, batch.rows, has_grammar, status)
     if sampled:
         batch = batch._replace(params=buffers.row_params[batch.rows])
-    choose = choose_sampled if sampled else _choose_greedy
-    tokens, finite, accepted, status = choose(buffers, batch, logits, mask, options)
+    tokens, finite, accepted, status = (choose_sampled if sampled else _choose_greedy)(buffers, batch, logits, mask, options)
     room = batch.column(Column.MAX_LENGTH) - batch.column(Column.LENGTH)
     drafts, draft_count, stop_ids = batch.drafts, batch.column(Column.DRAFT_COUNT), buffers.row_stop_ids[batch.rows]
     chosen = kernels.chain_accept(tokens, finite, drafts, draft_count, status, stop_ids, room, accepted)
@@ -88,12 +86,8 @@ def publish_round(buffers: StaticBuffers, batch: Batch, constrained: bool) -> No
 
 def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, options: AcceptOptions) -> Choice:
     """The legal token with the largest logit at every position; a draft is accepted if it is that token."""
-    if mask is None:
-        best, tokens = logits.max(-1)
-        finite, status = best.abs() < math.inf, torch.full_like(tokens, int(MaskStatus.OK))  # isfinite takes two kernels more
-    else:
-        status = mask.status
-        finite, tokens = kernels.masked_argmax(logits, mask.masks, mask.rows, mask.constrained, status=status)
+    finite, tokens = (options.shard or kernels).likeliest(logits, mask)
+    status = torch.full_like(tokens, int(MaskStatus.OK)) if mask is None else mask.status
     accepted = None
     if options.forced is not None:
         accepted = force_accepted(batch, finite, status, options.forced)

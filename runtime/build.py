@@ -100,7 +100,9 @@ class EngineParts:
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
         self.hidden_states = states = open_states(config, saved, timed, buffers)
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend)
-        self.lengths = make_chooser(config, models, recorder, tables is not None)
+        function = proposer.function if isinstance(proposer, FunctionProposer) else None
+        self.function_drafts = None if function is None else FunctionDrafts(function, timed, buffers, limits)
+        self.lengths = make_chooser(config, models, recorder, tables is not None, self.function_drafts)
         drafting = self.lengths.choices if self.lengths else (FULL,)
         self.graphs = GraphSet(
             self.backend,
@@ -119,8 +121,6 @@ class EngineParts:
             self.queue, self.grammars, limits, self.sharing, recorder, states.ended if states else None, isinstance(proposer, NgramLookup)
         )
         self.uploader = Uploader(timed, buffers, models, limits, prompts, self.graphs, states, config.logits_processors)
-        function = proposer.function if isinstance(proposer, FunctionProposer) else None
-        self.function_drafts = None if function is None else FunctionDrafts(function, timed, buffers, limits)
         draft = models.draft if "row_skipped_tokens" in buffers else None
         catch_up = functools.partial(process_skipped, buffers, model=draft, limits=limits) if draft is not None else None
         in_flight = loops_of(self, record is not None) if limits.loops else in_flight_type()
@@ -136,7 +136,7 @@ def accept_options(parts: EngineParts) -> AcceptOptions:
     """CaptureError for a logits processor that cannot be part of a round."""
     processors = parts.config.logits_processors
     check_processors(processors, parts.limits, parts.backend, parts.backend.device)
-    return AcceptOptions(parts.config.forced_acceptance, processors)
+    return AcceptOptions(parts.config.forced_acceptance, processors, getattr(parts.models.target, "shard", None))
 
 
 def queue_types(ranks: Ranks | None) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
@@ -173,12 +173,16 @@ def loops_of(parts: EngineParts, recorded: bool) -> Callable[..., InFlight]:
     return functools.partial(Loops, parts.queue, parts.watchdog.poll, parts.limits.max_length)
 
 
-def make_chooser(config: EngineConfig, models: ModelPair, recorder: Recorder | None, device_grammars: bool) -> DraftLengthChooser | None:
-    """None where every round has num_speculative_tokens drafts. A function is called before each round, whatever its draft length."""
-    if config.draft_length != AUTO_LENGTH or models.drafter is None or isinstance(models.proposer, FunctionProposer):
+def make_chooser(
+    config: EngineConfig, models: ModelPair, recorder: Recorder | None, device_grammars: bool, function: FunctionDrafts | None
+) -> DraftLengthChooser | None:
+    """None where every round has num_speculative_tokens drafts."""
+    if config.draft_length != AUTO_LENGTH or models.drafter is None:
         return None
     choices = draft_choices(config.num_speculative_tokens, models.draft is not None, models.look_up is not None)
-    return DraftLengthChooser(choices, recorder.chosen if recorder else None, device_grammars)
+    chooser = DraftLengthChooser(choices, recorder.chosen if recorder else None, device_grammars)
+    chooser.given = None if function is None else function.given
+    return chooser
 
 
 def backend_for(name: str, models: ModelPair, nvtx: bool) -> Backend:

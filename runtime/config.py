@@ -19,6 +19,7 @@ from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.link.choose import HOST_LINKS
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.kernels.filter_choice import FILTERS
+from stepgraph.sampling.keywords import checked_fields
 
 MAX_SECONDS = 86_400
 GRAMMAR_LANES = ("auto", "device", "host")
@@ -60,8 +61,23 @@ CHECKS = {
     "forced_drafts": optional(BOOL),
     "prompt_graphs": optional(BOOL),
 }
+OTHER_NAMES = {
+    **dict.fromkeys(("max_num_seqs", "max_batch_size", "batch_size", "n_parallel"), "max_rows"),
+    **dict.fromkeys(("max_model_len", "max_seq_len", "max_seq_length", "n_ctx"), "max_length"),
+    **dict.fromkeys(("max_num_batched_tokens", "n_batch", "prefill_chunk_size"), "prefill_chunk"),
+    **dict.fromkeys(("num_draft_tokens", "prompt_lookup_num_tokens", "num_pred_tokens"), "num_speculative_tokens"),
+    **dict.fromkeys(("gpu_memory_utilization", "num_gpu_blocks_override"), "num_pages"),
+    **dict.fromkeys(("cuda_graph_sizes", "cudagraph_capture_sizes"), "buckets"),
+    "enable_prefix_caching": "prefix_reuse",
+    "block_size": "page_size",
+    "enforce_eager": "eager",
+    "device": "backend",
+    "tensor_parallel_size": "Engine.from_pretrained(tensor_parallel=)",
+    "seed": "Engine.submit(sampling=SamplingParams(seed=))",
+}  # in vLLM, llama-cpp-python and transformers
 
 
+@checked_fields(OTHER_NAMES)
 @dataclass(frozen=True)
 class EngineConfig:
     """Sizes and modes of one engine. All static memory is allocated from it."""

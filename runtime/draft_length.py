@@ -104,8 +104,6 @@ class Acceptance:
 
 
 Sources = Mapping[bool, Acceptance]  # of chains with and without drafts of the model
-
-
 Counts = Mapping[bool, tuple[int, int]]  # by source as well: arguments of Acceptance.add
 NOTHING: Counts = {True: (0, 0), False: (0, 0)}
 
@@ -176,7 +174,8 @@ class DraftLengths:
         self.account = min(self._rule.max_credit * plain, self.account + earned)
 
     def _best(self, rows: Sequence[tuple[Sources, int]], costs: Costs) -> Drafting:
-        longest = max((most for _, most in rows), default=0)
+        most = max((most for _, most in rows), default=0)
+        longest = min((each.length for each in costs if each.length >= most), default=most)
         rates = {
             each: sum(row[each.model].expected[min(each.length, most)] for row, most in rows) / costs[each]
             for each in costs
@@ -185,9 +184,8 @@ class DraftLengths:
         if 0 < self._spell < self._rule.spell and self._last in rates:
             return self._last
         best = max(rates, key=rates.__getitem__, default=PLAIN)
-        if self._last in rates and rates[best] < rates[self._last] * (1 + self._rule.hysteresis):
-            return self._last
-        return best
+        keeps = self._last in rates and rates[best] < rates[self._last] * (1 + self._rule.hysteresis)
+        return self._last if keeps else best
 
 
 def draft_choices(longest: int, model: bool, look_up: bool) -> tuple[Drafting, ...]:
@@ -236,8 +234,7 @@ class RoundCosts:
         """`key` with its drafting."""
         costs = self._measured.setdefault(_with(key, FULL), _Measured({}, {})).seconds
         costs[key.drafting] = seconds
-        if key.draft_length:
-            self._bound_plain(costs, key.drafting)
+        self._bound_plain(costs, key.drafting)
 
     def add(self, key: GraphKey, drafting: Drafting, seconds: float) -> None:
         """A round of `key` with this drafting. What made it slower or faster, as a longer context or a busy machine, concerns all choices:
@@ -250,13 +247,13 @@ class RoundCosts:
         change = 1 + max(self._weight, 1 / rounds) * (min(seconds / costs[drafting], 2) - 1)
         for each in costs:
             costs[each] *= change if each == drafting else math.sqrt(change)
-        if drafting.length:
-            self._bound_plain(costs, drafting)
+        self._bound_plain(costs, drafting)
 
     @staticmethod
     def _bound_plain(costs: dict[Drafting, float], drafting: Drafting) -> None:
         """A plain round that was measured while the machine was busy would otherwise never be tried, and so never measured again."""
-        costs[PLAIN] = min(costs.get(PLAIN, math.inf), costs[drafting] / DRAFTS_COST)
+        if drafting.length:
+            costs[PLAIN] = min(costs.get(PLAIN, math.inf), costs[drafting] / DRAFTS_COST)
 
 
 def _plain(key: GraphKey) -> GraphKey:
@@ -295,6 +292,7 @@ class DraftLengthChooser:
     ) -> None:
         """chosen: called with the choice for each round. device_grammars: see host_drafting."""
         self._chosen, self.choices = chosen, choices
+        self.given: Callable[[ActiveRequest], int] | None = None  # drafts that a user function returned for the next round
         self.clock: Callable[[], float] = time.perf_counter  # of costs; benchmarks on a shared machine use the processor's time
         self.fixed: Drafting | None = None  # of every round until it is None: for replays of recordings, and to compare choices
         self.log: list[tuple[Drafting, float]] | None = None  # choice and account of each round, while it is a list
@@ -308,7 +306,7 @@ class DraftLengthChooser:
     def choose(self, requests: tuple[ActiveRequest, ...], key: GraphKey) -> Drafting:
         """For a round of these requests with the graph of `key`, whatever its drafts."""
         batch = self._batch
-        if batch is None or batch.requests != requests:
+        if batch is None or batch.requests != requests or self.given:
             batch = self._batch = self._batch_of(requests, key)
         drafting = batch.required if self.fixed is None else _nearest(self.fixed, batch.choices)
         self._in_flight.append((batch, drafting is None))
@@ -350,9 +348,11 @@ class DraftLengthChooser:
     def _batch_of(self, requests: tuple[ActiveRequest, ...], key: GraphKey) -> _Batch:
         """Called when the requests of the rounds change: a request that left does not come back."""
         self._rows = {request: self._rows.get(request) or (self._choice.row(request.constrained), PLAIN) for request in requests}
+        if given := self.given:
+            self._rows = {request: (row, Drafting(given(request))) for request, (row, _) in self._rows.items()}
         seeded = [request.job for request in requests if request.job.sampling.seed is not None and not request.job.sampling.greedy]
         most = max((job.num_speculative_tokens for job in seeded), default=0)
         choices = self._on_host if key.on_host else self.choices
         required = _nearest(Drafting(most), choices) if most else None
-        rows = [(self._rows[request][0], request.job.num_speculative_tokens) for request in requests]
+        rows = [(self._rows[request][0], given(request) if given else request.job.num_speculative_tokens) for request in requests]
         return _Batch(requests, key, self.costs.of(key), choices, required, rows)

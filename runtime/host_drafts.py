@@ -46,19 +46,26 @@ class FunctionDrafts:
     def __init__(self, function: DraftFunction, backend: Backend, buffers: StaticBuffers, limits: Limits) -> None:
         self._function, self._backend, self._buffers, self._limits = function, backend, buffers, limits
         self._ring = PinnedRing(backend, buffers.function_drafts_ring_host)
+        self._given = dict[ActiveRequest, int]()
 
     def upload(self, requests: Sequence[ActiveRequest]) -> list[tuple[ActiveRequest, str]]:
         """Requires that no round is in flight, whose tokens the function would miss. Returns the requests whose call failed, and why."""
-        lines, failed = list[list[int]](), list[tuple[ActiveRequest, str]]()
+        lines, failed, given = list[list[int]](), list[tuple[ActiveRequest, str]](), dict[ActiveRequest, int]()
         for request in requests:
             if request.job.num_speculative_tokens:
                 try:
                     lines.append(self._line(request))
+                    given[request] = lines[-1][1]
                 except Exception as error:  # of any kind: it fails this request only
                     failed.append((request, f"the draft function failed: {type(error).__name__}: {error}"))
         if lines:
             self._copy(lines)
+        self._given = given
         return failed
+
+    def given(self, request: ActiveRequest) -> int:
+        """The number of drafts of a request for the next round."""
+        return self._given.get(request, 0)
 
     def _copy(self, lines: Sequence[Sequence[int]]) -> None:
         buffers, width = self._buffers, len(lines[0])

@@ -50,45 +50,74 @@ class Weighed(NamedTuple):
     min_p: Tensor
 
 
-def distribution(logits: Tensor, params: Tensor) -> Tensor:
+class Columns:
+    """The tokens that the last dimension of tensors [..., V] has: here all of a vocabulary. A subclass may have some of them."""
+
+    def ids(self, values: Tensor) -> Tensor:
+        """[V] int64, the token of each column of [..., V]."""
+        return torch.arange(values.shape[-1], device=values.device)
+
+    def part(self, values: Tensor) -> Tensor:
+        """These columns of [..., all tokens]."""
+        return values
+
+    def best(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest of all tokens' values, and the lowest id that has it, [..., 1] each."""
+        best, token = values.max(-1, keepdim=True)
+        return best, token
+
+    def pick(self, values: Tensor, tokens: Tensor) -> Tensor:
+        """[..., N] values of tokens [..., N]."""
+        return values.gather(-1, tokens)
+
+    def total(self, amounts: Tensor) -> Tensor:
+        """Of sums over these columns, those over all tokens."""
+        return amounts
+
+    def logsumexp(self, values: Tensor) -> Tensor:
+        return values.logsumexp(-1, keepdim=True)
+
+    def least_kept(self, weighed: Weighed) -> Tensor:
+        """[B, ..., 1], the smallest weight that is kept."""
+        weights, top_k, top_p = weighed.weights, weighed.top_k, weighed.top_p
+        ordered, final = weights.sort(-1, descending=True).values, weights.shape[-1] - 1
+        last = (top_k.to(torch.int64) - 1).clamp(0, final)
+        least = torch.where(top_k > 0, ordered.gather(-1, last.expand(*weights.shape[:-1], 1)), 0.0)
+        least = torch.maximum(least, weighed.min_p)
+        running = units(torch.where(ordered >= least, ordered, 0.0)).cumsum(-1)
+        enough = top_p.to(torch.float64) * running[..., -1:].to(torch.float64)
+        short = (running.to(torch.float64) < enough).sum(-1, keepdim=True).clamp(max=final)  # tokens that do not yet reach the share
+        return torch.where(top_p < 1, torch.maximum(least, ordered.gather(-1, short)), least)
+
+
+ALL = Columns()
+
+
+def distribution(logits: Tensor, params: Tensor, columns: Columns = ALL) -> Tensor:
     """Probabilities [B, ..., V] float32 of masked logits [B, ..., V] under params [B, 4 or more], columns as in Param.
 
     A row whose largest logit is not finite gives zeros: nothing can be drawn from it.
     """
-    weighed = weigh(logits, params)
-    return share(weighed, torch.where(weighed.weights >= _least_kept(weighed), weighed.weights, 0.0))
+    weighed = weigh(logits, params, columns)
+    return share(weighed, torch.where(weighed.weights >= columns.least_kept(weighed), weighed.weights, 0.0), columns)
 
 
-def weigh(logits: Tensor, params: Tensor) -> Weighed:
+def weigh(logits: Tensor, params: Tensor, columns: Columns = ALL) -> Weighed:
     shape = (-1, *[1] * (logits.dim() - 1))
     temperature, top_k, top_p, min_p = (params[:, column].view(shape) for column in range(Param.MIN_P + 1))
     greedy = temperature <= 0
     values = logits.to(torch.float32)
-    best, likeliest = values.max(-1, keepdim=True)
+    best, likeliest = columns.best(values)
     alive = torch.isfinite(best)
     scaled = (values - best) / torch.where(greedy, 1.0, temperature)  # subtract first: a quotient of a logit may be infinite
     return Weighed(torch.where(alive, portable_exp(scaled), 0.0), likeliest, alive, greedy, top_k, top_p, min_p)
 
 
-def share(weighed: Weighed, kept: Tensor) -> Tensor:
+def share(weighed: Weighed, kept: Tensor, columns: Columns = ALL) -> Tensor:
     """Probabilities [B, ..., V] of the kept weights, zeros elsewhere; in a greedy row 1 for the likeliest token."""
-    probabilities = kept / from_units(units(kept).sum(-1, keepdim=True))
-    vocabulary = torch.arange(kept.shape[-1], device=kept.device)
-    probabilities = torch.where(weighed.greedy, (vocabulary == weighed.likeliest).to(torch.float32), probabilities)
+    probabilities = kept / from_units(columns.total(units(kept).sum(-1, keepdim=True)))
+    probabilities = torch.where(weighed.greedy, (columns.ids(kept) == weighed.likeliest).to(torch.float32), probabilities)
     return torch.where(weighed.alive, probabilities, 0.0)
-
-
-def _least_kept(weighed: Weighed) -> Tensor:
-    """[B, ..., 1], the smallest weight that is kept."""
-    weights, top_k, top_p = weighed.weights, weighed.top_k, weighed.top_p
-    ordered, final = weights.sort(-1, descending=True).values, weights.shape[-1] - 1
-    last = (top_k.to(torch.int64) - 1).clamp(0, final)
-    least = torch.where(top_k > 0, ordered.gather(-1, last.expand(*weights.shape[:-1], 1)), 0.0)
-    least = torch.maximum(least, weighed.min_p)
-    running = units(torch.where(ordered >= least, ordered, 0.0)).cumsum(-1)
-    enough = top_p.to(torch.float64) * running[..., -1:].to(torch.float64)
-    short = (running.to(torch.float64) < enough).sum(-1, keepdim=True).clamp(max=final)  # tokens that do not yet reach the share
-    return torch.where(top_p < 1, torch.maximum(least, ordered.gather(-1, short)), least)
 
 
 def portable_exp(values: Tensor) -> Tensor:
@@ -113,6 +142,6 @@ def from_units(total: Tensor) -> Tensor:
     return total.to(torch.float32) * 2.0**-UNIT_BITS
 
 
-def race(weights: Tensor, noise: Tensor) -> Tensor:
-    """Draw by exponential race: index i with probability weights[i] / weights.sum(). [..., V] each -> [...] int64."""
-    return (weights / noise).argmax(-1)
+def race(weights: Tensor, noise: Tensor, columns: Columns = ALL) -> Tensor:
+    """Draw by exponential race: token t with probability weights[t] / weights.sum(). [..., V] each -> [...] int64."""
+    return columns.best(weights / noise)[1].squeeze(-1)

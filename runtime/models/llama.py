@@ -123,7 +123,7 @@ class Llama(LlamaBase):
 
 def embed(inputs: ModelInput, table: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     """[B * Q, H] embeddings of the tokens, times the scale, or those that replace them."""
-    states = lookup(inputs.tokens.flatten(), table, dtype)
+    states: Tensor = getattr(table, "lookup", lookup)(inputs.tokens.flatten(), table, dtype)  # ranks may divide the table
     states = states if scale == 1 else states * scale
     if inputs.embeddings is None:
         return states

@@ -1,4 +1,4 @@
-"""A Llama of which each rank has some heads and MLP rows of every layer. Embedding, norms and head are replicated."""
+"""A Llama of which each rank has some heads and MLP rows of every layer, and some rows of embedding and head. Norms are replicated."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import Tensor
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.parallel import sum_over_ranks
 from stepgraph.graphs.layers.quantised import Grouped
+from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.models.files.checkpoint import Checkpoint
 from stepgraph.runtime.models.files.weights import SafetensorsSource, Stored, llama_slices
-from stepgraph.runtime.models.llama import Adapted, Llama
+from stepgraph.runtime.models.llama import Adapted, Llama, empty_weight
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.parallel.ranks import Ranks
 
@@ -24,16 +25,23 @@ _ROWS = (
     *(f"mlp.{part}_proj.weight" for part in ("gate", "up")),
 )
 _KV_ROWS = tuple(f"self_attn.{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias"))
+_TOKEN_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
 _COLUMNS = ("o_proj.weight", "down_proj.weight")
 _SUMMED = ("output", "down")  # products with some columns of a weight: their sum over the ranks is the whole product
 
 
 class ShardedLlama(Llama):
-    """config: with the heads and the intermediate size of one rank."""
+    """config: with the heads and the intermediate size of one rank. tokens: those of its embedding and head."""
 
-    def __init__(self, config: LlamaConfig, ranks: Ranks, feature_layers: Sequence[int], device: str | torch.device) -> None:
+    def __init__(self, config: LlamaConfig, ranks: Ranks, tokens: slice, feature_layers: Sequence[int], device: str | torch.device) -> None:
         super().__init__(config, feature_layers=feature_layers, device=device)
         self.lora_weights, self.ranks = {}, ranks
+        self.register_buffer("token_ids", torch.arange(tokens.start, tokens.stop, device=device), persistent=False)
+        self.token_ids: Tensor
+        self.shard = VocabularyShard(self.token_ids, tokens.start, ranks.graph, ranks.size)
+        self.embedding = empty_weight(self.norm, len(self.token_ids), config.hidden_size)
+        self.embedding.lookup = self.shard.lookup  # type: ignore[attr-defined]  # drafts may use the parameter too
+        self.head = None if config.tied else empty_weight(self.norm, len(self.token_ids), config.hidden_size)
 
     def adapted(self, index: int, inputs: ModelInput, buffers: StaticBuffers) -> Adapted:
         return self._summed
@@ -47,9 +55,10 @@ class ShardedLlama(Llama):
 class ShardSource:
     """The part of every tensor that one rank has. Nothing else is read from the files."""
 
-    def __init__(self, source: SafetensorsSource, rank: int, size: int, kv_heads: int) -> None:
+    def __init__(self, source: SafetensorsSource, rank: int, size: int, kv_heads: int, num_tokens: int) -> None:
         """kv_heads: of the whole model. Where they are fewer than ranks, neighbouring ranks have the same one."""
         self._source, self._rank, self._size, self._kv_size = source, rank, size, min(size, kv_heads)
+        self.tokens = slice(num_tokens * rank // size, num_tokens * (rank + 1) // size)
         self.tensors = {name: stored._replace(shape=self._shape(name, stored)) for name, stored in source.tensors.items()}
 
     def read(self, name: str) -> Tensor:
@@ -57,7 +66,7 @@ class ShardSource:
         if dim is None:
             return self._source.read(name)
         length, part = self.tensors[name].shape[dim], self._rank * self._parts(name) // self._size
-        return self._source.read_part(name, dim, slice(part * length, (part + 1) * length))
+        return self._source.read_part(name, dim, self.tokens if name in _TOKEN_ROWS else slice(part * length, (part + 1) * length))
 
     read_scales = read
 
@@ -69,12 +78,14 @@ class ShardSource:
 
     def _shape(self, name: str, stored: Stored) -> tuple[int, ...]:
         dim = _split_dimension(name)
+        if name in _TOKEN_ROWS:
+            return self.tokens.stop - self.tokens.start, stored.shape[1]
         return tuple(length // self._parts(name) if index == dim else length for index, length in enumerate(stored.shape))
 
 
 def _split_dimension(name: str) -> int | None:
     """The dimension of a stored tensor that the ranks divide; None: each has it whole."""
-    return 0 if name.endswith(_ROWS) else 1 if name.endswith(_COLUMNS) else None
+    return 0 if name.endswith(_ROWS) or name in _TOKEN_ROWS else 1 if name.endswith(_COLUMNS) else None
 
 
 @dataclass(frozen=True)
@@ -83,12 +94,13 @@ class ShardedCheckpoint(Checkpoint):
 
     ranks: Ranks = field(kw_only=True)
     next_source: ShardSource = field(kw_only=True)
+    tokens: slice = field(kw_only=True)
 
     def outline(self, feature_layers: Sequence[int] = ()) -> Llama:
-        return ShardedLlama(self.config, self.ranks, feature_layers, "meta")
+        return ShardedLlama(self.config, self.ranks, self.tokens, feature_layers, "meta")
 
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> Llama:
-        model = ShardedLlama(self.config, self.ranks, feature_layers, device)
+        model = ShardedLlama(self.config, self.ranks, self.tokens, feature_layers, device)
         self.fill(model, progress)
         model.origin = self.path.name
         self.compare(model)
@@ -136,17 +148,19 @@ def check_divisible(checkpoint: object, size: int) -> Checkpoint:
 def shard(checkpoint: Checkpoint, ranks: Ranks) -> ShardedCheckpoint:
     """The part of `ranks.rank`."""
     assert isinstance(checkpoint.source, SafetensorsSource)
-    config, size, kv_heads = checkpoint.config, ranks.size, checkpoint.config.num_kv_heads
+    config, size, kv_heads, num_tokens = checkpoint.config, ranks.size, checkpoint.config.num_kv_heads, len(checkpoint.vocabulary.tokens)
     heads, middle = config.num_heads // size, config.intermediate_size // size
     local = replace(config, num_heads=heads, num_kv_heads=max(1, kv_heads // size), intermediate_size=middle)
     ranks.require_equal("the configs and tensor tables of the models", repr((config, sorted(checkpoint.source.tensors.items()))).encode())
+    own, following = (ShardSource(checkpoint.source, rank % size, size, kv_heads, num_tokens) for rank in (ranks.rank, ranks.rank + 1))
     return ShardedCheckpoint(
         checkpoint.path,
-        ShardSource(checkpoint.source, ranks.rank, size, kv_heads),
+        own,
         llama_slices(local),
         local,
         checkpoint.vocabulary,
         checkpoint.mtp_modules,
         ranks=ranks,
-        next_source=ShardSource(checkpoint.source, (ranks.rank + 1) % size, size, kv_heads),
+        next_source=following,
+        tokens=own.tokens,
     )

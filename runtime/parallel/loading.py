@@ -17,7 +17,11 @@ from stepgraph.runtime.parallel.llama import ShardedCheckpoint, check_divisible,
 from stepgraph.runtime.parallel.ranks import TIMEOUT_SECONDS, Ranks, under_torchrun
 from stepgraph.sampling.fields import clip_repr
 
-_ACCEPTED = {"save_hidden_states": (None,), "max_loras": (0,), "rounds_per_launch": (1,), "grammar_lane": ("auto", "host")}
+_ACCEPTED = {
+    **{"save_hidden_states": (None,), "max_loras": (0,), "rounds_per_launch": (1,), "grammar_lane": ("auto", "host")},
+    # they need the logits of all tokens
+    **{"logits_processors": ((),), "max_bad_words": (0,), "relaxed_acceptance": (False,), "max_top_logprobs": (0,)},
+}
 
 
 def load_part(path: str | Path, draft: object, config: EngineConfig | None, size: int, record: object = None, **options: Any) -> Loaded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -60,3 +61,11 @@ def masked_argmax(
     own = masks if rows is None else masks[rows]
     best, token = bitmask.apply(logits, own, constrained, ids, status).max(-1)
     return torch.isfinite(best), token
+
+
+def likeliest(logits: Tensor, mask: GrammarMask | None, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Whether the largest legal logit of [B, Q, V] is finite, and its index, both [B, Q]. ids as for masked_argmax."""
+    if mask is None:
+        best, index = logits.max(-1)
+        return best.abs() < math.inf, index  # isfinite takes two kernels more
+    return masked_argmax(logits, mask.masks, mask.rows, mask.constrained, ids, mask.status)

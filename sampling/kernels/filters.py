@@ -11,6 +11,7 @@ from stepgraph.sampling import rng, sampler
 from stepgraph.sampling.kernels.c_kernel import CKernel, same_float_type
 from stepgraph.sampling.kernels.filter_choice import FLASHINFER, filter_module
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
+from stepgraph.sampling.sampler import Columns
 
 
 def _race_outputs(weights: Tensor, *_: object) -> Tensor:
@@ -24,8 +25,13 @@ def race(weights: Dense, seed: Contiguous, position: Contiguous, purpose: int) -
 
     weights [N, V] float32; seed, position [N] int64; purpose: an rng.Purpose. Returns [N] int64.
     """
-    vocabulary = torch.arange(weights.shape[1], device=weights.device)
-    return sampler.race(weights, rng.exponential(seed[:, None], position[:, None], rng.Purpose(purpose), vocabulary))
+    return drawn(weights, seed, position, purpose)
+
+
+def drawn(weights: Tensor, seed: Tensor, position: Tensor, purpose: int, columns: Columns = sampler.ALL) -> Tensor:
+    """`race` over these columns."""
+    noise = rng.exponential(seed[:, None], position[:, None], rng.Purpose(purpose), columns.ids(weights))
+    return sampler.race(weights, noise, columns)
 
 
 def _check(logits: Tensor, params: Tensor) -> None:

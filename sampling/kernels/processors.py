@@ -17,7 +17,7 @@ from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 from stepgraph.sampling.kernels.c_kernel import CKernel, same_float_type
 from stepgraph.sampling.kernels.choice import GrammarMask
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
-from stepgraph.sampling.sampler import Param
+from stepgraph.sampling.sampler import ALL, Columns, Param
 
 MOST_BEFORE = 64  # drafts that the kernel in C has room for, as in processors.c
 
@@ -147,10 +147,13 @@ def mark_dead_ends(status: Tensor, finite: Tensor, processed: Tensor) -> Tensor:
 @operation(lambda *_: None, writes=("found",), triton=True)
 def log_probabilities(logits: Dense, probs: Dense, tokens: Contiguous, found: Tensor) -> None:
     """Write to `found` [B, Q, 2] float32 those of tokens [B, Q]: under the model's logits [B, Q, V], and under `probs` [B, Q, V]."""
-    own = logits.to(torch.float32)
-    chosen = tokens[..., None]
-    found[..., :1] = own.gather(2, chosen) - own.logsumexp(-1, keepdim=True)
-    found[..., 1:] = probs.gather(2, chosen).log()
+    write_log_probabilities(logits, probs, tokens, found)
+
+
+def write_log_probabilities(logits: Tensor, probs: Tensor, tokens: Tensor, found: Tensor, columns: Columns = ALL) -> None:
+    own, chosen = logits.to(torch.float32), tokens[..., None]
+    found[..., :1] = columns.pick(own, chosen) - columns.logsumexp(own)
+    found[..., 1:] = columns.pick(probs, chosen).log()
 
 
 def _output_counts(output_counts: Tensor, before: Tensor, positions: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from stepgraph.sampling import rng, sampler
 from stepgraph.sampling.acceptance import may_accept
 from stepgraph.sampling.kernels.c_kernel import CKernel
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
+from stepgraph.sampling.sampler import Columns
 
 
 def _outputs(
@@ -47,10 +48,16 @@ def reject_sample(
     target_probs [B, K + 1, V] float32, draft_probs [R, K, V] float32, rows [B] int64. certain [B, K] bool: drafts that were chosen, not
     drawn; each has probability 1, and draft_probs is not read for it. Where all are certain, draft_probs may be [R, 0, V].
     """
-    proposed = torch.zeros_like(target_probs[:, :-1]).scatter_(2, drafts.clamp(min=0)[..., None], 1.0)
-    if draft_probs.shape[1]:
-        proposed = torch.where(certain[..., None], proposed, draft_probs[rows])
+    proposed = offered(draft_probs, rows, certain, drafts, target_probs)
     return exact_rejection(target_probs, proposed, finite, drafts, draft_count, status, seed, length)
+
+
+def offered(
+    draft_probs: Tensor, rows: Tensor, certain: Tensor, drafts: Tensor, target_probs: Tensor, columns: Columns = sampler.ALL
+) -> Tensor:
+    """[B, K, V] the distribution of each draft: of a certain one 1 at its token, else draft_probs[rows]. Arguments as of reject_sample."""
+    proposed = (columns.ids(target_probs) == drafts.clamp(min=0)[..., None]).to(torch.float32)
+    return torch.where(certain[..., None], proposed, columns.part(draft_probs)[rows]) if draft_probs.shape[1] else proposed
 
 
 def exact_rejection(
@@ -62,6 +69,7 @@ def exact_rejection(
     status: Tensor,
     seed: Tensor,
     length: Tensor,
+    columns: Columns = sampler.ALL,
 ) -> tuple[Tensor, Tensor]:
     """Exact rejection sampling: the result is distributed as target_probs for any draft_probs.
 
@@ -76,8 +84,8 @@ def exact_rejection(
     probs = target_probs[:, 0]
     if count:
         proposed = drafts.clamp(min=0)[..., None]
-        p = target_probs[:, :-1].gather(2, proposed).squeeze(2)
-        q = draft_probs.gather(2, proposed).squeeze(2)
+        p = columns.pick(target_probs[:, :-1], proposed).squeeze(2)
+        q = columns.pick(draft_probs, proposed).squeeze(2)
         coins = rng.uniform(seed[:, None], length[:, None] + index[:-1], rng.Purpose.ACCEPT)
         holds = (coins * q < p) & finite[:, :-1] & may_accept(status, draft_count)
         last = holds.to(torch.int64).cumprod(1).sum(1)
@@ -85,10 +93,9 @@ def exact_rejection(
         probs = target_probs.gather(1, index_3d).squeeze(1)
         rejected = torch.where((last < draft_count)[:, None], draft_probs.gather(1, index_3d.clamp(max=count - 1)).squeeze(1), 0.0)
         rest = (probs - rejected).clamp(min=0)
-        probs = torch.where(rest.sum(1, keepdim=True) > 0, rest, probs)  # p = q up to rounding
-    vocabulary = torch.arange(target_probs.shape[2], device=drafts.device)
-    noise = rng.exponential(seed[:, None], (length + last)[:, None], rng.Purpose.TARGET, vocabulary)
-    drawn = sampler.race(probs, noise)[:, None]
+        probs = torch.where(columns.total(rest.sum(1, keepdim=True)) > 0, rest, probs)  # p = q up to rounding
+    noise = rng.exponential(seed[:, None], (length + last)[:, None], rng.Purpose.TARGET, columns.ids(target_probs))
+    drawn = sampler.race(probs, noise, columns)[:, None]
     padded = torch.cat([drafts, drawn], 1)
     return torch.where(index < last[:, None], padded, drawn), last
 

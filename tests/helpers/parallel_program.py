@@ -25,6 +25,10 @@ def requests() -> list[dict[str, Any]]:
         {"prompt": [9, 8, 7], "constraint": Constraint.regex("[a-f]{6,20}")},
         {"prompt": [4, 5], "sampling": SamplingParams(temperature=0.8, seed=3)},
         {"prompt": [11, 12, 11, 12, 11], "constraint": Constraint.choice(["abc", "abd", "xyz"])},
+        {"prompt": [9, 8, 7], "constraint": Constraint.regex("[a-f]{6,20}"), "sampling": SamplingParams(seed=1, top_k=5, top_p=0.8)},
+        {"prompt": repeated, "sampling": SamplingParams(seed=2, min_p=0.02, repetition_penalty=1.2, logit_bias={72: 3.0})},
+        {"prompt": repeated, "sampling": SamplingParams(seed=3, top_p=0.5, frequency_penalty=0.5, bad_token_ids=(131, 7))},
+        {"prompt": [4, 5], "sampling": SamplingParams(temperature=0.0, logprobs=True, presence_penalty=1.0, min_new_tokens=12)},
     ]
 
 
@@ -48,7 +52,7 @@ def open_engine(path: Path, draft: str | Path, size: int, **changes: Any) -> Eng
     return Engine.from_pretrained(path, draft, config=config, tensor_parallel=size)
 
 
-def results(engine: Engine, count: int = 4) -> dict[str, Any]:
+def results(engine: Engine, count: int = 8) -> dict[str, Any]:
     jobs = [engine.submit(max_new_tokens=24, **request) for request in requests()[:count]]
     error = ""
     try:
@@ -61,7 +65,7 @@ def results(engine: Engine, count: int = 4) -> dict[str, Any]:
     return {"jobs": found, "error": error, "weights": sum(parameter.nbytes for parameter in target_of(engine).parameters())}
 
 
-def decode(path: Path, draft: str, size: int, count: int = 4, **changes: Any) -> dict[str, Any]:
+def decode(path: Path, draft: str, size: int, count: int = 8, **changes: Any) -> dict[str, Any]:
     with open_engine(path, draft, size, **changes) as engine:
         if size > 1 and "RANK" in os.environ:
             for call, field in refused_calls(engine):

@@ -52,6 +52,8 @@ SWITCHING = [
     Setup(k=3, drafter="ngram", buckets=(4,), switching=True, forced_drafts=True),
     Setup(k=5, drafter="half", buckets=(4,), switching=True, look_up=2),
     Setup(k=5, drafter="fair", buckets=(4,), switching=True, grammar_lane="host", look_up=1),
+    Setup(k=4, drafter="function", buckets=(4,), switching=True, rounds_in_flight=1),
+    Setup(k=4, drafter="function", buckets=(4,), switching=True, rounds_in_flight=1, grammar_lane="host"),
 ]
 LOOPS = [
     replace(setup, loops=True, grammar_backend="automaton", grammar_lane="device", buckets=(4,))

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
+from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs.graph_key import PLAIN, Drafting, GraphKey
 from stepgraph.graphs.tape.backend import Tape
 from stepgraph.runtime.calibration import CALIBRATING_ROUNDS
@@ -170,6 +170,16 @@ def test_length_never_exceeds_the_longest_request() -> None:
     assert max(lengths.choose(rows, GPU_COSTS).length for _ in range(20)) <= 3
 
 
+def test_request_with_an_upper_bound_between_two_lengths_gets_drafts() -> None:
+    """Those of the next longer graph, of which it verifies its own."""
+    lengths = DraftLengths([PLAIN, Drafting(7)])
+    row, chosen = lengths.row(), list[Drafting]()
+    for _ in range(20):
+        chosen.append(lengths.choose([(row, 3)], GPU_COSTS))
+        lengths.add(chosen[-1], [of_model(row, 3, 3)], GPU_COSTS)
+    assert chosen[-10:] == [Drafting(7)] * 10
+
+
 def test_new_row_starts_from_the_results_of_the_rows_before() -> None:
     lengths = DraftLengths(list(map(Drafting, LENGTHS)))
     first = lengths.row()
@@ -239,6 +249,27 @@ def test_engine_follows_its_drafter(monkeypatch: pytest.MonkeyPatch, drafter: st
     else:
         assert rounds[0] > 0.7 * job.rounds
     engine.close()
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_engine_follows_a_draft_function(monkeypatch: pytest.MonkeyPatch, right: bool) -> None:
+    """It has drafts for the first half of the text only, all right or all wrong."""
+    monkeypatch.setattr(RoundCosts, "of", lambda *_: GPU_COSTS)
+    expected = plain([5, 6], 80, sampling=IGNORE_EOS).tokens
+
+    def draft(job: Job) -> list[int]:
+        following = expected[len(job.tokens) : 40][:5]
+        return following if right else [(token + 1) % 90 for token in following]
+
+    monkeypatch.setitem(DRAFTERS, "of the text", lambda: draft)
+    with make_engine(Setup(k=7, drafter="of the text", max_rows=1, buckets=(1,), rounds_in_flight=1), draft_length="auto") as engine:
+        job = engine.generate([5, 6], max_new_tokens=80, sampling=IGNORE_EOS)
+        rounds = {graph.key.draft_length: graph.rounds for graph in engine.stats().graphs}
+    assert job.tokens == expected
+    if right:
+        assert (rounds[7], job.num_accepted_drafts) == (7, 34) and rounds[0] == 39, "rounds without drafts are plain"
+    else:
+        assert rounds[7] <= 4, "the account allows few"
 
 
 def test_costs_are_measured_for_every_length() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ OWN_MTP = "mtp"
 MAX_DRAFTS = 8
 Device = str | torch.device
 Draft = DraftLlama | Eagle3 | Mtp
+D = TypeVar("D", Eagle3, Mtp)
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,13 @@ def open_draft(
         raise error if str(path) in str(error) else ValueError(f"{path}: {error}") from None
 
 
+def _share_head(draft: D, target: object) -> D:
+    """With the tokens of the target's logits, where ranks divide them."""
+    if hasattr(target, "shard"):
+        draft.shard = target.shard
+    return draft
+
+
 def _open_eagle3(path: Path, fields: Mapping[str, object], target: Target) -> DraftCheckpoint:
     stored = SafetensorsSource(path)
     names: dict[str, str] = {}
@@ -158,7 +166,8 @@ def _open_eagle3(path: Path, fields: Mapping[str, object], target: Target) -> Dr
 
     def make(around: Llama | TransformersModel, device: Device) -> Eagle3:
         embedding = None if own_embedding else around.embedding
-        return Eagle3(config, d2t=d2t, embedding=embedding, head=None if own_head else around.unembedding, device=device)
+        made = Eagle3(config, d2t=d2t, embedding=embedding, head=None if own_head else around.unembedding, device=device)
+        return made if own_head else _share_head(made, around)
 
     slices = layouts.eagle3_slices(config.layer, own_embedding, own_head)
     return DraftCheckpoint(path, source, slices, "EAGLE-3 head", make, target, config.feature_layers).check_shapes()
@@ -177,7 +186,7 @@ def _open_mtp(path: Path, stored: Source, fields: Mapping[str, object], target: 
     )
 
     def make(around: Llama | TransformersModel, device: Device) -> Mtp:
-        return Mtp(config, embedding=around.embedding, head=around.unembedding, device=device)
+        return _share_head(Mtp(config, embedding=around.embedding, head=around.unembedding, device=device), around)
 
     return DraftCheckpoint(
         path,

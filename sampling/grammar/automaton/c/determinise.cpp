@@ -1,6 +1,7 @@
 // The subset construction. See automaton.h.
 
 #include "automaton.h"
+#include "interned.h"
 
 #include <algorithm>
 #include <map>
@@ -10,17 +11,6 @@
 namespace stepgraph {
 
 namespace {
-
-struct Hash {
-    size_t operator()(const Ints &values) const {
-        uint64_t hash = 1469598103934665603ull ^ values.size();
-        for (int32_t value : values) {
-            hash = (hash ^ (uint32_t)value) * 1099511628211ull;
-            hash ^= hash >> 29;
-        }
-        return hash;
-    }
-};
 
 constexpr int32_t NOT_FOUND = -2;
 constexpr int64_t STEPS_PER_MEMBER = 16; // sorting sets takes longer than following the bytes of tokens
@@ -63,10 +53,10 @@ public:
         for (size_t called = 0; called < nfa.starts.size(); called++)
             called_starts.push_back(called && live[nfa.starts[called]] ? closure(nfa.starts[called]).members : Ints());
         for (size_t done = 0;; done++) {
-            if (done == sets.size() && !add_returns()) break;
-            expand(done);
+            if (done == (size_t)sets.size() && !add_returns()) break;
+            expand((int32_t)done);
         }
-        automaton.states = (int32_t)sets.size();
+        automaton.states = sets.size();
         automaton.symbols = (int32_t)symbols.size();
         automaton.finish_sets = (int32_t)finish_sets.size();
         automaton.go.assign((size_t)automaton.finish_sets * automaton.symbols, DEAD);
@@ -86,9 +76,9 @@ private:
         Ints stack;
         for (size_t index = 0; index < count; index++) {
             const Nfa::State &state = nfa.states[index];
-            for (const Nfa::Edge &edge : state.edges) moves.push_back({edge.to, (int32_t)index});
-            for (int32_t to : state.next) moves.push_back({to, (int32_t)index});
-            for (const Nfa::Call &call : state.calls) calls_before[call.back].push_back({(int32_t)index, call.automaton});
+            for (const Nfa::Edge &edge : nfa.edges.of((int32_t)index)) moves.push_back({edge.to, (int32_t)index});
+            for (int32_t to : nfa.next.of((int32_t)index)) moves.push_back({to, (int32_t)index});
+            for (const Nfa::Call &call : nfa.calls.of((int32_t)index)) calls_before[call.back].push_back({(int32_t)index, call.automaton});
             if (state.kind != Nfa::PLAIN) moves.push_back({nfa.loops[state.target_loop].head, (int32_t)index});
             if (state.kind == Nfa::AGAIN) moves.push_back({nfa.loops[state.target_loop].exit, (int32_t)index});
             if (state.final_of >= 0) stack.push_back((int32_t)index), live[index] = 1;
@@ -123,10 +113,9 @@ private:
         std::array<bool, 257> cut{};
         for (size_t index = 0; index < nfa.states.size(); index++)
             if (live[index])
-                for (const Nfa::Edge &edge : nfa.states[index].edges) cut[edge.low] = cut[edge.high + 1] = true;
+                for (const Nfa::Edge &edge : nfa.edges.of((int32_t)index)) cut[edge.low] = cut[edge.high + 1] = true;
         for (int byte = 1; byte < 256; byte++) automaton.class_of[byte] = (uint8_t)(automaton.class_of[byte - 1] + cut[byte]);
         automaton.classes = automaton.class_of[255] + 1;
-        buckets.resize((size_t)automaton.classes);
     }
 
     const Reached &closure(int32_t start) {
@@ -143,8 +132,8 @@ private:
             if (!live[index]) continue;
             if (state.kind == Nfa::ENTER) found.enters.push_back(state.target_loop);
             if (state.kind == Nfa::AGAIN) found.agains.push_back(state.target_loop);
-            if (!state.edges.empty() || !state.calls.empty() || state.final_of >= 0) found.members.push_back(index);
-            for (int32_t to : state.next)
+            if (!nfa.edges.of(index).empty() || !nfa.calls.of(index).empty() || state.final_of >= 0) found.members.push_back(index);
+            for (int32_t to : nfa.next.of(index))
                 if (stamps[to] != stamp) stamps[to] = stamp, stack.push_back(to);
         }
         found.sort();
@@ -170,13 +159,10 @@ private:
 
     int32_t intern(const Ints &members) {
         if (members.empty()) return DEAD;
-        auto [at, is_new] = index_of.try_emplace(members, (int32_t)sets.size());
-        if (is_new) {
-            if ((int64_t)sets.size() >= limits.states) exceeded("states", limits.states);
-            sets.push_back(&at->first);
-            store(members);
-        }
-        return at->second;
+        auto [number, is_new] = sets.add(members);
+        if (is_new && number >= limits.states) exceeded("states", limits.states);
+        if (is_new) store(members);
+        return number;
     }
 
     // The state of a set, once the loops in `enters` are entered.
@@ -263,12 +249,25 @@ private:
         Ints key{move.target, move.push, move.counter, move.last_target};
         key.insert(key.end(), move.sets.begin(), move.sets.end());
         key.insert(key.end(), move.last_sets.begin(), move.last_sets.end());
-        auto [at, is_new] = move_index.emplace(std::move(key), (int32_t)automaton.moves.size());
+        auto [number, is_new] = move_index.add(key);
         if (is_new) automaton.moves.push_back(move);
-        return SPECIAL + at->second;
+        return SPECIAL + number;
     }
 
-    int32_t entry_to(const Ints &targets) {
+    int32_t entry_to(int32_t target) {
+        if (entries[target] == NOT_FOUND) entries[target] = found_entry({target});
+        return entries[target];
+    }
+
+    int32_t entry_to(Ints &targets) {
+        sort_unique(targets);
+        auto [number, is_new] = target_sets.add(targets);
+        if (is_new) entries_to_sets.push_back(NOT_FOUND);
+        if (entries_to_sets[(size_t)number] == NOT_FOUND) entries_to_sets[(size_t)number] = found_entry(targets);
+        return entries_to_sets[(size_t)number];
+    }
+
+    int32_t found_entry(const Ints &targets) {
         Move move;
         Reached reached = closure_of(targets);
         move_to(reached, move);
@@ -279,59 +278,70 @@ private:
     std::map<int32_t, Ints> calls_of(const Ints &members) const {
         std::map<int32_t, Ints> calls;
         for (int32_t member : members)
-            for (const Nfa::Call &call : nfa.states[member].calls)
+            for (const Nfa::Call &call : nfa.calls.of(member))
                 if (live[call.back] && !called_starts[call.automaton].empty()) calls[call.automaton].push_back(call.back);
         return calls;
     }
 
-    void expand(size_t number) {
-        const Ints members = *sets[number];
-        bool accepts = false, continues = false;
+    void expand(int32_t number) {
+        members.assign(sets.values(number), sets.values(number) + sets.length(number));
+        bool accepts = false, continues = false, has_calls = false;
         Ints finished;
+        ranges.clear();
         for (int32_t member : members) {
             const Nfa::State &state = nfa.states[member];
             if (state.final_of == 0) accepts = true;
             if (state.final_of > 0) finished.push_back(state.final_of);
-            continues |= !state.edges.empty() || !state.calls.empty();
+            has_calls |= !nfa.calls.of(member).empty();
+            continues |= !nfa.edges.of(member).empty();
+            for (const Nfa::Edge &edge : nfa.edges.of(member))
+                if (live[edge.to]) ranges.push_back({automaton.class_of[edge.low], automaton.class_of[edge.high], edge.to});
         }
         automaton.accepts.push_back(accepts);
         automaton.pop.push_back(-1);
         if (!finished.empty()) {
-            if (continues || accepts) throw Nondeterministic("it may end a nested part or continue it, after the same text");
+            if (continues || has_calls || accepts) throw Nondeterministic("it may end a nested part or continue it, after the same text");
             sort_unique(finished);
-            auto [at, is_new] = finish_index.emplace(finished, (int32_t)finish_sets.size());
+            auto [finish, is_new] = finish_index.add(finished);
             if (is_new) finish_sets.push_back(finished);
-            automaton.pop.back() = at->second;
+            automaton.pop.back() = finish;
         }
         size_t row = automaton.next.size(), classes = (size_t)automaton.classes;
         if ((int64_t)(row + classes) * 4 > limits.bytes * 4) exceeded("bytes", limits.bytes); // minimising makes it smaller
         automaton.next.resize(row + classes, DEAD);
-        for (Ints &bucket : buckets) bucket.clear();
-        for (int32_t member : members)
-            for (const Nfa::Edge &edge : nfa.states[member].edges)
-                if (live[edge.to])
-                    for (int at = automaton.class_of[edge.low]; at <= automaton.class_of[edge.high]; at++) buckets[at].push_back(edge.to);
+        if (has_calls) return expand_calls(row);
+        if (ranges.size() == 1) return fill_range(row, ranges[0], entry_to(ranges[0].to));
+        // The targets of each class, from the first class of a range on, up to that behind its last.
+        std::sort(ranges.begin(), ranges.end(), [](const Nfa::Edge &left, const Nfa::Edge &right) { return left.low < right.low; });
+        active.clear();
+        for (size_t added = 0; added < ranges.size() || !active.empty();) {
+            int32_t low = active.empty() ? ranges[added].low : past;
+            while (added < ranges.size() && ranges[added].low == low) active.push_back(ranges[added++]);
+            past = added < ranges.size() ? ranges[added].low : automaton.classes;
+            targets.clear();
+            for (const Nfa::Edge &range : active) past = std::min(past, range.high + 1), targets.push_back(range.to);
+            fill_range(row, {low, past - 1, 0}, targets.size() == 1 ? entry_to(targets[0]) : entry_to(targets));
+            active.erase(std::remove_if(active.begin(), active.end(), [&](const Nfa::Edge &range) { return range.high < past; }), active.end());
+        }
+    }
+
+    void fill_range(size_t row, const Nfa::Edge &classes, int32_t entry) {
+        std::fill(automaton.next.begin() + (int64_t)row + classes.low, automaton.next.begin() + (int64_t)row + classes.high + 1, entry);
+    }
+
+    void expand_calls(size_t row) {
         std::map<int32_t, Ints> calls = calls_of(members);
-        for (size_t at = 0; at < classes; at++) {
-            const Ints &targets = buckets[at];
-            if (calls.empty() && targets.empty()) continue;
-            if (calls.empty() && at && targets == buckets[at - 1]) { // neighbouring classes often have equal targets
-                automaton.next[row + at] = automaton.next[row + at - 1];
-                continue;
-            }
-            if (calls.empty() && targets.size() == 1) {
-                int32_t &entry = entries[targets[0]];
-                if (entry == NOT_FOUND) entry = entry_to(targets);
-                automaton.next[row + at] = entry;
-                continue;
-            }
+        for (int32_t at = 0; at < automaton.classes; at++) {
+            targets.clear();
+            for (const Nfa::Edge &range : ranges)
+                if (range.low <= at && at <= range.high) targets.push_back(range.to);
             Move move;
-            Ints inside = call_targets(calls, (int)at, move.push);
+            Ints inside = call_targets(calls, at, move.push);
             if (inside.empty() && targets.empty()) continue;
             if (!inside.empty() && !targets.empty()) throw Nondeterministic("it may begin a nested part or continue, with the same text");
             Reached reached = closure_of(inside.empty() ? targets : inside);
             move_to(reached, move);
-            automaton.next[row + at] = entry_of(move);
+            automaton.next[row + (size_t)at] = entry_of(move);
         }
     }
 
@@ -342,10 +352,9 @@ private:
         for (auto &[called, backs] : calls) {
             size_t before = inside.size();
             for (int32_t member : called_starts[called]) {
-                const Nfa::State &state = nfa.states[member];
-                if (!state.calls.empty()) throw Nondeterministic("a nested part begins with another nested part");
-                if (state.final_of >= 0) throw Nondeterministic("a nested part may be empty");
-                for (const Nfa::Edge &edge : state.edges)
+                if (!nfa.calls.of(member).empty()) throw Nondeterministic("a nested part begins with another nested part");
+                if (nfa.states[member].final_of >= 0) throw Nondeterministic("a nested part may be empty");
+                for (const Nfa::Edge &edge : nfa.edges.of(member))
                     if (live[edge.to] && automaton.class_of[edge.low] <= byte_class && byte_class <= automaton.class_of[edge.high])
                         inside.push_back(edge.to);
             }
@@ -359,15 +368,15 @@ private:
         }
         if (inside.empty()) return inside;
         sort_unique(inside);
-        auto [at, is_new] = symbol_index.emplace(key, (int32_t)symbols.size());
+        auto [number, is_new] = symbol_index.add(key);
         if (is_new) symbols.push_back(symbol);
-        push = at->second;
+        push = number;
         return inside;
     }
 
     // States entered when a finish set meets a symbol. Returns whether there are new states.
     bool add_returns() {
-        size_t before = sets.size();
+        int32_t before = sets.size();
         for (size_t finish = 0; finish < finish_sets.size(); finish++)
             for (size_t symbol = 0; symbol < symbols.size(); symbol++) {
                 if (finish < finish_done && symbol < symbols_done) continue;
@@ -402,12 +411,12 @@ private:
     Ints stamps, entries; // entries: where an edge to each state leads, as an entry of `next`
     int64_t steps = 0, stored = 0; // stored: bytes
     int32_t stamp = 0;
-    std::unordered_map<Ints, int32_t, Hash> index_of;
-    std::vector<const Ints *> sets;
-    std::vector<Ints> buckets, called_starts, finish_sets;
+    Interned sets, target_sets, finish_index, symbol_index, move_index;
+    Ints entries_to_sets, members, targets; // members, targets, ranges, active: of the state that is being expanded
+    std::vector<Nfa::Edge> ranges, active; // of byte classes
+    int32_t past = 0;
+    std::vector<Ints> called_starts, finish_sets;
     std::vector<Symbol> symbols;
-    std::map<Ints, int32_t> finish_index, symbol_index;
-    std::unordered_map<Ints, int32_t, Hash> move_index;
     std::map<std::pair<int32_t, int32_t>, int32_t> returns;
     size_t finish_done = 0, symbols_done = 0;
 };

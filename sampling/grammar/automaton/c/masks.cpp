@@ -1,13 +1,17 @@
-// See masks.h. The row of a state is found by walking the tree of tokens from it. Three things make that cheap: most tokens are plain text,
+// See masks.h. The row of a state is found by walking the tree of tokens from it. Four things make that cheap: most tokens are plain text,
 // whose rows inside strings are known beforehand by their number of characters; the other tokens have few different suffixes from their
-// first character that is not plain; and a part of the tree is walked once for all states that behave alike for every text of its height.
+// first character that is not plain; few tokens have quotes, and states that differ only behind a quote share all others; and a part of
+// the tree is walked once for all states that behave alike for every text of its height.
 
 #include "masks.h"
+
+#include "interned.h"
 
 #include <algorithm>
 #include <cstring>
 #include <deque>
 #include <map>
+#include <iterator>
 #include <numeric>
 #include <unordered_map>
 #include <utility>
@@ -86,7 +90,7 @@ static Trie make_trie(const std::vector<Entry> &sorted) {
         for (; (int32_t)path.size() > shared; path.pop_back()) nodes[(size_t)path.back()].skip = (int32_t)nodes.size();
         for (int32_t at = shared; at < size; at++) {
             path.push_back((int32_t)nodes.size());
-            nodes.push_back({at, -1, (int32_t)trie.tokens.size(), 0, 0, 0, 0, text[at], false, false});
+            nodes.push_back({at, -1, 0, (int32_t)trie.tokens.size(), 0, 0, 0, 0, text[at], false, false});
         }
         int32_t from = plain_text.plain_from(text, size);
         for (int32_t at = 0; at < size; at++) {
@@ -103,20 +107,33 @@ static Trie make_trie(const std::vector<Entry> &sorted) {
         previous = text;
     }
     for (; !path.empty(); path.pop_back()) nodes[(size_t)path.back()].skip = (int32_t)nodes.size();
-    nodes.push_back({0, -1, (int32_t)trie.tokens.size(), 0, 0, 0, 0, 0, false, false});
-    for (size_t node = 0; node + 1 < nodes.size(); node++)
+    size_t count = nodes.size();
+    nodes.resize(count + 2, {0, (int32_t)count, 0, (int32_t)trie.tokens.size(), 0, 0, 0, 0, 0, false, false});
+    auto add_children = [&](size_t parent, size_t begin, size_t end) {
+        nodes[parent].first_child = (int32_t)trie.child_nodes.size();
+        for (size_t child = begin; child < end; child = (size_t)nodes[child].skip) {
+            trie.child_bytes.push_back(nodes[child].byte);
+            trie.child_nodes.push_back((int32_t)child);
+        }
+    };
+    for (size_t node = 0; node < count; node++) add_children(node, node + 1, (size_t)nodes[node].skip);
+    add_children(count, 0, count);
+    nodes[count + 1].first_child = (int32_t)trie.child_nodes.size();
+    for (size_t node = 0; node < count; node++)
         nodes[node].is_large = nodes[(size_t)nodes[node].skip].first_token - nodes[node + 1].first_token >= SHARED_TOKENS;
     size_t longest = 0;
     for (const Entry &entry : sorted) longest = std::max(longest, (size_t)entry.size);
     trie.plain_after.assign(longest + 1, std::vector<uint32_t>(sorted.size() / 32 + 1, 0));
     for (size_t at = 0; at < trie.tokens.size(); at++)
         for (size_t bytes = (size_t)trie.plain_from[at]; bytes < trie.plain_after.size(); bytes++) trie.plain_after[bytes][at / 32] |= 1u << (at % 32);
-    trie.top.fill(-1);
-    for (size_t node = 0; node + 1 < nodes.size(); node = (size_t)nodes[node].skip) trie.top[nodes[node].byte] = (int32_t)node;
     return trie;
 }
 
-constexpr std::array<int32_t, 2> LONGEST_OF_PART = {8, 16}; // bytes of the tokens of each tree but the last
+// The tokens are in trees by their number of quotes, and those without one also by their length. Few tokens have quotes, few are long.
+struct Part { int32_t quotes, shortest, longest; }; // quotes: or more, in the last
+constexpr Part PARTS[] = {{0, 1, 8}, {0, 9, 16}, {0, 17, 1 << 30}, {1, 1, 1 << 30}, {2, 1, 1 << 30}};
+constexpr size_t NUM_PARTS = std::size(PARTS);
+constexpr int32_t MAX_ROUNDS = 64; // of hashing the states of a component
 constexpr int32_t MAX_ALIKE = 16; // bytes
 constexpr int64_t ALIKE_STEPS = 50'000'000; // moves that are compared to find states that are alike
 // Followed before states that are alike are searched for, and before parts of the tree are shared, which takes longer where few states are alike.
@@ -142,11 +159,12 @@ Vocabulary::Vocabulary(
         longest = std::max(longest, size);
     }
     std::sort(entries.begin(), entries.end(), in_text_order);
-    for (size_t part = 0; part <= LONGEST_OF_PART.size(); part++) {
+    for (const Part &part : PARTS) {
         std::vector<Entry> some;
-        for (const Entry &entry : entries)
-            if ((part == 0 || entry.size > LONGEST_OF_PART[part - 1]) && (part == LONGEST_OF_PART.size() || entry.size <= LONGEST_OF_PART[part]))
-                some.push_back(entry);
+        for (const Entry &entry : entries) {
+            auto quotes = std::min((int32_t)std::count(entry.text, entry.text + entry.size, '"'), PARTS[NUM_PARTS - 1].quotes);
+            if (quotes == part.quotes && part.shortest <= entry.size && entry.size <= part.longest) some.push_back(entry);
+        }
         tries.push_back(make_trie(some));
     }
     Ints characters(num_tokens, -1); // of plain tokens
@@ -186,12 +204,6 @@ image_vocabulary Vocabulary::view() const {
 
 namespace {
 
-uint64_t mixed(uint64_t value) {
-    value = (value ^ value >> 30) * 0xbf58476d1ce4e5b9ull;
-    value = (value ^ value >> 27) * 0x94d049bb133111ebull;
-    return value ^ value >> 31;
-}
-
 // A row of bits.
 struct Row {
     std::vector<uint32_t> bits; // [words]
@@ -227,38 +239,40 @@ class Masks {
 public:
     Masks(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits)
         : automaton(automaton), vocabulary(vocabulary), limits(limits), narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(automaton.classes), row(std::vector<uint32_t>((size_t)vocabulary.words, 0)),
-          ordered(std::vector<uint32_t>(vocabulary.starts.size() / 32 + 1, 0)), state_at(vocabulary.longest + 1), known_at(vocabulary.longest + 1), stack_at(vocabulary.longest + 1) {
+          ordered(std::vector<uint32_t>(vocabulary.starts.size() / 32 + 1, 0)), stack_at(vocabulary.longest + 1) {
         for (int byte = 0; byte < 256; byte++) bytes_of[automaton.class_of[byte]].push_back((uint8_t)byte);
+        find_few_bytes();
     }
 
     std::vector<int32_t> image() {
         find_plain_rows();
+        find_levels();
         row_of.assign(automaton.states, -1);
         crossing.resize(automaton.symbols ? automaton.states : 0);
         for (int32_t state = 0; state < automaton.states; state++) {
             if (automaton.pop[state] >= 0) continue; // a text is never in it
-            int64_t moves = (int64_t)automaton.next.size();
-            if (alike.empty() && steps > moves / MOVES_PER_STEP) find_alike();
+            int64_t moves = (int64_t)levels[0].first.size() * automaton.classes;
+            if (levels[0].alike.empty() && steps > moves / MOVES_PER_STEP) find_alike(levels[0]);
             shares_parts = steps > STEPS_PER_MOVE * moves;
             int32_t base = plain_row[state] > 0 ? -2 - plain_row[state] : -1;
             if (automaton.symbols) crossed = &crossing[state];
             int32_t *known = nullptr; // the row of a state with the same parts
             if (base == -1) {
-                std::array<int32_t, PARTS + 1> parts{};
-                for (size_t part = 0; part < PARTS; part++) {
+                std::array<int32_t, NUM_PARTS + 1> parts{};
+                for (size_t part = 0; part < NUM_PARTS; part++) {
                     const Below &found = below[(size_t)part_of(state, part)];
                     parts[part] = found.bits;
                     if (automaton.symbols) append_crossed(found);
                 }
-                parts[PARTS] = automaton.accepts[state];
-                known = &row_of_parts.emplace(parts, -1).first->second;
-                for (size_t part = 0; *known < 0 && part < PARTS; part++) {
-                    const Range &range = ranges[(size_t)parts[part]];
-                    for (size_t at = range.begin; at < range.end; at++) set_ordered(vocabulary.tries[part], below_bits[at].first, below_bits[at].second);
-                }
+                parts[NUM_PARTS] = automaton.accepts[state];
+                auto [number, is_new] = parts_of_rows.add(parts.data(), parts.size());
+                if (is_new) row_of_parts.push_back(-1);
+                known = &row_of_parts[(size_t)number];
+                for (size_t part = 0; is_new && part < NUM_PARTS; part++)
+                    each_word(parts[part], [&](int32_t word, uint32_t bits) { set_ordered(vocabulary.tries[part], word, bits); });
             } else if (!add_suffixes(state) && !add_like_rest(state)) {
                 for (const Trie &trie : vocabulary.tries) {
-                    walk_tokens(trie, state, 0);
+                    walk_tokens(trie, trie.root(), state, 0);
                     for (int32_t word : ordered.touched) set_ordered(trie, word, ordered.bits[word]);
                     ordered.clear();
                 }
@@ -277,11 +291,20 @@ public:
     }
 
 private:
-    static constexpr size_t PARTS = LONGEST_OF_PART.size() + 1;
+    // Classes of states that read the same tokens with at most so many quotes, with the same symbols left and added.
+    struct Level {
+        Ints class_of; // [states]
+        Ints first; // [classes] the first state
+        std::vector<Ints> alike; // [bytes][classes] the same for tokens of so many bytes; only of the first level
+        int32_t alike_classes = 0; // the numbers of classes in `alike` are below this
+        bool is_final = false; // whether the last of `alike` are the same for texts of any length
+    };
+
+    struct Run { int32_t entry; int32_t end; uint64_t factor; }; // neighbouring byte classes with one entry: `end` is behind the last
 
     struct Range { size_t begin, end; };
     struct Below { // tokens below a node, or of a whole tree
-        int32_t bits; // in `ranges`
+        int32_t bits; // in below_bits
         Range crossed; // of below_crossed
         int32_t followed; // bytes that decided it
     };
@@ -363,151 +386,302 @@ private:
             if (surely[state] == maybe[state] || (surely[state] == longest && maybe[state] >= longest)) plain_row[state] = surely[state];
     }
 
-    // Classes of states from which the same texts of at most n bytes can be read, with the same symbols left and added, for n from 0 on. After
-    // the last n all are final, or as many as the work allows. Each round divides the classes of the one before that have several states.
-    void find_alike() {
-        size_t classes = (size_t)automaton.classes;
-        alike.assign(1, automaton.pop);
-        int32_t count = automaton.finish_sets;
-        std::vector<Ints> open((size_t)count + 1), still; // classes of several states
-        for (int32_t state = 0; state < automaton.states; state++) open[(size_t)automaton.pop[state] + 1].push_back(state);
+    void find_levels() {
+        quote = automaton.class_of['"'];
+        bool is_apart = bytes_of[(size_t)quote].size() == 1;
+        if (!is_apart) quote = -1;
+        run_start.push_back(0);
+        for (int32_t state = 0; state < automaton.states; state++) {
+            for (int32_t c = 0; c < automaton.classes; c++) {
+                if (c == quote) continue;
+                int32_t entry = entry_of(state, c);
+                if ((int32_t)runs.size() == run_start.back() || entry != runs.back().entry) runs.push_back({entry, c, 0});
+                runs.back().end = c + 1;
+                runs.back().factor += mixed((uint64_t)c + 1); // the terms of the hash do not wait for each other
+            }
+            run_start.push_back((int32_t)runs.size());
+        }
+        Level every; // state is a class of its own
+        every.class_of.resize((size_t)automaton.states);
+        std::iota(every.class_of.begin(), every.class_of.end(), 0);
+        every.first = every.class_of;
+        if (is_apart) {
+            find_components();
+            levels.push_back(level_after(nullptr));
+            levels.push_back(level_after(&levels[0]));
+        }
+        levels.push_back(std::move(every));
+        for (size_t part = 0; part < NUM_PARTS; part++) {
+            level_of[part] = std::min((size_t)PARTS[part].quotes, levels.size() - 1);
+            below_of[part].assign(levels[level_of[part]].first.size(), -1);
+        }
+    }
+
+    // Strongly connected components of the states without the moves of quotes, after those that they lead to; by Tarjan's algorithm.
+    void find_components() {
+        Ints order((size_t)automaton.states, -1), low((size_t)automaton.states), stack, at((size_t)automaton.states), work;
+        std::vector<char> on_stack((size_t)automaton.states, 0);
+        component_start.push_back(0);
+        int32_t time = 0;
+        for (int32_t start = 0; start < automaton.states; start++) {
+            if (order[start] >= 0) continue;
+            auto open = [&](int32_t state) {
+                order[state] = low[state] = time++;
+                at[state] = run_start[state];
+                stack.push_back(state), work.push_back(state);
+                on_stack[state] = 1;
+            };
+            for (open(start); !work.empty();) {
+                int32_t state = work.back();
+                if (at[state] < run_start[state + 1]) {
+                    int32_t entry = runs[at[state]++].entry, to = entry < 0 ? entry : target_of(entry);
+                    if (to < 0 || to == state) continue;
+                    if (order[to] < 0) open(to);
+                    else if (on_stack[to]) low[state] = std::min(low[state], order[to]);
+                    continue;
+                }
+                work.pop_back();
+                if (!work.empty()) low[work.back()] = std::min(low[work.back()], low[state]);
+                if (low[state] != order[state]) continue;
+                int32_t member;
+                do {
+                    member = stack.back();
+                    stack.pop_back();
+                    on_stack[member] = 0;
+                    in_components.push_back(member);
+                } while (member != state);
+                component_start.push_back((int32_t)in_components.size());
+            }
+        }
+    }
+
+    // The classes of a level, given those of the level before, in which a text continues after a quote. Equal components have the same
+    // classes: they are found by hashes of their states, and compared.
+    Level level_after(const Level *before) {
+        Level level;
+        level.class_of.assign((size_t)automaton.states, -1);
+        Interned keys; // of states that are alone in a component
+        Ints class_of_key, key;
+        std::unordered_map<uint64_t, int32_t> class_of_hash; // of the others
+        std::vector<uint64_t> hashes((size_t)automaton.states), next, sorted;
+        auto new_class = [&](int32_t state) {
+            level.first.push_back(state);
+            return (int32_t)level.first.size() - 1;
+        };
+        auto push_of = [&](int32_t entry) {
+            const Move *move = special(entry);
+            return move ? move->push + 1 : 0;
+        };
+        auto after_quote = [&](int32_t state) -> int64_t {
+            int32_t entry = before && quote >= 0 ? entry_of(state, quote) : DEAD, to = entry < 0 ? entry : target_of(entry);
+            return to < 0 ? -1 : before->class_of[to] | (int64_t)push_of(entry) << 32;
+        };
+        auto class_after = [&](int32_t entry, int32_t state) -> int64_t { // SELF: the state itself
+            int32_t to = entry < 0 ? entry : target_of(entry);
+            return to < 0 ? -1 : (to == state ? -2 : level.class_of[to]) | (int64_t)push_of(entry) << 32;
+        };
+        auto is_equal = [&](int32_t state, int32_t other) {
+            if (automaton.pop[state] != automaton.pop[other] || after_quote(state) != after_quote(other)) return false;
+            for (int32_t at = run_start[state], with = run_start[other]; at < run_start[state + 1];) {
+                if (class_after(runs[at].entry, -1) != class_after(runs[with].entry, -1)) return false;
+                int32_t end = std::min(runs[at].end, runs[with].end);
+                at += runs[at].end == end;
+                with += runs[with].end == end;
+            }
+            return true;
+        };
+        for (size_t component = 0; component + 1 < component_start.size(); component++) {
+            const int32_t *begin = in_components.data() + component_start[component], *end = in_components.data() + component_start[component + 1];
+            if (end - begin == 1) {
+                int32_t state = *begin;
+                int64_t quoted = after_quote(state), last = -3;
+                key = {automaton.pop[state], (int32_t)quoted, (int32_t)(quoted >> 32)};
+                for (int32_t at = run_start[state]; at < run_start[state + 1]; at++) {
+                    int64_t after = class_after(runs[at].entry, state);
+                    if (after == last) key[key.size() - 3] = runs[at].end;
+                    else for (int32_t value : {runs[at].end, (int32_t)after, (int32_t)(after >> 32)}) key.push_back(value);
+                    last = after;
+                }
+                auto [number, is_new] = keys.add(key);
+                if (is_new) class_of_key.push_back(new_class(state));
+                level.class_of[state] = class_of_key[(size_t)number];
+                continue;
+            }
+            auto in_component = [&](int32_t entry) { return entry >= 0 && target_of(entry) >= 0 && level.class_of[target_of(entry)] < 0; };
+            for (const int32_t *state = begin; state < end; state++) hashes[*state] = mixed((uint64_t)after_quote(*state) + 3);
+            size_t different = 0;
+            for (int32_t round = 0; round < MAX_ROUNDS; round++) {
+                next.clear();
+                for (const int32_t *state = begin; state < end; state++) {
+                    uint64_t hash = hashes[*state];
+                    for (int32_t at = run_start[*state]; at < run_start[*state + 1]; at++) {
+                        int32_t entry = runs[at].entry;
+                        uint64_t after = in_component(entry) ? hashes[target_of(entry)] + (uint64_t)push_of(entry) : (uint64_t)class_after(entry, -1);
+                        hash += mixed(after) * runs[at].factor;
+                    }
+                    next.push_back(mixed(hash));
+                }
+                for (size_t at = 0; at < next.size(); at++) hashes[begin[at]] = next[at];
+                sorted = next;
+                std::sort(sorted.begin(), sorted.end());
+                sorted.erase(std::unique(sorted.begin(), sorted.end()), sorted.end());
+                if (sorted.size() == different) break;
+                different = sorted.size();
+            }
+            uint64_t all = 0;
+            for (uint64_t hash : sorted) all += mixed(hash);
+            size_t count = level.first.size();
+            for (const int32_t *state = begin; state < end; state++) {
+                auto [at, is_new] = class_of_hash.try_emplace(hashes[*state] + all, -1);
+                if (is_new) at->second = new_class(*state);
+                level.class_of[*state] = at->second;
+            }
+            bool is_right = std::all_of(begin, end, [&](int32_t state) { return is_equal(state, level.first[(size_t)level.class_of[state]]); });
+            if (is_right) continue;
+            level.first.resize(count);
+            for (const int32_t *state = begin; state < end; state++) level.class_of[*state] = new_class(*state);
+        }
+        return level;
+    }
+
+    // Classes of the classes of a level from which the same texts of at most n bytes can be read, with the same symbols left and added, for n
+    // from 0 on. After the last n all are final, or as many as the work allows. Each round divides those of the one before that have several.
+    void find_alike(Level &level) {
+        int32_t size = (int32_t)level.first.size();
+        std::vector<Ints> open, still; // classes of several
+        level.alike.assign(1, Ints((size_t)size));
+        Interned kinds;
+        for (int32_t like = 0; like < size; like++) {
+            level.alike[0][(size_t)like] = kinds.add(&automaton.pop[level.first[(size_t)like]], 1).number;
+            open.resize((size_t)kinds.size());
+            open[(size_t)level.alike[0][(size_t)like]].push_back(like);
+        }
+        int32_t count = kinds.size();
         open.erase(std::remove_if(open.begin(), open.end(), [](const Ints &states) { return states.size() < 2; }), open.end());
         std::unordered_map<uint64_t, std::vector<Ints>> parts; // of one class
-        struct Run { int32_t entry; size_t end; uint64_t factor; }; // neighbouring classes with one entry: `end` is behind the last
-        std::vector<Run> runs;
-        std::vector<size_t> run_start{0}; // [states + 1]
-        for (int32_t state = 0; state < automaton.states; state++) {
-            for (size_t c = 0; c < classes; c++) {
-                int32_t entry = entry_of(state, (int32_t)c);
-                if (!c || entry != runs.back().entry) runs.push_back({entry, c, 0});
-                runs.back().end = c + 1;
-                runs.back().factor += mixed(c + 1); // the terms of the hash do not wait for each other
-            }
-            run_start.push_back(runs.size());
-        }
-        for (int64_t work = 0; alike.size() <= MAX_ALIKE && !is_final && work <= ALIKE_STEPS;) {
-            const Ints &last = alike.back();
+        for (int64_t work = 0; level.alike.size() <= MAX_ALIKE && !level.is_final && work <= ALIKE_STEPS;) {
+            const Ints &last = level.alike.back();
             auto class_after = [&](int32_t entry) -> int64_t {
-                if (entry < 0) return -2;
+                int32_t to = entry < 0 ? entry : target_of(entry);
                 const Move *move = special(entry);
-                return !move ? last[entry] : move->target < 0 ? -2 : last[move->target] | ((int64_t)move->push + 1) << 32;
+                return to < 0 ? -2 : last[(size_t)level.class_of[to]] | ((int64_t)(move ? move->push : -1) + 1) << 32;
             };
             auto is_equal = [&](int32_t state, int32_t other) {
-                for (size_t at = run_start[state], with = run_start[other]; at < run_start[state + 1];) {
+                for (int32_t at = run_start[state], with = run_start[other]; at < run_start[state + 1];) {
                     if (class_after(runs[at].entry) != class_after(runs[with].entry)) return false;
-                    size_t end = std::min(runs[at].end, runs[with].end);
+                    int32_t end = std::min(runs[at].end, runs[with].end);
                     at += runs[at].end == end;
                     with += runs[with].end == end;
                 }
                 return true;
             };
             Ints found = last;
-            is_final = true;
+            level.is_final = true;
             still.clear();
             for (const Ints &members : open) {
                 parts.clear();
-                for (int32_t state : members) {
+                for (int32_t like : members) {
+                    int32_t state = level.first[(size_t)like];
                     uint64_t hash = 0;
-                    for (size_t at = run_start[state]; at < run_start[state + 1]; at++) hash += (uint64_t)class_after(runs[at].entry) * runs[at].factor;
-                    work += (int64_t)(run_start[state + 1] - run_start[state]);
+                    for (int32_t at = run_start[state]; at < run_start[state + 1]; at++) hash += (uint64_t)class_after(runs[at].entry) * runs[at].factor;
+                    work += run_start[state + 1] - run_start[state];
                     std::vector<Ints> &same = parts[hash];
-                    auto part = std::find_if(same.begin(), same.end(), [&](const Ints &states) { return is_equal(state, states[0]); });
+                    auto part = std::find_if(same.begin(), same.end(), [&](const Ints &likes) { return is_equal(state, level.first[(size_t)likes[0]]); });
                     if (part == same.end()) part = same.insert(part, Ints());
-                    part->push_back(state);
+                    part->push_back(like);
                 }
-                int32_t number = last[members[0]]; // of the first part
+                int32_t number = last[(size_t)members[0]]; // of the first part
                 for (auto &[hash, same] : parts)
                     for (Ints &part : same) {
-                        for (int32_t state : part) found[state] = number;
+                        for (int32_t like : part) found[(size_t)like] = number;
                         if (part.size() > 1) still.push_back(std::move(part));
-                        is_final &= number == last[members[0]];
+                        level.is_final &= number == last[(size_t)members[0]];
                         number = count++;
                     }
                 count--; // the last was not used
             }
             open.swap(still);
-            alike.push_back(std::move(found));
+            level.alike.push_back(std::move(found));
         }
-        alike_classes = count;
+        level.alike_classes = count;
     }
 
-    // The tokens of one tree that are legal in a state, as a number in `below`. States from which the same texts can be read, of as many bytes
-    // as decided it, have it in common.
+    // The tokens of one tree that are legal in a state, as a number in `below`. States of a class, and classes from which the same texts can be
+    // read, of as many bytes as decided it, have it in common.
     int32_t part_of(int32_t state, size_t part) {
+        const Level &level = levels[level_of[part]];
+        int32_t like = level.class_of[state];
+        int32_t &found = below_of[part][(size_t)like];
+        if (found >= 0) return found;
         auto &known = parts_like[part];
         for (size_t bytes = 0; bytes < known.size(); bytes++)
-            if (!known[bytes].empty())
-                if (int32_t like = known[bytes][(size_t)alike[bytes][state] + 1]; like >= 0) return like;
+            if (!known[bytes].empty() && (found = known[bytes][(size_t)level.alike[bytes][(size_t)like]]) >= 0) return found;
         followed = 1; // also in a state that reads no byte
         const Trie &trie = vocabulary.tries[part];
-        int32_t found = keep_below(true, [&] { walk_tokens(trie, state, -1); });
-        if (alike.empty() || (followed >= (int32_t)alike.size() && !is_final)) return found;
-        size_t bytes = std::min((size_t)followed, alike.size() - 1);
+        if (PARTS[part].quotes && !reads_any(trie, state)) return found = none >= 0 ? none : none = keep_below([] {});
+        found = keep_below([&] { walk_tokens(trie, trie.root(), state, -1); });
+        if (level.alike.empty() || (followed >= (int32_t)level.alike.size() && !level.is_final)) return found;
+        size_t bytes = std::min((size_t)followed, level.alike.size() - 1);
         if (known.size() <= bytes) known.resize(bytes + 1);
-        known[bytes].resize((size_t)alike_classes + 1, -1);
-        return known[bytes][(size_t)alike[bytes][state] + 1] = found;
+        known[bytes].resize((size_t)level.alike_classes, -1);
+        return known[bytes][(size_t)level.alike[bytes][(size_t)like]] = found;
+    }
+
+    // Whether a state reads the first byte of some token of a tree.
+    bool reads_any(const Trie &trie, int32_t state) const {
+        auto begin = trie.child_bytes.begin() + trie.nodes[(size_t)trie.root()].first_child;
+        return std::any_of(begin, trie.child_bytes.end(), [&](uint8_t byte) { return entry_of(state, automaton.class_of[byte]) >= 0; });
     }
 
     // Whether tokens below a node are found for a class of states at a time.
-    bool is_shared(const Trie &trie, int32_t node) const {
-        return trie.nodes[node].is_large && shares_parts && !alike.empty() && (trie.nodes[node].height < (int32_t)alike.size() || is_final);
-    }
+    bool is_shared(const Trie &trie, int32_t node) const { return trie.nodes[node].is_large && shares_parts; }
 
     // Find the tokens below a node of a tree in a state after it, in which they began. False where they are unknown and there is no room for them.
     bool add_below(const Trie &trie, int32_t node, int32_t state) {
-        const Ints &classes = alike[std::min((size_t)trie.nodes[node].height, alike.size() - 1)];
-        auto &known = below_node[(size_t)(&trie - vocabulary.tries.data())];
-        uint64_t key = (uint64_t)node << 32 | (uint32_t)classes[state];
+        size_t part = (size_t)(&trie - vocabulary.tries.data()), height = (size_t)trie.nodes[node].height;
+        const Level &level = levels[level_of[part]];
+        int32_t like = level.class_of[state];
+        bool by_height = !level.alike.empty() && (height < level.alike.size() || level.is_final);
+        if (by_height) like = -1 - level.alike[std::min(height, level.alike.size() - 1)][(size_t)like];
+        auto &known = below_node[part];
+        uint64_t key = (uint64_t)node << 32 | (uint32_t)like;
         auto at = known.find(key);
         if (at == known.end()) {
-            if (below_bits.size() + below_crossed.size() > MAX_BELOW) return false;
+            if (below_bits.total() + below_crossed.size() > MAX_BELOW) return false;
             int32_t before = std::exchange(followed, 0);
-            at = known.emplace(key, keep_below(false, [&] { walk_part(trie, state, -1, node + 1, trie.nodes[node].skip); })).first;
+            at = known.emplace(key, keep_below([&] { walk_tokens(trie, node, state, -1); })).first;
             followed = before;
         }
         const Below &found = below[(size_t)at->second];
         followed = std::max(followed, found.followed);
-        const Range &range = ranges[(size_t)found.bits];
-        for (size_t index = range.begin; index < range.end; index++) ordered.set(below_bits[index].first, below_bits[index].second);
+        each_word(found.bits, [&](int32_t word, uint32_t bits) { ordered.set(word, bits); });
         append_crossed(found);
         return true;
     }
 
-    // Keeps the tokens that `walk` finds, without those found so far. Returns their number in `below`. With `interned`, equal bits are one range.
-    template <class Walk> int32_t keep_below(bool interned, const Walk &walk) {
+    // Keeps the tokens that `walk` finds, without those found so far. Returns their number in `below`.
+    template <class Walk> int32_t keep_below(const Walk &walk) {
         if (level == spares.size()) spares.emplace_back(std::vector<uint32_t>(ordered.bits.size(), 0));
         Row &spare = spares[level++];
         std::swap(ordered, spare);
         Ints found, *outer = std::exchange(crossed, &found);
         walk();
         crossed = outer;
-        int32_t bits = interned ? equal_range() : -1;
-        if (bits < 0) {
-            bits = (int32_t)ranges.size();
-            size_t begin = below_bits.size();
-            for (int32_t word : ordered.touched) below_bits.push_back({word, ordered.bits[word]});
-            ranges.push_back({begin, below_bits.size()});
-        }
+        ordered.sort_touched();
+        packed.clear();
+        for (int32_t word : ordered.touched) packed.push_back(word), packed.push_back((int32_t)ordered.bits[word]);
         size_t begin = below_crossed.size();
         below_crossed.insert(below_crossed.end(), found.begin(), found.end());
         ordered.clear();
         std::swap(ordered, spare);
         level--;
-        below.push_back({bits, {begin, below_crossed.size()}, followed});
+        below.push_back({below_bits.add(packed).number, {begin, below_crossed.size()}, followed});
         return (int32_t)below.size() - 1;
     }
 
-    // A range with the bits in `ordered`, or -1: then the next one is expected to be it.
-    int32_t equal_range() {
-        Ints &same = ranges_by_hash[ordered.hash()];
-        for (int32_t number : same) {
-            const Range &range = ranges[(size_t)number];
-            auto is_equal = [&](const std::pair<int32_t, uint32_t> &found) { return ordered.bits[found.first] == found.second; };
-            bool has_size = range.end - range.begin == ordered.touched.size();
-            if (has_size && std::all_of(below_bits.begin() + (int64_t)range.begin, below_bits.begin() + (int64_t)range.end, is_equal)) return number;
-        }
-        same.push_back((int32_t)ranges.size());
-        return -1;
+    template <class Found> void each_word(int32_t number, const Found &found) const {
+        const int32_t *values = below_bits.values(number);
+        for (size_t at = 0; at < below_bits.length(number); at += 2) found(values[at], (uint32_t)values[at + 1]);
     }
 
     void append_crossed(const Below &found) {
@@ -532,79 +706,89 @@ private:
         }
     }
 
-    // Visits the tokens in nodes begin..end that a text may continue with in `start`: `found` gets the places of those that are legal, `crosses` those whose legality depends on
-    // the stack. With `known` >= 0, tokens that are plain from that byte on are left out. With `covers` tokens that are plain from some later
-    // byte on are set at once where all are legal.
-    template <class Found, class Crosses> void walk(const Trie &trie, int32_t start, int32_t known, bool covers, const Found &found, const Crosses &crosses,
-                                                         int32_t begin, int32_t end) {
-        if (begin == end) return;
-        int32_t first = trie.nodes[begin].depth;
-        state_at[first] = start;
-        known_at[first] = known;
-        stack_at[first].clear();
-        for (int32_t node = begin; node < end;) {
-            int32_t depth = trie.nodes[node].depth, entry = entry_of(state_at[depth], automaton.class_of[trie.nodes[node].byte]);
-            steps++;
-            followed = std::max(followed, depth + 1);
-            if (entry < 0 || trie.nodes[node].reach <= known_at[depth]) {
-                node = trie.nodes[node].skip;
-                continue;
+    // The bytes that a state reads, where they are few: then a node's children are searched for them.
+    void find_few_bytes() {
+        few_bytes.assign((size_t)automaton.states, {});
+        for (int32_t state = 0; state < automaton.states; state++) {
+            auto &[count, bytes] = few_bytes[(size_t)state];
+            for (int32_t c = 0; c < automaton.classes && count <= MAX_FEW; c++) {
+                if (entry_of(state, c) < 0) continue;
+                for (uint8_t byte : bytes_of[(size_t)c])
+                    if (count++ < MAX_FEW) bytes[(size_t)count - 1] = byte;
+                    else break;
             }
-            int32_t to = target_of(entry);
-            bool below = false; // whether the move leaves a part that the token did not begin
-            if (automaton.symbols) {
-                Ints &stack = stack_at[depth + 1];
-                if (stack_at[depth].empty()) stack.clear();
-                else stack = stack_at[depth];
-                const Move *move = special(entry);
-                if (move && move->push >= 0) stack.push_back(move->push), pushes = std::max(pushes, (int32_t)stack.size());
-                while (to >= 0 && automaton.pop[to] >= 0 && !(below = stack.empty())) {
-                    to = automaton.go[(size_t)automaton.pop[to] * automaton.symbols + stack.back()];
-                    stack.pop_back();
-                }
-            }
-            if (to < 0) {
-                node = trie.nodes[node].skip;
-                continue;
-            }
-            for (int32_t at = trie.nodes[node].first_token; at < trie.nodes[node + 1].first_token; at++) found(at);
-            if (below) {
-                for (int32_t at = trie.nodes[node + 1].first_token; at < trie.nodes[trie.nodes[node].skip].first_token; at++) crosses(at);
-                node = trie.nodes[node].skip;
-                continue;
-            }
-            if (covers && known_at[depth] < 0 && stack_at[depth + 1].empty() && is_shared(trie, node) && add_below(trie, node, to)) {
-                node = trie.nodes[node].skip;
-                continue;
-            }
-            state_at[depth + 1] = to;
-            known_at[depth + 1] = known_at[depth];
-            if (covers && surely[to] > 0 && surely[to] >= trie.nodes[node].plain_characters) {
-                if (known_at[depth] < depth || trie.nodes[node].starts_plain) set_plain(trie, node);
-                known_at[depth + 1] = depth + 1;
-                followed = std::max(followed, depth + 1 + trie.nodes[node].plain_height);
-            }
-            node++;
         }
+    }
+
+    // Visits the tokens below a node that a text may continue with in `state` after it: `found` gets the places of those that are legal,
+    // `crosses` those whose legality depends on the stack. With `known` >= 0, tokens that are plain from that byte on are left out. With
+    // `covers` tokens that are plain from some later byte on are set at once where all are legal.
+    template <class Found, class Crosses>
+    void walk(const Trie &trie, int32_t node, int32_t state, int32_t known, bool covers, const Found &found, const Crosses &crosses) {
+        if (node == trie.root()) stack_at[0].clear();
+        walk_children(trie, node, state, known, covers, found, crosses);
         if (steps > limits.steps) exceeded("steps", limits.steps);
     }
 
-    // The same for all nodes. Only those of bytes that `start` reads are visited at the top, where a tree has most children.
-    template <class Found, class Crosses> void walk_all(const Trie &trie, int32_t start, int32_t known, bool covers, const Found &found, const Crosses &crosses) {
-        for (int32_t c = 0; c < automaton.classes; c++)
-            if (entry_of(start, c) >= 0)
-                for (uint8_t byte : bytes_of[c])
-                    if (int32_t node = trie.top[byte]; node >= 0) walk(trie, start, known, covers, found, crosses, node, trie.nodes[node].skip);
+    template <class Found, class Crosses>
+    void walk_children(const Trie &trie, int32_t node, int32_t state, int32_t known, bool covers, const Found &found, const Crosses &crosses) {
+        int32_t begin = trie.nodes[node].first_child, end = trie.nodes[node + 1].first_child;
+        if (begin == end) return;
+        followed = std::max(followed, node == trie.root() ? 1 : trie.nodes[node].depth + 2);
+        const auto &[count, bytes] = few_bytes[(size_t)state];
+        if (count * 8 < end - begin && count <= MAX_FEW) {
+            for (int32_t at = 0; at < count; at++) {
+                auto first = trie.child_bytes.begin() + begin, last = trie.child_bytes.begin() + end;
+                auto child = std::lower_bound(first, last, bytes[(size_t)at]);
+                steps++;
+                if (child == last || *child != bytes[(size_t)at]) continue;
+                int32_t entry = entry_of(state, automaton.class_of[*child]);
+                visit(trie, trie.child_nodes[(size_t)(child - trie.child_bytes.begin())], entry, known, covers, found, crosses);
+            }
+            return;
+        }
+        steps += end - begin;
+        for (int32_t at = begin; at < end; at++)
+            if (int32_t entry = entry_of(state, automaton.class_of[trie.child_bytes[(size_t)at]]); entry >= 0)
+                visit(trie, trie.child_nodes[(size_t)at], entry, known, covers, found, crosses);
     }
 
-    // Find the tokens of a tree, or those in a part of it.
-    void walk_tokens(const Trie &trie, int32_t start, int32_t known) {
-        walk_all(trie, start, known, true, [&](int32_t at) { ordered.set(at / 32, 1u << (at % 32)); }, [&](int32_t at) { crossed->push_back(trie.tokens[at]); });
+    // The tokens at a node and below it, to which `entry` leads.
+    template <class Found, class Crosses>
+    void visit(const Trie &trie, int32_t number, int32_t entry, int32_t known, bool covers, const Found &found, const Crosses &crosses) {
+        const Trie::Node &node = trie.nodes[(size_t)number];
+        if (node.reach <= known) return;
+        int32_t to = target_of(entry), depth = node.depth, below_token = trie.nodes[(size_t)number + 1].first_token;
+        bool below = false; // whether the move leaves a part that the token did not begin
+        if (automaton.symbols) {
+            Ints &stack = stack_at[(size_t)depth + 1];
+            stack = stack_at[(size_t)depth];
+            const Move *move = special(entry);
+            if (move && move->push >= 0) stack.push_back(move->push), pushes = std::max(pushes, (int32_t)stack.size());
+            while (to >= 0 && automaton.pop[(size_t)to] >= 0 && !(below = stack.empty())) {
+                to = automaton.go[(size_t)automaton.pop[(size_t)to] * (size_t)automaton.symbols + (size_t)stack.back()];
+                stack.pop_back();
+            }
+        }
+        if (to < 0) return;
+        for (int32_t at = node.first_token; at < below_token; at++) found(at);
+        if (below) {
+            for (int32_t at = below_token; at < trie.nodes[(size_t)node.skip].first_token; at++) crosses(at);
+            return;
+        }
+        if (covers && known < 0 && stack_at[(size_t)depth + 1].empty() && is_shared(trie, number) && add_below(trie, number, to)) return;
+        if (covers && surely[(size_t)to] > 0 && surely[(size_t)to] >= node.plain_characters) {
+            if (known < depth || node.starts_plain) set_plain(trie, number);
+            known = depth + 1;
+            followed = std::max(followed, depth + 1 + node.plain_height);
+        }
+        walk_children(trie, number, to, known, covers, found, crosses);
     }
 
-    void walk_part(const Trie &trie, int32_t start, int32_t known, int32_t begin, int32_t end) {
+    // Find the tokens below a node that are legal in a state after it.
+    void walk_tokens(const Trie &trie, int32_t node, int32_t state, int32_t known) {
         auto found = [&](int32_t at) { ordered.set(at / 32, 1u << (at % 32)); };
-        walk(trie, start, known, true, found, [&](int32_t at) { crossed->push_back(trie.tokens[at]); }, begin, end);
+        walk(trie, node, state, known, true, found, [&](int32_t at) { crossed->push_back(trie.tokens[at]); });
     }
 
     struct Suffixes { // that are legal in a state
@@ -619,7 +803,8 @@ private:
         found.legal.assign(count + 1, 0);
         found.crosses.assign(automaton.symbols ? count : 0, 0);
         const Ints &numbers = vocabulary.suffixes.tokens;
-        walk_all(vocabulary.suffixes, state, -1, false, [&](int32_t at) { found.legal[numbers[at]] = 1, found.list.push_back(numbers[at]); },
+        const Trie &trie = vocabulary.suffixes;
+        walk(trie, trie.root(), state, -1, false, [&](int32_t at) { found.legal[numbers[at]] = 1, found.list.push_back(numbers[at]); },
              [&](int32_t at) { found.crosses[numbers[at]] = 1, found.list.push_back(numbers[at]); });
         return found;
     }
@@ -656,11 +841,7 @@ private:
                 add_suffix(start, known, suffix, vocabulary.suffix_tokens[at]);
         left_out.clear();
         added.clear();
-        for (int32_t c = 0; c < automaton.classes; c++)
-            if (entry_of(start, c) != entry_of(rest, c))
-                for (uint8_t byte : bytes_of[c])
-                    for (const Trie &trie : vocabulary.tries)
-                        if (int32_t node = trie.top[byte]; node >= 0) exchange(trie, start, rest, node, trie.nodes[node].skip);
+        for (const Trie &trie : vocabulary.tries) exchange(trie, trie.root(), start, rest);
         if (left_out.empty() && added.empty()) return true;
         Ints &tokens = crossing[start];
         std::sort(left_out.begin(), left_out.end());
@@ -670,20 +851,22 @@ private:
         return true;
     }
 
-    // In nodes begin..end, exchange the tokens of state `from` that are not plain for those of `to`.
-    void exchange(const Trie &trie, int32_t to, int32_t from, int32_t begin, int32_t end) {
+    // Below a node, exchange the tokens of state `from` that are not plain for those of `to`.
+    void exchange(const Trie &trie, int32_t parent, int32_t to, int32_t from) {
         auto is_simple = [&](int32_t entry) { return entry >= 0 && entry < SPECIAL && automaton.pop[entry] < 0; };
-        for (int32_t node = begin; node < end; node = trie.nodes[node].skip) {
-            int32_t c = automaton.class_of[trie.nodes[node].byte], entry = entry_of(to, c), other = entry_of(from, c);
+        auto unset = [&](int32_t at) { row.bits[trie.tokens[at] / 32] &= ~(1u << (trie.tokens[at] % 32)); };
+        for (int32_t at = trie.nodes[parent].first_child; at < trie.nodes[parent + 1].first_child; at++) {
+            int32_t c = automaton.class_of[trie.child_bytes[at]], entry = entry_of(to, c), other = entry_of(from, c), node = trie.child_nodes[at];
             steps++;
-            if (trie.nodes[node].reach <= 0 || entry == other) continue;
+            if (entry == other || trie.nodes[node].reach <= 0) continue;
             if (is_simple(entry) && is_simple(other)) {
-                exchange(trie, entry, other, node + 1, trie.nodes[node].skip);
+                exchange(trie, node, entry, other);
                 continue;
             }
-            auto unset = [&](int32_t at) { row.bits[trie.tokens[at] / 32] &= ~(1u << (trie.tokens[at] % 32)); };
-            walk(trie, from, 0, false, unset, [&](int32_t at) { left_out.push_back(trie.tokens[at]); }, node, trie.nodes[node].skip);
-            walk(trie, to, 0, false, [&](int32_t at) { set(trie.tokens[at]); }, [&](int32_t at) { added.push_back(trie.tokens[at]); }, node, trie.nodes[node].skip);
+            stack_at[trie.nodes[node].depth].clear();
+            if (other >= 0) visit(trie, node, other, 0, false, unset, [&](int32_t token) { left_out.push_back(trie.tokens[token]); });
+            auto add = [&](int32_t token) { set(trie.tokens[token]); };
+            if (entry >= 0) visit(trie, node, entry, 0, false, add, [&](int32_t token) { added.push_back(trie.tokens[token]); });
         }
     }
 
@@ -838,7 +1021,8 @@ private:
         image[IMAGE_ROWS] = (int32_t)base_of.size();
         image[IMAGE_CROSSING] = most;
         image[IMAGE_DEPTH] = automaton.symbols ? (int32_t)limits.depth : 0;
-        image[IMAGE_FREE] = automaton.states;
+        image[IMAGE_FREE] = image[IMAGE_LIMITED] = automaton.states;
+        image[IMAGE_LIMIT] = INT32_MAX;
         image[IMAGE_PUSHES] = automaton.symbols ? most_pushes() : 0;
         return image;
     }
@@ -848,29 +1032,35 @@ private:
     const Limits &limits;
     const bool narrow; // whether 16 bits hold each entry of IMAGE_NEXT
     std::vector<std::vector<uint8_t>> bytes_of; // [classes]
+    static constexpr int32_t MAX_FEW = 6;
+    std::vector<std::pair<int32_t, std::array<uint8_t, MAX_FEW>>> few_bytes; // [states] number and bytes; more than MAX_FEW: not all
     Ints plain_row, row_of; // [states]
     std::vector<Ints> crossing; // [states]
     Ints after_plain; // [states] the state after any plain character, or -1 if it is not one
     Ints rest_of; // [states] a state after some plain character that no plain character leaves, or -1
     std::unordered_map<int32_t, Suffixes> suffixes; // by state
     Ints surely; // [states] every plain text of so many characters is legal
-    std::vector<Ints> alike; // [bytes][states]
-    int32_t alike_classes = 0; // the numbers of classes are below this
-    std::array<std::vector<Ints>, PARTS> parts_like; // [bytes][class + 1] in `below`: a part that was found by following so many bytes, or -1
-    std::map<std::array<int32_t, PARTS + 1>, int32_t> row_of_parts; // by parts, and whether the text may end
+    int32_t quote = -1; // the byte class of the quote, where it is one of its own
+    std::vector<Run> runs; // of states, without the moves of quotes
+    Ints run_start; // [states + 1]
+    Ints in_components, component_start; // states by component; [components + 1]
+    std::vector<Level> levels;
+    std::array<size_t, NUM_PARTS> level_of{};
+    std::array<Ints, NUM_PARTS> below_of; // [classes of the level] in `below`, or -1
+    std::array<std::vector<Ints>, NUM_PARTS> parts_like; // [bytes][class] in `below`: a part that was found by following so many bytes, or -1
+    Interned parts_of_rows; // the parts, and whether the text may end
+    Ints row_of_parts;
     int32_t followed = 0; // the most bytes of a token that decided the row, or the part of it, that is being walked
     bool shares_parts = false; // whether tokens below a node are found for several states at once
-    bool is_final = false; // whether the last classes are the same for texts of any length
     std::vector<Below> below;
-    std::vector<Range> ranges; // of below_bits
-    std::unordered_map<uint64_t, Ints> ranges_by_hash; // of whole trees
-    std::array<std::unordered_map<uint64_t, int32_t>, PARTS> below_node; // by node and class
-    std::vector<std::pair<int32_t, uint32_t>> below_bits; // words of `ordered`
+    int32_t none = -1; // in `below`: no tokens of a tree with quotes
+    std::array<std::unordered_map<uint64_t, int32_t>, NUM_PARTS> below_node; // by node and class
+    Interned below_bits; // words of `ordered` and their bits, by turns
+    Ints packed; // the ones that are being added
     Ints below_crossed, *crossed = nullptr; // tokens whose legality depends on the stack; of the state or the part that is being walked
     std::deque<Row> spares; // of the parts of the tree that are being walked
     size_t level = 0; // of these
     Row row, ordered; // being built; `ordered` has the bits of the tokens of a tree, in its order: those below a node are neighbours
-    Ints state_at, known_at; // by depth; known: plain_from up to which tokens are set already
     std::vector<Ints> stack_at; // by depth
     Ints base_of, status_of, built_on, built_size, change_start, change_word, change_value; // rows
     std::vector<uint32_t> dense;

@@ -10,11 +10,12 @@ extern "C" {
 
 namespace stepgraph {
 
-// The tokens in sorted order as a tree of bytes in preorder. The tokens below a node whose text after it is plain are known: in a state from
+// The tokens in sorted order as a tree of bytes in preorder, and the bytes of the children of each node. The tokens below a node whose text after it is plain are known: in a state from
 // which every plain text is legal they are set at once, and only nodes that have other tokens below them are visited.
 struct Trie {
     struct Node { // in one cache line: a walk reads most of it
         int32_t depth, skip; // skip: the next node that is not below this one
+        int32_t first_child; // in child_bytes and child_nodes, up to the first one of the next node
         int32_t first_token; // tokens that end here: up to the first one of the next node
         int32_t height; // the most bytes that a token has after this node
         int32_t reach; // the largest plain_from below or at the node
@@ -23,8 +24,10 @@ struct Trie {
         bool starts_plain; // whether a token below is plain from the byte after the node on, and not before
         bool is_large; // whether there are many tokens below
     };
-    std::vector<Node> nodes; // and one behind the last
-    std::array<int32_t, 256> top; // the node of a first byte, or -1
+    std::vector<Node> nodes; // one behind the last, whose children are the nodes at the top, and one behind it
+    std::vector<uint8_t> child_bytes;
+    Ints child_nodes;
+    int32_t root() const { return (int32_t)nodes.size() - 2; }
     Ints tokens;
     Ints plain_from; // [tokens] the text of a token is plain from this byte on
     std::vector<std::vector<uint32_t>> plain_after; // [bytes] one bit per token, in their order here, that is plain from that byte on
@@ -37,7 +40,7 @@ struct Vocabulary {
     std::vector<uint8_t> text;
     Ints starts, stops, stop_words, hidden_words, plain;
     int32_t words, longest = 0, longest_plain = 0; // bytes, characters
-    std::vector<Trie> tries; // of the tokens of some lengths each: few tokens are long, and states that differ only for these share the other parts
+    std::vector<Trie> tries; // of parts of the tokens: states that differ only for one part share the others. See `parts` in masks.cpp
     // Tokens that are not plain, by the suffix from their first character that is not plain.
     Trie suffixes; // its tokens are numbers of suffixes
     Ints suffix_start, suffix_tokens; // [suffixes + 1] into the tokens with this suffix

@@ -1,11 +1,13 @@
-// See nfa.h. States are created per (expression, continuation), so that right recursion becomes a loop. Left-linear rules are built
-// apart. Other recursion must be between literal bytes: such parts of alternatives become automata of their own, which are called.
+// See nfa.h. States are created per (expression, continuation), so that right recursion becomes a loop, from the end of the grammar on:
+// equal ends of expressions share their states. Left-linear rules are built apart. Other recursion must be between literal bytes: such parts of alternatives become automata of their own, which are called.
 
+#include "interned.h"
 #include "nfa.h"
 
 #include <algorithm>
 #include <array>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <optional>
 #include <set>
@@ -14,20 +16,14 @@
 
 namespace stepgraph {
 
-bool Nfa::is_inside(int32_t state, int32_t loop) const {
-    for (int32_t at = states[state].loop; at >= 0; at = loops[at].parent)
-        if (at == loop) return true;
-    return false;
-}
-
 namespace {
 
 // Kinds of expressions in xgrammar's serialised grammar.
 enum Expression { BYTES, CLASS, CLASS_STAR, EMPTY, RULE, SEQUENCE, CHOICES, TAGS, REPEAT, TOKEN, EXCLUDE_TOKEN, TOKEN_TAGS, REGEX };
 
 constexpr int64_t NFA_STATES_PER_STATE = 6; // two to three are usual; what takes more fails later, at a greater cost
-constexpr size_t FEW_STATES = 100'000; // of an automaton in which rules are copied
-constexpr int MAX_DEPTH = 3000; // of expressions and rules inside each other: a frame takes about 300 bytes of stack
+constexpr size_t FEW_STATES = 40'000; // of an automaton in which rules are copied
+constexpr int MAX_DEPTH = 3000; // of expressions and rules inside each other: a level takes about 1,000 bytes of stack
 constexpr int32_t LAST_CODE_POINT = 0x10FFFF;
 
 using Range = std::pair<int32_t, int32_t>;
@@ -335,15 +331,17 @@ private:
 class Memo { // (expression, or ~rule, and continuation) -> state, by open addressing
 public:
     int32_t find(int32_t expression, int32_t continuation) const { return slots[slot_of(expression, continuation)].state; } // NONE: unknown
-    void add(int32_t expression, int32_t continuation, int32_t state) {
-        slots[slot_of(expression, continuation)] = {expression, continuation, state};
-        if (++used * 2 < slots.size()) return;
+    void set(int32_t expression, int32_t continuation, int32_t state) {
+        Slot &slot = slots[slot_of(expression, continuation)];
+        bool is_new = slot.state == NONE;
+        slot = {expression, continuation, state};
+        if (!is_new || ++used * 2 < slots.size()) return;
         std::vector<Slot> before(slots.size() * 2);
         before.swap(slots);
         for (const Slot &slot : before)
             if (slot.state != NONE) slots[slot_of(slot.expression, slot.continuation)] = slot;
     }
-    static constexpr int32_t NONE = -1;
+    static constexpr int32_t NONE = -1, OPEN = -2; // OPEN: it is being built, and nothing has referred to it yet
 
 private:
     struct Slot { int32_t expression = 0, continuation = 0, state = NONE; };
@@ -375,6 +373,9 @@ public:
             int32_t start = index ? expression(order[index], final, true) : rule(graph.grammar.root, final);
             nfa.starts.push_back(start);
         }
+        nfa.edges.sort(nfa.states.size());
+        nfa.next.sort(nfa.states.size());
+        nfa.calls.sort(nfa.states.size());
         return std::move(nfa);
     }
 
@@ -387,8 +388,20 @@ private:
         return (int32_t)nfa.states.size() - 1;
     }
     int32_t state_before(int32_t continuation) { return state(nfa.states[continuation].loop); }
-    void follow(int32_t from, int32_t to) { nfa.states[from].next.push_back(to); }
-    void edge(int32_t from, int low, int high, int32_t to) { nfa.states[from].edges.push_back({low, high, to}); }
+    void follow(int32_t from, int32_t to) { nfa.next.add(from, to); }
+    void edge(int32_t from, int low, int high, int32_t to) { nfa.edges.add(from, {low, high, to}); }
+
+    // The state for a key of the memo, which `build` finds. A recursion inside of it returns to a state of its own before that.
+    template <class Build> int32_t once(int32_t key, int32_t continuation, const Build &build) {
+        int32_t known = memo.find(key, continuation);
+        if (known == Memo::OPEN) memo.set(key, continuation, known = state_before(continuation));
+        if (known != Memo::NONE) return known;
+        memo.set(key, continuation, Memo::OPEN);
+        int32_t found = build(), start = memo.find(key, continuation);
+        if (start == Memo::OPEN) memo.set(key, continuation, start = found);
+        else follow(start, found);
+        return start;
+    }
 
     void choose_called() {
         auto each_recursive = [&](const auto &found) { // alternatives, and the components that recurse in between
@@ -428,20 +441,17 @@ private:
     // Each of these returns the state from which the expression and then the continuation are read.
 
     int32_t rule(int32_t number, int32_t continuation) {
-        if (int32_t known = memo.find(~number, continuation); known != Memo::NONE) return known;
-        auto left = left_linear.find(number);
-        if (left != left_linear.end()) return left_rule(number, continuation, left->second);
-        int32_t start = state_before(continuation);
-        memo.add(~number, continuation, start);
-        int32_t body = expression(graph.grammar.bodies[number], continuation, false);
-        follow(start, body);
-        return start;
+        return once(~number, continuation, [&] {
+            auto left = left_linear.find(number);
+            if (left != left_linear.end()) return left_rule(number, continuation, left->second);
+            return expression(graph.grammar.bodies[number], continuation, false);
+        });
     }
 
     // A left-linear component: one state per rule that means "this rule is complete".
     int32_t left_rule(int32_t number, int32_t continuation, const std::set<int32_t> &component) {
         int32_t start = state_before(continuation);
-        memo.add(~number, continuation, start);
+        memo.set(~number, continuation, start);
         std::map<int32_t, int32_t> complete;
         for (int32_t member : component) complete[member] = state_before(continuation);
         follow(complete[number], continuation);
@@ -466,60 +476,73 @@ private:
 
     int32_t expression(int32_t number, int32_t continuation, bool as_automaton) {
         if (!as_automaton && called.count(number)) return call(number, continuation);
-        if (int32_t known = memo.find(number, continuation); known != Memo::NONE) return known;
         View at = graph.view(number);
         if (at.kind == RULE) return rule(at.data[0], continuation);
-        if (++depth > MAX_DEPTH) throw Unfit("its rules are nested more than " + std::to_string(MAX_DEPTH) + " deep");
-        int32_t start = state_before(continuation);
-        memo.add(number, continuation, start); // right recursion inside the expression returns here
+        return once(number, continuation, [&] {
+            if (++depth > MAX_DEPTH) throw Unfit("its rules are nested more than " + std::to_string(MAX_DEPTH) + " deep");
+            int32_t start = build(at, number, continuation);
+            depth--;
+            return start;
+        });
+    }
+
+    int32_t build(const View &at, int32_t number, int32_t continuation) {
+        int32_t to = continuation, repeated = at.size ? at.data[0] : 0;
         switch (at.kind) {
-        case EMPTY: follow(start, continuation); break;
-        case BYTES: bytes(start, at, continuation); break;
-        case CLASS: characters(start, class_ranges(at.data, at.size), continuation); break;
+        case EMPTY: return continuation;
+        case BYTES:
+            for (int index = at.size; index-- > 0;) to = byte_before(at.data[index] & 255, to);
+            return to;
+        case CLASS: return characters(state_before(continuation), class_ranges(at.data, at.size), continuation);
         case CLASS_STAR:
-            follow(start, continuation);
-            characters(start, class_ranges(at.data, at.size), start);
-            break;
-        case SEQUENCE: {
-            int32_t to = continuation;
+            to = state_before(continuation);
+            follow(to, continuation);
+            return characters(to, class_ranges(at.data, at.size), to);
+        case SEQUENCE:
             for (int index = at.size; index-- > 0;) to = expression(at.data[index], to, false);
-            follow(start, to);
-            break;
-        }
-        case CHOICES:
-            for (int index = 0; index < at.size; index++) {
-                int32_t to = expression(at.data[index], continuation, false);
-                follow(start, to);
-            }
-            break;
-        case REPEAT: {
-            int32_t repeated = at.data[0];
-            follow(start, repeat([&, repeated](int32_t to) { return rule(repeated, to); }, shortest[repeated], number, at.data[1], at.data[2], continuation));
-            break;
-        }
-        case REGEX: follow(start, regex(at, number, continuation)); break;
-        case TAGS: tags(start, at, continuation); break;
+            return to;
+        case CHOICES: return choices(at, continuation);
+        case REPEAT:
+            return repeat([&, repeated](int32_t after) { return rule(repeated, after); }, shortest[repeated], number, at.data[1], at.data[2], continuation);
+        case REGEX: return regex(at, number, continuation);
+        case TAGS: return tags(at, continuation);
         default: throw Unfit("it refers to token ids");
         }
-        depth--;
-        return start;
+    }
+
+    // The state that reads one byte and then continues: one for each byte and continuation.
+    int32_t byte_before(int32_t byte, int32_t continuation) {
+        const int32_t key[] = {BYTES, byte, continuation};
+        auto [number, is_new] = shared.add(key, std::size(key));
+        if (is_new) {
+            shared_states.push_back(state_before(continuation));
+            edge(shared_states.back(), byte, byte, continuation);
+        }
+        return shared_states[(size_t)number];
+    }
+
+    int32_t choices(const View &at, int32_t continuation) {
+        Ints found;
+        for (int index = 0; index < at.size; index++) found.push_back(expression(at.data[index], continuation, false));
+        std::sort(found.begin(), found.end());
+        found.erase(std::unique(found.begin(), found.end()), found.end());
+        if (found.size() == 1) return found[0];
+        Ints key{CHOICES, nfa.states[continuation].loop};
+        key.insert(key.end(), found.begin(), found.end());
+        auto [number, is_new] = shared.add(key);
+        if (is_new) {
+            shared_states.push_back(state_before(continuation));
+            for (int32_t to : found) follow(shared_states.back(), to);
+        }
+        return shared_states[(size_t)number];
     }
 
     int32_t call(int32_t alternative, int32_t continuation) {
         int32_t start = state_before(continuation);
-        nfa.states[start].calls.push_back({automaton_of[alternative], continuation});
+        nfa.calls.add(start, {automaton_of[alternative], continuation});
         // Another run of the automaton could use the counter of a loop around the call.
         for (int32_t loop = nfa.states[start].loop; loop >= 0; loop = nfa.loops[loop].parent) unrolled.insert(nfa.loops[loop].expression);
         return start;
-    }
-
-    void bytes(int32_t start, const View &at, int32_t continuation) {
-        if (!at.size) follow(start, continuation);
-        for (int index = 0, from = start; index < at.size; index++) {
-            int32_t to = index == at.size - 1 ? continuation : state_before(continuation);
-            edge(from, at.data[index] & 255, at.data[index] & 255, to);
-            from = to;
-        }
     }
 
     // Edges for one character: from state 0 to state 1 through states of its encoded bytes. Equal ends share their states.
@@ -551,11 +574,12 @@ private:
         return shape;
     }
 
-    void characters(int32_t start, const std::vector<Range> &ranges, int32_t continuation) {
+    int32_t characters(int32_t start, const std::vector<Range> &ranges, int32_t continuation) { // returns `start`
         const Shape &shape = shape_of(ranges);
         Ints numbers{start, continuation};
         while ((int32_t)numbers.size() < shape.states) numbers.push_back(state_before(continuation));
         for (const Shape::Part &part : shape.parts) edge(numbers[part.from], part.low, part.high, numbers[part.to]);
+        return start;
     }
 
     template <class Body>
@@ -640,11 +664,7 @@ private:
         take("}");
         if (low < 0 || !rest.empty() || (high >= 0 && high < low)) throw fail();
         ranges = merged(ranges);
-        auto body = [&](int32_t to) {
-            int32_t start = state_before(to);
-            characters(start, ranges, to);
-            return start;
-        };
+        auto body = [&](int32_t to) { return characters(state_before(to), ranges, to); };
         return repeat(body, 1, number, low, high, continuation);
     }
 
@@ -679,7 +699,7 @@ private:
     }
 
     // Free text; after each trigger its rule, then free text again. A trigger ends at its first occurrence.
-    void tags(int32_t start, const View &at, int32_t continuation) {
+    int32_t tags(const View &at, int32_t continuation) {
         struct Node { std::array<int32_t, 256> next; int32_t rule = -1, fail = 0; };
         std::vector<Node> nodes(1);
         nodes[0].next.fill(-1);
@@ -718,7 +738,6 @@ private:
         }
         Ints states;
         for (size_t index = 0; index < nodes.size(); index++) states.push_back(state_before(continuation));
-        follow(start, states[0]);
         for (size_t index = 0; index < nodes.size(); index++) {
             if (nodes[index].rule >= 0) {
                 int32_t body = rule(nodes[index].rule, states[0]);
@@ -731,6 +750,7 @@ private:
                 edge(states[index], low, high, states[nodes[index].next[low]]);
             }
         }
+        return states[0];
     }
 
     GrammarGraph graph;
@@ -740,6 +760,8 @@ private:
     Ints shortest; // [rules] bytes of the shortest text
     Nfa nfa;
     Memo memo;
+    Interned shared; // reads of a byte, and choices, by what they lead to
+    Ints shared_states;
     std::map<std::vector<Range>, Shape> shapes;
     std::set<int32_t> called; // expressions with an automaton of their own
     std::map<int32_t, int32_t> automaton_of;

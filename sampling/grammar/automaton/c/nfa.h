@@ -39,6 +39,33 @@ struct Grammar {
     int32_t num_expressions, num_rules, root;
 };
 
+// Items of states, in the order of the states.
+template <class Item> class ByState {
+public:
+    struct Span {
+        const Item *first, *last;
+        const Item *begin() const { return first; }
+        const Item *end() const { return last; }
+        bool empty() const { return first == last; }
+    };
+    void add(int32_t state, const Item &item) { added.push_back({state, item}); }
+    void sort(size_t states) { // after the last was added
+        starts.assign(states + 1, 0);
+        for (auto &[state, item] : added) starts[(size_t)state + 1]++;
+        for (size_t state = 0; state < states; state++) starts[state + 1] += starts[state];
+        Ints fill(starts.begin(), starts.end() - 1);
+        items.resize(added.size());
+        for (auto &[state, item] : added) items[(size_t)fill[(size_t)state]++] = item;
+        added = {};
+    }
+    Span of(int32_t state) const { return {items.data() + starts[(size_t)state], items.data() + starts[(size_t)state + 1]}; }
+
+private:
+    std::vector<std::pair<int32_t, Item>> added;
+    std::vector<Item> items;
+    Ints starts;
+};
+
 struct Nfa {
     struct Edge { int32_t low, high, to; }; // a range of bytes
     struct Call { int32_t automaton, back; }; // run another automaton to its end, then continue in state `back`
@@ -46,18 +73,17 @@ struct Nfa {
     struct Loop { int32_t head, again, exit, count, counter, parent; int64_t expression; };
     enum Kind : uint8_t { PLAIN, ENTER, AGAIN };
     struct State {
-        std::vector<Edge> edges;
-        Ints next; // without reading a byte
-        std::vector<Call> calls;
         int32_t final_of = -1; // the automaton that ends here
         int32_t loop = -1; // the innermost loop that the state is inside of
         Kind kind = PLAIN;
         int32_t target_loop = -1; // of ENTER and AGAIN
     };
     std::vector<State> states;
+    ByState<Edge> edges;
+    ByState<int32_t> next; // without reading a byte
+    ByState<Call> calls;
     Ints starts; // of automaton 0, the grammar, and of the called ones
     std::vector<Loop> loops;
-    bool is_inside(int32_t state, int32_t loop) const;
 };
 
 // A rule that is used in many places has as many copies in the automaton. Calling it instead may take fewer states.

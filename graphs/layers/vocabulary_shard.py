@@ -1,0 +1,176 @@
+"""The tokens of a vocabulary that one rank has: rows of the embedding and the head, and the operations on logits of these tokens.
+
+The logits of all tokens are never on one rank. The ranks exchange a value and a token for each position where a largest one is wanted,
+and histograms of weights for top-k and top-p, in which the smallest kept weight is found digit by digit. Every rank reduces the same
+numbers in the same order, so the results have the same bits on all ranks, and those of one process, except for log-probabilities.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from stepgraph.graphs.layers.linear import lookup
+from stepgraph.graphs.layers.parallel import gather_over_ranks, sum_over_ranks
+from stepgraph.sampling import bitmask, kernels
+from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.kernels import GrammarMask, Processed
+from stepgraph.sampling.kernels.filters import drawn
+from stepgraph.sampling.kernels.processors import RowSettings, write_log_probabilities
+from stepgraph.sampling.kernels.rejection import exact_rejection, offered
+from stepgraph.sampling.sampler import Columns, Weighed, distribution, units
+
+DIGIT_BITS, DIGITS = 10, 3  # of the bits of a weight from 0 to 1: they grow with it, and those of 1 are below 2**30
+Operations: TypeAlias = "VocabularyShard | ModuleType"  # the module: sampling.kernels
+
+
+class VocabularyShard(Columns):
+    """Has the methods that sampled and greedy rounds use of `sampling.kernels`, over logits and probabilities [..., n] of these tokens.
+
+    tokens: [n] int64, consecutive ids from `first` on, a buffer of the model. group: of `size` ranks, each of which has some tokens.
+    Where an operation takes the `ids` of logits, they are these tokens, so the argument is None. row_probs, draft_probs [R, ..., all
+    tokens] have zeros at the tokens of other ranks, or all values.
+    """
+
+    def __init__(self, tokens: Tensor, first: int, group: int, size: int) -> None:
+        self.tokens, self.first, self.group, self.size = tokens, first, group, size
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return len(self.tokens)
+
+    def lookup(self, tokens: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+        """[N, H] embeddings of any tokens [N], of which this rank's table has some."""
+        index, own = self._local(tokens)
+        states = torch.where(own[:, None], lookup(index, table, dtype), 0)
+        sum_over_ranks.out(states, self.group)
+        return states
+
+    def ids(self, values: Tensor) -> Tensor:
+        return self.tokens
+
+    def part(self, values: Tensor) -> Tensor:
+        return values[..., self.first : self.first + len(self.tokens)]
+
+    def best(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        best, index = values.to(torch.float32).max(-1, keepdim=True)  # ids are exact in float32: `units` allows 2**22 tokens
+        found, tokens = self._gather(best, self.tokens[index].to(torch.float32)).unbind(1)
+        largest, rank = found.max(0, keepdim=True)  # of equal ones the first, whose tokens are lower
+        return largest[0], tokens.gather(0, rank)[0].to(torch.int64)
+
+    def pick(self, values: Tensor, tokens: Tensor) -> Tensor:
+        index, own = self._local(tokens)
+        return self.total(torch.where(own, values.gather(-1, index), 0))
+
+    def total(self, amounts: Tensor) -> Tensor:
+        totals = amounts.contiguous()
+        sum_over_ranks.out(totals, self.group)
+        return totals
+
+    def logsumexp(self, values: Tensor) -> Tensor:
+        return self._gather(values.logsumexp(-1, keepdim=True)).squeeze(1).logsumexp(0)
+
+    def least_kept(self, weighed: Weighed) -> Tensor:
+        weights, top_k, top_p = weighed.weights, weighed.top_k, weighed.top_p
+        least = self._largest_reaching(weights, torch.ones_like(weights, dtype=torch.int64), top_k.to(torch.float64))
+        least = torch.maximum(torch.where(top_k > 0, least, 0.0), weighed.min_p)
+        amounts = units(torch.where(weights >= least, weights, 0.0))
+        enough = top_p.to(torch.float64) * self.total(amounts.sum(-1, keepdim=True)).to(torch.float64)
+        return torch.where(top_p < 1, torch.maximum(least, self._largest_reaching(weights, amounts, enough)), least)
+
+    def likeliest(self, logits: Tensor, mask: GrammarMask | None, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if mask is not None:
+            masks, rows, constrained, status = mask
+            logits = bitmask.apply(logits, masks if rows is None else masks[rows], constrained, self.tokens, status)
+        best, token = self.best(logits)
+        return torch.isfinite(best[..., 0]), token[..., 0]
+
+    def process(
+        self,
+        logits: Tensor,
+        settings: RowSettings,
+        rows: Tensor | None,
+        before: Tensor,
+        first: int = 0,
+        mask: GrammarMask | None = None,
+        ids: Tensor | None = None,
+    ) -> Processed:
+        found = kernels.process(logits, settings, rows, before, first, mask, self.tokens)
+        status = torch.full_like(found.status, int(MaskStatus.OK)) if mask is None else mask.status
+        best, dead = self._gather(found.logits.amax(-1), (found.status != status).to(torch.float32)).unbind(1)
+        largest = best.amax(0)
+        banned = (largest == float("-inf")) & (dead.amax(0) > 0)  # a mask allows a token of some rank, and the request forbids it
+        return Processed(found.logits, torch.isfinite(largest), torch.where(banned, int(MaskStatus.DEAD_END), status))
+
+    def distribution(self, logits: Tensor, params: Tensor) -> Tensor:
+        return distribution(logits, params, self)
+
+    def race(self, weights: Tensor, seed: Tensor, position: Tensor, purpose: int) -> Tensor:
+        return drawn(weights, seed, position, purpose, self)
+
+    def draw(
+        self,
+        logits: Tensor,
+        params: Tensor,
+        seed: Tensor,
+        position: Tensor,
+        purpose: int,
+        rows: Tensor,
+        row_probs: Tensor,
+        ids: Tensor | None = None,
+    ) -> Tensor:
+        probs = distribution(logits, params, self)
+        row_probs.index_put_((rows[:, None], self.tokens), probs)
+        return drawn(probs, seed, position, purpose, self)
+
+    def reject_sample(
+        self,
+        target_probs: Tensor,
+        draft_probs: Tensor,
+        rows: Tensor,
+        certain: Tensor,
+        finite: Tensor,
+        drafts: Tensor,
+        draft_count: Tensor,
+        status: Tensor,
+        seed: Tensor,
+        length: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        proposed = offered(draft_probs, rows, certain, drafts, target_probs, self)
+        return exact_rejection(target_probs, proposed, finite, drafts, draft_count, status, seed, length, self)
+
+    def log_probabilities(self, logits: Tensor, probs: Tensor, tokens: Tensor, found: Tensor) -> None:
+        write_log_probabilities(logits, probs, tokens, found, self)
+
+    def _local(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The columns of tokens, 0 for those of other ranks, and whether they are this rank's."""
+        index = tokens - self.first
+        own = (index >= 0) & (index < len(self.tokens))
+        return torch.where(own, index, 0), own
+
+    def _gather(self, *values: Tensor) -> Tensor:
+        """[size, len(values), ...] of all ranks."""
+        own = torch.stack(values)
+        found = own.new_empty(self.size, *own.shape)
+        gather_over_ranks.out(own, found, self.group)
+        return found
+
+    def _largest_reaching(self, weights: Tensor, amounts: Tensor, wanted: Tensor) -> Tensor:
+        """[..., 1], the largest weight for which the amounts of this and all larger weights sum to `wanted`; 0 if none does."""
+        bits = weights.view(torch.int32).to(torch.int64)
+        known = torch.zeros_like(wanted, dtype=torch.int64).expand(*weights.shape[:-1], 1)  # the digits that are found
+        above = torch.zeros_like(known)  # the amounts of larger weights than those that begin with these digits
+        for shift in range(DIGIT_BITS * (DIGITS - 1), -1, -DIGIT_BITS):
+            counted = torch.where(bits >> (shift + DIGIT_BITS) == known, amounts, 0)
+            digits = (bits >> shift) & (2**DIGIT_BITS - 1)
+            histogram = torch.zeros(*weights.shape[:-1], 2**DIGIT_BITS, dtype=torch.int64, device=weights.device)
+            histogram = self.total(histogram.scatter_add_(-1, digits, counted))
+            reached = above + histogram.flip(-1).cumsum(-1).flip(-1)  # with this digit or a larger one
+            digit = ((reached.to(torch.float64) >= wanted).sum(-1, keepdim=True) - 1).clamp(min=0)
+            above = reached.gather(-1, digit) - histogram.gather(-1, digit)
+            known = (known << DIGIT_BITS) | digit
+        return known.to(torch.int32).view(torch.float32)

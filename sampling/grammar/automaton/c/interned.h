@@ -1,0 +1,70 @@
+// Sequences of integers, each kept once.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace stepgraph {
+
+inline uint64_t mixed(uint64_t value) {
+    value = (value ^ value >> 30) * 0xbf58476d1ce4e5b9ull;
+    value = (value ^ value >> 27) * 0x94d049bb133111ebull;
+    return value ^ value >> 31;
+}
+
+// Numbers sequences from 0 on; equal ones have one number. A table by open addressing.
+class Interned {
+public:
+    struct Found {
+        int32_t number;
+        bool is_new;
+    };
+
+    Found add(const int32_t *values, size_t length) {
+        uint64_t hash = length;
+        for (size_t at = 0; at < length; at++) hash = (hash ^ (uint32_t)values[at]) * 0x9e3779b97f4a7c15ull, hash ^= hash >> 32;
+        size_t at = (size_t)hash & (slots.size() - 1);
+        for (; slots[at].number >= 0; at = (at + 1) & (slots.size() - 1))
+            if (slots[at].hash == hash && is_equal(slots[at].number, values, length)) return {slots[at].number, false};
+        slots[at] = {hash, size()};
+        pool.insert(pool.end(), values, values + length);
+        begin.push_back(pool.size());
+        if (begin.size() * 2 > slots.size()) grow();
+        return {size() - 1, true};
+    }
+    Found add(const std::vector<int32_t> &values) { return add(values.data(), values.size()); }
+
+    int32_t size() const { return (int32_t)begin.size() - 1; }
+    size_t total() const { return pool.size(); }
+    size_t length(int32_t number) const { return begin[(size_t)number + 1] - begin[(size_t)number]; }
+    const int32_t *values(int32_t number) const { return pool.data() + begin[(size_t)number]; } // valid until the next one is added
+
+private:
+    struct Slot {
+        uint64_t hash = 0;
+        int32_t number = -1;
+    };
+
+    bool is_equal(int32_t number, const int32_t *other, size_t size) const {
+        return length(number) == size && std::equal(other, other + size, values(number));
+    }
+
+    void grow() {
+        std::vector<Slot> before(slots.size() * 2);
+        before.swap(slots);
+        for (const Slot &slot : before) {
+            if (slot.number < 0) continue;
+            size_t at = (size_t)slot.hash & (slots.size() - 1);
+            while (slots[at].number >= 0) at = (at + 1) & (slots.size() - 1);
+            slots[at] = slot;
+        }
+    }
+
+    std::vector<int32_t> pool;
+    std::vector<size_t> begin = {0};
+    std::vector<Slot> slots = std::vector<Slot>(256);
+};
+
+} // namespace stepgraph
