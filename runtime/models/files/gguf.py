@@ -112,7 +112,6 @@ class GgufSource:
         self._blocks: dict[str, npt.NDArray[np.uint8]] = {}  # [*shape[:-1], bytes per row]
         self._block_bytes: dict[str, int] = {}
         self.tensors: dict[str, Stored] = {}
-        self.config = self._read_config(header.tensors)
         for stored_name, tensor in header.tensors.items():
             name = self._renamed(stored_name, len(tensor.shape))
             try:
@@ -134,6 +133,7 @@ class GgufSource:
                 self._kinds[own], self._blocks[own], self._block_bytes[own] = kind, part, block_bytes
                 shape = tensor.shape if part is blocks else tensor.shape[1:]
                 self.tensors[own] = Stored(shape, kind.name, kind.name in READABLE)
+        self.config = self._read_config(header.tensors)
 
     def read(self, name: str) -> Tensor:
         dtype, shape = self.dtype if self.tensors[name].kind in SCALES else torch.float32, self.tensors[name].shape
@@ -207,9 +207,10 @@ class GgufSource:
 
     def _renamed(self, stored: str, dimensions: int) -> str:
         """blk.3.attn_q.weight: model.layers.3.self_attn.q_proj.weight; with _EACH_EXPERT for a tensor of all experts."""
-        parts, mixtral = stored.split("."), self.config["architectures"] == [MIXTRAL]
+        parts, kind = stored.split("."), self.metadata.get("general.architecture")
+        has_experts, mixtral = bool(self.metadata.get(f"{kind}.expert_count")), kind == "llama"
         mlp, *experts = ("block_sparse_moe", "w1", "w3", "w2") if mixtral else ("mlp", "gate_proj", "up_proj", "down_proj")
-        block = _BLOCK | ({"ffn_gate_inp": f"{mlp}.gate"} if self.config["num_local_experts"] else {})
+        block = _BLOCK | ({"ffn_gate_inp": f"{mlp}.gate"} if has_experts else {})
         if dimensions == 3:
             block = {name: f"{mlp}.experts.{_EACH_EXPERT}.{part}" for name, part in zip(_EXPERTS, experts, strict=True)}
         if len(parts) == 2 and parts[0] in _TOP:

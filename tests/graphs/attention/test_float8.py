@@ -63,7 +63,8 @@ class RoundedCache(DynamicCache):
     """Of transformers, with keys and values rounded to float8."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        return super().update(*(from_entries(to_entries(each, CACHE)) for each in (key_states, value_states)), *others, **options)
+        keys, values = (from_entries(to_entries(each, CACHE)) for each in (key_states, value_states))
+        return super().update(keys, values, *others, **options)
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
