@@ -16,11 +16,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stepgraph.runtime.engine import Engine
+from stepgraph.runtime.other_names import REQUEST_NAMES
 from stepgraph.runtime.parallel.lockstep import LockstepQueue
 from stepgraph.runtime.request import NO_DRAFTS, EngineClosedError, Job, StepEvent
 from stepgraph.runtime.request_options import Prompt, RequestOptions
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.sampling.fields import check_value, instance_of
+from stepgraph.sampling.keywords import checked_keywords
 from stepgraph.sampling.lifetimes import ExitStage, close_at_exit
 
 if TYPE_CHECKING:
@@ -257,6 +259,7 @@ class AsyncEngine:
             stepper.thread.join()  # `failure` is set at the end of the thread
             raise stepper.failure
 
+    @checked_keywords(REQUEST_NAMES, RequestOptions.__annotations__)
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> JobStream:
         """Submit a request and return its stream. Options and errors as in Engine.submit(), QueueFullError included."""
         stepper = self.check("AsyncEngine.generate")

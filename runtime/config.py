@@ -9,7 +9,7 @@ from typing import get_args
 from stepgraph.graphs.accept_options import LogitsProcessor
 from stepgraph.graphs.attention.choose import ATTENTION
 from stepgraph.graphs.key_sets import bucket_sizes, checked_buckets
-from stepgraph.graphs.limits import UNTIL_EVENT, Limits
+from stepgraph.graphs.limits import KV_CACHE_DTYPES, UNTIL_EVENT, Limits
 from stepgraph.graphs.proposing import ANCHOR
 from stepgraph.graphs.recording import OnFailure
 from stepgraph.sampling.fields import BOOL, Check, check_fields, check_value, clip_repr, is_int, is_number, number, one_of, optional, whole
@@ -19,6 +19,7 @@ from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.link.choose import HOST_LINKS
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.kernels.filter_choice import FILTERS
+from stepgraph.sampling.keywords import checked_fields
 
 MAX_SECONDS = 86_400
 GRAMMAR_LANES = ("auto", "device", "host")
@@ -39,6 +40,7 @@ CHECKS = {
     "grammar_arena_bytes": whole(1 << 10),
     "filters": one_of(FILTERS),
     "attention": one_of(ATTENTION),
+    "kv_cache_dtype": one_of(KV_CACHE_DTYPES),
     "grammar_backend": one_of(get_args(BackendChoice)),
     "compile_isolation": one_of(get_args(Isolation)),
     "on_capture_failure": one_of(get_args(OnFailure)),
@@ -59,8 +61,23 @@ CHECKS = {
     "forced_drafts": optional(BOOL),
     "prompt_graphs": optional(BOOL),
 }
+OTHER_NAMES = {
+    **dict.fromkeys(("max_num_seqs", "max_batch_size", "batch_size", "n_parallel"), "max_rows"),
+    **dict.fromkeys(("max_model_len", "max_seq_len", "max_seq_length", "n_ctx"), "max_length"),
+    **dict.fromkeys(("max_num_batched_tokens", "n_batch", "prefill_chunk_size"), "prefill_chunk"),
+    **dict.fromkeys(("num_draft_tokens", "prompt_lookup_num_tokens", "num_pred_tokens"), "num_speculative_tokens"),
+    **dict.fromkeys(("gpu_memory_utilization", "num_gpu_blocks_override"), "num_pages"),
+    **dict.fromkeys(("cuda_graph_sizes", "cudagraph_capture_sizes"), "buckets"),
+    "enable_prefix_caching": "prefix_reuse",
+    "block_size": "page_size",
+    "enforce_eager": "eager",
+    "device": "backend",
+    "tensor_parallel_size": "Engine.from_pretrained(tensor_parallel=)",
+    "seed": "Engine.submit(sampling=SamplingParams(seed=))",
+}  # in vLLM, llama-cpp-python and transformers
 
 
+@checked_fields(OTHER_NAMES)
 @dataclass(frozen=True)
 class EngineConfig:
     """Sizes and modes of one engine. All static memory is allocated from it."""
@@ -71,6 +88,8 @@ class EngineConfig:
     max_length: int = 1024  # tokens of one request, prompt included
     page_size: int = 16  # tokens per cache page
     num_pages: int | None = None  # None: enough for max_rows requests of max_length
+    # Of cached keys and values. auto: the model's type; fp8_e4m3: eight bits without a scale, in any model, at some loss of precision
+    kv_cache_dtype: str = "auto"
     prefix_reuse: bool = True  # reuse cached full pages of equal prefixes; outputs are the same
     prefix_cache_pages: int | None = None  # cached pages kept without a user; None: all that are free
     rounds_in_flight: int = 2  # rounds launched before the results of the first are read

@@ -22,6 +22,7 @@ from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.loras import LoraTable
 from stepgraph.runtime.metrics import prometheus_text
 from stepgraph.runtime.models.files.loading import load_models
+from stepgraph.runtime.other_names import ENGINE_NAMES, REQUEST_NAMES
 from stepgraph.runtime.parallel.loading import load_part
 from stepgraph.runtime.request import FinishReason, Job, StepEvent
 from stepgraph.runtime.request_options import Prompt, Prompts, RequestOptions, TokenIds
@@ -33,6 +34,7 @@ from stepgraph.sampling.fields import Check, check_value, clip_repr, number, opt
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.keywords import checked_keywords
 from stepgraph.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class Engine(EngineCore):
     Any thread may call submit() and cancel() at any time; step() is for one thread at a time.
     """
 
+    @checked_keywords(ENGINE_NAMES)
     def __init__(
         self,
         target: TargetModel,
@@ -68,6 +71,7 @@ class Engine(EngineCore):
         self._make_tokenizer = (lambda: tokenizer) if isinstance(tokenizer, TextCodec) else tokenizer
 
     @classmethod
+    @checked_keywords(ENGINE_NAMES)
     def from_pretrained(
         cls,
         path: str | Path,
@@ -118,6 +122,7 @@ class Engine(EngineCore):
             raise ValueError("Engine.vocabulary: got None, expected a Vocabulary for text and constraints: Engine(..., vocabulary=...)")
         return self._parts.compiler.vocabulary
 
+    @checked_keywords(REQUEST_NAMES)
     def submit(
         self,
         prompt: Prompt,
@@ -230,6 +235,7 @@ class Engine(EngineCore):
     @overload
     def generate(self, prompt: Prompts, **options: Unpack[RequestOptions]) -> list[Job]: ...
 
+    @checked_keywords(REQUEST_NAMES, RequestOptions.__annotations__)
     def generate(self, prompt: Any, **options: Unpack[RequestOptions]) -> Job | list[Job]:
         """Submit a request, or one for each prompt of a list, and step until it finishes. Options as for submit().
 
@@ -251,6 +257,7 @@ class Engine(EngineCore):
                 raise
         return jobs if several else jobs[0]
 
+    @checked_keywords(REQUEST_NAMES, RequestOptions.__annotations__)
     def stream_text(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Iterator[str]:
         """Submit a request, and step and yield its text piece by piece. RuntimeError if it fails. Leaving early cancels it."""
         return self._pieces(self.submit(prompt, **options))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stepgraph.sampling.fields import Check, check_fields, check_value, clip_repr, is_int, number, optional, whole
+from stepgraph.sampling.keywords import checked_fields
 
 FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127  # a larger temperature would be infinite on the device
 _TOKEN_ID = Check(lambda token: is_int(token) and token >= 0, "a token id >= 0")
@@ -32,8 +33,23 @@ CHECKS = {
     "relaxed_top_n": whole(0, 2**24),
     "relaxed_delta": number(0.0, 1.0),
 }
+_IN_SUBMIT = "Engine.submit(max_new_tokens=)"
+_CONSTRAINT = "Engine.submit(constraint=)"
+OTHER_NAMES = {
+    **dict.fromkeys(("max_tokens", "max_new_tokens", "max_length", "n_predict"), _IN_SUBMIT),
+    **dict.fromkeys(("structured_outputs", "guided_decoding", "grammar", "response_format"), _CONSTRAINT),
+    **dict.fromkeys(("n", "best_of"), "a list of equal prompts with different seeds"),
+    **dict.fromkeys(("min_tokens", "min_length"), "min_new_tokens"),
+    "repeat_penalty": "repetition_penalty",
+    **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words"), "stop"),
+    "bad_words_ids": "bad_words",
+    "do_sample": "temperature: 0 is greedy",
+    "logits_processor": "logits_processors, the names of EngineConfig.logits_processors",
+    "eos_token_id": "stop_token_ids",
+}  # in vLLM, llama-cpp-python and transformers
 
 
+@checked_fields(OTHER_NAMES)
 @dataclass(frozen=True)
 class SamplingParams:
     """How a request chooses among the tokens that its grammar allows. Names, semantics and defaults are those of vLLM, except that

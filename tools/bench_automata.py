@@ -92,6 +92,7 @@ def cases(names: Sequence[str], folder: Path, schemas: int, seed: int) -> list[C
 
 
 def compare(case: Case, tokens: Vocabulary) -> dict[str, Any]:
+    """The whole of a case "states", and random texts of the others."""
     try:
         ours, library = (GrammarCompiler(tokens, backend=backend).compile(case.constraint).grammar for backend in ("automaton", "xgrammar"))
     except ValueError as error:
@@ -100,7 +101,8 @@ def compare(case: Case, tokens: Vocabulary) -> dict[str, Any]:
     comparer = Comparer(ours, library, case.marker)
     if case.kind == "states":
         comparer.states({token[0]: token_id for token_id, token in enumerate(tokens.for_xgrammar) if len(token) == 1}, STATES)
-    comparer.walk(BIG, Random(case.key), WALK_SECONDS)
+    else:
+        comparer.walk(BIG, Random(case.key), WALK_SECONDS)
     return asdict(comparer.found)
 
 

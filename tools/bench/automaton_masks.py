@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar, AutomatonMatcher
+from stepgraph.sampling.grammar.automaton.library import Field
 from stepgraph.sampling.grammar.matchers.marker import Marker, MarkerMatcher
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -27,7 +28,7 @@ class Comparison:
     compared: int = 0
     different: list[str] = field(default_factory=list)
     time_outs: int = 0
-    unspelled: int = 0  # states whose text no tokens of single bytes spell
+    unspelled: int = 0  # states that tokens lead to, but none of single bytes
 
 
 class Comparer:
@@ -69,10 +70,17 @@ class Comparer:
         return int(draw.choice(legal)) if len(legal) else None
 
     def states(self, byte_ids: dict[int, int], limit: float = float("inf")) -> None:
-        """Every state, with all its counters and up to three stacks, after a shortest text, byte by byte. Ends after `limit` positions."""
-        for _, text in ReferenceAutomaton(self._grammar.image).texts():
+        """Every state, with all its counters and up to three stacks, after a shortest text, byte by byte, unless a byte of it is in no
+        token. Ends after `limit` positions."""
+        reference = ReferenceAutomaton(self._grammar.image)
+        spelled = {reference.at(Field.CLASS_OF, byte): byte for byte in byte_ids}  # bytes of a class lead to the same states
+        reached = {reference.at(Field.CLASS_OF, byte) for byte in set(b"".join(self.vocabulary.for_xgrammar))}
+        for _, shortest in reference.texts():
             if self.found.compared >= limit:
                 return
+            if not all(reference.at(Field.CLASS_OF, byte) in reached for byte in shortest):
+                continue
+            text = bytes(byte if byte in byte_ids else spelled.get(reference.at(Field.CLASS_OF, byte), byte) for byte in shortest)
             if not all(byte in byte_ids for byte in text):
                 self.found.unspelled += 1
                 continue

@@ -13,7 +13,7 @@ from stepgraph.runtime.demo.scenarios import SCENARIOS
 from stepgraph.runtime.demo.variants import LOOK_UP, Case, Pair, open_pair
 from stepgraph.runtime.models.forced import ForcedDrafts
 from stepgraph.runtime.models.ngram import NgramLookup
-from tests.helpers.application_schemas import APPLICATIONS, in_json_schema
+from tests.helpers.application_schemas import APPLICATIONS, in_json_schema, large
 from tools import bench_demo
 from tools.train.demo.collect import LONGEST_PROMPT, encoded
 from tools.train.demo.prompts import prompt
@@ -21,6 +21,7 @@ from tools.train.demo.schemas import MEASURED, SCHEMAS
 
 pytestmark = pytest.mark.models
 NEW_TOKENS = 120
+LARGE = large()
 ALWAYS = f"speculative + grammar, always {DRAFTS}"
 
 
@@ -93,14 +94,23 @@ def test_host_nodes_are_hidden(pair: Pair, drafter: str) -> None:
     assert max(shares) >= 0.95, shares
 
 
-@pytest.mark.parametrize("name", APPLICATIONS)
-def test_answer_under_the_schema_of_an_application_validates(pair: Pair, cases: dict[str, Case], name: str) -> None:
-    schema = APPLICATIONS[name]
+def check_answer(pair: Pair, case: Case, schema: Any, validated: Any) -> None:
+    """validated: the schema for a validator of JSON Schema."""
     ids = pair.codec.chat([{"role": "user", "content": "Write a short example as JSON."}])
-    job = cases["speculative + grammar"].run(ids, Constraint.json_schema(schema, objects="standard"), NEW_TOKENS)
+    job = case.run(ids, Constraint.json_schema(schema, objects="standard"), NEW_TOKENS)
     text = pair.vocabulary.decode(token for token in job.tokens if token not in pair.vocabulary.stop_token_ids)
     assert job.finish_reason in (FinishReason.LENGTH, FinishReason.STOP, FinishReason.CONSTRAINT_COMPLETE), job.error
-    assert job.finish_reason is FinishReason.LENGTH or bench_demo.valid(text, in_json_schema(name)), text
+    assert job.finish_reason is FinishReason.LENGTH or bench_demo.valid(text, validated), text
+
+
+@pytest.mark.parametrize("name", APPLICATIONS)
+def test_answer_under_the_schema_of_an_application_validates(pair: Pair, cases: dict[str, Case], name: str) -> None:
+    check_answer(pair, cases["speculative + grammar"], APPLICATIONS[name], in_json_schema(name))
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_answer_under_a_large_schema_validates(pair: Pair, cases: dict[str, Case], name: str) -> None:
+    check_answer(pair, cases["speculative + grammar"], LARGE[name], LARGE[name])
 
 
 def test_bench_demo_reports_ratios_and_legality() -> None:

@@ -162,8 +162,8 @@ Vocabulary::Vocabulary(
     for (const Part &part : PARTS) {
         std::vector<Entry> some;
         for (const Entry &entry : entries) {
-            auto quotes = (int32_t)std::count(entry.text, entry.text + entry.size, '"');
-            if (std::min(quotes, PARTS[NUM_PARTS - 1].quotes) == part.quotes && part.shortest <= entry.size && entry.size <= part.longest) some.push_back(entry);
+            auto quotes = std::min((int32_t)std::count(entry.text, entry.text + entry.size, '"'), PARTS[NUM_PARTS - 1].quotes);
+            if (quotes == part.quotes && part.shortest <= entry.size && entry.size <= part.longest) some.push_back(entry);
         }
         tries.push_back(make_trie(some));
     }
@@ -618,12 +618,19 @@ private:
             if (!known[bytes].empty() && (found = known[bytes][(size_t)level.alike[bytes][(size_t)like]]) >= 0) return found;
         followed = 1; // also in a state that reads no byte
         const Trie &trie = vocabulary.tries[part];
+        if (PARTS[part].quotes && !reads_any(trie, state)) return found = none >= 0 ? none : none = keep_below([] {});
         found = keep_below([&] { walk_tokens(trie, trie.root(), state, -1); });
         if (level.alike.empty() || (followed >= (int32_t)level.alike.size() && !level.is_final)) return found;
         size_t bytes = std::min((size_t)followed, level.alike.size() - 1);
         if (known.size() <= bytes) known.resize(bytes + 1);
         known[bytes].resize((size_t)level.alike_classes, -1);
         return known[bytes][(size_t)level.alike[bytes][(size_t)like]] = found;
+    }
+
+    // Whether a state reads the first byte of some token of a tree.
+    bool reads_any(const Trie &trie, int32_t state) const {
+        auto begin = trie.child_bytes.begin() + trie.nodes[(size_t)trie.root()].first_child;
+        return std::any_of(begin, trie.child_bytes.end(), [&](uint8_t byte) { return entry_of(state, automaton.class_of[byte]) >= 0; });
     }
 
     // Whether tokens below a node are found for a class of states at a time.
@@ -731,10 +738,12 @@ private:
         const auto &[count, bytes] = few_bytes[(size_t)state];
         if (count * 8 < end - begin && count <= MAX_FEW) {
             for (int32_t at = 0; at < count; at++) {
-                auto first = trie.child_bytes.begin() + begin, last = trie.child_bytes.begin() + end, child = std::lower_bound(first, last, bytes[(size_t)at]);
+                auto first = trie.child_bytes.begin() + begin, last = trie.child_bytes.begin() + end;
+                auto child = std::lower_bound(first, last, bytes[(size_t)at]);
                 steps++;
-                if (child != last && *child == bytes[(size_t)at])
-                    visit(trie, trie.child_nodes[(size_t)(child - trie.child_bytes.begin())], entry_of(state, automaton.class_of[*child]), known, covers, found, crosses);
+                if (child == last || *child != bytes[(size_t)at]) continue;
+                int32_t entry = entry_of(state, automaton.class_of[*child]);
+                visit(trie, trie.child_nodes[(size_t)(child - trie.child_bytes.begin())], entry, known, covers, found, crosses);
             }
             return;
         }
@@ -856,7 +865,8 @@ private:
             }
             stack_at[trie.nodes[node].depth].clear();
             if (other >= 0) visit(trie, node, other, 0, false, unset, [&](int32_t token) { left_out.push_back(trie.tokens[token]); });
-            if (entry >= 0) visit(trie, node, entry, 0, false, [&](int32_t token) { set(trie.tokens[token]); }, [&](int32_t token) { added.push_back(trie.tokens[token]); });
+            auto add = [&](int32_t token) { set(trie.tokens[token]); };
+            if (entry >= 0) visit(trie, node, entry, 0, false, add, [&](int32_t token) { added.push_back(trie.tokens[token]); });
         }
     }
 
@@ -1011,7 +1021,8 @@ private:
         image[IMAGE_ROWS] = (int32_t)base_of.size();
         image[IMAGE_CROSSING] = most;
         image[IMAGE_DEPTH] = automaton.symbols ? (int32_t)limits.depth : 0;
-        image[IMAGE_FREE] = automaton.states;
+        image[IMAGE_FREE] = image[IMAGE_LIMITED] = automaton.states;
+        image[IMAGE_LIMIT] = INT32_MAX;
         image[IMAGE_PUSHES] = automaton.symbols ? most_pushes() : 0;
         return image;
     }
@@ -1042,6 +1053,7 @@ private:
     int32_t followed = 0; // the most bytes of a token that decided the row, or the part of it, that is being walked
     bool shares_parts = false; // whether tokens below a node are found for several states at once
     std::vector<Below> below;
+    int32_t none = -1; // in `below`: no tokens of a tree with quotes
     std::array<std::unordered_map<uint64_t, int32_t>, NUM_PARTS> below_node; // by node and class
     Interned below_bits; // words of `ordered` and their bits, by turns
     Ints packed; // the ones that are being added

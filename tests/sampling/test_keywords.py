@@ -1,0 +1,85 @@
+"""Keyword arguments under the names of other libraries: the error names ours."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from stepgraph import AsyncEngine, Engine, EngineConfig, SamplingParams, Vocabulary
+from stepgraph.runtime import config, other_names
+from stepgraph.runtime.models.toy import ToyTarget
+from stepgraph.sampling import params
+
+VOCABULARY = Vocabulary.printable()
+ENGINE = Engine(ToyTarget(VOCABULARY.logits_width), vocabulary=VOCABULARY, config=EngineConfig(max_rows=1, max_length=16, eager=True))
+CALLS: list[tuple[Callable[..., Any], str, str]] = [
+    (ENGINE.submit, "max_tokens", "max_new_tokens"),
+    (ENGINE.generate, "stop", "sampling=SamplingParams(stop=)"),
+    (ENGINE.generate, "temperature", "sampling=SamplingParams(temperature=)"),
+    (ENGINE.generate, "repeat_penalty", "sampling=SamplingParams(repetition_penalty=)"),
+    (ENGINE.generate, "sampling_params", "sampling"),
+    (ENGINE.generate, "grammar", "constraint=Constraint.ebnf(...) or Constraint.lark(...)"),
+    (ENGINE.generate, "guided_json", "constraint=Constraint.json_schema(...), or a Python type"),
+    (ENGINE.generate, "messages", "the prompt as the first argument"),
+    (ENGINE.stream_text, "max_tokens", "max_new_tokens"),
+    (ENGINE.stream_text, "no_such_name", "one of constraint, sampling, max_new_tokens"),
+    (AsyncEngine(ENGINE).generate, "response_format", "constraint=Constraint.response_format(...)"),
+    (SamplingParams, "max_tokens", "Engine.submit(max_new_tokens=)"),
+    (SamplingParams, "no_such_name", "one of temperature, min_p, top_k"),
+    (EngineConfig, "max_num_seqs", "max_rows"),
+    (EngineConfig, "n_ctx", "max_length"),
+    (Engine, "config_", "one of target, draft, vocabulary"),
+    (Engine.from_pretrained, "model_path", "the model as the first argument"),
+    (Engine.from_pretrained, "max_model_len", "config=EngineConfig(max_length=)"),
+    (Engine.from_pretrained, "max_rows", "config=EngineConfig(max_rows=)"),
+]
+
+
+@pytest.mark.parametrize(("call", "name", "expected"), CALLS, ids=[f"{call.__qualname__}-{name}" for call, name, _ in CALLS])
+def test_unknown_keyword_leads_to_the_right_one(call: Callable[..., Any], name: str, expected: str) -> None:
+    message = rf"^{re.escape(call.__qualname__)}\(\): got the keyword '{name}', expected {re.escape(expected)}"
+    with pytest.raises(TypeError, match=message):
+        call(**{name: 1})
+    assert not ENGINE.has_work, "nothing was submitted"
+
+
+def test_the_async_submit_refuses_them_too() -> None:
+    async def submit() -> None:
+        async with AsyncEngine(ENGINE) as serving:
+            await serving.submit([1], stop="a")  # type: ignore[call-arg]
+
+    with pytest.raises(TypeError, match=r"got the keyword 'stop', expected sampling=SamplingParams\(stop=\)"):
+        asyncio.run(submit())
+
+
+def test_names_of_other_libraries_are_not_ours_and_lead_to_existing_names() -> None:
+    ours = {
+        "submit": {*inspect.signature(Engine.submit).parameters},
+        "load": {*inspect.signature(Engine.from_pretrained).parameters, *inspect.signature(Engine).parameters},
+        "sampling": {field.name for field in fields(SamplingParams)},
+        "config": {field.name for field in fields(EngineConfig)},
+    }
+    tables = {
+        "submit": other_names.REQUEST_NAMES,
+        "load": other_names.ENGINE_NAMES,
+        "sampling": params.OTHER_NAMES,
+        "config": config.OTHER_NAMES,
+    }
+    for kind, table in tables.items():
+        foreign = table.keys() - (ours["config"] if kind == "load" else set())  # settings given to the engine instead of its config
+        assert not foreign & ours[kind], kind
+        for expected in table.values():
+            named = re.findall(r"^(\w+)$|(\w+)=", expected)
+            assert {one or other for one, other in named} <= set().union(*ours.values()), expected
+
+
+def test_known_keywords_pass() -> None:
+    assert replace(SamplingParams(stop="a"), temperature=0.5).stop == ("a",)
+    assert ENGINE.generate([1], max_new_tokens=2, sampling=SamplingParams()).finish_reason is not None
+    assert str(inspect.signature(EngineConfig)).startswith("(max_rows: 'int' = 8")
