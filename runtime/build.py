@@ -12,6 +12,7 @@ from torch import nn
 
 from stepgraph.graphs.accept_options import AcceptOptions, check_processors
 from stepgraph.graphs.attention.choose import choose_attention
+from stepgraph.graphs.attention.float8 import FLOAT8
 from stepgraph.graphs.attention.paged import AttentionChoice
 from stepgraph.graphs.backends import make_backend
 from stepgraph.graphs.buffer_spec import check_fit
@@ -203,7 +204,8 @@ def backend_for(name: str, models: ModelPair, nvtx: bool) -> Backend:
 
 def attention_for(device: torch.device, config: EngineConfig, models: ModelPair) -> AttentionChoice:
     """The attention implementation for these models; ValueError if the configured one does not support them."""
-    shapes = tuple(shape for model in models for shape in getattr(model, "attends", ()))
+    small = config.kv_cache_dtype == FLOAT8
+    shapes = tuple(shape._replace(float8=small) for model in models for shape in getattr(model, "attends", ()))
     try:
         return choose_attention(device, config.attention, shapes, config.page_size)
     except ValueError as error:
@@ -226,6 +228,8 @@ def capture_notes(parts: EngineParts) -> tuple[str, ...]:
     if models.proposer is not None:
         masked = "each is kept while its mask allows it" if "batch_forced" in parts.buffers else "without masks"
         notes.append(f"drafts are proposed whole, {masked}")
+    if config.kv_cache_dtype == FLOAT8:
+        notes.append("cache: float8_e4m3fn")
     if parts.attention.rounds:
         notes.append(f"attention: {parts.attention}")
     if not config.greedy_only:

@@ -98,6 +98,7 @@ PARSED = {  # the others, and why they do not run here
     "python -m tools.soak": "tests/laws/test_soak.py runs it",
     "python -m tools.soak --minutes 20 --out soak.json": "tests/laws/test_soak.py runs it",
     "python bundle/install.py": "needs a GPU host and a bundle",
+    "python tools/bench_adaptive.py --demo": "needs the demonstration's model",
     "python tools/bench_demo.py": "needs the demonstration's model",
     "python tools/gpu_pack.py --out bundle": "downloads wheels",
     "python tools/nsys_report.py /tmp/bench.rounds.json --png timeline.png": "tests/tools/profiling runs it",

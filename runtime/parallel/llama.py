@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -70,7 +70,7 @@ class ShardSource:
 
     read_scales = read
 
-    def read_grouped(self, name: str) -> Grouped:
+    def read_grouped(self, name: str) -> Iterator[Grouped]:
         raise AssertionError(f"{name}: quantised weights are not sharded")
 
     def _parts(self, name: str) -> int:
