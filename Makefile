@@ -9,6 +9,7 @@
 #   make stub-cuda-versions  the same with torch 2.8 and with the newest torch, and make no-compiler (two more downloads of about 800 MB)
 #   make no-compiler  the tests as on a host without a C compiler
 #   make clients  the server with client libraries of OpenAI's API
+#   make replicas the server with processes of Ray Serve (a download of about 500 MB)
 #                                                  make clean   remove all that was made
 #
 # PYTHON=python3.12     which interpreter to use (3.10 or newer)
@@ -47,7 +48,7 @@ STUB_TORCH ?= torch==2.11.0
 STUB_TRITON ?= triton==3.6.0
 STUB_LIBRARIES := xgrammar==0.2.8 flashinfer-python==0.6.6
 
-.PHONY: demo test coverage lint soak bench models clients stub-cuda stub-cuda-versions no-compiler clean format
+.PHONY: demo test coverage lint soak bench models clients replicas stub-cuda stub-cuda-versions no-compiler clean format
 
 demo: $(VENV)/.ready-demo $(VENV)/.model
 	$(BIN)/stepgraph demo $(ARGS)
@@ -71,6 +72,9 @@ soak: $(VENV)/.ready-test
 
 models: $(VENV)/.ready-test $(VENV)/.model
 	$(BIN)/pytest -q -m models $(ARGS)
+
+replicas: $(VENV)/.ready-ray $(VENV)/.ready-test
+	$(BIN)/pytest -q -m replicas $(ARGS)
 
 clients: $(VENV)/.ready-clients
 	$(BIN)/pytest -q -m clients $(ARGS)

@@ -10,8 +10,9 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -155,19 +156,30 @@ def host_call(name: str, function: Callable[[], object]) -> Callable[[], object]
     return function if entry is None else functools.partial(C_HOST_FUNCTION(entry[0]), entry[1])
 
 
-_starting, _start_thread = threading.local(), threading.Thread.start
+_starting = threading.local()
 
 
-def _start_checked(thread: threading.Thread) -> None:
-    if getattr(_starting, "refused", False):
-        raise fail("other-thread", "a step that is being captured starts a thread, whose work would not be recorded")
-    _start_thread(thread)
+def _checked(hand_over: Callable[..., Any], what: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if getattr(_starting, "refused", False):
+            raise fail("other-thread", f"a step that is being captured {what}, whose work would not be recorded")
+        return hand_over(*args, **kwargs)
+
+    return call
+
+
+_start_checked = _checked(threading.Thread.start, "starts a thread")
+_submit_checked = _checked(ThreadPoolExecutor.submit, "submits work to a thread")
 
 
 @contextlib.contextmanager
 def refusing_threads() -> Iterator[None]:
-    """Within the block, starting a thread from this one is a CaptureError. For backends."""
-    with setting(_starting, "refused", True), setting(threading.Thread, "start", _start_checked):
+    """Within the block, starting a thread from this one and submitting work to a ThreadPoolExecutor are CaptureErrors. For backends."""
+    with (
+        setting(_starting, "refused", True),
+        setting(threading.Thread, "start", _start_checked),
+        setting(ThreadPoolExecutor, "submit", _submit_checked),
+    ):
         yield
 
 

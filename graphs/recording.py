@@ -49,7 +49,8 @@ class CaptureReport:
     keys: tuple[tuple[GraphKey, RecordedReport], ...]
     prompts: tuple[tuple[PromptKey, RecordedReport], ...]
     buffer_bytes: int
-    resident_bytes: int | None  # by which the process grew meanwhile, its threads included; None if unknown
+    # By which the process grew while recording, its threads included; the static buffers were allocated before. None if unknown
+    resident_bytes: int | None
     seconds: float
     failed: tuple[FailedKey, ...] = ()  # with on_capture_failure="eager"
 
@@ -65,7 +66,7 @@ class CaptureReport:
             total = sum(report.nodes.values())
             lines.append(f"{key!s:<32}{total:>7}{len(report.host_nodes):>12}{_bytes_of(report) / 1024:>9.0f}{report.seconds * 1000:>8.0f}")
         graphs = [report for _, report in (*self.keys, *self.prompts)]
-        grown = "" if self.resident_bytes is None else f"; the process grew by {self.resident_bytes / 1024:.0f} KiB"
+        grown = "" if self.resident_bytes is None else f"; the process grew by {self.resident_bytes / 1024:.0f} KiB beside static buffers"
         lines.append(
             f"{len(graphs)} graphs {self.mode} on {self.backend} in {self.seconds:.2f} s, "
             f"{self.buffer_bytes / 1024:.0f} KiB of static buffers, {sum(map(_bytes_of, graphs)) / 1024:.0f} KiB of graphs{grown}"

@@ -61,6 +61,9 @@ def test_the_tests_run_against_this_tree() -> None:
         assert folder not in sys.modules, f"a bare `import {folder}` made a second copy of the package"
 
 
+PLACE = test_the_tests_run_against_this_tree
+
+
 def test_a_checkout_next_to_a_program_gives_way_to_the_installed_package(tmp_path: Path) -> None:
     program, site = tmp_path / "program", tmp_path / "site"
     for folder, text in ((program, (ROOT / "__init__.py").read_text(encoding="utf-8")), (site, "")):
@@ -151,12 +154,37 @@ def test_a_library_that_is_built_again_replaces_the_old_one_whole(tmp_path: Path
     assert old.read_bytes() == new.read_bytes() and sorted(tmp_path.iterdir()) == [new, old]
 
 
-def test_an_sdist_holds_all_that_a_clone_has(tmp_path: Path) -> None:
+def test_public_names_do_not_import_transformers() -> None:
+    program = (
+        "import sys, stepgraph; early = {'torch', 'transformers'} & {*sys.modules}; "
+        "[getattr(stepgraph, name) for name in stepgraph.__all__]; print(early, 'transformers' in sys.modules)"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert printed == "set() False\n"
+
+
+def test_an_sdist_holds_all_that_a_clone_has_and_its_tests_run(tmp_path: Path) -> None:
     with tarfile.open(build("sdist", tmp_path)) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+        archive.extractall(tmp_path / "unpacked", filter="data")
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     files = {name for name in listed if name != ".typings/stepgraph"} or {"setup.py", "Makefile", "tests/conftest.py", "docs/text.md"}
-    assert files <= names, "the tests run from it"
+    assert files <= names
+    (root,) = (tmp_path / "unpacked").iterdir()
+    for library in (ROOT / "sampling").glob("_native*.so"):
+        shutil.copy(library, root / "sampling")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "stepgraph").symlink_to(root)  # as an editable install from it has in .typings
+    files_run = (
+        "tests/sampling/test_keywords.py",
+        "tests/sampling/test_fields.py",
+        "tests/runtime/test_request_queue.py",
+        "tests/test_parts.py",
+    )
+    command = [sys.executable, "-m", "pytest", "-q", *files_run, f"tests/test_packaging.py::{PLACE.__name__}"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0 and int(done.stdout.rpartition(" passed")[0].split()[-1]) >= 30, done.stdout + done.stderr
 
 
 def test_type_checkers_see_an_editable_install(tmp_path: Path) -> None:

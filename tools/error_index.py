@@ -35,7 +35,7 @@ the column "expected" has what to give instead, or the rest of the message.
 * `CaptureError`: a step cannot be a CUDA graph. It names the rule, file and line ([capture.md](capture.md)).
 * `HostNodeError`: a host node of a captured step raised; the cause is chained.
 * `QueueFullError`: `EngineConfig.max_queued` requests wait. Submit later, or `await AsyncEngine.submit`, which waits.
-* `EngineClosedError`: the engine was closed, by `close()`, a fault or a fork ([serve.md](serve.md#what-every-job-can-rely-on)).
+* `EngineClosedError`: the engine was closed, by `close()`, a fault or a fork ([serve.md](serve.md#guarantees-for-every-job)).
 * `RoundTimeoutError`: the device did not answer within `EngineConfig.round_timeout_seconds`; the log has the stages and stacks.
 * `MemoryError`: buffers or graphs need more memory than is available; the message has both numbers and the settings that reduce it.
 """

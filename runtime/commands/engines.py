@@ -10,6 +10,7 @@ import torch
 from stepgraph.runtime.commands.flags import check_range
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.models.files.loading import Loaded, load_models
+from stepgraph.runtime.parallel.loading import load_part
 from stepgraph.runtime.request import Job
 from stepgraph.sampling.kernels.c_kernel import why_no_c
 
@@ -20,6 +21,8 @@ def load(options: argparse.Namespace, config: EngineConfig, progress: bool) -> L
     """The models of --model and --draft."""
     dtype = getattr(torch, options.dtype) if options.dtype else None
     how = {"weights": options.weights, "implementation": options.implementation}
+    if (size := getattr(options, "tensor_parallel", 1)) > 1:
+        return load_part(options.model, options.draft or "auto", config, size, dtype=dtype, progress=progress, **how)
     return load_models(options.model, options.draft or "auto", config, dtype=dtype, progress=progress, **how)
 
 

@@ -175,8 +175,45 @@ def serve(parser: argparse.ArgumentParser) -> None:
     words = "time for running answers after SIGTERM or Ctrl-C; a second signal ends them at once (default: %(default)s)"
     add("--grace", type=float, default=30.0, metavar="SECONDS", help=words)
     add_drafts(parser)
+    add_replicas(parser)
     add_loading(parser)
     add_threads(parser)
+
+
+def add_replicas(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("replicas (docs/scale.md)")
+    words = "engines in processes of Ray Serve, or the least and the most of them; a stream whose process ends continues on another"
+    group.add_argument("--replicas", type=_replicas, metavar="N|LEAST-MOST", help=words)
+    words = "whether it continues: where its tokens are exactly the same, also where a near tie may differ, or never (default: exact)"
+    group.add_argument("--resume", choices=("exact", "same-hardware", "never"), default="exact", help=words)
+    words = "processes among which each engine divides its layers (default: 1)"
+    group.add_argument("--tensor-parallel", type=int, default=1, metavar="M", help=words)
+    words = "processors that Ray reserves for each replica (default: %(default)s)"
+    group.add_argument("--replica-cpus", type=float, default=1.0, metavar="N", help=words)
+    words = "GPUs that Ray reserves for each replica (default: %(default)s)"
+    group.add_argument("--replica-gpus", type=float, default=0.0, metavar="N", help=words)
+
+
+def _replicas(text: str) -> tuple[int, int]:
+    least, dash, most = text.partition("-")
+    if not least.isdecimal() or (dash and not most.isdecimal()):
+        raise argparse.ArgumentTypeError(f"got {clip_repr(text)}, expected a number of replicas, or the least and the most, such as 1-4")
+    return int(least), int(most or least)
+
+
+def _check_replicas(options: argparse.Namespace) -> None:
+    check_range(options, "tensor-parallel", 1, 1024)
+    if options.tensor_parallel > 1 and options.model == TOY:
+        raise ValueError(f"--tensor-parallel: got {options.tensor_parallel} with {TOY}, expected 1: its layers cannot be divided")
+    for flag in ("replica-cpus", "replica-gpus"):
+        value = getattr(options, flag.replace("-", "_"))
+        if not 0 <= value <= 4096:  # also refuses NaN
+            raise ValueError(f"--{flag}: got {value}, expected a number from 0 to 4096")
+    if options.replicas is None:
+        return
+    least, most = options.replicas
+    if not 1 <= least <= most <= 1000:
+        raise ValueError(f"--replicas: got {least}-{most}, expected numbers from 1 to 1000, the least first")
 
 
 def check_serve(options: argparse.Namespace) -> None:
@@ -185,6 +222,7 @@ def check_serve(options: argparse.Namespace) -> None:
     if not 0 <= options.grace <= 86400:  # also refuses NaN
         raise ValueError(f"--grace: got {options.grace}, expected a number of seconds from 0 to 86400")
     check_range(options, "max-lora-rank", 1)
+    _check_replicas(options)
     options.lora_modules = _named_folders(options.lora_modules, options.name or Path(options.model).name)
     lines = [] if options.api_keys is None else read_file("--api-keys", options.api_keys, "the path of a file").split()
     if options.api_keys is not None and not lines:

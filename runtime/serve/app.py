@@ -20,9 +20,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from stepgraph.runtime.aio import AsyncEngine, JobStream
 from stepgraph.runtime.metrics import CONTENT_TYPE
-from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
+from stepgraph.runtime.request import EngineClosedError, FinishReason, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.calls import Delta, call_style
 from stepgraph.runtime.serve.fields import GenerationRequest, checked_model, parse_request, runtime_refusal
@@ -40,19 +39,20 @@ from stepgraph.runtime.serve.http import (
     until_disconnect,
 )
 from stepgraph.runtime.serve.replies import Reply, usage_of, whole_message
+from stepgraph.runtime.serve.serving import AnswerError, AnswerJob, AnswerStream, Serving
 
 LOG = logging.getLogger("stepgraph.serve")  # one JSON object per request; never prompts, texts or keys
 
 
 class App:
-    """Endpoints around one engine; `asgi` is the ASGI application. keys: accepted API keys; none: no key is required.
+    """Endpoints around an engine, or replicas of one; `asgi` is the ASGI application. keys: accepted API keys; none: no key is required.
     tool_format: one of FORMATS, or auto: by the chat template."""
 
-    def __init__(self, serving: AsyncEngine, model: str, bounds: Bounds, keys: Sequence[str] = (), tool_format: str = "auto") -> None:
-        self._serving, self._codec, self._model, self._bounds = serving, serving.engine.tokenizer, model, bounds
+    def __init__(self, serving: Serving, model: str, bounds: Bounds, keys: Sequence[str] = (), tool_format: str = "auto") -> None:
+        self._serving, self._codec, self._model, self._bounds = serving, serving.codec, model, bounds
         self._keys = {hashlib.sha256(key.encode()).hexdigest() for key in keys}  # looked up by hash: no timing of a comparison
         self._style = call_style(self._codec, tool_format)
-        rows = serving.engine.config.max_rows
+        rows = serving.max_rows
         self._gate = Gate(rows + max(1, rows // 4), bounds.waiting)  # some wait in the engine, for the next free row
         self._opened = int(time.time())
         self.leaving = False
@@ -82,7 +82,7 @@ class App:
                 await asyncio.wait_for(serving, 1.0)  # a client that does not read is not waited for
 
     async def _metrics(self, request: Request) -> Response:
-        engine = await asyncio.to_thread(self._serving.engine.metrics)
+        engine = await self._serving.metrics()
         name = "stepgraph_http_waiting"
         waiting = f"# HELP {name} Answers that wait to be submitted.\n# TYPE {name} gauge\n{name} {self._gate.waiting}\n"
         return Response(engine + waiting, media_type=CONTENT_TYPE)
@@ -103,7 +103,7 @@ class App:
     @property
     def _names(self) -> list[str]:
         """Of the model, then of its adapters."""
-        return [self._model, *self._serving.engine.list_loras()]
+        return [self._model, *self._serving.list_loras()]
 
     def _card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self._opened, "owned_by": "stepgraph"}
@@ -123,7 +123,7 @@ class App:
         started, key = time.perf_counter(), self._authorize(request)
         body = await read_json(request, self._bounds)
         chat = request.scope["path"] == "/v1/chat/completions"
-        parsed = parse_request(body, chat, self._codec, self._names, self._serving.engine.limits.max_length, self._style)
+        parsed = parse_request(body, chat, self._codec, self._names, self._serving.max_length, self._style)
         parsed.options["cache_salt"] = key  # callers with different keys share no cached prefixes
         if self.leaving:
             raise HttpError(503, "the server is shutting down")
@@ -224,6 +224,8 @@ class App:
                         await found.put((reply, delta))
             except HttpError as error:
                 end = error
+            except AnswerError as error:
+                end = HttpError(502, str(error))
             except Exception as error:  # a fault of the server
                 LOG.exception("an answer failed")
                 end = HttpError(500, f"{type(error).__name__}: {error}")
@@ -248,7 +250,7 @@ class App:
         """Deltas of one choice until the end or a stop text; HttpError where the job failed."""
         request = reply.request
         while True:
-            stream = self._submit(request.prompt_ids + reply.ids, reply)
+            stream = await self._submit(request.prompt_ids + reply.ids, reply)
             try:
                 async for event in stream:
                     for delta in reply.push(event):
@@ -257,7 +259,7 @@ class App:
                     if reply.stopped or reply.over_budget:
                         break
             finally:  # at a stop text, or when the client disconnected; does not wait until the step in progress has ended
-                self._serving.engine.cancel(stream.job)
+                stream.cancel()
             room = request.options["max_new_tokens"] - reply.tokens - len(request.reasoning.closing_ids if request.reasoning else ())
             if not reply.over_budget or room < 1:
                 break
@@ -266,11 +268,11 @@ class App:
         for delta in reply.finish():
             yield delta
 
-    def _submit(self, prompt_ids: list[int], reply: Reply) -> JobStream:
+    async def _submit(self, prompt_ids: list[int], reply: Reply) -> AnswerStream:
         """Submit a choice, or its rest after reasoning that was closed. HttpError if that is refused."""
         request = reply.request
         try:
-            stream = self._serving.generate(prompt_ids, **request.options_of(reply.index, reply.tokens))
+            stream = await self._serving.generate(prompt_ids, **request.options_of(reply.index, reply.tokens))
         except ValueError as error:
             raise runtime_refusal(error, "messages" if request.chat else "prompt", request.constraint_field) from None
         except QueueFullError as error:
@@ -280,7 +282,7 @@ class App:
         reply.job = stream.job
         return stream
 
-    def _check_end(self, reply: Reply, job: Job, event: StepEvent) -> None:
+    def _check_end(self, reply: Reply, job: AnswerJob, event: StepEvent) -> None:
         if event.finish_reason == FinishReason.CANCELLED:
             raise HttpError(503, "the server is shutting down")
         if event.finish_reason == FinishReason.DEAD_END:

@@ -70,6 +70,12 @@ class GenerationRequest:
     constraint_field: str  # that its constraint comes from
     reasoning: Reasoning | None  # None: the answer has none
 
+    @property
+    def reasoning_limit(self) -> int | None:
+        """Tokens after which the constraint closes the reasoning. None: there is no budget, or what follows is another request."""
+        reasoning, constrained = self.reasoning, self.options["constraint"] is not None
+        return reasoning.budget if reasoning is not None and constrained and reasoning.opened and not reasoning.in_channels else None
+
     def options_of(self, index: int, written: int = 0) -> dict[str, Any]:
         """Of one choice, or of its rest after `written` tokens with closed reasoning. With a seed, each choice has another."""
         options, constraint = dict(self.options), self.options["constraint"]
@@ -79,7 +85,7 @@ class GenerationRequest:
         options["max_new_tokens"] -= written
         if self.reasoning is not None and constraint is not None:
             marker = self.reasoning.marker(self.constraint_field == "tools", self.tools is not None and self.tools.required, written > 0)
-            options["constraint"] = constraint if marker is None else constraint.after(marker)
+            options["constraint"] = constraint if marker is None else constraint.after(marker, limit=self.reasoning_limit)
         return options
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from stepgraph.runtime.request import FinishReason, Job, StepEvent, TokenLogprob
+from stepgraph.runtime.request import FinishReason, StepEvent, TokenLogprob
 from stepgraph.runtime.serve.calls import CallParser, Delta, joined
 from stepgraph.runtime.serve.fields import GenerationRequest
 from stepgraph.runtime.serve.reasoning import splitter
+from stepgraph.runtime.serve.serving import AnswerJob
 from stepgraph.runtime.text import TextCodec
 
 
@@ -17,7 +18,7 @@ class Reply:
 
     def __init__(self, request: GenerationRequest, codec: TextCodec, index: int) -> None:
         self.request, self.index, self._codec = request, index, codec
-        self.job: Job | None = None  # once it is submitted
+        self.job: AnswerJob | None = None  # once it is submitted
         self._text = codec.stream()
         tools = request.tools if request.tools is not None and request.tools.callable else None
         only_calls = tools is not None and tools.required
@@ -34,6 +35,7 @@ class Reply:
 
     def push(self, event: StepEvent) -> list[Delta]:
         deltas: list[Delta] = []
+        limit = self.request.reasoning_limit
         for index, token in enumerate(event.tokens):
             if self.over_budget:
                 break
@@ -41,7 +43,7 @@ class Reply:
             if event.logprobs:
                 self._logprobs.append((token, event.logprobs[index]))
             deltas += self._deltas(self._text.push([token]))
-            self.reasoning_tokens += self._reasoning.inside
+            self.reasoning_tokens += self._reasoning.inside and (limit is None or self.reasoning_tokens < limit)
             if self.stopped:
                 break
         return _merged(deltas)
@@ -52,9 +54,9 @@ class Reply:
 
     @property
     def over_budget(self) -> bool:
-        """Whether the reasoning has to be closed."""
+        """Whether the reasoning has to be closed here."""
         reasoning = self.request.reasoning
-        budget = reasoning.budget if reasoning is not None else None
+        budget = reasoning.budget if reasoning is not None and self.request.reasoning_limit is None else None
         return budget is not None and self._reasoning.inside and self.reasoning_tokens >= budget
 
     def close_reasoning(self) -> list[Delta]:

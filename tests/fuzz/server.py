@@ -14,6 +14,7 @@ from uvicorn.server import ServerState
 from stepgraph import AsyncEngine
 from stepgraph.runtime.serve.app import App
 from stepgraph.runtime.serve.http import Bounds, server_config
+from stepgraph.runtime.serve.serving import EngineServing
 from tests.fuzz.loop import Door
 from tests.fuzz.requests import WORKER
 from tests.fuzz.values import Value, blob, bytes_of
@@ -49,7 +50,7 @@ class ServerDoor(Door):
         self._engine = engine_of(FLAGS)
         self._serving = self._loop.run_until_complete(AsyncEngine(self._engine).__aenter__())
         bounds = Bounds(head_bytes=2048, body_bytes=20_000, idle_seconds=1, read_seconds=0.5)
-        self._state, self._config = ServerState(), server_config(App(self._serving, "toy", bounds).asgi, bounds)
+        self._state, self._config = ServerState(), server_config(App(EngineServing(self._serving), "toy", bounds).asgi, bounds)
         self._config.load()
         self._wrong: list[object] = []
         self._loop.set_exception_handler(lambda _, context: self._wrong.append(context))

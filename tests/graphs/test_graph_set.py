@@ -226,5 +226,5 @@ def test_process_grows_by_what_the_report_counts() -> None:
         backend.close()
     counted = sum(one.nbytes + one.host_bytes for _, one in report.keys)
     assert counted <= 17 << 20, "32 graphs share four intermediates of 4 MiB"
-    assert report.resident_bytes is None or report.resident_bytes <= counted + (4 << 20)
+    assert report.resident_bytes is None or counted - (2 << 20) <= report.resident_bytes <= counted + (4 << 20)
     assert "KiB of graphs; the process grew by" in str(report) or report.resident_bytes is None

@@ -199,6 +199,9 @@ class Row:
                     return False
             except TooDeepError:
                 place.state = TOO_DEEP
+        free, limit, limited = (int(self.image[field]) for field in (Field.FREE, Field.LIMIT, Field.LIMITED))
+        if free <= place.state < limited and tokens + 1 >= limit:
+            place.state += limited - free
         self._store(tokens + 1, place)
         if self.forced:
             self.forced.accepted(tokens, token)

@@ -16,9 +16,10 @@ import openai
 
 from stepgraph import AsyncEngine, Engine
 from stepgraph.runtime.cli import make_parser
-from stepgraph.runtime.commands.serve import open_engine
+from stepgraph.runtime.commands.server import open_engine
 from stepgraph.runtime.serve.app import App
 from stepgraph.runtime.serve.http import Bounds
+from stepgraph.runtime.serve.serving import EngineServing
 
 SCHEMA = {
     "type": "object",
@@ -84,7 +85,7 @@ def running(engine: Engine, bounds: Bounds, keys: Sequence[str] = (), tool_forma
     async def serve(listener: socket.socket) -> None:
         loop.set_exception_handler(lambda _, context: found.loop_errors.append(context))
         async with AsyncEngine(engine) as serving:
-            await App(serving, "toy", bounds, keys, tool_format).serve(listener, leave, asyncio.Event(), 60)
+            await App(EngineServing(serving), "toy", bounds, keys, tool_format).serve(listener, leave, asyncio.Event(), 60)
 
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # small, so that a client that does not read stalls the server soon

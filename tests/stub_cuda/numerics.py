@@ -103,16 +103,19 @@ class Numerics(TorchDispatchMode):
         device = kwargs.get("device")
         if not any(tensor.is_cuda for tensor in tensors) and (device is None or torch.device(device).type != "cuda"):
             return func(*args, **kwargs)
-        if func.is_view or name in EMPTY or func is torch.ops.aten._local_scalar_dense.default:
+        if name in EMPTY or func is torch.ops.aten._local_scalar_dense.default:
             return func(*args, **kwargs)
         if _depends_on_values(func, args):
             torch.cuda.current_stream().synchronize()
             return tree_map(_to_device, func(*tree_map(on_host, args), **tree_map(on_host, kwargs)))
-        written = [argument.alias_info is not None for argument in func._schema.arguments]
+        written = [argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments]
         read = [value if written[index] else tree_map(_as_read, value) for index, value in enumerate(args)]
         options = {key: value if key == "out" else tree_map(_as_read, value) for key, value in kwargs.items() if key != "pin_memory"}
         result = func(*args, **kwargs)
         outputs = [value for value in tree_flatten(result)[0] if isinstance(value, Tensor)]
+        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        if not any(written) and all(output.untyped_storage().data_ptr() in storages for output in outputs):
+            return result  # a view
         read, options = tree_map(on_host, (read, options))
         work = partial(_compute, func, read, options, [on_host(output) for output in outputs])
         if any(output.is_cpu and not output.is_pinned() for output in outputs):
@@ -157,8 +160,8 @@ class Numerics(TorchDispatchMode):
 
 def _depends_on_values(func: Any, args: Any) -> bool:
     """The shape of the result, or a result in Python."""
-    name = func._schema.name
-    if name in ("aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2", "aten::is_nonzero"):
+    name, returned = func._schema.name, [str(each.type) for each in func._schema.returns]
+    if name in ("aten::nonzero", "aten::masked_select", "aten::_unique2") or any(kind in ("bool", "int", "float") for kind in returned):
         return True
     return name == "aten::index" and any(index is not None and index.dtype == torch.bool for index in args[1])
 
@@ -215,4 +218,6 @@ def _interpret(program: Any, grid: Any, args: Any, options: Any) -> None:
     with _alone:
         if not _changes:  # a change takes longer than most programs: it is kept until a program is compiled
             _changes.extend(_patch(function) for function in (tl.standard.cdiv.fn, program.fn))
+        if "WIDE" in options:  # the interpreter takes bfloat16 for whole numbers
+            options = {**options, "WIDE": True}
         _Launch(_interpreted(program.fn), program.arg_names, grid)(*args, **options)

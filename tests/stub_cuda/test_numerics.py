@@ -1,10 +1,15 @@
-"""Captured graphs whose kernels have values: operations of torch, rounds against plain decoding, and every check of gpu_check.py."""
+"""Captured graphs whose kernels have values: operations of torch, rounds against plain decoding, and checks of gpu_check.py."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 
@@ -16,6 +21,8 @@ from tools.gpu.checks.context import random_asks, serve
 from tools.gpu.checks.rounds import check_against_oracle
 
 DEVICE = torch.device("cuda", 0)
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = json.loads((ROOT / "tools" / "results" / "gpu_check.schema.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -88,3 +95,23 @@ def test_the_oracle_finds_a_program_without_a_value(values: Numerics, monkeypatc
     monkeypatch.setattr(numerics, "_interpret", all_but_one)
     with pytest.raises(AssertionError, match="expected"):
         rounds_against_the_oracle()
+
+
+# Those that compute little in Triton's interpreter, and neither read times nor count nodes, to which the computations add.
+CHECKS = (
+    "tools_of_this_host capture_drop_capture capture_user_step host_nodes streams_overlap_correct "
+    "capture_leaves_buffers_untouched illegal_step_raises several_engines random_numbers_equal_the_cpu"
+).split()
+
+
+def test_gpu_check_runs_to_its_document(tmp_path: Path) -> None:
+    only = [f"--only={name}" for name in CHECKS]
+    command = [sys.executable, "-m", "tests.stub_cuda.computing", "--check", "--rehearse", "cuda", "--quick", "--out", str(tmp_path), *only]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT, check=False)
+    document = json.loads(done.stdout.splitlines()[-1])
+    jsonschema.Draft202012Validator(SCHEMA).validate(document)
+    assert (document["mode"], document["device"], document["whole"]) == ("rehearsal", "Stub CUDA device", False)
+    assert {check["name"]: check["error"] for check in document["checks"]} == dict.fromkeys(CHECKS, "")
+    assert document["passed"] and done.returncode == 0
+    assert {goal["verdict"] for goal in document["goals"]} == {"not run"}
+    assert json.loads(next(tmp_path.iterdir()).read_text(encoding="utf-8")) == document

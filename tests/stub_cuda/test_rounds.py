@@ -74,10 +74,15 @@ def test_every_key_of_every_drafter_is_captured_twice(backend: Backend, name: st
     assert not counters.take_messages()
 
 
-@pytest.mark.parametrize("changes", [{"max_top_logprobs": 3}, {"draft_masks": False}], ids=["masked", "unmasked"])
-def test_every_key_of_every_draft_length_is_captured_twice(backend: Backend, changes: dict[str, Any]) -> None:
-    engine = make("own vocabulary", backend, num_speculative_tokens=8, draft_length="auto", **changes)
-    assert replay_every_key_twice(engine, tuple(map(Drafting, (0, 1, 3, 5, LONGEST)))) == 21
+UNMASKED = {"max_top_logprobs": 3, "draft_masks": False}
+
+
+@pytest.mark.parametrize(("name", "changes"), [*((name, {}) for name in DRAFTERS), ("own vocabulary", UNMASKED)])
+def test_every_key_of_every_draft_length_is_captured_twice(backend: Backend, name: str, changes: dict[str, Any]) -> None:
+    most = 3 if name == "MTP of 3" else 8  # each of several modules drafts one token
+    engine = make(name, backend, num_speculative_tokens=most, draft_length="auto", **changes)
+    shorter = [length for length in (0, 1, 3, 5) if length < most]
+    assert replay_every_key_twice(engine, (*map(Drafting, shorter), Drafting(LONGEST))) == 4 * len(shorter) + 5
     engine.close()
     assert not counters.take_messages()
 
@@ -303,4 +308,26 @@ def test_a_chunk_of_a_prompt_is_a_copy_and_a_replay(name: str) -> None:
         engine.close()
     print(f"{name}: {launches[False]:.3f} launches per prompt token without graphs, {launches[True]:.3f} with them")
     assert launches[True] == 2 / 128 and launches[False] >= 10 * launches[True]
+    assert not counters.take_messages()
+
+
+def test_several_long_prompts_delay_a_decoding_row_by_one_chunk_a_round() -> None:
+    chunk, prompts = 64, 3
+    engine = make("own vocabulary", max_rows=4, buckets=(4,), prefill_chunk=chunk, max_length=640, greedy_only=True)
+    engine.capture()
+    engine.buffers.results_ring_host[..., FINISH] = FinishCode.RUNNING
+    engine.submit([1, 2, 3], max_new_tokens=500)
+    while not engine.stats().rounds:
+        engine.step()
+    for start in range(prompts):
+        engine.submit([(start + index) % 50 for index in range(1 + 3 * chunk)], max_new_tokens=50)
+    for _ in range(3 * prompts):
+        before = engine.stats()
+        with counters.counted() as counts:
+            engine.step()
+        after = engine.stats()
+        assert after.rounds == before.rounds + 1, "the row decodes in each step"
+        assert after.prompt_tokens == before.prompt_tokens + chunk and counts["graph_launches"] == 2, "after one chunk of one prompt"
+    assert engine.stats().prompt_tokens == 2 + 3 * prompts * chunk, "of all prompts"
+    engine.close()
     assert not counters.take_messages()

@@ -25,8 +25,8 @@ if torch.__version__ < "2.9":  # torch 2.8 copies them through memory of the hos
 ACCEPTED = LEGAL | OF_CONSTANTS | CHECKED
 # The names of what replayed wrong, hung or ended the process before it was refused.
 NAMED = (
-    "linear_solve matrix_inverse cholesky singular_values started_thread thread_of_a_pool all_reduce wait_for_all_reduce "
-    "all_reduce_in_place wrapper_subclass result_of_a_collective"
+    "linear_solve matrix_inverse cholesky singular_values started_thread thread_of_a_pool thread_of_an_older_pool map_over_an_older_pool "
+    "all_reduce wait_for_all_reduce all_reduce_in_place wrapper_subclass result_of_a_collective"
 ).split()
 
 

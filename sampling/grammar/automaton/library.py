@@ -18,7 +18,7 @@ from stepgraph.sampling.native import Unavailable, load
 
 Image = npt.NDArray[np.int32]
 
-IMAGE_VERSION, MOVE_INTS = 4, 12  # as in image.h
+IMAGE_VERSION, MOVE_INTS = 5, 12  # as in image.h
 REASON_BYTES = 400
 UNFIT = 1  # outcome of a call
 
@@ -40,21 +40,23 @@ class Field(IntEnum):
     PUSHES = 13
     FREE = 14
     NARROW = 15
-    CLASS_OF = 16
-    BYTE_OF = 17
-    NEXT = 18
-    MOVES = 19
-    LEAVE = 20
-    RETURN = 21
-    ROW_OF = 22
-    BASE_OF = 23
-    STATUS_OF = 24
-    CHANGE_START = 25
-    CHANGE_WORD = 26
-    CHANGE_VALUE = 27
-    DENSE = 28
-    CROSS_START = 29
-    CROSS = 30
+    LIMIT = 16
+    LIMITED = 17
+    CLASS_OF = 18
+    BYTE_OF = 19
+    NEXT = 20
+    MOVES = 21
+    LEAVE = 22
+    RETURN = 23
+    ROW_OF = 24
+    BASE_OF = 25
+    STATUS_OF = 26
+    CHANGE_START = 27
+    CHANGE_WORD = 28
+    CHANGE_VALUE = 29
+    DENSE = 30
+    CROSS_START = 31
+    CROSS = 32
 
 
 def next_entries(image: Image) -> npt.NDArray[Any]:

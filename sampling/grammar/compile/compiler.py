@@ -380,7 +380,7 @@ class GrammarCompiler:
         start = time.perf_counter()
         try:
             grammar, name, why = self._backends.build(constraint, worker)
-            marker = None if constraint.marker is None else Marker(constraint.marker, self.vocabulary)
+            marker = None if constraint.marker is None else Marker(constraint.marker, self.vocabulary, constraint.marker_limit)
             if marker and marker.of_text and isinstance(grammar, AutomatonGrammar):
                 after = grammar.after(marker)
                 if after.nbytes <= self.limits.automaton_bytes:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from stepgraph.sampling.fields import BOOL, Check, check_value, clip_name, clip_repr, is_int, one_of
+from stepgraph.sampling.fields import BOOL, Check, check_value, clip_name, clip_repr, is_int, one_of, optional, whole
 from stepgraph.sampling.grammar.constraints.structural_tag import checked_tag
 from stepgraph.sampling.grammar.schema.options import Objects, Options, PropertyOrder, Unknown
 
@@ -21,6 +21,7 @@ BackendChoice = Literal["auto", "automaton", "xgrammar", "llguidance"]
 
 MAX_PAYLOAD_CHARS = 1_000_000
 MAX_MARKER = 1000  # characters or ids
+MAX_MARKER_LIMIT = (1 << 31) - 2  # tokens
 MAX_GIVEN_CHARS = 1_000_000  # of JSON text, before its blanks are removed
 
 _FORMATS = {  # the fields of response_format by its type
@@ -62,6 +63,7 @@ class Constraint:
     any_whitespace: bool = False
     backend: BackendChoice = "auto"
     marker: str | tuple[int, ...] | None = None
+    marker_limit: int | None = None
     objects: Objects = "closed"
     unknown_keywords: Unknown = "annotation"
     unknown_formats: Unknown = "annotation"
@@ -91,6 +93,9 @@ class Constraint:
             raise ValueError(f"Constraint.marker: got {len(self.marker or ())} characters or ids, expected at most {MAX_MARKER}")
         if isinstance(self.marker, str):
             _check_text("Constraint.marker", self.marker)
+        check_value("Constraint.marker_limit", self.marker_limit, optional(whole(1, MAX_MARKER_LIMIT)))
+        if self.marker_limit is not None and self.marker is None:
+            raise ValueError(f"Constraint.marker_limit: got {self.marker_limit} without a marker, expected None")
 
     @property
     def schema_options(self) -> Options:
@@ -216,13 +221,15 @@ class Constraint:
         name = "Constraint.structural_tag"
         return cls("structural_tag", _canonical(checked_tag(tag, name), name), any_whitespace, backend)
 
-    def after(self, marker: str | Sequence[int]) -> Constraint:
+    def after(self, marker: str | Sequence[int], *, limit: int | None = None) -> Constraint:
         """The same constraint, beginning after the marker: `Constraint.json_object().after("</think>")`.
 
         Before it any text is allowed, but no stop token. A text marker is found however it is tokenized, and no token extends past
-        its end; token ids are for markers that are control tokens. The grammar begins with the next byte."""
+        its end; token ids are for markers that are control tokens. The grammar begins with the next byte.
+
+        limit: of the tokens before the marker, as a budget of reasoning: after so many, only tokens are legal that continue the marker."""
         try:
-            return replace(self, marker=marker if isinstance(marker, str) else tuple(marker))
+            return replace(self, marker=marker if isinstance(marker, str) else tuple(marker), marker_limit=limit)
         except TypeError:
             raise ValueError(f"Constraint.marker: got {clip_repr(marker)}, expected a text or token ids, at least one") from None
 

@@ -19,6 +19,8 @@ from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 
+NO_LIMIT = (1 << 63) - 1
+
 
 class NativeRow:
     """One constrained request: a struct that host nodes access, and everything that the struct points to.
@@ -58,10 +60,12 @@ class NativeRow:
         self._states = np.full(len(masks_host), matcher.state, np.int32)
         arrays = {name: getattr(marker, name).ctypes.data for name in ("symbols", "fallback", "mask_index", "masks")}
         self._table = structs.marker_table(**arrays, num_tokens=len(vocabulary.tokens), complete=marker.complete)
+        self._table.words, self._table.limit = vocabulary.mask_words, NO_LIMIT if marker.limit is None else marker.limit
         self._table.text_words = vocabulary.text_words.ctypes.data
         if marker.of_text:
             self._table.bytes, self._table.starts = (array.ctypes.data for array in vocabulary.joined)
         self.struct.marker = structs.marker_progress(table=addressof(self._table), states=self._states.ctypes.data, room=len(masks_host))
+        self.struct.marker.num_free = matcher.num_free
 
     def _set_vocabulary(self, vocabulary: Vocabulary, fuel_seconds: float, masks_host: Tensor) -> None:
         self._require_width(vocabulary, masks_host)

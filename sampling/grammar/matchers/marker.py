@@ -2,6 +2,8 @@
 
 A marker is a text, in any tokenization, or a sequence of token ids, control tokens included. Tokens that extend beyond the end of a
 text marker are not legal: the text after the marker belongs to the grammar from its first byte.
+
+With a limit of N tokens, after the first N only tokens are legal that continue the marker, from where the text is in it to its end.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from stepgraph.sampling.fields import clip_repr
-from stepgraph.sampling.grammar.matchers.forced import forced_bytes
+from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, forced_bytes
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -25,14 +27,16 @@ class Marker:
     The state is the length of the longest marker prefix that the text ends with.
     """
 
-    def __init__(self, marker: str | tuple[int, ...], vocabulary: Vocabulary) -> None:
+    def __init__(self, marker: str | tuple[int, ...], vocabulary: Vocabulary, limit: int | None = None) -> None:
+        """limit: of the tokens before only the marker may go on. ValueError where the vocabulary cannot write the marker."""
         check_marker(marker, vocabulary)
+        self.limit = limit
         self.vocabulary = vocabulary
         self._text = marker.encode() if isinstance(marker, str) else b""
         self._ids = () if isinstance(marker, str) else marker
         self.symbols = np.array(list(self._text or self._ids), np.int32)  # bytes or ids
         self.fallback = _fallback(self.symbols.tolist())
-        self.mask_index, self.masks = self._make_masks()
+        self._make_masks()
 
     @property
     def complete(self) -> int:
@@ -47,6 +51,10 @@ class Marker:
     def nbytes(self) -> int:
         return self.masks.nbytes + self.mask_index.nbytes + self.fallback.nbytes + self.symbols.nbytes
 
+    def rest(self, state: int) -> bytes:
+        """The bytes of a text marker from a state on."""
+        return self._text[state:]
+
     def after(self, state: int, token_id: int) -> int | None:
         """The state after one more token; None if the token is not legal, as stop tokens before the end of the marker."""
         if self._ids:
@@ -60,22 +68,44 @@ class Marker:
             return _overlap(text, self._text)
         return self.complete if found + len(self._text) == len(text) else None
 
-    def allowed(self, state: int) -> Int32s:
-        """[mask_words] the tokens that are legal in a state."""
-        mask: Int32s = self.masks[self.mask_index[state]]
+    def allowed(self, state: int, tokens: int) -> Int32s:
+        """[mask_words] what is legal in a state after so many tokens."""
+        limited = self.limit is not None and tokens >= self.limit
+        mask: Int32s = self.masks[self.mask_index[state + limited * self.complete]]
         return mask
 
-    def _make_masks(self) -> tuple[Int32s, Int32s]:
-        """[complete] the mask of each state, and the distinct masks [.., mask_words]: most states have the same."""
-        exceptions = self._added() if self._ids else self._forbidden()
-        distinct: dict[frozenset[int], int] = {}
-        mask_index = np.array([distinct.setdefault(frozenset(tokens), len(distinct)) for tokens in exceptions], np.int32)
-        masks = np.repeat(self.vocabulary.text_words[None], len(distinct), 0).view(np.uint32)
-        for mask, tokens in zip(masks, distinct, strict=True):
+    def _make_masks(self) -> None:
+        """mask_index [complete, or twice as many with a limit]: the mask of each state, then the same of texts at the limit.
+        masks [.., mask_words]: the distinct ones, those of free text first: most states have the same."""
+        exceptions = [frozenset(tokens) for tokens in (self._added() if self._ids else self._forbidden())]
+        continued = [] if self.limit is None else [frozenset(tokens) for tokens in self._continuing()]
+        free, few = dict.fromkeys(exceptions), dict.fromkeys(continued)
+        rows, self.free_masks = [*free, *few], len(free)
+        index = [[*free].index(tokens) for tokens in exceptions] + [len(free) + [*few].index(tokens) for tokens in continued]
+        masks = np.zeros((len(rows), self.vocabulary.mask_words), np.uint32)
+        masks[: len(free)] = self.vocabulary.text_words.view(np.uint32)
+        for mask, tokens in zip(masks, rows, strict=True):
             for token_id in tokens:
                 mask[token_id // BITS_PER_WORD] ^= np.uint32(1 << token_id % BITS_PER_WORD)
         masks.setflags(write=False)
-        return mask_index, masks.view(np.int32)
+        self.mask_index, self.masks = np.array(index, np.int32), masks.view(np.int32)
+
+    def _continuing(self) -> list[set[int]]:
+        """By state, the tokens that continue the marker and end with it or before it."""
+        if self._ids:
+            return [{token_id} for token_id in self._ids]
+        found: list[set[int]] = [set() for _ in range(self.complete)]
+        for token_id, token in enumerate(self.vocabulary.tokens):
+            if token and token_id not in self.vocabulary.non_text_ids:
+                state = self._text.find(token)
+                while state >= 0:
+                    found[state].add(token_id)
+                    state = self._text.find(token, state + 1)
+        for state, tokens in enumerate(found):
+            if not tokens:
+                expected = f"a marker that tokens can write from each of its bytes on; none begins with byte {state}"
+                raise ValueError(f"Constraint.marker: got {clip_repr(self._text)} with a limit, expected {expected}")
+        return found
 
     def _added(self) -> list[set[int]]:
         """By state, the non-text ids that are legal: the marker's next one and its first one."""
@@ -117,6 +147,11 @@ class MarkerMatcher:
         return self._states[-1]
 
     @property
+    def num_free(self) -> int:
+        """Tokens up to the end of the marker."""
+        return len(self._states) - 1
+
+    @property
     def begun(self) -> bool:
         """Whether the marker is complete and the grammar applies."""
         return self.state == self.marker.complete
@@ -128,7 +163,8 @@ class MarkerMatcher:
             self._num_inner += accepted
             return accepted
         in_range = 0 <= token_id < len(self.marker.vocabulary.tokens)
-        state = self.marker.after(self.state, token_id) if in_range and not self.fault else None
+        known = in_range and not self.fault and (not self._at_limit or self._continues(token_id))
+        state = self.marker.after(self.state, token_id) if known else None
         if state is None:
             return False
         self._states.append(state)
@@ -139,15 +175,26 @@ class MarkerMatcher:
         if self.begun:
             return self.inner.fill_next_token_bitmask(masks, index)
         row = self.marker.vocabulary.mask_row(masks, index)
-        row[:] = self.marker.allowed(self.state) if not self.fault else 0
+        row[:] = self.marker.allowed(self.state, self.num_free) if not self.fault else 0
         return MaskStatus.FAULT if self.fault else MaskStatus.OK if row.any() else MaskStatus.DEAD_END
 
     def forced_bytes(self) -> bytes:
-        return forced_bytes(self.inner) if self.begun else b""
+        if self.begun:
+            return forced_bytes(self.inner)
+        rest = self.marker.rest(self.state) if self._at_limit else b""
+        return (rest + forced_bytes(self.inner))[:FORCED_BYTES] if rest else b""
+
+    @property
+    def _at_limit(self) -> bool:
+        return self.marker.limit is not None and self.num_free >= self.marker.limit
+
+    def _continues(self, token_id: int) -> bool:
+        mask = self.marker.allowed(self.state, self.num_free)
+        return bool(mask[token_id // BITS_PER_WORD] >> token_id % BITS_PER_WORD & 1)
 
     def rollback(self, num_tokens: int) -> None:
         """Roll back the latest tokens, those of the marker included."""
-        limit = self._num_inner + len(self._states) - 1
+        limit = self._num_inner + self.num_free
         if not 0 <= num_tokens <= limit:
             raise ValueError(f"rollback.num_tokens: got {num_tokens}, expected 0..{limit}, the number of accepted tokens")
         inner = min(num_tokens, self._num_inner)

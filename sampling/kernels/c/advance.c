@@ -95,7 +95,8 @@ static bool step(const advance_row *row, int64_t tokens, int64_t index, int64_t 
     image_place place = load_place(row, tokens);
     image_walk walk = image_begin(&place, stack_at(row, tokens));
     if (!image_accept(row->image, &row->call->vocabulary, &walk, token)) return false;
-    memcpy(place_at(row, tokens + 1), &walk.place, sizeof walk.place);
+    place = image_within_limit(row->image, walk.place, tokens + 1);
+    memcpy(place_at(row, tokens + 1), &place, sizeof place);
     image_copy_stack(&walk, stack_at(row, tokens + 1));
     if (row->call->texts) follow_forced(row->call->texts + row->row, tokens, token);
     return true;

@@ -16,7 +16,8 @@ from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn
 from stepgraph.sampling.kernels import advance
 from stepgraph.sampling.kernels.advance import PlaceColumn
 from stepgraph.sampling.kernels.triton.automaton import fill, follow, symbol_at
-from stepgraph.sampling.kernels.triton.forced import follow_text, write_forced_token
+from stepgraph.sampling.kernels.triton.forced import draft_or_forced, follow_text, write_forced_token
+from stepgraph.sampling.kernels.triton.marker import within_limit
 
 _VERSION = tl.constexpr(IMAGE_VERSION)
 _HEADER_INTS = tl.constexpr(advance.HEADER_INTS)
@@ -81,8 +82,8 @@ def _kind_of(tags, owner, generated, index, token, positions, running):
 
 
 @triton.jit
-def _accept(image, mask, vocabulary, stop_words, active, token, place):
-    """Append a token to a place with this mask where `active`: whether it is legal, and the place as by `follow`."""
+def _accept(image, mask, vocabulary, stop_words, active, token, place, tokens):
+    """Append a token to a place with this mask where `active`: whether it is legal, and the place as by `follow`, after so many tokens."""
     text, token_starts, num_tokens = vocabulary
     active = active & (token >= 0) & (token < num_tokens) & (place[0] >= 0)
     allowed = ((tl.load(mask + (token >> 5), mask=active, other=0) >> (token & 31).to(tl.int32)) & 1) != 0
@@ -92,7 +93,7 @@ def _accept(image, mask, vocabulary, stop_words, active, token, place):
     legal, deep, place = follow(image, text, begin, tl.where(is_stop, begin, end), place, 0)
     state, counters, stack = place
     state = tl.where(deep, _TOO_DEEP, tl.where(is_stop, _ENDED, state))
-    return allowed & (legal | deep | is_stop), (state, counters, stack)
+    return allowed & (legal | deep | is_stop), within_limit(image, (state, counters, stack), tokens)
 
 
 @triton.jit
@@ -126,16 +127,6 @@ def _clear(column, slot, step, first, last, value):
     if column is not None:
         index = tl.arange(0, _POSITIONS)
         tl.store(column + slot + index * step, tl.zeros((_POSITIONS,), tl.int64) + value, mask=(index >= first) & (index <= last))
-
-
-@triton.jit
-def _draft(drafts, draft_step, forced, slot, forced_step, index, last_token, TAKES_FORCED: tl.constexpr):
-    """Draft `index`, from 1, or the token that was forced in its place; the last token for index 0."""
-    token = tl.load(drafts + (index - 1) * draft_step, mask=index > 0, other=-1)
-    if TAKES_FORCED:
-        forced_token = tl.load(forced + slot + (index - 1) * forced_step, mask=index > 0, other=-1)
-        token = tl.where(forced_token >= 0, forced_token, token)
-    return tl.where(index > 0, token, last_token)
 
 
 @triton.jit
@@ -201,14 +192,14 @@ def advance_rows(
         _clear(batch_forced, slot, forced_step, first, tl.minimum(last, positions - 2), -1)
         while step <= last:
             index = tl.where(step < first, 0, step)
-            token = _draft(line, draft_position_step, batch_forced, slot, forced_step, index, last_token, TAKES_FORCED)
+            token = draft_or_forced(line, draft_position_step, batch_forced, slot, forced_step, index, last_token, TAKES_FORCED)
             by_token, starts, known, guide = _kind_of(tags, owner, generated, index, token, positions, running)
             tokens = (generated + index).to(tl.int32)
             source, target = row * ring + (tokens - by_token.to(tl.int32)) % ring, row * ring + tokens % ring
             reached, stack = by_token | known, row_stacks + target * room
             place = _read_place(image, starts, reached, row_places + source * _PLACE_INTS, row_stacks + source * room)
             guide_mask, mask = row_masks + (row * positions + guide) * words, row_masks + (row * positions + index) * words
-            legal, place = _accept(image, guide_mask, vocabulary, stop_words, by_token, token, place)
+            legal, place = _accept(image, guide_mask, vocabulary, stop_words, by_token, token, place, tokens)
             status = tl.where(by_token & (index > 0), _ILLEGAL, _NONE).to(tl.int64)
             if legal | starts:
                 _write_place(row_places + target * _PLACE_INTS, stack, place, LANES)

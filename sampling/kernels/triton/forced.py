@@ -37,6 +37,16 @@ def _count_bits(word):
 
 
 @triton.jit
+def draft_or_forced(drafts, draft_step, forced, slot, forced_step, index, last_token, TAKES_FORCED: tl.constexpr):
+    """Draft `index`, from 1, or the token that was forced in its place; the last token for index 0."""
+    token = tl.load(drafts + (index - 1) * draft_step, mask=index > 0, other=-1)
+    if TAKES_FORCED:
+        forced_token = tl.load(forced + slot + (index - 1) * forced_step, mask=index > 0, other=-1)
+        token = tl.where(forced_token >= 0, forced_token, token)
+    return tl.where(index > 0, token, last_token)
+
+
+@triton.jit
 def follow_text(texts, row, begins, position, token, when):
     """Record that a text begins, or that `token` was accepted at `position` of the history, where `when`."""
     if texts is not None:

@@ -392,6 +392,20 @@ def started_thread(b: StaticBuffers) -> None:
     thread.join()
 
 
+OLDER_POOL = ThreadPoolExecutor(1)
+OLDER_POOL.submit(int).result()  # its thread runs
+
+
+@illegal("other-thread")
+def thread_of_an_older_pool(b: StaticBuffers) -> None:
+    OLDER_POOL.submit(b.x.add_, 1).result()  # illegal
+
+
+@illegal("other-thread")
+def map_over_an_older_pool(b: StaticBuffers) -> None:
+    list(OLDER_POOL.map(b.x.add_, [1, 2]))  # illegal
+
+
 @illegal("other-thread")
 def thread_of_a_pool(b: StaticBuffers) -> None:
     with ThreadPoolExecutor(1) as pool:

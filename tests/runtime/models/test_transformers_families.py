@@ -179,7 +179,7 @@ def test_layers_without_paged_attention_are_refused(parent: Path) -> None:
 
 def test_the_documented_families_are_those_tested() -> None:
     """Also whether their bits depend on the batch, and which have a native class."""
-    page = (Path(__file__).parents[3] / "docs/models.md").read_text(encoding="utf-8").partition("### What runs together")[0]
+    page = (Path(__file__).parents[3] / "docs/models.md").read_text(encoding="utf-8").partition("### Supported combinations")[0]
     rows = re.findall(r"^\| `(\w+)ForCausalLM` \| (native as well)?.*\| (yes|no) \|$", page, re.MULTILINE)
     native = [f"{family}ForCausalLM" in ARCHITECTURES for family in FAMILIES]
     varies = ["no" if family in VARIES else "yes" for family in FAMILIES]

@@ -32,6 +32,8 @@ MARKED = [
     automaton_cases.CONSTRAINTS["brackets"].after("a"),
     Constraint.regex("[ab]{0,3}").after("]]"),
     Constraint.json_object().after('",'),
+    Constraint.regex("[ab]{0,3}").after("]]", limit=3),
+    Constraint.json_object().after('",', limit=5),
 ]
 WIDE = Constraint.choice(["".join(Random(0).choices("ab[]", k=1 << 15)), "b"])  # more states than 16 bits can number
 CONSTRAINTS = [*automaton_cases.CONSTRAINTS.values(), Constraint.regex("[ab]{1,3}%"), WIDE, WIDE.after("b]"), *MARKED]
@@ -92,7 +94,7 @@ def forcing_grammars(merges: bool = False) -> list[AutomatonGrammar]:
 @pytest.mark.parametrize(("drafts", "rounds"), [(0, 150), (1, 100), (4, 50)])
 def test_reference_and_c_equal_the_host_link(drafts: int, rounds: int) -> None:
     counts = Counter[MaskStatus]()
-    for seed in range(4):
+    for seed in range(8):
         world = World(grammars(), 7, drafts, seed, [advance_reference, advance_fill.out])
         world.run(rounds)
         counts += world.counts

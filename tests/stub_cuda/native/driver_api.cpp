@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <fstream>
+#include <iterator>
+#include <string>
 
 #include "api.h"
 
@@ -424,6 +427,14 @@ int cuModuleLoadData(void** module, const void* image) {
     if (int refused = unsafe_call("load of a module")) return refused;
     *module = load_module(image);
     return SUCCESS;
+}
+
+int cuModuleLoad(void** module, const char* path) {
+    enum { FILE_NOT_FOUND = 301 };
+    std::ifstream file(path, std::ios::binary);
+    if (!file) return FILE_NOT_FOUND;
+    std::string image(std::istreambuf_iterator<char>(file), {});
+    return cuModuleLoadData(module, image.c_str());
 }
 
 int cuModuleLoadDataEx(void** module, const void* image, unsigned, int*, void**) { return cuModuleLoadData(module, image); }

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-enum { IMAGE_VERSION = 4, IMAGE_COUNTERS = 3, IMAGE_MOVE_INTS = 12, IMAGE_MAX_PUSHES = 64 };
+enum { IMAGE_VERSION = 5, IMAGE_COUNTERS = 3, IMAGE_MOVE_INTS = 12, IMAGE_MAX_PUSHES = 64 };
 
 /* The header. Fields from IMAGE_CLASS_OF on are offsets of tables, in int32 from the start of the image. */
 enum image_field {
@@ -23,6 +23,8 @@ enum image_field {
     IMAGE_PUSHES, /* the most symbols that a legal token has on the stack at a time; at most IMAGE_MAX_PUSHES */
     IMAGE_FREE, /* the first of the states before the end of a marker, in which the text is free; IMAGE_STATES without a marker */
     IMAGE_NARROW, /* 1: an entry of IMAGE_NEXT has 16 bits, and an int32 two entries, the first one in its low half; 0: 32 bits */
+    IMAGE_LIMIT, /* from so many tokens on the text before the end of the marker is not free; INT32_MAX without a limit */
+    IMAGE_LIMITED, /* the first of the states that replace the free ones then: only the marker goes on; IMAGE_STATES without a limit */
     IMAGE_CLASS_OF, /* [256] byte class of each byte */
     IMAGE_BYTE_OF, /* [classes] the only byte of a class, or -1 */
     IMAGE_NEXT, /* [states, classes] state; -1: not legal; -2 - n: move n */
@@ -73,6 +75,13 @@ typedef struct {
 } image_walk;
 
 image_place image_start(const int32_t *image);
+
+/* The place after so many tokens: one in free text is replaced if the text has reached its limit. */
+static inline image_place image_within_limit(const int32_t *image, image_place place, int64_t tokens) {
+    if (tokens >= image[IMAGE_LIMIT] && place.state >= image[IMAGE_FREE] && place.state < image[IMAGE_LIMITED])
+        place.state += image[IMAGE_LIMITED] - image[IMAGE_FREE];
+    return place;
+}
 
 static inline image_walk image_begin(const image_place *place, const int32_t *stack) {
     image_walk walk;

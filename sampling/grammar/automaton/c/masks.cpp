@@ -1021,7 +1021,8 @@ private:
         image[IMAGE_ROWS] = (int32_t)base_of.size();
         image[IMAGE_CROSSING] = most;
         image[IMAGE_DEPTH] = automaton.symbols ? (int32_t)limits.depth : 0;
-        image[IMAGE_FREE] = automaton.states;
+        image[IMAGE_FREE] = image[IMAGE_LIMITED] = automaton.states;
+        image[IMAGE_LIMIT] = INT32_MAX;
         image[IMAGE_PUSHES] = automaton.symbols ? most_pushes() : 0;
         return image;
     }

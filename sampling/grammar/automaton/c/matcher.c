@@ -54,7 +54,8 @@ static int accept(const matcher_library *self, void *handle, int64_t token, char
     memcpy(popped + matcher->num_popped, matcher->stack + walk.kept, (size_t)num_popped * sizeof *matcher->popped);
     matcher->num_popped += num_popped;
     image_copy_stack(&walk, matcher->stack);
-    places[++matcher->tokens] = (token_place){walk.place, walk.kept};
+    matcher->tokens++;
+    places[matcher->tokens] = (token_place){image_within_limit(matcher->image, walk.place, matcher->tokens), walk.kept};
     return 1;
 }
 

@@ -46,18 +46,19 @@ typedef struct {
     matcher_row *row;
 } search;
 
-/* Asks the row's library for the forced text; before the end of a marker there is none. Sets a fault if it fails. */
+/* The rest of a marker at its limit, and the forced text of the row's library, which is asked after a marker. Sets a fault if it fails. */
 static int64_t find_forced(void *context, uint8_t *text) {
     search *of = context;
     matcher_row *row = of->row;
     char error[FAULT_BYTES];
     count(of->link, LOOKS, 1);
-    if (before_marker_end(&row->marker)) return 0;
+    int64_t before = before_marker_end(&row->marker) ? forced_marker_text(&row->marker, text, FORCED_BYTES) : 0;
+    if (before_marker_end(&row->marker) && !before) return 0;
     double start = start_of_call(row);
-    int size = row->library->forced(row->library, row->matcher, (char *)text, FORCED_BYTES, error);
+    int size = row->library->forced(row->library, row->matcher, (char *)text + before, FORCED_BYTES - before, error);
     if (size < 0) fail(row, "%s", error);
     else end_of_call(row, start);
-    return faulted(row) ? -1 : size;
+    return faulted(row) ? -1 : before + size;
 }
 
 static void fill(host_link *link, int64_t slot, matcher_row *row, int64_t index, int64_t stage) {

@@ -31,9 +31,17 @@ static int32_t state_after_id(const marker_table *table, int32_t state, int64_t 
     return next_state(table, state, (int32_t)token);
 }
 
+static int at_limit(const marker_progress *marker) { return marker->num_free >= marker->table->limit; }
+
+static const int32_t *free_mask(const marker_progress *marker, int64_t words) {
+    const marker_table *table = marker->table;
+    return table->masks + table->mask_index[current_state(marker) + (at_limit(marker) ? table->complete : 0)] * words;
+}
+
 int accept_free_token(marker_progress *marker, int64_t token) {
     const marker_table *table = marker->table;
     if (token < 0 || token >= table->num_tokens) return 0;
+    if (at_limit(marker) && !((uint32_t)free_mask(marker, table->words)[token / 32] >> (token % 32) & 1)) return 0;
     int32_t state = (table->bytes ? state_after_text : state_after_id)(table, current_state(marker), token);
     if (state < 0) return 0;
     marker->states[++marker->num_free % marker->room] = state;
@@ -41,11 +49,18 @@ int accept_free_token(marker_progress *marker, int64_t token) {
 }
 
 int32_t fill_free_mask(const marker_progress *marker, int32_t *mask, int64_t words) {
-    const int32_t *allowed = marker->table->masks + marker->table->mask_index[current_state(marker)] * words;
-    memcpy(mask, allowed, (size_t)words * sizeof *mask);
+    memcpy(mask, free_mask(marker, words), (size_t)words * sizeof *mask);
     for (int64_t word = 0; word < words; word++)
         if (mask[word]) return OK;
     return DEAD_END;
+}
+
+int64_t forced_marker_text(const marker_progress *marker, uint8_t *text, int64_t room) {
+    const marker_table *table = marker->table;
+    int64_t size = 0;
+    if (!table->bytes || !at_limit(marker)) return 0;
+    for (int32_t state = current_state(marker); state < table->complete && size < room; state++) text[size++] = (uint8_t)table->symbols[state];
+    return size;
 }
 
 int64_t roll_back_marker(marker_progress *marker, int64_t tokens) {

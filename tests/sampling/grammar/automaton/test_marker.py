@@ -34,10 +34,12 @@ CASES = {
 Pair = tuple[AutomatonGrammar, AutomatonGrammar]
 
 
-def both(vocabulary: Vocabulary, constraint: Constraint, marker: str, limits: GrammarLimits | None = None) -> Pair:
+def both(
+    vocabulary: Vocabulary, constraint: Constraint, marker: str, limits: GrammarLimits | None = None, limit: int | None = None
+) -> Pair:
     """The grammar after the marker, and the grammar alone."""
     compiler = GrammarCompiler(vocabulary, backend="automaton", limits=limits)
-    after, alone = compiler.compile(constraint.after(marker)), compiler.compile(constraint)
+    after, alone = compiler.compile(constraint.after(marker, limit=limit)), compiler.compile(constraint)
     assert after.marker is None and isinstance(after.grammar, AutomatonGrammar) and isinstance(alone.grammar, AutomatonGrammar)
     return after.grammar, alone.grammar
 
@@ -64,6 +66,7 @@ def compare(grammars: Pair, marker: Marker, draw: Random, texts: int, length: in
             # Half of the time a token that continues the marker, so that it ends.
             state = expected.state
             closer = [token for token in legal if state < marker.complete and (marker.after(state, token) or 0) > state]
+            assert closer or marker.limit is None or expected.begun or expected.num_free < marker.limit, "only the marker goes on"
             token = draw.choice(closer if closer and draw.random() < 0.5 else legal)
             assert ours.accept_token(token) and expected.accept_token(token)
         ends += expected.begun
@@ -78,6 +81,24 @@ def test_masks_and_tokens_are_those_of_a_marker_matcher(vocabulary: Vocabulary) 
         for marker in markers
     )
     assert ends > 8
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+@pytest.mark.parametrize("vocabulary", CASES, ids=lambda vocabulary: f"{len(vocabulary.tokens)} tokens")
+def test_a_limited_text_goes_on_with_the_marker_only(vocabulary: Vocabulary, limit: int) -> None:
+    markers, constraint = CASES[vocabulary]
+    for marker in (marker for marker in markers if vocabulary is not NO_B or "b" not in marker):
+        grammars = both(vocabulary, constraint, marker, limit=limit)
+        assert compare(grammars, Marker(marker, vocabulary, limit), Random(marker), 8, limit + len(marker.encode()) + 2) == 8
+
+
+@pytest.mark.parametrize("field", [Field.LIMIT, Field.LIMITED])
+def test_a_planted_error_of_the_limit_is_found(field: Field) -> None:
+    after, alone = both(SMALL, Constraint.regex("x+|ab"), "aab", limit=3)
+    image = after.image.copy()
+    image[field] += 1
+    with pytest.raises(AssertionError):
+        compare((AutomatonGrammar(image, after.table, SMALL), alone), Marker("aab", SMALL, 3), Random(1), 40)
 
 
 def test_a_hidden_token_is_legal_before_the_marker_only() -> None:

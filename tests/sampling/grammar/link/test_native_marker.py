@@ -62,7 +62,7 @@ class MarkerPair(LinkPair):
         random, vocabulary = self.random, self.vocabulary
         constraint = random.choice(INNER[vocabulary])
         if random.random() < 0.9:
-            constraint = constraint.after(random.choice(MARKERS[vocabulary]))
+            constraint = constraint.after(random.choice(MARKERS[vocabulary]), limit=random.choice([None, None, 1, 3]))
         grammar = compiler(vocabulary, random.choice(WITH_MARKER)).compile(constraint)
         self.admit(slot, grammar, [grammar.matcher() for _ in self.links])
         request = self.requests[slot]
@@ -121,7 +121,7 @@ def test_rows_with_markers_equal_the_python_links_in_long_runs(schedule: Schedul
 @pytest.mark.parametrize("vocabulary", [SMALL, VOCABULARY])
 @pytest.mark.parametrize("masked", [True, False])
 def test_markers_that_end_inside_drafts_are_rolled_back(vocabulary: Vocabulary, masked: bool) -> None:
-    pair = run_pair((5, 4, masked, 2, vocabulary, 8), 80)
+    pair = run_pair((5, 4, masked, 2, vocabulary, 8), 140)
     assert pair.num_taken_back > 5
     assert pair.statuses >= {MaskStatus.OK, MaskStatus.COMPLETE, MaskStatus.TERMINATED, MaskStatus.ILLEGAL}
 

@@ -61,6 +61,47 @@ def test_only_tokens_that_extend_beyond_the_marker_are_forbidden(marker: str) ->
     assert ends > 20
 
 
+@pytest.mark.parametrize("backend", EACH_BACKEND)
+@pytest.mark.parametrize("marker", ["a", "aab", "abab", [OPEN, A, CLOSE]], ids=str)
+def test_after_the_limit_only_tokens_are_legal_that_continue_the_marker(marker: Any, backend: BackendChoice) -> None:
+    constraint, random = Constraint.regex("x+", backend).after(marker, limit=4), Random(5)
+    compiled_small, parts = GrammarCompiler(SMALL, max_threads=1).compile(constraint), [TOKENS[i] for i in range(12)]
+    for _ in range(30):
+        matcher, text, ids, count = compiled_small.matcher(), b"", list[int](), 0
+        while True:
+            legal = filled(matcher, 2)[1]
+            assert [i for i in range(40) if _accepts(matcher, i)] == legal
+            if isinstance(marker, str):
+                held = next(size for size in range(len(marker), -1, -1) if text.endswith(marker.encode()[:size]))
+                rest, free = marker.encode()[held:], legal_by_definition(text, marker.encode())
+                expected = free if count < 4 else [i for i in TEXT if rest.startswith(parts[i])]
+            else:
+                held = next(size for size in range(len(marker), -1, -1) if ids[len(ids) - size :] == marker[:size])
+                rest, expected = marker[held:], sorted({*TEXT, OPEN, marker[held]} if count < 4 else {marker[held]}) if held < 3 else []
+            if not rest:
+                assert legal == [X]
+                break
+            assert legal == expected
+            token = random.choice(legal)
+            assert matcher.accept_token(token)
+            text, ids, count = text + parts[token], [*ids, token], count + 1
+        assert count <= 4 + len(marker)
+
+
+def test_a_marker_with_a_limit_must_be_one_that_tokens_can_write() -> None:
+    with pytest.raises(ValueError, match=r"Constraint\.marker: got b'a%' with a limit, expected a marker .*; none begins with byte 1"):
+        GrammarCompiler(SMALL).compile(Constraint.regex("x").after("a%", limit=3))
+    GrammarCompiler(SMALL).compile(Constraint.regex("x").after("a%"))
+
+
+@pytest.mark.parametrize("limit", [0, -1, True, 2.0, 1 << 31, "3"])
+def test_invalid_limits_are_rejected(limit: Any) -> None:
+    with pytest.raises(ValueError, match=r"Constraint\.marker_limit: got"):
+        Constraint.regex("a").after("b", limit=limit)
+    with pytest.raises(ValueError, match=r"Constraint\.marker_limit: got 5 without a marker"):
+        Constraint("regex", "a", marker_limit=5)
+
+
 def _accepts(matcher: Matcher, token_id: int) -> bool:
     accepted = matcher.accept_token(token_id)
     if accepted:
@@ -183,7 +224,7 @@ def test_marker_ids_outside_the_vocabulary_are_rejected_at_compilation() -> None
 def test_states_with_equal_masks_share_one() -> None:
     long = Marker("x" + "ab" * 100, SMALL)
     assert long.masks.shape == (2, 2) and long.nbytes < 4000, "one mask for the state before the last letter, one for all others"
-    assert np.shares_memory(long.allowed(1), long.allowed(7)) and not np.shares_memory(long.allowed(7), long.allowed(200))
+    assert np.shares_memory(long.allowed(1, 9), long.allowed(7, 9)) and not np.shares_memory(long.allowed(7, 9), long.allowed(200, 9))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +233,7 @@ def test_states_with_equal_masks_share_one() -> None:
 def test_masks_equal_the_transition_function(marker: str | tuple[int, ...]) -> None:
     made = Marker(marker, SMALL)
     for state in range(made.complete):
-        bits = [int(made.allowed(state)[token_id // 32]) >> (token_id % 32) & 1 for token_id in range(40)]
+        bits = [int(made.allowed(state, 0)[token_id // 32]) >> (token_id % 32) & 1 for token_id in range(40)]
         assert bits == [token_id < len(TOKENS) and made.after(state, token_id) is not None for token_id in range(40)]
 
 

@@ -1,0 +1,233 @@
+"""Replicas under Ray Serve. Ray starts, checks, scales and updates them and carries the calls; tokens and grammars are the engine's.
+
+```python
+from ray import serve
+
+handle = serve.run(deployment(make_engine, replicas=2), name="stepgraph", route_prefix=None)
+pool = await ReplicaPool.open(handle)
+stream = await pool.generate([1, 2, 3], max_new_tokens=20)
+async for event in stream:
+    print(event.tokens)
+```
+
+Every process that has the handle may open a pool. A pool belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.exceptions import ReplicaUnavailableError, RequestCancelledError
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from stepgraph.runtime.aio import AsyncEngine
+from stepgraph.runtime.engine import Engine
+from stepgraph.runtime.replicas.answer import answer, info_of
+from stepgraph.runtime.replicas.identity import identity_of
+from stepgraph.runtime.replicas.metrics import counts_text, merged_text
+from stepgraph.runtime.replicas.router import PrefixRouter
+from stepgraph.runtime.replicas.scaling import FREE_PAGES, scale
+from stepgraph.runtime.replicas.streams import Counts, ReplicaLost, ResumedStream, Resumption
+from stepgraph.runtime.replicas.wire import Ask, Info, Part
+from stepgraph.runtime.request_queue import QueueFullError
+from stepgraph.runtime.text import TextCodec
+from stepgraph.sampling.fields import check_value, whole
+
+NAME = "stepgraph"  # of the deployment
+METRICS_SECONDS = 5
+LOST = (RayActorError, ReplicaUnavailableError, RequestCancelledError, TaskCancelledError)
+
+
+class Replica:
+    """One engine in a process of Ray."""
+
+    async def __init__(self, make_engine: Callable[[], Engine]) -> None:  # type: ignore[misc]  # Ray awaits it
+        self._engine = engine = await asyncio.to_thread(make_engine)  # until it returns, the replica gets no requests
+        self._serving = AsyncEngine(engine)
+        await self._serving.open()
+        self._name = str(serve.get_replica_context().replica_id.unique_id)
+        self._identity = identity_of(engine)
+
+    def check_health(self) -> None:
+        """Ray asks every second; after three errors the replica gets no more requests and is replaced."""
+        if self._serving.failure is not None:
+            raise RuntimeError(f"the engine failed: {self._serving.failure}")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        stats = self._engine.stats()
+        return {FREE_PAGES: stats.free_pages / max(1, stats.pages)}
+
+    async def describe(self) -> Info:
+        return info_of(self._engine, self._name, self._identity)
+
+    async def metrics(self) -> str:
+        return await asyncio.to_thread(self._engine.metrics, {"replica": self._name})
+
+    async def generate(self, ask: Ask) -> AsyncIterator[Part]:
+        """Ray closes the generator when its caller leaves, which cancels the job."""
+        async with contextlib.aclosing(answer(self._serving, ask, self._name, self._identity)) as parts:
+            async for part in parts:
+                yield part
+
+    async def __del__(self) -> None:
+        """Ray calls it once the requests have ended, or after graceful_shutdown_timeout_s."""
+        await self._serving.close(drain=False)
+        self._engine.close()
+
+
+class PrefixRequestRouter(RequestRouter):
+    """Ray's order of replicas: by the prefix of the request, with bounded load."""
+
+    def initialize_state(self, **options: Any) -> None:
+        self._prefixes = PrefixRouter(**options)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Each replica is a rank of its own. Ray takes the first one that is not full, and otherwise asks again later."""
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True
+        ask = _ask_of(pending_request)
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        loads = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in replicas.items()}
+        ranked = self._prefixes.rank(ask.pages if ask else (), loads, ask.avoid if ask else ())
+        return [[replicas[name]] for name in ranked]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
+        if ask := _ask_of(pending_request):
+            self._prefixes.note(ask.pages, replica_id.unique_id)
+
+
+def _ask_of(request: PendingRequest | None) -> Ask | None:
+    found = request.args[0] if request is not None and request.args else None
+    return found if isinstance(found, Ask) else None
+
+
+def deployment(
+    make_engine: Callable[[], Engine],
+    *,
+    replicas: int | tuple[int, int] = 1,
+    rows: int = 8,
+    cpus: float = 1,
+    gpus: float = 0,
+    load_factor: float = 1.25,
+    drain_seconds: float = 600,
+) -> serve.Application:
+    """An application for serve.run(). ValueError for a number that is out of range.
+
+    make_engine: opens and captures an engine, in the replica's process; cloudpickle has to carry it there.
+    replicas: their number, or the least and the most, between which Ray chooses by requests and free pages.
+    rows: EngineConfig.max_rows of the engines; a replica has a quarter more requests, which wait for the next free row.
+    cpus, gpus: of one replica; Ray places it where they are free.
+    load_factor: see PrefixRouter.
+    drain_seconds: time that a replica's streams have to end when it is removed or updated; later they continue on another one.
+    """
+    least, most = replicas if isinstance(replicas, tuple) else (replicas, replicas)
+    check_value("deployment.replicas", least, whole(1))
+    check_value("deployment.replicas", most, whole(least))
+    check_value("deployment.rows", rows, whole(1))
+    PrefixRouter(load_factor)
+    scaling: dict[str, Any] = {"num_replicas": least}
+    if isinstance(replicas, tuple):
+        policy = AutoscalingPolicy(policy_function=scale)
+        limits = AutoscalingConfig(min_replicas=least, max_replicas=most, target_ongoing_requests=rows, policy=policy)
+        scaling = {"autoscaling_config": limits}
+    made = serve.deployment(
+        Replica,
+        name=NAME,
+        max_ongoing_requests=rows + max(1, rows // 4),
+        max_queued_requests=-1,  # ReplicaPool bounds them, so that a stream that continues is never refused
+        graceful_shutdown_timeout_s=drain_seconds,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=1,
+        health_check_timeout_s=10,
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixRequestRouter, request_router_kwargs={"load_factor": load_factor}
+        ),
+        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
+        **scaling,
+    )
+    return made.bind(make_engine)
+
+
+class RayTransport:
+    """Calls replicas through a handle."""
+
+    def __init__(self, handle: Any) -> None:
+        self._generate = handle.options(stream=True, method_name="generate")
+
+    async def call(self, ask: Ask) -> AsyncGenerator[Part, None]:
+        response = self._generate.remote(ask)
+        try:
+            async for part in response:
+                yield part
+        except LOST as error:
+            raise ReplicaLost(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+        except RayTaskError as error:  # of the replica's own code
+            raise RuntimeError(f"a replica failed: {error}") from error
+        finally:
+            response.cancel()
+
+
+class ReplicaPool:
+    """What a server uses in place of an engine: a Serving over the replicas of a deployment."""
+
+    def __init__(self, handle: Any, info: Info, codec: TextCodec, replicas: int, how: Resumption, max_open: int) -> None:
+        """Use open()."""
+        self._handle, self._transport, self._info, self._how, self._max_open = handle, RayTransport(handle), info, how, max_open
+        self.codec, self.max_rows, self.max_length = codec, info.max_rows * replicas, info.max_length
+        self.failure: BaseException | None = None
+        self.counts, self._open = Counts(), 0
+
+    @classmethod
+    async def open(
+        cls,
+        handle: Any,
+        codec: Callable[[Info], TextCodec] | None = None,
+        *,
+        replicas: int = 1,
+        how: Resumption | None = None,
+        max_open: int = 4096,
+    ) -> ReplicaPool:
+        """Wait for a replica and read what its engine is.
+
+        codec: makes the TextCodec of a server. replicas: the most that there can be. max_open: requests at once; more raise QueueFullError.
+        """
+        info = await handle.describe.remote()
+        return cls(handle, info, codec(info) if codec else TextCodec.of_bytes(info.vocabulary), replicas, how or Resumption(), max_open)
+
+    @property
+    def info(self) -> Info:
+        return self._info
+
+    def list_loras(self) -> Sequence[str]:
+        return self._info.lora_names
+
+    async def generate(self, prompt_ids: Sequence[int], **options: Any) -> ResumedStream:
+        """Submit a request to the best replica; options as for Engine.submit(), with a prompt of token ids.
+
+        ValueError as there, after a replica has checked it; QueueFullError; AnswerError if no replica can serve it.
+        """
+        if self._open >= self._max_open:
+            raise QueueFullError(f"{self._open} requests are open already, of at most {self._max_open}")
+        stream = ResumedStream(self._transport, self._info, self._how, self.counts, self._closed, tuple(prompt_ids), options)
+        self._open += 1
+        await stream.open()
+        return stream
+
+    def _closed(self) -> None:
+        self._open -= 1
+
+    async def metrics(self) -> str:
+        """Of every replica, with its label, and of the streams."""
+        found = await self._handle.broadcast("metrics").results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
+        return merged_text(text for text in found if isinstance(text, str)) + counts_text(self.counts)  # others end in this moment
+
+    async def close(self, drain: bool = True) -> None:
+        """The replicas belong to Ray Serve, and the streams to their readers."""

@@ -1,0 +1,233 @@
+"""Streams that continue on another replica when theirs is lost, with exactly the tokens that they would have had. Needs no Ray.
+
+Tokens depend only on the request, on equal hardware: greedy ones and those drawn without drafts follow from the tokens before them, so
+`resume_from` continues them. Draws with drafts depend on where rounds begin: the request is repeated, and the tokens that were delivered
+are compared and left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, Protocol
+
+from stepgraph.runtime.replicas.router import page_hashes
+from stepgraph.runtime.replicas.wire import Ask, End, Info, Opened, Part, Refused
+from stepgraph.runtime.request import FinishReason, StepEvent, TokenLogprob
+from stepgraph.runtime.request_queue import QueueFullError
+from stepgraph.runtime.serve.serving import AnswerError
+from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.params import SamplingParams
+
+POLICIES = ("exact", "same-hardware", "never")
+
+
+class ReplicaLost(RuntimeError):
+    """The replica of a stream ended before the stream did, or its engine failed."""
+
+
+class OtherHardware(ReplicaLost):
+    """The replica would not compute the same bits."""
+
+
+class Transport(Protocol):
+    def call(self, ask: Ask) -> AsyncGenerator[Part, None]:
+        """Opened with the first part, then Tokens, then End; or Refused. ReplicaLost."""
+
+
+@dataclass(eq=False)
+class RemoteJob:
+    """What is known of a request on a replica."""
+
+    constraint: Constraint | None
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str = ""
+    rounds: int = 0
+    num_cached_tokens: int = 0
+    first_token_seconds: float | None = None
+    replicas: list[str] = field(default_factory=list)  # in order; more than one if it was continued
+
+
+@dataclass
+class Counts:
+    """Of all streams."""
+
+    retried: int = 0  # sent to another replica before the first token
+    continued: int = 0
+    refused: int = 0  # could not be continued
+    skipped: int = 0  # tokens that were computed again
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What to do when a replica is lost."""
+
+    policy: str = "exact"  # exact; same-hardware: also where a near tie may end differently; never
+    attempts: int = 4  # replicas lost in a row without a new token
+    backoff_seconds: float = 0.05  # before the second attempt, then doubled
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"Resumption.policy: got {self.policy!r}, expected one of {', '.join(POLICIES)}")
+        if self.attempts < 1:
+            raise ValueError(f"Resumption.attempts: got {self.attempts!r}, expected a whole number >= 1")
+        if not 0 <= self.backoff_seconds < 3600:
+            raise ValueError(f"Resumption.backoff_seconds: got {self.backoff_seconds!r}, expected a number from 0 to 3600")
+
+
+class ResumedStream:
+    """The events of one request, from one replica after another."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        info: Info,
+        how: Resumption,
+        counts: Counts,
+        ended: Callable[[], None],
+        prompt_ids: tuple[int, ...],
+        options: dict[str, Any],
+    ) -> None:
+        """ended: called once, at the end of a stream that was opened."""
+        self._transport, self._info, self._how, self._counts, self._started = transport, info, how, counts, time.perf_counter()
+        sampling: SamplingParams = options.get("sampling") or SamplingParams()
+        if not sampling.greedy and sampling.seed is None:  # a draw by the replica could not be repeated
+            sampling = replace(sampling, seed=secrets.randbits(63))
+        drafts = options.get("num_speculative_tokens")
+        drafts = info.num_drafts if drafts is None else drafts
+        by_drafts = bool(drafts) and (not sampling.greedy or sampling.relaxed_top_n > 0)  # its tokens depend on where rounds begin
+        if by_drafts and not info.fixed_drafts and how.policy != "never":
+            options = options | {"num_speculative_tokens": 0}  # rounds of "auto" differ from run to run
+            by_drafts = False
+        self._repeats = by_drafts
+        options = options | {"sampling": sampling}
+        pages = page_hashes(prompt_ids, info.page_size, (options.get("cache_salt", ""), options.get("lora_name", "")))
+        self._ask = Ask(prompt_ids, options, pages)
+        self.job = RemoteJob(options.get("constraint"), sampling.seed or 0)
+        self._identity, self._avoid = "", set[str]()
+        self._events = self._run(ended)
+        self._first: StepEvent | None = None
+
+    async def open(self) -> None:
+        """Wait for the first tokens. ValueError and QueueFullError of the engine; AnswerError."""
+        self._first = await self._events.__anext__()
+
+    def __aiter__(self) -> ResumedStream:
+        return self
+
+    async def __anext__(self) -> StepEvent:
+        first, self._first = self._first, None
+        return first or await self._events.__anext__()
+
+    def cancel(self) -> None:
+        """End the request, without waiting."""
+        self._cancelling = asyncio.ensure_future(self._events.aclose())
+
+    async def aclose(self) -> None:
+        await self._events.aclose()
+
+    async def _run(self, ended: Callable[[], None]) -> AsyncGenerator[StepEvent, None]:
+        try:
+            async with contextlib.aclosing(self._replicas()) as events:
+                async for event in events:
+                    yield event
+        finally:
+            ended()
+
+    async def _replicas(self) -> AsyncGenerator[StepEvent, None]:
+        lost, job = 0, self.job
+        while True:
+            known = len(job.tokens)
+            try:
+                async with contextlib.aclosing(self._attempt()) as events:
+                    async for event in events:
+                        yield event
+                        if event.finish_reason is not None:
+                            return
+                raise ReplicaLost("the stream ended without a finish reason", *job.replicas[-1:])
+            except ReplicaLost as error:
+                lost = 1 if len(job.tokens) > known else lost + (not isinstance(error, OtherHardware))
+                self._check(error, lost)
+                self._avoid |= {*error.args[1:]}
+            self._counts.retried += not job.tokens
+            self._counts.continued += bool(job.tokens)
+            await asyncio.sleep((lost > 1) * self._how.backoff_seconds * 2 ** (lost - 2) * random.uniform(0.8, 1.2))
+
+    def _check(self, error: ReplicaLost, lost: int) -> None:
+        """AnswerError if the request is not sent to another replica."""
+        why = ""
+        if lost >= self._how.attempts:
+            why = f"{lost} replicas in a row gave no new token"
+        elif self.job.tokens and self._how.policy == "never":
+            why = "Resumption.policy is 'never'"
+        elif self.job.tokens and self._how.policy == "exact" and not self._info.exact:
+            why = f"on {self._info.device} a near tie may end differently; Resumption.policy 'same-hardware' accepts that"
+        if why:
+            self._fail(f"{why} ({error.args[0]})", error)
+
+    def _fail(self, why: str, error: Exception | None = None) -> NoReturn:
+        self._counts.refused += bool(self.job.tokens)
+        raise AnswerError(f"the answer cannot be continued after {len(self.job.tokens)} tokens: {why}") from error
+
+    async def _attempt(self) -> AsyncGenerator[StepEvent, None]:
+        """The new tokens of one replica."""
+        job, options = self.job, self._ask.options
+        skip = list(job.tokens) if self._repeats else []  # tokens that the replica computes again
+        if job.tokens and not self._repeats:
+            options = options | {"resume_from": (*options.get("resume_from", ()), *job.tokens)}
+        ask = replace(self._ask, options=options, avoid=frozenset(self._avoid), identity=self._identity if job.tokens else "")
+        async with contextlib.aclosing(self._transport.call(ask)) as parts:
+            async for part in parts:
+                if isinstance(part, Refused):
+                    self._refused(part)
+                if isinstance(part, Opened):
+                    self._identity = part.identity
+                    job.replicas.append(part.replica)
+                    part = part.part
+                if (event := self._event(part, skip)) is not None:
+                    yield event
+
+    def _refused(self, part: Refused) -> NoReturn:
+        if part.why == "value":
+            if not self.job.tokens:
+                raise ValueError(part.message)
+            self._fail(f"replica {part.replica} refuses it: {part.message}")
+        if part.why == "full" and not self.job.tokens:
+            raise QueueFullError(part.message)
+        if part.why == "identity":
+            if part.replica in self._avoid:  # the router has no other one
+                self._fail(part.message)
+            self._avoid.add(part.replica)
+            raise OtherHardware(part.message, part.replica)
+        raise ReplicaLost(part.message, part.replica)
+
+    def _event(self, part: Any, skip: list[int]) -> StepEvent | None:
+        """The new tokens of a part. skip: the tokens that are to be left out, of which it takes its own."""
+        job, count = self.job, min(len(skip), len(part.tokens))
+        if list(part.tokens[:count]) != skip[:count]:
+            self._fail(f"replica {job.replicas[-1]} computed other tokens than {job.replicas[-2]}")
+        del skip[:count]
+        self._counts.skipped += count
+        end = isinstance(part, End)
+        if end and part.reason == FinishReason.CANCELLED:  # by a replica that shuts down
+            raise ReplicaLost("the replica was shut down", job.replicas[-1])
+        tokens, logprobs = tuple(part.tokens[count:]), tuple(part.logprobs[count:])
+        if job.first_token_seconds is None and tokens:
+            job.first_token_seconds = time.perf_counter() - self._started
+        job.tokens += tokens
+        job.logprobs += logprobs
+        if end:
+            job.finish_reason, job.error = part.reason, part.error
+            job.rounds += part.rounds
+            job.num_cached_tokens = part.num_cached_tokens if len(job.replicas) == 1 else job.num_cached_tokens
+        elif not tokens:
+            return None
+        return StepEvent(0, tokens, finish_reason=job.finish_reason, error=job.error, logprobs=logprobs)

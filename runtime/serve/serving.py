@@ -1,0 +1,107 @@
+"""What the endpoints need of an engine, or of several."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from stepgraph.runtime.aio import AsyncEngine, JobStream
+from stepgraph.runtime.engine import Engine
+from stepgraph.runtime.request import FinishReason, StepEvent
+from stepgraph.runtime.text import TextCodec
+from stepgraph.sampling.grammar.constraints.constraint import Constraint
+
+
+class AnswerError(RuntimeError):
+    """An answer cannot be completed, by no fault of its request."""
+
+
+class AnswerJob(Protocol):
+    """The part of a Job that an answer reports."""
+
+    finish_reason: FinishReason | None
+    first_token_seconds: float | None
+    num_cached_tokens: int
+    rounds: int
+
+    @property
+    def constraint(self) -> Constraint | None: ...
+
+
+class AnswerStream(Protocol):
+    """Events of one request, the last one with a finish reason."""
+
+    @property
+    def job(self) -> AnswerJob: ...
+
+    def __aiter__(self) -> AnswerStream: ...
+
+    async def __anext__(self) -> StepEvent:
+        """AnswerError where the answer cannot be completed."""
+
+    def cancel(self) -> None:
+        """End the request, without waiting. Idempotent."""
+
+
+class Serving(Protocol):
+    codec: TextCodec
+    max_rows: int  # requests that are decoded at once
+    max_length: int
+
+    @property
+    def failure(self) -> BaseException | None: ...
+
+    def list_loras(self) -> Sequence[str]: ...
+
+    async def metrics(self) -> str:
+        """As Prometheus text."""
+
+    async def generate(self, prompt_ids: list[int], **options: Any) -> AnswerStream:
+        """ValueError, QueueFullError and EngineClosedError as of Engine.submit(); AnswerError."""
+
+    async def close(self, drain: bool = True) -> None: ...
+
+
+class EngineStream:
+    """The events of a JobStream."""
+
+    def __init__(self, stream: JobStream, engine: Engine) -> None:
+        self._stream, self._engine = stream, engine
+
+    @property
+    def job(self) -> AnswerJob:
+        return self._stream.job
+
+    def __aiter__(self) -> EngineStream:
+        return self
+
+    async def __anext__(self) -> StepEvent:
+        return await self._stream.__anext__()
+
+    def cancel(self) -> None:
+        self._engine.cancel(self._stream.job)
+
+
+class EngineServing:
+    """One engine in this process."""
+
+    def __init__(self, serving: AsyncEngine) -> None:
+        self._serving, engine = serving, serving.engine
+        self.codec, self.max_rows, self.max_length = engine.tokenizer, engine.config.max_rows, engine.limits.max_length
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._serving.failure
+
+    def list_loras(self) -> Sequence[str]:
+        return self._serving.engine.list_loras()
+
+    async def metrics(self) -> str:
+        return await asyncio.to_thread(self._serving.engine.metrics)
+
+    async def generate(self, prompt_ids: list[int], **options: Any) -> EngineStream:
+        return EngineStream(self._serving.generate(prompt_ids, **options), self._serving.engine)
+
+    async def close(self, drain: bool = True) -> None:
+        await self._serving.close(drain)

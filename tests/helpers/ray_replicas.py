@@ -1,0 +1,121 @@
+"""Engines for replicas under Ray Serve, and a bare deployment to compare with. Imported in the processes of Ray, too."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.model_call import ModelInput, ModelOutput
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.replicas.answer import info_of
+from stepgraph.runtime.replicas.wire import Ask, End, Info, Opened, Part, Tokens
+from stepgraph.runtime.request import FinishReason
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY = Vocabulary.printable()
+ROWS, LENGTH, STARTS = 8, 400, 6
+Request = tuple[list[int], dict[str, Any]]
+
+
+class BreakableTarget(ToyTarget):
+    """Raises in the first process that finds the file `flag`, and writes the time into another one."""
+
+    def __init__(self, flag: Path) -> None:
+        super().__init__(VOCABULARY.logits_width, seed=3)
+        self.flag = flag
+
+    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+        try:
+            self.flag.rename(self.flag.with_suffix(".found"))
+        except FileNotFoundError:
+            return super().forward(inputs, buffers)
+        self.flag.with_suffix(".time").write_text(f"{os.getpid()} {time.time()}", encoding="ascii")
+        raise RuntimeError("the device has failed")
+
+
+def make_engine(flag: Path | None = None, max_queued: int = 4096) -> Engine:
+    """Eager with a flag, since a replay calls no `forward`."""
+    target = ToyTarget(VOCABULARY.logits_width, seed=3) if flag is None else BreakableTarget(flag)
+    sizes: dict[str, Any] = {"max_rows": ROWS, "max_length": 512, "num_speculative_tokens": 2, "draft_length": 2, "max_queued": max_queued}
+    config = EngineConfig(**sizes, buckets=(ROWS,), eager=flag is not None, compile_isolation="none")
+    engine = Engine(target, ToyDraft(target, 0.8), vocabulary=VOCABULARY, config=config)
+    if flag is None:
+        engine.capture()
+    return engine
+
+
+def requests(count: int, length: int) -> list[Request]:
+    """Greedy and sampled, with drafts and without, free and under grammars, some with a prefix in common."""
+    found: list[Request] = []
+    for index in range(count):
+        draws: dict[str, Any] = {"temperature": 1.0, "seed": index} if index % 2 else {}
+        sampling = SamplingParams(ignore_eos=index % 3 < 2, **draws)
+        options: dict[str, Any] = {"sampling": sampling, "max_new_tokens": length, "cache_salt": f"tenant {index % 2}"}
+        if index % 3 == 2:
+            options["constraint"] = Constraint.regex(f"[a-z ]{{{length - 5},{length - 2}}}")
+        if index % 4 == 3:
+            options["num_speculative_tokens"] = 0
+        found.append(([*[7] * 20 * (index % 5 == 0), 1 + index, 2, 3], options))
+    return found
+
+
+@contextmanager
+def cluster() -> Iterator[None]:
+    """A Ray of this process. On a loaded machine its own limit of 30 seconds for a start is often too short."""
+    import ray
+
+    from stepgraph.runtime.commands.serve_replicas import connect
+
+    os.environ["PYTHONPATH"] = str(ROOT)
+    for attempt in range(STARTS):
+        try:
+            connect(4)
+            break
+        except Exception as error:  # Ray raises that class itself
+            ray.shutdown()
+            if "timed out during startup" not in str(error) or attempt == STARTS - 1:
+                raise
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+class Canned:
+    """Answers with as many parts as the request has tokens to generate, without an engine: what Replica adds to Ray remains."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+
+    async def describe(self) -> Info:
+        self._engine = self._engine or make_engine()
+        return info_of(self._engine, "canned", "x")
+
+    async def generate(self, ask: Ask) -> AsyncIterator[Part]:
+        count = ask.options["max_new_tokens"]
+        for index in range(count):
+            part: Tokens | End = Tokens((index,), ()) if index < count - 1 else End((index,), (), FinishReason.LENGTH, "", 1, 0)
+            yield part if index else Opened("canned", "x", part)
+
+
+class Bare:
+    """The same with Ray alone."""
+
+    async def generate(self, prompt_ids: list[int], count: int) -> AsyncIterator[tuple[tuple[int, ...], str]]:
+        for index in range(count):
+            yield (index,), "" if index < count - 1 else "length"
+
+
+async def expected(asks: list[Request]) -> list[tuple[list[int], str]]:
+    """Of one engine in this process."""
+    with make_engine() as engine:
+        async with AsyncEngine(engine) as serving:
+            streams = [await serving.submit(prompt, **options) for prompt, options in asks]
+            jobs = [await stream.result() for stream in streams]
+    return [(job.tokens, str(job.finish_reason)) for job in jobs]

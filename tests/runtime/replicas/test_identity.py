@@ -1,0 +1,53 @@
+"""Which engines count as equal, in one process and in another one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from stepgraph import EngineConfig
+from stepgraph.runtime.replicas import identity
+from stepgraph.runtime.replicas.identity import identity_of
+from tests.helpers.toy_engines import Setup, make_engine
+
+SETUP = Setup(k=2, buckets=(4,))
+PROGRAM = """
+from stepgraph.runtime.replicas.identity import identity_of
+from tests.runtime.replicas.test_identity import SETUP, make_engine
+print(identity_of(make_engine(SETUP)))
+"""
+
+
+def identity_with(**settings: Any) -> str:
+    of_setup = {name: settings.pop(name) for name in settings.keys() & Setup.__dataclass_fields__.keys()}
+    with make_engine(replace(SETUP, **of_setup), **settings) as engine:
+        return identity_of(engine)
+
+
+def test_equal_engines_have_equal_identities_in_every_process() -> None:
+    found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == identity_with() == identity_with(max_queued=7) == identity_with(num_pages=40)
+
+
+@pytest.mark.parametrize("settings", [{"k": 1}, {"draft_masks": False}, {"prefill_chunk": 9}])
+def test_settings_that_may_change_a_bit_change_the_identity(settings: Any) -> None:
+    assert identity_with(**settings) != identity_with()
+
+
+def test_hardware_and_weights_change_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_engine(SETUP) as engine:
+        before = identity_of(engine)
+        engine._parts.models.target.bias[3] += 1  # type: ignore[attr-defined]
+        changed = identity_of(engine)
+        engine._parts.models.target.bias[3] -= 1  # type: ignore[attr-defined]
+        assert identity_of(engine) == before != changed
+        monkeypatch.setattr(identity, "_processor", lambda: "another processor")
+        assert identity_of(engine) != before
+
+
+def test_every_setting_without_effect_exists() -> None:
+    assert {*identity._NO_EFFECT} <= {*EngineConfig.__dataclass_fields__}

@@ -1,0 +1,225 @@
+"""Replicas in real processes of Ray Serve on loopback: kills, failures, updates, scaling, and what they cost. `make replicas` runs this."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+from ray import serve
+
+from stepgraph.runtime.replicas.ray_serve import ReplicaPool, deployment
+from tests.helpers.ray_replicas import LENGTH, ROWS, Bare, Canned, Request, cluster, expected, make_engine, requests
+
+pytestmark = pytest.mark.replicas
+STREAMS, KILLS = 100, 4
+MAX_RATIO, UNHEALTHY_SECONDS = 1.3, 5.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_cluster() -> Iterator[None]:
+    with cluster():
+        yield
+        serve.shutdown()
+
+
+def run(make: Callable[[], Any] = make_engine, replicas: int = 2) -> Any:
+    return serve.run(deployment(make, replicas=replicas, rows=ROWS, cpus=0.5, drain_seconds=300), name="test", route_prefix=None)
+
+
+async def processes(handle: Any) -> dict[str, int]:
+    """Of the replicas to which requests are routed."""
+    found = await handle.broadcast("describe").results_async(timeout_s=60, return_exceptions=True)
+    return {info.replica: info.process for info in found if not isinstance(info, Exception)}
+
+
+async def until(condition: Callable[[], Awaitable[bool]], what: str, seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while not await condition():
+        assert time.monotonic() < end, what
+        await asyncio.sleep(0.1)
+
+
+async def read(pool: ReplicaPool, asks: list[Request], delay: float = 0) -> tuple[list[tuple[list[int], str]], list[Any]]:
+    """Tokens and ends as the callers see them, and the jobs. delay: after each event."""
+
+    async def one(ask: Request) -> tuple[tuple[list[int], str], Any]:
+        prompt, options = ask
+        stream, tokens, reason = await pool.generate(prompt, **options), list[int](), ""
+        async for event in stream:
+            tokens += event.tokens
+            reason = str(event.finish_reason or "")
+            await asyncio.sleep(delay)
+        return (tokens, reason), stream.job
+
+    found = await asyncio.gather(*(one(ask) for ask in asks))
+    return [each for each, _ in found], [job for _, job in found]
+
+
+def test_streams_survive_repeated_kills() -> None:
+    """Processes are killed one after another, each time after the replacement of the last one has begun to serve."""
+    asks, handle = requests(STREAMS, LENGTH), run()
+
+    async def main() -> None:
+        wanted = await expected(asks)
+        pool = await ReplicaPool.open(handle, replicas=2)
+        reading = asyncio.ensure_future(read(pool, asks))
+        kills = 0
+        while not reading.done() and kills < KILLS:
+            await asyncio.sleep(2)
+            alive = await processes(handle)
+            if len(alive) == 2 and not reading.done():
+                os.kill(min(alive.values()), 9)  # the older one
+                kills += 1
+        found, jobs = await reading
+        lost = sum(not reason for _, reason in found)
+        different = sum(each != want for each, want in zip(found, wanted, strict=True))
+        print(f"{len(asks)} streams, {kills} kills, {pool.counts}: {lost} lost, {different} different")
+        assert (lost, different) == (0, 0) and kills >= 2 and pool.counts.continued > 0
+        assert any(len(job.replicas) > 1 and job.constraint is not None for job in jobs)
+
+    asyncio.run(main())
+
+
+def test_a_rolling_update_loses_nothing() -> None:
+    """Another argument of the engine without effect on tokens: the streams drain, or continue on the new replicas."""
+    asks, handle = requests(24, LENGTH), run()
+
+    async def main() -> None:
+        wanted, before = await expected(asks), {*await processes(handle)}
+        pool = await ReplicaPool.open(handle, replicas=2)
+        first = asyncio.ensure_future(read(pool, asks, 0.01))
+        await asyncio.sleep(1)
+        update = asyncio.ensure_future(asyncio.to_thread(run, functools.partial(make_engine, max_queued=99)))
+        second = []
+        while not update.done():
+            second.append(await read(pool, asks[:2]))
+        await update
+        assert (await first)[0] == wanted
+        assert second and all(found == wanted[:2] for found, _ in second)
+        assert not before & {*await processes(handle)}
+        print(f"{len(asks) + 2 * len(second)} streams, {len(second)} pairs during the update, {pool.counts}")
+
+    asyncio.run(main())
+
+
+def test_an_unhealthy_engine_leaves_routing_and_its_streams_continue(tmp_path: Path) -> None:
+    flag, asks = tmp_path / "flag", requests(12, 200)
+    handle = run(functools.partial(make_engine, flag))
+
+    async def main() -> None:
+        wanted = await expected(asks)
+        pool = await ReplicaPool.open(handle, replicas=2)
+        reading = asyncio.ensure_future(read(pool, asks))
+        await asyncio.sleep(1)
+        flag.touch()
+        mark = flag.with_suffix(".time")
+
+        async def failed() -> bool:
+            return mark.exists()
+
+        await until(failed, "no engine has failed")
+        pid, at = mark.read_text(encoding="ascii").split()
+
+        async def left() -> bool:
+            return int(pid) not in (await processes(handle)).values()
+
+        await until(left, "the failed engine still gets requests")
+        seconds = time.time() - float(at)
+        found, _ = await reading
+        print(f"out of routing {seconds:.1f} s after the failure, {pool.counts}")
+        assert found == wanted and pool.counts.continued > 0 and seconds < UNHEALTHY_SECONDS
+
+    asyncio.run(main())
+
+
+def test_scaling_to_one_replica_drains_the_other() -> None:
+    asks, handle = requests(12, LENGTH), run()
+
+    async def main() -> None:
+        wanted = await expected(asks)
+        pool = await ReplicaPool.open(handle, replicas=2)
+        reading = asyncio.ensure_future(read(pool, asks, 0.01))
+        await asyncio.sleep(1)
+        await asyncio.to_thread(run, make_engine, 1)
+        found, jobs = await reading
+        assert found == wanted and pool.counts.continued == pool.counts.retried == 0
+        assert len({job.replicas[0] for job in jobs}) == 2
+
+        async def one_left() -> bool:
+            return len(await processes(handle)) == 1
+
+        await until(one_left, "a replica that is not wanted still gets requests")
+
+    asyncio.run(main())
+
+
+def test_wrong_requests_and_metrics_of_every_replica() -> None:
+    handle = run()
+
+    async def main() -> None:
+        pool = await ReplicaPool.open(handle, replicas=2)
+        with pytest.raises(ValueError, match=r"max_new_tokens: got 0, expected"):
+            await pool.generate([1], max_new_tokens=0)
+        text, running = await pool.metrics(), await processes(handle)
+        for name in running:
+            assert f'stepgraph_pages{{replica="{name}"}}' in text
+        assert len(running) == 2 and text.count("# TYPE stepgraph_pages ") == 1
+
+    asyncio.run(main())
+
+
+def test_the_overhead_is_bounded() -> None:
+    """Requests of 1 token and of 200 through a pool, and as many through Ray alone, in turns. The parts need no engine."""
+    serve.delete("test")
+    canned = serve.deployment(Canned).options(**options_of(deployment(make_engine, rows=ROWS, cpus=0.5)))
+    handle = serve.run(canned.bind(), name="canned", route_prefix=None)
+    options = {"max_ongoing_requests": ROWS + 2, "ray_actor_options": {"num_cpus": 0.5}}
+    bare = serve.run(serve.deployment(Bare).options(**options).bind(), name="bare", route_prefix=None).options(stream=True)
+
+    async def main() -> None:
+        pool = await ReplicaPool.open(handle)
+
+        async def ours(count: int) -> None:
+            stream, found = await pool.generate([1] * 100, max_new_tokens=count), 0
+            async for event in stream:
+                found += len(event.tokens)
+            assert found == count
+
+        async def theirs(count: int) -> None:
+            assert len([each async for each in bare.generate.remote([1] * 100, count)]) == count
+
+        async def seconds(call: Callable[[int], Awaitable[None]], count: int) -> float:
+            started = time.perf_counter()
+            await call(count)
+            return time.perf_counter() - started
+
+        for _ in range(20):
+            await ours(5)
+            await theirs(5)
+        found = {(call, count): list[float]() for call in (ours, theirs) for count in (1, 200)}
+        for _ in range(60):
+            for (call, count), times in found.items():
+                times.append(await seconds(call, count))
+        median = {key: statistics.median(times) for key, times in found.items()}
+        request = {call: median[call, 1] for call in (ours, theirs)}
+        chunk = {call: (median[call, 200] - median[call, 1]) / 199 for call in (ours, theirs)}
+        for name, cost in (("request", request), ("chunk", chunk)):
+            print(f"{name}: {cost[ours] * 1e3:.3f} ms, Ray Serve alone {cost[theirs] * 1e3:.3f} ms, {cost[ours] / cost[theirs]:.2f}")
+        assert all(cost[ours] <= MAX_RATIO * cost[theirs] for cost in (request, chunk))
+
+    asyncio.run(main())
+
+
+def options_of(application: Any) -> dict[str, Any]:
+    """The settings of a deployment that its calls pass through."""
+    config = application._bound_deployment._deployment_config
+    return {"max_ongoing_requests": config.max_ongoing_requests, "request_router_config": config.request_router_config}

@@ -1,0 +1,256 @@
+"""Streams that lose their replica, over real engines in this process: the tokens, ends and log-probabilities are those of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, SamplingParams
+from stepgraph.runtime.replicas.answer import answer, info_of
+from stepgraph.runtime.replicas.streams import Counts, ReplicaLost, ResumedStream, Resumption
+from stepgraph.runtime.replicas.wire import Ask, End, Part, Refused, Tokens
+from stepgraph.runtime.request_queue import QueueFullError
+from stepgraph.runtime.serve.serving import AnswerError
+from tests.helpers.toy_engines import CONSTRAINTS, STOP, Setup, shared_engine
+
+PROMPT, TOKENS = [49, 65, 16, 66, 71, 26, 54, 7, 61, 46, 72], 24
+PLAIN, DRAFTED = (Setup(k=k, greedy_only=False, buckets=(4,)) for k in (0, 3))
+SAMPLED = SamplingParams(temperature=1.3, top_p=0.95, seed=11, min_new_tokens=9, repetition_penalty=1.3, logprobs=True)
+SAMPLINGS = {"greedy": SamplingParams(min_new_tokens=9, logit_bias={STOP: 2.0}, logprobs=True, temperature=0), "sampled": SAMPLED}
+
+
+@dataclass
+class Replicas:
+    """Two engines of equal settings, of which the one in use ends after some parts: `cuts` has a number for each call."""
+
+    serving: list[AsyncEngine]
+    cuts: list[int]
+    identities: list[str] = field(default_factory=lambda: ["x", "x"])
+    change: Callable[[Part], Part] = field(default=lambda part: part)
+    asks: list[Ask] = field(default_factory=list)
+    alive: list[int] = field(default_factory=lambda: [0, 1])
+    returns: bool = True  # whether a replica that was lost is there again
+
+    async def call(self, ask: Ask) -> AsyncGenerator[Part, None]:
+        names = ["a", "b"]
+        number = min(self.alive, key=lambda each: (names[each] in ask.avoid, each))
+        cut, self.asks = (self.cuts[len(self.asks)] if len(self.asks) < len(self.cuts) else 10**9), [*self.asks, ask]
+        async with contextlib.aclosing(answer(self.serving[number], ask, names[number], self.identities[number])) as parts:
+            for count in itertools.count():
+                if count == cut:
+                    if not self.returns:
+                        self.alive.remove(number)
+                    raise ReplicaLost("ActorDiedError: killed", names[number])
+                try:
+                    part = await parts.__anext__()
+                except StopAsyncIteration:
+                    return
+                yield part if len(self.asks) == 1 else self.change(part)
+
+
+@dataclass
+class Run:
+    stream: ResumedStream
+    counts: Counts
+    replicas: Replicas
+    tokens: list[int]
+
+
+def run(engine: Engine, cuts: list[int], how: Resumption | None = None, info: Any = None, other: Any = None, **options: Any) -> Run:
+    async def main() -> Run:
+        async with AsyncEngine(engine) as serving:
+            replicas, counts, ended = Replicas([serving, serving], cuts, **(other or {})), Counts(), list[int]()
+            known = replace(info_of(engine, "a", "x"), **(info or {}))
+            quick = how or Resumption(attempts=9, backoff_seconds=0)
+            stream = ResumedStream(replicas, known, quick, counts, lambda: ended.append(1), tuple(PROMPT), options)
+            tokens: list[int] = []
+            try:
+                await stream.open()
+                async for event in stream:
+                    tokens += event.tokens
+            except AnswerError as error:
+                raise AnswerError(*error.args, tokens, counts) from error
+            finally:
+                assert ended == [1]
+            return Run(stream, counts, replicas, tokens)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("setup", [PLAIN, DRAFTED], ids=["plain", "drafted"])
+def test_a_stream_that_is_cut_anywhere_has_the_tokens_of_one_engine(setup: Setup, sampling: SamplingParams) -> None:
+    """Sampled with drafts: the request is repeated, since draws depend on where rounds begin. Otherwise it continues after its tokens."""
+    engine, continued = shared_engine(setup), 0
+    repeats = setup.k > 0 and not sampling.greedy
+    for constraint in (None, *CONSTRAINTS[1::3]):
+        options: dict[str, Any] = {"sampling": sampling, "max_new_tokens": TOKENS, "constraint": constraint}
+        whole = engine.generate(PROMPT, **options)
+        for cuts in ([], [0], [1, 1], [2], [3, 2, 3], [5], [2, 1, 1, 3], [7], [4, 4, 4]):
+            found = run(engine, cuts, **options)
+            job = found.stream.job
+            assert (job.tokens, job.finish_reason, job.error) == (whole.tokens, whole.finish_reason, "")
+            assert found.tokens == whole.tokens and [each.raw for each in job.logprobs] == [each.raw for each in whole.logprobs]
+            assert (found.counts.skipped > 0) <= repeats
+            continued += found.counts.continued
+            resumed = [ask for ask in found.replicas.asks if "resume_from" in ask.options]
+            assert len(resumed) == (0 if repeats else found.counts.continued)
+    assert continued > 20
+
+
+def test_draws_without_a_seed_are_fixed_before_the_first_replica() -> None:
+    engine = shared_engine(PLAIN)
+    options: dict[str, Any] = {"sampling": SamplingParams(temperature=1.5, ignore_eos=True), "max_new_tokens": TOKENS}
+    found = run(engine, [3, 4], **options)
+    job = found.stream.job
+    assert len(job.replicas) == 3 and {ask.options["sampling"].seed for ask in found.replicas.asks} == {job.seed}
+    seeded = replace(options["sampling"], seed=job.seed)
+    assert engine.generate(PROMPT, sampling=seeded, max_new_tokens=TOKENS).tokens == job.tokens
+    assert run(engine, [], **options).stream.job.seed != job.seed
+
+
+def test_sampled_requests_have_no_drafts_where_their_number_varies() -> None:
+    engine = shared_engine(DRAFTED)
+    options: dict[str, Any] = {"sampling": SAMPLED, "max_new_tokens": TOKENS}
+    found = run(engine, [4], info={"fixed_drafts": False}, **options)
+    assert [ask.options["num_speculative_tokens"] for ask in found.replicas.asks] == [0, 0] and found.counts.skipped == 0
+    assert found.tokens == engine.generate(PROMPT, num_speculative_tokens=0, **options).tokens
+    kept = run(engine, [], Resumption("never"), info={"fixed_drafts": False}, **options)
+    assert "num_speculative_tokens" not in kept.replicas.asks[0].options
+
+
+def test_other_hardware_is_refused_and_equal_hardware_is_looked_for() -> None:
+    engine = shared_engine(PLAIN)
+    options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
+    with pytest.raises(AnswerError, match=r"cannot be continued after \d+ tokens: replica . has other hardware, packages,"):
+        run(engine, [4], other={"identities": ["x", "y"], "returns": False}, **options)
+    assert run(engine, [4], other={"identities": ["x", "y"]}, **options).stream.job.replicas == ["a", "a"]
+    found = run(engine, [0], other={"identities": ["x", "y"]}, **options)  # lost before the first token: any hardware can begin
+    assert found.stream.job.replicas == ["b"] and found.counts.retried == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "exact", "message"),
+    [
+        ("never", True, "Resumption.policy is 'never'"),
+        ("exact", False, "on .* a near tie may end differently; Resumption.policy 'same-hardware' accepts that"),
+    ],
+)
+def test_streams_are_not_continued_where_equal_tokens_are_not_promised(policy: str, exact: bool, message: str) -> None:
+    engine = shared_engine(PLAIN)
+    options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
+    whole = engine.generate(PROMPT, **options).tokens
+    with pytest.raises(AnswerError, match=message) as caught:
+        run(engine, [5], Resumption(policy), info={"exact": exact}, **options)
+    tokens, counts = caught.value.args[1:]
+    assert 0 < len(tokens) < TOKENS and tokens == whole[: len(tokens)] and counts.refused == 1
+    assert run(engine, [5], Resumption("same-hardware"), info={"exact": False}, **options).tokens == whole
+    assert run(engine, [0], Resumption(policy), info={"exact": exact}, **options).tokens == whole  # nothing was delivered
+
+
+def test_a_replica_that_computes_other_tokens_is_detected() -> None:
+    """A planted error: the second replica changes its tokens."""
+
+    def planted(part: Part) -> Part:
+        return Tokens(tuple(token ^ 1 for token in part.tokens), part.logprobs) if isinstance(part, Tokens) else part
+
+    engine = shared_engine(DRAFTED)
+    with pytest.raises(AnswerError, match="replica b computed other tokens than a"):
+        run(engine, [5], sampling=replace(SAMPLED, ignore_eos=True), max_new_tokens=TOKENS, other={"change": planted})
+
+
+def test_a_request_that_ends_every_replica_is_given_up() -> None:
+    engine = shared_engine(PLAIN)
+    with pytest.raises(AnswerError, match=r"after 0 tokens: 3 replicas in a row gave no new token \(ActorDiedError: killed\)"):
+        run(engine, [0] * 9, Resumption(attempts=3, backoff_seconds=0), max_new_tokens=TOKENS)
+    found = run(
+        engine, [3, 3, 3, 3], Resumption(attempts=2, backoff_seconds=0), sampling=SamplingParams(ignore_eos=True), max_new_tokens=TOKENS
+    )
+    assert found.counts.continued == 4  # each of them had given tokens
+
+
+def test_an_engine_that_fails_or_shuts_down_is_replaced() -> None:
+    """Its last part is an error or a cancellation that no client caused."""
+    engine = shared_engine(PLAIN)
+    options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
+    whole = engine.generate(PROMPT, **options).tokens
+    for ending in (Refused("a", "failed", "the engine failed"), End((), (), FinishReason.CANCELLED, "", 3, 0)):
+
+        class Ends(Replicas):
+            last = ending
+
+            async def call(self, ask: Ask) -> AsyncGenerator[Part, None]:
+                try:
+                    async for part in super().call(ask):
+                        yield part
+                except ReplicaLost:
+                    yield self.last
+
+        async def main(kind: type[Replicas] = Ends) -> list[int]:
+            async with AsyncEngine(engine) as serving:
+                replicas = kind([serving, serving], [4])
+                quick = Resumption(backoff_seconds=0)
+                stream = ResumedStream(replicas, info_of(engine, "a", "x"), quick, Counts(), lambda: None, tuple(PROMPT), options)
+                await stream.open()
+                tokens = [token async for event in stream for token in event.tokens]
+                assert stream.job.replicas == ["a", "b"] and replicas.asks[1].avoid == {"a"}
+                return tokens
+
+        assert asyncio.run(main()) == whole
+
+
+def test_wrong_requests_are_refused_by_the_replica() -> None:
+    engine = shared_engine(PLAIN)
+    with pytest.raises(ValueError, match=r"max_new_tokens: got 0, expected"):
+        run(engine, [], max_new_tokens=0)
+    found = run(engine, [], constraint=Constraint.regex("[a-c]{3}"), max_new_tokens=TOKENS)
+    assert len(found.tokens) >= 1 and found.stream.job.finish_reason in ("stop", "constraint_complete")
+
+    class Full(Replicas):
+        async def call(self, ask: Ask) -> AsyncGenerator[Part, None]:
+            yield Refused("a", "full", "too many wait")
+
+    async def main() -> None:
+        stream = ResumedStream(Full([], []), info_of(engine, "a", "x"), Resumption(), Counts(), lambda: None, tuple(PROMPT), {})
+        with pytest.raises(QueueFullError, match="too many wait"):
+            await stream.open()
+
+    asyncio.run(main())
+
+
+def test_leaving_a_stream_cancels_its_job() -> None:
+    engine = shared_engine(PLAIN)
+
+    async def main() -> None:
+        async with AsyncEngine(engine) as serving:
+            ended, before = list[int](), dict(engine.stats().finished).get(FinishReason.CANCELLED, 0)
+            options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": 90}
+            replicas = Replicas([serving], [])
+            stream = ResumedStream(replicas, info_of(engine, "a", "x"), Resumption(), Counts(), lambda: ended.append(1), (5,), options)
+            await stream.open()
+            async for _ in stream:
+                break
+            stream.cancel()
+            await stream.aclose()
+            assert ended == [1] and dict(engine.stats().finished)[FinishReason.CANCELLED] == before + 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policy": "often"}, "Resumption.policy: got 'often', expected one of exact, same-hardware, never"),
+        ({"attempts": 0}, "Resumption.attempts: got 0, expected a whole number >= 1"),
+        ({"backoff_seconds": -1}, "Resumption.backoff_seconds: got -1, expected a number from 0 to 3600"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Resumption(**settings)

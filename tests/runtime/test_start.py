@@ -1,0 +1,91 @@
+"""Time and memory of the start: imports, the demonstration's GGUF of 93 MB, the first token of `stepgraph generate`, counted memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.models
+ATTEMPTS = 3
+LOAD = """
+import json, time
+from stepgraph import Engine
+Engine.from_pretrained  # imports the engine: only the load is measured
+seconds = []
+for _ in range(3):
+    before = time.process_time()
+    with Engine.from_pretrained("demo", "none"):
+        seconds.append(time.process_time() - before)
+print(json.dumps(min(seconds)))
+"""
+FIRST_TOKEN = """
+import json, sys, time
+from stepgraph.runtime.cli import main
+
+class Output:
+    def __init__(self):
+        self.first, self.text = None, ""
+
+    def write(self, text):
+        if text and self.first is None:
+            self.first = time.process_time()  # of the whole process, imports included
+        self.text += text
+
+    def flush(self): pass
+    def isatty(self): return False
+
+output = sys.stdout = Output()
+code = main(["generate", "demo", "What is the capital of France?", "--max-new-tokens", "12"])
+print(json.dumps([code, output.first, output.text, "transformers" in sys.modules]), file=sys.__stdout__)
+"""
+MEMORY = """
+import json
+from stepgraph import Engine, EngineConfig
+from stepgraph.graphs.memory import resident_bytes
+from stepgraph.runtime.models.files.loading import load_models
+
+config = EngineConfig(max_rows=2, num_speculative_tokens=3, draft_length=3, max_length=1024, greedy_only=True)
+loaded, found, kept = load_models("demo", "auto", config), [], []
+for _ in range(2):
+    before = resident_bytes()
+    engine = Engine(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, config=loaded.config)
+    report = engine.capture()
+    for name in engine.buffers:
+        engine.buffers[name].copy_(engine.buffers[name].clone())  # makes pages resident that no round has written yet
+    graphs = sum(one.nbytes + one.host_bytes for _, one in (*report.keys, *report.prompts))
+    found.append([resident_bytes() - before, report.buffer_bytes + graphs, report.resident_bytes, graphs])
+    kept.append(engine)
+print(json.dumps(found))
+"""
+
+
+def run(program: str) -> Any:
+    """The JSON that a program prints, in a process of its own."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_gguf_of_93_mb_loads_in_two_seconds_of_processor_time() -> None:
+    assert run(LOAD) <= 2.0
+
+
+def test_first_token_of_generate_takes_four_seconds_of_processor_time() -> None:
+    found = [run(FIRST_TOKEN) for _ in range(ATTEMPTS)]
+    assert all(code == 0 and "Paris" in text and not transformers for code, _, text, transformers in found), found
+    assert min(first for _, first, *_ in found) <= 4.0
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system has no /proc")
+def test_counted_memory_is_the_growth_of_the_process() -> None:
+    """Of a second engine: the first one's growth includes libraries and threads."""
+    _, (grown, counted, while_recording, graphs) = run(MEMORY)
+    assert grown == pytest.approx(counted, rel=0.1), "static buffers and graphs: what capture_bytes limits"
+    assert while_recording == pytest.approx(graphs, rel=0.25), "static buffers are allocated before"
