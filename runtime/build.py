@@ -45,6 +45,7 @@ from stepgraph.runtime.loras import lora_weights
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.parallel.lockstep import LockstepQueue, LockstepScheduler
 from stepgraph.runtime.parallel.ranks import Ranks
+from stepgraph.runtime.preemption import PreemptingScheduler
 from stepgraph.runtime.profiled import ROUNDS, in_flight_type, read_range
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.scheduler import Scheduler
@@ -115,7 +116,7 @@ class EngineParts:
             drafting,
             prompts if records_prompts(config, device) else None,
         )
-        (queue_type, scheduler_type), self.sharing = queue_types(self.ranks), sharing_for(config, models)
+        (queue_type, scheduler_type), self.sharing = queue_types(config, self.ranks, recorder), sharing_for(config, models)
         self.queue = queue_type(config.max_queued, self.compiler, self.grammars, recorder)
         self.scheduler = scheduler_type(
             self.queue, self.grammars, limits, self.sharing, recorder, states.ended if states else None, isinstance(proposer, NgramLookup)
@@ -139,10 +140,15 @@ def accept_options(parts: EngineParts) -> AcceptOptions:
     return AcceptOptions(parts.config.forced_acceptance, processors, getattr(parts.models.target, "shard", None))
 
 
-def queue_types(ranks: Ranks | None) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
-    """With ranks: those that keep them in step."""
+def queue_types(
+    config: EngineConfig, ranks: Ranks | None, recorder: Recorder | None
+) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
+    """With ranks: those that keep them in step. ValueError for preemption, where others read the rounds of a request as one series."""
+    others = {"tensor_parallel": ranks, "record": recorder, "save_hidden_states": config.save_hidden_states}
+    for name in (name for name, part in others.items() if part is not None and config.preemption):
+        raise ValueError(f"EngineConfig.preemption: got True with {name}, expected False")
     if ranks is None:
-        return RequestQueue, Scheduler
+        return RequestQueue, PreemptingScheduler if config.preemption else Scheduler
     return functools.partial(LockstepQueue, ranks), functools.partial(LockstepScheduler, ranks)
 
 
