@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from stepgraph.sampling.fields import Check, check_fields, is_int, whole
+from stepgraph.graphs.attention.float8 import FLOAT8
+from stepgraph.sampling.fields import Check, check_fields, is_int, one_of, whole
 from stepgraph.sampling.params import MAX_TOP_LOGPROBS
 
+KV_CACHE_DTYPES = ("auto", FLOAT8)
 UNTIL_EVENT = "until_event"
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 1024, 32
 ROUNDS_PER_LAUNCH = Check(lambda value: value == UNTIL_EVENT or (is_int(value) and value == 1), f"1 or {UNTIL_EVENT!r}")
@@ -32,12 +34,13 @@ class Limits:
     max_top_logprobs: int = 0  # likeliest tokens reported per position
     prefill_chunk: int = 128
     rounds_per_launch: int | str = 1  # or UNTIL_EVENT: graphs/looping.py
+    kv_cache_dtype: str = "auto"  # or fp8_e4m3: attention/float8.py
     max_loras: int = 0
     max_lora_rank: int = 16
 
     def __post_init__(self) -> None:
         special = {"num_speculative_tokens": whole(0, 8), "feature_size": whole(0), "rounds_per_launch": ROUNDS_PER_LAUNCH}
-        special |= {"max_top_logprobs": whole(0, MAX_TOP_LOGPROBS), "max_loras": whole(0)}
+        special |= {"kv_cache_dtype": one_of(KV_CACHE_DTYPES), "max_top_logprobs": whole(0, MAX_TOP_LOGPROBS), "max_loras": whole(0)}
         special |= {"max_bad_words": whole(0, MAX_BAD_WORDS), "max_bad_word_tokens": whole(2, MAX_BAD_WORD_TOKENS)}
         check_fields(self, {field.name: special.get(field.name, whole(1)) for field in fields(self)})
         if self.num_tokens > self.vocab_size:

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from stepgraph.graphs.attention.float8 import ENTRIES, FLOAT8
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.limits import Limits
@@ -41,11 +42,12 @@ class AttentionShape(NamedTuple):
     windows: tuple[int | None, ...] = (None,)
     softcap: bool = False  # see attention.paged.attention
     sinks: bool = False
+    float8: bool = False  # the cache: see attention.float8
 
 
 def cache_specs(name: str, layers: int, limits: Limits, heads: int, size: int, dtype: torch.dtype) -> tuple[BufferSpec, BufferSpec]:
-    """The spec table of one model's cache: `name`_keys and `name`_values, [layers, slots, heads, size] each."""
-    shape = (layers, limits.cache_slots, heads, size)
+    """The spec table of one model's cache: `name`_keys and `name`_values, [layers, slots, heads, size] each; see attention.float8."""
+    shape, dtype = (layers, limits.cache_slots, heads, size), ENTRIES if limits.kv_cache_dtype == FLOAT8 else dtype
     return BufferSpec(f"{name}_keys", shape, dtype), BufferSpec(f"{name}_values", shape, dtype)
 
 

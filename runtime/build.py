@@ -12,6 +12,7 @@ from torch import nn
 
 from stepgraph.graphs.accept_options import AcceptOptions, check_processors
 from stepgraph.graphs.attention.choose import choose_attention
+from stepgraph.graphs.attention.float8 import FLOAT8
 from stepgraph.graphs.attention.paged import AttentionChoice
 from stepgraph.graphs.backends import make_backend
 from stepgraph.graphs.buffer_spec import check_fit
@@ -44,6 +45,7 @@ from stepgraph.runtime.loras import lora_weights
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.parallel.lockstep import LockstepQueue, LockstepScheduler
 from stepgraph.runtime.parallel.ranks import Ranks
+from stepgraph.runtime.preemption import PreemptingScheduler
 from stepgraph.runtime.profiled import ROUNDS, in_flight_type, read_range
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.scheduler import Scheduler
@@ -114,7 +116,7 @@ class EngineParts:
             drafting,
             prompts if records_prompts(config, device) else None,
         )
-        (queue_type, scheduler_type), self.sharing = queue_types(self.ranks), sharing_for(config, models)
+        (queue_type, scheduler_type), self.sharing = queue_types(config, self.ranks, recorder), sharing_for(config, models)
         self.queue = queue_type(config.max_queued, self.compiler, self.grammars, recorder)
         self.scheduler = scheduler_type(
             self.queue, self.grammars, limits, self.sharing, recorder, states.ended if states else None, isinstance(proposer, NgramLookup)
@@ -138,10 +140,15 @@ def accept_options(parts: EngineParts) -> AcceptOptions:
     return AcceptOptions(parts.config.forced_acceptance, processors, getattr(parts.models.target, "shard", None))
 
 
-def queue_types(ranks: Ranks | None) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
-    """With ranks: those that keep them in step."""
+def queue_types(
+    config: EngineConfig, ranks: Ranks | None, recorder: Recorder | None
+) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
+    """With ranks: those that keep them in step. ValueError for preemption, where others read the rounds of a request as one series."""
+    others = {"tensor_parallel": ranks, "record": recorder, "save_hidden_states": config.save_hidden_states}
+    for name in (name for name, part in others.items() if part is not None and config.preemption):
+        raise ValueError(f"EngineConfig.preemption: got True with {name}, expected False")
     if ranks is None:
-        return RequestQueue, Scheduler
+        return RequestQueue, PreemptingScheduler if config.preemption else Scheduler
     return functools.partial(LockstepQueue, ranks), functools.partial(LockstepScheduler, ranks)
 
 
@@ -197,7 +204,8 @@ def backend_for(name: str, models: ModelPair, nvtx: bool) -> Backend:
 
 def attention_for(device: torch.device, config: EngineConfig, models: ModelPair) -> AttentionChoice:
     """The attention implementation for these models; ValueError if the configured one does not support them."""
-    shapes = tuple(shape for model in models for shape in getattr(model, "attends", ()))
+    small = config.kv_cache_dtype == FLOAT8
+    shapes = tuple(shape._replace(float8=small) for model in models for shape in getattr(model, "attends", ()))
     try:
         return choose_attention(device, config.attention, shapes, config.page_size)
     except ValueError as error:
@@ -220,6 +228,8 @@ def capture_notes(parts: EngineParts) -> tuple[str, ...]:
     if models.proposer is not None:
         masked = "each is kept while its mask allows it" if "batch_forced" in parts.buffers else "without masks"
         notes.append(f"drafts are proposed whole, {masked}")
+    if config.kv_cache_dtype == FLOAT8:
+        notes.append("cache: float8_e4m3fn")
     if parts.attention.rounds:
         notes.append(f"attention: {parts.attention}")
     if not config.greedy_only:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from stepgraph.graphs.attention.float8 import ENTRIES, FLOAT8
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import DraftModel, ModelPair, TargetModel
@@ -93,6 +94,10 @@ def check_models(models: ModelPair, backend: Backend, limits: Limits) -> None:
         for inner, module in modules:
             if isinstance(module, _DropoutNd) and module.training and module.p > 0:
                 raise ValueError(f"Engine.{name}: {inner or type(module).__name__} is dropout in training mode; call .eval() first")
+    for name, model in (("target", models.target), ("draft", models.draft)):
+        if limits.kv_cache_dtype == FLOAT8 and model is not None and all(spec.dtype is not ENTRIES for spec in model.cache_specs(limits)):
+            why = f"the {name} does not declare its cache by `cache_specs` of stepgraph.graphs.model"
+            raise ValueError(f"EngineConfig.kv_cache_dtype: got {FLOAT8!r}, expected 'auto': {why}")
     draft = models.draft
     for name in ("advances", "shares_embeddings"):
         value = getattr(draft, name, True)

@@ -9,7 +9,7 @@ from typing import get_args
 from stepgraph.graphs.accept_options import LogitsProcessor
 from stepgraph.graphs.attention.choose import ATTENTION
 from stepgraph.graphs.key_sets import bucket_sizes, checked_buckets
-from stepgraph.graphs.limits import UNTIL_EVENT, Limits
+from stepgraph.graphs.limits import KV_CACHE_DTYPES, UNTIL_EVENT, Limits
 from stepgraph.graphs.proposing import ANCHOR
 from stepgraph.graphs.recording import OnFailure
 from stepgraph.sampling.fields import BOOL, Check, check_fields, check_value, clip_repr, is_int, is_number, number, one_of, optional, whole
@@ -40,6 +40,7 @@ CHECKS = {
     "grammar_arena_bytes": whole(1 << 10),
     "filters": one_of(FILTERS),
     "attention": one_of(ATTENTION),
+    "kv_cache_dtype": one_of(KV_CACHE_DTYPES),
     "grammar_backend": one_of(get_args(BackendChoice)),
     "compile_isolation": one_of(get_args(Isolation)),
     "on_capture_failure": one_of(get_args(OnFailure)),
@@ -87,6 +88,8 @@ class EngineConfig:
     max_length: int = 1024  # tokens of one request, prompt included
     page_size: int = 16  # tokens per cache page
     num_pages: int | None = None  # None: enough for max_rows requests of max_length
+    # Of cached keys and values. auto: the model's type; fp8_e4m3: eight bits without a scale, in any model, at some loss of precision
+    kv_cache_dtype: str = "auto"
     prefix_reuse: bool = True  # reuse cached full pages of equal prefixes; outputs are the same
     prefix_cache_pages: int | None = None  # cached pages kept without a user; None: all that are free
     rounds_in_flight: int = 2  # rounds launched before the results of the first are read
@@ -108,6 +111,9 @@ class EngineConfig:
     max_loras: int = 0  # LoRA adapters loaded at once, each in a slot of the graphs; 0: none, and requests cannot have one
     max_lora_rank: int = 16  # memory is taken for this rank in every slot
     max_top_logprobs: int = 0  # likeliest tokens that a request may have reported beside each of its own, up to 100
+    # True: a request takes the row of one with a larger priority number, which continues later, with the same tokens. Not of sampled ones
+    # with drafts, whose draws depend on where rounds begin
+    preemption: bool = False
     max_queued: int = 4096  # requests waiting for a row; more raise QueueFullError
     forced_drafts: bool | None = None  # draft tokens that are the grammar's only choice; None: only where no model drafts
     look_up: int = 0  # beside a draft model: minimum n-gram match for look-up drafts; 0: none

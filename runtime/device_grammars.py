@@ -46,11 +46,11 @@ class DeviceGrammars:
 
     def prepare(self, job: Job, compiled: CompiledConstraint) -> MatcherRow | None:
         """Called from any thread when the grammar is compiled: a row of the host link, None where the admission decides."""
-        return self._row(job, compiled) if self.why_host(compiled, bool(job.resume_from)) else None
+        return self._row(job, compiled) if self.why_host(compiled, bool(job.given_output)) else None
 
     def admit(self, request: ActiveRequest, compiled: CompiledConstraint) -> None:
         """Give an admitted request the block of its grammar; a row of the host link if it has none and the arena is full."""
-        job, reason = request.job, self.why_host(compiled, bool(request.job.resume_from))
+        job, reason = request.job, self.why_host(compiled, bool(request.job.given_output))
         if compiled.image is not None and not reason:
             request.block = self.arena.acquire(compiled.image)
             if request.block is not None:
@@ -66,10 +66,10 @@ class DeviceGrammars:
 
     def _row(self, job: Job, compiled: CompiledConstraint) -> MatcherRow:
         matcher = compiled.matcher()
-        for index, token in enumerate(job.resume_from):
+        for index, token in enumerate(job.given_output):
             if not matcher.accept_token(token):
                 raise ValueError(matcher.fault or f"resume_from[{index}]: got {token}, expected a token that the constraint allows there")
-        return self._host.row(job.id, matcher, len(job.resume_from))
+        return self._host.row(job.id, matcher, len(job.given_output))
 
     def release(self, request: ActiveRequest) -> None:
         """The request has ended."""

@@ -24,6 +24,7 @@ from stepgraph.runtime.metrics import prometheus_text
 from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.other_names import ENGINE_NAMES, REQUEST_NAMES
 from stepgraph.runtime.parallel.loading import load_part
+from stepgraph.runtime.preemption import PreemptingScheduler, admit
 from stepgraph.runtime.request import FinishReason, Job, StepEvent
 from stepgraph.runtime.request_options import Prompt, Prompts, RequestOptions, TokenIds
 from stepgraph.runtime.request_queue import QueuedRequest
@@ -68,6 +69,11 @@ class Engine(EngineCore):
         parts = EngineParts(target, draft, vocabulary, EngineConfig() if config is None else config, backend, record)
         super().__init__(parts)
         self._loras = LoraTable(target, self.limits, self.buffers, parts.watchdog.backend, self.queue)
+        if isinstance(parts.scheduler, PreemptingScheduler):
+            pinned, collect = parts.backend.device.type == "cuda", functools.partial(self._collect, 1)
+            self.__dict__["_admit"] = functools.partial(
+                admit, parts.scheduler, self._in_flight.interrupt, collect, self._retire, self._admit, pinned
+            )
         self._make_tokenizer = (lambda: tokenizer) if isinstance(tokenizer, TextCodec) else tokenizer
 
     @classmethod
@@ -136,6 +142,8 @@ class Engine(EngineCore):
         prompt_embeddings: Mapping[int, Tensor] | None = None,
         lora_name: str = "",
         resume_from: TokenIds | None = None,
+        priority: int = 0,
+        tenant: str = "",
     ) -> Job:
         """Queue a request. ValueError for an argument that cannot be served, before anything changes.
 
@@ -151,6 +159,8 @@ class Engine(EngineCore):
         prompt_embeddings: {position in the prompt: tensor [n, width]} replaces the embeddings of n ids, e.g. by those of an image.
         resume_from: the tokens of an earlier job with the same arguments, of this engine or another, e.g. one that was cancelled. The new
         job has the tokens that would have followed. max_new_tokens and min_new_tokens count them. Not for a sampled request with drafts.
+        priority: waiting requests with lower numbers have rows first. With EngineConfig.preemption they also take those of others.
+        tenant: waiting requests of equal priority have rows in turn, one of each tenant.
         """
         self._require_open("submit")
         job = self._parts.validator.job(
@@ -164,6 +174,8 @@ class Engine(EngineCore):
             prompt_embeddings,
             self._loras.find(lora_name),
             resume_from,
+            priority,
+            tenant,
         )
         queued = QueuedRequest(job)
         try:

@@ -137,7 +137,11 @@ class Job:
     # (first position in the prompt, host tensor [n, width]) in order: embeddings that replace those of the tokens there
     embeddings: tuple[tuple[int, Tensor], ...] = field(default=(), repr=False)
     resume_from: tuple[int, ...] = ()  # the output of an earlier request, which this one continues; not part of `tokens`
-    resumed_host: Tensor | None = field(default=None, repr=False)  # the same, for the counts of penalties
+    resumed_host: Tensor | None = field(default=None, repr=False)  # `given_output`, for the counts of penalties
+    priority: int = 0  # lower ones have rows first
+    tenant: str = ""  # of equal priorities each tenant has a row in turn
+    num_preemptions: int = 0  # how often it gave its row up and continued
+    num_suspended: int = 0  # of `tokens`, those before the latest one
     vocabulary: Vocabulary | None = field(default=None, repr=False)
     parse: Callable[[str], Any] = field(default=str, repr=False)  # the text of a complete output -> `parsed`
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
@@ -171,9 +175,14 @@ class Job:
         return stream, stream.push(self.resume_from)
 
     @functools.cached_property
+    def given_output(self) -> tuple[int, ...]:
+        """Its output before it had its row: of the job that it continues, and its own if it gave a row up."""
+        return (*self.resume_from, *self.tokens[: self.num_suspended])
+
+    @functools.cached_property
     def given_ids(self) -> tuple[int, ...]:
         """The tokens before the first new one."""
-        return self.prompt_ids + self.resume_from
+        return self.prompt_ids + self.given_output
 
     @property
     def parsed(self) -> Any:

@@ -33,3 +33,5 @@ class RequestOptions(TypedDict, total=False):
     lora_name: str
     prompt_embeddings: Mapping[int, Tensor] | None
     resume_from: TokenIds | None
+    priority: int
+    tenant: str

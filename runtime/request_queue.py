@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import contextlib
 import threading
@@ -34,6 +35,7 @@ class QueuedRequest:
     matcher: MatcherRow | None = None  # of a grammar on the host
     error: str = ""  # why its grammar could not be compiled
     ready: bool = True
+    place: tuple[int, int, int] = (0, 0, 0)  # priority, turn, arrival: the smallest one is first
 
 
 class RequestQueue:
@@ -69,13 +71,28 @@ class RequestQueue:
             require_open("submit")
             if self.full:
                 raise QueueFullError(f"Engine.submit(): {self._max_queued} requests are waiting already (EngineConfig.max_queued)")
+            queued.place = job.priority, self._turn_of(job), self.submitted
+            index = self.index_of(queued.place)
             most = max(self.most_waiting, len(self.waiting) + 1)
             # An interrupt is raised on return from a call. From here on only the last statement calls one, so nothing or all is done.
             self.unfinished[job.id] = queued
             self.submitted += 1
             self.most_waiting = most
-            self.waiting.append(queued)
+            self.waiting.insert(index, queued)
         self.wake.notify()
+
+    def index_of(self, place: tuple[int, int, int]) -> int:
+        """Where a request with this place waits."""
+        if not self.waiting or self.waiting[-1].place < place:
+            return len(self.waiting)
+        return bisect.bisect([queued.place for queued in self.waiting], place)
+
+    def _turn_of(self, job: Job) -> int:
+        """Of equal priorities each tenant has one request per turn, so that a long queue of one delays no other. A new request has the
+        first turn, from the present one on, in which no earlier one of its tenant waits."""
+        turns = [(queued.place[1], queued.job.tenant) for queued in self.waiting if queued.job.priority == job.priority]
+        present = min((turn for turn, _ in turns), default=0)
+        return max(present, max((turn + 1 for turn, tenant in turns if tenant == job.tenant), default=0))
 
     def withdraw(self, queued: QueuedRequest) -> None:
         """Undo an interrupted submit, whether or not the request entered the queue."""

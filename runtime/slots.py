@@ -47,10 +47,9 @@ class RowTable:
 
     def allocate(self, job: Job, matcher: MatcherRow | None) -> ActiveRequest | None:
         """A row, and pages for the job's maximum length; None where there are too few of either."""
-        page_size, length = self._limits.page_size, len(job.prompt_ids) + job.max_new_tokens
-        count = -(-length // page_size)
-        if not self._free_rows or count - len(job.given_ids) // page_size > self.pages.num_free:
+        if not self.has_room(job):
             return None
+        count = self._pages_of(job)
         cached = self._find(job)
         self.pages.acquire(cached)
         private = self.pages.allocate(count - len(cached))
@@ -60,7 +59,16 @@ class RowTable:
         self.most_used_pages = max(self.most_used_pages, self._limits.num_pages - self.pages.num_free)
         row, pages = heapq.heappop(self._free_rows), [*(page.page for page in cached), *private]
         stops = job.text_stream() if job.sampling.stop else None
+        if stops:
+            stops.push(job.tokens)
         return ActiveRequest(job, row, pages, matcher, not job.sampling.plain, cached, stops=stops)
+
+    def has_room(self, job: Job) -> bool:
+        """Whether there are a row and pages, if all of its full pages are found."""
+        return bool(self._free_rows) and self._pages_of(job) - len(job.given_ids) // self._limits.page_size <= self.pages.num_free
+
+    def _pages_of(self, job: Job) -> int:
+        return -(-(len(job.prompt_ids) + job.max_new_tokens) // self._limits.page_size)
 
     def start_prefill(self, request: ActiveRequest) -> None:
         """Look up the prefix again just before the first chunk: requests with the same prefix may have published pages since `allocate`."""
@@ -87,7 +95,7 @@ class RowTable:
         if request.job.finish_reason == FinishReason.ERROR:
             self.pages.unpublish(request.cached)
         elif request.decoding:
-            history = (*request.job.given_ids, *request.job.tokens)
+            history = (*request.job.given_ids, *request.job.tokens[request.job.num_suspended :])
             self._publish(request, history, len(history) - 1)
         cached = [page.page for page in request.cached]
         self.pages.free([page for index, page in enumerate(request.pages) if cached[index : index + 1] != [page]])

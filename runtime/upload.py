@@ -197,11 +197,11 @@ class Uploader:
         buffers, job, row = self._buffers, request.job, request.row
         prompt, start = len(job.prompt_ids), given_from(self._limits)
         # With draft masks, a draft is verified with the mask it was chosen under; draft_ids were chosen under none.
-        usable = not job.resume_from and (not request.constrained or (self._models.draft is None and "batch_forced" not in buffers))
+        usable = not job.given_output and (not request.constrained or (self._models.draft is None and "batch_forced" not in buffers))
         offered = min(len(job.draft_ids), job.num_speculative_tokens) if usable else 0
         state = {
             Column.OWNER: job.id,
-            Column.GENERATED: len(job.resume_from),
+            Column.GENERATED: len(job.given_output),
             Column.LAST_TOKEN: job.given_ids[-1],
             Column.FINISH: int(FinishCode.RUNNING),
             Column.DRAFT_COUNT: offered,

@@ -16,7 +16,7 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.request import Job, Lora
-from stepgraph.sampling.fields import clip_repr, is_int
+from stepgraph.sampling.fields import Check, check_value, clip_repr, is_int
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -52,6 +52,8 @@ class RequestValidator:
         prompt_embeddings: Any = None,
         lora: Lora | None = None,
         resume_from: Any = None,
+        priority: Any = 0,
+        tenant: Any = "",
     ) -> Job:
         """ValueError `field: got VALUE, expected ACCEPTED` for the first field that is wrong."""
         limits, max_drafts = self._limits, self._limits.num_speculative_tokens
@@ -69,6 +71,8 @@ class RequestValidator:
         seed = sampling.seed if sampling.seed is not None else 0 if sampling.greedy else secrets.randbits(63)
         if not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt: got {type(cache_salt).__name__}, expected a string")
+        check_value("priority", priority, Check(is_int, "a whole number; lower ones have rows first"))
+        check_value("tenant", tenant, Check(lambda value: isinstance(value, str), "a string"))
         embeddings = () if prompt_embeddings is None else self._embeddings(prompt_embeddings, len(prompt))
         job = Job(
             next(self._ids),
@@ -84,6 +88,8 @@ class RequestValidator:
             lora,
             embeddings,
             () if resume_from is None else checked_ids("resume_from", resume_from, limits.num_tokens),
+            priority=priority,
+            tenant=tenant,
             vocabulary=self._vocabulary,
             parse=typed.parse if typed else str,
         )

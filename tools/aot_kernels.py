@@ -178,6 +178,7 @@ class Attended(NamedTuple):
     alone: bool = False  # in one part
     capped: bool = False
     sinks: bool = False
+    float8: bool = False  # the cache
 
 
 def attention_variants() -> list[Variant]:
@@ -189,22 +190,33 @@ def attention_variants() -> list[Variant]:
     launched += [Attended("bf16", 96, 16, 3, 64, True), Attended("fp16", 128, 64, 1, 32)]
     launched.append(Attended("bf16", 256, 64, capped=True))  # Gemma 2
     launched += [Attended("bf16", 64, rows, 8, sinks=True) for rows in (16, 64)]  # GPT-OSS
+    launched += [Attended("bf16", size, rows, float8=True) for size, rows in ((64, 16), (128, 16), (128, 64), (256, 32))]
     found = []
     for one in launched:
         tile = paged_programs.tile_for(one.rows, one.size, one.capped)
         kind, sums, cap = f"*{one.dtype}", None if one.alone else "*fp32", "fp32" if one.capped else None
-        types = [*[kind] * 3, *["*i64"] * 3, kind if one.sinks else None, kind, *[sums] * 3, *["i32"] * 6, "fp32", cap]
+        types = [
+            kind,
+            *["*u8" if one.float8 else kind] * 2,
+            *["*i64"] * 3,
+            kind if one.sinks else None,
+            kind,
+            *[sums] * 3,
+            *["i32"] * 6,
+            "fp32",
+            cap,
+        ]
         shape = {"size": one.size, "GROUPS": one.groups, "PAGE": one.page, "ROWS": tile.rows, "KEYS": tile.keys, "SIZE": tile.size}
         where = f"{one.groups} to a cache head, pages of {one.page}"
-        where += ", one part" * one.alone + ", soft-capped" * one.capped + ", sinks" * one.sinks
+        where += ", one part" * one.alone + ", soft-capped" * one.capped + ", sinks" * one.sinks + ", float8" * one.float8
         label = f"attend_part {one.dtype} {one.size}, {tile.rows} rows, {where}"
         found.append(_variant(label, paged_programs.attend_part, types, shape | {"WIDE": False}, tile.warps))
     types = [*["*fp32"] * 3, "*bf16", "i32", "i32"]
     found.append(_variant("combine_parts", paged_programs.combine_parts, types, {"PARTS": paged_programs.MOST_PARTS, "SIZE": 256}, 2))
     types = [*["*bf16"] * 5, "*i64", *["*bf16"] * 3, *["i32"] * 7]
-    for half in (128, 64):
-        constants = {"HALF": half, "SIZE": 256, "PARTIAL": half < 128}
-        found.append(_variant(f"rotate_heads {2 * half} of 256", rope_programs.rotate_heads, types, constants, 1))
+    for half, cache in itertools.product((128, 64), ("*bf16", "*u8")):
+        constants, types[6:8] = {"HALF": half, "SIZE": 256, "PARTIAL": half < 128}, [cache] * 2
+        found.append(_variant(f"rotate_heads {2 * half} of 256 into {cache[1:]}", rope_programs.rotate_heads, types, constants, 1))
     return [*found, *_layer_variants()]
 
 

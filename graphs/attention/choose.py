@@ -111,6 +111,8 @@ def unfit(name: str, device: torch.device, shapes: tuple[AttentionShape, ...]) -
             return f"it supports bfloat16 and float16, not {str(shape.dtype).removeprefix('torch.')}"
         if name == "flashinfer" and (shape.softcap or shape.sinks):
             return "it supports neither soft-capped scores nor sinks here"
+        if name == "flashinfer" and shape.float8:
+            return "it does not read caches of eight bits here"
         if shape.size > MOST_HEAD_SIZE or (name == "flashinfer" and shape.size not in FLASHINFER_HEAD_SIZES):
             sizes = ", ".join(map(str, FLASHINFER_HEAD_SIZES)) if name == "flashinfer" else f"up to {MOST_HEAD_SIZE}"
             return f"it supports head sizes {sizes}, not {shape.size}"

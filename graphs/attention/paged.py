@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stepgraph.graphs.attention.float8 import C_HEAD_SIZE, ENTRIES, in_c
 from stepgraph.graphs.attention.reference import reference_attention
 from stepgraph.graphs.model_call import Attend, ModelInput
 from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous, same_float_type
 from stepgraph.sampling.kernels.operation import empty_as, operation
 
 HEAD_SIZES = (64, 96, 128, 192, 256)  # that the Triton program was checked for; the reference takes any
-C_HEAD_SIZE = 256  # the largest in C
 
 
 def attention(
@@ -41,7 +41,7 @@ def attention(
     batch, count, heads, size = query.shape
     assert keys.shape == values.shape and keys.shape[2] == size and heads % keys.shape[1] == 0, f"query {query.shape}, keys {keys.shape}"
     assert inputs.positions.shape == inputs.slots.shape == (batch, count), f"query {query.shape}, positions {inputs.positions.shape}"
-    assert query.dtype is keys.dtype is values.dtype, f"query {query.dtype}, keys {keys.dtype}"
+    assert keys.dtype is values.dtype and keys.dtype in (query.dtype, ENTRIES), f"query {query.dtype}, keys {keys.dtype}"
     assert sinks is None or sinks.shape == (heads,), f"query {query.shape}, sinks {sinks.shape if sinks is not None else None}"
     scale = size**-0.5 if scale is None else scale
     if inputs.attend is not None:
@@ -59,7 +59,7 @@ def _in_c(
     sinks = others[-1]
     dense = all(tensor.is_contiguous() for tensor in (query, keys, values)) and query.shape[3] <= C_HEAD_SIZE
     dense = dense and (not isinstance(sinks, Tensor) or (sinks.is_contiguous() and same_float_type(sinks)))
-    return dense and same_float_type(query, keys, values) and is_contiguous(torch.int64, positions, slots, block_tables)
+    return dense and in_c(query, keys=keys, values=values) and is_contiguous(torch.int64, positions, slots, block_tables)
 
 
 paged_attention = operation(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stepgraph.graphs.attention.float8 import from_entries
 from stepgraph.graphs.layers.dense import LEAST_ROWS
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.sampling.kernels.operation import Contiguous, empty_as, operation
@@ -40,8 +41,8 @@ def reference_attention(
     visible = held[:, None] & (index <= positions[..., None])
     if window:
         visible = visible & (index > positions[..., None] - window)
-    key = keys[entries].transpose(1, 2).float()
-    value = torch.where(held[..., None, None], values[entries].float(), 0.0).transpose(1, 2)
+    key = from_entries(keys[entries]).transpose(1, 2)
+    value = torch.where(held[..., None, None], from_entries(values[entries]), 0.0).transpose(1, 2)
 
     groups = heads // kv_heads
     rows = max(groups * count, LEAST_ROWS)

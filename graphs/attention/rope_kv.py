@@ -7,8 +7,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.attention.paged import C_HEAD_SIZE
-from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous, same_float_type
+from stepgraph.graphs.attention.float8 import C_HEAD_SIZE, ENTRIES, in_c, to_entries
+from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
 from stepgraph.sampling.kernels.operation import Contiguous, empty_as, operation
 
 
@@ -34,7 +34,7 @@ def _outputs(
     assert key.shape == value.shape and keys.shape[1:] == key.shape[1:], f"key {key.shape}, value {value.shape}, keys {keys.shape}"
     assert cosines.shape == sines.shape and cosines.shape[:2] == (tokens, 1) and cosines.shape[2] <= size, f"cosines {cosines.shape}"
     assert slots.shape == (tokens,), f"query {query.shape}, slots {slots.shape}"
-    assert query.dtype is key.dtype is value.dtype is cosines.dtype is keys.dtype, f"query {query.dtype}, cosines {cosines.dtype}"
+    assert query.dtype is key.dtype is value.dtype is cosines.dtype and keys.dtype in (key.dtype, ENTRIES), f"{cosines.dtype}, {keys.dtype}"
     return empty_as(query)
 
 
@@ -42,7 +42,7 @@ def _in_c(query: Tensor, key: Tensor, value: Tensor, cosines: Tensor, sines: Ten
     size = query.shape[2]
     dense = all(each.is_contiguous() for each in (cosines, sines, keys, values))
     heads_adjacent = all(each.stride()[1:] == (size, 1) for each in (query, key, value))
-    floats = same_float_type(query, key, value, cosines, sines, keys, values)
+    floats = in_c(query, key, value, cosines, sines, keys=keys, values=values)
     return size <= C_HEAD_SIZE and dense and heads_adjacent and floats and is_contiguous(torch.int64, slots)
 
 
@@ -55,6 +55,6 @@ def rope_and_write_kv(
     query [N, heads, size]; key, value [N, kv_heads, size]; cosines, sines [N, 1, rotated] as in `rotate`; slots [N] int64; keys,
     values [slots, kv_heads, size] of one layer.
     """
-    keys.index_put_((slots,), rotate(key, cosines, sines))
-    values.index_put_((slots,), value)
+    keys.index_put_((slots,), to_entries(rotate(key, cosines, sines), keys))
+    values.index_put_((slots,), to_entries(value, values))
     return rotate(query, cosines, sines)

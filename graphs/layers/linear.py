@@ -7,20 +7,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepgraph.graphs.layers.dense import product
-from stepgraph.graphs.layers.experts import expert_product
 from stepgraph.graphs.layers.quantised import quantised_product, quantised_rows
-from stepgraph.graphs.layers.quantised_experts import quantised_expert_product
 
 
 def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`product`, or `quantised_product` with packed weights."""
     return (quantised_product if weight.dtype is torch.uint8 else product)(states, weight, bias)
-
-
-def expert_linear(states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None = None) -> Tensor:
-    """`expert_product`, or `quantised_expert_product` with packed weights."""
-    run = quantised_expert_product if weights.dtype is torch.uint8 else expert_product
-    return run(states, experts, weights, num_experts, biases)
 
 
 def lookup(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.layers.experts import MOST_BYTES
+from stepgraph.graphs.layers.experts import MOST_BYTES, expert_product
 from stepgraph.graphs.layers.quantised import TILE, is_packed, quantised_product
 from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous, same_float_type
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
@@ -32,3 +32,9 @@ def quantised_expert_product(states: Dense, experts: Contiguous, weights: Tensor
     for index, (weight, bias) in enumerate(parts):
         found = torch.where((chosen == index)[:, None], quantised_product.reference(states, weight, bias), found)
     return found
+
+
+def expert_linear(states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None = None) -> Tensor:
+    """`expert_product`, or `quantised_expert_product` with packed weights."""
+    run = quantised_expert_product if weights.dtype is torch.uint8 else expert_product
+    return run(states, experts, weights, num_experts, biases)

@@ -194,6 +194,8 @@ def request_fields(job: Job) -> dict[str, Any]:
         "draft_ids": job.draft_ids,
         "cache_salt": job.cache_salt,
         "resume_from": job.resume_from,
+        "priority": job.priority,
+        "tenant": job.tenant,
         "embeddings": [[position, len(values), _values_fingerprint(values)] for position, values in job.embeddings],
     }
 

@@ -264,6 +264,8 @@ def _options(event: Mapping[str, Any]) -> dict[str, Any]:
     return {name: event[name] for name in names} | {
         "draft_ids": event["draft_ids"] or None,
         "resume_from": event.get("resume_from"),
+        "priority": event.get("priority", 0),
+        "tenant": event.get("tenant", ""),
         "sampling": SamplingParams(**sampling),
         "constraint": constraint,
     }

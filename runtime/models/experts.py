@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from stepgraph.graphs.layers.dense import activate_and_mul
 from stepgraph.graphs.layers.experts import choose_experts, combine_experts
-from stepgraph.graphs.layers.linear import expert_linear, linear
+from stepgraph.graphs.layers.linear import linear
+from stepgraph.graphs.layers.quantised_experts import expert_linear
 from stepgraph.runtime.models.llama_config import ExpertsConfig, LlamaConfig
 
 

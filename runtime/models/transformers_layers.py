@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import SiLUActivation
 
+from stepgraph.graphs.attention.float8 import to_entries
 from stepgraph.graphs.attention.paged import attention
 from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.buffers import StaticBuffers
@@ -62,8 +63,8 @@ class Call(NamedTuple):
         if layer.value_size < layer.size:
             value = functional.pad(value, (0, layer.size - layer.value_size))
         slots = (self.inputs.slots.flatten(),)
-        keys.index_put_(slots, key.flatten(0, 1))
-        values.index_put_(slots, value.flatten(0, 1))
+        keys.index_put_(slots, to_entries(key.flatten(0, 1), keys))
+        values.index_put_(slots, to_entries(value.flatten(0, 1), values))
         output = attention(query, keys, values, self.inputs, layer.window, layer.scale, layer.softcap, s_aux)
         return output[..., : layer.value_size]
 

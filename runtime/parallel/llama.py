@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,20 +14,34 @@ from stepgraph.graphs.layers.parallel import sum_over_ranks
 from stepgraph.graphs.layers.quantised import Grouped
 from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard
 from stepgraph.graphs.model_call import ModelInput
+from stepgraph.runtime.models.experts import ExpertMlp
 from stepgraph.runtime.models.files.checkpoint import Checkpoint
 from stepgraph.runtime.models.files.weights import SafetensorsSource, Stored, llama_slices
 from stepgraph.runtime.models.llama import Adapted, Llama, empty_weight
-from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.llama_config import ExpertsConfig, LlamaConfig
 from stepgraph.runtime.parallel.ranks import Ranks
 
 _ROWS = (
     *(f"self_attn.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")),
-    *(f"mlp.{part}_proj.weight" for part in ("gate", "up")),
+    *("gate_proj.weight", "up_proj.weight", ".w1.weight", ".w3.weight"),  # of an MLP, or of each expert
 )
 _KV_ROWS = tuple(f"self_attn.{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias"))
 _TOKEN_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
-_COLUMNS = ("o_proj.weight", "down_proj.weight")
+_COLUMNS = ("o_proj.weight", "down_proj.weight", ".w2.weight")
 _SUMMED = ("output", "down")  # products with some columns of a weight: their sum over the ranks is the whole product
+
+
+class ShardedExperts(ExpertMlp):
+    """config: with the intermediate size of one rank. Every rank has some rows of every expert, and the whole router."""
+
+    def __init__(self, config: LlamaConfig, experts: ExpertsConfig, like: Tensor, group: int) -> None:
+        super().__init__(config, experts, like)
+        self._group = group
+
+    def forward(self, states: Tensor) -> Tensor:
+        found = super().forward(states)
+        sum_over_ranks.out(found, self._group)
+        return found
 
 
 class ShardedLlama(Llama):
@@ -36,6 +50,9 @@ class ShardedLlama(Llama):
     def __init__(self, config: LlamaConfig, ranks: Ranks, tokens: slice, feature_layers: Sequence[int], device: str | torch.device) -> None:
         super().__init__(config, feature_layers=feature_layers, device=device)
         self.lora_weights, self.ranks = {}, ranks
+        for index, layer in enumerate(self.layers):
+            if (experts := config.experts_of(index)) is not None:
+                layer.experts = ShardedExperts(config, experts, self.norm, ranks.graph)
         self.register_buffer("token_ids", torch.arange(tokens.start, tokens.stop, device=device), persistent=False)
         self.token_ids: Tensor
         self.shard = VocabularyShard(self.token_ids, tokens.start, ranks.graph, ranks.size)
@@ -70,7 +87,7 @@ class ShardSource:
 
     read_scales = read
 
-    def read_grouped(self, name: str) -> Grouped:
+    def read_grouped(self, name: str) -> Iterator[Grouped]:
         raise AssertionError(f"{name}: quantised weights are not sharded")
 
     def _parts(self, name: str) -> int:
@@ -124,17 +141,21 @@ def _checksum(tensor: Tensor) -> int:
 
 def _other_layers(config: LlamaConfig) -> bool:
     """Whether layers have weights that no rule divides."""
-    return config.fused or config.sinks or config.experts is not None
+    return config.fused or config.sinks or (config.experts is not None and config.experts.stored is None)
 
 
 def check_divisible(checkpoint: object, size: int) -> Checkpoint:
     """ValueError for a model that cannot be divided among `size` ranks."""
-    expected = "expected a folder of safetensors files with unquantised weights, of Llama, Mistral, Qwen2, Qwen3 or Gemma 3"
+    expected = (
+        "expected a folder of safetensors files with unquantised weights, of Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE or Gemma 3"
+    )
     plain = isinstance(checkpoint, Checkpoint) and isinstance(checkpoint.source, SafetensorsSource) and not checkpoint.packed
     if not plain or not isinstance(checkpoint, Checkpoint) or _other_layers(checkpoint.config):
         raise ValueError(f"path: got a model that tensor_parallel={size} does not divide, {expected}")
     config = checkpoint.config
     divided = {name: getattr(config, name) for name in ("num_heads", "intermediate_size", "num_kv_heads")}
+    if config.experts is not None:
+        divided["moe_intermediate_size"] = config.experts.size
     if size % config.num_kv_heads == 0:
         del divided["num_kv_heads"]
     for name, length in divided.items():
@@ -150,7 +171,8 @@ def shard(checkpoint: Checkpoint, ranks: Ranks) -> ShardedCheckpoint:
     assert isinstance(checkpoint.source, SafetensorsSource)
     config, size, kv_heads, num_tokens = checkpoint.config, ranks.size, checkpoint.config.num_kv_heads, len(checkpoint.vocabulary.tokens)
     heads, middle = config.num_heads // size, config.intermediate_size // size
-    local = replace(config, num_heads=heads, num_kv_heads=max(1, kv_heads // size), intermediate_size=middle)
+    experts = None if config.experts is None else replace(config.experts, size=config.experts.size // size)
+    local = replace(config, num_heads=heads, num_kv_heads=max(1, kv_heads // size), intermediate_size=middle, experts=experts)
     ranks.require_equal("the configs and tensor tables of the models", repr((config, sorted(checkpoint.source.tensors.items()))).encode())
     own, following = (ShardSource(checkpoint.source, rank % size, size, kv_heads, num_tokens) for rank in (ranks.rank, ranks.rank + 1))
     return ShardedCheckpoint(

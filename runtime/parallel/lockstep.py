@@ -37,6 +37,9 @@ class LockstepQueue(RequestQueue):
         job = queued.job
         if job.embeddings:
             raise ValueError("prompt_embeddings: got embeddings with tensor_parallel, expected None: ranks do not compare them")
+        for name in ("priority", "tenant"):
+            if value := getattr(job, name):
+                raise ValueError(f"{name}: got {value!r} with tensor_parallel, expected its default: ranks serve in the order of arrival")
         if self.ranks.decided:
             super().enqueue(queued, require_open)
             return

@@ -37,7 +37,7 @@ def _pack(value: Tensor | float | torch.dtype | None) -> bytes:
     if isinstance(value, Tensor):
         padding = (0,) * (4 - value.dim())
         bfloat16 = value.dtype is torch.bfloat16
-        return ARGUMENT.pack(value.data_ptr(), *value.shape, *padding, *value.stride(), *padding, bfloat16, 0, 0.0)
+        return ARGUMENT.pack(value.data_ptr(), *value.shape, *padding, *value.stride(), *padding, bfloat16, value.element_size(), 0.0)
     if value is None or isinstance(value, torch.dtype):
         return NONE
     return ARGUMENT.pack(0, *[0] * 9, int(value), value)

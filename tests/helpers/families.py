@@ -159,10 +159,11 @@ def refused_when_damaged(file: Path, whole: bytes, head: int, opened: Path, case
 class Cached:
     """A model with a cache for two rows, whose pages are in random order."""
 
-    def __init__(self, model: Llama | TransformersModel, length: int = LENGTH) -> None:
+    def __init__(self, model: Llama | TransformersModel, length: int = LENGTH, kv_cache_dtype: str = "auto") -> None:
         self.model = model
         pages = length // PAGE
-        limits = Limits(2, 4, length, PAGE, 2 * pages, model.vocab_size, model.vocab_size, model.feature_size)
+        sizes = 2, 4, length, PAGE, 2 * pages, model.vocab_size, model.vocab_size, model.feature_size
+        limits = Limits(*sizes, kv_cache_dtype=kv_cache_dtype)
         self.buffers = StaticBuffers(model.cache_specs(limits))
         self.tables = 1 + torch.randperm(2 * pages, generator=torch.Generator().manual_seed(0)).view(2, pages)
 

@@ -98,7 +98,7 @@ class NoLink:
 
 
 def round_of(
-    shape: Shape, key: GraphKey, device: torch.device, drafts: int = 3, loras: int = 0, packed: Kind | None = None
+    shape: Shape, key: GraphKey, device: torch.device, drafts: int = 3, loras: int = 0, packed: Kind | None = None, cache: str = "auto"
 ) -> tuple[Step, StaticBuffers]:
     """One round of a Llama target with an EAGLE-3 head, and its buffers. The weights are uninitialised, the vocabulary's tables empty.
 
@@ -112,7 +112,8 @@ def round_of(
         target = target.to_empty(device=device)
     d2t = torch.zeros(head.draft_vocab_size, dtype=torch.int64, device=device)
     draft = Eagle3(head, d2t=d2t, embedding=target.embedding, device=device)
-    limits = Limits(key.rows, drafts, 1024, 16, 64 * key.rows, target.vocab_size, target.vocab_size, target.feature_size, max_loras=loras)
+    sizes = key.rows, drafts, 1024, 16, 64 * key.rows, target.vocab_size, target.vocab_size, target.feature_size
+    limits = Limits(*sizes, max_loras=loras, kv_cache_dtype=cache)
     grammars = grammar_specs(limits, 1 << 16, 16) if key.device else forced_specs(limits)
     specs = [*round_specs(limits), *ring_specs(limits), *grammars, *target.cache_specs(limits), *draft.cache_specs(limits)]
     specs += skipped_specs(limits, target.feature_dtype) if key.draft_length == 0 else ()

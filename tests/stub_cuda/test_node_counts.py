@@ -15,24 +15,25 @@ from tools.gpu.checks.shapes import SHAPES
 
 
 @pytest.mark.parametrize(
-    ("size", "key", "most", "loras", "kind"),
+    ("size", "key", "most", "loras", "kind", "cache"),
     [
-        ("1B", GraphKey(1, False), 265, 0, None),
-        ("1B", GraphKey(1, False, draft_length=0), 184, 0, None),
-        ("1B", GraphKey(1, True), 303, 0, None),
-        ("1B", GraphKey(1, True), 303 + 8 * 16, 4, None),
-        ("8B", GraphKey(1, True), 463, 0, None),
-        ("1B", GraphKey(1, True, device=True), 265, 0, None),
-        ("1B", GraphKey(1, True, device=True), 265, 0, "INT4_128"),
-        ("1B", GraphKey(1, False, True), 288, 0, None),
-        ("1B", GraphKey(1, True, True), 333, 0, None),
-        ("1B", GraphKey(1, True, True, device=True), 293, 0, None),
+        ("1B", GraphKey(1, False), 265, 0, None, "auto"),
+        ("1B", GraphKey(1, False, draft_length=0), 184, 0, None, "auto"),
+        ("1B", GraphKey(1, True), 303, 0, None, "auto"),
+        ("1B", GraphKey(1, True), 303 + 8 * 16, 4, None, "auto"),
+        ("8B", GraphKey(1, True), 463, 0, None, "auto"),
+        ("1B", GraphKey(1, True, device=True), 265, 0, None, "auto"),
+        ("1B", GraphKey(1, True, device=True), 265, 0, "INT4_128", "auto"),
+        ("1B", GraphKey(1, True, device=True), 265, 0, None, "fp8_e4m3"),
+        ("1B", GraphKey(1, False, True), 288, 0, None, "auto"),
+        ("1B", GraphKey(1, True, True), 333, 0, None, "auto"),
+        ("1B", GraphKey(1, True, True, device=True), 293, 0, None, "auto"),
     ],
     ids=str,
 )
-def test_captured_nodes_equal_the_counted_ones(size: str, key: GraphKey, most: int, loras: int, kind: str | None) -> None:
+def test_captured_nodes_equal_the_counted_ones(size: str, key: GraphKey, most: int, loras: int, kind: str | None, cache: str) -> None:
     packed = None if kind is None else KINDS[kind]
-    step, buffers = round_of(SHAPES[size], key, torch.device("cuda", 0), loras=loras, packed=packed)
+    step, buffers = round_of(SHAPES[size], key, torch.device("cuda", 0), loras=loras, packed=packed, cache=cache)
     backend = make_backend("cuda")
     captured: Counter[str] = Counter()
     for run in backend.capture(step, buffers).report.stages:

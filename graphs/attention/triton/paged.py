@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from stepgraph.graphs.attention import paged
+from stepgraph.graphs.attention.triton.float8 import as_read
 
 MOST_PARTS = 64
 LEAST_PART = 128  # keys
@@ -145,13 +146,13 @@ def attend_part(
         held = place < end
         page = tl.load(tables + batch * pages + place // PAGE, mask=held, other=0)
         entry = (page * PAGE + place % PAGE) * cache_stride + head * size
-        key = tl.load(keys + entry[None, :] + column[:, None], mask=held[None, :] & (column < size)[:, None], other=0.0)
+        key = tl.load(keys + entry[None, :] + column[:, None], mask=held[None, :] & (column < size)[:, None], other=0)
         seen = held[None, :] & (place[None, :] <= position[:, None])
         if window > 0:
             seen = seen & (place[None, :] > position[:, None] - window)
-        scores = tl.where(seen, score(asked, key, scale, cap, WIDE), float("-inf"))
-        value = tl.load(values + entry[:, None] + column[None, :], mask=held[:, None] & (column < size)[None, :], other=0.0)
-        peak, total, summed = weigh(scores, value, peak, total, summed, WIDE)
+        scores = tl.where(seen, score(asked, as_read(key, asked), scale, cap, WIDE), float("-inf"))
+        value = tl.load(values + entry[:, None] + column[None, :], mask=held[:, None] & (column < size)[None, :], other=0)
+        peak, total, summed = weigh(scores, as_read(value, asked), peak, total, summed, WIDE)
 
     if sums is None:
         found = summed / tl.where(total == 0, 1.0, total)[:, None]
@@ -195,8 +196,7 @@ def paged_attention(*arguments: Any, least_part: int = LEAST_PART) -> None:
     if size > MOST_HEAD_SIZE:
         raise ValueError(f"attention: got heads of size {size}, expected at most {MOST_HEAD_SIZE} for the Triton program")
     assert keys.stride() == values.stride() and keys.stride()[1:] == (size, 1), f"keys {keys.stride()}, values {values.stride()}"
-    kv_heads, pages = keys.shape[1], tables.shape[1]
-    groups = heads // kv_heads
+    kv_heads, pages, groups = keys.shape[1], tables.shape[1], heads // keys.shape[1]
     tile = tile_for(groups * count, size, softcap != 0)
     part, parts = parts_of(pages * page_size, least_part)
     lines, sizes = batch * count * heads, (tile.size, 1, 1)  # of sums, peaks and totals

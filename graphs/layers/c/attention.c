@@ -10,7 +10,7 @@ typedef struct {
     const int64_t *positions, *slots, *tables; /* [batch, count] twice, [batch, pages] */
     const void *sinks;                         /* [heads] or NULL */
     void *output;
-    int64_t batch, count, heads, kv_heads, size, page_size, pages, cache_slots, window, bfloat16, bfloat16_sinks;
+    int64_t batch, count, heads, kv_heads, size, page_size, pages, cache_slots, window, bfloat16, bfloat16_sinks, entry_bytes;
     float scale, softcap; /* softcap 0: none */
 } attention_call;
 
@@ -80,8 +80,8 @@ INLINED void weigh(block *held, int64_t one, int64_t tile, int64_t width, float 
     for (int64_t i = 0; i < width / LANES; i++) *(lanes *)(kept + i * LANES) = *(lanes *)(kept + i * LANES) * shrink + (total[0][i] + total[1][i]);
 }
 
-INLINED void pad_and_read(float *to, const void *from, int64_t first, int64_t size, int64_t width, int64_t bfloat16) {
-    read_numbers(to, from, first, size, bfloat16);
+INLINED void pad_and_read(float *to, const void *from, int64_t first, int64_t size, int64_t width, int64_t bfloat16, int64_t bytes) {
+    read_entries(to, from, first, size, bfloat16, bytes);
     for (int64_t i = size; i < width; i++) to[i] = 0.0f;
 }
 
@@ -96,8 +96,8 @@ INLINED int read_tile(const attention_call *call, block *held, const int64_t *ta
             left = call->page_size - inside;
         }
         int64_t first = (slot * call->kv_heads + head) * size;
-        pad_and_read(held->keys + key * width, call->keys, first, size, width, call->bfloat16);
-        pad_and_read(held->values + key * width, call->values, first, size, width, call->bfloat16);
+        pad_and_read(held->keys + key * width, call->keys, first, size, width, call->bfloat16, call->entry_bytes);
+        pad_and_read(held->values + key * width, call->values, first, size, width, call->bfloat16, call->entry_bytes);
     }
     memset(held->keys + live * width, 0, (size_t)((TILE - live) * width) * sizeof(float));
     return 0;
@@ -115,7 +115,7 @@ INLINED int attend(const attention_call *call, block *held, int64_t row, int64_t
         begin = held->first[one] < begin ? held->first[one] : begin;
         end = held->end[one] > end ? held->end[one] : end;
         float *wide = held->query + one * width;
-        pad_and_read(wide, call->query, ((row * call->count + index) * call->heads + query) * size, size, width, call->bfloat16);
+        pad_and_read(wide, call->query, ((row * call->count + index) * call->heads + query) * size, size, width, call->bfloat16, 0);
         for (int64_t i = 0; i < size; i++) wide[i] *= call->scale;
         held->highest[one] = call->sinks ? number(call->sinks, query, call->bfloat16_sinks) : -INFINITY;
         held->weight[one] = call->sinks ? 1.0f : 0.0f;
@@ -158,15 +158,15 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_attention(const argument *given) {
         .positions = given[3].data, .slots = given[4].data, .tables = tables->data, .sinks = given[10].data,
         .output = given[11].data,
         .batch = query->size[0], .count = query->size[1], .heads = query->size[2], .kv_heads = keys->size[1], .size = query->size[3],
-        .page_size = given[6].integer, .pages = tables->size[1], .cache_slots = keys->size[0], .window = given[7].integer,
+        .page_size = given[6].integer, .pages = tables->size[1], .cache_slots = keys->size[0], .entry_bytes = keys->integer, .window = given[7].integer,
         .bfloat16 = query->bfloat16, .bfloat16_sinks = given[10].bfloat16, .scale = (float)given[8].real, .softcap = (float)given[9].real,
     };
-    if (call.size == 64 && call.bfloat16) { /* with sizes that the compiler knows, sums stay in registers */
-        call.size = 64, call.bfloat16 = 1;
+    if (call.size == 64 && call.bfloat16 && call.entry_bytes == 2) { /* with sizes that the compiler knows, sums stay in registers */
+        call.size = 64, call.bfloat16 = 1, call.entry_bytes = 2;
         return attend_all(&call, &held, 64);
     }
-    if (call.size == 128 && call.bfloat16) {
-        call.size = 128, call.bfloat16 = 1;
+    if (call.size == 128 && call.bfloat16 && call.entry_bytes == 2) {
+        call.size = 128, call.bfloat16 = 1, call.entry_bytes = 2;
         return attend_all(&call, &held, 128);
     }
     if (call.size == 64) return attend_all(&call, &held, 64);

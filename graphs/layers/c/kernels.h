@@ -43,6 +43,47 @@ INLINED void write_numbers(void *to, int64_t first, const float *from, int64_t c
         memcpy((float *)to + first, from, (size_t)count * sizeof *from);
 }
 
+/* Cache entries: numbers as above, or float8_e4m3fn where `bytes` is 1. */
+INLINED float from_float8(uint8_t entry) {
+    uint32_t size = entry & 0x7f, bits = size << 20;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    value *= 0x1p120f;
+    memcpy(&bits, &value, sizeof bits);
+    bits = (size == 0x7f ? 0x7fc00000 : bits) | (uint32_t)(entry & 0x80) << 24;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* Rounded to the nearest, ties to even; 448 beyond it. */
+INLINED uint8_t to_float8(float value) {
+    uint32_t bits, size, low;
+    memcpy(&bits, &value, sizeof bits);
+    size = bits & 0x7fffffff;
+    memcpy(&value, &size, sizeof value);
+    value += 16384.0f; /* a number below 2 ** -6 lies in the last bits of the sum */
+    memcpy(&low, &value, sizeof low);
+    uint32_t found = size < 121u << 23 ? low - (141u << 23) : (size + 0x7ffff + (size >> 20 & 1) - (120u << 23)) >> 20;
+    found = found > 126 ? 126 : found;
+    return (uint8_t)((size > 0x7f800000 ? 127 : found) | (bits >> 24 & 0x80));
+}
+
+INLINED void read_entries(float *to, const void *from, int64_t first, int64_t count, int64_t bfloat16, int64_t bytes) {
+    if (bytes != 1) {
+        read_numbers(to, from, first, count, bfloat16);
+        return;
+    }
+    for (int64_t i = 0; i < count; i++) to[i] = from_float8(((const uint8_t *)from)[first + i]);
+}
+
+INLINED void write_entries(void *to, int64_t first, const float *from, int64_t count, int64_t bfloat16, int64_t bytes) {
+    if (bytes != 1) {
+        write_numbers(to, first, from, count, bfloat16);
+        return;
+    }
+    for (int64_t i = 0; i < count; i++) ((uint8_t *)to)[first + i] = to_float8(rounded(from[i], bfloat16));
+}
+
 /* exp(x) for x up to 88, with an error of at most two ULP; below -87 almost zero. */
 INLINED float power_of_e(float x) {
     x = x < -87.0f ? -87.0f : x;

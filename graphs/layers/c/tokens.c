@@ -8,7 +8,8 @@
 
 /* The first `turned` of `size` numbers; the others are copied. */
 INLINED void rotate(
-    const float *cosines, const float *sines, const void *from, int64_t first, void *to, int64_t at, int64_t turned, int64_t size, int64_t bfloat16) {
+    const float *cosines, const float *sines, const void *from, int64_t first, void *to, int64_t at, int64_t turned, int64_t size, int64_t bfloat16,
+    int64_t entry_bytes) {
     float states[MOST_SIZE], straight[MOST_SIZE], crossed[MOST_SIZE];
     int64_t half = turned / 2;
     read_numbers(states, from, first, size, bfloat16);
@@ -17,12 +18,12 @@ INLINED void rotate(
     for (int64_t i = half; i < turned; i++) crossed[i] = rounded(states[i - half] * sines[i], bfloat16);
     ROUNDED_HERE(straight);
     for (int64_t i = 0; i < turned; i++) states[i] = straight[i] + crossed[i];
-    write_numbers(to, at, states, size, bfloat16);
+    write_entries(to, at, states, size, bfloat16, entry_bytes);
 }
 
 /* query, key, value [tokens, heads, size], the heads of a token adjacent; cosines, sines [tokens, 1, turned]; slots [tokens]; keys, values
    [slots, kv_heads, size]; output as query. */
-INLINED int rope_all(const argument *given, int64_t turned, int64_t size, int64_t bfloat16) {
+INLINED int rope_all(const argument *given, int64_t turned, int64_t size, int64_t bfloat16, int64_t entry_bytes) {
     const argument *query = given, *key = given + 1, *value = given + 2, *keys = given + 6, *values = given + 7;
     const int64_t *slots = given[5].data;
     int64_t heads = query->size[1], kv_heads = key->size[1], bytes = bfloat16 ? 2 : 4;
@@ -33,19 +34,23 @@ INLINED int rope_all(const argument *given, int64_t turned, int64_t size, int64_
         read_numbers(cosines, given[3].data, token * turned, turned, bfloat16);
         read_numbers(sines, given[4].data, token * turned, turned, bfloat16);
         for (int64_t head = 0; head < heads; head++)
-            rotate(cosines, sines, query->data, token * query->stride[0] + head * size, given[8].data, (token * heads + head) * size, turned, size, bfloat16);
+            rotate(cosines, sines, query->data, token * query->stride[0] + head * size, given[8].data, (token * heads + head) * size, turned, size, bfloat16, 0);
         int64_t kept = slots[token] * kv_heads * size;
         for (int64_t head = 0; head < kv_heads; head++)
-            rotate(cosines, sines, key->data, token * key->stride[0] + head * size, keys->data, kept + head * size, turned, size, bfloat16);
+            rotate(cosines, sines, key->data, token * key->stride[0] + head * size, keys->data, kept + head * size, turned, size, bfloat16, entry_bytes);
         const char *from = (const char *)value->data + token * value->stride[0] * bytes;
-        memcpy((char *)values->data + kept * bytes, from, (size_t)(kv_heads * size * bytes));
+        if (entry_bytes == 1)
+            for (int64_t i = 0; i < kv_heads * size; i++) ((uint8_t *)values->data)[kept + i] = to_float8(number(from, i, bfloat16));
+        else
+            memcpy((char *)values->data + kept * bytes, from, (size_t)(kv_heads * size * bytes));
     }
     return 0;
 }
 
 EXPORTED FOR_EACH_PROCESSOR int stepgraph_rope_and_write_kv(const argument *given) {
-    if (given->size[2] == 64 && given[3].size[2] == 64 && given->bfloat16) return rope_all(given, 64, 64, 1); /* sizes that the compiler knows */
-    return rope_all(given, given[3].size[2], given->size[2], given->bfloat16);
+    int64_t bytes = given[6].integer;
+    if (given->size[2] == 64 && given[3].size[2] == 64 && bytes == 2) return rope_all(given, 64, 64, 1, 2); /* sizes that the compiler knows */
+    return rope_all(given, given[3].size[2], given->size[2], given->bfloat16, bytes);
 }
 
 /* states [N, size] or [N, inner, size]; weight [size]; epsilon; offset; output as states. */

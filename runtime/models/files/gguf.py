@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.layers.quantised import KINDS, Grouped
+from stepgraph.graphs.layers.quantised import KINDS, TILE, Grouped
 from stepgraph.runtime.models.files.weights import Stored
 from stepgraph.runtime.models.llama_config import MIXTRAL, QWEN_EXPERTS
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
@@ -61,6 +61,7 @@ ZERO_NUMBERS = {  # that make its values its minimums
 READABLE = ("F32", "F16", "BF16", *SCALES)
 _ROWS_AT_ONCE = 32  # the package takes 16 rows at a time, which is little work for a call
 _VALUES_AT_ONCE = 2**18  # in float32, which fit in a cache
+_GROUPED_AT_ONCE = 2**16  # of weights that stay quantised, as numbers, scales and minimums
 _FIELDS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -90,6 +91,7 @@ _BLOCK = {
     "ffn_down": "mlp.down_proj",
 }
 _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")  # [experts, out, in]
+_EACH_EXPERT = "<expert>"
 
 
 class GgufSource:
@@ -110,8 +112,8 @@ class GgufSource:
         self._blocks: dict[str, npt.NDArray[np.uint8]] = {}  # [*shape[:-1], bytes per row]
         self._block_bytes: dict[str, int] = {}
         self.tensors: dict[str, Stored] = {}
-        self.config = self._read_config(header.tensors)
         for stored_name, tensor in header.tensors.items():
+            name = self._renamed(stored_name, len(tensor.shape))
             try:
                 kind = GGMLQuantizationType(tensor.kind)
             except ValueError:
@@ -126,20 +128,28 @@ class GgufSource:
             if end > len(self._data):
                 raise ValueError(f"{path}: not a complete GGUF file: {stored_name} ends at byte {end}, the file at {len(self._data)}")
             blocks = self._data[tensor.offset : end].reshape(rows)
-            for name, part in self._renamed(stored_name, blocks):
-                self._kinds[name], self._blocks[name], self._block_bytes[name] = kind, part, block_bytes
+            for index, part in enumerate(blocks) if _EACH_EXPERT in name else [(0, blocks)]:
+                own = name.replace(_EACH_EXPERT, str(index))
+                self._kinds[own], self._blocks[own], self._block_bytes[own] = kind, part, block_bytes
                 shape = tensor.shape if part is blocks else tensor.shape[1:]
-                self.tensors[name] = Stored(shape, kind.name, kind.name in READABLE)
+                self.tensors[own] = Stored(shape, kind.name, kind.name in READABLE)
+        self.config = self._read_config(header.tensors)
 
     def read(self, name: str) -> Tensor:
-        return self._dequantised(name, {}, self.dtype if self.tensors[name].kind in SCALES else torch.float32)
+        dtype, shape = self.dtype if self.tensors[name].kind in SCALES else torch.float32, self.tensors[name].shape
+        return self._in_order(name, self._dequantised(name, self._rows(name), {}, dtype).view(shape))
 
-    def _dequantised(self, name: str, changed: Mapping[int, bytes], dtype: torch.dtype = torch.float32) -> Tensor:
-        """changed: bytes that replace those of every block."""
+    def _rows(self, name: str) -> npt.NDArray[np.uint8]:
+        return self._blocks[name].reshape(-1, self._blocks[name].shape[-1])
+
+    def _dequantised(
+        self, name: str, stored: npt.NDArray[np.uint8], changed: Mapping[int, bytes], dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Rows of a tensor. changed: bytes that replace those of every block."""
         import gguf
 
-        shape = self.tensors[name].shape
-        stored, values = self._blocks[name].reshape(-1, self._blocks[name].shape[-1]), torch.empty(shape, dtype=dtype)
+        shape = len(stored), self.tensors[name].shape[-1]
+        values = torch.empty(shape, dtype=dtype)
         rows = max(_VALUES_AT_ONCE // shape[-1] // _ROWS_AT_ONCE, 1) * _ROWS_AT_ONCE
         for first, part in enumerate(values.view(-1, shape[-1]).split(rows)):
             blocks = stored[first * rows :][: len(part)]
@@ -150,7 +160,7 @@ class GgufSource:
             joined = blocks.reshape(len(blocks) // math.gcd(len(blocks), _ROWS_AT_ONCE), -1)
             found = gguf.quants.dequantize(joined, self._kinds[name]).reshape(part.shape)
             part.copy_(torch.from_numpy(np.require(found, requirements=["C", "W"])))  # what the file maps cannot be written
-        return self._in_order(name, values)
+        return values
 
     def read_scales(self, name: str) -> Tensor:
         """A quantised tensor is finite exactly if its scales are: the other numbers of a block are small integers."""
@@ -160,12 +170,15 @@ class GgufSource:
         blocks = self._blocks[name].reshape(-1, self._block_bytes[name])
         return torch.from_numpy(blocks[:, scales].copy().view(np.float16))
 
-    def read_grouped(self, name: str) -> Grouped:
-        kind = self.tensors[name].kind
+    def read_grouped(self, name: str) -> Iterator[Grouped]:
+        kind, (count, inner) = self.tensors[name].kind, self.tensors[name].shape
         changes, group = [UNIT_SCALES[kind], UNIT_NUMBERS[kind], ZERO_NUMBERS.get(kind)], KINDS[kind].group
-        numbers, scales, minimums = (None if change is None else self._dequantised(name, change) for change in changes)
-        assert numbers is not None and scales is not None
-        return Grouped(numbers.to(torch.int16), scales[:, ::group], None if minimums is None else minimums[:, ::group])
+        order = self._in_order(name, torch.arange(count)).numpy()
+        for places in np.split(order, range(at_once := max(_GROUPED_AT_ONCE // inner // TILE, 1) * TILE, count, at_once)):
+            rows = self._rows(name)[places]
+            numbers, scales, minimums = (None if change is None else self._dequantised(name, rows, change) for change in changes)
+            assert numbers is not None and scales is not None
+            yield Grouped(numbers.to(torch.int16), scales[:, ::group], None if minimums is None else minimums[:, ::group])
 
     def _in_order(self, name: str, tensor: Tensor) -> Tensor:
         num_heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
@@ -192,17 +205,16 @@ class GgufSource:
             "dtype": "bfloat16",
         }
 
-    def _renamed(self, stored: str, blocks: npt.NDArray[np.uint8]) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
-        """Names and blocks of the tensors that a stored one holds. blk.3.attn_q.weight: model.layers.3.self_attn.q_proj.weight"""
-        parts, mixtral = stored.split("."), self.config["architectures"] == [MIXTRAL]
+    def _renamed(self, stored: str, dimensions: int) -> str:
+        """blk.3.attn_q.weight: model.layers.3.self_attn.q_proj.weight; with _EACH_EXPERT for a tensor of all experts."""
+        parts, kind = stored.split("."), self.metadata.get("general.architecture")
+        has_experts, mixtral = bool(self.metadata.get(f"{kind}.expert_count")), kind == "llama"
         mlp, *experts = ("block_sparse_moe", "w1", "w3", "w2") if mixtral else ("mlp", "gate_proj", "up_proj", "down_proj")
-        block = _BLOCK | ({"ffn_gate_inp": f"{mlp}.gate"} if self.config["num_local_experts"] else {})
+        block = _BLOCK | ({"ffn_gate_inp": f"{mlp}.gate"} if has_experts else {})
+        if dimensions == 3:
+            block = {name: f"{mlp}.experts.{_EACH_EXPERT}.{part}" for name, part in zip(_EXPERTS, experts, strict=True)}
         if len(parts) == 2 and parts[0] in _TOP:
-            yield f"{_TOP[parts[0]]}.{parts[1]}", blocks
-        elif len(parts) == 4 and parts[0] == "blk" and parts[2] in block:
-            yield f"model.layers.{parts[1]}.{block[parts[2]]}.{parts[3]}", blocks
-        elif len(parts) == 4 and parts[0] == "blk" and parts[2] in _EXPERTS and blocks.ndim == 3:
-            for index, part in enumerate(blocks):
-                yield f"model.layers.{parts[1]}.{mlp}.experts.{index}.{experts[_EXPERTS.index(parts[2])]}.{parts[3]}", part
-        else:
-            raise ValueError(f"{self._path}: got the tensor {stored!r:.100}, which a model of the Llama family does not have")
+            return f"{_TOP[parts[0]]}.{parts[1]}"
+        if len(parts) == 4 and parts[0] == "blk" and parts[2] in block:
+            return f"model.layers.{parts[1]}.{block[parts[2]]}.{parts[3]}"
+        raise ValueError(f"{self._path}: got the tensor {stored!r:.100}, which a model of the Llama family does not have")

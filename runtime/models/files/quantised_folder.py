@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.layers.quantised import Grouped
+from stepgraph.graphs.layers.quantised import TILE, Grouped
 from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, Stored
 
 _AWQ_COLUMNS = [0, 4, 1, 5, 2, 6, 3, 7]  # the place of each column among the eight fields of a word
 _FP8_BLOCK = 128
+_ROWS_AT_ONCE = 16 * TILE
 _FP8_SCALES = ("weight_scale", "weight_scale_inv")
 _FP8_ACTIVATION_SCALES = ("input_scale",)
 _INT4_PARTS = {
@@ -114,7 +116,7 @@ class QuantisedSource:
     def read(self, name: str) -> Tensor:
         if name not in self._quantised:
             return self._source.read(name)
-        numbers, scales, minimums = self.read_grouped(name)
+        numbers, scales, minimums = self._read_whole(name)
         values = numbers.view(torch.float8_e4m3fn).float() if self._scheme.layout == "fp8" else numbers.float()
         groups = values.view(len(values), scales.shape[1], -1)
         groups = groups * scales[:, :, None]
@@ -123,9 +125,14 @@ class QuantisedSource:
     def read_scales(self, name: str) -> Tensor:
         if name not in self._quantised or self._scheme.layout == "fp8":
             return self.read(name)  # float8 has a NaN
-        return self.read_grouped(name).scales
+        return self._read_whole(name).scales
 
-    def read_grouped(self, name: str) -> Grouped:
+    def read_grouped(self, name: str) -> Iterator[Grouped]:
+        whole = self._read_whole(name)
+        parts = [[None] if each is None else each.split(_ROWS_AT_ONCE) for each in whole]
+        return (Grouped(*part) for part in itertools.zip_longest(*parts))
+
+    def _read_whole(self, name: str) -> Grouped:
         return self._read_fp8(name) if self._scheme.layout == "fp8" else self._read_int4(name)
 
     def _find_fp8(self, stored: str) -> str:

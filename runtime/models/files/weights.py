@@ -46,8 +46,8 @@ class Source(Protocol):
     def read_scales(self, name: str) -> Tensor:
         """Numbers that are finite exactly if the tensor is."""
 
-    def read_grouped(self, name: str) -> Grouped:
-        """A tensor of one of KINDS."""
+    def read_grouped(self, name: str) -> Iterator[Grouped]:
+        """A tensor of one of KINDS, in parts of consecutive rows, whole tiles each: with little memory besides what is kept."""
 
 
 class ParameterSlice(NamedTuple):
@@ -112,7 +112,7 @@ class SafetensorsSource:
 
     read_scales = read
 
-    def read_grouped(self, name: str) -> Grouped:
+    def read_grouped(self, name: str) -> Iterator[Grouped]:
         raise AssertionError(f"{name}: no safetensors type is among KINDS")
 
 
@@ -140,7 +140,7 @@ class RenamedSource:
     def read_scales(self, name: str) -> Tensor:
         return self._source.read_scales(self._names[name])
 
-    def read_grouped(self, name: str) -> Grouped:
+    def read_grouped(self, name: str) -> Iterator[Grouped]:
         return self._source.read_grouped(self._names[name])
 
 
@@ -270,14 +270,18 @@ class StoredModel:
         """Call `check` first."""
         for name, stored in self._read(progress, "load", self._read_one):
             target = self.slices[name]
-            if isinstance(stored, Grouped):
-                model.get_parameter(target.parameter)[target.tiles].copy_(pack(self.packed[target.parameter], stored))
-            else:
+            if isinstance(stored, Tensor):
                 part = target.of(model)
                 part.copy_(stored.view(part.shape))
+                continue
+            room, start = model.get_parameter(target.parameter)[target.tiles], 0
+            for rows in stored:
+                packed = pack(self.packed[target.parameter], rows)
+                room[start : start + len(packed)].copy_(packed)
+                start += len(packed)
         model.eval()
 
-    def _read_one(self, name: str) -> Tensor | Grouped:
+    def _read_one(self, name: str) -> Tensor | Iterator[Grouped]:
         return self.source.read_grouped(name) if self.slices[name].parameter in self.packed else self.source.read(name)
 
     def _read(self, progress: bool, label: str, read: Callable[[str], R]) -> Iterator[tuple[str, R]]:

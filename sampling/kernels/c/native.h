@@ -15,7 +15,7 @@ enum { KERNELS_VERSION = 5, WORD = 32, TAG_FIELDS = 4 };
 
 typedef struct {
     void *data; /* NULL for None */
-    int64_t size[4], stride[4], bfloat16, integer;
+    int64_t size[4], stride[4], bfloat16, integer; /* integer, of a tensor: the bytes of a number */
     double real;
 } argument;
 

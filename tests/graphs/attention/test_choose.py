@@ -147,6 +147,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), t
         ("triton", SHAPE._replace(size=320), {}, "it supports head sizes up to 256, not 320"),
         ("flashinfer", SHAPE, {"flashinfer": False}, "flashinfer is not installed: pip install 'stepgraph[cuda]'"),
         ("flashinfer", SHAPE._replace(size=96), {}, "it supports head sizes 64, 128, 256, not 96"),
+        ("flashinfer", SHAPE._replace(float8=True), {}, "it does not read caches of eight bits here"),
         ("flashinfer", None, {}, "no model of the engine declares its attention in `attends`"),
     ],
 )

@@ -9,6 +9,7 @@ import torch
 import triton
 
 import tests.helpers.fast_interpreter  # noqa: F401
+from stepgraph.graphs.attention.float8 import ENTRIES, from_entries, to_entries
 from stepgraph.graphs.attention.paged import attention
 from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.attention.triton import paged as paged_programs
@@ -19,6 +20,7 @@ from tools.bench_attention import Shape, figures
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
 
 
+FLOAT8_CACHE = torch.empty(0, dtype=ENTRIES)
 More = tuple[float, torch.Tensor | None]  # softcap, sinks
 
 
@@ -57,6 +59,38 @@ def test_soft_capped_scores_and_sinks(softcap: float, has_sinks: bool, window: i
     """A window that leaves out the first part leaves its sink."""
     sinks = torch.randn(6, generator=torch.Generator().manual_seed(1)) if has_sinks else None
     compare(make_case(LENGTHS, 3, 6, 2, 64, page=16), window, more=(softcap, sinks))
+
+
+@pytest.mark.parametrize(("size", "count", "window"), [(64, 5, 0), (96, 1, 40), (128, 50, 0)])
+def test_caches_in_eight_bits(size: int, count: int, window: int) -> None:
+    """The result of a cache in float32 with the same numbers, which holds NaN after each row's last position."""
+    case = make_case(LENGTHS, count, 4, 2, size, page=16)
+    entries = (torch.randn_like(case.keys) * 3 for _ in range(2))
+    keys, values = (
+        to_entries(torch.where(given.isnan(), given, made), FLOAT8_CACHE) for given, made in zip(case[1:3], entries, strict=True)
+    )
+    wide = case._replace(keys=from_entries(keys), values=from_entries(values))
+    assert bool(wide.keys.isnan().any())
+    for least_part in (paged_programs.LEAST_PART, 4096):
+        found, expected = run(case._replace(keys=keys, values=values), window, least_part), run(wide, window, least_part)
+        assert torch.isfinite(expected).all() and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_entries_in_eight_bits_have_the_bits_of_torch(dtype: torch.dtype) -> None:
+    """Every float16 number, infinity and NaN among them, and numbers between two of float8 and beyond its largest; not rotated."""
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    value = bits.view(torch.float16).to(dtype)
+    value = value if dtype is torch.float16 else value * 1.0009765625
+    value, slots = value.view(-1, 2, 64), torch.arange(512)
+    cosines, sines = torch.ones(512, 1, 64, dtype=dtype), torch.zeros(512, 1, 64, dtype=dtype)
+    key = value.nan_to_num(0, 0, 0).flip(0)
+    query, caches = key[:, :1].contiguous(), [torch.zeros(2, 512, 2, 64, dtype=torch.uint8) for _ in range(2)]
+    for run_it, cache in zip((rope_programs.rope_and_write_kv, rope_and_write_kv.run_reference), caches, strict=True):
+        arguments: list[Any] = [query, key, value, cosines, sines, slots, *cache, torch.empty_like(query)]
+        run_it(*arguments)
+    assert torch.equal(from_entries(caches[0]).nan_to_num(1e9), from_entries(caches[1]).nan_to_num(1e9))
+    assert int(from_entries(caches[0]).isnan().sum()) == int(value.isnan().sum()) > 0
 
 
 @pytest.mark.parametrize(("page", "size"), [(16, 256), (32, 64), (64, 96)])

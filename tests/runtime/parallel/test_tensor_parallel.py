@@ -25,11 +25,12 @@ from safetensors.torch import load_file, save_file
 
 from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, Job, SamplingParams
 from stepgraph.graphs.layers.parallel import register_group, sum_over_ranks
+from stepgraph.runtime.models.files.weights import SafetensorsSource
 from stepgraph.runtime.parallel.ranks import COMPARED_STEPS, RankError, Ranks, gloo_group
 from tests.helpers.command_models import model_folder
 from tests.helpers.draft_engines import Drafter
 from tests.helpers.families import folder_of
-from tests.helpers.parallel_program import decode, open_engine, results
+from tests.helpers.parallel_program import decode, open_engine, results, target_of
 
 PROGRAM = "tests.helpers.parallel_program"
 SECONDS = 5.0
@@ -37,7 +38,7 @@ soak = pytest.mark.soak
 
 
 @contextlib.contextmanager
-def programs(folders: list[Path], draft: str, counts: tuple[int, ...] = (4, 4), size: int = 2, **changes: Any) -> Iterator[list[Any]]:
+def programs(folders: list[Path], draft: str, counts: tuple[int, ...] = (8, 8), size: int = 2, **changes: Any) -> Iterator[list[Any]]:
     """One program per folder; with two of them, in the environment of torchrun."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -72,6 +73,33 @@ def alone(draft: str) -> dict[str, Any]:
     return decode(model_folder(), draft, 1)
 
 
+def test_a_rank_reads_and_keeps_its_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads its part to check it and to load it, and the next rank's to compare it; of norms, each rank has the whole."""
+    source, read, size = SafetensorsSource(model_folder()), list[int](), 2
+    norms = sum(source.read(name).nbytes for name in source.tensors if "norm" in name)
+    divided = [
+        source.read(name).nbytes // size for name in source.tensors if "norm" not in name and "embed" not in name and "head" not in name
+    ]
+    tables = [source.read(name) for name in source.tensors if "embed" in name or "lm_head" in name]
+    real_read, real_part = SafetensorsSource.read, SafetensorsSource.read_part
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        read.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(SafetensorsSource, "read", lambda self, name: counted(real_read(self, name)))
+    monkeypatch.setattr(SafetensorsSource, "read_part", lambda self, *part: counted(real_part(self, *part)))
+    with open_engine(model_folder(), "none", size) as engine:
+        target = target_of(engine)
+        tokens = engine._parts.limits.num_tokens
+        parts = [
+            norms + sum(divided) + sum(table[tokens * rank // size : tokens * (rank + 1) // size].nbytes for table in tables)
+            for rank in range(size)
+        ]
+        assert sum(parameter.nbytes for parameter in target.parameters()) == parts[0]
+    assert sum(read) == 2 * parts[0] + parts[1]
+
+
 def ranks_of(engine: Engine) -> Ranks:
     assert engine._parts.ranks is not None
     return engine._parts.ranks
@@ -99,9 +127,11 @@ def test_ranks_give_the_tokens_of_one_process(size: int, draft: str) -> None:
 
 
 @soak
-@pytest.mark.parametrize(("size", "family"), [(2, "mistral"), (2, "qwen2"), (4, "qwen3"), (4, "gemma-3")])
+@pytest.mark.parametrize(
+    ("size", "family"), [(2, "mistral"), (2, "qwen2"), (4, "qwen3"), (4, "gemma-3"), (4, "mixtral"), (2, "qwen3-moe, shares as they are")]
+)
 def test_families(size: int, family: str) -> None:
-    """Windows, biases, norms of heads, norms of outputs."""
+    """Windows, biases, norms of heads, norms of outputs, experts."""
     require_equal_tokens(folder_of(family), "ngram", size)
 
 

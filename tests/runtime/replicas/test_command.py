@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -47,11 +46,11 @@ def test_wrong_flags_are_refused(flags: str, message: str, capsys: pytest.Captur
 @pytest.fixture
 def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
     pytest.importorskip("ray")
-    command = [sys.executable, "-m", "stepgraph", *FLAGS, "--port", "0", "--json", "--replicas", "2", "--replica-cpus", "0.5"]
+    command = [sys.executable, "-m", "stepgraph", *FLAGS, "--port", "0", "--replicas", "2", "--replica-cpus", "0.5"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            yield process, json.loads(process.stdout.readline())["url"]
+            yield process, process.stdout.readline().split()[-1]
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(120)

@@ -1,0 +1,57 @@
+"""Prints the largest anonymous memory that a load took beyond what the process had, in bytes, and the bytes of the weights that it keeps.
+
+`python -m tests.helpers.load_peak PATH WEIGHTS COPIES`. The model is loaded once before, so that imports and first calls do not count.
+COPIES: models that are loaded and kept. With MALLOC_MMAP_THRESHOLD_ in the environment, freed memory is returned at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+
+
+def anonymous() -> int:
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+    assert found
+    return int(found[1]) << 10
+
+
+class Peak:
+    """Reads the memory again and again, in a thread."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self.before = self.most = anonymous()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def stop(self) -> int:
+        self._done.set()
+        self._thread.join()
+        return max(self.most, anonymous()) - self.before
+
+    def _run(self) -> None:
+        while not self._done.wait(0.0005):
+            self.most = max(self.most, anonymous())
+
+
+def load(path: Path, weights: str) -> torch.nn.Module:
+    checkpoint = open_checkpoint(path, torch.bfloat16, weights)
+    checkpoint.check()
+    return checkpoint.load("cpu")
+
+
+if __name__ == "__main__":
+    path, weights, copies = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    load(path, weights)
+    peak = Peak()
+    models = [load(path, weights) for _ in range(copies)]
+    print(peak.stop(), sum(parameter.nbytes for parameter in models[0].parameters()))

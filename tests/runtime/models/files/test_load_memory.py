@@ -1,0 +1,61 @@
+"""A load takes little more memory than the weights that it keeps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from tests.helpers.c_library import needs_c
+from tests.helpers.families import BASE, random_model, save
+from tests.runtime.models.files.test_gguf import write
+from tests.runtime.models.files.test_quantised_folder import write as write_folder
+
+ROOT = Path(__file__).parents[4]
+SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 19 million weights in several formats."""
+    folder = tmp_path_factory.mktemp("peak")
+    model = random_model("Llama", BASE | SIZES | {"head_dim": 64}, seed=1)
+    write(folder / "Q4_1.gguf", "", "llama", Kind.Q4_1, model)
+    write(folder / "Q8_0.gguf", "", "llama", Kind.Q8_0, model)
+    write_folder(folder / "fp8", "FP8 per tensor", model)
+    save(model.to(torch.bfloat16), folder / "safetensors")
+    return folder
+
+
+def measured(path: Path, weights: str, copies: int = 1) -> float:
+    """The peak over the bytes of the kept weights."""
+    command = [sys.executable, "-m", "tests.helpers.load_peak", str(path), weights, str(copies)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT, check=True)
+    peak, kept = map(int, result.stdout.split())
+    return peak / kept
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("safetensors", "dequantised"),
+        ("Q4_1.gguf", "dequantised"),
+        pytest.param("Q4_1.gguf", "quantised", marks=needs_c),
+        pytest.param("Q8_0.gguf", "quantised", marks=needs_c),
+        pytest.param("fp8", "quantised", marks=needs_c),
+    ],
+)
+def test_a_load_takes_at_most_a_fifth_more_than_the_weights(files: Path, name: str, weights: str) -> None:
+    assert 0.9 < measured(files / name, weights) <= 1.2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_a_second_copy_is_measured(files: Path) -> None:
+    assert measured(files / "safetensors", "dequantised", copies=2) > 1.9

@@ -1,0 +1,186 @@
+"""Priorities, turns of tenants, and preemption: a request that gives its row up continues with the tokens it would have had."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Job, SamplingParams
+from stepgraph.runtime.models.toy import ToyTarget
+from stepgraph.runtime.preemption import PreemptingScheduler
+from stepgraph.runtime.request import ActiveRequest
+from tests.helpers.toy_engines import VOCABULARY, Setup, make_engine, shared_engine
+
+PLAIN, DRAFTED = (Setup(k=k, greedy_only=False, max_rows=2, buckets=(2,)) for k in (0, 3))
+SETUPS = {
+    "plain": PLAIN,
+    "drafted": DRAFTED,
+    "unmasked": replace(DRAFTED, drafter="half", draft_masks=False, rounds_in_flight=3),
+    "look-up": replace(DRAFTED, drafter="ngram"),
+    "host": replace(DRAFTED, grammar_lane="host"),
+    "Python link": replace(DRAFTED, grammar_lane="host", host_link="python"),
+    "loops": replace(DRAFTED, loops=True),
+    "eager": replace(DRAFTED, eager=True),
+}
+PENALTIES = SamplingParams(temperature=0, min_new_tokens=9, repetition_penalty=1.4, frequency_penalty=0.9, logprobs=True)
+SAMPLED = SamplingParams(temperature=1.3, top_p=0.95, seed=11, presence_penalty=0.7)
+LONG = Constraint.regex("([a-f]{3}-){12}")
+ASKS: list[dict[str, Any]] = [
+    {"constraint": LONG},
+    {"sampling": PENALTIES},
+    {"sampling": SAMPLED, "num_speculative_tokens": 0},
+    {"sampling": SAMPLED, "num_speculative_tokens": 0, "constraint": LONG},
+    {"sampling": SamplingParams(stop="zz", ignore_eos=True)},
+]
+MOST = 40
+
+
+def one_row(**config: Any) -> Engine:
+    return make_engine(Setup(k=0, max_rows=1, buckets=(1,)), **config)
+
+
+def started(jobs: list[Job]) -> list[int]:
+    return sorted(range(len(jobs)), key=lambda index: jobs[index].submitted_at + (jobs[index].queue_seconds or 0.0))
+
+
+@pytest.mark.parametrize(
+    ("asks", "expected"),
+    [
+        ([(0, ""), (0, ""), (0, "")], [0, 1, 2]),
+        ([(1, ""), (0, ""), (-1, ""), (0, "")], [2, 1, 3, 0]),
+        ([(0, "a"), (0, "a"), (0, "a"), (0, "b"), (0, "c"), (0, "b")], [0, 3, 4, 1, 5, 2]),
+        ([(1, "a"), (0, "a"), (1, "a"), (1, "b")], [1, 0, 3, 2]),
+    ],
+)
+def test_waiting_requests_have_rows_by_priority_then_in_turns_of_tenants(asks: list[tuple[int, str]], expected: list[int]) -> None:
+    with one_row() as engine:
+        running = engine.submit([9], max_new_tokens=4)
+        engine.step()
+        jobs = [engine.submit([1, index], max_new_tokens=2, priority=p, tenant=tenant) for index, (p, tenant) in enumerate(asks)]
+        for _ in engine.stream():
+            pass
+        assert running.finished and started(jobs) == expected
+
+
+def test_a_long_queue_of_one_tenant_delays_no_other() -> None:
+    with one_row() as engine:
+        many = [engine.submit([1, index], max_new_tokens=2, tenant="many") for index in range(12)]
+        for _ in range(4):
+            engine.step()
+        late = engine.submit([2], max_new_tokens=2, tenant="late")
+        for _ in engine.stream():
+            pass
+        after = [job for job in many if job.submitted_at + (job.queue_seconds or 0) > late.submitted_at + (late.queue_seconds or 0)]
+        assert len(after) >= 8
+
+
+def run_with_arrivals(engine: Engine, slow: list[Job], seed: int) -> list[Job]:
+    """Requests of higher priority that arrive while these run."""
+    draw, urgent = Random(seed), list[Job]()
+    while engine.has_work:
+        if draw.random() < 0.4 and not all(job.finished for job in slow):
+            urgent.append(engine.submit([3, len(urgent) % 50], max_new_tokens=draw.randrange(1, 4), priority=-len(urgent) % 3 - 3))
+        engine.step()
+    return urgent
+
+
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+def test_preempted_requests_have_the_tokens_that_they_have_alone(setup: Setup) -> None:
+    reference, preempted = shared_engine(PLAIN), [0] * len(ASKS)
+    with make_engine(setup, preemption=True) as engine:
+        for seed in range(3):
+            jobs = [engine.submit([5, index, 7], max_new_tokens=MOST, priority=(index + seed) % 2, **ask) for index, ask in enumerate(ASKS)]
+            urgent = run_with_arrivals(engine, jobs, seed)
+            for index, (job, ask) in enumerate(zip(jobs, ASKS, strict=True)):
+                alone = reference.generate([5, index, 7], max_new_tokens=MOST, **ask)
+                assert (job.tokens, job.finish_reason, job.error) == (alone.tokens, alone.finish_reason, "")
+                assert job.text == alone.text and len(job.origins) == len(job.tokens)
+                assert [each.masked for each in job.logprobs] == [each.masked for each in alone.logprobs]
+                preempted[index] += job.num_preemptions
+            for index, job in enumerate(urgent):
+                assert job.tokens == reference.generate([3, index % 50], max_new_tokens=job.max_new_tokens).tokens
+            assert not engine._scheduler.active and not engine.queue.waiting
+            assert len(engine._scheduler.rows) == 0
+    assert sum(preempted) > 8 and sum(map(bool, preempted)) >= 3, preempted
+
+
+def test_a_request_takes_the_row_at_once_and_the_other_continues_after_it() -> None:
+    with one_row(preemption=True) as engine:
+        slow = engine.submit([4], max_new_tokens=40, sampling=SamplingParams(ignore_eos=True))
+        while len(slow.tokens) < 5:
+            engine.step()
+        equal, urgent = engine.submit([5], max_new_tokens=3), engine.submit([6], max_new_tokens=3, priority=-1)
+        while not urgent.finished:
+            engine.step()
+        assert not slow.finished and slow.num_preemptions == 1 and not equal.tokens and len(slow.tokens) < 12
+        for _ in engine.stream():
+            pass
+        assert started([slow, equal])[0] == 1 or equal.finished
+        alone = shared_engine(PLAIN).generate([4], max_new_tokens=40, sampling=SamplingParams(ignore_eos=True))
+        assert slow.tokens == alone.tokens and slow.num_preemptions == 1
+
+
+def test_without_preemption_and_with_draws_that_depend_on_rounds_a_request_keeps_its_row() -> None:
+    drafted = {"sampling": SAMPLED, "max_new_tokens": 20}
+    for preemption, ask in ((False, {"max_new_tokens": 20}), (True, drafted)):
+        with make_engine(replace(DRAFTED, max_rows=1, buckets=(1,)), preemption=preemption) as engine:
+            slow: Job = engine.submit([4], **ask)
+            while not slow.tokens:
+                engine.step()
+            urgent = engine.submit([6], max_new_tokens=2, priority=-5)
+            for _ in engine.stream():
+                pass
+            assert urgent.finished and slow.num_preemptions == 0 and started([slow, urgent]) == [0, 1]
+
+
+def test_a_preempted_request_can_be_cancelled_and_fails_with_the_engine() -> None:
+    for end in ("cancel", "close"):
+        with one_row(preemption=True) as engine:
+            slow = engine.submit([4], max_new_tokens=60, sampling=SamplingParams(ignore_eos=True))
+            while len(slow.tokens) < 3:
+                engine.step()
+            urgent = engine.submit([6], max_new_tokens=20, priority=-1, sampling=SamplingParams(ignore_eos=True))
+            while not urgent.tokens:
+                engine.step()
+            assert slow.num_preemptions == 1 and not slow.finished
+            if end == "cancel":
+                assert engine.cancel(slow)
+                for _ in engine.stream():
+                    pass
+                assert urgent.finish_reason == FinishReason.LENGTH
+        assert slow.finish_reason == FinishReason.CANCELLED and len(slow.tokens) >= 3
+
+
+def test_a_planted_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that continues from one token too few."""
+
+    def suspend(self: PreemptingScheduler, request: ActiveRequest, pinned: bool, real: Any = PreemptingScheduler.suspend) -> None:
+        kept = request.job.tokens.pop()
+        real(self, request, pinned)
+        request.job.tokens.append(kept)
+
+    monkeypatch.setattr(PreemptingScheduler, "suspend", suspend)
+    with pytest.raises((AssertionError, ValueError)):  # of tokens, or of a grammar that does not allow the first one
+        test_preempted_requests_have_the_tokens_that_they_have_alone(DRAFTED)
+
+
+@pytest.mark.parametrize(("name", "value"), [("priority", 1.5), ("priority", True), ("priority", "high"), ("tenant", 3), ("tenant", None)])
+def test_wrong_priorities_and_tenants_are_refused(name: str, value: Any) -> None:
+    engine = shared_engine(PLAIN)
+    with pytest.raises(ValueError, match=rf"{name}: got {value!r}"):
+        engine.submit([1], **{name: value})
+    assert not engine.has_work
+
+
+def test_preemption_is_refused_with_what_depends_on_the_order_of_rounds(tmp_path: Path) -> None:
+    config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=32, preemption=True)
+    with pytest.raises(ValueError, match=r"EngineConfig\.preemption: got True with record, expected False"):
+        Engine(ToyTarget(VOCABULARY.logits_width), vocabulary=VOCABULARY, config=config, record=tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match=r"EngineConfig\.preemption: got True with save_hidden_states"):
+        Engine(ToyTarget(VOCABULARY.logits_width), vocabulary=VOCABULARY, config=replace(config, save_hidden_states=tmp_path))
+    with pytest.raises(ValueError, match=r"EngineConfig\.preemption: got 1, expected True or False"):
+        replace(config, preemption=1)  # type: ignore[arg-type]
