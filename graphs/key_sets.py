@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from stepgraph.graphs.graph_key import FULL, LONGEST, PLAIN, Drafting, GraphKey
 from stepgraph.graphs.limits import Limits
-from stepgraph.sampling.fields import clip_repr, is_int
+from stepgraph.sampling.fields import clip_repr, is_int, is_series
 
 LEAST_CHUNK = 32  # tokens; the weights are read for any number
 
@@ -32,7 +32,7 @@ def bucket_sizes(max_rows: int) -> tuple[int, ...]:
 
 def checked_buckets(buckets: Iterable[int], max_rows: int | None = None) -> tuple[int, ...]:
     """The buckets sorted; ValueError if there are none, or if a batch of 1..max_rows would have none."""
-    sizes = tuple(buckets) if isinstance(buckets, Iterable) else ()
+    sizes = tuple(buckets) if is_series(buckets) else ()
     whole = sizes and all(is_int(size) and size >= 1 for size in sizes)
     if not whole or max(sizes) != (max_rows or max(sizes)):
         largest = "" if max_rows is None else f" of which the largest is max_rows={max_rows}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from stepgraph.runtime.demo.pair import path_of
 from stepgraph.runtime.models.files.chat_template import ChatTemplate
-from stepgraph.sampling.fields import FUNCTION, check_value, checked_path, clip_repr, instance_of, optional
+from stepgraph.sampling.fields import FUNCTION, Check, check_value, checked_path, clip_repr, instance_of, is_series, optional
 from stepgraph.sampling.grammar.matchers.forced import token_table
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
@@ -65,6 +65,7 @@ class TextCodec:
     def with_text(self, spellings: Iterable[str]) -> TextCodec:
         """The codec with a vocabulary in which these control tokens are text, so that answers and grammars contain their spellings.
         Stop tokens, and spellings of anything else, are left as they are."""
+        check_value("TextCodec.with_text.spellings", spellings, Check(is_series, "a sequence of texts"))
         old, texts = self.vocabulary, dict[int, bytes]()
         for spelling in spellings:
             ids = self.encode(spelling, begins=False)
@@ -105,6 +106,7 @@ class TextCodec:
 
     def template_mentions(self, word: str) -> bool:
         """Whether the word occurs in the model's chat template."""
+        check_value("TextCodec.template_mentions.word", word, instance_of(str, "a string"))
         return self._template is not None and self._template.mentions(word)
 
     def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:

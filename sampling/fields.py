@@ -86,7 +86,14 @@ def instance_of(kind: type, expected: str) -> Check:
 
 
 FUNCTION = Check(callable, "a function")
-IDS = Check(lambda value: isinstance(value, Iterable) and not isinstance(value, (str, bytes)), "a sequence of token ids")
+
+
+def is_series(value: object) -> bool:
+    """Whether `value` can be iterated over and is no text. Arrays and tensors without dimensions cannot."""
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes)) and getattr(value, "ndim", 1) != 0
+
+
+IDS = Check(is_series, "a sequence of token ids")
 
 
 def checked_path(name: str, path: object) -> Path:

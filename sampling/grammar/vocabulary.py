@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.fields import IDS, Check, check_value, checked_path, clip_repr, instance_of, is_int, optional
+from stepgraph.sampling.fields import IDS, Check, check_value, checked_path, clip_repr, instance_of, is_int, is_series, optional
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_of_metadata
 from stepgraph.sampling.grammar.tokenizers.objects import read_object, table_of_ranks
@@ -72,7 +72,7 @@ class Vocabulary:
     def printable(cls, extra_tokens: Iterable[bytes] = (), logits_width: int | None = None) -> Vocabulary:
         """A small vocabulary for tests and demonstrations: printable ASCII, newline, tab, a few longer tokens, one stop token."""
         singles = [bytes([code]) for code in (*range(0x20, 0x7F), 0x0A, 0x09)]
-        check_value("Vocabulary.printable.extra_tokens", extra_tokens, Check(lambda value: isinstance(value, Iterable), "bytes objects"))
+        check_value("Vocabulary.printable.extra_tokens", extra_tokens, Check(is_series, "bytes objects"))
         tokens = [*singles, *_DEMO_TOKENS, *extra_tokens, b"<eos>"]
         return cls(tokens, stop_token_ids=[len(tokens) - 1], logits_width=logits_width)
 

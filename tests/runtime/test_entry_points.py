@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,6 +59,7 @@ WRONG: list[Any] = [
     *("", "x", "\ud800", "x" * 5000, b"x"),
     *([], [None], [5], ["x"], [[]], [{}], [{"role": 5}], (), (-1,), {}, {"type": 5}, {5: None}, {1}),
     *(int, Hostile(), Hostile, ToyTarget, EngineConfig, step, lambda: None),
+    *(np.array(5), torch.tensor(1), torch.zeros(1, dtype=torch.int64, device="meta")),
     *(torch.tensor([1.5]), torch.zeros(2, 2), torch.nn.Linear(2, 2), torch.float32, Path("/nowhere"), re.compile("")),
     *(SamplingParams(), Constraint.json_object(), VOCABULARY, BUFFERS, TAG),
 ]
@@ -107,6 +109,8 @@ MAKERS: list[tuple[Any, Any]] = [
     (CODEC.encode, "a"),
     (CODEC.chat, [{"role": "user", "content": "a"}]),
     (CODEC.decode, [1]),
+    (CODEC.with_text, ["a"]),
+    (CODEC.template_mentions, "a"),
     (CODEC.stream().push, [1]),
     (VOCABULARY.decode, [1]),
     (GrammarCompiler, VOCABULARY),

@@ -32,7 +32,7 @@ INLINED __m512i from_bytes(__m512i raw, unsigned field) {
 /* Fields in float8_e4m3fn: bfloat16 has the same bits with an exponent that is 120 larger, except for the eight numbers whose exponent is 0. */
 static const uint16_t SMALL[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
 
-INLINED __m512i from_float8(__m512i raw, unsigned field) {
+INLINED __m512i from_float8_fields(__m512i raw, unsigned field) {
     __m512i shifted = _mm512_srli_epi16(raw, field), size = _mm512_and_si512(shifted, _mm512_set1_epi16(0x7f));
     __m512i found = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(120 << 7));
     __mmask32 small = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(8));
@@ -48,7 +48,7 @@ INLINED void add_block(
     for (int pair = 0; pair < taken_at_once(bits) / 2; pair++) {
         __m512i raw = _mm512_loadu_si512(words_at + pair * bits / 16 * 64);
         unsigned field = (unsigned)(pair * bits % 16);
-        __m512i right = zero == FLOAT8 ? from_float8(raw, field)
+        __m512i right = zero == FLOAT8 ? from_float8_fields(raw, field)
                         : bits == 8    ? from_bytes(raw, field)
                                        : _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, field), low);
 #pragma GCC unroll 8
