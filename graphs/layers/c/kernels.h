@@ -44,7 +44,7 @@ INLINED void write_numbers(void *to, int64_t first, const float *from, int64_t c
 }
 
 /* Cache entries: numbers as above, or float8_e4m3fn where `bytes` is 1. */
-INLINED float from_float8(uint8_t entry) {
+INLINED float float8_number(uint8_t entry) {
     uint32_t size = entry & 0x7f, bits = size << 20;
     float value;
     memcpy(&value, &bits, sizeof value);
@@ -73,7 +73,7 @@ INLINED void read_entries(float *to, const void *from, int64_t first, int64_t co
         read_numbers(to, from, first, count, bfloat16);
         return;
     }
-    for (int64_t i = 0; i < count; i++) to[i] = from_float8(((const uint8_t *)from)[first + i]);
+    for (int64_t i = 0; i < count; i++) to[i] = float8_number(((const uint8_t *)from)[first + i]);
 }
 
 INLINED void write_entries(void *to, int64_t first, const float *from, int64_t count, int64_t bfloat16, int64_t bytes) {
