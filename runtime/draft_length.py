@@ -247,7 +247,8 @@ class RoundCosts:
         change = 1 + max(self._weight, 1 / rounds) * (min(seconds / costs[drafting], 2) - 1)
         for each in costs:
             costs[each] *= change if each == drafting else math.sqrt(change)
-        self._bound_plain(costs, drafting)
+        if drafting.length:
+            self._bound_plain(costs, drafting)
 
     @staticmethod
     def _bound_plain(costs: dict[Drafting, float], drafting: Drafting) -> None:

@@ -50,4 +50,4 @@ def open_host_link(
 def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=5)  # at the caller of Engine(...)
+        warnings.warn(message, RuntimeWarning, stacklevel=6)  # at the caller of Engine(...), which is wrapped once
