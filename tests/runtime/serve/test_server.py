@@ -390,7 +390,7 @@ def test_a_signal_lets_answers_end_and_a_second_one_cancels_them(number: signal.
             try:
                 for index, chunk in enumerate(chunks):
                     text.append(chunk.choices[0].text)
-                    if index < signals:
+                    if index in (0, 20)[:signals]:  # two signals at once may arrive as one
                         os.kill(os.getpid(), number)
             except openai.APIError as error:
                 errors.append(error.message)
