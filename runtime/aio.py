@@ -23,7 +23,7 @@ from stepgraph.runtime.request_options import Prompt, RequestOptions
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.sampling.fields import check_value, instance_of
 from stepgraph.sampling.keywords import checked_keywords
-from stepgraph.sampling.lifetimes import ExitStage, close_at_exit
+from stepgraph.sampling.lifetimes import EXIT_SECONDS, ExitStage, close_at_exit
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -139,6 +139,8 @@ class StepThread:
         if not self._notified and (events or has_room):
             self._notified = True
             self._call_in_loop(self._deliver)
+        elif self.loop.is_closed():  # and the call that was scheduled is lost
+            self.stop(drain=False)
 
     def _deliver(self) -> None:
         """In the event loop: add the events to the buffers, and wake the task that waits for room."""
@@ -245,6 +247,8 @@ class AsyncEngine:
 
     async def open(self) -> None:
         """Start stepping, after capture() if it was not called. RuntimeError if another thread steps the engine."""
+        if self._stepper is not None and self._stepper.loop.is_closed():
+            self._stepper.close(EXIT_SECONDS)  # its thread may be asleep
         if self._stepper is not None and self._stepper.thread.is_alive():
             raise RuntimeError("AsyncEngine.open(): already open")
         self._stepper = stepper = StepThread(self.engine, asyncio.get_running_loop())

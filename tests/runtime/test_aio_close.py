@@ -7,11 +7,13 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
 
 from stepgraph import AsyncEngine, Constraint, Engine, EngineClosedError, FinishReason, Job
+from stepgraph.runtime.aio import JobStream, StepThread
 from stepgraph.sampling.grammar import GrammarCompiler
 from tests.helpers.aio_runs import (
     FIXTURES,
@@ -21,6 +23,7 @@ from tests.helpers.aio_runs import (
     check_events,
     first,
     opened,
+    opened_again,
     read,
     run,
     watch_sleep,
@@ -171,34 +174,54 @@ def test_thread_sleeps_while_all_requests_wait_for_grammars(engine: Engine, monk
     run(main())
 
 
-@pytest.mark.parametrize("how", ["dropped", "loop closed"])
+@pytest.mark.parametrize("how", ["dropped", "loop closed", "loop closed before a scheduled call"])
 def test_unclosed_engine_stops_when_dropped_or_when_its_loop_closes(engine: Engine, how: str) -> None:
-    jobs: list[Job] = []
-    threads: list[threading.Thread] = []
-    kept: list[AsyncEngine] = []
+    kept: list[tuple[AsyncEngine, JobStream]] = []
 
-    async def main() -> None:
+    async def main() -> tuple[StepThread, Job]:
         serving = AsyncEngine(engine)
         await serving.open()
         assert serving._stepper is not None
-        threads.append(serving._stepper.thread)
         stream = serving.generate([1], max_new_tokens=60, sampling=LONG)
-        jobs.append(stream.job)
         await first(1, stream)
-        if how == "loop closed":
-            kept.append(serving)
-            kept.append(stream)  # type: ignore[arg-type]
+        if how != "dropped":
+            kept.append((serving, stream))
+        return serving._stepper, stream.job
 
-    gate = Gate(engine, steps=3)
-    asyncio.run(main())
+    gate, loop = Gate(engine, steps=3), asyncio.new_event_loop()
+    stepper, job = loop.run_until_complete(main())
+    if how == "loop closed before a scheduled call":
+        gate.allow(1)
+        while not stepper._notified:  # the loop does not run, so the call is lost
+            time.sleep(0.001)
+    loop.close()
     gc.collect()
     gate.open()
-    threads[0].join(60)
-    assert not threads[0].is_alive()
-    assert [job.finish_reason for job in jobs] == [FinishReason.CANCELLED]
-    if kept:
+    stepper.thread.join(60)
+    assert not stepper.thread.is_alive()
+    assert job.finish_reason == FinishReason.CANCELLED
+    for serving, _ in kept:
         with pytest.raises(RuntimeError, match="expected a call in the event loop"):
-            kept[0].generate([1])
+            serving.generate([1])
+
+
+def test_engine_left_open_in_a_closed_loop_opens_in_another(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread is asleep when the loop closes."""
+    serving, asleep = AsyncEngine(engine), watch_sleep(engine, monkeypatch)
+
+    async def left_open() -> None:
+        await serving.open()
+        await asyncio.to_thread(asleep.wait)
+
+    async def opened_twice() -> None:
+        await opened_again(serving)
+        await serving.open()
+        with pytest.raises(RuntimeError, match="already open"):
+            await serving.open()
+        await serving.close()
+
+    asyncio.run(left_open())
+    run(opened_twice())
 
 
 EXITING = """
