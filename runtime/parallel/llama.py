@@ -12,7 +12,7 @@ from torch import Tensor
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.parallel import sum_over_ranks
 from stepgraph.graphs.layers.quantised import Grouped
-from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard
+from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard, part_of
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.models.experts import ExpertMlp
 from stepgraph.runtime.models.files.checkpoint import Checkpoint
@@ -45,17 +45,20 @@ class ShardedExperts(ExpertMlp):
 
 
 class ShardedLlama(Llama):
-    """config: with the heads and the intermediate size of one rank. tokens: those of its embedding and head."""
+    """config: with the heads and the intermediate size of one rank. num_tokens: of which it has some, in embedding and head."""
 
-    def __init__(self, config: LlamaConfig, ranks: Ranks, tokens: slice, feature_layers: Sequence[int], device: str | torch.device) -> None:
+    def __init__(
+        self, config: LlamaConfig, ranks: Ranks, num_tokens: int, feature_layers: Sequence[int], device: str | torch.device
+    ) -> None:
         super().__init__(config, feature_layers=feature_layers, device=device)
         self.lora_weights, self.ranks = {}, ranks
         for index, layer in enumerate(self.layers):
             if (experts := config.experts_of(index)) is not None:
                 layer.experts = ShardedExperts(config, experts, self.norm, ranks.graph)
+        tokens = part_of(num_tokens, ranks.rank, ranks.size)
         self.register_buffer("token_ids", torch.arange(tokens.start, tokens.stop, device=device), persistent=False)
         self.token_ids: Tensor
-        self.shard = VocabularyShard(self.token_ids, tokens.start, ranks.graph, ranks.size)
+        self.shard = VocabularyShard(self.token_ids, tokens.start, ranks.graph, ranks.size, num_tokens)
         self.embedding = empty_weight(self.norm, len(self.token_ids), config.hidden_size)
         self.embedding.lookup = self.shard.lookup  # type: ignore[attr-defined]  # drafts may use the parameter too
         self.head = None if config.tied else empty_weight(self.norm, len(self.token_ids), config.hidden_size)
@@ -75,7 +78,7 @@ class ShardSource:
     def __init__(self, source: SafetensorsSource, rank: int, size: int, kv_heads: int, num_tokens: int) -> None:
         """kv_heads: of the whole model. Where they are fewer than ranks, neighbouring ranks have the same one."""
         self._source, self._rank, self._size, self._kv_size = source, rank, size, min(size, kv_heads)
-        self.tokens = slice(num_tokens * rank // size, num_tokens * (rank + 1) // size)
+        self._tokens = part_of(num_tokens, rank, size)
         self.tensors = {name: stored._replace(shape=self._shape(name, stored)) for name, stored in source.tensors.items()}
 
     def read(self, name: str) -> Tensor:
@@ -83,7 +86,7 @@ class ShardSource:
         if dim is None:
             return self._source.read(name)
         length, part = self.tensors[name].shape[dim], self._rank * self._parts(name) // self._size
-        return self._source.read_part(name, dim, self.tokens if name in _TOKEN_ROWS else slice(part * length, (part + 1) * length))
+        return self._source.read_part(name, dim, self._tokens if name in _TOKEN_ROWS else slice(part * length, (part + 1) * length))
 
     read_scales = read
 
@@ -96,7 +99,7 @@ class ShardSource:
     def _shape(self, name: str, stored: Stored) -> tuple[int, ...]:
         dim = _split_dimension(name)
         if name in _TOKEN_ROWS:
-            return self.tokens.stop - self.tokens.start, stored.shape[1]
+            return self._tokens.stop - self._tokens.start, stored.shape[1]
         return tuple(length // self._parts(name) if index == dim else length for index, length in enumerate(stored.shape))
 
 
@@ -111,13 +114,12 @@ class ShardedCheckpoint(Checkpoint):
 
     ranks: Ranks = field(kw_only=True)
     next_source: ShardSource = field(kw_only=True)
-    tokens: slice = field(kw_only=True)
 
     def outline(self, feature_layers: Sequence[int] = ()) -> Llama:
-        return ShardedLlama(self.config, self.ranks, self.tokens, feature_layers, "meta")
+        return ShardedLlama(self.config, self.ranks, len(self.vocabulary.tokens), feature_layers, "meta")
 
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> Llama:
-        model = ShardedLlama(self.config, self.ranks, self.tokens, feature_layers, device)
+        model = ShardedLlama(self.config, self.ranks, len(self.vocabulary.tokens), feature_layers, device)
         self.fill(model, progress)
         model.origin = self.path.name
         self.compare(model)
@@ -125,8 +127,8 @@ class ShardedCheckpoint(Checkpoint):
 
     def compare(self, model: Llama) -> None:
         """ValueError on every rank if one has loaded other weights than the rank before it finds for it in its own files."""
-        own = [_checksum(target.of(model)) for target in self.slices.values()]
-        following = [_checksum(self.next_source.read(name).to(self.config.dtype)) for name in self.slices]
+        own = [checksum(target.of(model)) for target in self.slices.values()]
+        following = [checksum(self.next_source.read(name).to(self.config.dtype)) for name in self.slices]
         found = self.ranks.gather(torch.tensor([own, following]))
         for rank, (_, expected) in enumerate(found):
             loaded = (rank + 1) % self.ranks.size
@@ -135,7 +137,7 @@ class ShardedCheckpoint(Checkpoint):
                     raise ValueError(f"{self.path}: {name}: rank {loaded} loaded other weights than the file of rank {rank} has for it")
 
 
-def _checksum(tensor: Tensor) -> int:
+def checksum(tensor: Tensor) -> int:
     return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
@@ -184,5 +186,4 @@ def shard(checkpoint: Checkpoint, ranks: Ranks) -> ShardedCheckpoint:
         checkpoint.mtp_modules,
         ranks=ranks,
         next_source=following,
-        tokens=own.tokens,
     )

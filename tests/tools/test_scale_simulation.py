@@ -1,20 +1,18 @@
-"""The simulation of replicas: cases that can be computed by hand, and real engines whose rounds take a known time."""
+"""The simulation of replicas: cases that can be computed by hand, and the rounds of real engines."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
-import time
 from dataclasses import replace
 
 import pytest
 
 from stepgraph import AsyncEngine, Engine, EngineConfig, SamplingParams, Vocabulary
-from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.toy import ToyTarget
 from stepgraph.runtime.replicas.router import PrefixRouter, page_hashes
+from tests.helpers.aio_runs import Gate
 from tools.scale_simulation import Costs, Load, Pool, Prediction, Simulation, capacity
 
 COSTS = Costs(0.02, 0.001, 0.0001)
@@ -71,28 +69,21 @@ def test_wrong_sizes_are_refused() -> None:
         Simulation(Pool(0), ALL_AT_ONCE, COSTS)
 
 
-SECONDS, ROWS, TOKENS = 0.04, 2, 20
+ROWS, TOKENS = 2, 20
 
 
-class SlowTarget(ToyTarget):
-    """Each of its calls takes the same time, which other processes do not change."""
-
-    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
-        time.sleep(SECONDS)
-        return super().forward(inputs, buffers)
-
-
-def slow_engine() -> Engine:
+def small_engine() -> Engine:
     vocabulary = Vocabulary.printable()
     config = EngineConfig(max_rows=ROWS, num_speculative_tokens=0, max_length=128, eager=True, buckets=(ROWS,), rounds_in_flight=1)
-    return Engine(SlowTarget(vocabulary.logits_width), vocabulary=vocabulary, config=config)
+    return Engine(ToyTarget(vocabulary.logits_width), vocabulary=vocabulary, config=config)
 
 
-async def real(replicas: int, requests: int) -> float:
-    """Seconds of requests that arrive at once. The prompts have one token: a row's first round follows its admission."""
+async def real(replicas: int, requests: int) -> int:
+    """The most rounds of one engine, for requests that all arrive before its first round."""
     router, loads = PrefixRouter(), {str(index): 0 for index in range(replicas)}
     async with contextlib.AsyncExitStack() as stack:
-        engines = [stack.enter_context(slow_engine()) for _ in range(replicas)]
+        engines = [stack.enter_context(small_engine()) for _ in range(replicas)]
+        gates = [Gate(engine) for engine in engines]
         serving = [await stack.enter_async_context(AsyncEngine(engine)) for engine in engines]
 
         async def one(number: int) -> None:
@@ -105,19 +96,15 @@ async def real(replicas: int, requests: int) -> float:
             assert len(job.tokens) == TOKENS
             loads[name] -= 1
 
-        await one(0)
-        started = time.perf_counter()
-        await asyncio.gather(*(one(number) for number in range(requests)))
-        return time.perf_counter() - started
+        asked = asyncio.gather(*(one(number) for number in range(requests)))
+        for gate in gates:
+            asyncio.get_running_loop().call_soon(gate.open)  # after the first part of each request
+        await asked
+        return max(engine.stats().rounds for engine in engines)
 
 
 @pytest.mark.parametrize(("replicas", "requests"), [(1, 4), (1, 8), (2, 8), (3, 12)])
-def test_small_real_runs_take_the_predicted_time(replicas: int, requests: int) -> None:
-    """The time of a round is measured with a single request on one engine."""
-    round_seconds = asyncio.run(real(1, 1)) / TOKENS
+def test_real_engines_run_the_predicted_rounds(replicas: int, requests: int) -> None:
     load = Load(requests, math.inf, prompt_tokens=1, prefix_tokens=0, output_tokens=TOKENS, spread=0)
-    found = predicted(Pool(replicas, ROWS), load, Costs(round_seconds, 0, 0))
-    seconds = asyncio.run(real(replicas, requests))
-    rate = requests * TOKENS / seconds
-    print(f"{replicas} replicas: {rate:.1f} tokens per second, predicted {found.tokens_per_second:.1f}")
-    assert rate == pytest.approx(found.tokens_per_second, rel=0.3)
+    found = predicted(Pool(replicas, ROWS), load, Costs(1, 0, 0))
+    assert asyncio.run(real(replicas, requests)) == pytest.approx(requests * TOKENS / found.tokens_per_second)
