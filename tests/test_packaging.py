@@ -144,7 +144,15 @@ def setup_fields(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize("level", ["-O0", pytest.param("-O1", marks=pytest.mark.soak)])
 def test_the_c_library_compiles_without_warnings(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (library,) = setup_fields(monkeypatch)["ext_modules"]
-    flags = [*library.extra_compile_args, *(f"-I{folder}" for folder in library.include_dirs), level, "-fPIC", "-Wall", "-Wextra", "-Werror"]
+    flags = [
+        *library.extra_compile_args,
+        *(f"-I{folder}" for folder in library.include_dirs),
+        level,
+        "-fPIC",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+    ]
     for source in library.sources:
         name, standard = ("CXX", "-std=c++17") if source.endswith(".cpp") else ("CC", "-std=c11")
         compiler = shutil.which((sysconfig.get_config_var(name) or "cc").split()[0])
