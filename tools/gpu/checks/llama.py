@@ -177,7 +177,10 @@ def attention_choices_equal_reference(context: Context) -> Figures:
         assert not why, f"{label}: {why}"
         found[label] = _times(context, chosen, size)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for call in (rope_call(context.device, dtype, 40, 128), *layers.calls(context.device, 40, 4096, dtype)):
+        for call in (
+            rope_call(context.device, dtype, 40, 128),
+            *layers.calls(context.device, 40, 512 if context.rehearsal else 4096, dtype),
+        ):
             assert not any(call.different_rows()), f"{call.name}: differs from the reference"
     shapes = (AttentionShape(torch.bfloat16, 8, 2, 64),)
     found["auto"] = str(choose_attention(context.device, "auto", shapes, PAGE))
