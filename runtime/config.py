@@ -110,7 +110,7 @@ class EngineConfig:
     relaxed_acceptance: bool = False
     max_loras: int = 0  # LoRA adapters loaded at once, each in a slot of the graphs; 0: none, and requests cannot have one
     max_lora_rank: int = 16  # memory is taken for this rank in every slot
-    max_top_logprobs: int = 0  # likeliest tokens that a request may have reported beside each of its own, up to 100
+    max_top_logprobs: int = 0  # most probable tokens that a request may have reported beside each of its own, up to 100
     # True: a request takes the row of one with a larger priority number, which continues later, with the same tokens. Not of sampled ones
     # with drafts, whose draws depend on where rounds begin
     preemption: bool = False

@@ -1,4 +1,4 @@
-"""The likeliest legal token of each row."""
+"""The most probable legal token of each row."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def masked_argmax(
     return torch.isfinite(best), token
 
 
-def likeliest(logits: Tensor, mask: GrammarMask | None, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def most_probable(logits: Tensor, mask: GrammarMask | None, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Whether the largest legal logit of [B, Q, V] is finite, and its index, both [B, Q]. ids as for masked_argmax."""
     if mask is None:
         best, index = logits.max(-1)
