@@ -70,12 +70,16 @@ def sampled_texts_follow_the_target(context: Context) -> Figures:
 
 def _observed(engine: Engine, count: int) -> Counter[tuple[int, ...]]:
     engine.compile(CHOICE)
-    jobs = [
-        engine.submit(
-            PROMPT, constraint=CHOICE, sampling=SamplingParams(temperature=TEMPERATURE, top_p=TOP_P, seed=seed), max_new_tokens=20
-        )
-        for seed in range(count)
-    ]
+    jobs = []
+    for seed in range(count):
+        sampling = SamplingParams(temperature=TEMPERATURE, top_p=TOP_P, seed=seed)
+        jobs.append(engine.submit(PROMPT, constraint=CHOICE, sampling=sampling, max_new_tokens=20))
+        if len(jobs) % engine.config.max_queued == 0:
+            _finish(engine)
+    _finish(engine)
+    return Counter(tuple(job.tokens) for job in jobs)
+
+
+def _finish(engine: Engine) -> None:
     for _ in engine.stream():
         pass
-    return Counter(tuple(job.tokens) for job in jobs)
