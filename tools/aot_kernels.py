@@ -59,6 +59,7 @@ class Variant(NamedTuple):
     constants: Mapping[str, object]
     warps: int
     registers: int | None = None  # at most, as launched
+    stages: int = 3
 
 
 def variants(every: bool = False) -> list[Variant]:
@@ -72,6 +73,8 @@ def variants(every: bool = False) -> list[Variant]:
             types = [f"*{dtype}", "*i32", "*i64", "*i1", "*i64" if has_bits else None, "*i64", "*i64", *["i32"] * 6]
             label = f"{'mapped' if has_bits else 'masked'}_candidates {dtype}"
             found.append(_variant(label, choice.masked_candidates, types, {"WORDS": choice.CHOICE_TILE // 32}, 8))
+        types = [f"*{dtype}", *[None] * 5, "*i64", *["i32"] * 6]
+        found.append(_variant(f"free_candidates {dtype}", choice.masked_candidates, types, {"WORDS": choice.CHOICE_TILE // 32}, 8))
     for purpose in (Purpose.DRAFT, Purpose.TARGET):
         types = ["*fp32", "*i64", "*i64", "*i64", "i32", "i32"]
         constants = {"SALT": signed(purpose * GOLDEN), "TILE": filters.RACE_TILE}
@@ -210,7 +213,8 @@ def attention_variants() -> list[Variant]:
         where = f"{one.groups} to a cache head, pages of {one.page}"
         where += ", one part" * one.alone + ", soft-capped" * one.capped + ", sinks" * one.sinks + ", float8" * one.float8
         label = f"attend_part {one.dtype} {one.size}, {tile.rows} rows, {where}"
-        found.append(_variant(label, paged_programs.attend_part, types, shape | {"WIDE": False}, tile.warps))
+        variant = _variant(label, paged_programs.attend_part, types, shape | {"WIDE": False}, tile.warps)
+        found.append(variant._replace(stages=tile.stages))
     types = [*["*fp32"] * 3, "*bf16", "i32", "i32"]
     found.append(_variant("combine_parts", paged_programs.combine_parts, types, {"PARTS": paged_programs.MOST_PARTS, "SIZE": 256}, 2))
     types = [*["*bf16"] * 5, "*i64", *["*bf16"] * 3, *["i32"] * 7]
@@ -308,7 +312,7 @@ def usage(variant: Variant, arch: int) -> Usage:
         if kind.startswith("*") or name.endswith("_stride")
     }
     source = ASTSource(fn=variant.kernel, signature=variant.signature, constexprs=dict(variant.constants), attrs=aligned)
-    options = {"num_warps": variant.warps, "maxnreg": variant.registers, "enable_fp_fusion": False}
+    options = {"num_warps": variant.warps, "num_stages": variant.stages, "maxnreg": variant.registers, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     wide = len(re.findall(r"ld\.global\S*\.v4\.b32", compiled.asm["ptx"]))
     report = _assemble(compiled.asm["ptx"], arch)

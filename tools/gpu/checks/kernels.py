@@ -28,7 +28,8 @@ def kernels_equal_references(context: Context) -> Figures:
     for batch, width in itertools.product((1, 8, 64), WIDTHS):
         if (context.rehearsal and batch * width > context.most(2_000_000)) or not context.fits(f"B={batch} V={width}"):
             continue
-        found |= _compared(context, (operations.masked_argmax(device, batch, 2, width, dtype) for dtype in (torch.float32, torch.bfloat16)))
+        for call_of in (operations.masked_argmax, operations.free_argmax):
+            found |= _compared(context, (call_of(device, batch, 2, width, dtype) for dtype in (torch.float32, torch.bfloat16)))
         found |= _drawn(context, operations.race(device, batch, width))
     return found
 

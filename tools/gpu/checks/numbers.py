@@ -215,6 +215,7 @@ def _measured(context: Context) -> Iterator[Call]:
     device, width = context.device, 1_000 if context.rehearsal else 128_256
     for batch in (1,) if context.rehearsal else (1, 16, 64):
         yield operations.masked_argmax(device, batch, 4, width, all_masked=True)
+        yield operations.free_argmax(device, batch, 4, width)
         yield operations.draw(device, batch, width, operations.UNFILTERED)
         yield operations.draw(device, batch, width, operations.FILTERED)
         yield operations.race(device, batch, width)
