@@ -108,7 +108,7 @@ def random_numbers_equal_the_cpu(context: Context) -> Figures:
 def filters_equal_references(context: Context) -> Figures:
     """Filters in torch, triton and flashinfer: distributions equal the CPU's bit for bit, draws except near ties; time of each."""
     found = context.found
-    for name in FILTERS[:0:-1]:  # flashinfer last: it may have to be compiled, which a rehearsal does not
+    for name in ("triton", "torch", "flashinfer"):  # flashinfer may have to be compiled, which a rehearsal does not
         if context.on_gpu and name == "flashinfer":
             continue
         try:

@@ -52,7 +52,7 @@ def sampled_texts_follow_the_target(context: Context) -> Figures:
     texts, count = sorted(law), 300 if context.rehearsal else context.count(6000, 2000)
     found: Figures = {"texts": len(texts), "seeds": count}
     for draft_masks in (True,) if context.rehearsal else (True, False):
-        with context.engine(3, draft_masks=draft_masks, agreement=0.5, rows=8, sampled=True) as engine:
+        with context.engine(3, draft_masks=draft_masks, agreement=0.5, rows=32, sampled=True) as engine:
             observed = _observed(engine, count)
             accepted = engine.stats().drafts.accepted
         strange = set(observed) - set(texts)
