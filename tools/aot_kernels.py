@@ -221,16 +221,17 @@ def attention_variants() -> list[Variant]:
     for half, cache in itertools.product((128, 64), ("*bf16", "*u8")):
         constants, types[6:8] = {"HALF": half, "SIZE": 256, "PARTIAL": half < 128}, [cache] * 2
         found.append(_variant(f"rotate_heads {2 * half} of 256 into {cache[1:]}", rope_programs.rotate_heads, types, constants, 1))
-    return [*found, *_layer_variants()]
+    return [*found, *_dense_variants(), *_layer_variants()]
 
 
-def _layer_variants() -> list[Variant]:
-    """Norms of heads and of states; slots, angles, masks and drafts of a round."""
+def _dense_variants() -> list[Variant]:
+    """Products of the head, norms of heads and of states, activations."""
     from stepgraph.graphs.layers.dense import Activation
-    from stepgraph.graphs.layers.triton import dense, experts, lora, slot_mapping
-    from stepgraph.graphs.triton import drafting, looping, mask_upload, publishing, sampled_stages, skipped_tokens, stages
+    from stepgraph.graphs.layers.triton import dense
 
-    found = []
+    types = ["*bf16", "*bf16", None, "*bf16", *["i32"] * 5]
+    constants: dict[str, object] = {"ROWS": dense.WIDE_ROWS, "COLUMNS": dense.COLUMN_TILE, "INNER": dense.INNER_TILE, "WIDE": False}
+    found = [_variant("wide_product", dense.wide_product, types, constants, dense.WIDE_WARPS)._replace(stages=dense.WIDE_STAGES)]
     for size, adds, shifted in ((128, False, False), (4096, True, False), (16_384, True, True)):
         types = [*["*bf16", "*bf16" if adds else None] * 2, "*bf16", *["i32"] * 3, "fp32", "fp32"]
         constants = {"SIZE": size, "SHIFTED": shifted}
@@ -238,6 +239,15 @@ def _layer_variants() -> list[Variant]:
     for activation in Activation:
         constants = {"TILE": dense.ACTIVATED_TILE, "ACTIVATION": int(activation)}
         found.append(_variant(f"gate_tile {activation.name}", dense.gate_tile, ["*bf16", "*bf16", "i32"], constants, 4))
+    return found
+
+
+def _layer_variants() -> list[Variant]:
+    """Adapters, experts; slots, angles, masks and drafts of a round."""
+    from stepgraph.graphs.layers.triton import experts, lora, slot_mapping
+    from stepgraph.graphs.triton import drafting, looping, mask_upload, publishing, sampled_stages, skipped_tokens, stages
+
+    found = []
     for kind in ("bf16", "fp32"):
         types, wide = ["*i64" if name == "slots" else f"*{kind}" for name in ("states", "slots", "weights", "base", "output")], ["i32"] * 5
         constants = {"COUNT": lora.STATES_TILE, "OUTER": lora.OUTER_TILE, "INNER": lora.INNER_TILE, "WIDE": False}

@@ -60,9 +60,9 @@ def masked_argmax(
     """Whether the best legal logit is finite, and its index, both [B, Q]: as bitmask.apply and max, without storing the masked logits.
 
     logits [B, Q, V] float32, bfloat16 or float16; masks [R, Q, >= ceil(V / 32)] int32, of which row b of the logits reads row
-    rows[b] ([B] int64; None: row b), None: every token is legal; constrained [B] bool: rows that have a mask; ids [V] int64: the mask bit
-    of each logit, None: its index; status [B, Q] int64 MaskStatus: where a constrained row's is not OK, no token is legal. The lowest index wins a
-    tie, a NaN wins over every number; without a legal token the best is not finite and the index 0.
+    rows[b] ([B] int64; None: row b), None: every token is legal; constrained [B] bool: rows that have a mask; ids [V] int64: the
+    mask bit of each logit, None: its index; status [B, Q] int64 MaskStatus: where a constrained row's is not OK, no token is legal.
+    The lowest index wins a tie, a NaN wins over every number; without a legal token the best is not finite and the index 0.
     """
     if masks is not None:
         assert constrained is not None

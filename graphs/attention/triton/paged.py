@@ -63,6 +63,13 @@ def last_position(positions, slots, count, PAGE: tl.constexpr):
 
 
 @triton.jit
+def load_pages(table, start, limit, KEYS: tl.constexpr, PAGE: tl.constexpr):
+    """Pages of KEYS positions of a row; 0 from `limit` on."""
+    place = start + tl.arange(0, KEYS)
+    return tl.load(table + place // PAGE, mask=place < limit, other=0)
+
+
+@triton.jit
 def product(left, right, WIDE: tl.constexpr):
     if WIDE:
         left, right = left.to(tl.float32), right.to(tl.float32)
@@ -138,9 +145,8 @@ def attend_part(
     row, column = block * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)
     real = row < count * GROUPS
     line = (batch * count + row // GROUPS).to(tl.int64) * heads + head * GROUPS + row % GROUPS
-    begin, table, capacity = number * part, tables + batch * pages, pages * PAGE
-    first = begin + tl.arange(0, KEYS)
-    page = tl.load(table + first // PAGE, mask=first < capacity, other=0)
+    begin, table = number * part, tables + batch * pages
+    page = load_pages(table, begin, pages * PAGE, KEYS, PAGE)
     position = tl.load(positions + batch * count + row // GROUPS, mask=real, other=-1).to(tl.int32)
     asked = tl.load(query + line[:, None] * size + column[None, :], mask=real[:, None] & (column < size)[None, :], other=0.0)
     last = last_position(positions + batch * count, slots + batch * count, count, PAGE).to(tl.int32)
@@ -149,8 +155,7 @@ def attend_part(
     if window > 0:
         oldest = tl.min(tl.where(real, position, last), 0) - window + 1
         begin = tl.maximum(begin, oldest // KEYS * KEYS)
-        first = begin + tl.arange(0, KEYS)
-        page = tl.load(table + first // PAGE, mask=first < end, other=0)
+        page = load_pages(table, begin, end, KEYS, PAGE)
     peak, total = first_weights(sinks, head * GROUPS + row % GROUPS, row < tl.where(number == 0, count * GROUPS, 0), ROWS)
     summed = tl.zeros([ROWS, SIZE], tl.float32)
     for start in range(begin, end, KEYS):
@@ -159,7 +164,7 @@ def attend_part(
         entry = (page * PAGE + place % PAGE) * cache_stride + head * size
         key = tl.load(keys + entry[None, :] + column[:, None], mask=held[None, :] & (column < size)[:, None], other=0)
         value = tl.load(values + entry[:, None] + column[None, :], mask=held[:, None] & (column < size)[None, :], other=0)
-        page = tl.load(table + (place + KEYS) // PAGE, mask=place + KEYS < end, other=0)
+        page = load_pages(table, start + KEYS, end, KEYS, PAGE)
         seen = held[None, :] & (place[None, :] <= position[:, None])
         if window > 0:
             seen = seen & (place[None, :] > position[:, None] - window)

@@ -107,7 +107,7 @@ def test_ties_go_to_the_lowest_id() -> None:
         logits = torch.full((1, 1, width), -INF)
         logits[0, 0, 70], logits[0, 0, 290] = values
         for some in ((masks, None, constrained), (None,)):
-            finite, token = compare(logits, *some, tile=64)  # type: ignore[arg-type]
+            finite, token = compare(logits, *some, tile=64)  # type: ignore[misc]
             assert (finite.item(), token.item()) == (abs(values[0]) < INF, 70 if values[0] > -INF else 0)
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from stepgraph.sampling import kernels, rng
 from stepgraph.sampling.kernels import filters
-from stepgraph.sampling.kernels.filter_choice import FILTERS
 from stepgraph.sampling.rng import Purpose
 from tools.gpu.checks import grammar_rows, operations
 from tools.gpu.checks.context import Context, Figures

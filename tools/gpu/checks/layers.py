@@ -37,6 +37,7 @@ def calls(device: torch.device, tokens: int, size: int, dtype: torch.dtype = tor
         yield Call(
             dense.activate_and_mul, f"{shape} {activation.name}", (wide, int(activation)), (outputs[0],), 3 * states.nbytes, near=near
         )
+    yield wide_product(device, min(tokens, 16), size, dtype if dtype.itemsize == 2 else torch.float16)
     slots, weights = torch.arange(tokens, device=device) % 3, torch.randn(3, 80, size, generator=made).mul(size**-0.5).to(device, dtype)
     weights[0], base = 0, wide[:, :80].contiguous()
     output, read = base.clone(), states.nbytes + min(2, tokens - 1) * weights[0].nbytes + 2 * base.nbytes
@@ -47,6 +48,16 @@ def calls(device: torch.device, tokens: int, size: int, dtype: torch.dtype = tor
     yield write_emission(device, tokens, 3)
     yield count_output(device, tokens, 3)
     yield keep_skipped(device, tokens, 3)
+
+
+def wide_product(device: torch.device, tokens: int, size: int, dtype: torch.dtype) -> Call:
+    """By the weight of a vocabulary that is not a whole number of tiles."""
+    made, inner, outer = torch.Generator().manual_seed(tokens), -(-size // 128) * 128, 32_013
+    states = torch.randn(tokens, inner, generator=made).to(device, dtype)
+    weight = torch.randn(37, inner, generator=made).mul(inner**-0.5).repeat(-(-outer // 37), 1)[:outer].to(device, dtype)
+    output = torch.full((tokens, outer), 7.5, dtype=dtype, device=device)
+    read, near = weight.nbytes + states.nbytes + output.nbytes, _near_sum(dtype, inner)
+    return Call(dense.product, f"N={tokens} size={inner} {str(dtype)[6:]}", (states, weight, None), (output,), read, near=near)
 
 
 def _near_sum(dtype: torch.dtype, terms: int) -> float:
