@@ -10,6 +10,7 @@
 #   make no-compiler  the tests as on a host without a C compiler
 #   make clients  the server with client libraries of OpenAI's API
 #   make replicas the server with processes of Ray Serve (a download of about 500 MB)
+#   make browser  the page of `stepgraph demo --html` in chromium or chrome; CHROMIUM=... where it is not on the path
 #                                                  make clean   remove all that was made
 #
 # PYTHON=python3.12     which interpreter to use (3.10 or newer)
@@ -48,7 +49,7 @@ STUB_TORCH ?= torch==2.11.0
 STUB_TRITON ?= triton==3.6.0
 STUB_LIBRARIES := xgrammar==0.2.8 flashinfer-python==0.6.6
 
-.PHONY: demo test coverage lint soak bench models clients replicas stub-cuda stub-cuda-versions no-compiler clean format
+.PHONY: demo test coverage lint soak bench models clients replicas browser stub-cuda stub-cuda-versions no-compiler clean format
 
 demo: $(VENV)/.ready-demo $(VENV)/.model
 	$(BIN)/stepgraph demo $(ARGS)
@@ -75,6 +76,9 @@ models: $(VENV)/.ready-test $(VENV)/.model
 
 replicas: $(VENV)/.ready-ray $(VENV)/.ready-test
 	$(BIN)/pytest -q -m replicas $(ARGS)
+
+browser: $(VENV)/.ready-test
+	$(BIN)/pytest -q -m browser tests/runtime/commands/test_demo.py $(ARGS)
 
 clients: $(VENV)/.ready-clients
 	$(BIN)/pytest -q -m clients $(ARGS)

@@ -60,6 +60,7 @@ setup(
             extra_compile_args=[
                 *("-O3", "-g0", "-pthread", "-fvisibility=hidden"),
                 *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+                "-Wno-psabi",  # no wide vector is passed to another file
             ],
             extra_link_args=["-pthread"],
             libraries=["m"],

@@ -16,12 +16,16 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.forced_acceptance import after_accepted
 from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.sampling.acceptance import may_accept
-from stepgraph.sampling.kernels.processors import Processed, mark_dead_ends
+from stepgraph.sampling.kernels.processors import Processed, judge
+from stepgraph.sampling.sampler import Columns, from_units, portable_exp, units
 
 
-def apply_processors(buffers: StaticBuffers, batch: Batch, logits: Tensor, processors: Sequence[LogitsProcessor]) -> Tensor:
-    """Logits [B, Q, V] after the processors that each row uses; the bits of other rows do not change."""
+def apply_processors(
+    buffers: StaticBuffers, batch: Batch, logits: Tensor, processors: Sequence[LogitsProcessor], columns: Columns
+) -> Tensor:
+    """Logits [B, Q, V] after the processors that each row uses; the bits of other rows do not change. Functions get those of all tokens."""
     settings, first = buffers.row_processors[batch.rows], 0  # [B, sum of 1 + num_arguments]: whether it is used, then its arguments
+    logits = columns.whole(logits)
     tokens = torch.cat([batch.column(Column.LAST_TOKEN)[:, None], batch.drafts], 1)
     for processor in processors:
         end = first + 1 + processor.num_arguments
@@ -29,20 +33,18 @@ def apply_processors(buffers: StaticBuffers, batch: Batch, logits: Tensor, proce
         given = ProcessorInput(settings[:, first + 1 : end], tokens, batch.column(Column.GENERATED), counts)
         logits = torch.where((settings[:, first] != 0)[:, None, None], processor.apply(logits, given), logits)
         first = end
-    return logits
+    return columns.part(logits)
 
 
-def ban_words(buffers: StaticBuffers, batch: Batch, processed: Processed) -> Processed:
+def ban_words(buffers: StaticBuffers, batch: Batch, processed: Processed, columns: Columns) -> Processed:
     """Minus infinity for each token that would complete a bad word of its row: output and drafts before a position end with the rest."""
     words, recent = buffers.row_bad_words[batch.rows], buffers.row_recent[batch.rows]  # [B, N, L] -1 before a shorter word, [B, L - 1]
     ends = torch.cat([recent, batch.drafts], 1).unfold(1, recent.shape[1], 1)  # [B, Q, L - 1], the tokens before each position
     rest, last = words[:, None, :, :-1], words[..., -1]
     complete = ((rest == ends[:, :, None]) | (rest < 0)).all(-1) & (last >= 0)[:, None]  # [B, Q, N]
-    bans = torch.where(complete, float("-inf"), 0.0)
-    index = last.clamp(min=0)[:, None].expand(-1, ends.shape[1], -1)
-    banned = processed.logits.scatter_add(2, index, bans)
-    status = mark_dead_ends(processed.status, processed.finite, banned)
-    return Processed(banned, torch.isfinite(banned.amax(-1)), status)
+    index, own = columns.local(last.clamp(min=0)[:, None].expand(-1, ends.shape[1], -1))
+    banned = processed.logits.scatter_add(2, index, torch.where(complete & own, float("-inf"), 0.0))
+    return judge(processed.status, processed.finite, banned, columns)
 
 
 def remember_output(rows: Tensor, tokens: Tensor, emitted: Tensor, row_recent: Tensor) -> None:
@@ -53,15 +55,17 @@ def remember_output(rows: Tensor, tokens: Tensor, emitted: Tensor, row_recent: T
 
 
 def relax(
-    buffers: StaticBuffers, batch: Batch, processed: Processed, probs: Tensor, tokens: Tensor, accepted: Tensor
+    buffers: StaticBuffers, batch: Batch, processed: Processed, probs: Tensor, tokens: Tensor, accepted: Tensor, columns: Columns
 ) -> tuple[Tensor, Tensor]:
     """tokens [B, K + 1] and accepted [B] of rows with relaxed acceptance: a draft holds if it is among the `relaxed_top_n` likeliest legal
     tokens and at most `relaxed_delta` less probable than the likeliest. Greedy rows only. Also writes which drafts are not the target's."""
     count = batch.drafts.shape[1]
     top_n, delta = buffers.row_relaxed[batch.rows][..., None].unbind(1)  # [B, 1] each, 0: exact acceptance
-    shares, best = processed.logits[:, :-1].softmax(-1), probs.argmax(-1)
-    own = shares.gather(2, batch.drafts.clamp(min=0)[..., None])
-    near = ((shares > own).sum(-1) < top_n) & (shares.amax(-1) - own[..., 0] <= delta) & (own[..., 0] > 0)
+    logits, best = processed.logits[:, :-1], columns.best(probs)[1][..., 0]
+    weights = portable_exp(logits - columns.best(logits)[0])  # 1 for the likeliest
+    own = columns.pick(weights, batch.drafts.clamp(min=0)[..., None])
+    above, total = columns.total(torch.stack([(weights > own).to(torch.int64), units(weights)], -2).sum(-1)).unbind(-1)  # [B, K] each
+    near = (above < top_n) & ((1 - own[..., 0]) / from_units(total) <= delta) & (own[..., 0] > 0)
     holds = near & processed.finite[:, :-1] & may_accept(processed.status, batch.column(Column.DRAFT_COUNT))
     relaxed, held = top_n > 0, holds.to(torch.int64).cumprod(1)
     others = (held * (batch.drafts != best[:, :-1]) * relaxed) << torch.arange(count, device=held.device)

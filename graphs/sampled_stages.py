@@ -20,12 +20,12 @@ from stepgraph.sampling.kernels.operation import Contiguous, operation
 
 def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, options: AcceptOptions) -> Choice:
     """Masks and logit processors, then rejection sampling against the distributions of the drafts."""
-    own, forced, ops = logits, options.forced, options.shard or kernels
+    own, forced, ops, columns = logits, options.forced, options.shard or kernels, options.shard or sampler.ALL
     if options.processors:
-        own = sampled_options.apply_processors(buffers, batch, logits, options.processors)
+        own = sampled_options.apply_processors(buffers, batch, logits, options.processors, columns)
     processed = ops.process(own, row_settings(buffers, batch), batch.rows, batch.drafts, mask=mask)
     if "row_bad_words" in buffers:
-        processed = sampled_options.ban_words(buffers, batch, processed)
+        processed = sampled_options.ban_words(buffers, batch, processed, columns)
     masked, finite, status = processed
     params = params_of(buffers, batch)
     probs = ops.distribution(masked, params)
@@ -37,7 +37,7 @@ def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: G
         probs, buffers.row_draft_probs[:, :drafts], batch.rows, certain, finite, batch.drafts, draft_count, status, seed, length
     )
     if "row_relaxed" in buffers and drafts:
-        tokens, accepted = sampled_options.relax(buffers, batch, processed, probs, tokens, accepted)
+        tokens, accepted = sampled_options.relax(buffers, batch, processed, probs, tokens, accepted, columns)
     if forced is not None:
         accepted = force_accepted(batch, finite, status, forced)
         index = accepted[:, None, None].expand(-1, 1, probs.shape[2])
@@ -46,7 +46,7 @@ def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: G
     ops.log_probabilities(logits, probs, tokens, buffers.results_logprobs[: len(batch.rows), : drafts + 1])
     if "top_ids_ring_host" in buffers:
         rings = buffers.top_ids_ring_host, buffers.top_logprobs_ring_host
-        kernels.top_logprobs(logits, probs, batch.rows, buffers.row_params, buffers.round_counters[Counter.PUBLISHED :], *rings)
+        ops.top_logprobs(logits, probs, batch.rows, buffers.row_params, buffers.round_counters[Counter.PUBLISHED :], *rings)
     return Choice(tokens, finite, accepted, status)
 
 

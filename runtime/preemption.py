@@ -34,7 +34,7 @@ class PreemptingScheduler(Scheduler):
             job.num_preemptions, job.num_suspended = job.num_preemptions + 1, len(job.tokens)
             for name in ("given_output", "given_ids"):
                 job.__dict__.pop(name, None)
-            ids = torch.tensor(job.given_output)
+            ids = torch.tensor(job.given_output, dtype=torch.int64)  # of none as well
             job.resumed_host = ids.pin_memory() if pinned else ids
             queued = self._queue.unfinished[job.id]
             queued.matcher = self._grammars.prepare(job, queued.claim.result()) if queued.claim else None

@@ -61,10 +61,24 @@ class Columns:
         """These columns of [..., all tokens]."""
         return values
 
+    def whole(self, values: Tensor) -> Tensor:
+        """[..., all tokens] of [..., these columns]."""
+        return values
+
+    def local(self, tokens: Tensor) -> tuple[Tensor, Tensor | bool]:
+        """The columns of tokens, and which of them are among these columns; 0 for others."""
+        return tokens, True
+
     def best(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The largest of all tokens' values, and the lowest id that has it, [..., 1] each."""
         best, token = values.max(-1, keepdim=True)
         return best, token
+
+    def ranked(self, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The largest of all tokens' values and their ids, [..., count] each, of equal values the lower id first; then minus infinity."""
+        padded = torch.nn.functional.pad(values, (0, max(0, count - values.shape[-1])), value=float("-inf"))
+        ordered = padded.sort(stable=True, dim=-1, descending=True)
+        return ordered.values[..., :count], ordered.indices[..., :count]
 
     def pick(self, values: Tensor, tokens: Tensor) -> Tensor:
         """[..., N] values of tokens [..., N]."""

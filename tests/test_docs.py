@@ -78,6 +78,7 @@ EXECUTED = {  # what runs for a documented command: the same in a temporary fold
     "stepgraph replay run.jsonl --model MODEL --draft DRAFT": "stepgraph replay run.jsonl --model model --draft ngram",
 }
 PARSED = {  # the others, and why they do not run here
+    "make browser": "needs a browser",
     "make demo": "installs packages",
     "make lint": "installs packages",
     "make models": "installs packages",

@@ -131,12 +131,42 @@ def test_a_wheel_without_a_compiler_lacks_the_libraries_in_c_alone(tmp_path: Pat
     assert not [name for name in names if name.endswith(".so")]
 
 
+def setup_fields(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What setup.py declares."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(pytest.importorskip("setuptools", minversion="77"), "setup", lambda **fields: given.update(fields))
+    monkeypatch.chdir(ROOT)
+    runpy.run_path(str(ROOT / "setup.py"))
+    return given
+
+
+# Warnings about the flow of values need the optimiser, which takes half a minute.
+@pytest.mark.parametrize("level", ["-O0", pytest.param("-O1", marks=pytest.mark.soak)])
+def test_the_c_library_compiles_without_warnings(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (library,) = setup_fields(monkeypatch)["ext_modules"]
+    flags = [
+        *library.extra_compile_args,
+        *(f"-I{folder}" for folder in library.include_dirs),
+        level,
+        "-fPIC",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+    ]
+    for source in library.sources:
+        name, standard = ("CXX", "-std=c++17") if source.endswith(".cpp") else ("CC", "-std=c11")
+        compiler = shutil.which((sysconfig.get_config_var(name) or "cc").split()[0])
+        if compiler is None:
+            pytest.skip("no compiler")
+        command = [compiler, standard, *flags, "-c", source, "-o", str(tmp_path / "object.o")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
 def test_a_library_that_is_built_again_replaces_the_old_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process may have it open, and another may open it meanwhile."""
     setuptools = pytest.importorskip("setuptools", minversion="77")
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(setuptools, "setup", lambda **fields: given.update(fields))
-    runpy.run_path(str(ROOT / "setup.py"))
+    given = setup_fields(monkeypatch)
     new, old, seen = tmp_path / "built.so", tmp_path / "used.so", list[bytes]()
     new.write_bytes(b"new" * 9000)
     old.write_bytes(b"old" * 9000)
@@ -175,12 +205,7 @@ def test_an_sdist_holds_all_that_a_clone_has_and_its_tests_run(tmp_path: Path) -
         shutil.copy(library, root / "sampling")
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "stepgraph").symlink_to(root)  # as an editable install from it has in .typings
-    files_run = (
-        "tests/sampling/test_keywords.py",
-        "tests/sampling/test_fields.py",
-        "tests/runtime/test_request_queue.py",
-        "tests/test_parts.py",
-    )
+    files_run = ("tests/sampling/test_keywords.py", "tests/sampling/test_fields.py", "tests/test_parts.py")
     command = [sys.executable, "-m", "pytest", "-q", *files_run, f"tests/test_packaging.py::{PLACE.__name__}"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, env=environment)

@@ -344,9 +344,9 @@ def _rounded(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def launches(width: int) -> dict[str, dict[str, Any]]:
+def launches(width: int, size: int) -> dict[str, dict[str, Any]]:
     """The document of tools/launch_bytes.py, run in a process: from its import on, Triton either interprets or compiles."""
-    command = [sys.executable, "-m", "tools.launch_bytes", "--vocabulary", str(width)]
+    command = [sys.executable, "-m", "tools.launch_bytes", "--vocabulary", str(width), "--size", str(size)]
     environment, root = os.environ | {"TRITON_INTERPRET": "1"}, Path(__file__).resolve().parent.parent
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=root, check=False)
     assert done.returncode == 0, done.stderr
@@ -387,12 +387,17 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHS, default=ARCHS, help="compute capabilities (default: all)")
     parser.add_argument("--all", action="store_true", help="also rare combinations of what a kernel is compiled for")
+    parser.add_argument("--first", action="store_true", help="of each kernel only the first of these")
     parser.add_argument("--vocabulary", type=int, default=128_256, metavar="TOKENS", help="width of logits (default: %(default)s)")
+    parser.add_argument("--size", type=int, default=2048, metavar="ELEMENTS", help="of states (default: %(default)s)")
     speeds = ", ".join(f"{device.gigabytes_per_second:.0f} of sm_{arch}" for arch, device in DEVICES.items())
     parser.add_argument("--bandwidth", type=float, metavar="GB/S", help=f"of memory, for every architecture (default: {speeds})")
     args = parser.parse_args()
-    moved = launches(args.vocabulary)
+    moved = launches(args.vocabulary, args.size)
     speed = {arch: args.bandwidth or DEVICES[arch].gigabytes_per_second for arch in args.arch}
-    pairs = itertools.product(variants(args.all), args.arch)
+    chosen = variants(args.all)
+    if args.first:
+        chosen = list({variant.kernel: variant for variant in reversed(chosen)}.values())
+    pairs = itertools.product(chosen, args.arch)
     table = [usage(variant, arch)._asdict() | roofline(moved[variant.kernel.__name__], speed[arch]) for variant, arch in pairs]
     print(json.dumps(table))

@@ -1,6 +1,6 @@
 """Bytes that every Triton program loads and stores in a launch, counted in Triton's interpreter.
 
-Launches of a round: two rows, three drafts, states of 2,048 elements; of several launches of a program the one with most bytes. An address
+Launches of a round: two rows, three drafts; of several launches of a program the one with most bytes. An address
 counts once per instruction and program instance, as in tools/bench_attention.py; atomic updates are not counted. TRITON_INTERPRET=1 must
 be set.
 
@@ -32,7 +32,7 @@ ROWS, DRAFTS, SIZE, HEAD, KEYS = 2, 3, 2048, 64, 1000
 CPU = torch.device("cpu")
 
 
-def calls(width: int) -> Iterator[Call]:
+def calls(width: int, size: int) -> Iterator[Call]:
     positions, tokens = DRAFTS + 1, ROWS * (DRAFTS + 1)
     yield operations.masked_argmax(CPU, ROWS, positions, width)
     yield operations.race(CPU, ROWS, width)
@@ -47,7 +47,7 @@ def calls(width: int) -> Iterator[Call]:
     yield grammar_rows.call_of(CPU, 8, width, forces=True)  # of which some are not legal, or inert
     yield rope_call(CPU, torch.bfloat16, tokens, HEAD)
     yield attention_call(CPU, ROWS, positions, KEYS, HEAD)[0]
-    yield from layers.calls(CPU, tokens, SIZE)
+    yield from layers.calls(CPU, tokens, size)
     yield from _ring_calls()
 
 
@@ -63,7 +63,7 @@ def _ring_calls() -> Iterator[Call]:
     yield Call(looping.end_round, shape, ended, ())
 
 
-def counted(width: int) -> dict[str, dict[str, Any]]:
+def counted(width: int, size: int) -> dict[str, dict[str, Any]]:
     """Program name to its launch and the bytes of that launch."""
     executor: Any = triton.runtime.interpreter.GridExecutor
     launch, found, current = executor.__call__, dict[str, dict[str, Any]](), ""
@@ -77,7 +77,7 @@ def counted(width: int) -> dict[str, dict[str, Any]]:
 
     executor.__call__ = counted_launch
     try:
-        for call in calls(width):
+        for call in calls(width, size):
             current = call.name
             call.triton(*call.inputs, *call.outputs)
     finally:
@@ -88,12 +88,13 @@ def counted(width: int) -> dict[str, dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=int, default=WIDTH, metavar="TOKENS", help="width of logits (default: %(default)s)")
+    parser.add_argument("--size", type=int, default=SIZE, metavar="ELEMENTS", help="of states (default: %(default)s)")
     options = parser.parse_args()
     assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
     import tests.helpers.fast_interpreter  # noqa: F401
 
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # from numpy, in the interpreter
-    print(json.dumps(counted(options.vocabulary)))
+    print(json.dumps(counted(options.vocabulary, options.size)))
     return 0
 
 

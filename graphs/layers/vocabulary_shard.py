@@ -1,8 +1,9 @@
 """The tokens of a vocabulary that one rank has: rows of the embedding and the head, and the operations on logits of these tokens.
 
-The logits of all tokens are never on one rank. The ranks exchange a value and a token for each position where a largest one is wanted,
-and histograms of weights for top-k and top-p, in which the smallest kept weight is found digit by digit. Every rank reduces the same
-numbers in the same order, so the results have the same bits on all ranks, and those of one process, except for log-probabilities.
+Only logits processors of the user get the logits of all tokens. Otherwise the ranks exchange a value and a token for each position where a
+largest one is wanted, and histograms of weights for top-k and top-p, in which the smallest kept weight is found digit by digit. Every rank
+reduces the same numbers in the same order, so the results have the same bits on all ranks, and those of one process, except for
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from stepgraph.graphs.layers.parallel import gather_over_ranks, sum_over_ranks
 from stepgraph.sampling import bitmask, kernels
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import GrammarMask, Processed
+from stepgraph.sampling.kernels.alternatives import ranked_log_probabilities, write_ranked
 from stepgraph.sampling.kernels.filters import drawn
 from stepgraph.sampling.kernels.processors import RowSettings, write_log_probabilities
 from stepgraph.sampling.kernels.rejection import exact_rejection, offered
@@ -27,16 +29,21 @@ DIGIT_BITS, DIGITS = 10, 3  # of the bits of a weight from 0 to 1: they grow wit
 Operations: TypeAlias = "VocabularyShard | ModuleType"  # the module: sampling.kernels
 
 
+def part_of(total: int, rank: int, size: int) -> slice:
+    """Which of `total` tokens a rank has."""
+    return slice(total * rank // size, total * (rank + 1) // size)
+
+
 class VocabularyShard(Columns):
     """Has the methods that sampled and greedy rounds use of `sampling.kernels`, over logits and probabilities [..., n] of these tokens.
 
-    tokens: [n] int64, consecutive ids from `first` on, a buffer of the model. group: of `size` ranks, each of which has some tokens.
+    tokens: [n] int64, those of `part_of` as a buffer of the model. group: of `size` ranks, which divide `total` tokens.
     Where an operation takes the `ids` of logits, they are these tokens, so the argument is None. row_probs, draft_probs [R, ..., all
     tokens] have zeros at the tokens of other ranks, or all values.
     """
 
-    def __init__(self, tokens: Tensor, first: int, group: int, size: int) -> None:
-        self.tokens, self.first, self.group, self.size = tokens, first, group, size
+    def __init__(self, tokens: Tensor, first: int, group: int, size: int, total: int) -> None:
+        self.tokens, self.first, self.group, self.size, self.total_tokens = tokens, first, group, size, total
 
     @property
     def vocab_size(self) -> int:
@@ -45,7 +52,7 @@ class VocabularyShard(Columns):
 
     def lookup(self, tokens: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
         """[N, H] embeddings of any tokens [N], of which this rank's table has some."""
-        index, own = self._local(tokens)
+        index, own = self.local(tokens)
         states = torch.where(own[:, None], lookup(index, table, dtype), 0)
         sum_over_ranks.out(states, self.group)
         return states
@@ -56,14 +63,32 @@ class VocabularyShard(Columns):
     def part(self, values: Tensor) -> Tensor:
         return values[..., self.first : self.first + len(self.tokens)]
 
+    def whole(self, values: Tensor) -> Tensor:
+        widest = -(-self.total_tokens // self.size)
+        (found,) = self._gather(torch.nn.functional.pad(values, (0, widest - values.shape[-1]))).unbind(1)
+        parts = (part_of(self.total_tokens, rank, self.size) for rank in range(self.size))
+        return torch.cat([each[..., : part.stop - part.start] for each, part in zip(found.unbind(), parts, strict=True)], -1)
+
+    def local(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        index = tokens - self.first
+        own = (index >= 0) & (index < len(self.tokens))
+        return torch.where(own, index, 0), own
+
     def best(self, values: Tensor) -> tuple[Tensor, Tensor]:
         best, index = values.to(torch.float32).max(-1, keepdim=True)  # ids are exact in float32: `units` allows 2**22 tokens
         found, tokens = self._gather(best, self.tokens[index].to(torch.float32)).unbind(1)
         largest, rank = found.max(0, keepdim=True)  # of equal ones the first, whose tokens are lower
         return largest[0], tokens.gather(0, rank)[0].to(torch.int64)
 
+    def ranked(self, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        best, index = super().ranked(values.to(torch.float32), count)
+        tokens = self.tokens[index.clamp(max=len(self.tokens) - 1)]
+        found, ids = self._gather(best, tokens.to(torch.float32)).movedim(0, -2).flatten(-2).unbind(0)  # [..., size * count] each
+        largest, index = super().ranked(found, count)  # of equal ones the first, whose tokens are lower
+        return largest, ids.gather(-1, index).to(torch.int64)
+
     def pick(self, values: Tensor, tokens: Tensor) -> Tensor:
-        index, own = self._local(tokens)
+        index, own = self.local(tokens)
         return self.total(torch.where(own, values.gather(-1, index), 0))
 
     def total(self, amounts: Tensor) -> Tensor:
@@ -146,11 +171,11 @@ class VocabularyShard(Columns):
     def log_probabilities(self, logits: Tensor, probs: Tensor, tokens: Tensor, found: Tensor) -> None:
         write_log_probabilities(logits, probs, tokens, found, self)
 
-    def _local(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The columns of tokens, 0 for those of other ranks, and whether they are this rank's."""
-        index = tokens - self.first
-        own = (index >= 0) & (index < len(self.tokens))
-        return torch.where(own, index, 0), own
+    def top_logprobs(
+        self, logits: Tensor, probs: Tensor, rows: Tensor, params: Tensor, published: Tensor, ids_ring: Tensor, values_ring: Tensor
+    ) -> None:
+        values, ids = ranked_log_probabilities(logits, probs, ids_ring.shape[3] // 2, self)
+        write_ranked.out(values, ids, rows, params, published, ids_ring, values_ring)
 
     def _gather(self, *values: Tensor) -> Tensor:
         """[size, len(values), ...] of all ranks."""

@@ -163,6 +163,7 @@ def serve(parser: argparse.ArgumentParser) -> None:
     add("--max-rows", type=int, default=8, metavar="N", help="requests decoded at once (default: %(default)s)")
     add("--max-length", type=int, default=2048, metavar="N", help="tokens of a prompt and its answer (default: %(default)s)")
     add("--max-queued", type=int, default=256, metavar="N", help="requests that may wait; more get status 429 (default: %(default)s)")
+    add("--preemption", action="store_true", help="requests take the rows of those with larger `priority`, which continue later")
     add("--eager", action="store_true", help="capture no graphs: faster start, slower decoding")
     words = "LoRA adapters, which requests select by their name in `model`: folders in the layout of PEFT"
     add("--lora-modules", nargs="+", default=[], metavar="NAME=FOLDER", help=words)
@@ -205,6 +206,8 @@ def _check_replicas(options: argparse.Namespace) -> None:
     check_range(options, "tensor-parallel", 1, 1024)
     if options.tensor_parallel > 1 and options.model == TOY:
         raise ValueError(f"--tensor-parallel: got {options.tensor_parallel} with {TOY}, expected 1: its layers cannot be divided")
+    if options.tensor_parallel > 1 and options.preemption:
+        raise ValueError(f"--tensor-parallel: got {options.tensor_parallel} with --preemption, expected 1")
     for flag in ("replica-cpus", "replica-gpus"):
         value = getattr(options, flag.replace("-", "_"))
         if not 0 <= value <= 4096:  # also refuses NaN

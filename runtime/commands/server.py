@@ -44,6 +44,7 @@ def open_engine(options: argparse.Namespace) -> Engine:
         max_top_logprobs=20,  # as in OpenAI's interface
         max_loras=len(options.lora_modules),
         max_lora_rank=options.max_lora_rank,
+        preemption=options.preemption,
     )
     if options.model == TOY:
         vocabulary = Vocabulary([*(bytes([value]) for value in range(256)), b"<end>"], [256])

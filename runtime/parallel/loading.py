@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,13 @@ import torch
 
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.models.files.loading import Loaded, load_models
-from stepgraph.runtime.parallel.llama import ShardedCheckpoint, check_divisible, shard
+from stepgraph.runtime.parallel.llama import ShardedCheckpoint, check_divisible, checksum, shard
 from stepgraph.runtime.parallel.ranks import TIMEOUT_SECONDS, Ranks, under_torchrun
 from stepgraph.sampling.fields import clip_repr
 
 _ACCEPTED = {
     **{"save_hidden_states": (None,), "max_loras": (0,), "rounds_per_launch": (1,), "grammar_lane": ("auto", "host")},
-    # they need the logits of all tokens
-    **{"logits_processors": ((),), "max_bad_words": (0,), "relaxed_acceptance": (False,), "max_top_logprobs": (0,)},
+    "preemption": (False,),
 }
 
 
@@ -38,6 +38,8 @@ def load_part(path: str | Path, draft: object, config: EngineConfig | None, size
         if getattr(config, name) not in accepted:
             names = " or ".join(map(repr, accepted))
             raise ValueError(f"EngineConfig.{name}: got {getattr(config, name)!r} with tensor_parallel, expected {names}")
+    if config is not None and not under_torchrun():
+        _require_copies(config)
     seconds = (config and config.round_timeout_seconds) or TIMEOUT_SECONDS
     arguments = size, path, draft, config
     following = (*arguments, options | {"progress": False})
@@ -71,5 +73,29 @@ def _in_step(loaded: Loaded, ranks: Ranks) -> Loaded:
         fixed = replace(fixed, grammar_lane="host")
     if fixed.draft_length == "auto":  # by measured times, which differ between ranks
         fixed = replace(fixed, draft_length=fixed.num_speculative_tokens)
-    ranks.require_equal("the engine configs", repr(fixed).encode())
+    ranks.require_equal("the engine configs", _described(fixed).encode())
     return loaded._replace(config=fixed)
+
+
+def _require_copies(config: EngineConfig) -> None:
+    """ValueError for a logits processor that the processes of other ranks cannot have."""
+    for index, processor in enumerate(config.logits_processors):
+        try:
+            copied = b"__main__" not in pickle.dumps(processor.function)  # in the other processes, that is another module
+        except Exception:  # of pickle, or of a method of the object
+            copied = False
+        if not copied:
+            expected = "expected a function or nn.Module that pickle copies, of a module that other processes can import"
+            raise ValueError(
+                f"EngineConfig.logits_processors[{index}].function: got {clip_repr(processor.function)} with tensor_parallel, {expected}"
+            )
+
+
+def _described(config: EngineConfig) -> str:
+    """The same on ranks with equal configs. The repr of a function has its address."""
+    processors = []
+    for name, function, num_arguments in ((each.name, each.function, each.num_arguments) for each in config.logits_processors):
+        tensors = (*function.named_parameters(), *function.named_buffers()) if isinstance(function, torch.nn.Module) else ()
+        called = getattr(function, "__qualname__", type(function).__qualname__)
+        processors.append((name, num_arguments, called, [(part, checksum(tensor)) for part, tensor in tensors]))
+    return repr((replace(config, logits_processors=()), processors))

@@ -124,11 +124,11 @@ class App:
         body = await read_json(request, self._bounds)
         chat = request.scope["path"] == "/v1/chat/completions"
         parsed = parse_request(body, chat, self._codec, self._names, self._serving.max_length, self._style)
-        parsed.options["cache_salt"] = key  # callers with different keys share no cached prefixes
+        parsed.options["cache_salt"] = parsed.options["tenant"] = key  # callers with different keys share no cached prefixes
         if self.leaving:
             raise HttpError(503, "the server is shutting down")
         try:
-            tickets = self._gate.tickets(parsed.n, parsed.priority, key)
+            tickets = self._gate.tickets(parsed.n, parsed.options["priority"], key)
         except QueueFullError as error:
             raise HttpError(429, str(error), code="rate_limit_exceeded") from None
         answer_id = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex

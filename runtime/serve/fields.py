@@ -66,7 +66,6 @@ class GenerationRequest:
     logprobs: bool
     tools: ToolUse | None
     n: int  # choices
-    priority: int  # lower ones are submitted first
     constraint_field: str  # that its constraint comes from
     reasoning: Reasoning | None  # None: the answer has none
 
@@ -108,8 +107,8 @@ def parse_request(
     max_tokens = _max_tokens(fields, len(prompt_ids), max_length, chat)
     options = {"max_new_tokens": max_tokens, "sampling": sampling, "constraint": _constraint(fields, tools)}
     options["lora_name"] = "" if model == models[0] else model
-    stream, include_usage = _flag(fields, "stream"), _include_usage(fields)
-    n, priority = fields.get("n", 1), fields.get("priority", 0)
+    options["priority"] = priority = fields.get("priority", 0)
+    stream, include_usage, n = _flag(fields, "stream"), _include_usage(fields), fields.get("n", 1)
     if not is_int(n) or not 1 <= n <= MAX_CHOICES:
         _refuse("n", n, f"a whole number from 1 to {MAX_CHOICES}")
     if fields.get("best_of", n) != n:
@@ -123,9 +122,7 @@ def parse_request(
     reasoning = reasoning_of(prompt_ids, codec, _template_variables(fields), budget) if chat else None
     if budget is not None and reasoning is None:
         _refuse("thinking_token_budget", budget, "none: the answer has no reasoning between <think> and </think>")
-    return GenerationRequest(
-        chat, model, prompt_ids, options, _stops(fields), stream, include_usage, logprobs, tools, n, priority, field, reasoning
-    )
+    return GenerationRequest(chat, model, prompt_ids, options, _stops(fields), stream, include_usage, logprobs, tools, n, field, reasoning)
 
 
 def checked_model(name: Any, models: Sequence[str]) -> str:

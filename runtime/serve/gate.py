@@ -12,8 +12,8 @@ from stepgraph.runtime.request_queue import QueueFullError
 class Ticket:
     """A place in the order; `entered` is done once the request may be submitted."""
 
-    def __init__(self, priority: int, turn: int, arrival: int) -> None:
-        self.key, self.left = (priority, turn, arrival), False
+    def __init__(self, priority: int, turn: int, arrival: int, tenant: str) -> None:
+        self.key, self.tenant, self.left = (priority, turn, arrival), tenant, False
         self.entered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __lt__(self, other: Ticket) -> bool:
@@ -21,12 +21,12 @@ class Ticket:
 
 
 class Gate:
-    """Lets `capacity` requests into the engine. For one event loop."""
+    """Lets `capacity` requests into the engine, beside those of larger priority numbers, which the engine queues or preempts. For one event
+    loop."""
 
     def __init__(self, capacity: int, max_waiting: int) -> None:
-        self._free, self._max_waiting, self._arrivals = capacity, max_waiting, itertools.count()
-        self._waiting: list[Ticket] = []
-        self._turn, self._turns = 0, dict[str, int]()  # of the latest admission, and the last one given to each tenant
+        self._capacity, self._max_waiting, self._arrivals = capacity, max_waiting, itertools.count()
+        self._waiting, self._entered = list[Ticket](), list[Ticket]()  # both without those that left
 
     @property
     def waiting(self) -> int:
@@ -35,15 +35,21 @@ class Gate:
     def tickets(self, count: int, priority: int, tenant: str = "") -> list[Ticket]:
         """QueueFullError if fewer than `count` may still wait. Lower priorities enter first. Of equal ones each tenant has one per turn, so
         that a long queue of one delays no other."""
-        if len(self._waiting) + count > self._max_waiting + self._free:
-            raise QueueFullError(f"{len(self._waiting)} requests are waiting already, of at most {self._max_waiting}")
-        first = max(self._turn, self._turns.get(tenant, -1) + 1)
-        self._turns[tenant] = first + count - 1
-        tickets = [Ticket(priority, first + index, next(self._arrivals)) for index in range(count)]
+        waiting = len(self._waiting) + len(self._entered) - self._capacity
+        if waiting + count > self._max_waiting:
+            raise QueueFullError(f"{max(waiting, 0)} requests are waiting already, of at most {self._max_waiting}")
+        first = self._next_turn(priority, tenant)
+        tickets = [Ticket(priority, first + index, next(self._arrivals), tenant) for index in range(count)]
         for ticket in tickets:
             heapq.heappush(self._waiting, ticket)
         self._admit()
         return tickets
+
+    def _next_turn(self, priority: int, tenant: str) -> int:
+        """The first one, from the present one on, in which no earlier request of the tenant enters."""
+        entered, waiting = ([each for each in them if each.key[0] == priority] for them in (self._entered, self._waiting))
+        present = max((each.key[1] for each in entered), default=min((each.key[1] for each in waiting), default=0))
+        return max([present, *(each.key[1] + 1 for each in entered + waiting if each.tenant == tenant)])
 
     def leave(self, ticket: Ticket) -> None:
         """Give the place up, whether or not it was reached. Idempotent."""
@@ -51,15 +57,14 @@ class Gate:
             return
         ticket.left = True
         if ticket.entered.done():
-            self._free += 1
+            self._entered.remove(ticket)
         else:
             self._waiting.remove(ticket)
             heapq.heapify(self._waiting)
         self._admit()
 
     def _admit(self) -> None:
-        while self._free and self._waiting:
-            self._free -= 1
+        while self._waiting and sum(each.key[0] <= self._waiting[0].key[0] for each in self._entered) < self._capacity:
             ticket = heapq.heappop(self._waiting)
-            self._turn = max(self._turn, ticket.key[1])
+            self._entered.append(ticket)
             ticket.entered.set_result(None)

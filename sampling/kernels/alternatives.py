@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stepgraph.sampling.kernels.c_kernel import FLOATS, CKernel
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
-from stepgraph.sampling.sampler import Param
+from stepgraph.sampling.sampler import ALL, Columns, Param
 
 
 def _c_supports(logits: Tensor, probs: Tensor, rows: Tensor, params: Tensor, *others: Tensor) -> bool:
@@ -27,16 +27,27 @@ def top_logprobs(
     [1] int64. In pinned memory: ids_ring [S, slots, Q', 2 * N'] int32, and values_ring float32 with log-probabilities; in falling
     order, of equal ones the lower id first, then -1 and minus infinity. Entries from N on keep their content.
     """
-    most, positions, slot = ids_ring.shape[3] // 2, logits.shape[1], published % len(ids_ring)
+    values, ids = ranked_log_probabilities(logits, probs, ids_ring.shape[3] // 2)
+    write_ranked.reference(values, ids, rows, params, published, ids_ring, values_ring)
+
+
+def ranked_log_probabilities(logits: Tensor, probs: Tensor, count: int, columns: Columns = ALL) -> tuple[Tensor, Tensor]:
+    """Values and ids [B, Q, 2 * count], as in the rings of top_logprobs."""
     own = logits.to(torch.float32)
-    scores = torch.nn.functional.pad(torch.stack([own, probs], 2), (0, max(0, most - own.shape[2])), value=float("-inf"))
-    ranked = torch.sort(scores, stable=True, dim=-1, descending=True)
-    raw, kept = (ranked.values[..., :most] - own.logsumexp(-1)[..., None, None])[:, :, 0], ranked.values[:, :, 1, :most].clamp(min=0).log()
-    values = torch.cat([raw, kept], 2)
-    ids = torch.where(values == float("-inf"), -1, ranked.indices[..., :most].flatten(2))
-    asked = (torch.arange(most, device=logits.device) < params[rows, Param.TOP_LOGPROBS, None]).repeat(1, 2)[:, None]
+    best, tokens = columns.ranked(torch.stack([own, probs], 2), count)
+    values = torch.cat([best[:, :, 0] - columns.logsumexp(own), best[:, :, 1].clamp(min=0).log()], 2)
+    return values, torch.where(values == float("-inf"), -1, tokens.flatten(2))
+
+
+@operation(lambda *_: None, writes=("ids_ring", "values_ring"), mapped=True)
+def write_ranked(
+    values: Tensor, ids: Tensor, rows: Tensor, params: Tensor, published: Tensor, ids_ring: Tensor, values_ring: Tensor
+) -> None:
+    """Write values and ids of ranked_log_probabilities to the rings of top_logprobs"""
+    most, positions, slot = ids_ring.shape[3] // 2, values.shape[1], published % len(ids_ring)
+    asked = (torch.arange(most, device=values.device) < params[rows, Param.TOP_LOGPROBS, None]).repeat(1, 2)[:, None]
     for found, ring in ((ids, ids_ring), (values, values_ring)):
-        copy = ring.to(logits.device, non_blocking=True)
+        copy = ring.to(values.device, non_blocking=True)
         part = copy[:, : len(rows), :positions]
         part.index_copy_(0, slot, torch.where(asked, found.to(ring.dtype), part.index_select(0, slot)[0])[None])
         ring.copy_(copy, non_blocking=True)

@@ -51,7 +51,7 @@ def process(
     mask: GrammarMask | None = None,
     ids: Tensor | None = None,
 ) -> Processed:
-    """bitmask.apply, apply_settings and mark_dead_ends of logits [B, Q, V] at the positions from `first` on.
+    """bitmask.apply, apply_settings and judge of logits [B, Q, V] at the positions from `first` on.
 
     Row b reads the settings of row rows[b] ([B] int64; None: row b), except settings.generated and before [B, N], which are those of
     the batch. Logits are float32, bfloat16 or float16; ids as for apply_settings.
@@ -108,8 +108,7 @@ def process_logits(
     settings = RowSettings._make([*(table if rows is None else table[rows] for table in tables), generated])
     processed = apply_settings(masked, settings, before, first, ids)
     known = torch.full(logits.shape[:2], int(MaskStatus.OK), device=logits.device) if status is None else status
-    judged = mark_dead_ends(known, torch.isfinite(masked.amax(-1)), processed)
-    return Processed(processed, torch.isfinite(processed.amax(-1)), judged)
+    return judge(known, torch.isfinite(masked.amax(-1)), processed)
 
 
 def apply_settings(logits: Tensor, rows: RowSettings, before: Tensor, first: int = 0, ids: Tensor | None = None) -> Tensor:
@@ -138,10 +137,11 @@ def apply_settings(logits: Tensor, rows: RowSettings, before: Tensor, first: int
     return result - frequency * counts - presence * emitted
 
 
-def mark_dead_ends(status: Tensor, finite: Tensor, processed: Tensor) -> Tensor:
-    """Status [B, Q], DEAD_END where a mask allows some token (finite [B, Q]) and the request's own bans forbid all of them."""
-    banned = finite & (processed.amax(-1) == float("-inf"))
-    return torch.where(banned & (status == int(MaskStatus.OK)), int(MaskStatus.DEAD_END), status)
+def judge(status: Tensor, finite: Tensor, logits: Tensor, columns: Columns = ALL) -> Processed:
+    """Processed logits, with DEAD_END where a mask allows some token (finite [B, Q]) and the request's own bans forbid all of them."""
+    largest = columns.best(logits)[0][..., 0]
+    banned = finite & (largest == float("-inf")) & (status == int(MaskStatus.OK))
+    return Processed(logits, torch.isfinite(largest), torch.where(banned, int(MaskStatus.DEAD_END), status))
 
 
 @operation(lambda *_: None, writes=("found",), triton=True)

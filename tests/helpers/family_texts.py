@@ -18,9 +18,11 @@ PROMPTS = [[7, 30, 5], [9], [40 + index for index in range(17)], [12, 12, 3, 90,
 
 
 @functools.cache
-def plain(family: str, prompt: tuple[int, ...], constraint: Constraint | None, count: int) -> tuple[list[int], str]:
+def plain(
+    family: str, prompt: tuple[int, ...], constraint: Constraint | None, count: int, dtype: torch.dtype = torch.float32
+) -> tuple[list[int], str]:
     """Greedy tokens, each from a pass over the whole text so far."""
-    model, vocabulary = judge(family), open_checkpoint(folder_of(family)).vocabulary
+    model, vocabulary = judge(family, dtype), open_checkpoint(folder_of(family)).vocabulary
     matcher = None if constraint is None else GrammarCompiler(vocabulary).compile(constraint).matcher()
     masks = torch.zeros(1, vocabulary.mask_words, dtype=torch.int32)
     tokens: list[int] = []

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, SamplingParams
+from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, LogitsProcessor, ProcessorInput, SamplingParams
 from stepgraph.runtime.models.llama import Llama
 
 
@@ -32,6 +33,48 @@ def requests() -> list[dict[str, Any]]:
     ]
 
 
+def add_to_one(logits: Tensor, given: ProcessorInput) -> Tensor:
+    """Adds the second argument to the logit of the first."""
+    token, bias = given.arguments[:, None, None].unbind(-1)
+    return logits + bias * (torch.arange(logits.shape[-1], device=logits.device) == token)
+
+
+class AboveMean(nn.Module):
+    """Only tokens of which the logit is above the mean of all: it depends on every logit."""
+
+    margin: Tensor
+
+    def __init__(self, margin: float) -> None:
+        super().__init__()
+        self.register_buffer("margin", torch.tensor(margin))
+
+    def forward(self, logits: Tensor, given: ProcessorInput) -> Tensor:
+        return logits.masked_fill(logits < logits.mean(-1, keepdim=True) + self.margin, float("-inf"))
+
+
+PROCESSORS = (LogitsProcessor("add_to_one", add_to_one, 2), LogitsProcessor("above_mean", AboveMean(0.05)))
+OPTIONS: dict[str, Any] = {"max_bad_words": 6, "max_bad_word_tokens": 3, "relaxed_acceptance": True, "max_top_logprobs": 100}
+
+
+def option_requests(bad_words: tuple[tuple[int, ...], ...]) -> list[dict[str, Any]]:
+    """Each asks for one of the options, or for several."""
+    repeated, far = [5, 6, 7, 5, 6, 7, 5, 6], 300  # a token of the last rank
+    return [
+        {"prompt": repeated, "sampling": SamplingParams(temperature=0, bad_words=bad_words)},
+        {"prompt": repeated, "sampling": SamplingParams(seed=5, bad_words=bad_words, top_p=0.7, top_logprobs=3, logprobs=True)},
+        {"prompt": repeated, "sampling": SamplingParams(temperature=0, relaxed_top_n=40, relaxed_delta=0.5)},
+        {"prompt": [4, 5, 4, 5], "sampling": SamplingParams(temperature=0, relaxed_top_n=200, relaxed_delta=1.0, bad_words=bad_words)},
+        {"prompt": [9, 8, 7], "sampling": SamplingParams(temperature=0, logprobs=True, top_logprobs=100)},
+        {
+            "prompt": [9, 8, 7],
+            "constraint": Constraint.regex("[a-f]{6,20}"),
+            "sampling": SamplingParams(seed=1, logprobs=True, top_logprobs=9),
+        },
+        {"prompt": [4, 5], "sampling": SamplingParams(temperature=0, logits_processors={"add_to_one": (far, 0.05), "above_mean": ()})},
+        {"prompt": repeated, "sampling": SamplingParams(seed=2, logits_processors={"above_mean": ()}, logprobs=True, top_logprobs=2)},
+    ]
+
+
 def target_of(engine: Engine) -> Llama:
     target = engine._parts.models.target
     assert isinstance(target, Llama)
@@ -47,9 +90,9 @@ def refused_calls(engine: Engine) -> list[tuple[Callable[[], object], str]]:
     ]
 
 
-def open_engine(path: Path, draft: str | Path, size: int, **changes: Any) -> Engine:
+def open_engine(path: Path, draft: str | Path, size: int, weights: str = "dequantised", **changes: Any) -> Engine:
     config = EngineConfig(max_rows=4, max_length=64, num_speculative_tokens=3, draft_length=3, compile_isolation="none", **changes)
-    return Engine.from_pretrained(path, draft, config=config, tensor_parallel=size)
+    return Engine.from_pretrained(path, draft, config=config, tensor_parallel=size, weights=weights)
 
 
 def results(engine: Engine, count: int = 8) -> dict[str, Any]:

@@ -79,8 +79,8 @@ def test_drafts_are_accepted_beside_bad_words_and_a_planted_error_is_found(monke
         job = engine.generate([3], sampling=sampling, max_new_tokens=24)
         assert job.tokens == expected and job.rounds < 24 and job.num_accepted_drafts > 8
 
-    def forgets_drafts(buffers: Any, batch: Any, processed: Any) -> Any:
-        return honest(buffers, batch._replace(drafts=torch.full_like(batch.drafts, -1)), processed)
+    def forgets_drafts(buffers: Any, batch: Any, *others: Any) -> Any:
+        return honest(buffers, batch._replace(drafts=torch.full_like(batch.drafts, -1)), *others)
 
     monkeypatch.setattr(sampled_options, "ban_words", forgets_drafts)
     with make_engine(SETUPS["perfect"], max_bad_words=2) as engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -88,21 +89,26 @@ def run_with_arrivals(engine: Engine, slow: list[Job], seed: int) -> list[Job]:
     return urgent
 
 
+@functools.cache
+def alone(prompt: tuple[int, ...], most: int, ask: int | None = None) -> Job:
+    return shared_engine(PLAIN).generate(prompt, max_new_tokens=most, **({} if ask is None else ASKS[ask]))
+
+
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 def test_preempted_requests_have_the_tokens_that_they_have_alone(setup: Setup) -> None:
-    reference, preempted = shared_engine(PLAIN), [0] * len(ASKS)
+    preempted = [0] * len(ASKS)
     with make_engine(setup, preemption=True) as engine:
         for seed in range(3):
             jobs = [engine.submit([5, index, 7], max_new_tokens=MOST, priority=(index + seed) % 2, **ask) for index, ask in enumerate(ASKS)]
             urgent = run_with_arrivals(engine, jobs, seed)
-            for index, (job, ask) in enumerate(zip(jobs, ASKS, strict=True)):
-                alone = reference.generate([5, index, 7], max_new_tokens=MOST, **ask)
-                assert (job.tokens, job.finish_reason, job.error) == (alone.tokens, alone.finish_reason, "")
-                assert job.text == alone.text and len(job.origins) == len(job.tokens)
-                assert [each.masked for each in job.logprobs] == [each.masked for each in alone.logprobs]
+            for index, job in enumerate(jobs):
+                expected = alone((5, index, 7), MOST, index)
+                assert (job.tokens, job.finish_reason, job.error) == (expected.tokens, expected.finish_reason, "")
+                assert job.text == expected.text and len(job.origins) == len(job.tokens)
+                assert [each.masked for each in job.logprobs] == [each.masked for each in expected.logprobs]
                 preempted[index] += job.num_preemptions
             for index, job in enumerate(urgent):
-                assert job.tokens == reference.generate([3, index % 50], max_new_tokens=job.max_new_tokens).tokens
+                assert job.tokens == alone((3, index % 50), job.max_new_tokens).tokens
             assert not engine._scheduler.active and not engine.queue.waiting
             assert len(engine._scheduler.rows) == 0
     assert sum(preempted) > 8 and sum(map(bool, preempted)) >= 3, preempted
@@ -120,8 +126,8 @@ def test_a_request_takes_the_row_at_once_and_the_other_continues_after_it() -> N
         for _ in engine.stream():
             pass
         assert started([slow, equal])[0] == 1 or equal.finished
-        alone = shared_engine(PLAIN).generate([4], max_new_tokens=40, sampling=SamplingParams(ignore_eos=True))
-        assert slow.tokens == alone.tokens and slow.num_preemptions == 1
+        expected = shared_engine(PLAIN).generate([4], max_new_tokens=40, sampling=SamplingParams(ignore_eos=True))
+        assert slow.tokens == expected.tokens and slow.num_preemptions == 1
 
 
 def test_without_preemption_and_with_draws_that_depend_on_rounds_a_request_keeps_its_row() -> None:

@@ -55,7 +55,8 @@ def run(options: argparse.Namespace, stop: threading.Event) -> int:
 
     def progress(soak: Soak) -> None:
         bar.n = min(round(soak.seconds), bar.total)
-        resident = soak.samples[-1].resident_bytes
+        last = soak.last_sample(settled=True)
+        resident = last and last.resident_bytes
         bar.set_postfix(
             jobs=sum(counts["jobs"] for counts in soak.by_kind.values()), problems=soak.num_problems, MiB=resident and resident >> 20
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,32 +16,37 @@ from tools.soak.soak import Soak, columns
 LEAST_POINTS = 4
 MIB = 1 << 20
 MOST_POINTS = 120  # kept of a figure over time
-# A figure grows if its trend after warm-up rises by more than two standard errors of its slope, and by more per hour than given here: an
-# absolute value, or a share of its mean if that is more. The error alone would call any steady rise growth, such as that of a heap that
-# is still fragmenting, or of a count that went from 20 to 21; the rate alone would call noise growth. A run of less than an hour may
-# rise as much as one of an hour: some of what grows after warm-up (heaps, threads of captured engines) does so once.
-SIGNIFICANT = 2.0
-ALLOWED: dict[str, tuple[float, float]] = {
-    "resident_bytes": (4 * MIB, 0.0),
-    "heap_bytes": (4 * MIB, 0.0),
-    "device_bytes": (2 * MIB, 0.01),
-    "threads": (4, 0.1),
-    "python_threads": (4, 0.1),
-    "files": (4, 0.1),
-    "strays": (2, 0.0),
-    "pages": (0, 0.0),
-    "rows": (0, 0.0),
-    "grammar_bytes": (MIB, 0.2),
-    "matchers": (40, 0.1),
-    "objects": (5000, 0.05),
-    "tensors": (200, 0.1),
+# A figure grows if its slope is above zero by more than so many standard errors. One of forty figures is by chance in one run of twenty.
+SIGNIFICANT = 3.0
+# What a run cannot measure as a slope, however small the error is, because it happens once:
+# * within the first FILLING_SECONDS heaps, caches and threads of the engines fill, by as much as the first two numbers: an absolute value,
+#   or a share of the mean if that is more. Fifteen minutes is how long resident memory rose at the same allocated bytes.
+# * later, the third number: whole units of what is counted; for bytes the samples of the run itself (MOST_SAMPLES of about a kilobyte),
+#   blocks of torch's allocator on a device, a grammar that replaces a smaller one in a cache.
+FILLING_SECONDS = 900.0
+ALLOWED: dict[str, tuple[float, float, float]] = {
+    "resident_bytes": (4 * MIB, 0.0, MIB / 2),
+    "heap_bytes": (4 * MIB, 0.0, MIB / 2),
+    "device_bytes": (2 * MIB, 0.01, 2 * MIB),
+    "threads": (4, 0.1, 1),
+    "python_threads": (4, 0.1, 1),
+    "files": (4, 0.1, 1),
+    "strays": (2, 0.0, 1),
+    "pages": (0, 0.0, 0),
+    "rows": (0, 0.0, 0),
+    "grammar_bytes": (MIB, 0.2, MIB / 4),
+    "matchers": (40, 0.1, 1),
+    "objects": (5000, 0.05, 1000),  # later: two for each sample
+    "tensors": (200, 0.1, 10),
 }
-OF_A_TYPE = (100, 0.2)  # as ALLOWED, for objects of one type; caches empty with their engines and fill again
+OF_A_TYPE = (100, 0.2, 5)  # as ALLOWED, for objects of one type; caches empty with their engines and fill again
+LATE = ", last half"
 
 
 def report(soak: Soak, interrupted: bool = False) -> dict[str, Any]:
-    trends = lines(soak.samples, soak.warm_at)
-    growing = {name: trend.why for name, trend in trends.items() if not trend.flat}
+    settled = soak.samples(settled=True)
+    trends = lines(settled, soak.warm_at)
+    growing = {name: trend.why for name, trend in judged(trends).items() if not trend.flat}
     trend_name = bool(trends)
     reason = (
         f"{soak.num_problems} problems: {soak.problems[0][:300]}"
@@ -68,9 +73,9 @@ def report(soak: Soak, interrupted: bool = False) -> dict[str, Any]:
         "problems": soak.problems,
         "warm_after_seconds": soak.warm_at and round(soak.warm_at, 1),
         "trends": {name: _rounded(trend) for name, trend in trends.items() if not name.startswith("objects: ") or not trend.flat},
-        "types_that_changed": changes(soak.samples, soak.warm_at),
-        "settled": columns(thinned([each for each in soak.samples if each.settled])),
-        "running": columns(thinned([each for each in soak.samples if not each.settled])),
+        "types_that_changed": changes(settled, soak.warm_at),
+        "settled": columns(thinned(settled)),
+        "running": columns(thinned(soak.samples(settled=False))),
     }
 
 
@@ -81,20 +86,25 @@ def written(found: dict[str, Any]) -> str:
 
 
 def lines(samples: Sequence[Sample], warm_at: float | None) -> dict[str, Trend]:
-    """A trend of each figure of the settled samples after warm-up, and of the object count of each type."""
+    """Trends of each figure of the settled samples, and of the object count of each type: after warm-up, and in the last half of that."""
     warm = _warm(samples, warm_at)
-    late = warm[len(warm) // 2 :]  # a heap that was still filling is flat here; a leak grows here as well
+    late = warm[len(warm) // 2 :]
     found: dict[str, Trend] = {}
-    for name, (slack, share) in ALLOWED.items():
-        for trend_name, those in ((name, warm), (f"{name}, last half", late)):
+    for suffix, those in (("", warm), (LATE, late)):
+        seconds = [each.seconds for each in those]
+        for name, allowed in ALLOWED.items():
             values = [getattr(each, name) for each in those]
-            if None not in values and (trend := fit([each.seconds for each in those], values, slack, share)):
-                found[trend_name] = trend
-    for name in sorted({name for each in warm for name in each.types}):
-        both = [fit([each.seconds for each in those], [each.types.get(name, 0) for each in those], *OF_A_TYPE) for those in (warm, late)]
-        if both_trends := [trend for trend in both if trend]:  # rings and caches of new engines fill once; a leak grows in both
-            found[f"objects: {name}"] = min(both_trends, key=lambda trend: trend.growth)
+            if None not in values and (trend := fit(seconds, values, *allowed)):
+                found[name + suffix] = trend
+        for name in sorted({name for each in warm for name in each.types}):
+            if trend := fit(seconds, [each.types.get(name, 0) for each in those], *OF_A_TYPE):
+                found[f"objects: {name}{suffix}"] = trend
     return found
+
+
+def judged(trends: Mapping[str, Trend]) -> dict[str, Trend]:
+    """Those of the last half, where it has enough points: what fills once is flat there, and a leak grows there as well."""
+    return {name: trend for name, trend in trends.items() if name.endswith(LATE) or name + LATE not in trends}
 
 
 def changes(samples: Sequence[Sample], warm_at: float | None) -> dict[str, list[int]]:
@@ -113,7 +123,7 @@ def thinned(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _warm(samples: Sequence[Sample], warm_at: float | None) -> list[Sample]:
-    return [each for each in samples if each.settled and warm_at is not None and each.seconds >= warm_at]
+    return [each for each in samples if warm_at is not None and each.seconds >= warm_at]
 
 
 def _rounded(trend: Trend) -> dict[str, Any]:
@@ -131,15 +141,16 @@ class Trend:
     most: float
     mean: float
     per_hour: float
-    error_per_hour: float  # standard error of per_hour
+    error_per_hour: float  # standard error of per_hour, for points that depend on those before them
     growth: float  # from the first to the last point of the line
-    allowed: float  # growth that is no leak, whatever the error
+    allowed: float  # growth that is not measured as a slope
     flat: bool
     why: str
 
 
-def fit(seconds: Sequence[float], values: Sequence[float], slack: float, share: float) -> Trend | None:
-    """None for too few points. Flat: the slope is not significantly above zero, or at most max(slack, share * mean) per hour."""
+def fit(seconds: Sequence[float], values: Sequence[float], slack: float, share: float, step: float) -> Trend | None:
+    """None for too few points. Flat: the slope is not significantly above zero, or the growth is at most `step`, or at most
+    max(slack, share * mean) where the points begin within FILLING_SECONDS."""
     count = len(values)
     if count < LEAST_POINTS or seconds[-1] <= seconds[0]:
         return None
@@ -147,9 +158,9 @@ def fit(seconds: Sequence[float], values: Sequence[float], slack: float, share: 
     mean, middle = math.fsum(values) / count, math.fsum(seconds) / count
     spread = math.fsum((second - middle) ** 2 for second in seconds)
     slope = math.fsum((second - middle) * (value - mean) for second, value in zip(seconds, values, strict=True)) / spread
-    left = math.fsum((value - mean - slope * (second - middle)) ** 2 for second, value in zip(seconds, values, strict=True))
-    error = math.sqrt(left / (count - 2) / spread)
-    growth, allowed = slope * span, max(slack, share * abs(mean)) * max(1.0, span / hour)
+    rests = [value - mean - slope * (second - middle) for second, value in zip(seconds, values, strict=True)]
+    error = _slope_error([second - middle for second in seconds], rests)
+    growth, allowed = slope * span, max(slack, share * abs(mean)) if seconds[0] < FILLING_SECONDS else step
     within, significant = growth <= allowed, slope > SIGNIFICANT * error
     why = f"the line rises by {growth:,.6g} in {span:,.0f} s, {'at most' if within else 'more than'} {allowed:,.6g}; "
     why += f"per hour {slope * hour:,.6g}, standard error {error * hour:,.3g}"
@@ -167,3 +178,16 @@ def fit(seconds: Sequence[float], values: Sequence[float], slack: float, share: 
         within or not significant,
         why,
     )
+
+
+def _slope_error(seconds: Sequence[float], rests: Sequence[float]) -> float:
+    """The standard error of a slope, from the distances to the line at centred times: the larger one of that for independent points, which
+    is too small where points are like those before them, as what engines hold changes slowly, and that of Newey and West (1987)."""
+    count, spread = len(rests), math.fsum(second * second for second in seconds)
+    scores, lags = [second * rest for second, rest in zip(seconds, rests, strict=True)], math.isqrt(count)
+    variance = math.fsum(score * score for score in scores)
+    for lag in range(1, lags + 1):
+        pairs = math.fsum(score * earlier for score, earlier in zip(scores[lag:], scores, strict=False))
+        variance += 2 * (1 - lag / (lags + 1)) * pairs
+    independent = math.fsum(rest * rest for rest in rests) / (count - 2) * spread
+    return math.sqrt(max(variance, independent)) / spread

@@ -22,6 +22,7 @@ from tools.soak.load import Act, Answer, loop_act, served_act
 from tools.soak.process import Sample, sample
 from tools.soak.requests import RequestSource
 
+MOST_SAMPLES = 512  # kept of a run, of each sort: all of those of an hour took a megabyte, which was growth themselves
 MOST_PROBLEMS = 50  # kept in the report; all are counted
 KEPT_ANSWERS = 16  # per kind
 
@@ -42,13 +43,31 @@ class Plan:
     settling_turns: int = 2
 
 
+class Series:
+    """Evenly spaced samples, at most MOST_SAMPLES of them: each time it is full, every other one is dropped."""
+
+    def __init__(self) -> None:
+        self.kept: list[Sample] = []
+        self.last: Sample | None = None
+        self._added, self._step = 0, 1
+
+    def add(self, sample: Sample) -> None:
+        self.last = sample
+        if self._added % self._step == 0:
+            self.kept.append(sample)
+        self._added += 1
+        if len(self.kept) == MOST_SAMPLES:
+            del self.kept[1::2]
+            self._step *= 2
+
+
 class Soak:
     """Runs for the planned time or until `stop` is set. Problems are recorded and do not end the run."""
 
     def __init__(self, plan: Plan, stop: threading.Event, device: torch.device, progress: Callable[[Soak], None] = lambda _: None) -> None:
         self.plan, self._stop, self._progress = plan, stop, progress
         self.models = Models(device)
-        self.samples: list[Sample] = []
+        self._series = {settled: Series() for settled in (True, False)}
         self.problems: list[str] = []
         self.num_problems = 0
         self.counts = collections.Counter[str]()
@@ -67,8 +86,15 @@ class Soak:
     @property
     def _settled_bytes(self) -> dict[str, int]:
         """Memory after the last act; zero where the system does not report it."""
-        last = next((each for each in reversed(self.samples) if each.settled), None)
+        last = self.last_sample(settled=True)
         return {name: getattr(last, name, None) or 0 for name in ("resident_bytes", "heap_bytes")}
+
+    def samples(self, settled: bool) -> list[Sample]:
+        """Of moments between two acts, or within them."""
+        return self._series[settled].kept
+
+    def last_sample(self, settled: bool) -> Sample | None:
+        return self._series[settled].last
 
     @property
     def over(self) -> bool:
@@ -158,7 +184,7 @@ class Soak:
     def _settled(self, checker: Checker) -> None:
         """Sample between two acts, when nothing runs."""
         with self._lock:
-            self.samples.append(sample(self.seconds, (*self._engines.values(), *checker.engines), settled=True))
+            self._series[True].add(sample(self.seconds, (*self._engines.values(), *checker.engines), settled=True))
         all_seen = self.counts["acts"] >= self.plan.settling_turns * len(self.plan.kinds)
         if self.warm_at is None and all_seen and self.seconds >= self.plan.settling * self.plan.seconds:
             self.warm_at = self.seconds
@@ -179,7 +205,7 @@ class Soak:
     def _watch(self, ended: threading.Event) -> None:
         while not ended.wait(self.plan.sample_seconds):
             with self._lock:
-                self.samples.append(sample(self.seconds, tuple(self._engines.values()), settled=False))
+                self._series[False].add(sample(self.seconds, tuple(self._engines.values()), settled=False))
             self._progress(self)
 
 

@@ -64,18 +64,18 @@ INLINED quantised_kind kind_of(const argument *weight) {
 }
 
 /* Up to ROWS_AT_ONCE rows. */
-static FOR_EACH_PROCESSOR void rows_at_once(quantised_call *call) {
+static FOR_EACH_PROCESSOR void rows_at_once(quantised_call call) {
     float totals[ROWS_AT_ONCE][MOST_BLOCKS];
-    call->totals = totals;
-    for (int64_t one = 0; call->kind.ranged && one < call->rows; one++)
-        for (int64_t block = 0; block < call->blocks; block++) totals[one][block] = total(call, one, block);
+    call.totals = totals;
+    for (int64_t one = 0; call.kind.ranged && one < call.rows; one++)
+        for (int64_t block = 0; block < call.blocks; block++) totals[one][block] = total(&call, one, block);
 #ifdef HAS_DOT_PRODUCTS
-    if (call->bfloat16 && __builtin_cpu_supports("avx512bf16")) {
-        quantised_by_pairs(call);
+    if (call.bfloat16 && __builtin_cpu_supports("avx512bf16")) {
+        quantised_by_pairs(&call);
         return;
     }
 #endif
-    FOR_FIELDS(in_numbers, call);
+    FOR_FIELDS(in_numbers, &call);
 }
 
 static quantised_call call_of(const argument *states, const argument *weight) {
@@ -95,7 +95,7 @@ EXPORTED int stepgraph_quantised_product(const argument *given) {
         call.states = (const char *)states->data + row * call.step * number_bytes;
         call.output = (char *)given[3].data + row * call.tiles * LANES * number_bytes;
         call.rows = states->size[0] - row < ROWS_AT_ONCE ? states->size[0] - row : ROWS_AT_ONCE;
-        rows_at_once(&call);
+        rows_at_once(call);
     }
     return 0;
 }
@@ -125,7 +125,7 @@ EXPORTED int stepgraph_quantised_expert_product(const argument *given) {
                 places[call.rows++] = i;
             }
             if (call.rows == most || (call.rows && i == choices - 1)) {
-                rows_at_once(&call);
+                rows_at_once(call);
                 call.rows = 0;
             }
         }

@@ -114,10 +114,10 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
         source.dtype = config.dtype
     checkpoint = Checkpoint(path, source, llama_slices(config), config, Vocabulary.from_table(table), mtp_modules)
     checkpoint.check_header(checkpoint.outline(), checkpoint.mtp_tensors | ({"lm_head.weight"} if config.tied else set()))
-    return checkpoint if weights == DEQUANTISED else replace(checkpoint, packed=_kept_quantised(checkpoint))
+    return checkpoint if weights == DEQUANTISED else replace(checkpoint, packed=kept_quantised(checkpoint))
 
 
-def _kept_quantised(checkpoint: Checkpoint) -> dict[str, Kind]:
+def kept_quantised(checkpoint: Checkpoint) -> dict[str, Kind]:
     """Raises ValueError for a tensor that has to stay quantised and cannot."""
     packable = checkpoint.packable()
     if not torch.cuda.is_available() and (why_not := why_no_c(checkpoint.config.dtype)):

@@ -181,7 +181,7 @@ def process_tile(
 
 @triton.jit
 def judge_positions(peaks, status, finite, judged, tiles, HAS_STATUS: tl.constexpr, TILES: tl.constexpr):
-    """processors.mark_dead_ends for one position, and whether its best processed logit is finite. TILES is a power of two >= tiles."""
+    """processors.judge for one position, and whether its best processed logit is finite. TILES is a power of two >= tiles."""
     line = tl.program_id(0)
     peak = peaks + (line.to(tl.int64) * tiles + tl.minimum(tl.arange(0, TILES), tiles - 1)) * 2
     allowed, left = tl.max(tl.load(peak), 0), tl.max(tl.load(peak + 1), 0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.parallel import register_group
-from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard
+from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard, part_of
 from stepgraph.runtime.parallel.ranks import gloo_group
 from stepgraph.sampling import bitmask, kernels, rng
 from stepgraph.sampling.grammar.status import MaskStatus
@@ -40,8 +40,8 @@ def on_ranks(folder: Path, run: Callable[[VocabularyShard], Found]) -> list[Foun
 
     def one(rank: int) -> None:
         group = register_group(gloo_group(str(folder / "store"), rank, SIZE, 30.0), 30.0)
-        first, last = (VOCABULARY * number // SIZE for number in (rank, rank + 1))
-        found[rank] = run(VocabularyShard(torch.arange(first, last), first, group, SIZE))
+        part = part_of(VOCABULARY, rank, SIZE)
+        found[rank] = run(VocabularyShard(torch.arange(part.start, part.stop), part.start, group, SIZE, VOCABULARY))
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(SIZE)]
     for thread in threads:
@@ -134,3 +134,30 @@ def test_operations_equal_those_over_all_tokens(tmp_path: Path, seed: int) -> No
         assert torch.equal(each["logprobs"].nan_to_num(7.0), found[0]["logprobs"].nan_to_num(7.0))
         for name, value in expected.items():
             assert torch.equal(each[name], value), (rank, name, each[name], value)
+
+
+@pytest.mark.parametrize("most", [5, VOCABULARY + 2])  # more than there are, and so more than a rank has
+def test_most_probable_tokens_and_whole_logits_equal_those_of_one_process(tmp_path: Path, most: int) -> None:
+    """Ids exactly, and log-probabilities within rounding; of the positions with finite logits."""
+    logits, given, rows = logits_of(0), settings(), torch.arange(BATCH)
+    probs = kernels.distribution(logits, given.params)
+    asks = given.params.clone()
+    asks[:, Param.TOP_LOGPROBS] = torch.arange(BATCH) * most // (BATCH - 1)
+
+    def run(shard: VocabularyShard | None) -> Found:
+        ops, own = (kernels, [logits, probs]) if shard is None else (shard, [shard.part(each).contiguous() for each in (logits, probs)])
+        ids, values = torch.zeros(2, BATCH, DRAFTS + 1, 2 * most, dtype=torch.int32), torch.zeros(2, BATCH, DRAFTS + 1, 2 * most)
+        ops.top_logprobs(own[0], own[1], rows, asks, torch.tensor([3]), ids, values)
+        finite = logits.amax(-1, keepdim=True).isfinite()
+        found = {"ids": torch.where(finite, ids, 0), "values": torch.where(finite, values, 0.0)}
+        if shard is not None:
+            found["whole"], found["small"] = shard.whole(own[0]), shard.whole(own[0].bfloat16())
+        return found
+
+    expected = run(None)
+    assert (expected["ids"][0] == 0).all() and len(expected["ids"][1, -1].unique()) >= min(most, VOCABULARY)
+    for each in on_ranks(tmp_path, run):
+        assert torch.equal(each["ids"], expected["ids"])
+        torch.testing.assert_close(each["values"], expected["values"])
+        assert torch.equal(each["whole"].nan_to_num(7.0), logits.nan_to_num(7.0))
+        assert torch.equal(each["small"].nan_to_num(7.0), logits.bfloat16().nan_to_num(7.0))

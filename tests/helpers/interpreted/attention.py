@@ -82,10 +82,10 @@ def test_entries_in_eight_bits_have_the_bits_of_torch(dtype: torch.dtype) -> Non
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     value = bits.view(torch.float16).to(dtype)
     value = value if dtype is torch.float16 else value * 1.0009765625
-    value, slots = value.view(-1, 2, 64), torch.arange(512)
-    cosines, sines = torch.ones(512, 1, 64, dtype=dtype), torch.zeros(512, 1, 64, dtype=dtype)
+    value, slots = value.view(-1, 2, 256), torch.arange(128)
+    cosines, sines = torch.ones(128, 1, 256, dtype=dtype), torch.zeros(128, 1, 256, dtype=dtype)
     key = value.nan_to_num(0, 0, 0).flip(0)
-    query, caches = key[:, :1].contiguous(), [torch.zeros(2, 512, 2, 64, dtype=torch.uint8) for _ in range(2)]
+    query, caches = key[:, :1].contiguous(), [torch.zeros(2, 128, 2, 256, dtype=torch.uint8) for _ in range(2)]
     for run_it, cache in zip((rope_programs.rope_and_write_kv, rope_and_write_kv.run_reference), caches, strict=True):
         arguments: list[Any] = [query, key, value, cosines, sines, slots, *cache, torch.empty_like(query)]
         run_it(*arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import importlib.util
 import json
+import os
 import re
 import shlex
 import shutil
@@ -79,9 +80,11 @@ def test_the_report_is_one_page_with_answers_table_and_timeline(report: Path) ->
 @pytest.mark.browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_shows_the_report(report: Path, scheme: str, tmp_path: Path) -> None:
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    given = os.environ.get("CHROMIUM")
+    browser = next(filter(None, map(shutil.which, [given] if given else ("chromium", "chromium-browser", "google-chrome"))), None)
+    assert browser or not given, f"CHROMIUM: got {given!r}, expected a program"
     if browser is None:
-        pytest.skip("no chromium, chromium-browser or google-chrome")
+        pytest.skip("no chromium, chromium-browser or google-chrome: set CHROMIUM to the path of one")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1100,1500", f"--user-data-dir={tmp_path / 'profile'}"]
     flags += ["--force-dark-mode"] * (scheme == "dark")
     picture = tmp_path / "page.png"

@@ -23,14 +23,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, Job, SamplingParams
+from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReason, Job, LogitsProcessor, ProcessorInput, SamplingParams
 from stepgraph.graphs.layers.parallel import register_group, sum_over_ranks
 from stepgraph.runtime.models.files.weights import SafetensorsSource
 from stepgraph.runtime.parallel.ranks import COMPARED_STEPS, RankError, Ranks, gloo_group
-from tests.helpers.command_models import model_folder
+from tests.helpers.c_library import needs_c
+from tests.helpers.command_models import model_folder, model_gguf
 from tests.helpers.draft_engines import Drafter
-from tests.helpers.families import folder_of
-from tests.helpers.parallel_program import decode, open_engine, results, target_of
+from tests.helpers.families import BASE, folder_of, random_model
+from tests.helpers.parallel_program import OPTIONS, PROCESSORS, decode, open_engine, option_requests, results, target_of
+from tests.runtime.models.files.test_quantised_folder import LAYOUTS
+from tests.runtime.models.files.test_quantised_folder import write as write_quantised
 
 PROGRAM = "tests.helpers.parallel_program"
 SECONDS = 5.0
@@ -126,13 +129,98 @@ def test_ranks_give_the_tokens_of_one_process(size: int, draft: str) -> None:
     assert len(processes) == size - 1 and all(process.poll() is not None for process in processes)
 
 
-@soak
+@functools.cache
+def words() -> tuple[tuple[int, ...], ...]:
+    """Of one to three tokens, which the first request of `option_requests` would have."""
+    with open_engine(model_folder(), "none", 1) as engine:
+        tokens = engine.generate([5, 6, 7, 5, 6, 7, 5, 6], max_new_tokens=24).tokens
+    return tuple(tuple(tokens[start : start + length]) for start, length in ((2, 1), (5, 2), (8, 3), (12, 2), (15, 3), (19, 2)))
+
+
+@functools.cache
+def options_alone(draft: str) -> list[Job]:
+    return decode_options(draft, 1)
+
+
+def decode_options(draft: str, size: int) -> list[Job]:
+    with open_engine(model_folder(), draft, size, logits_processors=PROCESSORS, **OPTIONS) as engine:
+        jobs = [engine.submit(max_new_tokens=24, **request) for request in option_requests(words())]
+        for _ in engine.stream():
+            pass
+        assert draft == "none" or engine.stats().drafts.accepted_relaxed > 5
+    return jobs
+
+
 @pytest.mark.parametrize(
-    ("size", "family"), [(2, "mistral"), (2, "qwen2"), (4, "qwen3"), (4, "gemma-3"), (4, "mixtral"), (2, "qwen3-moe, shares as they are")]
+    ("size", "draft"), [(2, "ngram"), *(pytest.param(*case, marks=soak) for case in ((2, "none"), (4, "ngram"), (4, "none")))]
+)
+def test_options_of_sampled_rounds_give_what_one_process_gives(size: int, draft: str) -> None:
+    """Bad words, relaxed acceptance, the likeliest tokens, and functions over all logits."""
+    for job, expected in zip(decode_options(draft, size), options_alone(draft), strict=True):
+        assert (job.tokens, job.origins, job.error) == (expected.tokens, expected.origins, "")
+        assert len(job.tokens) == 24 or job.constraint
+        for one, other in zip(job.logprobs, expected.logprobs, strict=True):
+            assert one[:2] == pytest.approx(other[:2], abs=1e-5)
+            for found, ranked in zip(one[2:], other[2:], strict=True):
+                assert [token for token, _ in found] == [token for token, _ in ranked]
+                assert [value for _, value in found] == pytest.approx([value for _, value in ranked], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "family"),
+    [
+        (2, "gpt-oss"),
+        *(pytest.param(2, family, marks=soak) for family in ("mistral", "qwen2", "qwen3-moe, shares as they are")),
+        *(
+            pytest.param(4, family, marks=soak)
+            for family in ("qwen3", "gemma-3", "mixtral", "gpt-oss", "llama, biases, head size of its own")
+        ),
+    ],
 )
 def test_families(size: int, family: str) -> None:
-    """Windows, biases, norms of heads, norms of outputs, experts."""
+    """Windows, biases, sinks, norms of heads, norms of outputs, experts."""
     require_equal_tokens(folder_of(family), "ngram", size)
+
+
+LAYERS = BASE | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("layout", "weights", "size"),
+    [
+        ("AWQ", "quantised", 2),
+        *(pytest.param(layout, "quantised", 2, marks=soak) for layout in LAYOUTS if layout != "AWQ"),
+        *(pytest.param(layout, "dequantised", 4, marks=soak) for layout in LAYOUTS),
+    ],
+)
+@needs_c
+def test_quantised_folders(layout: str, weights: str, size: int, tmp_path: Path) -> None:
+    """Each rank keeps its part of the numbers."""
+    write_quantised(tmp_path, layout, random_model("Llama", LAYERS, seed=1))
+    require_equal_tokens(tmp_path, "ngram", size, weights=weights)
+    if weights == "quantised":
+        kept = []
+        for ranks in (1, size):
+            with open_engine(tmp_path, "none", ranks, weights) as engine:
+                layers = target_of(engine).layers.named_parameters()
+                kept.append({name: parameter.nbytes for name, parameter in layers if parameter.dtype is torch.uint8})
+        assert kept[1] == {name: nbytes // size for name, nbytes in kept[0].items()} and len(kept[1]) == 8
+
+
+@soak
+@needs_c
+def test_quantised_experts(tmp_path: Path) -> None:
+    fields = LAYERS | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    write_quantised(tmp_path, "FP8 per channel", random_model("Mixtral", fields, seed=1))
+    require_equal_tokens(tmp_path, "ngram", 2, weights="quantised")
+
+
+@needs_c
+def test_parts_of_less_than_a_group_stay_quantised_on_one_rank_only(tmp_path: Path) -> None:
+    write_quantised(tmp_path, "AWQ")
+    expected = r"tensor_parallel: got 2 with weights='quantised', expected parts of whole tiles and groups: .*o_proj.*\(128, 64\)"
+    with pytest.raises(ValueError, match=expected):
+        open_engine(tmp_path, "none", 2, "quantised")
 
 
 @soak
@@ -149,11 +237,11 @@ def test_forced_drafts() -> None:
     assert accepted[0] == accepted[1] and min(accepted[0])
 
 
-def require_equal_tokens(target: Path, draft: str | Path, size: int, **options: Any) -> list[list[int]]:
+def require_equal_tokens(target: Path, draft: str | Path, size: int, weights: str = "dequantised", **options: Any) -> list[list[int]]:
     """Of one process and of `size` ranks, greedy and sampled. Returns how many drafts each accepted."""
     found, accepted = [], []
     for ranks in (1, size):
-        with open_engine(target, draft, ranks) as engine:
+        with open_engine(target, draft, ranks, weights) as engine:
             prompts, sampling = [[5, 6, 7, 5, 6], [9, 8]], SamplingParams(temperature=0.4, seed=4, top_k=60, top_p=0.95)
             jobs = engine.generate(prompts, max_new_tokens=40, **options)
             jobs += engine.generate(prompts, max_new_tokens=40, sampling=sampling, **options)
@@ -288,8 +376,58 @@ def test_a_number_of_ranks_that_cannot_run_is_refused(size: Any, accepted: str) 
 def test_models_that_are_not_divided_are_refused() -> None:
     with pytest.raises(ValueError, match=r"draft: got .* with tensor_parallel=2, expected None, a folder or a name"):
         Engine.from_pretrained(model_folder(), lambda *_: [], tensor_parallel=2)
-    with pytest.raises(ValueError, match="path: got a model that tensor_parallel=2 does not divide"):
-        Engine.from_pretrained(folder_of("phi-3, with a window"), tensor_parallel=2)
+    for path in (folder_of("phi-3, with a window"), model_gguf()):
+        with pytest.raises(ValueError, match="path: got a model that tensor_parallel=2 does not divide, expected a folder of safetensors"):
+            Engine.from_pretrained(path, tensor_parallel=2)
+
+
+def unpicklable(logits: torch.Tensor, given: ProcessorInput) -> torch.Tensor:
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"backend": "cuda"}, "EngineConfig.backend: got 'cuda' with tensor_parallel=2 and a GPU, expected 'tape'"),
+        ({"save_hidden_states": "states"}, "EngineConfig.save_hidden_states: got 'states' with tensor_parallel, expected None"),
+        ({"max_loras": 1}, "EngineConfig.max_loras: got 1 with tensor_parallel, expected 0"),
+        (
+            {"rounds_per_launch": "until_event", "draft_length": 0},
+            "EngineConfig.rounds_per_launch: got 'until_event' with tensor_parallel, expected 1",
+        ),
+        ({"grammar_lane": "device"}, "EngineConfig.grammar_lane: got 'device' with tensor_parallel, expected 'auto' or 'host'"),
+        ({"preemption": True}, "EngineConfig.preemption: got True with tensor_parallel, expected False"),
+        (
+            {"logits_processors": (PROCESSORS[0], LogitsProcessor("local", lambda logits, given: logits))},
+            r"EngineConfig.logits_processors\[1\].function: got <function .*> with tensor_parallel, expected .* that pickle copies",
+        ),
+        (
+            {"logits_processors": (LogitsProcessor("main", unpicklable),)},
+            r"EngineConfig.logits_processors\[0\].function: got .*pickle copies",
+        ),
+    ],
+)
+def test_settings_that_ranks_do_not_have_are_refused(fields: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any process is started. A function of the main program is of another module in the processes."""
+    monkeypatch.setattr(unpicklable, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "unpicklable", unpicklable, raising=False)
+    monkeypatch.setattr(Ranks, "start", None)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Engine.from_pretrained(model_folder(), config=EngineConfig(**fields), tensor_parallel=2)
+
+
+def test_recordings_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "start", None)
+    with pytest.raises(ValueError, match=r"^record: got .*run.jsonl.* with tensor_parallel=2, expected None"):
+        Engine.from_pretrained(model_folder(), tensor_parallel=2, record=tmp_path / "run.jsonl")
+
+
+def test_requests_with_embeddings_are_refused_and_others_continue() -> None:
+    with open_engine(model_folder(), "none", 2) as engine:
+        image = {0: torch.zeros(1, target_of(engine).embedding_size)}
+        with pytest.raises(ValueError, match=r"^prompt_embeddings: got embeddings with tensor_parallel, expected None"):
+            engine.submit([1, 2, 3], prompt_embeddings=image)
+        assert engine.generate([4, 5], max_new_tokens=8).tokens
 
 
 @soak

@@ -20,9 +20,11 @@ import jsonschema
 import openai
 import pytest
 
+from stepgraph import Engine, Job, SamplingParams
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import terminal
 from stepgraph.runtime.models.toy import ToyTarget
+from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.calls import FORMATS
 from stepgraph.runtime.serve.gate import Gate, Ticket
 from stepgraph.runtime.serve.http import Bounds
@@ -31,6 +33,8 @@ from tests.helpers.aio_runs import Gate as Steps
 from tests.helpers.command_models import model_folder, tiny_model
 from tests.helpers.running_server import ASK, FLAGS, FORMAT, ON, SCHEMA, SECONDS, TOOLS, Running, engine_of, running
 from tests.sampling.grammar.compile.test_compiler import waited
+
+ONE_ROW = ["serve", "toy", "--eager", "-k", "2", "--max-rows", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -321,7 +325,7 @@ def test_keys_and_time_limit() -> None:
 def test_lower_priorities_enter_first() -> None:
     async def order() -> list[int]:
         gate, entered = Gate(1, 8), list[int]()
-        tickets = [gate.tickets(1, priority)[0] for priority in (0, 5, 0, -1)]
+        tickets = [gate.tickets(1, priority)[0] for priority in (0, 5, 1, 0)]
         for _ in tickets:
             (one,) = [ticket for ticket in tickets if ticket.entered.done() and not ticket.left]
             entered.append(tickets.index(one))
@@ -331,6 +335,102 @@ def test_lower_priorities_enter_first() -> None:
         return entered
 
     assert asyncio.run(order()) == [0, 3, 2, 1]
+
+
+def test_more_important_requests_enter_a_full_engine() -> None:
+    """Those of larger numbers do not take their place, and the number of all requests is still bounded."""
+
+    async def entered() -> list[bool]:
+        gate = Gate(2, 3)
+        tickets = [gate.tickets(1, priority)[0] for priority in (5, 5, 5, 0, 0)]
+        found = [ticket.entered.done() for ticket in tickets]
+        with pytest.raises(QueueFullError, match="3 requests are waiting already, of at most 3"):
+            gate.tickets(1, -1)
+        gate.leave(tickets[3])
+        gate.leave(tickets[0])
+        found.append(tickets[2].entered.done())
+        gate.leave(tickets[1])
+        return [*found, tickets[2].entered.done()]
+
+    assert asyncio.run(entered()) == [True, True, False, True, True, False, True]
+
+
+def post(server: Running, key: str, priority: int, tokens: int) -> socket.socket:
+    """A connection whose answer is not read."""
+    wire = socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS)
+    body = json.dumps({"prompt": "x", "max_tokens": tokens, "temperature": 0, "priority": priority, **ON}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nConnection: close\r\nContent-Length: {len(body)}"
+    wire.sendall(head.encode() + b"\r\n\r\n" + body)
+    return wire
+
+
+def spied_jobs(engine: Engine) -> list[Job]:
+    """The jobs of the engine from now on."""
+    jobs, submit = list[Job](), engine.submit
+
+    def submitted(*arguments: Any, **options: Any) -> Job:
+        jobs.append(submit(*arguments, **options))
+        return jobs[-1]
+
+    engine.submit = submitted  # type: ignore[method-assign]
+    return jobs
+
+
+def answers_of(wires: list[socket.socket]) -> list[str]:
+    answers = [b"".join(iter(partial(wire.recv, 65536), b"")) for wire in wires]
+    for wire, answer in zip(wires, answers, strict=True):
+        assert answer.startswith(b"HTTP/1.1 200 "), answer
+        wire.close()
+    return [json.loads(answer[answer.index(b"{") :])["choices"][0]["text"] for answer in answers]
+
+
+def in_order(jobs: list[Job]) -> list[Job]:
+    return sorted(jobs, key=lambda job: job.submitted_at + (job.queue_seconds or 0.0))
+
+
+def test_priority_and_caller_order_requests_in_the_engine() -> None:
+    """While one answer runs, others fill the engine's queue. They have the row by priority, then in turns of the callers."""
+    asks = [(0, "a"), (7, "a"), (3, "a"), (3, "a"), (3, "b"), (0, "b"), (0, "b"), (0, "a")]  # the first one runs
+    with engine_of([*ONE_ROW, "--max-length", "128"]) as engine:
+        jobs, steps, wires = spied_jobs(engine), Steps(engine), list[socket.socket]()
+        with running(engine, Bounds(), ["a", "b"]) as server:
+            for index, (priority, key) in enumerate(asks):
+                wires.append(post(server, key, priority, 10 + index))
+                waited(lambda: sum(counts_of(server)) == len(wires), "a request was not queued")
+                if index == 0:
+                    steps.allow(2)
+                    waited(lambda: engine.stats().running == 1, "the first request has no row")
+            steps.open()
+            answers_of(wires)
+        assert [job.max_new_tokens - 10 for job in in_order(jobs)] == [0, 5, 6, 7, 2, 4, 3, 1]
+        assert all(job.tenant and job.tenant == job.cache_salt for job in jobs)
+
+
+@pytest.mark.parametrize("flag", ["", "--preemption"])
+def test_a_request_takes_the_row_of_one_of_larger_number(flag: str) -> None:
+    """Others have the row and the place in the engine's queue. The answer that gave its row up is as it is alone."""
+    with engine_of([*ONE_ROW, "--max-length", "256", *filter(None, [flag])]) as engine:
+        alone = engine.generate("x", max_new_tokens=120, sampling=SamplingParams(temperature=0, ignore_eos=True)).text
+        jobs, steps, wires = spied_jobs(engine), Steps(engine), list[socket.socket]()
+        with running(engine, Bounds()) as server:
+            for priority, tokens in ((5, 120), (5, 9), (-1, 3)):
+                wires.append(post(server, "", priority, tokens))
+                waited(lambda: sum(counts_of(server)) == len(wires), "a request was not queued")
+                if len(wires) == 1:
+                    steps.allow(3)
+                    waited(lambda: steps.made == 3 and engine.stats().running == 1, "the first request has no row")
+            steps.allow(30)  # fewer rounds than 120 tokens take
+            waited(lambda: steps.made == 33, "the engine sleeps")
+            assert server.count("length") == (2 if flag else 1)  # the answer above, and the urgent one
+            steps.open()
+            assert answers_of(wires)[0] == alone
+        assert in_order(jobs)[-1].max_new_tokens == 9
+        assert [job.num_preemptions for job in jobs] == [int(bool(flag)), 0, 0]
+
+
+def test_preemption_is_refused_with_tensor_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "model", "--preemption", "--tensor-parallel", "2"]) == 2
+    assert "--tensor-parallel: got 2 with --preemption, expected 1" in capsys.readouterr().err
 
 
 def test_tenants_take_turns() -> None:

@@ -123,10 +123,10 @@ def test_a_check_that_hangs_takes_no_time_of_the_later_ones() -> None:
 
 def test_the_start_of_a_worker_takes_no_time_of_a_check() -> None:
     """Here it takes longer than all checks may."""
-    entries = [Entry(name, "none", 1.0) for name in ("exits", "answers", "exits", "answers")]
+    entries = [Entry(name, "none", 1.0) for name in ("exits", "answers")]
     results = with_worker(entries, 2.0, "--slow", "2.5")
-    assert [row["verdict"] for row in results] == ["crashed", "passed", "crashed", "passed"]
-    assert results[1]["seconds"] < 2 and results[3]["budget"] > 0.9, "they have what is left of 2 s, at most 1 s each"
+    assert [row["verdict"] for row in results] == ["crashed", "passed"]
+    assert results[1]["seconds"] < 2 and results[1]["budget"] > 0.9, "it has what is left of 2 s, at most 1 s"
 
 
 def test_a_worker_that_cannot_be_started_again_is_not_started_for_every_check(tmp_path: Path) -> None:
@@ -141,6 +141,7 @@ def test_part_without_budget_is_reported_as_cut() -> None:
     assert spent.cut == ["one"]
 
 
+@pytest.mark.soak
 def test_the_host_link_is_compiled_where_it_was_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a host where stepgraph is not installed."""
     if shutil.which("cc") is None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stepgraph import Engine, EngineConfig, SamplingParams
+from stepgraph import Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs.attention.choose import ATTENTION, choose_attention, differs
 from stepgraph.graphs.attention.paged import HEAD_SIZES, AttentionChoice, attention, paged_attention
 from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
@@ -25,6 +27,7 @@ from tools.gpu.checks.stopwatch import device_us, times_of, until_done
 from tools.random_weights import randomised
 
 PAGE = 16
+NEAR = 0.1  # of log-probabilities: a random model has logits of spread 1, with an error of 1 to 2% in bfloat16
 PROMPTS = [[7, 30, 5], [9], [40 + index for index in range(17)], [12, 12, 3, 90, 33, 100], [60, 61, 62, 63, 64, 65, 66, 67]]
 
 
@@ -120,6 +123,45 @@ def _decode(target: Llama, prompts: Sequence[list[int]], **changes: Any) -> tupl
         return engine.buffers.target_keys[:, PAGE:].clone(), [job.tokens for job in jobs]
 
 
+def drafts_change_bfloat16_texts_at_near_ties(context: Context) -> Figures:
+    """A random model: a text with drafts is that without, up to a token that in float32 is as likely, up to the error of bfloat16."""
+    config = LlamaConfig(160, 256, 384, 4, 2, 64, (None, 40, None), dtype=torch.bfloat16)
+    half = randomised(Llama(config, device=context.device))
+    exact = Llama(replace(config, dtype=torch.float32), device=context.device)
+    with torch.no_grad():
+        for wide, narrow in zip(exact.parameters(), half.parameters(), strict=True):
+            wide.copy_(narrow)
+    prompts = PROMPTS[: 2 if context.rehearsal else None]
+    plain, drafted = (_jobs(half, prompts, drafts) for drafts in (0, 3))
+    gaps = [_gap(exact, prompt, *pair) for prompt, *pair in zip(prompts, plain, drafted, strict=True) if pair[0].tokens != pair[1].tokens]
+    assert max(gaps, default=0.0) < NEAR, f"no near tie: the tokens differ by {max(gaps):.3f} in float32"
+    accepted = sum(job.num_accepted_drafts for job in drafted)
+    assert accepted, "no draft was accepted"
+    return {"texts": len(plain), "different": len(gaps), "largest gap": max(gaps, default=0.0), "accepted drafts": accepted}
+
+
+def _jobs(target: Llama, prompts: Sequence[list[int]], drafts: int, tokens: int = 24, most_reported: int = 0) -> list[Job]:
+    config = EngineConfig(
+        max_rows=4, num_speculative_tokens=drafts, draft_length=drafts, max_length=64, prefill_chunk=5, max_top_logprobs=most_reported
+    )
+    with Engine(target, "ngram" if drafts else None, config=config) as engine:
+        engine.capture()
+        sampling = SamplingParams(temperature=0, logprobs=most_reported > 0, top_logprobs=most_reported)
+        jobs = [engine.submit(prompt, sampling=sampling, max_new_tokens=tokens) for prompt in prompts]
+        for _ in engine.stream():
+            pass
+        return jobs
+
+
+def _gap(exact: Llama, prompt: list[int], one: Job, other: Job) -> float:
+    """Of the log-probabilities of the first two different tokens; infinite where one is not among the most probable ones."""
+    index = next(index for index, pair in enumerate(zip(one.tokens, other.tokens, strict=True)) if pair[0] != pair[1])
+    (job,) = _jobs(exact, [[*prompt, *one.tokens[:index]]], 0, tokens=1, most_reported=20)
+    likely = dict(job.logprobs[0].top_raw)
+    found = [likely.get(each.tokens[index], -math.inf) for each in (one, other)]
+    return math.inf if -math.inf in found else abs(found[0] - found[1])
+
+
 def attention_choices_equal_reference(context: Context) -> Figures:
     """Every attention kernel equals the reference: captured rounds replayed at other lengths, prompts in chunks; FlashInfer at one size."""
     found = context.found
@@ -140,7 +182,8 @@ def attention_choices_equal_reference(context: Context) -> Figures:
         assert not why, f"{label}: {why}"
         found[label] = _times(context, chosen, size)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for call in (rope_call(context.device, dtype, 40, 128), *layers.calls(context.device, 40, 4096, dtype)):
+        size = 512 if context.rehearsal else 4096
+        for call in (rope_call(context.device, dtype, 40, 128), *layers.calls(context.device, 40, size, dtype)):
             if any(rows := call.different_rows()):
                 context.failed.append(f"{call.name}: {rows} rows differ from the reference")
     shapes = (AttentionShape(torch.bfloat16, 8, 2, 64),)
