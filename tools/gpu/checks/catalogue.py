@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
-FULL_SECONDS, QUICK_SECONDS = 450.0, 120.0  # of a whole run on a GPU; with the start of the worker at most eight minutes
+FULL_SECONDS, QUICK_SECONDS = 480.0, 120.0  # of a whole run on a GPU
 BUILDS = 150.0  # for checks that compile kernels
 QUICK_SHARE = 0.25  # share of a check's budget in a quick run
 
