@@ -62,7 +62,7 @@ CHECKS = {
     "prompt_graphs": optional(BOOL),
 }
 OTHER_NAMES = {
-    **dict.fromkeys(("max_num_seqs", "max_batch_size", "batch_size", "n_parallel"), "max_rows"),
+    **dict.fromkeys(("max_num_seqs", "max_batch", "max_batch_size", "batch_size", "n_parallel"), "max_rows"),
     **dict.fromkeys(("max_model_len", "max_seq_len", "max_seq_length", "n_ctx"), "max_length"),
     **dict.fromkeys(("max_num_batched_tokens", "n_batch", "prefill_chunk_size"), "prefill_chunk"),
     **dict.fromkeys(("num_draft_tokens", "prompt_lookup_num_tokens", "num_pred_tokens"), "num_speculative_tokens"),

@@ -29,6 +29,7 @@ from tools.random_weights import randomised
 from tools.train.saving import save_eagle3
 
 OUTPUTS = {  # pattern of the printed text, by a phrase of the block
+    'constants={"model": model}': r"^([0-9]+\n){5}$",
     "class Recurrent": r"b'[a-z]{3,12}'\n$",
     "buffers.x.copy_(torch.tensor([0.0": r"tensor\(\[0\.00\d\d, 0\.0\d+, 0\.1\d+, 0\.8\d+\]\)\n$",
     "def add_one": r"tensor\(\[ 1\.,  4\.,  7\., 10\.\]\)\n$",
