@@ -160,7 +160,7 @@ def test_nan_is_kept_when_parts_are_combined() -> None:
     ids=str,
 )
 def test_moved_bytes_follow_from_the_tiles(shape: Shape) -> None:
-    """Keys that no query sees are not read, and programs after a row's end read no query."""
+    """Keys that no query sees are not read."""
     found = figures(shape)
     assert found["loaded_bytes"] + found["stored_bytes"] == found["expected_bytes"] >= found["least_bytes"]
 
