@@ -90,9 +90,9 @@ def refused_calls(engine: Engine) -> list[tuple[Callable[[], object], str]]:
     ]
 
 
-def open_engine(path: Path, draft: str | Path, size: int, **changes: Any) -> Engine:
+def open_engine(path: Path, draft: str | Path, size: int, weights: str = "dequantised", **changes: Any) -> Engine:
     config = EngineConfig(max_rows=4, max_length=64, num_speculative_tokens=3, draft_length=3, compile_isolation="none", **changes)
-    return Engine.from_pretrained(path, draft, config=config, tensor_parallel=size)
+    return Engine.from_pretrained(path, draft, config=config, tensor_parallel=size, weights=weights)
 
 
 def results(engine: Engine, count: int = 8) -> dict[str, Any]:

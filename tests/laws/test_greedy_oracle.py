@@ -177,7 +177,7 @@ batches = st.lists(st.tuples(asks, st.integers(0, 3)), min_size=1, max_size=6)
 
 
 @pytest.mark.parametrize("setup", [*SETUPS, *ON_HOST, *SWITCHING, *(pytest.param(each, marks=needs_c) for each in LOOPS)], ids=str)
-@settings(max_examples=16)
+@settings(max_examples=9)
 @given(batch=batches)
 def test_every_job_equals_plain_greedy(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
     run_schedule(setup, batch)

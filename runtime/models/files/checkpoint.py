@@ -108,16 +108,16 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
         source = quantised_source(SafetensorsSource(path), fields)
         table = read_folder(path, fields, config.vocab_size)
     else:
-        raise ValueError(f"path: got {str(path)!r}, expected a local folder with a config.json, or a .gguf file")
+        raise ValueError(f"path: got {str(path)!r}, expected a local folder with a config.json, or a .gguf file; nothing is downloaded")
     config = config if dtype is None else replace(config, dtype=dtype)
     if isinstance(source, GgufSource):
         source.dtype = config.dtype
     checkpoint = Checkpoint(path, source, llama_slices(config), config, Vocabulary.from_table(table), mtp_modules)
     checkpoint.check_header(checkpoint.outline(), checkpoint.mtp_tensors | ({"lm_head.weight"} if config.tied else set()))
-    return checkpoint if weights == DEQUANTISED else replace(checkpoint, packed=_kept_quantised(checkpoint))
+    return checkpoint if weights == DEQUANTISED else replace(checkpoint, packed=kept_quantised(checkpoint))
 
 
-def _kept_quantised(checkpoint: Checkpoint) -> dict[str, Kind]:
+def kept_quantised(checkpoint: Checkpoint) -> dict[str, Kind]:
     """Raises ValueError for a tensor that has to stay quantised and cannot."""
     packable = checkpoint.packable()
     if not torch.cuda.is_available() and (why_not := why_no_c(checkpoint.config.dtype)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ _FP8_BLOCK = 128
 _ROWS_AT_ONCE = 16 * TILE
 _FP8_SCALES = ("weight_scale", "weight_scale_inv")
 _FP8_ACTIVATION_SCALES = ("input_scale",)
+_WORDS = {"pack-quantized": (0, 1), "awq": (1, 1), "gptq": (1, 0)}  # dimensions of words: of the rows, and the one that is packed
 _INT4_PARTS = {
     "pack-quantized": ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape"),
     "awq": ("qweight", "scales", "qzeros"),
@@ -114,9 +116,16 @@ class QuantisedSource:
             raise ValueError(f"config.quantization_config: got {scheme.layout}, and no tensor is quantised in this way")
 
     def read(self, name: str) -> Tensor:
+        return self._dense(self._read_numbers(name)) if name in self._quantised else self._source.read(name)
+
+    def read_part(self, name: str, dim: int, part: slice) -> Tensor:
+        """A part of one dimension: of a quantised weight the file's other numbers are not read, and all scales are."""
         if name not in self._quantised:
-            return self._source.read(name)
-        numbers, scales, minimums = self._read_whole(name)
+            return self._source.read_part(name, dim, part)
+        return self._dense(self._read_numbers(name, dim, part))
+
+    def _dense(self, weight: Grouped) -> Tensor:
+        numbers, scales, minimums = weight
         values = numbers.view(torch.float8_e4m3fn).float() if self._scheme.layout == "fp8" else numbers.float()
         groups = values.view(len(values), scales.shape[1], -1)
         groups = groups * scales[:, :, None]
@@ -125,15 +134,21 @@ class QuantisedSource:
     def read_scales(self, name: str) -> Tensor:
         if name not in self._quantised or self._scheme.layout == "fp8":
             return self.read(name)  # float8 has a NaN
-        return self._read_whole(name).scales
+        return self._read_numbers(name).scales
 
-    def read_grouped(self, name: str) -> Iterator[Grouped]:
-        whole = self._read_whole(name)
-        parts = [[None] if each is None else each.split(_ROWS_AT_ONCE) for each in whole]
+    def read_grouped(self, name: str, dim: int = 0, part: slice | None = None) -> Iterator[Grouped]:
+        found = self._read_numbers(name, dim, part)
+        parts = [[None] if each is None else each.split(_ROWS_AT_ONCE) for each in found]
         return (Grouped(*part) for part in itertools.zip_longest(*parts))
 
-    def _read_whole(self, name: str) -> Grouped:
-        return self._read_fp8(name) if self._scheme.layout == "fp8" else self._read_int4(name)
+    def _read_numbers(self, name: str, dim: int = 0, part: slice | None = None) -> Grouped:
+        """part: some rows (dim 0), or some inner indices (dim 1), which may make groups smaller."""
+        read = self._read_fp8 if self._scheme.layout == "fp8" else self._read_int4
+        numbers, scales, minimums = read(name, dim, part)
+        if part is not None:
+            inner = self.tensors[name].shape[1]
+            scales, minimums = _cut(scales, inner, dim, part), None if minimums is None else _cut(minimums, inner, dim, part)
+        return Grouped(numbers, scales, minimums)
 
     def _find_fp8(self, stored: str) -> str:
         """The name of the weight if `stored` is one of this scheme, else an empty one; its other tensors are taken from the list."""
@@ -151,11 +166,11 @@ class QuantisedSource:
         self.tensors[stored] = Stored(tensor.shape, "FP8", True)
         return stored
 
-    def _read_fp8(self, name: str) -> Grouped:
+    def _read_fp8(self, name: str, dim: int, part: slice | None) -> Grouped:
+        """Numbers of the part, all scales."""
         module = name.removesuffix(".weight")
         scale = next(self._source.read(each) for suffix in _FP8_SCALES if (each := f"{module}.{suffix}") in self._source.tensors).float()
-        numbers = self._source.read(name).view(torch.uint8)
-        rows = len(numbers)
+        numbers, rows = self._read(name, dim, part).view(torch.uint8), self.tensors[name].shape[0]
         if scale.dim() == 2 and scale.shape != (rows, 1):
             scale = scale.repeat_interleave(_FP8_BLOCK, 0)[:rows]
         return Grouped(numbers, scale.reshape(-1, 1).expand(rows, 1) if scale.numel() in (1, rows) else scale)
@@ -179,26 +194,45 @@ class QuantisedSource:
         self.tensors[f"{module}.weight"] = Stored((rows, inner), "INT4" if group % _FP8_BLOCK else "INT4_128", True)
         return f"{module}.weight"
 
-    def _read_int4(self, name: str) -> Grouped:
-        module, scheme = name.removesuffix(".weight"), self._scheme
-        parts = {part: f"{module}.{part}" for part in _INT4_PARTS[scheme.layout]}
-        found = {part: self._source.read(stored) for part, stored in parts.items() if stored in self._source.tensors}
+    def _read(self, stored: str, dim: int, part: slice | None) -> Tensor:
+        return self._source.read(stored) if part is None else self._source.read_part(stored, dim, part)
+
+    def _read_int4(self, name: str, dim: int, part: slice | None) -> Grouped:
+        """Numbers of the part, all scales and minimums."""
+        module, scheme, shape = name.removesuffix(".weight"), self._scheme, self.tensors[name].shape
+        words, *others = _INT4_PARTS[scheme.layout]
+        found = {each: self._source.read(stored) for each in others if (stored := f"{module}.{each}") in self._source.tensors}
+        of_rows, packed = _WORDS[scheme.layout]
+        stored_dim = of_rows if dim == 0 else 1 - of_rows
+        wanted = slice(part.start // 8, -(-part.stop // 8)) if part is not None and stored_dim == packed else part
+        found[words] = self._read(f"{module}.{words}", stored_dim, wanted)
         if scheme.layout == "pack-quantized":
             numbers, scales = _fields(found["weight_packed"]), found["weight_scale"].float()
             stored_zeros = found.get("weight_zero_point")
             zeros = torch.tensor(8) if stored_zeros is None else _fields(stored_zeros.T.contiguous()).T
-            if found["weight_shape"].tolist() != list(numbers.shape):
-                raise ValueError(f"{module}.weight_shape: got {found['weight_shape'].tolist()}, expected {list(numbers.shape)}")
+            if found["weight_shape"].tolist() != list(shape):
+                raise ValueError(f"{module}.weight_shape: got {found['weight_shape'].tolist()}, expected {list(shape)}")
         elif scheme.layout == "awq":
-            numbers, zeros = (_fields(found[part], _AWQ_COLUMNS).T for part in ("qweight", "qzeros"))
+            numbers, zeros = (_fields(found[each], _AWQ_COLUMNS).T for each in ("qweight", "qzeros"))
             scales = found["scales"].float().T
         else:
             numbers, zeros = _fields(found["qweight"].T.contiguous()), _fields(found["qzeros"]).T + scheme.zero_offset
-            scales, inner = found["scales"].float().T, numbers.shape[1]
+            scales, inner = found["scales"].float().T, shape[1]
             order = torch.arange(inner) // (inner if scheme.group == -1 else scheme.group)
             if "g_idx" in found and not torch.equal(found["g_idx"].long(), order):
                 raise ValueError(f"{module}.g_idx: got another order, expected the groups one after another (desc_act=False)")
+        if part is not None and stored_dim == packed:
+            numbers = numbers.narrow(dim, part.start % 8, part.stop - part.start)
         return Grouped(numbers.contiguous(), scales.contiguous(), (-scales * zeros).contiguous())
+
+
+def _cut(values: Tensor, inner: int, dim: int, part: slice) -> Tensor:
+    """Scales [out, groups] of a part of the weight, whose boundaries may divide groups."""
+    if dim == 0:
+        return values[part]
+    group = inner // values.shape[1]
+    smaller = math.gcd(group, part.start, part.stop)
+    return values.repeat_interleave(group // smaller, 1)[:, part.start // smaller : part.stop // smaller]
 
 
 def _fields(words: Tensor, places: list[int] | None = None) -> Tensor:

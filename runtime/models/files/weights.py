@@ -105,9 +105,8 @@ class SafetensorsSource:
         return tensor
 
     def read_part(self, name: str, dim: int, part: slice) -> Tensor:
-        """Some of a tensor's rows (dim 0) or columns (dim 1); the file's other bytes are not read."""
-        stored = self._file_of[name].get_slice(name)
-        tensor: Tensor = stored[part] if dim == 0 else stored[:, part]
+        """A part of one dimension; the file's other bytes are not read."""
+        tensor: Tensor = self._file_of[name].get_slice(name)[(slice(None),) * dim + (part,)]
         return tensor
 
     read_scales = read

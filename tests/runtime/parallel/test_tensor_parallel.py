@@ -27,10 +27,13 @@ from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReaso
 from stepgraph.graphs.layers.parallel import register_group, sum_over_ranks
 from stepgraph.runtime.models.files.weights import SafetensorsSource
 from stepgraph.runtime.parallel.ranks import COMPARED_STEPS, RankError, Ranks, gloo_group
+from tests.helpers.c_library import needs_c
 from tests.helpers.command_models import model_folder, model_gguf
 from tests.helpers.draft_engines import Drafter
-from tests.helpers.families import folder_of
+from tests.helpers.families import BASE, folder_of, random_model
 from tests.helpers.parallel_program import OPTIONS, PROCESSORS, decode, open_engine, option_requests, results, target_of
+from tests.runtime.models.files.test_quantised_folder import LAYOUTS
+from tests.runtime.models.files.test_quantised_folder import write as write_quantised
 
 PROGRAM = "tests.helpers.parallel_program"
 SECONDS = 5.0
@@ -152,7 +155,7 @@ def decode_options(draft: str, size: int) -> list[Job]:
     ("size", "draft"), [(2, "ngram"), *(pytest.param(*case, marks=soak) for case in ((2, "none"), (4, "ngram"), (4, "none")))]
 )
 def test_options_of_sampled_rounds_give_what_one_process_gives(size: int, draft: str) -> None:
-    """Bad words, relaxed acceptance, the likeliest tokens, and functions over all logits."""
+    """Bad words, relaxed acceptance, the most probable tokens, and functions over all logits."""
     for job, expected in zip(decode_options(draft, size), options_alone(draft), strict=True):
         assert (job.tokens, job.origins, job.error) == (expected.tokens, expected.origins, "")
         assert len(job.tokens) == 24 or job.constraint
@@ -163,13 +166,61 @@ def test_options_of_sampled_rounds_give_what_one_process_gives(size: int, draft:
                 assert [value for _, value in found] == pytest.approx([value for _, value in ranked], abs=1e-5)
 
 
-@soak
 @pytest.mark.parametrize(
-    ("size", "family"), [(2, "mistral"), (2, "qwen2"), (4, "qwen3"), (4, "gemma-3"), (4, "mixtral"), (2, "qwen3-moe, shares as they are")]
+    ("size", "family"),
+    [
+        (2, "gpt-oss"),
+        *(pytest.param(2, family, marks=soak) for family in ("mistral", "qwen2", "qwen3-moe, shares as they are")),
+        *(
+            pytest.param(4, family, marks=soak)
+            for family in ("qwen3", "gemma-3", "mixtral", "gpt-oss", "llama, biases, head size of its own")
+        ),
+    ],
 )
 def test_families(size: int, family: str) -> None:
-    """Windows, biases, norms of heads, norms of outputs, experts."""
+    """Windows, biases, sinks, norms of heads, norms of outputs, experts."""
     require_equal_tokens(folder_of(family), "ngram", size)
+
+
+LAYERS = BASE | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("layout", "weights", "size"),
+    [
+        ("AWQ", "quantised", 2),
+        *(pytest.param(layout, "quantised", 2, marks=soak) for layout in LAYOUTS if layout != "AWQ"),
+        *(pytest.param(layout, "dequantised", 4, marks=soak) for layout in LAYOUTS),
+    ],
+)
+@needs_c
+def test_quantised_folders(layout: str, weights: str, size: int, tmp_path: Path) -> None:
+    """Each rank keeps its part of the numbers."""
+    write_quantised(tmp_path, layout, random_model("Llama", LAYERS, seed=1))
+    require_equal_tokens(tmp_path, "ngram", size, weights=weights)
+    if weights == "quantised":
+        kept = []
+        for ranks in (1, size):
+            with open_engine(tmp_path, "none", ranks, weights) as engine:
+                layers = target_of(engine).layers.named_parameters()
+                kept.append({name: parameter.nbytes for name, parameter in layers if parameter.dtype is torch.uint8})
+        assert kept[1] == {name: nbytes // size for name, nbytes in kept[0].items()} and len(kept[1]) == 8
+
+
+@soak
+@needs_c
+def test_quantised_experts(tmp_path: Path) -> None:
+    fields = LAYERS | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    write_quantised(tmp_path, "FP8 per channel", random_model("Mixtral", fields, seed=1))
+    require_equal_tokens(tmp_path, "ngram", 2, weights="quantised")
+
+
+@needs_c
+def test_parts_of_less_than_a_group_stay_quantised_on_one_rank_only(tmp_path: Path) -> None:
+    write_quantised(tmp_path, "AWQ")
+    expected = r"tensor_parallel: got 2 with weights='quantised', expected parts of whole tiles and groups: .*o_proj.*\(128, 64\)"
+    with pytest.raises(ValueError, match=expected):
+        open_engine(tmp_path, "none", 2, "quantised")
 
 
 @soak
@@ -186,11 +237,11 @@ def test_forced_drafts() -> None:
     assert accepted[0] == accepted[1] and min(accepted[0])
 
 
-def require_equal_tokens(target: Path, draft: str | Path, size: int, **options: Any) -> list[list[int]]:
+def require_equal_tokens(target: Path, draft: str | Path, size: int, weights: str = "dequantised", **options: Any) -> list[list[int]]:
     """Of one process and of `size` ranks, greedy and sampled. Returns how many drafts each accepted."""
     found, accepted = [], []
     for ranks in (1, size):
-        with open_engine(target, draft, ranks) as engine:
+        with open_engine(target, draft, ranks, weights) as engine:
             prompts, sampling = [[5, 6, 7, 5, 6], [9, 8]], SamplingParams(temperature=0.4, seed=4, top_k=60, top_p=0.95)
             jobs = engine.generate(prompts, max_new_tokens=40, **options)
             jobs += engine.generate(prompts, max_new_tokens=40, sampling=sampling, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,8 @@ from stepgraph import Engine, EngineConfig
 from stepgraph.graphs.layers.quantised import unpack
 from stepgraph.runtime.cli import main
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
-from stepgraph.runtime.models.files.quantised_folder import read_scheme
+from stepgraph.runtime.models.files.quantised_folder import QuantisedSource, read_scheme
+from stepgraph.runtime.models.files.weights import SafetensorsSource
 from tests.helpers.c_library import needs_c
 from tests.helpers.families import BASE, Cached, random_model, save
 
@@ -146,6 +148,30 @@ def test_quantised_folders_have_the_weights_of_their_formula(tmp_path: Path, lay
     assert all(model.get_parameter(name).nbytes == plain.get_parameter(name).nbytes * bits / 32 for name in kept.packed)
     tokens = torch.arange(40)[None]
     torch.testing.assert_close(Cached(model).run(tokens, 0, 40), Cached(plain).run(tokens, 0, 40), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parts_have_the_weights_of_the_whole_and_other_numbers_are_not_read(
+    tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any rows or columns, within words of eight numbers and within groups."""
+    dense = write(tmp_path, layout)
+    source, read = open_checkpoint(tmp_path, torch.float32).source, list[Tensor]()
+    assert isinstance(source, QuantisedSource)
+    real_read, real_part = SafetensorsSource.read, SafetensorsSource.read_part
+
+    def noted(tensor: Tensor) -> Tensor:
+        read.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(SafetensorsSource, "read", lambda self, name: noted(real_read(self, name)))
+    monkeypatch.setattr(SafetensorsSource, "read_part", lambda self, *part: noted(real_part(self, *part)))
+    for name, part in itertools.product(dense, (slice(0, 32), slice(32, 64), slice(5, 23), slice(63, 64))):
+        for dim in range(dense[name].dim()):
+            read.clear()
+            assert torch.equal(source.read_part(name, dim, part), dense[name].movedim(dim, 0)[part].movedim(0, dim)), (name, dim, part)
+            numbers = dense[name].numel() // dense[name].shape[dim] * (part.stop - part.start + 14)  # with the rest of two words
+            assert sum(each.nbytes for each in read if each.dtype in (torch.int32, torch.float8_e4m3fn)) <= numbers + 2048, (name, dim)
 
 
 @needs_c
