@@ -123,7 +123,7 @@ class Bench:
         if link is None or self.backend != "xgrammar":
             return None
         self.loops, self.links = [loop], [link]
-        shares = []
+        shares = list[float]()
         with timed_library_calls() as calls:
             if calls is None:
                 return None
