@@ -39,9 +39,12 @@ class BufferSpec:
         if not isinstance(self.dtype, torch.dtype):
             raise ValueError(f"BufferSpec.dtype of {self.name!r}: got {clip_repr(self.dtype)}, expected a torch.dtype")
         try:
-            torch.full((), self.fill, dtype=self.dtype, device="cpu")
+            held = torch.full((), self.fill, dtype=self.dtype, device="cpu")
+            exact = self.dtype.is_floating_point or self.dtype.is_complex or held.item() == self.fill
         except (TypeError, ValueError, OverflowError, RuntimeError):
-            raise ValueError(f"BufferSpec.fill of {self.name!r}: got {clip_repr(self.fill)}, expected a number of {self.dtype}") from None
+            exact = False
+        if not exact:
+            raise ValueError(f"BufferSpec.fill of {self.name!r}: got {clip_repr(self.fill)}, expected a number of {self.dtype}")
 
     @property
     def nbytes(self) -> int:
@@ -51,6 +54,13 @@ class BufferSpec:
         pinned = self.memory == "pinned"
         place, pin = torch.device("cpu") if pinned else device, pinned and device.type == "cuda"
         return torch.full(self.shape, self.fill, dtype=self.dtype, device=place, pin_memory=pin)
+
+
+class NamedTensors(dict[str, Tensor]):
+    """An error for a wrong name lists the right ones."""
+
+    def __missing__(self, name: object) -> Tensor:
+        raise KeyError(f"StaticBuffers: got {clip_repr(name)}, expected one of: {', '.join(self) or 'none are declared'}")
 
 
 def checked_specs(specs: Iterable[BufferSpec], owner: type) -> dict[str, BufferSpec]:

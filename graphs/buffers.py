@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from stepgraph.graphs.buffer_spec import BufferSpec, check_fit, checked_specs, named_tensors
+from stepgraph.graphs.buffer_spec import BufferSpec, NamedTensors, check_fit, checked_specs, named_tensors
 from stepgraph.sampling.fields import clip_repr
 
 Residence = Literal["device", "pinned", "constant"]
@@ -38,7 +38,7 @@ class StaticBuffers:
         except (TypeError, ValueError, RuntimeError, AssertionError):
             raise ValueError(f"StaticBuffers.device: got {clip_repr(device)}, expected the name of a torch device") from None
         check_fit("StaticBuffers.specs", self.specs, self._device)
-        self._tensors = {name: spec.allocate(self._device) for name, spec in self._specs.items()}
+        self._tensors = NamedTensors((name, spec.allocate(self._device)) for name, spec in self._specs.items())
         self._residence: dict[int, tuple[str, Residence]] = {}
         for name, tensor in self._constants.items():
             self._residence[storage_key(tensor)] = (name, "constant")
@@ -54,8 +54,8 @@ class StaticBuffers:
     def __getattr__(self, name: str) -> Tensor:
         try:
             return self.__dict__["_tensors"][name]  # type: ignore[no-any-return]
-        except KeyError:
-            raise AttributeError(f"StaticBuffers has no tensor {name!r}") from None
+        except KeyError as missing:
+            raise AttributeError(*missing.args) from None
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]

@@ -21,7 +21,7 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.context import setting
 from stepgraph.graphs.errors import CaptureError, Site, fail
 from stepgraph.graphs.spans import MakeRange, RecordedReport, Span
-from stepgraph.sampling.fields import check_value, whole
+from stepgraph.sampling.fields import check_value, instance_of, whole
 
 Step = Callable[[StaticBuffers], None]
 Check = Literal["once", "twice"]
@@ -189,6 +189,7 @@ def checked_loop(
     """The arguments of `Recorded.replay`. `host_node`: the first of the step; `draws`: whether it draws from a generator."""
     if until is None or limit is None:
         raise ValueError(f"replay: got {'limit' if until is None else 'until'} alone, expected both until and limit, or neither")
+    check_value("replay.until", until, instance_of(Tensor, "one int32 of a device buffer of the step"))
     owner = buffers.owner_of(until)
     if owner is None or owner[1] != "device" or until.numel() != 1 or until.dtype is not torch.int32:
         which = f"{tuple(until.shape)} {until.dtype} of {owner[0]!r}" if owner else "an unregistered tensor"

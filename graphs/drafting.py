@@ -104,7 +104,7 @@ def _draft_greedy(
     buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, mask: GrammarMask | None, d2t: Tensor | None, ops: Operations
 ) -> tuple[Tensor, Tensor]:
     """[B] bool whether the largest legal logit is finite, and [B] the target id of its token."""
-    finite, choice = (each.squeeze(1) for each in ops.likeliest(logits[:, None], mask, d2t))
+    finite, choice = (each.squeeze(1) for each in ops.most_probable(logits[:, None], mask, d2t))
     return finite, choice if d2t is None else d2t[choice]
 
 

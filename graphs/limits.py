@@ -31,7 +31,7 @@ class Limits:
     max_bias_ids: int = 256  # entries of logit_bias and bad_token_ids together
     max_bad_words: int = 0  # per request
     max_bad_word_tokens: int = 8  # of one
-    max_top_logprobs: int = 0  # likeliest tokens reported per position
+    max_top_logprobs: int = 0  # most probable tokens reported per position
     prefill_chunk: int = 128
     rounds_per_launch: int | str = 1  # or UNTIL_EVENT: graphs/looping.py
     kv_cache_dtype: str = "auto"  # or fp8_e4m3: attention/float8.py

@@ -55,7 +55,10 @@ class CaptureReport:
     failed: tuple[FailedKey, ...] = ()  # with on_capture_failure="eager"
 
     def as_dict(self) -> dict[str, object]:
+        """Without the single nodes of the graphs."""
         keys, prompts = ([{"key": asdict(key), **asdict(report)} for key, report in pairs] for pairs in (self.keys, self.prompts))
+        for row in (*keys, *prompts):
+            del row["graph_nodes"]
         failed = [asdict(one) for one in self.failed]
         plain = {name: getattr(self, name) for name in ("backend", "mode", "notes", "buffer_bytes", "resident_bytes", "seconds")}
         return {**plain, "keys": keys, "prompts": prompts, "failed": failed}

@@ -46,7 +46,7 @@ class ResultRecord(NamedTuple):
     forced: int  # one bit per draft: forced by the grammar; written by constrained rounds only
     looked_up: int  # one bit per draft: found by the look-up and not forced
     relaxed: int  # one bit per draft: accepted, but not the target's choice; of sampled rounds with `row_relaxed`
-    logprobs: list[list[Any]]  # [K + 1] raw and masked, with the likeliest tokens of each where the request asks; of sampled rounds
+    logprobs: list[list[Any]]  # [K + 1] raw and masked, with the most probable tokens of each where the request asks; of sampled rounds
 
 
 class ResultLayout:

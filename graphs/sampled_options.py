@@ -57,12 +57,12 @@ def remember_output(rows: Tensor, tokens: Tensor, emitted: Tensor, row_recent: T
 def relax(
     buffers: StaticBuffers, batch: Batch, processed: Processed, probs: Tensor, tokens: Tensor, accepted: Tensor, columns: Columns
 ) -> tuple[Tensor, Tensor]:
-    """tokens [B, K + 1] and accepted [B] of rows with relaxed acceptance: a draft holds if it is among the `relaxed_top_n` likeliest legal
-    tokens and at most `relaxed_delta` less probable than the likeliest. Greedy rows only. Also writes which drafts are not the target's."""
+    """tokens [B, K + 1] and accepted [B] of rows with relaxed acceptance: a draft holds if it is one of the `relaxed_top_n` most probable
+    legal tokens and at most `relaxed_delta` less probable than the first. Greedy rows only. Writes which drafts are not the target's."""
     count = batch.drafts.shape[1]
     top_n, delta = buffers.row_relaxed[batch.rows][..., None].unbind(1)  # [B, 1] each, 0: exact acceptance
     logits, best = processed.logits[:, :-1], columns.best(probs)[1][..., 0]
-    weights = portable_exp(logits - columns.best(logits)[0])  # 1 for the likeliest
+    weights = portable_exp(logits - columns.best(logits)[0])  # 1 for the most probable
     own = columns.pick(weights, batch.drafts.clamp(min=0)[..., None])
     above, total = columns.total(torch.stack([(weights > own).to(torch.int64), units(weights)], -2).sum(-1)).unbind(-1)  # [B, K] each
     near = (above < top_n) & ((1 - own[..., 0]) / from_units(total) <= delta) & (own[..., 0] > 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -27,6 +27,13 @@ class StageRun:
     nodes: int = 1
 
 
+class GraphNode(NamedTuple):
+    """Kind and launch shape of a node of a CUDA graph, without its arguments."""
+
+    kind: str
+    launch: tuple[int, ...] = ()  # of a kernel: handle, grid, block, shared memory
+
+
 @dataclass(frozen=True)
 class RecordedReport:
     """Contents of one recording."""
@@ -37,6 +44,7 @@ class RecordedReport:
     seconds: float  # duration of the capture
     stages: tuple[StageRun, ...] = ()  # in capture order
     host_bytes: int = 0  # of the Python objects that replay it, estimated from their number; 0 on CUDA, where the driver has them
+    graph_nodes: tuple[GraphNode, ...] = field(default=(), repr=False)  # on CUDA, in capture order
 
 
 class Span(NamedTuple):

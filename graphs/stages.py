@@ -86,7 +86,7 @@ def publish_round(buffers: StaticBuffers, batch: Batch, constrained: bool) -> No
 
 def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, options: AcceptOptions) -> Choice:
     """The legal token with the largest logit at every position; a draft is accepted if it is that token."""
-    finite, tokens = (options.shard or kernels).likeliest(logits, mask)
+    finite, tokens = (options.shard or kernels).most_probable(logits, mask)
     status = torch.full_like(tokens, int(MaskStatus.OK)) if mask is None else mask.status
     accepted = None
     if options.forced is not None:

@@ -62,7 +62,7 @@ CHECKS = {
     "prompt_graphs": optional(BOOL),
 }
 OTHER_NAMES = {
-    **dict.fromkeys(("max_num_seqs", "max_batch_size", "batch_size", "n_parallel"), "max_rows"),
+    **dict.fromkeys(("max_num_seqs", "max_batch", "max_batch_size", "batch_size", "n_parallel"), "max_rows"),
     **dict.fromkeys(("max_model_len", "max_seq_len", "max_seq_length", "n_ctx"), "max_length"),
     **dict.fromkeys(("max_num_batched_tokens", "n_batch", "prefill_chunk_size"), "prefill_chunk"),
     **dict.fromkeys(("num_draft_tokens", "prompt_lookup_num_tokens", "num_pred_tokens"), "num_speculative_tokens"),
@@ -110,7 +110,7 @@ class EngineConfig:
     relaxed_acceptance: bool = False
     max_loras: int = 0  # LoRA adapters loaded at once, each in a slot of the graphs; 0: none, and requests cannot have one
     max_lora_rank: int = 16  # memory is taken for this rank in every slot
-    max_top_logprobs: int = 0  # likeliest tokens that a request may have reported beside each of its own, up to 100
+    max_top_logprobs: int = 0  # most probable tokens that a request may have reported beside each of its own, up to 100
     # True: a request takes the row of one with a larger priority number, which continues later, with the same tokens. Not of sampled ones
     # with drafts, whose draws depend on where rounds begin
     preemption: bool = False

@@ -29,7 +29,7 @@ REQUEST_NAMES = _SAMPLING | {
     **dict.fromkeys(("prompts", "messages", "inputs", "input_ids", "prompt_token_ids"), "the prompt as the first argument"),
     **dict.fromkeys(("output_type", "structured_outputs"), "constraint"),
     **dict.fromkeys(
-        ("schema", "json_schema", "guided_json", "guided_decoding"), "constraint=Constraint.json_schema(...), or a Python type"
+        ("json", "schema", "json_schema", "guided_json", "guided_decoding"), "constraint=Constraint.json_schema(...), or a Python type"
     ),
     **dict.fromkeys(("regex", "guided_regex"), "constraint=Constraint.regex(...)"),
     **dict.fromkeys(("choice", "choices", "guided_choice"), "constraint=Constraint.choice([...])"),

@@ -164,6 +164,7 @@ class ProfiledInFlight(InFlight):
             "backend": self._backend.name,
             "rounds": [{"round": number, "key": str(key), "launched_ns": launched} for number, key, launched in self._launched],
             "stages": {str(key): [astuple(run) for run in self._graphs[key].report.stages] for _, key, _ in self._launched},
+            "graph_nodes": {str(key): self._graphs[key].report.graph_nodes for _, key, _ in self._launched},
             "host_nodes": list(self._host_nodes()),
             "spans": self._spans,
             "counters": self._counters,

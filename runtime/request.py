@@ -68,7 +68,7 @@ class TokenLogprob(NamedTuple):
 
     raw: float  # under the target's unprocessed logits
     masked: float  # under the distribution it was sampled from, after masks, penalties, temperature and filters; 0.0 where greedy
-    # With SamplingParams.top_logprobs, the likeliest tokens and their log-probabilities, likeliest first; fewer where fewer are possible
+    # With SamplingParams.top_logprobs, the most probable tokens and their log-probabilities, in descending order; fewer where fewer exist
     top_raw: tuple[tuple[int, float], ...] = ()
     top_masked: tuple[tuple[int, float], ...] = ()
 

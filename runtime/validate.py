@@ -122,6 +122,8 @@ class RequestValidator:
 
     def _prompt(self, prompt_ids: Any) -> tuple[int, ...]:
         expected = "a text, a list of chat messages, or a sequence of token ids"
+        if isinstance(prompt_ids, (list, tuple)) and isinstance(next(iter(prompt_ids), 0), (str, list, tuple)):
+            raise ValueError(f"prompt: got a list of prompts, expected {expected}; Engine.generate takes a list of prompts")
         prompt, max_length = checked_ids("prompt", prompt_ids, self._limits.num_tokens, expected), self._limits.max_length
         if not prompt:
             raise ValueError("prompt: got an empty prompt, expected at least one token id")
@@ -160,9 +162,11 @@ class RequestValidator:
                 raise ValueError(f"sampling.logit_bias: got the key {token}, expected token ids from 0 to {limits.num_tokens - 1}")
         if len(sampling.biases) > limits.max_bias_ids:
             names = " and ".join(name for name in ("logit_bias", "bad_token_ids") if getattr(sampling, name))
-            raise ValueError(f"sampling.{names}: got {len(sampling.biases)} tokens, expected at most max_bias_ids={limits.max_bias_ids}")
+            raise ValueError(
+                f"sampling.{names}: got {len(sampling.biases)} tokens, expected at most EngineConfig.max_bias_ids={limits.max_bias_ids}"
+            )
         if sampling.top_logprobs > limits.max_top_logprobs:
-            expected = f"expected at most max_top_logprobs={limits.max_top_logprobs}"
+            expected = f"expected at most EngineConfig.max_top_logprobs={limits.max_top_logprobs}"
             raise ValueError(f"sampling.top_logprobs: got {sampling.top_logprobs}, {expected}")
         if sampling.min_new_tokens > max_new_tokens:
             raise ValueError(f"sampling.min_new_tokens: got {sampling.min_new_tokens}, expected at most max_new_tokens={max_new_tokens}")

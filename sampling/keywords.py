@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -20,14 +21,14 @@ def checked_keywords(names: Mapping[str, str], accepted: Iterable[str] = ()) -> 
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         own = tuple(accepted) or tuple(inspect.signature(function).parameters)[1:]
-        one_of = f"one of {', '.join(own)}"
         title, known = function.__qualname__.removesuffix(".__init__"), frozenset((*inspect.signature(function).parameters, *own))
 
         @functools.wraps(function)
         def call(*arguments: P.args, **options: P.kwargs) -> R:
             if not options.keys() <= known:
                 name = next(name for name in options if name not in known)
-                raise TypeError(f"{title}(): got the keyword {name!r}, expected {names.get(name) or one_of}")
+                close = difflib.get_close_matches(name, own, 1, 0.8) or [f"one of {', '.join(own)}"]
+                raise TypeError(f"{title}(): got the keyword {name!r}, expected {names.get(name, close[0])}")
             return function(*arguments, **options)
 
         return call

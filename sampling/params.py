@@ -59,11 +59,11 @@ class SamplingParams:
     top_k, top_p; alike at every position of a round, so that drafts are verified against the same distribution.
     """
 
-    # 0: greedy, the likeliest token; by default 1 with min_p, top_k, top_p or seed, otherwise 0. Never None once the object exists.
+    # 0: greedy, the most probable token; by default 1 with min_p, top_k, top_p or seed, otherwise 0. Never None once the object exists.
     temperature: float = None  # type: ignore[assignment]
-    min_p: float = 0.0  # drop tokens less likely than this fraction of the likeliest
-    top_k: int = 0  # keep the k likeliest; 0: all
-    top_p: float = 1.0  # keep the likeliest until their probabilities sum to this
+    min_p: float = 0.0  # drop tokens less likely than this fraction of the most probable
+    top_k: int = 0  # keep the k most probable; 0: all
+    top_p: float = 1.0  # keep the most probable until their probabilities sum to this
     seed: int | None = None  # the same seed gives the same tokens; None: a fresh one
     stop_token_ids: tuple[int, ...] = ()
     stop: str | Sequence[str] = ()  # texts that end the output and are not part of it; one text, or several
@@ -80,11 +80,11 @@ class SamplingParams:
     logprobs: bool = False  # report the log-probabilities of every emitted token
     # The engine's logits processors that the request uses, and their arguments: {name: numbers}
     logits_processors: Mapping[str, Sequence[float]] = field(default_factory=dict, hash=False)
-    # Of a greedy request, with EngineConfig.relaxed_acceptance: a draft is also accepted if it is among so many of the likeliest legal
-    # tokens and at most `relaxed_delta` less probable than the likeliest. The output then depends on the drafts. 0: exact
+    # Of a greedy request, with EngineConfig.relaxed_acceptance: a draft is also accepted if it is among so many of the most probable legal
+    # tokens and at most `relaxed_delta` less probable than the most probable. The output then depends on the drafts. 0: exact
     relaxed_top_n: int = 0
     relaxed_delta: float = 0.0
-    top_logprobs: int = 0  # with logprobs, also so many of the likeliest tokens at each position, up to EngineConfig.max_top_logprobs
+    top_logprobs: int = 0  # with logprobs, also so many of the most probable tokens at each position, up to EngineConfig.max_top_logprobs
 
     def __post_init__(self) -> None:
         check_fields(self, CHECKS)

@@ -3,7 +3,7 @@
 The order is vLLM's: temperature, min-p, top-k, top-p. One threshold on the weights decides which tokens are kept, so equal weights are
 kept or dropped together. Weights are computed with operations that every device rounds alike, and summed as integers: the result
 depends neither on the device, nor on the order of a sum, nor on the rest of the batch. A row with temperature 0 is greedy: its
-distribution is one token, the lowest id among the likeliest.
+distribution is one token, the lowest id among the most probable.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Param(IntEnum):
 class Weighed(NamedTuple):
     """Logits [B, ..., V] as weights, and the settings of their rows, [B, ..., 1] each."""
 
-    weights: Tensor  # [B, ..., V] float32, 1 for the likeliest token; zeros in a row whose largest logit is not finite
-    likeliest: Tensor  # int64, the lowest id among the likeliest
+    weights: Tensor  # [B, ..., V] float32, 1 for the most probable token; zeros in a row whose largest logit is not finite
+    most_probable: Tensor  # int64, the lowest id among the most probable
     alive: Tensor  # bool: the largest logit is finite
     greedy: Tensor  # bool
     top_k: Tensor  # float32, 0 or less: all tokens
@@ -121,16 +121,16 @@ def weigh(logits: Tensor, params: Tensor, columns: Columns = ALL) -> Weighed:
     temperature, top_k, top_p, min_p = (params[:, column].view(shape) for column in range(Param.MIN_P + 1))
     greedy = temperature <= 0
     values = logits.to(torch.float32)
-    best, likeliest = columns.best(values)
+    best, most_probable = columns.best(values)
     alive = torch.isfinite(best)
     scaled = (values - best) / torch.where(greedy, 1.0, temperature)  # subtract first: a quotient of a logit may be infinite
-    return Weighed(torch.where(alive, portable_exp(scaled), 0.0), likeliest, alive, greedy, top_k, top_p, min_p)
+    return Weighed(torch.where(alive, portable_exp(scaled), 0.0), most_probable, alive, greedy, top_k, top_p, min_p)
 
 
 def share(weighed: Weighed, kept: Tensor, columns: Columns = ALL) -> Tensor:
-    """Probabilities [B, ..., V] of the kept weights, zeros elsewhere; in a greedy row 1 for the likeliest token."""
+    """Probabilities [B, ..., V] of the kept weights, zeros elsewhere; in a greedy row 1 for the most probable token."""
     probabilities = kept / from_units(columns.total(units(kept).sum(-1, keepdim=True)))
-    probabilities = torch.where(weighed.greedy, (columns.ids(kept) == weighed.likeliest).to(torch.float32), probabilities)
+    probabilities = torch.where(weighed.greedy, (columns.ids(kept) == weighed.most_probable).to(torch.float32), probabilities)
     return torch.where(weighed.alive, probabilities, 0.0)
 
 

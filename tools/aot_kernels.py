@@ -59,6 +59,7 @@ class Variant(NamedTuple):
     constants: Mapping[str, object]
     warps: int
     registers: int | None = None  # at most, as launched
+    stages: int = 3
 
 
 def variants(every: bool = False) -> list[Variant]:
@@ -72,6 +73,8 @@ def variants(every: bool = False) -> list[Variant]:
             types = [f"*{dtype}", "*i32", "*i64", "*i1", "*i64" if has_bits else None, "*i64", "*i64", *["i32"] * 6]
             label = f"{'mapped' if has_bits else 'masked'}_candidates {dtype}"
             found.append(_variant(label, choice.masked_candidates, types, {"WORDS": choice.CHOICE_TILE // 32}, 8))
+        types = [f"*{dtype}", *[None] * 5, "*i64", *["i32"] * 6]
+        found.append(_variant(f"free_candidates {dtype}", choice.masked_candidates, types, {"WORDS": choice.CHOICE_TILE // 32}, 8))
     for purpose in (Purpose.DRAFT, Purpose.TARGET):
         types = ["*fp32", "*i64", "*i64", "*i64", "i32", "i32"]
         constants = {"SALT": signed(purpose * GOLDEN), "TILE": filters.RACE_TILE}
@@ -210,23 +213,25 @@ def attention_variants() -> list[Variant]:
         where = f"{one.groups} to a cache head, pages of {one.page}"
         where += ", one part" * one.alone + ", soft-capped" * one.capped + ", sinks" * one.sinks + ", float8" * one.float8
         label = f"attend_part {one.dtype} {one.size}, {tile.rows} rows, {where}"
-        found.append(_variant(label, paged_programs.attend_part, types, shape | {"WIDE": False}, tile.warps))
+        variant = _variant(label, paged_programs.attend_part, types, shape | {"WIDE": False}, tile.warps)
+        found.append(variant._replace(stages=tile.stages))
     types = [*["*fp32"] * 3, "*bf16", "i32", "i32"]
     found.append(_variant("combine_parts", paged_programs.combine_parts, types, {"PARTS": paged_programs.MOST_PARTS, "SIZE": 256}, 2))
     types = [*["*bf16"] * 5, "*i64", *["*bf16"] * 3, *["i32"] * 7]
     for half, cache in itertools.product((128, 64), ("*bf16", "*u8")):
         constants, types[6:8] = {"HALF": half, "SIZE": 256, "PARTIAL": half < 128}, [cache] * 2
         found.append(_variant(f"rotate_heads {2 * half} of 256 into {cache[1:]}", rope_programs.rotate_heads, types, constants, 1))
-    return [*found, *_layer_variants()]
+    return [*found, *_dense_variants(), *_layer_variants()]
 
 
-def _layer_variants() -> list[Variant]:
-    """Norms of heads and of states; slots, angles, masks and drafts of a round."""
+def _dense_variants() -> list[Variant]:
+    """Products of the head, norms of heads and of states, activations."""
     from stepgraph.graphs.layers.dense import Activation
-    from stepgraph.graphs.layers.triton import dense, experts, lora, slot_mapping
-    from stepgraph.graphs.triton import drafting, looping, mask_upload, publishing, sampled_stages, skipped_tokens, stages
+    from stepgraph.graphs.layers.triton import dense
 
-    found = []
+    types = ["*bf16", "*bf16", None, "*bf16", *["i32"] * 5]
+    constants: dict[str, object] = {"ROWS": dense.WIDE_ROWS, "COLUMNS": dense.COLUMN_TILE, "INNER": dense.INNER_TILE, "WIDE": False}
+    found = [_variant("wide_product", dense.wide_product, types, constants, dense.WIDE_WARPS)._replace(stages=dense.WIDE_STAGES)]
     for size, adds, shifted in ((128, False, False), (4096, True, False), (16_384, True, True)):
         types = [*["*bf16", "*bf16" if adds else None] * 2, "*bf16", *["i32"] * 3, "fp32", "fp32"]
         constants = {"SIZE": size, "SHIFTED": shifted}
@@ -234,6 +239,15 @@ def _layer_variants() -> list[Variant]:
     for activation in Activation:
         constants = {"TILE": dense.ACTIVATED_TILE, "ACTIVATION": int(activation)}
         found.append(_variant(f"gate_tile {activation.name}", dense.gate_tile, ["*bf16", "*bf16", "i32"], constants, 4))
+    return found
+
+
+def _layer_variants() -> list[Variant]:
+    """Adapters, experts; slots, angles, masks and drafts of a round."""
+    from stepgraph.graphs.layers.triton import experts, lora, slot_mapping
+    from stepgraph.graphs.triton import drafting, looping, mask_upload, publishing, sampled_stages, skipped_tokens, stages
+
+    found = []
     for kind in ("bf16", "fp32"):
         types, wide = ["*i64" if name == "slots" else f"*{kind}" for name in ("states", "slots", "weights", "base", "output")], ["i32"] * 5
         constants = {"COUNT": lora.STATES_TILE, "OUTER": lora.OUTER_TILE, "INNER": lora.INNER_TILE, "WIDE": False}
@@ -308,7 +322,7 @@ def usage(variant: Variant, arch: int) -> Usage:
         if kind.startswith("*") or name.endswith("_stride")
     }
     source = ASTSource(fn=variant.kernel, signature=variant.signature, constexprs=dict(variant.constants), attrs=aligned)
-    options = {"num_warps": variant.warps, "maxnreg": variant.registers, "enable_fp_fusion": False}
+    options = {"num_warps": variant.warps, "num_stages": variant.stages, "maxnreg": variant.registers, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     wide = len(re.findall(r"ld\.global\S*\.v4\.b32", compiled.asm["ptx"]))
     report = _assemble(compiled.asm["ptx"], arch)

@@ -113,7 +113,7 @@ def expected(shape: Shape) -> int:
     keys = -(-shape.max_length // shape.page) * shape.page
     tile, (part, parts) = paged_programs.tile_for(groups * shape.queries, shape.size), paged_programs.parts_of(keys)
     return sum(
-        shape.kv_heads * _part(shape, tile, length, rows, range(index, index + part), parts)
+        shape.kv_heads * _part(shape, tile, length, rows, range(index, index + part), keys, parts)
         for length in shape.lengths
         for rows in _blocks(groups * shape.queries, tile.rows)
         for index in range(0, part * parts, part)
@@ -124,19 +124,22 @@ def _blocks(rows: int, most: int) -> list[range]:
     return [range(start, min(start + most, rows)) for start in range(0, rows, most)]
 
 
-def _part(shape: Shape, tile: paged_programs.Tile, length: int, rows: range, positions: range, parts: int) -> int:
-    """One kernel instance: row length, queries, keys and values of its part, and its results."""
+def _part(shape: Shape, tile: paged_programs.Tile, length: int, rows: range, positions: range, capacity: int, parts: int) -> int:
+    """One kernel instance: row length, queries, keys and values of its part, and its results. Pages are read one step ahead."""
     groups = shape.heads // shape.kv_heads
-    total = 2 * shape.queries * INDEX + len({row // groups for row in rows}) * INDEX
+    total = 2 * shape.queries * INDEX + len({row // groups for row in rows}) * INDEX + len(rows) * shape.size * ITEM
+
+    def pages(start: int, stop: int) -> int:
+        return len({index // shape.page for index in range(start, min(start + tile.keys, stop))}) * INDEX
+
+    total += pages(positions.start, capacity)
     latest, earliest = (length - shape.queries + row // groups for row in (rows[-1], rows[0]))
     begin, end = positions.start, min(latest + 1, positions.stop)
     if shape.window:
         begin = max(begin, (earliest - shape.window + 1) // tile.keys * tile.keys)
-    if begin < end:
-        total += len(rows) * shape.size * ITEM
+        total += pages(begin, end)
     for start in range(begin, end, tile.keys):
-        held = range(start, min(start + tile.keys, end))
-        total += 2 * len(held) * shape.size * ITEM + len({index // shape.page for index in held}) * INDEX
+        total += 2 * min(tile.keys, end - start) * shape.size * ITEM + pages(start + tile.keys, end)
     if parts == 1:
         return total + len(rows) * shape.size * ITEM
     return total + len(rows) * SUM + sum(_sees(shape, length, row // groups, positions) for row in rows) * (SUM + tile.size * SUM)

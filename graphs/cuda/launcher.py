@@ -85,7 +85,7 @@ class CudaGraph:
             else:
                 recording.loops.launch(launcher.driver, recording.graph.raw_cuda_graph(), *loop, main)
         if launcher.tracer is not None:
-            launcher.tracer.replayed(self.report.stages if is_round else None)
+            launcher.tracer.replayed(self.report if is_round else None)
         launcher.stats.replays += is_round
         launcher.stats.host_nodes += len(self.report.host_nodes)
 

@@ -23,7 +23,7 @@ from stepgraph.graphs.cuda.driver_calls import KernelParams
 from stepgraph.graphs.cuda.host_callback import HostCallback
 from stepgraph.graphs.cuda.loop import Loops
 from stepgraph.graphs.errors import CaptureError, HostErrors, Site, fail, site_of
-from stepgraph.graphs.spans import MakeRange, RecordedReport, stage_runs
+from stepgraph.graphs.spans import GraphNode, MakeRange, RecordedReport, stage_runs
 from stepgraph.graphs.tape.recorder import Recorder, first_difference
 from stepgraph.sampling.cuda_graphs import GraphPool, capturing, empty_cache
 
@@ -33,19 +33,11 @@ _NODE_KINDS = (  # in the order of CUgraphNodeType; shared kinds have the names 
 )
 
 
-class GraphNode(NamedTuple):
-    """Kind and launch shape of a node, without its arguments."""
-
-    kind: str
-    launch: tuple[int, ...] = ()  # of a kernel: handle, grid, block, shared memory
-
-
 class Recording(NamedTuple):
     """A captured step. The callbacks must live until the graph is freed and the device idle."""
 
     graph: torch.cuda.CUDAGraph
     callbacks: list[HostCallback]
-    nodes: list[GraphNode]
     report: RecordedReport
     host_node: tuple[str, Site] | None  # the first one
     draws: bool  # from a generator
@@ -103,7 +95,7 @@ class CudaRecorder:
         if between is not None:
             between()
         second = self.record(step, buffers, generators, draws)
-        error = difference(recording.nodes, second.nodes)
+        error = difference(recording.report.graph_nodes, second.report.graph_nodes)
         second.free()
         error = first_difference(tape.nodes, self._tape_of(step, buffers, generators).nodes) or error  # the tape names a line
         if error is not None:
@@ -130,8 +122,9 @@ class CudaRecorder:
             nbytes=max(0, torch.cuda.memory_reserved(self._device) - reserved),  # growth of the pool
             seconds=time.perf_counter() - begin,
             stages=stage_runs(context.labels),
+            graph_nodes=nodes,
         )
-        return Recording(graph, context.callbacks, nodes, report, context.first_host_node, draws, Loops())
+        return Recording(graph, context.callbacks, report, context.first_host_node, draws, Loops())
 
     def measure(self, step: Step, buffers: StaticBuffers) -> RecordedReport:
         """The report of a capture in its own pool, which is then freed."""
@@ -171,13 +164,13 @@ class CudaRecorder:
         return graph, context
 
 
-def graph_nodes(driver: Driver, graph: int) -> list[GraphNode]:
-    """The nodes of a cudaGraph_t."""
+def graph_nodes(driver: Driver, graph: int) -> tuple[GraphNode, ...]:
+    """The nodes of a cudaGraph_t, in capture order."""
     count = c_size_t()
     driver.cuGraphGetNodes(graph, None, byref(count))
     handles = (c_void_p * max(count.value, 1))()
     driver.cuGraphGetNodes(graph, handles, byref(count))
-    return [_node(driver, handle or 0) for handle in handles[: count.value]]
+    return tuple(_node(driver, handle or 0) for handle in handles[: count.value])
 
 
 def _node(driver: Driver, handle: int) -> GraphNode:

@@ -26,9 +26,10 @@ def _product_outputs(states: Tensor, weight: Tensor, *_: object) -> Tensor:
     return states.new_empty(len(states), len(weight))
 
 
-@operation(_product_outputs, c=CKernel("product", _product_in_c))
+@operation(_product_outputs, triton=True, c=CKernel("product", _product_in_c))
 def product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[N, in] by [out, in] -> [N, out], plus `bias`. On the CPU a row has the same bits in any batch."""
+    """[N, in] by [out, in] -> [N, out], plus `bias`. On the CPU a row has the same bits in any batch; on a GPU the program for a vocabulary
+    has that property, cuBLAS for other products has not."""
     rows = len(states)
     if rows < LEAST_ROWS and states.device.type == "cpu":
         states = functional.pad(states, (0, 0, 0, LEAST_ROWS - rows))

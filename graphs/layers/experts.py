@@ -23,7 +23,7 @@ def _choice_in_c(logits: Tensor, count: int, normalised: bool) -> bool:
 
 @operation(_choice_outputs, triton=True, c=CKernel("choose_experts", _choice_in_c))
 def choose_experts(logits: Contiguous, count: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """The likeliest experts of each token by logits [N, experts], and their probabilities, [N, count] each; of equal ones the first.
+    """The most probable experts of each token by logits [N, experts], and their probabilities, [N, count] each; of equal ones the first.
 
     normalised: the probabilities of a token are divided by their sum.
     """

@@ -107,7 +107,7 @@ class VocabularyShard(Columns):
         enough = top_p.to(torch.float64) * self.total(amounts.sum(-1, keepdim=True)).to(torch.float64)
         return torch.where(top_p < 1, torch.maximum(least, self._largest_reaching(weights, amounts, enough)), least)
 
-    def likeliest(self, logits: Tensor, mask: GrammarMask | None, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def most_probable(self, logits: Tensor, mask: GrammarMask | None, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if mask is not None:
             masks, rows, constrained, status = mask
             logits = bitmask.apply(logits, masks if rows is None else masks[rows], constrained, self.tokens, status)

@@ -184,7 +184,11 @@ class Rules:
                 raise fail("foreign-intermediate", f"{name} uses a tensor from another capture; pass it through a buffer")
             if kind == "unknown":
                 unknown = f"a tensor {tuple(tensor.shape)} {tensor.dtype} that is neither a buffer nor a constant of this step"
-                raise fail("unregistered-input", f"{name} uses {unknown}; a model's tensors must be parameters or registered buffers")
+                raise fail(
+                    "unregistered-input",
+                    f"{name} uses {unknown}; pass weights as StaticBuffers(..., constants={{'model': module}}); an engine takes "
+                    "its models' parameters and registered buffers",
+                )
             if kind == "pinned":
                 pinned.append(tensor)
         for tensor in call.targets:

@@ -307,7 +307,7 @@ def _flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
 
 
 def _logprobs(fields: Mapping[str, Any], chat: bool) -> tuple[bool, int]:
-    """Whether log-probabilities are reported, and how many of the likeliest tokens beside each one."""
+    """Whether log-probabilities are reported, and how many of the most probable tokens beside each one."""
     if not chat:
         top = fields.get("logprobs")
         if top is not None and (not is_int(top) or not 0 <= top <= MAX_COMPLETION_LOGPROBS):

@@ -92,7 +92,7 @@ class Reply:
             return {"content": content, "refusal": None}
         texts, values = [self._token_text(token) for token, _ in taken], [found.raw for _, found in taken]
         offsets = [offset + sum(map(len, texts[:index])) for index in range(len(texts))]
-        # of tokens with equal texts, the likeliest
+        # of tokens with equal texts, the most probable
         top = [{self._token_text(other): value for other, value in reversed(found.top_raw)} for _, found in taken]
         asked = self.request.options["sampling"].top_logprobs
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top if asked else None, "text_offset": offsets}

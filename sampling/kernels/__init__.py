@@ -7,7 +7,7 @@ from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.kernels.advance import advance_fill
 from stepgraph.sampling.kernels.alternatives import top_logprobs
 from stepgraph.sampling.kernels.chain import Emission, chain_accept, mask_status
-from stepgraph.sampling.kernels.choice import GrammarMask, likeliest, masked_argmax
+from stepgraph.sampling.kernels.choice import GrammarMask, masked_argmax, most_probable
 from stepgraph.sampling.kernels.filter_choice import choose_filters
 from stepgraph.sampling.kernels.filters import distribution, draw, race
 from stepgraph.sampling.kernels.processors import Processed, log_probabilities, process
@@ -23,10 +23,10 @@ __all__ = [
     "describe",
     "distribution",
     "draw",
-    "likeliest",
     "log_probabilities",
     "mask_status",
     "masked_argmax",
+    "most_probable",
     "process",
     "race",
     "reject_sample",

@@ -1,4 +1,4 @@
-"""The likeliest tokens of each position, which requests with `top_logprobs` receive beside the chosen one."""
+"""The most probable tokens of each position, which requests with `top_logprobs` receive beside the chosen one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _c_supports(logits: Tensor, probs: Tensor, rows: Tensor, params: Tensor, *ot
 def top_logprobs(
     logits: Dense, probs: Dense, rows: Contiguous, params: Contiguous, published: Tensor, ids_ring: Tensor, values_ring: Tensor
 ) -> None:
-    """Write the N likeliest tokens of each position to the next slot of the rings: first under the model's logits, then under `probs`.
+    """Write the N most probable tokens of each position to the next slot of the rings: first under the model's logits, then under `probs`.
 
     logits, probs [B, Q, V]; rows [B] int64; params [R, columns] float32, whose column TOP_LOGPROBS is a row's N, at most N'; published
     [1] int64. In pinned memory: ids_ring [S, slots, Q', 2 * N'] int32, and values_ring float32 with log-probabilities; in falling
@@ -54,7 +54,7 @@ def write_ranked(
 
 
 def read_top_logprobs(ids: Tensor, values: Tensor, asked: int) -> Iterator[list[tuple[tuple[int, float], ...]]]:
-    """For each position of one line of the rings, the `asked` likeliest tokens under the model's logits, and those under `probs`."""
+    """For each position of one line of the rings, the `asked` most probable tokens under the model's logits, and those under `probs`."""
     half = ids.shape[-1] // 2
     for line, line_values in zip(ids.tolist(), values.tolist(), strict=True):
         ranked = [[*zip(line[start:], line_values[start:], strict=True)][:asked] for start in (0, half)]

@@ -102,6 +102,9 @@ def exact_rejection(
 
 def force_accepted(shares: Sequence[float], finite: Tensor, draft_count: Tensor, status: Tensor, owner: Tensor, length: Tensor) -> Tensor:
     """For benchmarks: accept a legal draft j with probability shares[j]. Returns the number of leading accepted drafts, [B]."""
-    coins = [rng.uniform(owner, length + index, rng.Purpose.ACCEPT) < share for index, share in enumerate(shares)]
-    holds = torch.stack(coins, 1) & finite[:, :-1] & may_accept(status, draft_count)
+    index = torch.arange(len(shares), device=length.device)
+    coins = rng.uniform(owner[:, None], length[:, None] + index, rng.Purpose.ACCEPT)
+    equal = len(set(shares)) == 1
+    accepts = coins < shares[0] if equal else torch.stack([coin < share for coin, share in zip(coins.unbind(1), shares, strict=True)], 1)
+    holds = accepts & finite[:, :-1] & may_accept(status, draft_count)
     return holds.to(torch.int64).cumprod(1).sum(1)

@@ -39,8 +39,12 @@ def test_reset_refills_in_place_and_fingerprint_changes_with_the_tensors() -> No
     assert buffers.owner_of(module.weight[0]) == ("module.weight", "constant")
     assert buffers.owner_of(torch.zeros(1)) is None
     assert StaticBuffers([BufferSpec("x", (3,), torch.int32)]).fingerprint() != before
-    with pytest.raises(AttributeError, match="no tensor 'y'"):
+    with pytest.raises(AttributeError, match="StaticBuffers: got 'y', expected one of: x"):
         buffers.y  # noqa: B018
+    with pytest.raises(KeyError, match="StaticBuffers: got 'y', expected one of: x"):
+        buffers["y"]
+    with pytest.raises(AttributeError, match="expected one of: none are declared"):
+        StaticBuffers([]).y  # noqa: B018
 
 
 def test_static_buffer_cannot_be_rebound() -> None:
@@ -55,6 +59,7 @@ def test_static_buffer_cannot_be_rebound() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: BufferSpec("x", (1,), torch.int32, fill=1.5), r"BufferSpec.fill of 'x': got 1.5, expected a number of torch.int32"),
         (lambda: BufferSpec("x_host", (1,), torch.int32), r"BufferSpec.name: got 'x_host' in device memory, expected the suffix _host"),
         (lambda: BufferSpec("x", (1,), torch.int32, "pinned"), r"BufferSpec.name: got 'x' in pinned memory"),
         (lambda: BufferSpec("not a name", (1,), torch.int32), r"BufferSpec.name: got 'not a name', expected a public Python identifier"),

@@ -160,6 +160,7 @@ def sidecar_document(**changes: Any) -> dict[str, Any]:
         "backend": "cuda",
         "rounds": [{"round": FIRST + index, "key": KEY, "launched_ns": begin - 500 - 5000} for index, begin in enumerate(begins)],
         "stages": {KEY: RUNS},
+        "graph_nodes": {KEY: [_node(number) for number in range(1, 8)]},
         "host_nodes": [
             ["head", FIRST + index, begin + host[0] - 5000, begin + host[1] - 5000]
             for index, (begin, host) in enumerate(zip(begins, hosts, strict=True))
@@ -170,6 +171,11 @@ def sidecar_document(**changes: Any) -> dict[str, Any]:
     }
 
 
+def _node(number: int) -> tuple[str, list[int]]:
+    kinds = {1: "copy", 2: "host"}
+    return (kinds[number], []) if number in kinds else ("kernel", [99, number, 1, 1, 32, 1, 1, 0])
+
+
 def torch_trace() -> list[dict[str, Any]]:
     """A torch profiler trace of the same rounds: launches and unnamed work, in microseconds."""
     events: list[dict[str, Any]] = []
@@ -177,7 +183,8 @@ def torch_trace() -> list[dict[str, Any]]:
         base, launch = 1000 + PERIOD * index, 2 * (FIRST + index)
         called = {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": (base - 500) / 1000, "dur": 0.03}
         events.append({**called, "args": {"correlation": launch}})
-        for _, _, stream, start, end in work:
-            event = {"ph": "X", "cat": "kernel", "name": "k", "ts": (base + start) / 1000, "dur": (end - start) / 1000}
-            events.append({**event, "args": {"correlation": launch, "stream": stream}})
+        for _, node, stream, start, end in work:
+            event = {"ph": "X", "cat": "gpu_memcpy" if node == 1 else "kernel", "name": "k", "ts": (base + start) / 1000}
+            shape = {} if node == 1 else {"grid": [node, 1, 1], "block": [32, 1, 1]}
+            events.append({**event, "dur": (end - start) / 1000, "args": {"correlation": launch, "stream": stream, **shape}})
     return events

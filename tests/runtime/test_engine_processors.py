@@ -49,11 +49,11 @@ asks = st.tuples(
 
 
 def told_rightly(job: Job, constraint: Constraint | None) -> bool:
-    """All log-probabilities in float64, those of the likeliest tokens too: of the raw logits, and of the processed distribution."""
+    """All log-probabilities in float64, those of the most probable tokens too: of the raw logits, and of the processed distribution."""
     grammar = compiled(constraint)
     matcher, masks = grammar.matcher() if grammar else None, torch.zeros(1, VOCABULARY.mask_words, dtype=torch.int32)
     sampling = job.sampling
-    for index, (token, (raw, masked, *likeliest)) in enumerate(zip(job.tokens, job.logprobs, strict=True)):
+    for index, (token, (raw, masked, *most_probable)) in enumerate(zip(job.tokens, job.logprobs, strict=True)):
         logits = prefix_logits(TARGET, [*job.prompt_ids, *job.tokens[:index]])[:WIDTH]
         own = torch.tensor(logits, dtype=torch.float64).log_softmax(0).tolist()
         left = processed(logits, sampling, job.prompt_ids, job.tokens[:index], job.stop_ids)
@@ -65,7 +65,7 @@ def told_rightly(job: Job, constraint: Constraint | None) -> bool:
         logs = [math.log(share) if share else -math.inf for share in drawn]
         if abs(raw - own[token]) > 1e-4 or abs(masked - logs[token]) > 1e-4:
             return False
-        for found, every in zip(likeliest, (own, logs), strict=True):
+        for found, every in zip(most_probable, (own, logs), strict=True):
             expected = sorted(filter(math.isfinite, every), reverse=True)[: sampling.top_logprobs]
             values = [value for _, value in found]
             if len({other for other, _ in found}) != len(expected) or not all(abs(every[other] - value) < 1e-4 for other, value in found):

@@ -96,6 +96,15 @@ def test_a_wrong_prompt_in_a_list_cancels_the_others() -> None:
     assert not engine.has_work
 
 
+@pytest.mark.parametrize("prompts", [["a", "b"], [[1], [2]], ([1], [2])])
+def test_a_list_of_prompts_where_one_is_expected(prompts: Any) -> None:
+    engine = engine_of()
+    for call in (engine.submit, engine.stream_text):
+        with pytest.raises(ValueError, match=r"prompt: got a list of prompts, expected .*; Engine.generate takes a list of prompts"):
+            call(prompts)
+    assert not engine.has_work
+
+
 def test_more_prompts_than_the_queue_holds() -> None:
     config = EngineConfig(max_rows=2, max_queued=3, max_length=64, buckets=(2,))
     with Engine(TARGET, vocabulary=VOCABULARY, tokenizer=CODEC, config=config) as engine:
@@ -207,7 +216,10 @@ def test_what_compile_returns_is_a_constraint() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"constraint": 5}, "constraint: got 5, expected a Constraint, a compiled constraint, a type"),
+        (
+            {"constraint": 5},
+            "constraint: got 5, expected a Constraint (Constraint.json_schema, .regex, .choice, ...), a compiled constraint, a type",
+        ),
         ({"constraint": {"type": "object"}}, "constraint: got {'type': 'object'}, expected a Constraint"),
         ({"constraint": re.compile("a", re.IGNORECASE)}, "constraint: got a pattern with re.IGNORECASE"),
         ({"constraint": re.compile(b"a")}, "constraint: got a pattern of bytes"),

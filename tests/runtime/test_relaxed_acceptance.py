@@ -24,7 +24,7 @@ def finish(engine: Engine) -> None:
 
 
 def departures(job: Job, top_n: int, delta: float) -> int:
-    """How many tokens are not the likeliest legal one; each is an accepted draft within top_n and delta. All in float64."""
+    """How many tokens are not the most probable legal one; each is an accepted draft within top_n and delta. All in float64."""
     grammar = compiled(job.constraint)
     matcher, masks = grammar.matcher() if grammar else None, torch.zeros(1, VOCABULARY.mask_words, dtype=torch.int32)
     count = 0
@@ -46,7 +46,7 @@ def departures(job: Job, top_n: int, delta: float) -> int:
 
 
 @pytest.mark.parametrize("setup", [BASE, replace(BASE, drafter="random"), replace(BASE, drafter="half", draft_masks=False)], ids=str)
-def test_drafts_near_the_likeliest_token_are_accepted_and_counted(setup: Setup) -> None:
+def test_drafts_near_the_most_probable_token_are_accepted_and_counted(setup: Setup) -> None:
     top_n, delta = 8, 0.3
     relaxed = SamplingParams(temperature=0, relaxed_top_n=top_n, relaxed_delta=delta)
     with make_engine(setup, relaxed_acceptance=True) as engine:

@@ -117,7 +117,7 @@ def test_more_biases_than_max_bias_ids_raise() -> None:
             ({"logit_bias": dict.fromkeys(range(4), 1.0)}, "logit_bias"),
             ({"bad_token_ids": (1, 2), "logit_bias": {3: 1.0, 4: 1.0}}, "logit_bias and bad_token_ids"),
         ):
-            with pytest.raises(ValueError, match=f"sampling.{names}: got 4 tokens, expected at most max_bias_ids=3"):
+            with pytest.raises(ValueError, match=f"sampling.{names}: got 4 tokens, expected at most EngineConfig.max_bias_ids=3"):
                 engine.submit([1], sampling=SamplingParams(**fields))
         engine.submit([1], sampling=SamplingParams(bad_token_ids=(1, 2, 3), logit_bias={1: 1.0}))  # three tokens
 

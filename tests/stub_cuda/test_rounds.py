@@ -129,6 +129,7 @@ def edges_between_streams(engine: Engine, key: GraphKey) -> Counter[tuple[str, s
     graph = recorded._recording.graph.raw_cuda_graph()
     nodes, stages = counters.graph_nodes(graph), [run.name for run in recorded.report.stages for _ in range(run.nodes)]
     assert len(nodes) == len(stages)
+    assert [node.kind for node in recorded.report.graph_nodes] == [node.type for node in nodes]
     assert len({node.stream for node in nodes}) == (2 if key.constrained else 1)
     return Counter((stages[a], stages[b]) for a, b in counters.graph_edges(graph) if nodes[a].stream != nodes[b].stream)
 

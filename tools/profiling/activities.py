@@ -48,9 +48,13 @@ class Named:
 
 
 def named_spans(activities: Sequence[Activity], stage_of: Mapping[int, str], sidecar: Sidecar) -> Named:
-    """One span per activity. `stage_of`: stages that the profiler recorded for nodes; empty if it missed the capture."""
+    """One span per activity. `stage_of`: stages that the profiler recorded for nodes; empty if it missed the capture.
+
+    CUDA runs branches of a graph on internal streams, so the stream of a node is the one of its stage in the recording, and main if that is
+    unknown. Other work is on the main stream if nodes ran on its stream too.
+    """
     found = Named()
-    main = _main_stream(activities)
+    of_graphs = {activity.stream for activity in activities if activity.node is not None}
     inside = [activity for activity in activities if activity.node is not None and activity.round != OUTSIDE]
     names = dict(stage_of)
     streams: dict[int, str] = {}
@@ -59,23 +63,14 @@ def named_spans(activities: Sequence[Activity], stage_of: Mapping[int, str], sid
         names = {**by_order, **names}
     stream_of = sidecar.stream_of
     for activity in activities:
-        by_number = MAIN if activity.stream == main else SIDE
         if activity.node is None:
-            span = Span(by_number, BETWEEN, "stage", OUTSIDE, activity.start_ns, activity.end_ns)
+            span = Span(MAIN if activity.stream in of_graphs else SIDE, BETWEEN, "stage", OUTSIDE, activity.start_ns, activity.end_ns)
         else:
             name = names.get(activity.node, UNKNOWN)
-            stream = streams.get(activity.node) or stream_of.get(name) or by_number
+            stream = streams.get(activity.node) or stream_of.get(name, MAIN)
             span = Span(stream, name, "stage", activity.round, activity.start_ns, activity.end_ns)
         found.spans.append(span)
     return found
-
-
-def _main_stream(activities: Iterable[Activity]) -> int:
-    """The stream with the most work; branches of a graph may have their own stream numbers."""
-    times: Counter[int] = Counter()
-    for activity in activities:
-        times[activity.stream] += activity.end_ns - activity.start_ns
-    return max(times, key=lambda stream: (times[stream], -stream), default=0)
 
 
 def _by_order(inside: Iterable[Activity], sidecar: Sidecar, notes: list[str]) -> tuple[dict[int, str], dict[int, str]]:

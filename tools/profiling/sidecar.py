@@ -1,6 +1,6 @@
 """The file that the engine writes after a profiled range: rounds, graph keys, counters.
 
-A profiler records graph nodes without names; the file has the stages in the order of the capture.
+A profiler records graph nodes without names; the file has the stages and nodes in the order of the capture.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Launch:
 class Sidecar:
     launches: tuple[Launch, ...] = ()
     stages: Mapping[str, tuple[Run, ...]] = field(default_factory=dict)  # by key
+    graph_nodes: Mapping[str, tuple[tuple[str, tuple[int, ...]], ...]] = field(default_factory=dict)  # kind and launch shape, by key
     host_nodes: tuple[tuple[str, int, int, int], ...] = ()  # name, round, start and end by the monotonic clock
     counters: Mapping[str, Any] = field(default_factory=dict)
     backend: str = ""
@@ -66,6 +67,10 @@ def read_sidecar(path: Path) -> Sidecar:
         return Sidecar(
             launches=tuple(Launch(int(row["round"]), str(row["key"]), int(row["launched_ns"])) for row in content["rounds"]),
             stages={key: tuple(Run(*run) for run in runs) for key, runs in content["stages"].items()},
+            graph_nodes={
+                key: tuple((str(kind), tuple(map(int, launch))) for kind, launch in nodes)
+                for key, nodes in content.get("graph_nodes", {}).items()
+            },
             host_nodes=tuple((str(name), int(number), int(start), int(end)) for name, number, start, end in content["host_nodes"]),
             counters=dict(content["counters"]),
             backend=str(content["backend"]),

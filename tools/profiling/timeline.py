@@ -36,6 +36,12 @@ def stretches(spans: Iterable[Span]) -> tuple[marks.Span, ...]:
 
 def from_torch(events: Iterable[Mapping[str, Any]], sidecar: Sidecar) -> tuple[Span, ...]:
     """Spans of a trace; its n-th graph launch is the n-th round in the engine's file."""
-    runs = [tuple(marks.StageRun(*run) for run in sidecar.stages.get(launch.key, ())) for launch in sidecar.launches]
+    captured = [
+        trace.Captured(
+            [marks.StageRun(*run) for run in sidecar.stages.get(launch.key, ())],
+            [marks.GraphNode(*node) for node in sidecar.graph_nodes.get(launch.key, ())],
+        )
+        for launch in sidecar.launches
+    ]
     first = sidecar.launches[0].round if sidecar.launches else 0
-    return tuple(Span(*span) for span in trace.spans_of(events, runs, first, len(runs)))
+    return tuple(Span(*span) for span in trace.spans_of(events, captured, first, len(captured)))

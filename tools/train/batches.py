@@ -29,7 +29,7 @@ class Predictions(NamedTuple):
     """The target's prediction at every state of one text."""
 
     total: Tensor  # [n - 1] float32, logsumexp over all tokens
-    best: Tensor  # [n - 1] int64, its likeliest token
+    best: Tensor  # [n - 1] int64, its most probable token
 
 
 class Batch(NamedTuple):

@@ -164,7 +164,7 @@ class Trainer:
 
     @torch.no_grad()
     def _wanted(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """[N, D] target probabilities of the proposed tokens, [N] index of the likeliest token, -1 if it is not proposed."""
+        """[N, D] target probabilities of the proposed tokens, [N] index of the most probable token, -1 if it is not proposed."""
         rows = self.head.target_rows
         logits = functional.linear(batch.hidden.to(rows.dtype), rows).float()
         return (logits - batch.total[:, None]).exp(), self._places[batch.best]

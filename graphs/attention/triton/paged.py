@@ -30,13 +30,18 @@ class Tile(NamedTuple):
     keys: int
     size: int  # of a head, rounded up
     warps: int
+    stages: int  # of keys and values that are loaded ahead
 
 
 def tile_for(rows: int, size: int, capped: bool = False) -> Tile:
-    """Rounds have few rows, prompts many. With 32 rows, large heads and soft-capped scores sm_80 would spill."""
+    """Rounds have few rows, and mostly one step per program; prompts have many. With 32 rows, large heads and soft-capped scores sm_80
+    would spill."""
     wide = max(16, triton.next_power_of_2(size))
     most = 64 if wide <= 128 else 16 if capped else 32
-    return Tile(min(most, max(16, triton.next_power_of_2(rows))), 64 if wide <= 128 else 32, wide, 4 if wide <= 64 else 8)
+    tile_rows = min(most, max(16, triton.next_power_of_2(rows)))
+    in_round = tile_rows <= 32 and wide <= 64  # larger heads would leave one block for each multiprocessor
+    keys = LEAST_PART if in_round else 64 if wide <= 128 else 32
+    return Tile(tile_rows, keys, wide, 4 if wide <= 64 else 8, 1 if in_round else 3)
 
 
 def parts_of(keys: int, least_part: int = LEAST_PART) -> tuple[int, int]:
@@ -52,8 +57,16 @@ def last_position(positions, slots, count, PAGE: tl.constexpr):
     for start in range(0, count, _COUNTED):
         place = start + tl.arange(0, _COUNTED)
         slot = tl.load(slots + place, mask=place < count, other=0)
-        last = tl.maximum(last, tl.max(tl.load(positions + place, mask=slot >= PAGE, other=-1), 0))
+        position = tl.load(positions + place, mask=place < count, other=-1)
+        last = tl.maximum(last, tl.max(tl.where(slot >= PAGE, position, -1), 0))
     return last
+
+
+@triton.jit
+def load_pages(table, start, limit, KEYS: tl.constexpr, PAGE: tl.constexpr):
+    """Pages of KEYS positions of a row; 0 from `limit` on."""
+    place = start + tl.arange(0, KEYS)
+    return tl.load(table + place // PAGE, mask=place < limit, other=0)
 
 
 @triton.jit
@@ -123,35 +136,39 @@ def attend_part(
     SIZE: tl.constexpr,
     WIDE: tl.constexpr,  # multiply in float32: Triton's interpreter takes bfloat16 for whole numbers
 ):
-    """One part of the keys of one row and cache head, for ROWS of its queries."""
+    """One part of the keys of one row and cache head, for ROWS of its queries.
+
+    A round has few keys for each program, so its time is that of dependent loads: each load is issued before the first use of another.
+    """
     batch, head, parts = tl.program_id(0), tl.program_id(1), tl.cdiv(pages * PAGE, part)
     block, number = tl.program_id(2) // parts, tl.program_id(2) % parts
-    last = last_position(positions + batch * count, slots + batch * count, count, PAGE).to(tl.int32)
     row, column = block * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)
     real = row < count * GROUPS
     line = (batch * count + row // GROUPS).to(tl.int64) * heads + head * GROUPS + row % GROUPS
-    begin = number * part
+    begin, table = number * part, tables + batch * pages
+    page = load_pages(table, begin, pages * PAGE, KEYS, PAGE)
     position = tl.load(positions + batch * count + row // GROUPS, mask=real, other=-1).to(tl.int32)
+    asked = tl.load(query + line[:, None] * size + column[None, :], mask=real[:, None] & (column < size)[None, :], other=0.0)
+    last = last_position(positions + batch * count, slots + batch * count, count, PAGE).to(tl.int32)
 
     end = tl.minimum(tl.minimum(last, tl.max(position, 0)) + 1, begin + part)
     if window > 0:
         oldest = tl.min(tl.where(real, position, last), 0) - window + 1
         begin = tl.maximum(begin, oldest // KEYS * KEYS)
-    asking = row < tl.where(begin < end, count * GROUPS, 0)  # none if no key is visible
-    asked = tl.load(query + line[:, None] * size + column[None, :], mask=asking[:, None] & (column < size)[None, :], other=0.0)
+        page = load_pages(table, begin, end, KEYS, PAGE)
     peak, total = first_weights(sinks, head * GROUPS + row % GROUPS, row < tl.where(number == 0, count * GROUPS, 0), ROWS)
     summed = tl.zeros([ROWS, SIZE], tl.float32)
     for start in range(begin, end, KEYS):
         place = start + tl.arange(0, KEYS)
         held = place < end
-        page = tl.load(tables + batch * pages + place // PAGE, mask=held, other=0)
         entry = (page * PAGE + place % PAGE) * cache_stride + head * size
         key = tl.load(keys + entry[None, :] + column[:, None], mask=held[None, :] & (column < size)[:, None], other=0)
+        value = tl.load(values + entry[:, None] + column[None, :], mask=held[:, None] & (column < size)[None, :], other=0)
+        page = load_pages(table, start + KEYS, end, KEYS, PAGE)
         seen = held[None, :] & (place[None, :] <= position[:, None])
         if window > 0:
             seen = seen & (place[None, :] > position[:, None] - window)
         scores = tl.where(seen, score(asked, as_read(key, asked), scale, cap, WIDE), float("-inf"))
-        value = tl.load(values + entry[:, None] + column[None, :], mask=held[:, None] & (column < size)[None, :], other=0)
         peak, total, summed = weigh(scores, as_read(value, asked), peak, total, summed, WIDE)
 
     if sums is None:
@@ -204,7 +221,7 @@ def paged_attention(*arguments: Any, least_part: int = LEAST_PART) -> None:
     scales = scale * _LOG2_E.value * (2 / softcap if softcap else 1), softcap * _LOG2_E.value if softcap else None
     numbers = count, heads, pages, keys.stride(0), part, window, *scales
     constants = {"size": size, "GROUPS": groups, "PAGE": page_size, "ROWS": tile.rows, "KEYS": tile.keys, "SIZE": tile.size}
-    constants |= {"WIDE": query.device.type == "cpu", "num_warps": tile.warps, "enable_fp_fusion": False}
+    constants |= {"WIDE": query.device.type == "cpu", "num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
     grid = (batch, kv_heads, triton.cdiv(groups * count, tile.rows) * parts)
     attend_part[grid](*tensors, sinks, output, *found, *numbers, **constants)
     if parts > 1:

@@ -108,7 +108,7 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
         source = quantised_source(SafetensorsSource(path), fields)
         table = read_folder(path, fields, config.vocab_size)
     else:
-        raise ValueError(f"path: got {str(path)!r}, expected a local folder with a config.json, or a .gguf file")
+        raise ValueError(f"path: got {str(path)!r}, expected a local folder with a config.json, or a .gguf file; nothing is downloaded")
     config = config if dtype is None else replace(config, dtype=dtype)
     if isinstance(source, GgufSource):
         source.dtype = config.dtype

@@ -37,7 +37,7 @@ def open_tokenizer(path: Path) -> OpenedTokenizer:
         return _open_folder(path)
     if path.suffix == ".gguf" and path.is_file():
         return _open_gguf(path)
-    raise ValueError(f"path: got {str(path)!r}, expected a local folder with a tokenizer.json, or a .gguf file")
+    raise ValueError(f"path: got {str(path)!r}, expected a local folder with a tokenizer.json, or a .gguf file; nothing is downloaded")
 
 
 def _library(path: Path) -> Any:

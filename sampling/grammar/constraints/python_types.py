@@ -19,7 +19,10 @@ from typing_extensions import NotRequired, Required, TypedDict
 from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 
-ACCEPTED = "a Constraint, a compiled constraint, a type (pydantic model, dataclass, TypedDict, enum, Literal, ...), a pattern or a function"
+ACCEPTED = (
+    "a Constraint (Constraint.json_schema, .regex, .choice, ...), a compiled constraint, a type (pydantic model, dataclass, TypedDict, "
+    "enum, Literal, ...), a pattern or a function"
+)
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 

@@ -1,4 +1,4 @@
-/* The likeliest tokens of each position, for the rows that ask for them. */
+/* The most probable tokens of each position, for the rows that ask for them. */
 
 #include "native.h"
 

@@ -50,7 +50,7 @@ def value_of(candidate):
 @triton.jit
 def masked_candidates(
     logits,  # [B, Q, >= width]
-    masks,  # [R, Q, words] int32
+    masks,  # [R, Q, words] int32, or None, as `constrained`
     rows,  # [B] int64, or None
     constrained,  # [B] bool
     bit_of,  # [width] int64, the mask bit of each logit, or None
@@ -67,19 +67,27 @@ def masked_candidates(
     """The best legal token of one tile of WORDS mask words. Logits under a mask word without a bit are not read."""
     line = tl.program_id(0)
     row, position = line // positions, line % positions
-    masked = tl.load(constrained + row).to(tl.int32) * width  # where the mask ends: 0 in a row that has none
-    closed = False
-    if status is not None:
-        closed = (masked > 0) & (tl.load(status + line) != _OK)
-    mask_row = row.to(tl.int64)
-    if rows is not None:
-        mask_row = tl.load(rows + row)
     words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    source = masks + mask_row * masks_row_stride + position.to(tl.int64) * masks_position_stride
     bit_index = tl.arange(0, 32)
     ids = words[:, None] * 32 + bit_index[None, :]
     line_logits = logits + row.to(tl.int64) * logits_row_stride + position.to(tl.int64) * logits_position_stride
-    if bit_of is not None:
+    if masks is not None:
+        masked = tl.load(constrained + row).to(tl.int32) * width  # where the mask ends: 0 in a row that has none
+        closed = False
+        if status is not None:
+            closed = (masked > 0) & (tl.load(status + line) != _OK)
+        mask_row = row.to(tl.int64)
+        if rows is not None:
+            mask_row = tl.load(rows + row)
+        source = masks + mask_row * masks_row_stride + position.to(tl.int64) * masks_position_stride
+    whole = (tl.program_id(1) + 1) * WORDS * 32 <= width  # a mask per word, or none, leaves wide loads
+    if masks is None:
+        legal = ids < width
+        if whole:
+            values = tl.load(line_logits + ids).to(tl.float32)
+        else:
+            values = tl.load(line_logits + ids, mask=legal, other=float("-inf")).to(tl.float32)
+    elif bit_of is not None:
         bit = tl.load(bit_of + ids, mask=ids < width, other=0)
         bits = tl.where(closed, 0, tl.load(source + (bit >> 5), mask=ids < masked, other=-1))
         legal = (((bits >> (bit & 31).to(tl.int32)) & 1) != 0) & (ids < width)
@@ -87,7 +95,7 @@ def masked_candidates(
     else:
         bits = tl.where(closed, 0, tl.load(source + words, mask=words * 32 < masked, other=-1))
         legal = (((bits[:, None] >> bit_index[None, :]) & 1) != 0) & (ids < width)
-        if (tl.program_id(1) + 1) * WORDS * 32 <= width:  # whole words at a time: wide loads
+        if whole:
             values = tl.load(line_logits + ids, mask=(bits != 0)[:, None], other=float("-inf")).to(tl.float32)
         else:
             values = tl.load(line_logits + ids, mask=legal, other=float("-inf")).to(tl.float32)
@@ -120,7 +128,7 @@ def masked_argmax(*tensors: Any, tile: int = CHOICE_TILE) -> None:
     logits, masks, *_ = inputs
     batch, positions, width = logits.shape
     candidates = torch.empty(batch * positions, triton.cdiv(width, tile), dtype=torch.int64, device=logits.device)
-    sizes = positions, width, *logits.stride()[:2], *masks.stride()[:2]
+    sizes = positions, width, *logits.stride()[:2], *(masks.stride()[:2] if masks is not None else (0, 0))
     grid = tuple(candidates.shape)
     masked_candidates[grid](*inputs, candidates, *sizes, WORDS=tile // 32, num_warps=8, enable_fp_fusion=False)
     store_best(candidates, finite, token)

@@ -16,9 +16,10 @@ import torch
 from stepgraph.graphs import BufferSpec, CaptureError, HostNodeError, StaticBuffers, capture, make_backend
 from stepgraph.graphs.cuda.driver import Driver
 from stepgraph.graphs.cuda.host_callback import HostCallback
-from stepgraph.graphs.cuda.recorder import GraphNode, as_capture_error, difference
+from stepgraph.graphs.cuda.recorder import as_capture_error, difference
 from stepgraph.graphs.cuda.resources import open_driver
 from stepgraph.graphs.errors import HostErrors, Site, site_of
+from stepgraph.graphs.spans import GraphNode
 from stepgraph.sampling.cuda_graphs import without_collection
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")

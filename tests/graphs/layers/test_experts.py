@@ -23,7 +23,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_likeliest_experts_are_chosen(dtype: torch.dtype) -> None:
+def test_the_most_probable_experts_are_chosen(dtype: torch.dtype) -> None:
     """Of equal logits the first; probabilities are those of all experts, or of the chosen ones."""
     logits = torch.tensor([[1.0, 3.0, 3.0, -2.0, 3.0], [0.0, 0.0, 0.0, 0.0, 9.0], [-5.0, -4.0, -3.0, -2.0, -1.0]], dtype=dtype)
     for normalised in (False, True):

@@ -104,8 +104,8 @@ def test_operations_equal_those_over_all_tokens(tmp_path: Path, seed: int) -> No
             torch.zeros(BATCH, VOCABULARY),
             torch.zeros(BATCH, DRAFTS + 1, 2),
         )
-        found: Found = dict(zip(("finite", "best"), ops.likeliest(own, None), strict=True))
-        found |= dict(zip(("legal", "best legal"), ops.likeliest(own, mask), strict=True))
+        found: Found = dict(zip(("finite", "best"), ops.most_probable(own, None), strict=True))
+        found |= dict(zip(("legal", "best legal"), ops.most_probable(own, mask), strict=True))
         for name, its in (("", None), (" masked", mask)):
             processed = ops.process(own, given, None, before, 0, its)
             found |= {f"processed{name}": processed.logits, f"finite{name}": processed.finite, f"status{name}": processed.status}

@@ -151,6 +151,7 @@ def test_an_eager_step_is_refused(buffers: StaticBuffers, backend: TapeBackend) 
         (lambda b: {"until": b.count, "limit": 2}, r"replay.until: got \(1,\) torch.int64 of 'count'"),
         (lambda b: {"until": b.flag_host, "limit": 2}, r"replay.until: got \(1,\) torch.int32 of 'flag_host'"),
         (lambda b: {"until": torch.zeros(1, dtype=torch.int32), "limit": 2}, "replay.until: got an unregistered tensor"),
+        (lambda b: {"until": 3, "limit": 2}, "replay.until: got 3, expected one int32 of a device buffer"),
         (lambda b: {"until": b.flags[:1], "limit": 0}, "replay.limit: got 0, expected a whole number >= 1"),
     ],
 )

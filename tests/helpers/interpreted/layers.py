@@ -69,6 +69,21 @@ def test_norms_and_activations_equal_the_references(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", NEAR)
+def test_products_equal_the_reference(dtype: torch.dtype) -> None:
+    """The program for few rows and many columns; other sizes and float32 by torch."""
+    near, outer = NEAR[dtype] * 8, dense_programs.WIDE_COLUMNS + 5
+    for count, inner in ((1, 128), (5, 256), (16, 128), (17, 128), (3, 96)):
+        states, weight = random(count, inner + 3, dtype=dtype)[:, :inner], random(outer, inner, dtype=dtype) * inner**-0.5
+        for bias in (None, random(outer, dtype=dtype)):
+            compare(dense.product, dense_programs.product, states, weight, bias, near=near)
+    alone, together = (torch.full((count, outer), 7, dtype=dtype) for count in (1, 9))
+    states, weight = random(9, 256, dtype=dtype), random(outer, 256, dtype=dtype)
+    dense_programs.product(states[4:5], weight, None, alone)
+    dense_programs.product(states, weight, None, together)
+    assert dtype is torch.float32 or torch.equal(alone[0], together[4])
+
+
+@pytest.mark.parametrize("dtype", NEAR)
 def test_products_by_slot_equal_the_reference(dtype: torch.dtype) -> None:
     """Rows without an adapter, parts of tiles, states with gaps, more tokens than one instance takes."""
     for count, inner, outer in ((1, 5, 3), (4, 40, 2 * lora_programs.OUTER_TILE + 5), (70, lora_programs.INNER_TILE + 9, 4)):

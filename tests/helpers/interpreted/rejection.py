@@ -133,14 +133,14 @@ def test_equal_probabilities_accept_and_rounding_residue_is_drawn_from() -> None
 def test_certain_draft_is_accepted_with_the_target_probability() -> None:
     """A draft that was chosen greedily and is judged by a distribution; a rejection draws another token."""
     case = make_case(48, 1, 40, 3, sound=True)
-    likeliest = case.target_probs[:, :1].argmax(2)
-    case = case._replace(certain=torch.ones(48, 1, dtype=torch.bool), drafts=likeliest, draft_count=torch.ones(48, dtype=torch.int64))
+    most_probable = case.target_probs[:, :1].argmax(2)
+    case = case._replace(certain=torch.ones(48, 1, dtype=torch.bool), drafts=most_probable, draft_count=torch.ones(48, dtype=torch.int64))
     tokens, accepted = compare(case, tile=64)
     none = case._replace(draft_probs=case.draft_probs[:, :0])
     assert torch.equal(compare(none, tile=64)[0], tokens), "and nothing of what it was drawn from is needed"
     greedy = torch.arange(48) % 4 == 2
     assert bool((accepted[greedy] == 1).all()) and 0 < int(accepted[~greedy].sum()) < 36
-    assert bool((tokens[accepted == 0, 0] != likeliest[accepted == 0, 0]).all())
+    assert bool((tokens[accepted == 0, 0] != most_probable[accepted == 0, 0]).all())
 
 
 def test_dead_row_gives_token_zero() -> None:

@@ -158,7 +158,7 @@ def decode_options(draft: str, size: int) -> list[Job]:
     ("size", "draft"), [(2, "ngram"), *(pytest.param(*case, marks=soak) for case in ((2, "none"), (4, "ngram"), (4, "none")))]
 )
 def test_options_of_sampled_rounds_give_what_one_process_gives(size: int, draft: str) -> None:
-    """Bad words, relaxed acceptance, the likeliest tokens, and functions over all logits."""
+    """Bad words, relaxed acceptance, the most probable tokens, and functions over all logits."""
     for job, expected in zip(decode_options(draft, size), options_alone(draft), strict=True):
         assert (job.tokens, job.origins, job.error) == (expected.tokens, expected.origins, "")
         assert len(job.tokens) == 24 or job.constraint

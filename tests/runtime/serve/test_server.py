@@ -83,8 +83,8 @@ def test_requests_select_adapters_by_the_name_of_the_model(tmp_path: Path) -> No
             client.chat.completions.create(model="other", messages=ASK)
 
 
-def test_likeliest_tokens_are_reported_beside_the_chosen_one(server: Running) -> None:
-    """The likeliest token of a greedy answer is the chosen one."""
+def test_most_probable_tokens_are_reported_beside_the_chosen_one(server: Running) -> None:
+    """The most probable token of a greedy answer is the chosen one."""
     request: Any = {"model": "toy", "max_tokens": 8, "temperature": 0, "extra_body": ON}
     with server.client as client:
         answer = client.chat.completions.create(messages=ASK, logprobs=True, top_logprobs=3, **request)

@@ -18,7 +18,7 @@ from stepgraph.graphs.context import MAIN as ENGINES_MAIN
 from tests.helpers import nsys_files
 from tests.helpers.nsys_files import FIRST, KEY, RUNS
 from tools.profiling import figures, tables
-from tools.profiling.activities import BETWEEN
+from tools.profiling.activities import BETWEEN, SIDE, UNKNOWN, Activity, named_spans
 from tools.profiling.nsys_sqlite import Export, read_nsys, stages_of_nodes
 from tools.profiling.sidecar import Run, Sidecar, read_sidecar
 from tools.profiling.spans import MAIN, OUTSIDE, Profile, Span, common, length, union, without
@@ -157,6 +157,21 @@ def test_nodes_that_do_not_match_the_recording_are_unknown(tmp_path: Path) -> No
         f"stages of round {FIRST} (no key) are unknown: the capture was not profiled, and the list of the engine is missing"
     ]
     assert alone["acceptance"] is None
+
+
+def test_internal_streams_of_a_graph_are_not_taken_for_captured_ones() -> None:
+    """A launch on stream 7 whose branches run on 30 and 31, most of it on 30; a copy on its stream and one on a stream without graphs."""
+    sidecar = Sidecar(
+        stages={KEY: tuple(Run("side" if name == "fill" else "main", name, "stage", 1) for name in ("read", "verify", "fill"))}
+    )
+    nodes = [("read", 7), ("verify", 30), ("fill", 31), ("no stage", 31)]
+    launched = [Activity(10 * at, 1000 if stream == 30 else 10 * at + 5, stream, 20, at) for at, (_, stream) in enumerate(nodes)]
+    copies = [Activity(2000, 2001, stream, OUTSIDE, None) for stream in (7, 22)]
+    names = {at: name for at, (name, _) in enumerate(nodes[:3])}
+    found = named_spans([*launched, *copies], {**names, 3: UNKNOWN}, sidecar)
+    assert [(span.stream, span.name) for span in found.spans] == [
+        *((MAIN, "read"), (MAIN, "verify"), (SIDE, "fill"), (MAIN, UNKNOWN), (MAIN, BETWEEN), (SIDE, BETWEEN))
+    ]
 
 
 def test_wait_is_bounded_without_host_node_records(tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ class Context:
         library: BackendChoice = "auto",
         buckets: bool = False,
         sampled: bool = False,
+        prompt_graphs: bool | None = None,
     ) -> Iterator[Engine]:
         """A captured engine over the toy pair; captures the largest batch only, unless `buckets` is set, since captures are slow.
 
@@ -163,6 +164,7 @@ class Context:
             grammar_backend=library,
             buckets=None if buckets else (rows,),
             compile_isolation="process" if library == "auto" else "none",
+            prompt_graphs=prompt_graphs,
         )
         with self.engine_of(toy_target(self.device), toy_draft(self.device, agreement) if k else None, config) as engine:
             yield engine

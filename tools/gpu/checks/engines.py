@@ -78,15 +78,19 @@ def _repeat_prompt(job: Job) -> list[int]:
 
 
 def every_drafter_replays_as_eager(context: Context) -> Figures:
-    """Captured engines emit the tokens of eager ones and leave equal caches: EAGLE-3, MTP, models, look-up, functions."""
+    """Captured engines emit the tokens of eager ones and leave equal caches: EAGLE-3, MTP, models, look-up, functions.
+
+    The chunks of graphs are padded, so that their products may round differently: those caches are not compared.
+    """
     found = context.found
+    variants = tuple[dict[str, object], ...](({"prompt_graphs": False}, {"eager": True}, {}))[: 2 if context.rehearsal else 3]
     kinds = (False,) if context.rehearsal else (False, True)
     for sampled, (name, target, drafter, changes) in itertools.product(kinds, list(drafters_of(context.device))):
         if sampled and not context.fits(f"{name}, sampled keys"):
             continue
         outcomes = []
-        for eager in (False, True):
-            config = replace(CONFIG, eager=eager, greedy_only=not sampled, **changes)  # type: ignore[arg-type]
+        for variant in variants:
+            config = replace(CONFIG, greedy_only=not sampled, **changes, **variant)  # type: ignore[arg-type]
             with context.engine_of(target, drafter, config) as engine:
                 jobs = serve(engine, [ask._replace(cancel_after=None) for ask in random_asks(11, 2 if context.rehearsal else 12, 3)])
                 engine.backend.synchronize()
@@ -94,8 +98,9 @@ def every_drafter_replays_as_eager(context: Context) -> Figures:
                 caches = {name: engine.buffers[name] for name in engine.buffers if name.endswith(("_cache", "_keys", "_values"))}
                 outcomes.append(([outcome(job) for job in jobs], {name: _without_scratch(each, page) for name, each in caches.items()}))
                 accepted = engine.stats().drafts.accepted
-        (ours, kept), (theirs, expected) = outcomes
+        (ours, kept), (theirs, expected), *others = outcomes
         assert ours == theirs, f"{name}: captured {ours}, eager {theirs}"
+        assert not others or others[0][0] == theirs, f"{name}: with prompts in graphs {others[0][0]}, eager {theirs}"
         assert not any(reason == "error" for _, reason, _ in ours), f"{name}: {ours}"
         different = [key for key in kept if not torch.equal(kept[key], expected[key])]
         assert not different, f"{name}: {different} differ"

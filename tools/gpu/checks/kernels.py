@@ -11,7 +11,6 @@ from torch import Tensor
 
 from stepgraph.sampling import kernels, rng
 from stepgraph.sampling.kernels import filters
-from stepgraph.sampling.kernels.filter_choice import FILTERS
 from stepgraph.sampling.rng import Purpose
 from tools.gpu.checks import grammar_rows, operations
 from tools.gpu.checks.context import Context, Figures
@@ -28,7 +27,8 @@ def kernels_equal_references(context: Context) -> Figures:
     for batch, width in itertools.product((1, 8, 64), WIDTHS):
         if (context.rehearsal and batch * width > context.most(2_000_000)) or not context.fits(f"B={batch} V={width}"):
             continue
-        found |= _compared(context, (operations.masked_argmax(device, batch, 2, width, dtype) for dtype in (torch.float32, torch.bfloat16)))
+        for call_of in (operations.masked_argmax, operations.free_argmax):
+            found |= _compared(context, (call_of(device, batch, 2, width, dtype) for dtype in (torch.float32, torch.bfloat16)))
         found |= _drawn(context, operations.race(device, batch, width))
     return found
 
@@ -107,7 +107,7 @@ def random_numbers_equal_the_cpu(context: Context) -> Figures:
 def filters_equal_references(context: Context) -> Figures:
     """Filters in torch, triton and flashinfer: distributions equal the CPU's bit for bit, draws except near ties; time of each."""
     found = context.found
-    for name in FILTERS[:0:-1]:  # flashinfer last: it may have to be compiled, which a rehearsal does not
+    for name in ("triton", "torch", "flashinfer"):  # flashinfer may have to be compiled, which a rehearsal does not
         if context.on_gpu and name == "flashinfer":
             continue
         try:

@@ -52,7 +52,7 @@ def sampled_texts_follow_the_target(context: Context) -> Figures:
     texts, count = sorted(law), 300 if context.rehearsal else context.count(6000, 2000)
     found: Figures = {"texts": len(texts), "seeds": count}
     for draft_masks in (True,) if context.rehearsal else (True, False):
-        with context.engine(3, draft_masks=draft_masks, agreement=0.5, rows=8, sampled=True) as engine:
+        with context.engine(3, draft_masks=draft_masks, agreement=0.5, rows=32, sampled=True) as engine:
             observed = _observed(engine, count)
             accepted = engine.stats().drafts.accepted
         strange = set(observed) - set(texts)
@@ -70,12 +70,16 @@ def sampled_texts_follow_the_target(context: Context) -> Figures:
 
 def _observed(engine: Engine, count: int) -> Counter[tuple[int, ...]]:
     engine.compile(CHOICE)
-    jobs = [
-        engine.submit(
-            PROMPT, constraint=CHOICE, sampling=SamplingParams(temperature=TEMPERATURE, top_p=TOP_P, seed=seed), max_new_tokens=20
-        )
-        for seed in range(count)
-    ]
+    jobs = []
+    for seed in range(count):
+        sampling = SamplingParams(temperature=TEMPERATURE, top_p=TOP_P, seed=seed)
+        jobs.append(engine.submit(PROMPT, constraint=CHOICE, sampling=sampling, max_new_tokens=20))
+        if len(jobs) % engine.config.max_queued == 0:
+            _finish(engine)
+    _finish(engine)
+    return Counter(tuple(job.tokens) for job in jobs)
+
+
+def _finish(engine: Engine) -> None:
     for _ in engine.stream():
         pass
-    return Counter(tuple(job.tokens) for job in jobs)

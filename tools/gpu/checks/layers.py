@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -36,10 +37,11 @@ def calls(device: torch.device, tokens: int, size: int, dtype: torch.dtype = tor
         yield Call(
             dense.activate_and_mul, f"{shape} {activation.name}", (wide, int(activation)), (outputs[0],), 3 * states.nbytes, near=near
         )
+    yield wide_product(device, min(tokens, 16), size, dtype if dtype.itemsize == 2 else torch.float16)
     slots, weights = torch.arange(tokens, device=device) % 3, torch.randn(3, 80, size, generator=made).mul(size**-0.5).to(device, dtype)
     weights[0], base = 0, wide[:, :80].contiguous()
     output, read = base.clone(), states.nbytes + min(2, tokens - 1) * weights[0].nbytes + 2 * base.nbytes
-    yield Call(lora.slot_product, shape, (states, slots, weights, base), (output,), read, near=4 * near)
+    yield Call(lora.slot_product, shape, (states, slots, weights, base), (output,), read, near=_near_sum(dtype, size))
     yield from _expert_calls(device, tokens, size, dtype)
     yield from _packed_calls(device, tokens, size, dtype)
     yield from _slot_calls(device, tokens, dtype)
@@ -48,16 +50,32 @@ def calls(device: torch.device, tokens: int, size: int, dtype: torch.dtype = tor
     yield keep_skipped(device, tokens, 3)
 
 
+def wide_product(device: torch.device, tokens: int, size: int, dtype: torch.dtype) -> Call:
+    """By the weight of a vocabulary that is not a whole number of tiles."""
+    made, inner, outer = torch.Generator().manual_seed(tokens), -(-size // 128) * 128, 32_013
+    states = torch.randn(tokens, inner, generator=made).to(device, dtype)
+    weight = torch.randn(37, inner, generator=made).mul(inner**-0.5).repeat(-(-outer // 37), 1)[:outer].to(device, dtype)
+    output = torch.full((tokens, outer), 7.5, dtype=dtype, device=device)
+    read, near = weight.nbytes + states.nbytes + output.nbytes, _near_sum(dtype, inner)
+    return Call(dense.product, f"N={tokens} size={inner} {str(dtype)[6:]}", (states, weight, None), (output,), read, near=near)
+
+
+def _near_sum(dtype: torch.dtype, terms: int) -> float:
+    """Tolerance of a sum of products: another order of float32 sums changes about the square root of `terms` roundings."""
+    return 16 * torch.finfo(dtype).eps + 2 * math.sqrt(terms) * torch.finfo(torch.float32).eps
+
+
 def _expert_calls(device: torch.device, tokens: int, size: int, dtype: torch.dtype) -> Iterator[Call]:
     """Two of eight experts for each token. Least bytes: states, results, and the weights of the experts that are taken."""
     made = torch.Generator().manual_seed(tokens)
     logits, states = torch.randn(tokens, 8, generator=made).to(device, dtype), torch.randn(tokens, size, generator=made).to(device, dtype)
     weights, biases = torch.randn(8 * 96, size, generator=made).mul(size**-0.5).to(device, dtype), logits.new_zeros(8 * 96)
     near, shape = 4 * torch.finfo(dtype).eps, f"N={tokens} size={size} {str(dtype)[6:]}"
+    near_sum = _near_sum(dtype, size)
     shares, chosen = map(Tensor.contiguous, experts.choose_experts.reference(logits, 2, True))
     yield Call(experts.choose_experts, shape, (logits, 2, True), (shares.clone(), chosen.clone()), logits.nbytes, near=near)
     output, read = states.new_empty(2 * tokens, 96), states.nbytes + len(chosen.unique()) * weights.nbytes // 8
-    yield Call(experts.expert_product, shape, (states, chosen, weights, 8, biases), (output,), read + output.nbytes, near=4 * near)
+    yield Call(experts.expert_product, shape, (states, chosen, weights, 8, biases), (output,), read + output.nbytes, near=near_sum)
     parts = torch.cat([states, states.flip(0)])
     yield Call(experts.combine_experts, shape, (parts, shares), (torch.empty_like(states),), parts.nbytes + states.nbytes, near=near)
 
@@ -72,7 +90,7 @@ def _packed_calls(device: torch.device, tokens: int, size: int, dtype: torch.dty
         scales, minimums = (torch.rand(48, size // kind.group, generator=made).mul(size**-0.5).half().float() for _ in range(2))
         packed = quantised.pack(kind, quantised.Grouped(stored, scales / 128, -minimums / 2 if kind.ranged else None))
         weight = packed.repeat(-(-size // 48), 1, 1)[: size // quantised.TILE].contiguous().to(device)
-        near, shape = 16 * torch.finfo(dtype).eps, f"N={tokens} size={size} {name} {str(dtype)[6:]}"
+        near, shape = _near_sum(dtype, size), f"N={tokens} size={size} {name} {str(dtype)[6:]}"
         output, read = torch.full_like(states, 7.5), weight.nbytes + 2 * states.nbytes
         yield Call(quantised.quantised_product, shape, (states, weight, None), (output,), read, near=near)
         chosen = torch.arange(2 * tokens, device=device).view(tokens, 2) % 3  # of three experts with a third of the columns each

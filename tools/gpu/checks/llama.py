@@ -87,28 +87,33 @@ def attention_call(device: torch.device, batch: int, count: int, length: int, si
 
 
 def llama_tokens_are_reproducible(context: Context) -> Figures:
-    """A random model: replays equal eager rounds, float32 tokens equal the CPU's and do not depend on the batch."""
+    """A random model: replays equal eager rounds, float32 tokens equal the CPU's and do not depend on the batch.
+
+    Caches are compared without graphs for prompts, whose padded chunks may round differently.
+    """
     found: Figures = {}
     for dtype in (torch.float32, torch.bfloat16):
         config = LlamaConfig(160, 256, 384, 4, 2, 64, (None, 40, None), dtype=dtype)
         here = randomised(Llama(config, device=context.device))
-        replayed, together = _decode(here, PROMPTS, eager=False)
+        _, together = _decode(here, PROMPTS)
+        replayed, tokens = _decode(here, PROMPTS, prompt_graphs=False)
         eager, again = _decode(here, PROMPTS, eager=True)
-        assert together == again, f"{dtype}: replayed rounds emit other tokens than eager ones"
+        assert tokens == again, f"{dtype}: replayed rounds emit other tokens than eager ones"
+        assert together == tokens or dtype is not torch.float32, "tokens depend on graphs for prompts"
         assert torch.equal(replayed, eager), f"{dtype}: replayed rounds leave another cache than eager ones"
         few = PROMPTS[: 2 if context.rehearsal else None]
-        alone = [_decode(here, [prompt], eager=False)[1][0] for prompt in few]
+        alone = [_decode(here, [prompt])[1][0] for prompt in few]
         if dtype is torch.float32:
-            _, on_cpu = _decode(randomised(Llama(config)), PROMPTS, eager=False)
+            _, on_cpu = _decode(randomised(Llama(config)), PROMPTS)
             assert together == on_cpu, "other tokens than on the CPU"
             assert alone == together[: len(few)], "tokens depend on the batch"
         found[f"{str(dtype)[6:]} texts changed by the batch"] = sum(a != b for a, b in zip(alone, together, strict=False))
     return found
 
 
-def _decode(target: Llama, prompts: Sequence[list[int]], eager: bool) -> tuple[Tensor, list[list[int]]]:
+def _decode(target: Llama, prompts: Sequence[list[int]], **changes: Any) -> tuple[Tensor, list[list[int]]]:
     """The key cache without the scratch page, and the tokens."""
-    config = EngineConfig(max_rows=4, num_speculative_tokens=0, max_length=64, prefill_chunk=5, greedy_only=True, eager=eager)
+    config = EngineConfig(max_rows=4, num_speculative_tokens=0, max_length=64, prefill_chunk=5, greedy_only=True, **changes)
     with Engine(target, config=config) as engine:
         engine.capture()
         jobs = [engine.submit(prompt, sampling=SamplingParams(temperature=0), max_new_tokens=24) for prompt in prompts]
@@ -177,11 +182,10 @@ def attention_choices_equal_reference(context: Context) -> Figures:
         assert not why, f"{label}: {why}"
         found[label] = _times(context, chosen, size)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for call in (
-            rope_call(context.device, dtype, 40, 128),
-            *layers.calls(context.device, 40, 512 if context.rehearsal else 4096, dtype),
-        ):
-            assert not any(call.different_rows()), f"{call.name}: differs from the reference"
+        size = 512 if context.rehearsal else 4096
+        for call in (rope_call(context.device, dtype, 40, 128), *layers.calls(context.device, 40, size, dtype)):
+            if any(rows := call.different_rows()):
+                context.failed.append(f"{call.name}: {rows} rows differ from the reference")
     shapes = (AttentionShape(torch.bfloat16, 8, 2, 64),)
     found["auto"] = str(choose_attention(context.device, "auto", shapes, PAGE))
     return found

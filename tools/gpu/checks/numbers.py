@@ -172,7 +172,7 @@ def gaps_between_rounds(timeline: Timeline) -> list[float]:
 
 def copy_bandwidth(context: Context) -> float:
     """Bytes read and written per second by a device copy; best of five."""
-    source = torch.empty(1 << (20 if context.rehearsal else 30), dtype=torch.uint8, device=context.device)
+    source = torch.empty(1 << (20 if context.rehearsal else 30), dtype=torch.int32, device=context.device)
     other = torch.empty_like(source)
     watch = stopwatch(context, partial(other.copy_, source))
     return 2e6 * source.nbytes / min(watch() for _ in range(5))
@@ -215,6 +215,7 @@ def _measured(context: Context) -> Iterator[Call]:
     device, width = context.device, 1_000 if context.rehearsal else 128_256
     for batch in (1,) if context.rehearsal else (1, 16, 64):
         yield operations.masked_argmax(device, batch, 4, width, all_masked=True)
+        yield operations.free_argmax(device, batch, 4, width)
         yield operations.draw(device, batch, width, operations.UNFILTERED)
         yield operations.draw(device, batch, width, operations.FILTERED)
         yield operations.race(device, batch, width)

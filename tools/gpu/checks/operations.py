@@ -110,6 +110,13 @@ def masked_argmax(
     return Call(choice.masked_argmax, shape, inputs, outputs, least, lines * -(-width // CHOICE_TILE) * 16)
 
 
+def free_argmax(device: torch.device, batch: int, positions: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Call:
+    """The same without masks, as in rounds without grammars."""
+    masked = masked_argmax(device, batch, positions, width, dtype)
+    inputs = (masked.inputs[0], None, None, None, None, None)
+    return replace(masked, shape=f"{masked.shape} free", inputs=inputs, least_bytes=batch * positions * (width * dtype.itemsize + 9))
+
+
 def race(device: torch.device, batch: int, width: int) -> Call:
     made = torch.Generator().manual_seed(batch)
     params = torch.tensor([UNFILTERED, FILTERED]).repeat(-(-batch // 2), 1)[:batch]

@@ -153,9 +153,9 @@ def one_launch_per_answer(context: Context) -> Figures:
 
 
 def profiler_counts_one_launch_per_round(context: Context) -> Figures:
-    """One cudaGraphLaunch per round in torch's profiler; on the tape, one replay per round."""
+    """One cudaGraphLaunch per round in torch's profiler; on the tape, one replay per round. Prompts have no graphs here."""
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (not context.tape)
-    with context.engine(4) as engine:
+    with context.engine(4, prompt_graphs=False) as engine:
         serve(engine, random_asks(0, 2, 4))
         before = engine.stats()
         with torch.profiler.profile(activities=activities) as profile:

@@ -23,7 +23,7 @@ from tools.gpu.checks.rounds import check_against_oracle
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 TOOLS = ("cc", "c++", "ptxas", "nvcc", "nvidia-smi", "nsys", "compute-sanitizer")
-PROCESSES = 6  # at once: each imports torch and creates a context
+PROCESSES = min(12, os.cpu_count() or 1)  # at once: each imports torch and creates a context
 SECONDS = 40.0  # of one process
 ARGUMENTS: tuple[str, ...] = ("-m", "tools.gpu.checks.short_kernels")  # of Python
 ROUNDS = 50
