@@ -11,7 +11,9 @@ import gc
 import json
 import platform
 import random
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +32,7 @@ from stepgraph.sampling.grammar.link.python import PythonLink
 from tools.bench import compile_cost as bench_compile
 from tools.bench.grammar_documents import TEXTS, Reader, RowRound, encode, vocabulary
 from tools.bench.grammar_variants import LibraryBatch, Linked, PythonLoop, native, native_forcing, native_reason
+from tools.bench.library_calls import timed_library_calls
 from tools.gpu.checks.stopwatch import percentiles, ratio_of
 from tools.origin import origin
 
@@ -41,6 +44,7 @@ FROM_C, FORCING, TABLES = "native link, called from C", "native link, forced dra
 @dataclass
 class Figures:
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    processor_seconds: dict[str, float] = field(default_factory=dict)  # of all threads, in all rounds
     fills: int = 0
     accepts: int = 0
     rounds: int = 0
@@ -59,7 +63,7 @@ class Bench:
         automata: Mapping[CompiledConstraint, CompiledConstraint],
     ) -> None:
         words = table.mask_words
-        self.rows, self.drafts, self.documents, self.rng = rows, drafts, documents, random.Random(7)
+        self.rows, self.drafts, self.documents, self.backend, self.rng = rows, drafts, documents, backend, random.Random(7)
         self.legal = torch.from_numpy(table.text_words | table.stop_words)
         self.loops = [loop(rows, words, drafts) for loop in library_loops(backend)]
         self.links = [Linked("python link", PythonLink, rows, words, drafts)]
@@ -71,7 +75,7 @@ class Bench:
                 Linked(TABLES, native, rows, words, drafts, from_c=True, instead=automata),
             ]
         self.readers: list[Reader | None] = [None] * rows
-        self.figures = Figures({variant.name: [] for variant in self.variants})
+        self.figures = Figures({variant.name: [] for variant in self.variants}, {variant.name: 0.0 for variant in self.variants})
 
     @property
     def variants(self) -> list[Any]:
@@ -98,8 +102,10 @@ class Bench:
         self.rng.shuffle(order)
         for variant in order:
             variant.prepare(turns)
+            begun = time.process_time()
             spent = variant.seconds()
             if keep:
+                self.figures.processor_seconds[variant.name] += time.process_time() - begun
                 self.figures.seconds[variant.name].append(spent)
         if keep:
             self.figures.rounds += 1
@@ -109,6 +115,26 @@ class Bench:
             expected = self.loops[0].masks & self.legal
             for variant in self.variants:
                 assert torch.equal(expected, variant.masks & self.legal), f"{variant.name}: a mask differs from the library's"
+
+    def library_over_loop(self, rounds: int) -> float | None:
+        """Time inside xgrammar's functions during host nodes, all threads together, as a share of the Python loop's round. The other
+        variants are not used any more afterwards."""
+        loop, link = self.loops[0], next((link for link in self.links if link.name == FROM_C), None)
+        if link is None or self.backend != "xgrammar":
+            return None
+        self.loops, self.links = [loop], [link]
+        shares = list[float]()
+        with timed_library_calls() as calls:
+            if calls is None:
+                return None
+            for _ in range(rounds):
+                turns = self.turns()
+                for variant in self.variants:
+                    variant.prepare(turns)
+                whole = loop.seconds()
+                link.seconds()
+                shares.append(calls.take_seconds() / whole)
+        return round(statistics.median(shares), 3)
 
     def bytecodes(self) -> dict[str, int]:
         """Number of Python bytecodes in the host node of one round."""
@@ -164,6 +190,7 @@ def measure(rows: int, rounds: int, drafts: int, table: Vocabulary, documents: A
         bench.round(keep=index >= warm_up, compare=index < warm_up)
     gc.enable()
     seconds, loop, link = bench.figures.seconds, bench.loops[0].name, bench.links[0].name
+    processor = bench.figures.processor_seconds
     report: dict[str, object] = {
         "rows": rows,
         "rounds": bench.figures.rounds,
@@ -171,12 +198,15 @@ def measure(rows: int, rounds: int, drafts: int, table: Vocabulary, documents: A
         "accepts_per_round": round(bench.figures.accepts / bench.figures.rounds, 2),
         "us_per_round": {name: percentiles([second * 1e6 for second in spent], (50, 99, 99.9)) for name, spent in seconds.items()},
         "over_python_loop": {name: ratio_of(spent, seconds[loop])["p50"] for name, spent in seconds.items() if name != loop},
+        "processor_time_over_python_loop": {name: round(spent / processor[loop], 3) for name, spent in processor.items() if name != loop},
         "over_python_link": {name: ratio_of(spent, seconds[link])["p50"] for name, spent in seconds.items() if name.startswith("native")},
         "forcing_over_native_link": ratio_of(seconds[FORCING], seconds[FROM_C])["p50"] if FORCING in seconds else None,
         "automata_over_native_link": ratio_of(seconds[TABLES], seconds[FROM_C])["p50"] if TABLES in seconds else None,
         "bytecodes_in_the_host_node": bench.bytecodes(),
     }
-    for variant in bench.links:
+    links = bench.links
+    report["library_calls_over_python_loop"] = bench.library_over_loop(max(10, rounds // 4))
+    for variant in links:
         variant.link.close()
     return report
 
@@ -209,6 +239,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
             f"{found['library']}, {batch['rows']} rows, {found['drafts']} drafts, {found['vocabulary']}: {batch['rounds']} rounds of "
             f"{batch['fills_per_round']:g} fills and {batch['accepts_per_round']:g} accepts"
         )
+        if (share := batch["library_calls_over_python_loop"]) is not None:
+            yield f"  inside xgrammar's functions, all threads together: {share} of the python loop"
         yield f"  {'us per round':<28}{'p50':>10}{'p99':>10}{'p99.9':>10}{'x python loop':>15}{'x python link':>15}{'bytecodes':>11}"
         for name, figures in batch["us_per_round"].items():
             times = batch["over_python_loop"].get(name, 1.0)

@@ -51,7 +51,7 @@ def nothing():
     "broken.py": "import my_step\nraise RuntimeError('no licence')\n",
     "needs.py": "import there_is_no_such_package\n",
 }
-SLOW = ("stepgraph demo", "stepgraph bench toy")  # run by other tests
+SLOW = ("stepgraph demo", "stepgraph bench toy", "stepgraph doctor")  # run by other tests
 
 
 @pytest.fixture(autouse=True)

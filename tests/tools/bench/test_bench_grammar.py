@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
+from shutil import which
 
 import pytest
 
+from stepgraph.sampling.grammar.link.library import load
 from tests.helpers.grammar_texts import PRINTABLE
+from tests.helpers.link_bench import AUTOMATON_COMPILER, WALK, XGRAMMAR_COMPILER, Memory, letters_row, native_link, set_running
 from tests.helpers.toy_engines import needs_native
 from tools import bench_grammar
 from tools.bench.grammar_variants import PythonLoop
+from tools.bench.library_calls import timed_library_calls
 
 NATIVE = ("native link", "native link, called from C", "native link, forced drafts", "native link, automata")
 
@@ -27,7 +32,31 @@ def test_every_variant_is_reported(library: str, monkeypatch: pytest.MonkeyPatch
         assert set(batch["us_per_round"]) == {"python loop", "library batch", "python link", *NATIVE}
         assert all(figures["p50"] <= figures["p99"] <= figures["p99.9"] for figures in batch["us_per_round"].values())
         assert batch["automata_over_native_link"] > 0
+        assert batch["processor_time_over_python_loop"].keys() == batch["over_python_loop"].keys()
+        inside = batch["library_calls_over_python_loop"]
+        assert inside is None if library != "xgrammar" or which("cc") is None else 0 < inside < batch["over_python_loop"]["python link"]
         assert batch["bytecodes_in_the_host_node"]["native link"] == 0 < batch["bytecodes_in_the_host_node"]["python link"]
+
+
+@needs_native
+@pytest.mark.skipif(which("cc") is None, reason="no compiler")
+def test_time_inside_the_library_is_that_of_its_calls() -> None:
+    """Less than that of the host node, nothing of other grammars, and the link is as before afterwards."""
+    memory = Memory.make(1, 3)
+    link, real = native_link(memory), load().xgrammar.struct.call
+    seconds = []
+    with timed_library_calls() as calls:
+        assert calls is not None
+        for compiler in (XGRAMMAR_COMPILER, AUTOMATON_COMPILER):
+            row = letters_row(link, compiler=compiler)
+            set_running(memory, row)
+            link.push_batch([row])
+            node, begun = link.node(WALK), time.perf_counter()
+            node()
+            seconds.append((calls.take_seconds(), time.perf_counter() - begun))
+            assert calls.take_seconds() == 0 and not row.fault
+    assert 0 < seconds[0][0] < seconds[0][1] and seconds[1][0] == 0
+    assert load().xgrammar.struct.call == real
 
 
 @needs_native
