@@ -1,22 +1,28 @@
-"""CUDA graph captures: one at a time per process, memory pools, and recovery from a failed capture."""
+"""CUDA graph captures: one at a time per process, streams and memory pools, and recovery from a failed capture."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import gc
+import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 # "thread_local": only unsafe calls of the capturing thread break a capture. With "global", a cudaMalloc or an event query in any
 # thread of the process would, and a server that embeds an engine has such threads.
 _MODE = "thread_local"
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING, as of torch's own streams
 _failed: list[torch.cuda.CUDAGraph] = []  # torch's allocators keep a pointer into the graph of a failed capture
 one_at_a_time = threading.RLock()  # torch allows one capture per process; each includes its warm-up: see CudaBackend
 _taken_streams: set[int] = set()  # torch reuses streams round-robin; two captures must not share one
 _free_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)  # by device
+_free_capture_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)  # by device
+_workspaces: dict[int, _Workspaces] = {}  # by the handle of a capture stream
 
 
 class GraphPool:
@@ -75,13 +81,92 @@ def take_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
+def take_capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream for captures only, to be returned with `give_stream`. Not one of torch's, which torch.cuda.Stream() returns in turn: eager
+    products of other code on it would use the workspace of its graphs while they run."""
+    with torch.cuda.device(device), one_at_a_time:
+        free = _free_capture_streams[torch.cuda.current_device()]
+        if free:
+            return free.pop()
+        torch.cuda.mem_get_info()  # creates a context for this thread; driver calls need one
+        handle = ctypes.c_void_p()
+        if code := driver_library().cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING):
+            raise RuntimeError(f"cuStreamCreate failed: error {code}")
+        stream = torch.cuda.ExternalStream(handle.value, device)
+        _workspaces[stream.cuda_stream] = _Workspaces(stream)
+        return stream
+
+
 def give_stream(stream: torch.cuda.Stream) -> None:
     _taken_streams.discard(stream.cuda_stream)
-    _free_streams[stream.device_index].append(stream)
+    free = _free_capture_streams if stream.cuda_stream in _workspaces else _free_streams
+    free[stream.device_index].append(stream)
+
+
+def hold_workspaces(streams: Iterable[torch.cuda.Stream]) -> None:
+    """Immediately before a capture, by its thread: its products on these capture streams use workspaces that are never freed."""
+    with one_at_a_time:
+        for stream in streams:
+            _workspaces[stream.cuda_stream].hold()
+
+
+class _Workspaces(GraphPool):
+    """Memory of the cuBLAS workspaces of a capture stream, which is never freed.
+
+    torch has a workspace for each handle (of a thread) and stream, and allocates it in the first call. Any code may free all of them,
+    as torch.compile does before and after its captures, but the kernels of a graph keep the address that they were captured with.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        super().__init__(stream)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        with self._allocating():
+            self._bias, self._matrix, self._product = (
+                torch.zeros(size, dtype=torch.float16, device=stream.device) for size in ((16,), (16, 16), (16, 16))
+            )
+            self._multiply()  # loads its kernel; only now, as later a graph that uses the workspace may be running
+        stream.synchronize()
+
+    def hold(self) -> None:
+        """Have torch allocate the workspaces that the calling thread lacks, here."""
+        keeper = self._keeper
+        self._graph = None  # first: newer versions of torch free the workspaces of a stream with each graph that was captured on it
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with self._allocating():
+                torch.cuda.current_blas_handle()  # a handle cannot be made in a capture
+            with torch.inference_mode(), capturing(graph, self):
+                self._multiply()
+        finally:
+            if keeper is not self._keeper:
+                _failed.append(keeper)  # graphs use the memory of this pool
+        self._graph = graph
+
+    def _multiply(self) -> None:
+        """With a bias, so by cuBLASLt, which has a workspace of its own. torch allocates that in such a call only."""
+        torch.addmm(self._bias, self._matrix, self._matrix, out=self._product)
+
+    @contextlib.contextmanager
+    def _allocating(self) -> Iterator[None]:
+        """What this thread allocates on the stream is in this pool."""
+        device, pool = self.stream.device_index, self.handle
+        with torch.cuda.device(device), torch.cuda.stream(self.stream), torch.inference_mode():
+            torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
+            try:
+                yield
+            finally:
+                torch._C._cuda_endAllocateToPool(device, pool)
+                torch._C._cuda_releasePool(device, pool)
+
+
+@functools.cache
+def driver_library() -> ctypes.CDLL:
+    """The library of the CUDA driver; OSError if there is none."""
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 def replayed(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Run `step` once and capture it on its own stream; returns the replay function. On the CPU, returns `step`."""
+    """Run `step` once and capture it, on streams of its own; returns the replay function. On the CPU, returns `step`."""
     if device.type != "cuda":
         return step
     graph, stream = torch.cuda.CUDAGraph(), take_stream(device)
@@ -90,8 +175,12 @@ def replayed(step: Callable[[], object], device: torch.device) -> Callable[[], o
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             step()
-        with capturing(graph, GraphPool(stream)):
-            step()
+        with one_at_a_time:
+            after.callback(give_stream, capture_stream := take_capture_stream(device))
+            pool = GraphPool(capture_stream)
+            hold_workspaces([capture_stream])
+            with capturing(graph, pool):
+                step()
         torch.cuda.current_stream().wait_stream(stream)
     return graph.replay
 

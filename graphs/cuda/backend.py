@@ -38,7 +38,8 @@ class CudaBackend(CudaLauncher):
 
     def __init__(self, device: str | torch.device | int | None = None, *, ordered: bool = True, ranges: MakeRange | None = None) -> None:
         super().__init__(checked_device(device), ordered, ranges)
-        self._recorder = CudaRecorder(self.driver, self.resources.streams, self.resources.pool, self.errors, ranges)
+        held = self.resources
+        self._recorder = CudaRecorder(self.driver, held.streams, held.capture_streams, held.pool, self.errors, ranges)
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
 
     def capture(

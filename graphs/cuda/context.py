@@ -54,7 +54,7 @@ class CudaCaptureContext:
         self._driver, self._streams, self._buffers = driver, streams, buffers
         self._errors, self._launch_host, self._ranges = errors, launch_host, ranges
         self._current, self._stage = MAIN, STEP
-        self._joined = {MAIN}
+        self.joined = {MAIN}
         self._events: list[int] = []
         self.callbacks: list[HostCallback] = []
         self.first_host_node: tuple[str, Site] | None = None
@@ -88,7 +88,7 @@ class CudaCaptureContext:
         if not isinstance(event, CudaStreamEvent) or event.context is not self:
             raise fail("foreign-event", "wait() for an event that was not recorded in this run of the step")
         self._driver.cuStreamWaitEvent(self._handle, event.handle, 0)
-        self._joined.add(self._current)
+        self.joined.add(self._current)
 
     def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         self._require_joined(f"host node {name!r}")
@@ -115,7 +115,7 @@ class CudaCaptureContext:
     def join_all(self) -> None:
         """Join every side stream to the main stream, so that an interrupted capture can end."""
         main = self._streams[MAIN].cuda_stream
-        for name in self._joined - {MAIN}:
+        for name in self.joined - {MAIN}:
             event = self._driver.event_create()
             self._events.append(event)
             self._driver.cuEventRecord(event, self._streams[name].cuda_stream)
@@ -134,6 +134,6 @@ class CudaCaptureContext:
         return self._streams[self._current].cuda_stream
 
     def _require_joined(self, operation: str) -> None:
-        if self._current not in self._joined:
+        if self._current not in self.joined:
             message = f"{operation} on stream {self._current!r}, which has not waited for an event of this step, so it is not in the graph"
             raise fail("stream-outside-capture", message)

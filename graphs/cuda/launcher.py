@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import BackendStats, Event, checked_loop
-from stepgraph.graphs.context import COPIES
+from stepgraph.graphs.context import COPIES, MAIN
 from stepgraph.graphs.cuda.loop import why_no_loops
 from stepgraph.graphs.cuda.recorder import Recording
 from stepgraph.graphs.cuda.resources import DeviceResources
@@ -106,7 +106,7 @@ class CudaLauncher:
         with torch.cuda.device(device):
             torch.cuda.mem_get_info()  # creates a context for this thread; driver calls need one
             self.resources = held = DeviceResources(device)
-            self.driver, self._main, self._order_event = held.driver, held.pool.stream, held.order_event
+            self.driver, self._main, self._order_event = held.driver, held.streams[MAIN], held.order_event
             self._context = self.driver.context()
         self._local = threading.local()  # .bound: this thread uses the context
         self._finalizer = weakref.finalize(self, self.resources.release)

@@ -25,7 +25,7 @@ from stepgraph.graphs.cuda.loop import Loops
 from stepgraph.graphs.errors import CaptureError, HostErrors, Site, fail, site_of
 from stepgraph.graphs.spans import GraphNode, MakeRange, RecordedReport, stage_runs
 from stepgraph.graphs.tape.recorder import Recorder, first_difference
-from stepgraph.sampling.cuda_graphs import GraphPool, capturing, empty_cache
+from stepgraph.sampling.cuda_graphs import GraphPool, capturing, empty_cache, hold_workspaces
 
 _NODE_KINDS = (  # in the order of CUgraphNodeType; shared kinds have the names that the tape uses
     *("kernel", "copy", "fill", "host", "graph", "empty", "wait", "record", "semaphore-signal", "semaphore-wait"),
@@ -51,16 +51,25 @@ class Recording(NamedTuple):
 
 
 class CudaRecorder:
-    """Captures steps on one device into one memory pool."""
+    """Captures steps on one device into one memory pool. `streams` are those of the warm-up, `capture_streams` have the same names."""
 
-    def __init__(self, driver: Driver, streams: Streams, pool: GraphPool, errors: HostErrors, ranges: MakeRange | None = None) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        streams: Streams,
+        capture_streams: Streams,
+        pool: GraphPool,
+        errors: HostErrors,
+        ranges: MakeRange | None = None,
+    ) -> None:
         self._driver, self._streams, self._pool, self._errors, self._ranges = driver, streams, pool, errors, ranges
+        self._capture_streams = capture_streams
         self._device = pool.stream.device
 
     def warm_up(self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]) -> bool:
-        """Run the step once on the streams of the capture, then restore the buffers. Returns whether it draws from a generator.
+        """Run the step once, then restore the buffers. Returns whether it draws from a generator.
 
-        Libraries create handles and workspaces and load kernels in their first call on a stream, which a capture does not allow.
+        Libraries create handles and load kernels in their first call, which a capture does not allow.
         """
         used = [*generators, torch.cuda.default_generators[self._device.index]]
         with torch.cuda.stream(self._streams[MAIN]), torch.no_grad():
@@ -73,6 +82,8 @@ class CudaRecorder:
             try:
                 with use_context(context):
                     step(buffers)
+                for name in context.joined:
+                    self._capture_streams[name]  # a capture cannot take it
                 pairs = zip(used, states, strict=True)
                 return not all(torch.equal(generator.get_state(), state) for generator, state in pairs)
             finally:
@@ -112,6 +123,7 @@ class CudaRecorder:
         return recorder
 
     def record(self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator], draws: bool) -> Recording:
+        hold_workspaces(self._capture_streams.values())
         begin, reserved = time.perf_counter(), torch.cuda.memory_reserved(self._device)
         graph, context = self._capture(step, buffers, generators)
         graph.instantiate()
@@ -129,7 +141,7 @@ class CudaRecorder:
     def measure(self, step: Step, buffers: StaticBuffers) -> RecordedReport:
         """The report of a capture in its own pool, which is then freed."""
         pool = GraphPool(self._pool.stream)
-        alone = CudaRecorder(self._driver, self._streams, pool, self._errors)
+        alone = CudaRecorder(self._driver, self._streams, self._capture_streams, pool, self._errors)
         recording = alone.record(step, buffers, (), alone.warm_up(step, buffers, ()))
         recording.free()
         pool.release()
@@ -144,7 +156,7 @@ class CudaRecorder:
         self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]
     ) -> tuple[torch.cuda.CUDAGraph, CudaCaptureContext]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        context = CudaCaptureContext(self._driver, self._streams, buffers, self._errors, launch_host=True, ranges=self._ranges)
+        context = CudaCaptureContext(self._driver, self._capture_streams, buffers, self._errors, launch_host=True, ranges=self._ranges)
         try:
             with capturing(graph, self._pool, generators):
                 try:

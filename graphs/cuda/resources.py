@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import sys
 
 import torch
 
@@ -14,7 +12,14 @@ from stepgraph.graphs.cuda.context import Streams
 from stepgraph.graphs.cuda.driver import Driver
 from stepgraph.graphs.cuda.events import EventPool
 from stepgraph.graphs.cuda.recorder import Recording
-from stepgraph.sampling.cuda_graphs import GraphPool
+from stepgraph.sampling.cuda_graphs import GraphPool, driver_library, take_capture_stream
+
+
+class CaptureStreams(Streams):
+    """The streams on which the steps of one backend are captured. They run on its other streams."""
+
+    def __missing__(self, name: str) -> torch.cuda.Stream:
+        return self.setdefault(name, take_capture_stream(self._device))
 
 
 class DeviceResources:
@@ -22,8 +27,8 @@ class DeviceResources:
 
     def __init__(self, device: torch.device) -> None:
         self.driver: Driver = open_driver()
-        self.streams = Streams(device)
-        self.pool = GraphPool(self.streams[MAIN])
+        self.streams, self.capture_streams = Streams(device), CaptureStreams(device)
+        self.pool = GraphPool(self.capture_streams[MAIN])
         self.retired: list[Recording] = []  # recordings without references that may still be running
         self.events = EventPool(device, self.driver)
         self.order_event = self.events.take()
@@ -42,14 +47,14 @@ class DeviceResources:
         self.events.give(self.order_event)
         self.events.release()
         self.streams.release()
+        self.capture_streams.release()
 
 
 @functools.cache
 def open_driver() -> Driver:
     """The CUDA driver; RuntimeError if there is none."""
-    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:
-        library = ctypes.CDLL(name)
+        library = driver_library()
     except OSError as error:
         raise RuntimeError(f"no NVIDIA driver: {error}; use backend 'tape' on the CPU") from error
     return Driver(library)

@@ -6,12 +6,12 @@ using namespace stub;
 extern "C" {
 
 int cublasLtMatmul(
-    void*, void*, const void*, const void* a, void*, const void* b, void*, const void*, const void* c, void*, void* d, void*, const void*, void*, size_t,
-    void* stream) {
+    void*, void*, const void*, const void* a, void*, const void* b, void*, const void*, const void* c, void*, void* d, void*, const void*, void* workspace,
+    size_t, void* stream) {
     STUB_ENTER();
     static const unsigned shape[7] = {1, 1, 1, 128, 1, 1, 0};
     void* arguments[] = {&a, &b, &c, &d};
-    return launch_kernel(stream, library_function(__func__, 4), shape, arguments) ? 13 : SUCCESS;
+    return launch_kernel(stream, library_function(__func__, 4), shape, arguments, workspace) ? 13 : SUCCESS;
 }
 
 // One algorithm is always found.

@@ -59,6 +59,7 @@ std::string address(const void* pointer) { return number(reinterpret_cast<uintpt
 std::string kernel_fields(const Node& node) {
     std::string out = ",\"name\":" + quoted(demangled(node.function->symbol)) + ",\"symbol\":" + quoted(node.function->symbol);
     out += ",\"shape\":" + listed(node.shape, [](unsigned size) { return number(size); });
+    if (node.workspace) out += ",\"workspace\":" + address(node.workspace);
     return out + ",\"arguments\":" + (node.has_arguments ? listed(node.arguments, hex) : "null");
 }
 

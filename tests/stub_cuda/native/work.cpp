@@ -59,7 +59,7 @@ thread_local bool inside_host_node = false;
 bool illegal(const void* pointer) {
     if (memory_type(pointer) != Memory::unregistered) return false;
     counter("illegal_addresses").add();
-    message("a copy or fill of memory that was freed: %p", pointer);
+    message("a copy, fill or workspace of memory that was freed: %p", pointer);
     return true;
 }
 
@@ -96,6 +96,9 @@ void run(const Node& node) {
             inside_host_node = true;
             node.callback(node.data);
             inside_host_node = false;
+            break;
+        case NodeType::kernel:
+            if (node.workspace) illegal(node.workspace);
             break;
         default:
             break;
@@ -188,7 +191,7 @@ std::shared_ptr<Node> kernel_node(Function* function, const unsigned shape[7], v
     return node;
 }
 
-int launch_kernel(void* stream, Function* function, const unsigned shape[7], void** arguments) {
+int launch_kernel(void* stream, Function* function, const unsigned shape[7], void** arguments, const void* workspace) {
     for (int axis = 0; axis < 6; ++axis)
         if (!shape[axis]) {
             message("launch of %s with an empty grid or block", function->symbol.c_str());
@@ -198,7 +201,9 @@ int launch_kernel(void* stream, Function* function, const unsigned shape[7], voi
         message("launch of %s with grid %u %u %u, block %u %u %u", function->symbol.c_str(), shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]);
         return 9;  // invalid configuration
     }
-    return issue(stream, kernel_node(function, shape, arguments));
+    auto node = kernel_node(function, shape, arguments);
+    node->workspace = workspace;
+    return issue(stream, std::move(node));
 }
 
 int copy(void* stream, void* destination, const void* source, size_t width, size_t height, size_t destination_pitch, size_t source_pitch) {

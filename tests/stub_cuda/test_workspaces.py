@@ -1,0 +1,168 @@
+"""The cuBLAS workspaces of captured products: other code, such as torch.compile, may free all that torch has."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from stepgraph.graphs import BufferSpec, StaticBuffers, current_context
+from stepgraph.graphs.cuda.backend import CudaBackend
+from stepgraph.graphs.cuda.launcher import CudaGraph
+from stepgraph.sampling.cuda_graphs import replayed
+from tests.stub_cuda.counters import counted, graph_nodes
+
+pytestmark = pytest.mark.stub_cuda
+DEVICE = torch.device("cuda", 0)
+MIB = 1 << 20
+SIZES = (32 * MIB, 8 * MIB, MIB, MIB // 2)  # those of workspaces, and smaller
+
+
+def buffers() -> StaticBuffers:
+    return StaticBuffers([BufferSpec(name, (16, 16), torch.float32) for name in "xyz"], DEVICE)
+
+
+def products(buffers: StaticBuffers) -> None:
+    torch.mm(buffers.x, buffers.x, out=buffers.y)
+    torch.addmm(buffers.x[0], buffers.x, buffers.y, out=buffers.z)  # by cuBLASLt, which has a workspace of its own
+
+
+def products_on_two_streams(buffers: StaticBuffers) -> None:
+    context = current_context()
+    event = context.record()
+    with context.stream("side"):
+        context.wait(event)
+        products(buffers)
+        event = context.record()
+    torch.addmm(buffers.x[0], buffers.x, buffers.x)
+    torch.mm(buffers.x, buffers.x)
+    context.wait(event)
+
+
+def clear() -> None:
+    """What torch.compile does before and after its captures, and then what frees all memory that torch can free."""
+    torch._C._cuda_clearCublasWorkspaces()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def captured(backend: CudaBackend, step: Callable[[StaticBuffers], None]) -> tuple[CudaGraph, set[int]]:
+    """The graph, and the workspaces of its products: one for each function and stream."""
+    graph = backend.capture(step, buffers())
+    nodes = [node for node in graph_nodes(graph._recording.graph.raw_cuda_graph()) if node.name.startswith("cublas")]
+    found = {(node.name, node.stream): node.fields["workspace"] for node in nodes}
+    assert {name for name, _ in found} == {"cublasSgemm_v2", "cublasLtMatmul"}
+    assert len(set(found.values())) == len(found) and all(node.fields["workspace"] == found[node.name, node.stream] for node in nodes)
+    return graph, set(found.values())
+
+
+def illegal_addresses(replay: Callable[[], object]) -> int:
+    with counted() as counts:
+        replay()
+        torch.cuda.synchronize()
+    assert counts["graph_launches"] == 1
+    return counts["illegal_addresses"]
+
+
+def handed_out(backend: CudaBackend) -> list[tuple[int, int]]:
+    """Begin and end of new tensors of many sizes, on several streams and in a graph."""
+    held: list[torch.Tensor] = []
+
+    def allocate(buffers: StaticBuffers) -> None:
+        held.extend(torch.empty(nbytes, dtype=torch.uint8, device=DEVICE) for nbytes in SIZES for _ in range(4))
+        buffers.x.zero_()
+
+    static = buffers()
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), *backend.resources.streams.values()):
+        with torch.cuda.stream(stream):
+            allocate(static)
+    graph = backend.capture(allocate, static)
+    graph.replay()
+    return [(one.data_ptr(), one.data_ptr() + one.nbytes) for one in held]
+
+
+@pytest.mark.parametrize("step", [products, products_on_two_streams])
+def test_captured_workspaces_outlive_those_that_other_code_frees(backend: CudaBackend, step: Callable[[StaticBuffers], None]) -> None:
+    first, used = captured(backend, step)
+    clear()
+    assert illegal_addresses(first.replay) == 0
+    tensors = handed_out(backend)
+    assert not [address for address in used for begin, end in tensors if begin <= address < end]
+    second, used_next = captured(backend, step)
+    clear()
+    assert used_next == used, "graphs of a backend run one after the other"
+    assert illegal_addresses(first.replay) == illegal_addresses(second.replay) == 0
+
+
+def test_a_second_backend_has_the_workspaces_of_the_first() -> None:
+    used = []
+    for _ in range(2):
+        backend = CudaBackend()
+        graph, addresses = captured(backend, products_on_two_streams)
+        clear()
+        assert illegal_addresses(graph.replay) == 0
+        used.append(addresses)
+        del graph
+        backend.close()
+    assert used[0] == used[1]
+
+
+def test_backends_side_by_side_share_no_workspace() -> None:
+    backends = [CudaBackend() for _ in range(3)]
+    used = [captured(backend, products)[1] for backend in backends]
+    assert len(set().union(*used)) == sum(map(len, used))
+    for backend in backends:
+        backend.close()
+
+
+def test_workspaces_do_not_grow_with_the_number_of_backends() -> None:
+    reserved = list[int]()
+    for _ in range(50):
+        backend = CudaBackend()
+        captured(backend, products_on_two_streams)
+        backend.close()
+        del backend
+        clear()
+        reserved.append(torch.cuda.memory_reserved())
+    assert len(set(reserved)) == 1
+
+
+def test_a_thread_that_has_ended_leaves_its_workspaces(backend: CudaBackend) -> None:
+    graphs: list[CudaGraph] = []
+    thread = threading.Thread(target=lambda: graphs.append(captured(backend, products)[0]))
+    thread.start()
+    thread.join()
+    graphs.append(captured(backend, products)[0])
+    clear()
+    assert [illegal_addresses(graph.replay) for graph in graphs] == [0, 0]
+
+
+def test_a_replayed_probe_outlives_a_clear() -> None:
+    static = buffers()
+    replay = replayed(lambda: products(static), DEVICE)
+    clear()
+    assert illegal_addresses(replay) == 0
+
+
+def test_a_failure_to_hold_workspaces_leaves_those_of_earlier_graphs(backend: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, _ = captured(backend, products)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "addmm", lambda *_, **__: torch.cuda.synchronize())
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            backend.capture(lambda buffers: buffers.y.copy_(buffers.x), buffers())
+    clear()
+    assert illegal_addresses(graph.replay) == 0
+    later, _ = captured(backend, products)
+    clear()
+    assert illegal_addresses(graph.replay) == illegal_addresses(later.replay) == 0
+
+
+def test_a_step_without_products_needs_no_cublas_of_its_thread(backend: CudaBackend) -> None:
+    graphs: list[CudaGraph] = []
+    thread = threading.Thread(target=lambda: graphs.append(backend.capture(lambda buffers: buffers.y.copy_(buffers.x), buffers())))
+    thread.start()
+    thread.join()
+    assert graphs[0].report.nodes == {"copy": 1}
