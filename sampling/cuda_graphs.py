@@ -135,7 +135,7 @@ class _Workspaces(GraphPool):
         try:
             with self._allocating():
                 torch.cuda.current_blas_handle()  # a handle cannot be made in a capture
-            with torch.inference_mode(), capturing(graph, self):
+            with capturing(graph, self):
                 self._multiply()
         finally:
             if keeper is not self._keeper:
@@ -150,7 +150,7 @@ class _Workspaces(GraphPool):
     def _allocating(self) -> Iterator[None]:
         """What this thread allocates on the stream is in this pool."""
         device, pool = self.stream.device_index, self.handle
-        with torch.cuda.device(device), torch.cuda.stream(self.stream), torch.inference_mode():
+        with torch.cuda.device(device), torch.cuda.stream(self.stream), torch.inference_mode(False):
             torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
             try:
                 yield

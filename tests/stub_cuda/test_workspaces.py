@@ -42,6 +42,10 @@ def products_on_two_streams(buffers: StaticBuffers) -> None:
     context.wait(event)
 
 
+def copies(buffers: StaticBuffers) -> None:
+    buffers.y.copy_(buffers.x)
+
+
 def clear() -> None:
     """What torch.compile does before and after its captures, and then what frees all memory that torch can free."""
     torch._C._cuda_clearCublasWorkspaces()
@@ -152,7 +156,7 @@ def test_a_failure_to_hold_workspaces_leaves_those_of_earlier_graphs(backend: Cu
     with monkeypatch.context() as patched:
         patched.setattr(torch, "addmm", lambda *_, **__: torch.cuda.synchronize())
         with pytest.raises(RuntimeError, match="CUDA error"):
-            backend.capture(lambda buffers: buffers.y.copy_(buffers.x), buffers())
+            backend.capture(copies, buffers())
     clear()
     assert illegal_addresses(graph.replay) == 0
     later, _ = captured(backend, products)
@@ -162,7 +166,7 @@ def test_a_failure_to_hold_workspaces_leaves_those_of_earlier_graphs(backend: Cu
 
 def test_a_step_without_products_needs_no_cublas_of_its_thread(backend: CudaBackend) -> None:
     graphs: list[CudaGraph] = []
-    thread = threading.Thread(target=lambda: graphs.append(backend.capture(lambda buffers: buffers.y.copy_(buffers.x), buffers())))
+    thread = threading.Thread(target=lambda: graphs.append(backend.capture(copies, buffers())))
     thread.start()
     thread.join()
     assert graphs[0].report.nodes == {"copy": 1}
