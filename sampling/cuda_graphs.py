@@ -34,13 +34,14 @@ class GraphPool:
 
     def renew(self, generators: Sequence[torch.Generator] = ()) -> None:
         """Replace the pool by a new one; the old one is freed with its last graph."""
-        self._keeper, scratch = torch.cuda.CUDAGraph(), torch.zeros(1, device=self.stream.device)
+        keeper, scratch = torch.cuda.CUDAGraph(), torch.zeros(1, device=self.stream.device)
         for generator in generators:
-            self._keeper.register_generator_state(generator)
+            keeper.register_generator_state(generator)
         with _alone(self.stream):
-            self._keeper.capture_begin(capture_error_mode=_MODE)
+            keeper.capture_begin(capture_error_mode=_MODE)
             scratch.zero_()
-            self._keeper.capture_end()
+            keeper.capture_end()
+        self._keeper = keeper
 
     @property
     def handle(self) -> torch.cuda._POOL_HANDLE:

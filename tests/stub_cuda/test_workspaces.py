@@ -122,6 +122,14 @@ def test_backends_side_by_side_share_no_workspace() -> None:
         backend.close()
 
 
+def test_no_other_code_gets_a_stream_of_captures(backend: CudaBackend) -> None:
+    """Its eager products would write to the workspaces while a graph runs. torch hands out 32 streams in turn."""
+    captured(backend, products_on_two_streams)
+    theirs = {torch.cuda.Stream().cuda_stream for _ in range(64)}
+    used = {stream.cuda_stream for stream in backend.resources.capture_streams.values()}
+    assert len(used) == 2 and not used & (theirs | {stream.cuda_stream for stream in backend.resources.streams.values()})
+
+
 def test_workspaces_do_not_grow_with_the_number_of_backends() -> None:
     reserved = list[int]()
     for _ in range(50):
@@ -164,9 +172,21 @@ def test_a_failure_to_hold_workspaces_leaves_those_of_earlier_graphs(backend: Cu
     assert illegal_addresses(graph.replay) == illegal_addresses(later.replay) == 0
 
 
-def test_a_step_without_products_needs_no_cublas_of_its_thread(backend: CudaBackend) -> None:
-    graphs: list[CudaGraph] = []
-    thread = threading.Thread(target=lambda: graphs.append(backend.capture(copies, buffers())))
-    thread.start()
-    thread.join()
-    assert graphs[0].report.nodes == {"copy": 1}
+def test_a_thread_without_a_cublas_handle_captures(backend: CudaBackend) -> None:
+    """torch reuses the handles of threads that have ended, so several threads that live at once need a new one."""
+    graphs, all_captured = list[CudaGraph](), threading.Barrier(8)
+
+    def capture() -> None:
+        try:
+            graphs.append(backend.capture(copies, buffers()))
+        finally:
+            all_captured.wait(60)
+
+    threads = [threading.Thread(target=capture) for _ in range(all_captured.parties)]
+    with counted() as counts:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert counts["live_cublas_handles"] > 0
+    assert [graph.report.nodes for graph in graphs] == [{"copy": 1}] * len(threads)
