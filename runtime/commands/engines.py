@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -12,18 +14,23 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.models.files.loading import Loaded, load_models
 from stepgraph.runtime.parallel.loading import load_part
 from stepgraph.runtime.request import Job
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.kernels.c_kernel import why_no_c
 
 MAX_THREADS = 1024
 
 
-def load(options: argparse.Namespace, config: EngineConfig, progress: bool) -> Loaded:
-    """The models of --model and --draft."""
+def load(
+    options: argparse.Namespace, config: EngineConfig, progress: bool, vocabulary: Callable[[Vocabulary], Vocabulary] | None = None
+) -> Loaded:
+    """The models of --model and --draft. vocabulary: gives the one of the engine, for the one in the files."""
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    how = {"weights": options.weights, "implementation": options.implementation}
+    how: dict[str, Any] = {"weights": options.weights, "implementation": options.implementation}
     if (size := getattr(options, "tensor_parallel", 1)) > 1:
-        return load_part(options.model, options.draft or "auto", config, size, dtype=dtype, progress=progress, **how)
-    return load_models(options.model, options.draft or "auto", config, dtype=dtype, progress=progress, **how)
+        more = {} if vocabulary is None else {"vocabulary": vocabulary}
+        return load_part(options.model, options.draft or "auto", config, size, dtype=dtype, progress=progress, **how, **more)
+    loaded = load_models(options.model, options.draft or "auto", config, dtype=dtype, progress=progress, **how)
+    return loaded if vocabulary is None else loaded._replace(vocabulary=vocabulary(loaded.vocabulary))
 
 
 def failure_of(job: Job) -> str:

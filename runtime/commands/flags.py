@@ -28,6 +28,7 @@ SAMPLING = {
 DTYPES = ("bfloat16", "float16", "float32")
 GRAMMAR_KINDS = {".ebnf": "ebnf", ".gbnf": "ebnf", ".lark": "lark"}  # by file suffix
 TOY = "toy"
+DAY = 86_400  # seconds
 STEP_EXAMPLE = """
 # my_step.py
 import torch
@@ -165,6 +166,8 @@ def serve(parser: argparse.ArgumentParser) -> None:
     add("--max-queued", type=int, default=256, metavar="N", help="requests that may wait; more get status 429 (default: %(default)s)")
     add("--preemption", action="store_true", help="requests take the rows of those with larger `priority`, which continue later")
     add("--eager", action="store_true", help="capture no graphs: faster start, slower decoding")
+    words = "time for a round, after which the engine and its requests end with an error (default: none; 60 with --tensor-parallel)"
+    add("--round-timeout-seconds", type=float, metavar="SECONDS", help=words)
     words = "LoRA adapters, which requests select by their name in `model`: folders in the layout of PEFT"
     add("--lora-modules", nargs="+", default=[], metavar="NAME=FOLDER", help=words)
     add("--max-lora-rank", type=int, default=16, metavar="N", help="memory is taken for adapters of this rank (default: %(default)s)")
@@ -222,8 +225,11 @@ def _check_replicas(options: argparse.Namespace) -> None:
 def check_serve(options: argparse.Namespace) -> None:
     for flag, least, most in (("port", 0, 65535), ("max-rows", 1, 4096), ("max-length", 2, None), ("max-queued", 1, None)):
         check_range(options, flag, least, most)
-    if not 0 <= options.grace <= 86400:  # also refuses NaN
-        raise ValueError(f"--grace: got {options.grace}, expected a number of seconds from 0 to 86400")
+    if not 0 <= options.grace <= DAY:  # also refuses NaN
+        raise ValueError(f"--grace: got {options.grace}, expected a number of seconds from 0 to {DAY}")
+    seconds = options.round_timeout_seconds
+    if seconds is not None and not 0 < seconds <= DAY:  # also refuses NaN
+        raise ValueError(f"--round-timeout-seconds: got {seconds}, expected a number above 0 and at most {DAY}")
     check_range(options, "max-lora-rank", 1)
     _check_replicas(options)
     options.lora_modules = _named_folders(options.lora_modules, options.name or Path(options.model).name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import signal
 import socket
 from pathlib import Path
@@ -44,6 +45,7 @@ def open_engine(options: argparse.Namespace) -> Engine:
         max_top_logprobs=20,  # as in OpenAI's interface
         max_loras=len(options.lora_modules),
         max_lora_rank=options.max_lora_rank,
+        round_timeout_seconds=options.round_timeout_seconds,
         preemption=options.preemption,
     )
     if options.model == TOY:
@@ -52,20 +54,21 @@ def open_engine(options: argparse.Namespace) -> Engine:
         draft = ToyDraft(target, 0.8) if options.drafts else None
         return Engine(target, draft, vocabulary=vocabulary, tokenizer=open_codec(options, vocabulary), config=config)
     with terminal.waiting("opening the model ..."):
-        loaded = engines.load(options, config, terminal.shows_progress())
+        marked = functools.partial(vocabulary_with_markers, options.model, options.tool_format)
+        loaded = engines.load(options, config, terminal.shows_progress(), marked)
         codec = open_codec(options, loaded.vocabulary)
-    if options.tensor_parallel > 1 and codec.vocabulary is not loaded.vocabulary:
-        expected = "expected 1: its answers contain control tokens as text, which the other processes do not know"
-        raise ValueError(f"--tensor-parallel: got {options.tensor_parallel} for {options.model}, {expected}")
     engines.set_default_threads(options, loaded.target)
     return Engine(loaded.target, loaded.draft, vocabulary=codec.vocabulary, tokenizer=codec, config=loaded.config)
 
 
 def open_codec(options: argparse.Namespace, vocabulary: Vocabulary) -> TextCodec:
-    """vocabulary: that of the loaded model, or of this function's own result."""
-    if options.model == TOY:
-        return TextCodec.of_bytes(vocabulary)
-    return with_markers(TextCodec.open(options.model, vocabulary), options.tool_format)
+    """vocabulary: that of the engine."""
+    return TextCodec.of_bytes(vocabulary) if options.model == TOY else TextCodec.open(options.model, vocabulary)
+
+
+def vocabulary_with_markers(model: str, tool_format: str, vocabulary: Vocabulary) -> Vocabulary:
+    """For the vocabulary in the model's files. A module's function, as other ranks call it, too."""
+    return with_markers(TextCodec.open(model, vocabulary), tool_format).vocabulary
 
 
 async def serve(serving: Serving, options: argparse.Namespace) -> None:

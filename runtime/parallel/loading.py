@@ -25,7 +25,10 @@ _ACCEPTED = {
 
 
 def load_part(path: str | Path, draft: object, config: EngineConfig | None, size: int, record: object = None, **options: Any) -> Loaded:
-    """ValueError for what is not divided among ranks. The loaded config has a time limit of rounds, which is also that of sums."""
+    """ValueError for what is not divided among ranks. The loaded config has a time limit of rounds, which is also that of sums.
+
+    options: as for load_models; and `vocabulary`, a function that pickle copies, which changes the one in the files on every rank.
+    """
     wanted = f"tensor_parallel={size}"
     if record is not None:
         raise ValueError(f"record: got {clip_repr(record)} with {wanted}, expected None")
@@ -51,7 +54,8 @@ def load_rank(
     join: Callable[[], Ranks], size: int, path: str | Path, draft: Any, config: EngineConfig | None, options: dict[str, Any]
 ) -> Loaded:
     """join: called when the files are checked."""
-    joined = list[Ranks]()
+    joined, options = list[Ranks](), dict(options)
+    vocabulary = options.pop("vocabulary", lambda found: found)
 
     def divide(target: object) -> ShardedCheckpoint:
         checkpoint = check_divisible(target, size)
@@ -59,7 +63,8 @@ def load_rank(
         return shard(checkpoint, joined[0])
 
     try:
-        return _in_step(load_models(path, draft, config, divide=divide, **options), joined[0])
+        loaded = load_models(path, draft, config, divide=divide, **options)
+        return _in_step(loaded._replace(vocabulary=vocabulary(loaded.vocabulary)), joined[0])
     except BaseException:
         for ranks in joined:
             ranks.close()

@@ -15,10 +15,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,11 +28,13 @@ from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReaso
 from stepgraph.graphs.layers.parallel import register_group, sum_over_ranks
 from stepgraph.runtime.models.files.weights import SafetensorsSource
 from stepgraph.runtime.parallel.ranks import COMPARED_STEPS, RankError, Ranks, gloo_group
+from stepgraph.runtime.serve.http import Bounds
 from tests.helpers.c_library import needs_c
 from tests.helpers.command_models import model_folder, model_gguf
 from tests.helpers.draft_engines import Drafter
 from tests.helpers.families import BASE, folder_of, random_model
 from tests.helpers.parallel_program import OPTIONS, PROCESSORS, decode, open_engine, option_requests, results, target_of
+from tests.helpers.running_server import ASK, FORMAT, SCHEMA, engine_of, running
 from tests.runtime.models.files.test_quantised_folder import LAYOUTS
 from tests.runtime.models.files.test_quantised_folder import write as write_quantised
 
@@ -205,6 +208,35 @@ def test_quantised_folders(layout: str, weights: str, size: int, tmp_path: Path)
                 layers = target_of(engine).layers.named_parameters()
                 kept.append({name: parameter.nbytes for name, parameter in layers if parameter.dtype is torch.uint8})
         assert kept[1] == {name: nbytes // size for name, nbytes in kept[0].items()} and len(kept[1]) == 8
+
+
+def test_a_server_over_ranks_answers_as_one_over_one_process(tmp_path: Path) -> None:
+    """With a template whose <think> is a control token, which the server makes text on every rank, and a grammar after it."""
+    folder = Path(shutil.copytree(model_folder(), tmp_path / "model"))
+    change_json(
+        folder / "tokenizer.json", lambda found: next(t for t in found["added_tokens"] if t["content"] == "<think>").update(special=True)
+    )
+    change_json(folder / "tokenizer_config.json", lambda found: found.update(chat_template=found["chat_template"] + "{{ '<think>' }}"))
+    flags = ["serve", str(folder), *"--eager -k 2 --draft-length 2 --max-rows 2 --max-length 512 --round-timeout-seconds 20".split()]
+    request: Any = {"model": "toy", "messages": ASK, "max_tokens": 60, "logprobs": True, "top_logprobs": 3, "seed": 5}
+    choices = list[Any]()
+    for size in (1, 2):
+        with engine_of([*flags, "--tensor-parallel", str(size)]) as engine, running(engine, Bounds()) as server, server.client as client:
+            assert b"<think>" in engine.vocabulary.tokens and engine.config.round_timeout_seconds == 20
+            body = {"thinking_token_budget": 8}
+            asked = client.chat.completions.create(**request, response_format=FORMAT, temperature=0.7, extra_body=body)
+            choices.append([asked.choices[0], client.chat.completions.create(**request, temperature=0).choices[0]])
+    for one, other in zip(*choices, strict=True):
+        assert one.message == other.message and one.finish_reason == other.finish_reason
+        for found, expected in zip(one.logprobs.content, other.logprobs.content, strict=True):
+            assert [each.token for each in found.top_logprobs] == [each.token for each in expected.top_logprobs]
+    jsonschema.validate(json.loads(choices[0][0].message.content), SCHEMA)
+
+
+def change_json(path: Path, change: Callable[[Any], object]) -> None:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    change(found)
+    path.write_text(json.dumps(found), encoding="utf-8")
 
 
 @soak

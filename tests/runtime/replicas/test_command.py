@@ -32,6 +32,8 @@ FLAGS = "serve toy --eager -k 2 --draft-length 2 --max-rows 4 --max-length 1024 
         ("--replicas many", "argument --replicas: got 'many', expected a number of replicas, or the least and the most, such as 1-4"),
         ("--replicas 2 --replica-gpus nan", "--replica-gpus: got nan, expected a number from 0 to 4096"),
         ("--tensor-parallel 2", "--tensor-parallel: got 2 with toy, expected 1: its layers cannot be divided"),
+        ("--round-timeout-seconds 0", "--round-timeout-seconds: got 0.0, expected a number above 0 and at most 86400"),
+        ("--round-timeout-seconds nan", "--round-timeout-seconds: got nan, expected a number above 0 and at most 86400"),
         ("--tensor-parallel 0", "--tensor-parallel: got 0, expected a whole number from 1 to 1024"),
     ],
 )
