@@ -68,11 +68,11 @@ def run_model(name: str, model: Forward, inputs: ModelInput, buffers: StaticBuff
     if not isinstance(output, ModelOutput):
         raise ValueError(f"{name}.forward: got {type(output).__name__}, expected a ModelOutput; its features may be None")
     for field, tensor in (("hidden", output.hidden), ("features", output.next_features)):
-        check_shape(f"{name} {field}", tensor, *inputs.tokens.shape, tensor.shape[-1])
+        check_shape(f"{name} {field}", tensor, *inputs.tokens.shape, getattr(tensor, "shape", ["H"])[-1])
     return output
 
 
 def check_shape(name: str, tensor: Tensor, *sizes: int) -> None:
     """ValueError if a model returned another shape. Costs nothing in a replay, which runs no Python."""
-    if tuple(tensor.shape) != sizes:
-        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {sizes}")
+    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != sizes:
+        raise ValueError(f"{name}: got {type(tensor).__name__} of shape {tuple(getattr(tensor, 'shape', ()))}, expected {sizes}")

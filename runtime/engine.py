@@ -25,7 +25,7 @@ from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.other_names import ENGINE_NAMES, REQUEST_NAMES
 from stepgraph.runtime.parallel.loading import load_part
 from stepgraph.runtime.preemption import PreemptingScheduler, admit
-from stepgraph.runtime.request import FinishReason, Job, StepEvent
+from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
 from stepgraph.runtime.request_options import Prompt, Prompts, RequestOptions, TokenIds
 from stepgraph.runtime.request_queue import QueuedRequest
 from stepgraph.runtime.stats import EngineStats, take_stats
@@ -263,9 +263,10 @@ class Engine(EngineCore):
             for job in jobs:
                 while not job.finished:
                     self.step()
-        except Exception:
+        except Exception as error:
             running = [self.cancel(job) for job in jobs]
-            if any(running) or len(jobs) < len(prompts):  # else another thread closed the engine, which finished the jobs
+            closed = isinstance(error, EngineClosedError)  # by another thread, which finished the jobs
+            if any(running) or len(jobs) < len(prompts) or not closed:
                 raise
         return jobs if several else jobs[0]
 

@@ -181,7 +181,8 @@ class RequestValidator:
         own, limit = checked_ids("sampling.stop_token_ids", sampling.stop_token_ids, self._limits.num_tokens), self._limits.max_stop_ids
         stops = tuple(dict.fromkeys([*(() if sampling.ignore_eos else self._stop_token_ids), *own]))
         if len(stops) > limit:
-            raise ValueError(f"sampling.stop_token_ids: got {len(stops)} including the vocabulary's, expected at most {limit}")
+            expected = f"expected at most EngineConfig.max_stop_ids={limit}"
+            raise ValueError(f"sampling.stop_token_ids: got {len(stops)} including the vocabulary's, {expected}")
         return stops
 
     def _embeddings(self, embeddings: Any, prompt_tokens: int) -> tuple[tuple[int, Tensor], ...]:

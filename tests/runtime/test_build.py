@@ -33,7 +33,7 @@ def wrong_type(history: History, index: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("formula", "message"),
     [
-        (wrong_shape, r"drafts of the proposer: got shape \(1, 1\), expected \(1, 2\)"),
+        (wrong_shape, r"drafts of the proposer: got Tensor of shape \(1, 1\), expected \(1, 2\)"),
         (wrong_type, "drafts of the proposer: got torch.int32, expected torch.int64"),
     ],
 )

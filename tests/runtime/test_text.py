@@ -228,3 +228,10 @@ def test_real_gguf_agrees_with_transformers() -> None:
     assert codec.chat(MESSAGES) == list(tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=True)["input_ids"])
     assert [codec.decode(codec.encode(text)) for text in texts] == texts
     assert codec.encode("a  12") != tokenizer("a  12")["input_ids"]
+
+
+@pytest.mark.parametrize("encode", [5, lambda text: [1], lambda text, begins, more: [1]])
+def test_an_encoder_takes_a_text_and_whether_it_begins(encode: Any) -> None:
+    with pytest.raises(ValueError, match=r"TextCodec.encode: got .*, expected a function of \(text, begins\)"):
+        TextCodec(Vocabulary.printable(), encode)
+    assert TextCodec(Vocabulary.printable(), lambda text, begins: [len(text)]).encode("abc") == [3]

@@ -38,6 +38,8 @@ def read_gguf_header(path: Path) -> GgufHeader:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _HeaderReader(data).read()
+    except FileNotFoundError:
+        raise ValueError(f"{path}: No such file or directory, expected a .gguf file") from None
     except (ValueError, OSError) as error:
         raise ValueError(f"{path}: not a complete GGUF file: {error}") from None
 

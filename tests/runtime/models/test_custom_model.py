@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from stepgraph import Engine, EngineConfig, Vocabulary
+from stepgraph import Engine, EngineClosedError, EngineConfig, Vocabulary
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 
@@ -87,8 +88,33 @@ def test_wrong_output_shapes_are_refused_at_capture(which: str) -> None:
     with Engine(models["target"], models["draft"], config=EngineConfig(max_rows=1, max_length=64)) as engine:
         engine.submit([1], max_new_tokens=2)
         for call in (engine.capture, engine.step):
-            with pytest.raises(ValueError, match=rf"{which} logits: got shape \(1, .*{width - 1}\), expected \(1, .*{width}\)"):
+            with pytest.raises(ValueError, match=rf"{which} logits: got Tensor of shape \(1, .*{width - 1}\), expected \(1, .*{width}\)"):
                 call()
+
+
+class NoLogits(Decay):
+    def logits(self, hidden: Tensor) -> Tensor:
+        return None  # type: ignore[return-value]
+
+
+class NoHidden(Decay):
+    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+        return super().forward(inputs, buffers)._replace(hidden=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "message"), [(NoLogits, "target logits: got NoneType"), (NoHidden, "target hidden: got NoneType")])
+def test_a_missing_output_is_refused_at_capture_and_raised_by_generate(kind: type[Decay], message: str) -> None:
+    config = EngineConfig(max_rows=1, max_length=64, num_speculative_tokens=0)
+    model = kind("target", VOCABULARY.logits_width, False).to(torch.bfloat16)
+    prompts: tuple[Any, ...] = ([1, 2, 3], [[1, 2], [3]])
+    with Engine(model, config=config) as engine, pytest.raises(ValueError, match=message):
+        engine.capture()
+    for prompt in prompts:
+        with Engine(model, config=config) as engine:
+            with pytest.raises(ValueError, match=message):
+                engine.generate(prompt, max_new_tokens=2)
+            with pytest.raises(EngineClosedError, match=message):
+                engine.submit([1])
 
 
 def test_dropout_in_training_mode_is_refused() -> None:

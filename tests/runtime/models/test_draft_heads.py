@@ -101,7 +101,7 @@ class Flat(Head):
         (Head(advances="no"), r"Engine\.draft\.advances: got 'no', expected True or False"),
         (Head(shares_embeddings=1), r"Engine\.draft\.shares_embeddings: got 1, expected True or False"),
         (Bare(), r"draft\.forward: got Tensor, expected a ModelOutput; its features may be None"),
-        (Flat(), r"draft hidden: got shape \(\d+, 1\), expected \(\d+, \d+, 1\)"),
+        (Flat(), r"draft hidden: got Tensor of shape \(\d+, 1\), expected \(\d+, \d+, 1\)"),
     ],
 )
 def test_invalid_heads_are_refused(head: Head, message: str) -> None:

@@ -90,7 +90,7 @@ def test_gguf_token_types(tmp_path: Path) -> None:
     assert level.tokens[4:] == (b"<call>", b"<0x0A>", b"<0x0B>", "\u2581caf\u00e9".encode(), b" x")
     with pytest.raises(ValueError, match=r"other.gguf: tokenizer.ggml: got the model 'bert', expected 'gpt2' or 'llama'"):
         Vocabulary.from_gguf(gguf_of(tmp_path / "other.gguf", "bert", tokens))
-    with pytest.raises(ValueError, match=r"gone.gguf: not a complete GGUF file"):
+    with pytest.raises(ValueError, match=r"gone.gguf: No such file or directory, expected a .gguf file"):
         Vocabulary.from_gguf(tmp_path / "gone.gguf")
 
 
