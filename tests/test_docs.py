@@ -93,6 +93,7 @@ PARSED = {  # the others, and why they do not run here
     "make stub-cuda-versions": "installs packages",
     "make test": "runs this test",
     "python -m pytest -m stub_cuda tests/stub_cuda": "needs a CUDA build of torch",
+    "python -m tools.bench_grammar --rows 1 64 --rounds 1600 --library xgrammar llguidance": "minutes long",
     "python -m tests.helpers.architecture --write": "tests/test_architecture.py compares what it writes",
     "python -m tests.fuzz": "tests/laws/test_fuzz.py runs it",
     "python -m tools.bench": "minutes long; tests/tools/bench runs its parts",
