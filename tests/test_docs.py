@@ -92,6 +92,7 @@ PARSED = {  # the others, and why they do not run here
     "make stub-cuda": "installs packages",
     "make stub-cuda-versions": "installs packages",
     "make test": "runs this test",
+    "python tools/bench_parallel.py MODEL --ranks 2": "tests/tools/bench/test_bench_parallel.py runs it",
     "python -m pytest -m stub_cuda tests/stub_cuda": "needs a CUDA build of torch",
     "python -m tools.bench_grammar --rows 1 64 --rounds 1600 --library xgrammar llguidance": "minutes long",
     "python -m tests.helpers.architecture --write": "tests/test_architecture.py compares what it writes",
