@@ -99,7 +99,6 @@ PARSED = {  # the others, and why they do not run here
     "python -m tests.fuzz": "tests/laws/test_fuzz.py runs it",
     "python -m tools.bench": "minutes long; tests/tools/bench runs its parts",
     "python -m tools.gpu.packing.triton_cache --out cache": "needs a CUDA build of torch; tests/stub_cuda runs it",
-    "python -m tools.bench_grammar --rows 1 64 --rounds 1600 --library xgrammar llguidance": "minutes; tests/tools/bench runs its parts",
     "python -m tools.first_hour": "installs the package; tests/tools runs it (make models)",
     "python -m tools.soak": "tests/laws/test_soak.py runs it",
     "python -m tools.soak --minutes 20 --out soak.json": "tests/laws/test_soak.py runs it",
