@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import stepgraph
+from tests.helpers.c_library import needs_c
 from tools.first_hour import reuse_library
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -161,6 +162,14 @@ def test_the_c_library_compiles_without_warnings(level: str, tmp_path: Path, mon
         command = [compiler, standard, *flags, "-c", source, "-o", str(tmp_path / "object.o")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+
+
+@needs_c
+def test_the_command_that_tests_each_built_wheel_passes(tmp_path: Path) -> None:
+    (command,) = re.findall(r'^test-command = "(.*)"$', PROJECT, re.MULTILINE)
+    command = command.replace('\\"', '"').replace("python ", f"{sys.executable} ")
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "self-test" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_library_that_is_built_again_replaces_the_old_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

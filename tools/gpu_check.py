@@ -9,6 +9,7 @@ reported as well. Exits with 0 only if no check failed.
     python tools/gpu_check.py --only figures       one check; may be given more than once
     python tools/gpu_check.py --rehearse --quick   the same code on the CPU tape: tests the checks, not a GPU
     python tools/gpu_check.py --rehearse cuda      at the same sizes on a CUDA device, as on stub libraries; decides no goal either
+    python tools/gpu_check.py --merge a.json b.json  one document of runs with --only, where one run would take too long
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if __name__ == "__main__":
         sys.modules[package].__path__ = [f"{sys.path[-1]}/{package}"]
 
 from tools.gpu.checks.catalogue import CATALOGUE, FULL_SECONDS, QUICK_SECONDS, Entry
-from tools.gpu.checks.document import compose, save
+from tools.gpu.checks.document import compose, merge, save
 from tools.gpu.checks.link import compile_library
 from tools.gpu.checks.supervisor import Lost, Row, Supervisor, modules_of, rows
 
@@ -61,6 +62,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     length.add_argument("--full", action="store_true", help="at most eight minutes (default)")
     parser.add_argument("--only", action="append", metavar="NAME", help="run this check only; may be repeated")
     parser.add_argument("--list", action="store_true", help="list the checks and their budgets in seconds, and exit")
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="save one document of several runs with --only, and exit")
     parser.add_argument("--save", action="store_true", help="save the document of a rehearsal as well")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="save the document in this folder (default: tools/results/)")
     parser.add_argument("--worker", type=int, metavar="FD", help=argparse.SUPPRESS)
@@ -78,11 +80,27 @@ def main(arguments: Sequence[str] | None = None, catalogue: Sequence[Entry] = CA
         for entry in catalogue:
             print(f"{entry.name:<42}{entry.seconds:>4.0f}  {entry.sentence}")
         return 0
+    if options.merge:
+        return merged(options, catalogue)
     unknown = sorted(set(options.only or ()) - {entry.name for entry in catalogue})
     if unknown:
         print(f"--only: got {', '.join(unknown)}, expected names of --list", file=sys.stderr)
         return 2
     return run(options, [entry for entry in catalogue if not options.only or entry.name in options.only])
+
+
+def merged(options: argparse.Namespace, catalogue: Sequence[Entry]) -> int:
+    try:
+        documents = [json.loads(path.read_text(encoding="utf-8")) for path in options.merge]
+        document = merge(documents, [entry.name for entry in catalogue])
+    except KeyError as missing:
+        print(f"--merge: got a file without the field {missing}, expected documents of gpu_check.py", file=sys.stderr)
+        return 2
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"saved {save(document, options.out or RESULTS)}")
+    return 0 if document["passed"] else 1
 
 
 def run(options: argparse.Namespace, entries: Sequence[Entry], worker: Sequence[str] = WORKER) -> int:

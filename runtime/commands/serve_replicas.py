@@ -7,6 +7,8 @@ import asyncio
 import functools
 import logging
 import os
+import socket
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,6 +21,9 @@ from stepgraph.runtime.replicas.ray_serve import NAME, ReplicaPool, deployment
 from stepgraph.runtime.replicas.streams import Resumption
 from stepgraph.runtime.replicas.wire import Info
 from stepgraph.runtime.text import TextCodec
+
+ANSWER_SECONDS = 5
+STARTS = 6  # on a loaded machine Ray's own limit of 30 seconds for a start is often too short
 
 
 def run_replicas(options: argparse.Namespace) -> None:
@@ -46,12 +51,28 @@ def connect(cpus: float) -> None:
     """To the cluster of RAY_ADDRESS or of this machine, or else a new one here with at least these processors."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would send them
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
-    try:
+    if "RAY_ADDRESS" in os.environ or noted_cluster_answers():
         ray.init(address="auto", **quiet)
-    except ConnectionError:
-        if "RAY_ADDRESS" in os.environ:
-            raise
-        ray.init(num_cpus=max(os.cpu_count() or 1, int(cpus) + 1), include_dashboard=False, **quiet)
+        return
+    for attempt in range(STARTS):
+        try:
+            ray.init(address="local", num_cpus=max(os.cpu_count() or 1, int(cpus) + 1), include_dashboard=False, **quiet)
+            return
+        except Exception as error:  # Ray raises that class itself
+            ray.shutdown()
+            if "timed out during startup" not in str(error) or attempt == STARTS - 1:
+                raise
+
+
+def noted_cluster_answers() -> bool:
+    """Whether the cluster is there whose address Ray keeps in a file. A killed one leaves the file, and Ray waits for it for minutes."""
+    folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
+    try:
+        host, _, port = (Path(folder) / "ray" / "ray_current_cluster").read_text(encoding="utf-8").strip().rpartition(":")
+        with socket.create_connection((host, int(port)), ANSWER_SECONDS):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def make_engine(options: argparse.Namespace) -> Engine:

@@ -55,7 +55,7 @@ class Replica:
         self._identity = identity_of(engine)
 
     def check_health(self) -> None:
-        """Ray asks every second; after three errors the replica gets no more requests and is replaced."""
+        """Ray calls this every second; after three errors the replica gets no more requests and is replaced."""
         if self._serving.failure is not None:
             raise RuntimeError(f"the engine failed: {self._serving.failure}")
 

@@ -24,7 +24,7 @@ def page_hashes(prompt_ids: Sequence[int], page_size: int, salt: Iterable[str]) 
 
 
 class PrefixRouter:
-    """Remembers which replicas got which pages. A replica may have evicted one since; then the prefix is computed again."""
+    """Which replicas got which pages. A replica may have evicted one since; then the prefix is computed again."""
 
     def __init__(self, load_factor: float = 1.25, max_pages: int = 1 << 17) -> None:
         """load_factor: a replica gets no request for its prefix while it has more than this times the mean number of requests."""

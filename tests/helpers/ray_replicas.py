@@ -19,7 +19,7 @@ from stepgraph.runtime.request import FinishReason
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = Vocabulary.printable()
-ROWS, LENGTH, STARTS = 8, 400, 6
+ROWS, LENGTH = 8, 400
 Request = tuple[list[int], dict[str, Any]]
 
 
@@ -67,20 +67,13 @@ def requests(count: int, length: int) -> list[Request]:
 
 @contextmanager
 def cluster() -> Iterator[None]:
-    """A Ray of this process. On a loaded machine its own limit of 30 seconds for a start is often too short."""
+    """A Ray of this process."""
     import ray
 
     from stepgraph.runtime.commands.serve_replicas import connect
 
     os.environ["PYTHONPATH"] = str(ROOT)
-    for attempt in range(STARTS):
-        try:
-            connect(4)
-            break
-        except Exception as error:  # Ray raises that class itself
-            ray.shutdown()
-            if "timed out during startup" not in str(error) or attempt == STARTS - 1:
-                raise
+    connect(4)
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ MIB = 1 << 20
 MOST_POINTS = 120  # kept of a figure over time
 # A figure grows if its slope is above zero by more than so many standard errors. One of forty figures is by chance in one run of twenty.
 SIGNIFICANT = 3.0
+LAGS = 36  # points whose errors depend on each other: an engine holds what an act left until its next one, a turn of twelve acts later
 # What a run cannot measure as a slope, however small the error is, because it happens once:
 # * within the first FILLING_SECONDS heaps, caches and threads of the engines fill, by as much as the first two numbers: an absolute value,
 #   or a share of the mean if that is more. Fifteen minutes is how long resident memory rose at the same allocated bytes.
@@ -35,7 +36,7 @@ ALLOWED: dict[str, tuple[float, float, float]] = {
     "pages": (0, 0.0, 0),
     "rows": (0, 0.0, 0),
     "grammar_bytes": (MIB, 0.2, MIB / 4),
-    "matchers": (40, 0.1, 1),
+    "matchers": (40, 0.1, 12),  # later: one for each engine, which keeps those of its last rounds
     "objects": (5000, 0.05, 1000),  # later: two for each sample
     "tensors": (200, 0.1, 10),
 }
@@ -46,7 +47,7 @@ LATE = ", last half"
 def report(soak: Soak, interrupted: bool = False) -> dict[str, Any]:
     settled = soak.samples(settled=True)
     trends = lines(settled, soak.warm_at)
-    growing = {name: trend.why for name, trend in judged(trends).items() if not trend.flat}
+    growing = {name: trend.why for name, trend in grown(trends).items()}
     trend_name = bool(trends)
     reason = (
         f"{soak.num_problems} problems: {soak.problems[0][:300]}"
@@ -88,6 +89,8 @@ def written(found: dict[str, Any]) -> str:
 def lines(samples: Sequence[Sample], warm_at: float | None) -> dict[str, Trend]:
     """Trends of each figure of the settled samples, and of the object count of each type: after warm-up, and in the last half of that."""
     warm = _warm(samples, warm_at)
+    filled = [each for each in warm if each.seconds >= FILLING_SECONDS]
+    warm = filled if len(filled) >= 2 * LEAST_POINTS else warm
     late = warm[len(warm) // 2 :]
     found: dict[str, Trend] = {}
     for suffix, those in (("", warm), (LATE, late)):
@@ -102,9 +105,11 @@ def lines(samples: Sequence[Sample], warm_at: float | None) -> dict[str, Trend]:
     return found
 
 
-def judged(trends: Mapping[str, Trend]) -> dict[str, Trend]:
-    """Those of the last half, where it has enough points: what fills once is flat there, and a leak grows there as well."""
-    return {name: trend for name, trend in trends.items() if name.endswith(LATE) or name + LATE not in trends}
+def grown(trends: Mapping[str, Trend]) -> dict[str, Trend]:
+    """Trends of figures that grow in the whole time, and in its last half where that has enough points. A leak grows in both; what fills
+    once is flat in the last half, and a last half that differs by chance does not make the whole grow."""
+    names = [name for name in trends if not name.endswith(LATE)]
+    return {name: trends[name] for name in names if not trends[name].flat and (name + LATE not in trends or not trends[name + LATE].flat)}
 
 
 def changes(samples: Sequence[Sample], warm_at: float | None) -> dict[str, list[int]]:
@@ -184,7 +189,7 @@ def _slope_error(seconds: Sequence[float], rests: Sequence[float]) -> float:
     """The standard error of a slope, from the distances to the line at centred times: the larger one of that for independent points, which
     is too small where points are like those before them, as what engines hold changes slowly, and that of Newey and West (1987)."""
     count, spread = len(rests), math.fsum(second * second for second in seconds)
-    scores, lags = [second * rest for second, rest in zip(seconds, rests, strict=True)], math.isqrt(count)
+    scores, lags = [second * rest for second, rest in zip(seconds, rests, strict=True)], min(count // 4, LAGS)
     variance = math.fsum(score * score for score in scores)
     for lag in range(1, lags + 1):
         pairs = math.fsum(score * earlier for score, earlier in zip(scores[lag:], scores, strict=False))

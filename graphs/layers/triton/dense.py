@@ -58,23 +58,9 @@ def product(states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor)
         matrix = weight.t()
         torch.mm(states, matrix, out=output) if bias is None else torch.addmm(bias, states, matrix, out=output)
         return
-    wide_product[(triton.cdiv(outer, COLUMN_TILE),)](
-        states,
-        weight,
-        bias,
-        output,
-        count,
-        inner,
-        outer,
-        states.stride(0),
-        weight.stride(0),
-        ROWS=WIDE_ROWS,
-        COLUMNS=COLUMN_TILE,
-        INNER=INNER_TILE,
-        WIDE=states.device.type == "cpu",
-        num_warps=WIDE_WARPS,
-        num_stages=WIDE_STAGES,
-    )
+    arguments = states, weight, bias, output, count, inner, outer, states.stride(0), weight.stride(0)
+    tiles = {"ROWS": WIDE_ROWS, "COLUMNS": COLUMN_TILE, "INNER": INNER_TILE, "WIDE": states.device.type == "cpu"}
+    wide_product[(triton.cdiv(outer, COLUMN_TILE),)](*arguments, **tiles, num_warps=WIDE_WARPS, num_stages=WIDE_STAGES)
 
 
 def warps_of(width: int) -> int:

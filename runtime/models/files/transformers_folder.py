@@ -69,16 +69,19 @@ class TransformersCheckpoint:
 
     def _load(self, device: str | torch.device, progress: bool) -> Any:
         options = _options(self.config.dtype, _model_module().PAGED)
-        with _quiet(progress):
-            loaded, report = type(self.outlined).from_pretrained(
-                self.path,
-                **options,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
+        try:
+            with _quiet(progress), torch.random.fork_rng(devices=[]):  # tensors that are missing, and refused below, are drawn
+                loaded, report = type(self.outlined).from_pretrained(
+                    self.path,
+                    **options,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    ignore_mismatched_sizes=True,
+                    output_loading_info=True,
+                )
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"{self.path}: {type(self.outlined).__name__}: {clip_error(error)}") from error
         _check_report(self.path, report)
         loaded.eval().requires_grad_(False)
         for name, tensor in loaded.named_parameters():
@@ -104,10 +107,10 @@ def open_transformers(path: Path, dtype: torch.dtype | None = None) -> Transform
     if dtype not in DTYPES.values():
         raise ValueError(f"{path}: config.dtype: got {clip_repr(dtype)}, expected one of {', '.join(DTYPES)}")
     try:
-        with _quiet(False), torch.device("meta"):
+        with _quiet(False), torch.device("meta"), torch.random.fork_rng(devices=[]):
             outlined = kind._from_config(config, **_options(dtype, module.INSPECTED)).eval().requires_grad_(False)
         sizes = module.inspect_model(outlined)
-    except (ValueError, KeyError, TypeError, ZeroDivisionError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, ZeroDivisionError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{path}: {kind.__name__}: {clip_error(error)}") from None
     vocabulary = Vocabulary.from_table(read_folder(path, fields, sizes.vocab_size))
     return TransformersCheckpoint(path, sizes, vocabulary, outlined)

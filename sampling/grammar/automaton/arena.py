@@ -1,6 +1,6 @@
 """Blocks of one array of int32 that hold the images of grammars: shared by their users, and kept after the last one for later ones.
 
-Knows offsets and counts, not tensors: the caller copies an image into its block.
+Handles offsets and counts, not tensors: the caller copies an image into its block.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The interface between a round and the host link that drives its matchers: rows, steps, host nodes, batches.
 
-Knows pinned arrays and matchers, not graphs, streams or requests. Every mask row carries a tag (owner, committed tokens, index,
+Handles pinned arrays and matchers, not graphs, streams or requests. Every mask row carries a tag (owner, committed tokens, index,
 status), so that the device never uses a mask of another row, round or position. The index says which of the row's K + 1 masks it
 is; the stage is the index in pinned memory through which it is transferred.
 """

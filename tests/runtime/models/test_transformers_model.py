@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from stepgraph import Engine, EngineConfig
 from stepgraph.runtime.models.files.target import open_target
@@ -34,9 +35,9 @@ def test_texts_equal_plain_greedy_decoding(draft: str) -> None:
     assert draft == "none" or accepted > 5
 
 
-def changed(tmp_path: Path, **fields: Any) -> Path:
-    """A copy of a Llama folder with other fields in its config.json."""
-    folder = Path(shutil.copytree(folder_of("llama-2"), tmp_path / "model"))
+def changed(tmp_path: Path, family: str = "llama-2", **fields: Any) -> Path:
+    """A copy of a folder with other fields in its config.json."""
+    folder = Path(shutil.copytree(folder_of(family), tmp_path / "model"))
     file = folder / "config.json"
     kept = {**json.loads(file.read_text(encoding="utf-8")), **fields}
     file.write_text(json.dumps({name: value for name, value in kept.items() if value is not None}), encoding="utf-8")
@@ -60,12 +61,22 @@ def changed(tmp_path: Path, **fields: Any) -> Path:
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, r"rope_type: got 'dynamic', expected frequencies that do not depend"),
         ({"num_hidden_layers": 5}, r"model\.layers\.4\.\S+ is missing"),
         ({"num_hidden_layers": 3}, r"got 9 tensors that the config does not account for, such as model\.layers\.3\."),
+        ({"pad_token_id": 255}, "LlamaForCausalLM: Padding_idx must be within num_embeddings"),
         ({"intermediate_size": 80}, r"model\.layers\.0\.mlp\.\S+: got shape \(.*\), expected \(.*\) by the config"),
     ],
 )
 def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    folder, before = changed(tmp_path, **fields), torch.get_rng_state()
     with pytest.raises(ValueError, match=message):
-        pretrained(changed(tmp_path, **fields))
+        pretrained(folder)
+    assert torch.equal(torch.get_rng_state(), before), "transformers draws the missing tensors"
+
+
+def test_missing_tensors_that_transformers_cannot_draw_are_refused(tmp_path: Path) -> None:
+    """Found by fuzzing. Other configs refuse a negative spread themselves."""
+    folder = changed(tmp_path, "qwen2", num_hidden_layers=5, layer_types=["full_attention"] * 5, initializer_range=-0.5)
+    with pytest.raises(ValueError, match=r"model: Qwen2ForCausalLM: normal expects std >= 0\.0, but found std -0\.5"):
+        pretrained(folder)
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from stepgraph.runtime import cli
+from stepgraph.runtime.parallel.ranks import RANK_MODULE
 from stepgraph.runtime.serve.http import Bounds
+from tests.helpers.command_models import model_folder
 from tests.helpers.running_server import FORMAT, ON, engine_of, running
 
 ASKS: list[dict[str, Any]] = [
@@ -45,40 +53,82 @@ def test_wrong_flags_are_refused(flags: str, message: str, capsys: pytest.Captur
     assert code == 2 and message in capsys.readouterr().err
 
 
-@pytest.fixture
-def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
+@contextmanager
+def serving(*flags: str) -> Iterator[str]:
+    """The address of a server with two replicas."""
     pytest.importorskip("ray")
-    command = [sys.executable, "-m", "stepgraph", *FLAGS, "--port", "0", "--replicas", "2", "--replica-cpus", "0.5"]
+    command = [sys.executable, "-m", "stepgraph", *flags, "--port", "0", "--replicas", "2", "--replica-cpus", "0.5"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            yield process, process.stdout.readline().split()[-1]
+            yield process.stdout.readline().split()[-1]
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(120)
     assert process.returncode == 0
 
 
-@pytest.mark.replicas
-def test_streams_over_http_survive_a_kill(server: tuple[subprocess.Popen[str], str]) -> None:
-    """The texts are those of a server without replicas."""
-    _, url = server
-    with engine_of(FLAGS) as engine, running(engine, Bounds()) as alone, alone.client as client:
-        wanted = [client.completions.create(model="toy", **ask).choices[0].text for ask in ASKS]
+def require_the_texts_of_one_engine(
+    url: str, flags: Sequence[str], asks: Sequence[dict[str, Any]], victims: Callable[[], list[int]]
+) -> None:
+    """While one of the two processes `victims` is killed, and after it."""
+    with engine_of(flags) as engine, running(engine, Bounds()) as alone, alone.client as client:
+        wanted = [client.completions.create(model="toy", **ask).choices[0].text for ask in asks]
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=600) as client:
-        streams: list[Any] = [client.completions.create(model="toy", stream=True, **ask) for ask in ASKS]
+        name = client.models.list().data[0].id
+        streams: list[Any] = [client.completions.create(model=name, stream=True, **ask) for ask in asks]
         texts = [next(iter(stream)).choices[0].text for stream in streams]
-        victims = [int(pid) for pid in replica_processes()]
-        assert len(victims) == 2
-        os.kill(victims[0], signal.SIGKILL)
+        found = victims()
+        assert len(found) == 2
+        os.kill(found[0], signal.SIGKILL)
         for index, stream in enumerate(streams):
             for chunk in stream:
                 texts[index] += chunk.choices[0].text
-        again = [client.completions.create(model="toy", **ask).choices[0].text for ask in ASKS]
+        again = [client.completions.create(model=name, **ask).choices[0].text for ask in asks]
     assert texts == again == wanted
 
 
-def replica_processes() -> list[str]:
+@pytest.mark.replicas
+def test_the_address_of_a_killed_cluster_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    from stepgraph.runtime.commands.serve_replicas import noted_cluster_answers
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert not noted_cluster_answers()
+    (tmp_path / "ray").mkdir()
+    note = tmp_path / "ray" / "ray_current_cluster"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        note.write_text(f"127.0.0.1:{listener.getsockname()[1]}\n")
+        assert noted_cluster_answers()
+    assert not noted_cluster_answers()
+
+
+@pytest.mark.replicas
+def test_streams_over_http_survive_a_kill() -> None:
+    """The texts are those of a server without replicas."""
+    with serving(*FLAGS) as url:
+        require_the_texts_of_one_engine(url, FLAGS, ASKS, lambda: processes("ray::ServeReplica:stepgraph"))
+
+
+@pytest.mark.replicas
+def test_streams_survive_a_lost_rank_of_a_divided_model() -> None:
+    """And the server leaves no rank."""
+    flags = "--eager -k 2 --draft-length 2 --max-rows 4 --max-length 1024 --no-log --threads 1 --dtype float32".split()
+    flags = ["serve", str(model_folder()), *flags, "--round-timeout-seconds", "60", "--tensor-parallel", "2"]
+    draws = ({"temperature": 0}, {"temperature": 0.9, "seed": 4})
+    asks = [{"prompt": f"ab{index}", "max_tokens": 900, **draws[index % 2], "extra_body": ON} for index in range(4)]  # two on each replica
+    with serving(*flags) as url:
+        require_the_texts_of_one_engine(url, flags, asks, lambda: processes(RANK_MODULE))
+        with urllib.request.urlopen(f"{url.removesuffix('/v1')}/metrics", timeout=60) as answer:
+            found = re.search(r"^stepgraph_streams_continued_total (\d+)$", answer.read().decode(), re.MULTILINE)
+        assert found and int(found[1]) > 0
+    end = time.monotonic() + 30
+    while processes(RANK_MODULE):
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+def processes(part: str) -> list[int]:
     """Ray names the processes of replicas after their application."""
     found = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    return [line.split()[0] for line in found.splitlines() if "ray::ServeReplica:stepgraph" in line]
+    return [int(line.split()[0]) for line in found.splitlines() if part in line]

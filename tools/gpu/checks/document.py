@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
+MISSING = "missing"  # version of a package that is not installed
 BAD = ("failed", "crashed", "timed out", "interrupted")
 
 
@@ -27,6 +28,29 @@ def compose(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], quick: 
         "goals": [judge(goal, rows, rehearsal) for goal in GOALS],
         "checks": list(rows),
     }
+
+
+def merge(documents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """One document of several that ran different checks at one commit on one device. names: of all checks, in order.
+
+    ValueError if they do not belong together, or ran a check twice.
+    """
+    first = documents[0]
+    for key in ("format", "mode", "device", "driver", "cuda", "python", "commit", "quick"):
+        if found := [document[key] for document in documents if document[key] != first[key]]:
+            raise ValueError(f"--merge: got {key} {first[key]!r} and {found[0]!r}, expected documents of one commit, device and length")
+    versions: dict[str, str] = {}
+    for package, version in (pair for document in documents for pair in document["versions"].items()):
+        if MISSING not in (version, versions.get(package, version)) and version != versions.get(package, version):
+            raise ValueError(f"--merge: got {package} {versions[package]} and {version}, expected one version")
+        versions[package] = versions.get(package, version) if version == MISSING else version
+    rows = sorted((row for document in documents for row in document["checks"]), key=lambda row: names.index(row["name"]))
+    if twice := sorted({row["name"] for row in rows if sum(row["name"] == other["name"] for other in rows) > 1}):
+        raise ValueError(f"--merge: got {', '.join(twice)} more than once, expected each check in one document")
+    facts = {key: value for key, value in first.items() if key not in ("format", "quick", "whole", "seconds", "passed", "goals", "checks")}
+    facts |= {"versions": versions, "date": min(document["date"] for document in documents)}
+    whole = [row["name"] for row in rows] == list(names)
+    return compose(facts, rows, first["quick"], whole, sum(document["seconds"] for document in documents))
 
 
 def file_name(document: Mapping[str, Any]) -> str:

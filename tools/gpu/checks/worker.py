@@ -23,6 +23,7 @@ import torch
 
 from stepgraph.sampling.grammar.link.library import Unavailable, load
 from tools.gpu.checks.context import Context, Skipped
+from tools.gpu.checks.document import MISSING
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 PACKAGES = ("torch", "triton", "xgrammar", "llguidance", "apache-tvm-ffi", "flashinfer-python", "transformers", "numpy")
@@ -110,7 +111,7 @@ def describe(rehearsal: str) -> dict[str, Any]:
         return {"refusal": f"torch {torch.__version__} sees no GPU here; --rehearse runs the same checks on the CPU"}
     versions = {}
     for package in PACKAGES:
-        versions[package] = "missing"
+        versions[package] = MISSING
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return {
