@@ -21,8 +21,9 @@ _failed: list[torch.cuda.CUDAGraph] = []  # torch's allocators keep a pointer in
 one_at_a_time = threading.RLock()  # torch allows one capture per process; each includes its warm-up: see CudaBackend
 _taken_streams: set[int] = set()  # torch reuses streams round-robin; two captures must not share one
 _free_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)  # by device
-_free_capture_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)  # by device
+_free_capture_streams: defaultdict[tuple[int, int], list[torch.cuda.Stream]] = defaultdict(list)  # by device and cuBLAS handle
 _workspaces: dict[int, _Workspaces] = {}  # by the handle of a capture stream
+_first_workspaces: dict[int, _Workspaces] = {}  # by device: torch gives the handle of a thread together with a workspace for some stream
 
 
 class GraphPool:
@@ -84,24 +85,30 @@ def take_stream(device: torch.device) -> torch.cuda.Stream:
 
 def take_capture_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream for captures only, to be returned with `give_stream`. Not one of torch's, which torch.cuda.Stream() returns in turn: eager
-    products of other code on it would use the workspace of its graphs while they run."""
+    products of other code on it would use the workspace of its graphs while they run.
+
+    It is new or was taken with the cuBLAS handle of this thread before: for each other handle it would have another workspace.
+    """
     with torch.cuda.device(device), one_at_a_time:
-        free = _free_capture_streams[torch.cuda.current_device()]
-        if free:
-            return free.pop()
+        index = torch.cuda.current_device()
+        if index in _first_workspaces:
+            free = _free_capture_streams[index, _first_workspaces[index].blas_handle()]
+            if free:
+                return free.pop()
         torch.cuda.mem_get_info()  # creates a context for this thread; driver calls need one
-        handle = ctypes.c_void_p()
-        if code := driver_library().cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING):
+        made = ctypes.c_void_p()
+        if code := driver_library().cuStreamCreate(ctypes.byref(made), _NON_BLOCKING):
             raise RuntimeError(f"cuStreamCreate failed: error {code}")
-        stream = torch.cuda.ExternalStream(handle.value, device)
-        _workspaces[stream.cuda_stream] = _Workspaces(stream)
-        return stream
+        workspaces = _Workspaces(torch.cuda.ExternalStream(made.value, device))
+        _first_workspaces.setdefault(index, workspaces)
+        _workspaces[workspaces.stream.cuda_stream] = workspaces
+        return workspaces.stream
 
 
 def give_stream(stream: torch.cuda.Stream) -> None:
     _taken_streams.discard(stream.cuda_stream)
-    free = _free_capture_streams if stream.cuda_stream in _workspaces else _free_streams
-    free[stream.device_index].append(stream)
+    workspaces, device = _workspaces.get(stream.cuda_stream), stream.device_index
+    (_free_streams[device] if workspaces is None else _free_capture_streams[device, workspaces.made_with]).append(stream)
 
 
 def hold_workspaces(streams: Iterable[torch.cuda.Stream]) -> None:
@@ -120,7 +127,7 @@ class _Workspaces(GraphPool):
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         super().__init__(stream)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self.made_with, self._graph = self.blas_handle(), torch.cuda.CUDAGraph()
         with self._allocating():
             self._bias, self._matrix, self._product = (
                 torch.zeros(size, dtype=torch.float16, device=stream.device) for size in ((16,), (16, 16), (16, 16))
@@ -131,17 +138,21 @@ class _Workspaces(GraphPool):
     def hold(self) -> None:
         """Have torch allocate the workspaces that the calling thread lacks, here."""
         keeper = self._keeper
-        self._graph = None  # first: newer versions of torch free the workspaces of a stream with each graph that was captured on it
+        self._graph.reset()  # first: newer versions of torch free the workspaces of a stream with each graph that was captured on it
         graph = torch.cuda.CUDAGraph()
         try:
-            with self._allocating():
-                torch.cuda.current_blas_handle()  # a handle cannot be made in a capture
+            self.blas_handle()  # a handle cannot be made in a capture
             with capturing(graph, self):
                 self._multiply()
         finally:
             if keeper is not self._keeper:
                 _failed.append(keeper)  # graphs use the memory of this pool
         self._graph = graph
+
+    def blas_handle(self) -> int:
+        """The handle of this thread, for which torch has a workspace then."""
+        with self._allocating():
+            return torch.cuda.current_blas_handle()
 
     def _multiply(self) -> None:
         """With a bias, so by cuBLASLt, which has a workspace of its own. torch allocates that in such a call only."""
