@@ -152,7 +152,8 @@ class _Workspaces(GraphPool):
     def blas_handle(self) -> int:
         """The handle of this thread, for which torch has a workspace then."""
         with self._allocating():
-            return torch.cuda.current_blas_handle()
+            handle: int = torch.cuda.current_blas_handle()
+        return handle
 
     def _multiply(self) -> None:
         """With a bias, so by cuBLASLt, which has a workspace of its own. torch allocates that in such a call only."""

@@ -243,6 +243,9 @@ class Together:
     def __init__(self, order: random.Random, count: int = 2) -> None:
         self.raised: list[BaseException] = []
         self.engines: list[Engine] = []
+        self._used = threading.Barrier(
+            count
+        )  # no thread ends before another begins: each has a cuBLAS handle, and so workspaces, of its own
         threads = [threading.Thread(target=self._serve, args=(turn,)) for turn in range(count)]
         for thread in threads:
             thread.start()
@@ -264,6 +267,7 @@ class Together:
             assert engine.stats().running == 1
         except BaseException as error:
             self.raised.append(error)
+        self._used.wait(600)
 
 
 def settle() -> None:
