@@ -194,8 +194,8 @@ def engine() -> Iterator[Engine]:
     ("arguments", "message"),
     [
         ({"prompt": [1] * 24}, "prompt: got 24 tokens, expected fewer than EngineConfig.max_length=24"),
-        ({"prompt": [1], "sampling": SamplingParams(stop_token_ids=(5, 6))}, "stop_token_ids: got 3 .*, expected at most 2"),
-        ({"prompt": [1], "sampling": SamplingParams(logit_bias={5: 1, 6: 1})}, "logit_bias: got 2 tokens, expected at most max_bias"),
+        ({"prompt": [1], "sampling": SamplingParams(stop_token_ids=(5, 6))}, "stop_token_ids: got 3 .*EngineConfig.max_stop_ids=2"),
+        ({"prompt": [1], "sampling": SamplingParams(logit_bias={5: 1, 6: 1})}, "logit_bias: got 2 .*EngineConfig.max_bias_ids=1"),
     ],
 )  # fmt: skip
 def test_engine_sizes_are_enforced(engine: Engine, arguments: dict[str, Any], message: str) -> None:
