@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy
+
 from tools.origin import origin
 from tools.soak.process import Sample
 from tools.soak.soak import Soak, columns
@@ -188,11 +190,10 @@ def fit(seconds: Sequence[float], values: Sequence[float], slack: float, share: 
 def _slope_error(seconds: Sequence[float], rests: Sequence[float]) -> float:
     """The standard error of a slope, from the distances to the line at centred times: the larger one of that for independent points, which
     is too small where points are like those before them, as what engines hold changes slowly, and that of Newey and West (1987)."""
-    count, spread = len(rests), math.fsum(second * second for second in seconds)
-    scores, lags = [second * rest for second, rest in zip(seconds, rests, strict=True)], min(count // 4, LAGS)
-    variance = math.fsum(score * score for score in scores)
+    times, distances, count = numpy.array(seconds), numpy.array(rests), len(rests)
+    spread, scores, lags = float(times @ times), times * distances, min(count // 4, LAGS)
+    variance = float(scores @ scores)
     for lag in range(1, lags + 1):
-        pairs = math.fsum(score * earlier for score, earlier in zip(scores[lag:], scores, strict=False))
-        variance += 2 * (1 - lag / (lags + 1)) * pairs
-    independent = math.fsum(rest * rest for rest in rests) / (count - 2) * spread
+        variance += 2 * (1 - lag / (lags + 1)) * float(scores[lag:] @ scores[:-lag])
+    independent = float(distances @ distances) / (count - 2) * spread
     return math.sqrt(max(variance, independent)) / spread
