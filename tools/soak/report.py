@@ -192,8 +192,7 @@ def _slope_error(seconds: Sequence[float], rests: Sequence[float]) -> float:
     is too small where points are like those before them, as what engines hold changes slowly, and that of Newey and West (1987)."""
     times, distances, count = numpy.array(seconds), numpy.array(rests), len(rests)
     spread, scores, lags = float(times @ times), times * distances, min(count // 4, LAGS)
-    variance = float(scores @ scores)
-    for lag in range(1, lags + 1):
-        variance += 2 * (1 - lag / (lags + 1)) * float(scores[lag:] @ scores[:-lag])
+    pairs = sum((1 - lag / (lags + 1)) * float(scores[lag:] @ scores[:-lag]) for lag in range(1, lags + 1))
+    variance = float(scores @ scores) + 2 * pairs
     independent = float(distances @ distances) / (count - 2) * spread
     return math.sqrt(max(variance, independent)) / spread
