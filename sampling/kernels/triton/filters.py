@@ -135,7 +135,9 @@ def _at(sums, index):
 
 
 @triton.jit
-def _bucket_sums(weights, counts, bucket, edges, tiles, COUNTS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr):
+def _bucket_sums(
+    weights, counts, bucket, edges, tiles, COUNTS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr
+):
     """The units, or if COUNTS the number, of the weights of one bucket of a line that are at least each edge. Bucket 0 has only zeros."""
     tile = tl.arange(0, TILES)[:, None]
     ends = counts + tile * _BUCKETS + bucket
@@ -155,7 +157,16 @@ def _bucket_sums(weights, counts, bucket, edges, tiles, COUNTS: tl.constexpr, TI
 
 @triton.jit
 def _least_enough(
-    weights, counts, totals, target, tiles, COUNTS: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr
+    weights,
+    counts,
+    totals,
+    target,
+    tiles,
+    COUNTS: tl.constexpr,
+    BITS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """The greatest weight of a line from which on the sum is enough, as bits. `totals`: of the weights from each bucket on."""
     bucket = _last_enough(totals, target)
