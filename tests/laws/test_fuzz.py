@@ -10,18 +10,21 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stepgraph.runtime.request import StepEvent
 from stepgraph.sampling import fields, params
 from stepgraph.sampling.grammar.compile import backends
 from stepgraph.sampling.grammar.tokenizers import table
 from tests.fuzz.doors import DOORS
 from tests.fuzz.loop import Door, Find, attempt, fuzz
 from tests.fuzz.reached import Reached
+from tests.fuzz.server import ServerDoor
 from tests.fuzz.values import blob, built, bytes_of, form
 from tests.fuzz.watch import Watch
 
@@ -93,6 +96,27 @@ def test_search_finds_a_removed_guard(doors: Callable[[str], Door], monkeypatch:
     monkeypatch.setitem(params.CHECKS, "temperature", fields.optional(fields.Check(fields.is_number, "a number")))
     report = fuzz(doors("sampling"), 1000)
     assert [find.what for find in report.finds if "a number that is none was taken" in find.what]
+
+
+@pytest.mark.parametrize("cancels", [True, False])
+def test_job_may_outlive_its_answer_by_the_step_in_progress_only(
+    doors: Callable[[str], Door], cancels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = doors("http")
+    assert isinstance(door, ServerDoor)
+    engine = door.engine
+    step = engine.step
+
+    def slow_step() -> Sequence[StepEvent]:
+        time.sleep(0.02)  # the answer ends within a step
+        return step()
+
+    monkeypatch.setattr(engine, "step", slow_step)
+    if not cancels:
+        monkeypatch.setattr(engine.queue, "cancel", lambda job: False)
+    body = {"prompt": "x", "max_tokens": 40, "ignore_eos": True, "logit_bias": {"65": 100}, "stop": ["A"]}
+    found = attempt(door, {"path": "/v1/completions", "body": body}, Watch(door.allowed), Reached())
+    assert found is True if cancels else isinstance(found, Find) and "tokens of jobs after their answers" in found.what
 
 
 class Careless(Door):

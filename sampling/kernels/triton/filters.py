@@ -1,10 +1,10 @@
 """The Triton programs of race, distribution and draw, and their launches. Imported only where Triton can launch.
 
 One number decides which tokens are kept: the smallest kept weight. Weights from 0 to 1 have the order of their bits, so the number is
-found digit by digit: first the k-th largest weight by counting, then the smallest weight of the top-p set by summing units. One launch
-sorts the weights of every tile of the vocabulary and keeps running sums; then one program per line finds both numbers by searches in
-its sorted tiles. Sums are integers, so their order does not matter. The number of steps does not depend on the data. A row without a
-filter is not sorted.
+found as two: the k-th largest weight by counting, then the smallest weight of the top-p set by summing units. One launch sorts the
+weights of every tile of the vocabulary and sums its buckets, one per exponent; then one program per line finds the bucket of each
+number, and in the few weights of that bucket its other bits, digit by digit. Sums are integers, so their order does not matter. A row
+without a filter is not sorted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ FILTER_TILE = 2048  # tokens per program
 RACE_TILE = 1024
 FIND_WARPS = 16  # a line has one program
 KEEP_REGISTERS = 64  # no spills; sm_100 would take more
+FIND_WINDOW = 1024  # weights of a bucket at a time
 DIGIT_BITS = 4  # of the smallest kept weight, found at a time
-WEIGHT_BITS = 30  # of a float32 from 0 to 1: sign and highest exponent bit are 0
 
 _TEMPERATURE = tl.constexpr(int(Param.TEMPERATURE))
 _TOP_K = tl.constexpr(int(Param.TOP_K))
@@ -36,7 +36,9 @@ _MIN_P = tl.constexpr(int(Param.MIN_P))
 _UNIT = tl.constexpr(2.0**sampler.UNIT_BITS)
 _FROM_UNIT = tl.constexpr(2.0**-sampler.UNIT_BITS)
 _LAST_ID = tl.constexpr(0x7FFFFFFF)
-_BLOCK = tl.constexpr(8)  # sorted weights per running sum
+_BLOCK = tl.constexpr(8)  # sorted weights per sum of units
+_BUCKETS = tl.constexpr(128)  # of weights from 0 to 1, by exponent
+_BUCKET_SHIFT = tl.constexpr(23)  # a weight's bits without its exponent
 
 
 @triton.jit
@@ -84,44 +86,104 @@ def _units(weight_bits):
 
 
 @triton.jit
-def _counts_from(weights, edges, width, TILE: tl.constexpr, TILES: tl.constexpr):
-    """How many of the sorted weights of each tile are at least each edge, [TILES, edges]."""
-    start = tl.arange(0, TILES) * TILE
-    length, start = tl.minimum(width - start, TILE)[:, None], start[:, None]
-    found = tl.zeros([TILES, edges.shape[0]], tl.int32)
+def _filters(own, width):
+    """Whether the row of these parameters keeps some of its tokens only."""
+    top_k = tl.load(own + _TOP_K)
+    return ((top_k > 0) & (top_k < width)) | (tl.load(own + _TOP_P) < 1) | (tl.load(own + _MIN_P) > 0)
+
+
+@triton.jit
+def _counts_from(weights, edges, length, TILE: tl.constexpr):
+    """How many of the first `length` of these falling weights are at least each edge."""
+    found = tl.zeros(edges.shape, tl.int32)
     for step in tl.static_range(32):
         if TILE >> step > 0:
             probe = found + (TILE >> step)
-            bits = tl.load(weights + start + probe - 1, mask=probe <= length, other=-1)
-            found = tl.where(bits >= edges[None, :], probe, found)
+            found = tl.where(tl.load(weights + probe - 1, mask=probe <= length, other=-1) >= edges, probe, found)
     return found
 
 
 @triton.jit
-def _units_from(weights, running, edges, width, TILE: tl.constexpr, TILES: tl.constexpr):
-    """The units of all weights of a line that are at least each edge."""
-    count = _counts_from(weights, edges, width, TILE, TILES)
-    tile = tl.arange(0, TILES)[:, None]
-    block = tl.minimum(count, TILE - 1) // _BLOCK  # of a whole tile the last one
-    total = tl.load(running + tile * (TILE // _BLOCK) + block, mask=count > 0, other=0)
+def _units_of(weights, blocks, counts):
+    """The units of the first weights of a tile, of as many as each count says."""
+    block = tl.maximum(counts - 1, 0) // _BLOCK
+    total = tl.load(blocks + block)
     for index in tl.static_range(_BLOCK):
         offset = block * _BLOCK + index
-        total += _units(tl.load(weights + tile * TILE + offset, mask=offset < count, other=0))
-    return tl.sum(total, 0)
+        total += _units(tl.load(weights + offset, mask=offset < counts, other=0))
+    return total
 
 
 @triton.jit
-def _raised(low, sums, target, shift):
-    """`low` plus the greatest digit at this shift whose sum is enough. Sums fall with the digit."""
-    digit = tl.arange(0, sums.shape[0])
-    enough = (digit > 0) & (sums.to(tl.float64) >= target)
-    return low + (tl.sum(enough.to(tl.int64), 0) << shift)
+def _last_enough(sums, target):
+    """The index of the last sum that is enough, 0 if none is. Sums fall with the index."""
+    index = tl.arange(0, sums.shape[0])
+    return tl.max(tl.where(sums.to(tl.float64) >= target, index, 0), 0)
 
 
 @triton.jit
-def _edges(low, shift, BITS: tl.constexpr):
-    """The weights' bits at which a digit begins. Beyond the int32, above every weight."""
-    return tl.minimum(low + (tl.arange(0, 1 << BITS).to(tl.int64) << shift), _LAST_ID).to(tl.int32)
+def _line_sums(table, tiles, TILES: tl.constexpr):
+    """The sums over the tiles of a line, [_BUCKETS] int64."""
+    tile = tl.arange(0, TILES)[:, None]
+    return tl.sum(tl.load(table + tile * _BUCKETS + tl.arange(0, _BUCKETS)[None, :], mask=tile < tiles, other=0).to(tl.int64), 0)
+
+
+@triton.jit
+def _at(sums, index):
+    """This one of the sums, 0 beyond them."""
+    return tl.sum(tl.where(tl.arange(0, sums.shape[0]) == index, sums, 0), 0)
+
+
+@triton.jit
+def _bucket_sums(
+    weights, counts, bucket, edges, tiles, COUNTS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr
+):
+    """The units, or if COUNTS the number, of the weights of one bucket of a line that are at least each edge. Bucket 0 has only zeros."""
+    tile = tl.arange(0, TILES)[:, None]
+    ends = counts + tile * _BUCKETS + bucket
+    first = tl.load(ends + 1, mask=tile < tl.where(bucket < _BUCKETS - 1, tiles, 0), other=0)
+    last = tl.load(ends, mask=tile < tl.where(bucket > 0, tiles, 0), other=0)
+    most = tl.max(tl.max(last - first, 1), 0)
+    sums = tl.zeros([edges.shape[0]], tl.int64)
+    while most > 0:
+        at = first + tl.arange(0, WINDOW)[None, :]
+        bits = tl.reshape(tl.load(weights + tile * TILE + at, mask=at < last, other=-1), [TILES * WINDOW])
+        amounts = tl.full([TILES * WINDOW], 1, tl.int64) if COUNTS else _units(bits)
+        sums += tl.sum(tl.where(bits[:, None] >= edges[None, :], amounts[:, None], 0), 0)
+        first += WINDOW
+        most -= WINDOW
+    return sums
+
+
+@triton.jit
+def _least_enough(
+    weights,
+    counts,
+    totals,
+    target,
+    tiles,
+    COUNTS: tl.constexpr,
+    BITS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """The greatest weight of a line from which on the sum is enough, as bits. `totals`: of the weights from each bucket on."""
+    bucket = _last_enough(totals, target)
+    above, low = _at(totals, bucket + 1), bucket << _BUCKET_SHIFT
+    digits = tl.arange(0, 1 << BITS)
+    for step in range((_BUCKET_SHIFT + BITS - 1) // BITS):
+        shift = (_BUCKET_SHIFT + BITS - 1) // BITS * BITS - BITS * (step + 1)
+        sums = above + _bucket_sums(weights, counts, bucket, low + (digits << shift), tiles, COUNTS, TILE, TILES, WINDOW)
+        low += _last_enough(sums, target) << shift
+    return low
+
+
+@triton.jit
+def _held(weights, counts, totals, low, tiles, TILE: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr):
+    """The units of the weights of a line that are at least `low`."""
+    bucket, edge = low >> _BUCKET_SHIFT, low + tl.arange(0, 1)
+    return _at(totals, bucket + 1) + tl.max(_bucket_sums(weights, counts, bucket, edge, tiles, False, TILE, TILES, WINDOW), 0)
 
 
 @triton.jit
@@ -147,7 +209,9 @@ def sort_tile(
     row_params,  # [B, >= 4] float32
     maxima,  # [B * Q, tiles] int64
     weights,  # [B * Q, weights_stride] int32, written: the bits of the weights of each tile, the largest first
-    running,  # [B * Q, tiles, TILE / _BLOCK] int64, written: the units before each block of these
+    blocks,  # [B * Q, tiles, TILE / _BLOCK] int64, written: the units up to the end of each block of these before it
+    counts,  # [B * Q, tiles, _BUCKETS] int32, written: how many of these are in each bucket or a higher one
+    units,  # [B * Q, tiles, _BUCKETS] int64, written: the units of these
     positions,
     width,
     row_stride,
@@ -157,61 +221,76 @@ def sort_tile(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """The weights of one tile in falling order, where a row has a filter, and their running sums. TILES is a power of two >= tiles."""
-    line = tl.program_id(0).to(tl.int64)
+    """The weights of one tile in falling order and the sums of its buckets; of a row without a filter the units only, in place of those of
+    bucket 0. TILES is a power of two >= tiles."""
+    line, tile = tl.program_id(0).to(tl.int64), tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     own = row_params + (line // positions) * row_params_stride
-    temperature, top_k, least = tl.load(own + _TEMPERATURE), tl.load(own + _TOP_K), tl.load(own + _MIN_P)
+    temperature = tl.load(own + _TEMPERATURE)
     if temperature > 0:
         best = value_of(_line_maximum(maxima, TILES))
         values = _logits(logits, positions, width, row_stride, position_stride, TILE)
         ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
         bits = tl.where(ids < width, _weight(values, temperature, best), -1)
-        if ((top_k > 0) & (top_k < width)) | (tl.load(own + _TOP_P) < 1) | (least > 0):
+        amounts = tl.where(bits >= 0, _units(bits), 0)
+        units += tile * _BUCKETS
+        if _filters(own, width):
             bits = tl.sort(bits, descending=True)
-        tl.store(weights + line * weights_stride + ids, bits, mask=ids < width)
-        sums = tl.sum(tl.reshape(tl.where(bits >= 0, _units(bits), 0), [TILE // _BLOCK, _BLOCK]), 1)
-        block = (line * tl.num_programs(1) + tl.program_id(1)) * (TILE // _BLOCK) + tl.arange(0, TILE // _BLOCK)
-        tl.store(running + block, tl.cumsum(sums, 0) - sums)
+            weights += line * weights_stride
+            tl.store(weights + ids, bits, mask=ids < width)
+            sums = tl.sum(tl.reshape(tl.where(bits >= 0, _units(bits), 0), [TILE // _BLOCK, _BLOCK]), 1)
+            blocks += tile * (TILE // _BLOCK)
+            tl.store(blocks + tl.arange(0, TILE // _BLOCK), tl.cumsum(sums, 0) - sums)
+            tl.debug_barrier()  # what other threads stored is read
+            bucket, start = tl.arange(0, _BUCKETS), tl.program_id(1) * TILE
+            found = _counts_from(weights + start, bucket << _BUCKET_SHIFT, tl.minimum(width - start, TILE), TILE)
+            tl.store(counts + tile * _BUCKETS + bucket, found)
+            tl.store(units + bucket, _units_of(weights + start, blocks, found))
+        else:
+            tl.store(units, tl.sum(amounts, 0))
 
 
 @triton.jit
 def find_least(
     row_params,  # [B, >= 4] float32
     weights,  # [B * Q, weights_stride] int32
-    running,  # [B * Q, tiles, TILE / _BLOCK] int64
+    counts,  # [B * Q, tiles, _BUCKETS] int32
+    units,  # [B * Q, tiles, _BUCKETS] int64
     found,  # [B * Q, 2] int64, written: the bits of the smallest kept weight, and the units of all kept ones
     positions,
     width,
     tiles,
     row_params_stride,
     weights_stride,
-    PASSES: tl.constexpr,
     BITS: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """The smallest weight of a line that is kept. TILES is a power of two >= tiles."""
     line = tl.program_id(0).to(tl.int64)
     own = row_params + (line // positions) * row_params_stride
-    top_k, top_p, least = tl.load(own + _TOP_K), tl.load(own + _TOP_P), tl.load(own + _MIN_P)
+    top_k, top_p = tl.load(own + _TOP_K), tl.load(own + _TOP_P)
     weights += line * weights_stride
-    running += line * tiles * (TILE // _BLOCK)
-    low = tl.where(least > 0, least, 0.0).to(tl.int32, bitcast=True).to(tl.int64)
-    held = tl.zeros([], tl.int64)
+    counts += line * tiles * _BUCKETS
+    units += line * tiles * _BUCKETS
+    low, held = tl.zeros([], tl.int32), tl.zeros([], tl.int64)
     if tl.load(own + _TEMPERATURE) > 0:
-        if (top_k > 0) & (top_k < width):
-            for step in range(PASSES):
-                shift = BITS * (PASSES - 1 - step)
-                counts = tl.sum(_counts_from(weights, _edges(low, shift, BITS), width, TILE, TILES), 0)
-                low = _raised(low, counts, top_k.to(tl.float64), shift)
-        held = tl.max(_units_from(weights, running, _edges(low, 0, 0), width, TILE, TILES), 0)
-        if top_p < 1:
-            target = top_p.to(tl.float64) * held.to(tl.float64)
-            for step in range(PASSES):
-                shift = BITS * (PASSES - 1 - step)
-                low = _raised(low, _units_from(weights, running, _edges(low, shift, BITS), width, TILE, TILES), target, shift)
-            held = tl.max(_units_from(weights, running, _edges(low, 0, 0), width, TILE, TILES), 0)
-    tl.store(found + line * 2, low)
+        if _filters(own, width):
+            totals = _line_sums(units, tiles, TILES)
+            low = tl.maximum(tl.load(own + _MIN_P), 0.0).to(tl.int32, bitcast=True)
+            if (top_k > 0) & (top_k < width):
+                numbers = _line_sums(counts, tiles, TILES)
+                enough = _least_enough(weights, counts, numbers, top_k.to(tl.float64), tiles, True, BITS, TILE, TILES, WINDOW)
+                low = tl.maximum(low, enough)
+            held = _held(weights, counts, totals, low, tiles, TILE, TILES, WINDOW)
+            if top_p < 1:
+                target = top_p.to(tl.float64) * held.to(tl.float64)
+                low = tl.maximum(low, _least_enough(weights, counts, totals, target, tiles, False, BITS, TILE, TILES, WINDOW))
+                held = _held(weights, counts, totals, low, tiles, TILE, TILES, WINDOW)
+        else:
+            tile = tl.arange(0, TILES)
+            held = tl.sum(tl.load(units + tile * _BUCKETS, mask=tile < tiles, other=0), 0)
+    tl.store(found + line * 2, low.to(tl.int64))
     tl.store(found + line * 2 + 1, held)
 
 
@@ -306,27 +385,30 @@ def _filter(
     """Write the probabilities; return the candidates of the race if there is one."""
     batch, positions, width = logits.shape
     assert width <= 1 << (62 - sampler.UNIT_BITS), f"{width} weights of 2**{sampler.UNIT_BITS} units might not fit an int64"
-    lines, tiles, blocks = batch * positions, triton.cdiv(width, tile), tile // _BLOCK.value
-    shapes = ((2, lines, tiles), (lines, tiles, blocks), (lines, 2))
-    maxima_and_candidates, running, least = (torch.empty(shape, dtype=torch.int64, device=logits.device) for shape in shapes)
+    lines, tiles = batch * positions, triton.cdiv(width, tile)
+    shapes = ((2, lines, tiles), (lines, tiles, tile // _BLOCK.value), (lines, tiles, _BUCKETS.value), (lines, 2))
+    maxima_and_candidates, blocks, units, least = (torch.empty(shape, dtype=torch.int64, device=logits.device) for shape in shapes)
+    counts = torch.empty(units.shape, dtype=torch.int32, device=logits.device)
     maxima, candidates = maxima_and_candidates[0], maxima_and_candidates[1]
     sizes = (positions, width, *logits.stride()[:2])
     shape = {"TILE": tile, "TILES": triton.next_power_of_2(tiles)}
     options = {"num_warps": 8, "enable_fp_fusion": False}
     tile_maxima[(lines, tiles)](logits, maxima, *sizes, TILE=tile, **options)
-    sort_tile[(lines, tiles)](logits, params, maxima, weights, running, *sizes, params.stride(0), weights.stride(0), **shape, **options)
+    sums = weights, blocks, counts, units
+    sort_tile[(lines, tiles)](logits, params, maxima, *sums, *sizes, params.stride(0), weights.stride(0), **shape, **options)
     find_least[(lines,)](
         params,
         weights,
-        running,
+        counts,
+        units,
         least,
         positions,
         width,
         tiles,
         params.stride(0),
         weights.stride(0),
-        PASSES=triton.cdiv(WEIGHT_BITS, digit_bits),
         BITS=digit_bits,
+        WINDOW=max(1, FIND_WINDOW // shape["TILES"]),
         **shape,
         num_warps=FIND_WARPS,
     )

@@ -75,7 +75,7 @@ CATALOGUE = (
     *_entries("numbers", kernels_against_floor=10),
     # checks that decide a goal come first; the last one waits for a compiler
     *_entries("numbers", idle_between_rounds=12, weights_per_second=15, captured_against_eager=16, mask_time_is_hidden=16),
-    *_entries("numbers", constrained_rounds=45),
+    *_entries("numbers", constrained_rounds=45, sampled_rounds=10),
     *_entries("others", against_hand_written_loop=16),
     *_entries("others", patience=BUILDS, against_transformers=43),
 )
