@@ -13,6 +13,7 @@ import pytest
 
 from stepgraph.sampling.grammar.compile.backends import BACKENDS
 from tests.fuzz.doors import DOORS
+from tests.helpers import long_runs
 from tests.helpers.documents import ROOT
 from tests.helpers.vocabularies import VOCABULARIES
 from tests.laws.test_draft_chains import MASKS
@@ -152,6 +153,11 @@ def test_records_of_long_runs_are_complete_and_without_a_find() -> None:
     assert {(each["vocabulary"], each["library"]) for each in walked} == set(product(VOCABULARIES, BACKENDS))
     assert all(each["num_masks"] >= MASKS and each["differences"] == 0 for each in walked)
     assert soak["passed"] and soak["seconds"] >= 3600 and len(soak["kinds"]) == 12
+
+
+def test_a_record_of_schedules_counts_what_ran() -> None:
+    (found,) = long_runs.schedules(1)
+    assert found["counts"]["schedules"] == 1 and found["counts"]["jobs"] > 1
 
 
 def test_documents_quote_the_latest_records() -> None:
