@@ -105,16 +105,23 @@ PartSource: TypeAlias = SafetensorsSource | QuantisedSource
 class ShardSource:
     """The part of every tensor that one rank has. Nothing else is read from the files, except for scales of quantised weights."""
 
-    def __init__(self, source: PartSource, rank: int, size: int, kv_heads: int, num_tokens: int | None) -> None:
-        """kv_heads: of the whole model. Where they are fewer than ranks, neighbouring ranks have the same one. num_tokens: None for whole
-        embeddings and heads."""
-        self._source, self._rank, self._size, self._kv_size = source, rank, size, min(size, kv_heads)
+    def __init__(self, source: PartSource, rank: int, size: int, config: LlamaConfig, num_tokens: int | None) -> None:
+        """config: of the whole model. Where key-value heads are fewer than ranks, neighbouring ranks have the same one.
+        num_tokens: None for whole embeddings and heads."""
+        self._source, self._rank, self._size, self._kv_size = source, rank, size, min(size, config.num_kv_heads)
         self._tokens = None if num_tokens is None else part_of(num_tokens, rank, size)
+        query, key = (
+            (heads * config.head_size, parts) for heads, parts in ((config.num_heads, size), (config.num_kv_heads, self._kv_size))
+        )
+        self._fused = {"qkv_proj.weight": (query, key, key), "gate_up_proj.weight": ((config.intermediate_size, size),) * 2}
         self.tensors = {name: stored._replace(shape=self._shape(name, stored)) for name, stored in source.tensors.items()}
 
     def read(self, name: str) -> Tensor:
         dim = self._dimension(name)
-        found = self._source.read(name) if dim is None else self._source.read_part(name, dim, self._part(name, dim))
+        if dim is None:
+            found = self._source.read(name)
+        else:
+            found = torch.cat([self._source.read_part(name, dim, part) for part in self._parts(name, dim)], dim)
         return torch.zeros_like(found) if name.endswith(_ADDED) and self._rank else found
 
     read_scales = read
@@ -122,24 +129,35 @@ class ShardSource:
     def read_grouped(self, name: str) -> Iterator[Grouped]:
         assert isinstance(self._source, QuantisedSource), name
         dim = self._dimension(name)
-        return self._source.read_grouped(name) if dim is None else self._source.read_grouped(name, dim, self._part(name, dim))
+        if dim is None:
+            yield from self._source.read_grouped(name)
+        else:
+            for part in self._parts(name, dim):
+                yield from self._source.read_grouped(name, dim, part)
 
-    def _part(self, name: str, dim: int) -> slice:
-        length, part = self.tensors[name].shape[dim], self._rank * self._parts(name) // self._size
-        return self._tokens if self._tokens and name in _TOKEN_ROWS else slice(part * length, (part + 1) * length)
-
-    def _parts(self, name: str) -> int:
-        return self._kv_size if name.endswith(_KV_ROWS) else self._size
+    def _parts(self, name: str, dim: int) -> list[slice]:
+        """Of the dimension that the ranks divide; several of a weight that holds others."""
+        if self._tokens and name in _TOKEN_ROWS:
+            return [self._tokens]
+        plain = ((self._source.tensors[name].shape[dim], self._kv_size if name.endswith(_KV_ROWS) else self._size),)
+        start, found = 0, []
+        for length, parts in next((lengths for ending, lengths in self._fused.items() if name.endswith(ending)), plain):
+            first, width = start + self._rank * parts // self._size * (length // parts), length // parts
+            found.append(slice(first, first + width))
+            start += length
+        return found
 
     def _shape(self, name: str, stored: Stored) -> tuple[int, ...]:
         dim = self._dimension(name)
-        if self._tokens and name in _TOKEN_ROWS:
-            return self._tokens.stop - self._tokens.start, stored.shape[1]
-        return tuple(length // self._parts(name) if index == dim else length for index, length in enumerate(stored.shape))
+        if dim is None:
+            return stored.shape
+        own = sum(part.stop - part.start for part in self._parts(name, dim))
+        return *stored.shape[:dim], own, *stored.shape[dim + 1 :]
 
     def _dimension(self, name: str) -> int | None:
         """The dimension of a stored tensor that the ranks divide; None: each has it whole."""
-        endings: dict[int, tuple[str, ...]] = {0: (*_ROWS, *(_TOKEN_ROWS if self._tokens else ())), 1: _COLUMNS, 2: (_LAST,)}
+        rows = (*_ROWS, *self._fused, *(_TOKEN_ROWS if self._tokens else ()))
+        endings: dict[int, tuple[str, ...]] = {0: rows, 1: _COLUMNS, 2: (_LAST,)}
         return next((dim for dim, ending in endings.items() if name.endswith(ending)), None)
 
 
@@ -199,8 +217,8 @@ def checksum(tensor: Tensor) -> int:
 
 def check_divisible(checkpoint: object, size: int) -> Checkpoint:
     """ValueError for a model that cannot be divided among `size` ranks."""
-    expected = "expected a folder of safetensors files of Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3 or GPT-OSS"
-    if not isinstance(checkpoint, Checkpoint) or not isinstance(checkpoint.source, PartSource) or checkpoint.config.fused:
+    expected = "expected a folder of safetensors files of Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, Phi 3 or GPT-OSS"
+    if not isinstance(checkpoint, Checkpoint) or not isinstance(checkpoint.source, PartSource):
         raise ValueError(f"path: got a model that tensor_parallel={size} does not divide, {expected}")
     config = checkpoint.config
     divided = {name: getattr(config, name) for name in ("num_heads", "intermediate_size", "num_kv_heads")}
@@ -223,12 +241,12 @@ def check_divisible(checkpoint: object, size: int) -> Checkpoint:
 def _divide(checkpoint: Checkpoint, rank: int, size: int, tokens: bool = True) -> Checkpoint:
     """With the config and the tensors of one rank. tokens: also of embedding and head, which then do not stay quantised: their parts are
     no whole tiles."""
-    config, kv_heads = checkpoint.config, checkpoint.config.num_kv_heads
+    config = checkpoint.config
     heads, middle = config.num_heads // size, config.intermediate_size // size
     experts = None if config.experts is None else replace(config.experts, size=config.experts.size // size)
-    local = replace(config, num_heads=heads, num_kv_heads=max(1, kv_heads // size), intermediate_size=middle, experts=experts)
+    local = replace(config, num_heads=heads, num_kv_heads=max(1, config.num_kv_heads // size), intermediate_size=middle, experts=experts)
     assert isinstance(checkpoint.source, PartSource)
-    source = ShardSource(checkpoint.source, rank, size, kv_heads, len(checkpoint.vocabulary.tokens) if tokens else None)
+    source = ShardSource(checkpoint.source, rank, size, config, len(checkpoint.vocabulary.tokens) if tokens else None)
     part = replace(checkpoint, source=source, slices=llama_slices(local), config=local, packed={})
     layers = {name: target for name, target in part.slices.items() if name not in _TOKEN_ROWS or not tokens}
     return replace(part, packed=kept_quantised(replace(part, slices=layers))) if checkpoint.packed else part

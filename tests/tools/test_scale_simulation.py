@@ -12,7 +12,6 @@ import pytest
 
 from stepgraph import AsyncEngine, Engine, EngineConfig, SamplingParams, StepEvent, Vocabulary
 from stepgraph.runtime.models.toy import ToyTarget
-from stepgraph.runtime.replicas.router import PrefixRouter, page_hashes
 from tests.helpers.aio_runs import Gate
 from tools.scale_simulation import Costs, Load, Pool, Prediction, Simulation, capacity
 
@@ -93,43 +92,38 @@ def noted_rounds(engine: Engine) -> dict[int, list[int]]:
     return found
 
 
-async def real(replicas: int, lengths: list[int]) -> list[tuple[int, int]]:
-    """First and last round of each request; all arrive before the first round. The round is that of its engine."""
-    router, loads = PrefixRouter(), {str(index): 0 for index in range(replicas)}
+async def real(replicas: int, asks: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """First and last round of each request, of a replica and a length; all arrive before the first round. Each engine counts its own."""
     async with contextlib.AsyncExitStack() as stack:
         engines = [stack.enter_context(small_engine()) for _ in range(replicas)]
         rounds = [noted_rounds(engine) for engine in engines]
         gates = [Gate(engine) for engine in engines]
         serving = [await stack.enter_async_context(AsyncEngine(engine)) for engine in engines]
 
-        async def one(number: int) -> tuple[int, int]:
-            pages = page_hashes([number], 16, ())
-            name = router.rank(pages, loads)[0]
-            router.note(pages, name)
-            loads[name] += 1
+        async def one(number: int, replica: int, length: int) -> tuple[int, int]:
             sampling = SamplingParams(ignore_eos=True)
-            job = await serving[int(name)].generate([number + 1], max_new_tokens=lengths[number], sampling=sampling).result()
-            assert len(job.tokens) == lengths[number]
-            loads[name] -= 1
-            return rounds[int(name)][job.id][0], rounds[int(name)][job.id][-1]
+            job = await serving[replica].generate([number + 1], max_new_tokens=length, sampling=sampling).result()
+            assert len(job.tokens) == length
+            return rounds[replica][job.id][0], rounds[replica][job.id][-1]
 
-        asked = asyncio.gather(*(one(number) for number in range(len(lengths))))
+        asked = asyncio.gather(*(one(number, *ask) for number, ask in enumerate(asks)))
         for gate in gates:
             asyncio.get_running_loop().call_soon(gate.open)  # after the first part of each request
         return await asked
 
 
 class Noted(Simulation):
-    """Keeps the numbers of tokens that it draws."""
+    """Keeps the replica and the number of tokens that it draws for each request."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        self.lengths = list[int]()
+        self.asks = list[tuple[int, int]]()
 
-    def _request(self, text: int) -> Any:
-        made = super()._request(text)
-        self.lengths.append(int(made.left))
-        return made
+    def _route(self, request: Any) -> None:
+        length = int(request.left)
+        super()._route(request)
+        (name,) = (name for name, replica in self._replicas.items() if request in (*replica.rows, *replica.waiting))
+        self.asks.append((int(name), length))
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.8])
@@ -139,8 +133,9 @@ def test_real_engines_run_the_predicted_rounds(replicas: int, requests: int, spr
     load = Load(requests, math.inf, prompt_tokens=1, prefix_tokens=0, output_tokens=TOKENS, spread=spread)
     simulation = Noted(Pool(replicas, ROWS), load, Costs(1, 0, 0))
     expected = simulation.run()
-    firsts, lasts = map(sorted, zip(*asyncio.run(real(replicas, simulation.lengths)), strict=True))
-    assert len({*simulation.lengths}) > 1 or not spread
-    assert lasts[-1] == pytest.approx(sum(simulation.lengths) / expected.tokens_per_second)
+    firsts, lasts = map(sorted, zip(*asyncio.run(real(replicas, simulation.asks)), strict=True))
+    lengths = [length for _, length in simulation.asks]
+    assert len({*lengths}) > 1 or not spread
+    assert lasts[-1] == pytest.approx(sum(lengths) / expected.tokens_per_second)
     found = [values[int(share * requests)] for values in (firsts, lasts) for share in (0.5, 0.99)]
     assert found == pytest.approx([expected.first_token_p50, expected.first_token_p99, expected.request_p50, expected.request_p99])
