@@ -18,8 +18,7 @@ from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.models.draft_llama import DraftLlama, TokenMap
 from stepgraph.runtime.models.experts import ExpertMlp
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, kept_quantised
-from stepgraph.runtime.models.files.draft import Draft, DraftCheckpoint
-from stepgraph.runtime.models.files.loading import AnyDraft
+from stepgraph.runtime.models.files.draft import Draft, DraftCheckpoint, StoredDraft
 from stepgraph.runtime.models.files.quantised_folder import QuantisedSource
 from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, Stored, StoredModel, llama_slices
 from stepgraph.runtime.models.llama import Adapted, Llama, LlamaLayer, empty_weight
@@ -270,7 +269,7 @@ def shard(checkpoint: Checkpoint, ranks: Ranks) -> ShardedCheckpoint:
     )
 
 
-def shard_draft(draft: AnyDraft, ranks: Ranks) -> AnyDraft:
+def shard_draft(draft: StoredDraft | None, ranks: Ranks) -> StoredDraft | None:
     """The part of `ranks.rank` of a draft model whose layers are large enough. Others are whole on every rank."""
     if not isinstance(draft, DraftCheckpoint) or draft.model is None or _layer_weights(draft.model.config) < LEAST_LAYER_WEIGHTS:
         return draft
