@@ -36,7 +36,10 @@ class Pair(NamedTuple):
 
 
 def open_pair(drafts: int, progress: bool = False, weights: str = DEQUANTISED) -> Pair:
-    """The demonstration's models in bfloat16, or the target's weights kept quantised. Raises ValueError with the command that installs a missing part."""
+    """The demonstration's models in bfloat16, or with the target's weights kept quantised.
+
+    Raises ValueError with the command that installs a missing part.
+    """
     path = target_path()
     config = EngineConfig(max_rows=1, num_speculative_tokens=drafts)
     loaded = load_models(path, head_path(), config, dtype=torch.bfloat16, progress=progress, weights=weights)

@@ -50,7 +50,7 @@ def kept(kind: str) -> dict[str, Any]:
 def quoted() -> list[tuple[str, str]]:
     """(document, text that it must contain), from the records that the documents name."""
     variants, compiled, soak = kept("demo")["throughput"]["variants"], kept("automata")["compile"], kept("soak")
-    adaptive = kept("adaptive")
+    adaptive, packed = kept("adaptive"), [value for value, _ in kept("quantised")["ratios"].values()]
     trends, late = soak["trends"], soak["trends"]["resident_bytes, last half"]
     speed = {name: math.floor(each["tokens_per_second"] + 0.5) for name, each in variants.items()}
     tokens = {name: each.get("tokens_per_round") for name, each in variants.items()}
@@ -114,6 +114,10 @@ def quoted() -> list[tuple[str, str]]:
             ("docs/round.md", f"| {name} | " + " | ".join(f"{each['variants'][length]['over_plain']:.2f}" for length in ("3", "7", "auto")))
             for name, each in adaptive["workloads"].items()
         ),
+        ("docs/models.md", f"takes {packed[4]:.2f} of the bytes in bfloat16"),
+        ("docs/models.md", f"answers have {packed[0]:.2f} times the tokens per second of processor time"),
+        ("docs/models.md", f"with plain decoding and {packed[1]:.2f} times with drafts"),
+        ("docs/models.md", f"is exceeded by {packed[2]:.2f} and {packed[3]:.2f} times"),
         ("tools/README.md", f"{sum(goal['met'] for goal in adaptive['goals'])} of {len(adaptive['goals'])} goals are met"),
         ("tools/README.md", f"{soak['wanted_seconds'] / 60:.0f} minutes on two busy cores"),
         ("tools/README.md", f"minutes resident memory rose by {trends['resident_bytes']['per_hour'] / 1e6:.0f} MB per hour"),
@@ -131,5 +135,5 @@ def test_documents_quote_the_latest_records() -> None:
     linked = {path.name for path in RECORDS if any(path.name in text for text in texts.values())}
     assert linked >= {
         max(RESULTS.glob(f"{kind}-*.json")).name
-        for kind in ("adaptive", "demo", "legality", "automata", "maskbench", "soak", "twographs", "fills")
+        for kind in ("adaptive", "demo", "legality", "automata", "maskbench", "soak", "twographs", "fills", "quantised", "weights")
     }
