@@ -233,7 +233,10 @@ def broken_rule(error: Exception, step: Step, buffers: StaticBuffers, generators
 
 
 def tape_recorder(buffers: StaticBuffers, generators: Sequence[torch.Generator], compared: bool = False) -> Recorder:
-    return Recorder(buffers, [*generators, torch.default_generator], lambda key: False, None, compared)
+    def finish() -> None:
+        torch.cuda.current_stream(buffers.device).synchronize()
+
+    return Recorder(buffers, [*generators, torch.default_generator], lambda key: False, None, compared, finish)
 
 
 def _frames(error: Exception) -> Iterator[tuple[FrameType, int]]:
