@@ -174,7 +174,7 @@ def test_parts_have_the_weights_of_the_whole_and_other_numbers_are_not_read(
             assert sum(each.nbytes for each in read if each.dtype in (torch.int32, torch.float8_e4m3fn)) <= numbers + 2048, (name, dim)
 
 
-EXPERTS = {
+EXPERTS: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "mlp_only_layers": [1]},
 }
