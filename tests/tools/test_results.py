@@ -59,7 +59,7 @@ def kept(kind: str) -> dict[str, Any]:
 def quoted() -> list[tuple[str, str]]:
     """(document, text that it must contain), from the records that the documents name."""
     variants, compiled, soak = kept("demo")["throughput"]["variants"], kept("automata")["compile"], kept("soak")
-    adaptive = kept("adaptive")
+    adaptive, packed = kept("adaptive"), [value for value, _ in kept("quantised")["ratios"].values()]
     trends, late = soak["trends"], soak["trends"]["resident_bytes, last half"]
     speed = {name: math.floor(each["tokens_per_second"] + 0.5) for name, each in variants.items()}
     tokens = {name: each.get("tokens_per_round") for name, each in variants.items()}
@@ -75,6 +75,7 @@ def quoted() -> list[tuple[str, str]]:
     fills = [[batch["over_python_loop"] for batch in each["batches"]] for each in kept("fills")["libraries"]]
     shares = [" and ".join(f"{each['native link, called from C']:.2f}" for each in batches) for batches in fills]
     shares.append(" and ".join(f"{each['native link, automata']:.2f}" for each in fills[0]))
+    quieter = json.loads((RESULTS / "fills-2026-11-24.json").read_text(encoding="utf-8"))["libraries"][0]["batches"][0]["over_python_loop"]
     inside = [each["library_calls_over_python_loop"] for each in kept("fills")["libraries"][0]["batches"]]
     walked, fuzzed, schedules = kept("masks")["masks"], kept("fuzz"), kept("schedules")["counts"]
     outcomes, masks = bench["counts"], bench["mask_us"]["all"]["least of three"]
@@ -118,12 +119,17 @@ def quoted() -> list[tuple[str, str]]:
             f"{bench['compile_ms']['p50']:.0f} ms at the median and {bench['compile_ms']['p99']:,.0f} ms at p99 on a busy",
         ),
         *(("docs/round.md", f"{share} with") for share in shares),
+        ("docs/round.md", f"one row took {quieter['native link, called from C']:.2f}"),
         ("docs/round.md", f"xgrammar's own functions take {inside[0]:.2f} and {inside[1]:.2f} of the loop"),
         *(("docs/round.md", f"{found[0]:.2f} to {found[-1]:.2f} times") for found in gains),
         *(
             ("docs/round.md", f"| {name} | " + " | ".join(f"{each['variants'][length]['over_plain']:.2f}" for length in ("3", "7", "auto")))
             for name, each in adaptive["workloads"].items()
         ),
+        ("docs/models.md", f"takes {packed[4]:.2f} of the bytes in bfloat16"),
+        ("docs/models.md", f"answers have {packed[0]:.2f} times the tokens per second of processor time"),
+        ("docs/models.md", f"with plain decoding and {packed[1]:.2f} times with drafts"),
+        ("docs/models.md", f"is exceeded by {packed[2]:.2f} and {packed[3]:.2f} times"),
         ("tools/README.md", f"{sum(goal['met'] for goal in adaptive['goals'])} of {len(adaptive['goals'])} goals are met"),
         ("docs/constrain.md", f"{sum(each['num_masks'] for each in walked):,} masks of three libraries and three vocabularies"),
         (
@@ -158,5 +164,8 @@ def test_documents_quote_the_latest_records() -> None:
     linked = {path.name for path in RECORDS if any(path.name in text for text in texts.values())}
     assert linked >= {
         max(RESULTS.glob(f"{kind}-*.json")).name
-        for kind in ("adaptive", "demo", "legality", "automata", "maskbench", "soak", "twographs", "fills", "masks", "schedules", "fuzz")
+        for kind in (
+            *("adaptive", "demo", "legality", "automata", "maskbench", "soak", "twographs", "fills", "masks", "schedules", "fuzz"),
+            *("quantised", "weights"),
+        )
     }

@@ -55,7 +55,7 @@ def test_programs_equal_the_references_in_the_interpreter(suites: list[str]) -> 
 
 @needs_triton
 @pytest.mark.soak
-@pytest.mark.parametrize("suite", [pytest.param("advance.py", marks=needs_c), "choice.py", "filters.py", "processors.py"])
+@pytest.mark.parametrize("suite", [pytest.param("advance.py", marks=needs_c), "choice.py", "filters.py", "layers.py", "processors.py"])
 def test_programs_equal_the_references_for_all_parameters(suite: str) -> None:
     result = run("pytest", "-q", "-p", "no:cacheprovider", "-m", "soak", f"tests/helpers/interpreted/{suite}", interpret=True)
     assert "skipped" not in result and " passed" in result
