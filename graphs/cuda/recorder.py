@@ -231,4 +231,7 @@ def broken_rule(error: Exception, step: Step, buffers: StaticBuffers, generators
 
 
 def tape_recorder(buffers: StaticBuffers, generators: Sequence[torch.Generator], compared: bool = False) -> Recorder:
-    return Recorder(buffers, [*generators, torch.default_generator], lambda key: False, None, compared)
+    def finish() -> None:
+        torch.cuda.current_stream(buffers.device).synchronize()
+
+    return Recorder(buffers, [*generators, torch.default_generator], lambda key: False, None, compared, finish)

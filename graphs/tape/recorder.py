@@ -71,8 +71,10 @@ class Recorder(TorchDispatchMode):
         foreign: Callable[[int], bool],
         arena: Arena | None,  # None: intermediates stay where torch allocated them
         compared: bool = False,
+        finish: Callable[[], None] = lambda: None,  # waits for the operations of the step, where they run asynchronously
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._finish = finish
         self.compared = compared  # whether leaves are recorded for a comparison with a second recording
         self.memory = Memory(buffers, foreign, arena)
         self.rules = Rules(self.memory, generators)
@@ -100,6 +102,7 @@ class Recorder(TorchDispatchMode):
                 raise fail("unjoined-fork", f"the main stream does not wait for {loose}", loose.site)
         finally:
             torch.clear_autocast_cache()
+            self._finish()  # a tensor in host memory is restored at once, before copies to it that are still to run
             for saved in self._saved.values():
                 saved.restore()
             self._saved.clear()

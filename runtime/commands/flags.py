@@ -165,6 +165,12 @@ def serve(parser: argparse.ArgumentParser) -> None:
     add("--max-rows", type=int, default=8, metavar="N", help="requests decoded at once (default: %(default)s)")
     add("--max-length", type=int, default=2048, metavar="N", help="tokens of a prompt and its answer (default: %(default)s)")
     add("--max-queued", type=int, default=256, metavar="N", help="requests that may wait; more get status 429 (default: %(default)s)")
+    add("--max-connections", type=int, default=512, metavar="N", help="open connections; more are closed (default: %(default)s)")
+    add(
+        "--max-body-bytes", type=int, default=2 << 20, metavar="N", help="of a request; a larger one gets status 413 (default: %(default)s)"
+    )
+    words = "time for an answer, with its time in the queue; status 504 after it (default: %(default)s)"
+    add("--answer-seconds", type=float, default=600.0, metavar="SECONDS", help=words)
     add("--preemption", action="store_true", help="requests take the rows of those with larger `priority`, which continue later")
     add("--eager", action="store_true", help="capture no graphs: faster start, slower decoding")
     words = "time for a round, after which the engine and its requests end with an error (default: none; 60 with --tensor-parallel)"
@@ -226,11 +232,13 @@ def _check_replicas(options: argparse.Namespace) -> None:
 def check_serve(options: argparse.Namespace) -> None:
     for flag, least, most in (("port", 0, 65535), ("max-rows", 1, 4096), ("max-length", 2, None), ("max-queued", 1, None)):
         check_range(options, flag, least, most)
+    check_range(options, "max-connections", 1)
+    check_range(options, "max-body-bytes", 1)
     if not 0 <= options.grace <= DAY:  # also refuses NaN
         raise ValueError(f"--grace: got {options.grace}, expected a number of seconds from 0 to {DAY}")
-    seconds = options.round_timeout_seconds
-    if seconds is not None and not 0 < seconds <= DAY:  # also refuses NaN
-        raise ValueError(f"--round-timeout-seconds: got {seconds}, expected a number above 0 and at most {DAY}")
+    for flag, seconds in (("round-timeout-seconds", options.round_timeout_seconds), ("answer-seconds", options.answer_seconds)):
+        if seconds is not None and not 0 < seconds <= DAY:  # also refuses NaN
+            raise ValueError(f"--{flag}: got {seconds}, expected a number above 0 and at most {DAY}")
     check_range(options, "max-lora-rank", 1)
     _check_replicas(options)
     options.lora_modules = _named_folders(options.lora_modules, options.name or Path(options.model).name)
