@@ -129,7 +129,7 @@ class Recorder(TorchDispatchMode):
         with self.working():
             name, site = signature(func).name, call_site()
             self._join_or_fail(name)
-            if signature(func).view and not self.compared and self.memory.has(args[0]):
+            if signature(func).view and not self.compared and args and self.memory.has(args[0]):
                 self._add(Node("view", name.removeprefix("aten::"), self._stream, site))
                 return func(*args, **kwargs)
             call = Call(func, args, kwargs)
