@@ -157,11 +157,11 @@ def _filter_variants() -> list[Variant]:
 
     tile = filters.FILTER_TILE
     shape = {"TILE": tile, "TILES": 262_144 // tile}
-    found = [_variant("tile_maxima fp32", filters.tile_maxima, ["*fp32", "*i64", *["i32"] * 4], {"TILE": tile}, 8)]
-    found.append(_variant("sort_tile fp32", filters.sort_tile, ["*fp32", "*fp32", "*i64", "*i32", "*i64", *["i32"] * 6], shape, 8))
-    digits = {"PASSES": -(-filters.WEIGHT_BITS // filters.DIGIT_BITS), "BITS": filters.DIGIT_BITS}
-    types = ["*fp32", "*i32", "*i64", "*i64", *["i32"] * 5]
-    found.append(_variant("find_least", filters.find_least, types, digits | shape, filters.FIND_WARPS))
+    inputs = ["*fp32", "*fp32", "*i64", "*i64"]
+    found = [_variant("tile_maxima fp32", filters.tile_maxima, ["*fp32", "*i64", "*i64", *["i32"] * 4], {"TILE": tile}, 8)]
+    found.append(_variant("bucket_sums fp32", filters.bucket_sums, [*inputs, *["i32"] * 5], shape, 8))
+    digits = {"BITS": filters.DIGIT_BITS, "WINDOW": filters.FIND_WINDOW // shape["TILES"]}
+    found.append(_variant("find_least fp32", filters.find_least, [*inputs, "*i32", "*i32", "*i64", *["i32"] * 6], digits | shape, 8))
     for draws in (False, True):
         flags = {"HAS_IDS": draws, "DRAWS": draws, "SALT": signed(Purpose.DRAFT * GOLDEN)}
         types = ["*fp32", "*fp32", *["*i64"] * 7, "*fp32", *["i32"] * 6]

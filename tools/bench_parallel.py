@@ -65,7 +65,7 @@ def metered(meter: Meter) -> Iterator[None]:
 
         return run
 
-    def counted(group: Any, values: Tensor, seconds: float) -> list[Tensor]:
+    def counted(group: Any, values: Tensor, seconds: float) -> Tensor:
         meter.messages, meter.sent = meter.messages + 1, meter.sent + values.nbytes * (group.size() - 1)
         return gather(group, values, seconds)
 

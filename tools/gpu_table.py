@@ -27,6 +27,7 @@ NONE = (
     "No result of a GPU exists yet: `tools/results/` holds no document of `tools/gpu_check.py` from one.\n"
     "What is expected, and tried first: [tools/results/NOTES.md](tools/results/NOTES.md)."
 )
+INCOMPLETE = ("not run", "interrupted")
 NAMED = ("torch", "triton", "xgrammar", "llguidance", "flashinfer-python")
 
 
@@ -43,13 +44,26 @@ def documents(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     return [found[device] for device in sorted(found)]
 
 
+def other_rows(folder: Path, document: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Of checks that this document did not complete: the file with the latest run that did, at another commit, and the row."""
+    missing = {check["name"] for check in document["checks"] if check["verdict"] in INCOMPLETE}
+    found: dict[str, tuple[str, str, dict[str, Any]]] = {}
+    for path in sorted(folder.glob("*-part.json")):
+        part = json.loads(path.read_text(encoding="utf-8"))
+        if part["mode"] == "gpu" and not part["quick"] and part["device"] == document["device"]:
+            for row in part["checks"]:
+                if row["name"] in missing and row["verdict"] == "passed" and found.get(row["name"], ("",))[0] < part["date"]:
+                    found[row["name"]] = part["date"], path.name, row | {"commit": part["commit"]}
+    return {name: (file, row) for name, (_, file, row) in found.items()}
+
+
 def section(folder: Path) -> str:
     """The whole section with its heading."""
-    lines = [line for name, document in documents(folder) for line in _device(name, document)]
+    lines = [line for name, document in documents(folder) for line in _device(name, document, other_rows(folder, document))]
     return "\n".join([HEADING, "", *(lines or [NONE])]).rstrip() + "\n"
 
 
-def _device(name: str, document: Mapping[str, Any]) -> Iterator[str]:
+def _device(name: str, document: Mapping[str, Any], others: Mapping[str, tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
     versions = ", ".join(f"{package} {document['versions'][package]}" for package in NAMED)
     bad = [f"{check['name']} {check['verdict']}" for check in document["checks"] if check["verdict"] in BAD]
     passed = sum(check["verdict"] == "passed" for check in document["checks"])
@@ -62,18 +76,32 @@ def _device(name: str, document: Mapping[str, Any]) -> Iterator[str]:
     )
     yield ""
     yield from _table(("goal", "expected", "found", ""), (_goal(goal) for goal in document["goals"]))
-    figures = {check["name"]: check["figures"] for check in document["checks"]}
+    figures = {check["name"]: check["figures"] for check in document["checks"]} | {
+        name: row["figures"] for name, (_, row) in others.items()
+    }
+    if others:
+        runs = (f"{check} at commit {row['commit']} ([{file}](tools/results/{file}))" for check, (file, row) in sorted(others.items()))
+        yield f"That run had no time for some checks. They passed in others: {', '.join(runs)}."
+        yield ""
     rounds = [row for key, cell in figures.get("constrained_rounds", {}).items() if "over_free" in cell for row in [_round(key, cell)]]
     if rounds:
         yield from _table(("a round", "p50, us", "schema / free", "recursive / free", "host / free", "Python callbacks / free"), rounds)
-    others = [
+    loops = [
         (f"{label} {key}", f"{cell['ratio']['median']:.2f}", f"{cell['ratio']['p25']:.2f} to {cell['ratio']['p75']:.2f}")
         for check, label in (("against_hand_written_loop", "hand-written loop,"), ("against_transformers", "transformers, 1B,"))
         for key, cell in figures.get(check, {}).items()
         if isinstance(cell, Mapping) and "ratio" in cell
     ]
-    if others:
-        yield from _table(("time over ours", "ratio", "quartiles"), others)
+    if loops:
+        yield from _table(("time over ours", "ratio", "quartiles"), loops)
+    sampled = [
+        (f"{key}, {variant}", f"{cell['variants'][variant]['p50_us']:.0f}", f"{ratio['median']:.3f}")
+        for key, cell in figures.get("sampled_rounds", {}).items()
+        if isinstance(cell, Mapping) and "over_greedy" in cell
+        for variant, ratio in cell["over_greedy"].items()
+    ]
+    if sampled:
+        yield from _table(("a round that samples", "p50, us", "over a greedy one"), sampled)
 
 
 def _goal(goal: Mapping[str, Any]) -> tuple[str, ...]:

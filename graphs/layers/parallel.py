@@ -1,17 +1,37 @@
-"""Sums over the ranks of a tensor-parallel model, as an operation that a tape records and replays."""
+"""Sums over the ranks of a tensor-parallel model, as an operation that a tape records and replays, and CUDA captures."""
 
 from __future__ import annotations
 
 import datetime
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepgraph.graphs.backends import EagerContext
+from stepgraph.graphs.context import current_context
 from stepgraph.sampling.kernels.operation import operation
 
 # An operation's schema has numbers and tensors, so it names a group by its index here.
 _GROUPS: list[tuple[dist.ProcessGroup, float]] = []
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """Two groups of the same ranks, by their numbers: NCCL orders the work of a group by the calls of the host, which for a graph is one
+    launch, so work that is not in a graph has a communicator of its own."""
+
+    graph: int  # of steps that are recorded, also of their warm-ups
+    eager: int
+
+    @property
+    def current(self) -> int:
+        """That of the step that this thread runs or records."""
+        try:
+            return self.eager if isinstance(current_context(), EagerContext) else self.graph
+        except RuntimeError:  # outside of a step, as chunks of a prompt
+            return self.eager
 
 
 def register_group(group: dist.ProcessGroup, seconds: float) -> int:
@@ -20,14 +40,17 @@ def register_group(group: dist.ProcessGroup, seconds: float) -> int:
     return len(_GROUPS) - 1
 
 
-def gather(group: dist.ProcessGroup, values: Tensor, seconds: float) -> list[Tensor]:
-    """`values` of every rank of a group. RuntimeError if a rank is lost, or does not call it in time."""
+def gather(group: dist.ProcessGroup, values: Tensor, seconds: float) -> Tensor:
+    """[size, ...]: `values` of every rank of a group. RuntimeError if a rank is lost, or does not call it in time."""
     from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # some builds of torch are without it
 
-    options, found = AllgatherOptions(), [torch.empty_like(values) for _ in range(group.size())]
+    options, found = AllgatherOptions(), values.new_empty(group.size() * values.numel())
     options.timeout = datetime.timedelta(seconds=seconds)
-    group.allgather([found], [values], options).wait()
-    return found
+    options.asyncOp = False  # on a GPU: on the current stream, not on one of the group
+    work = group._allgather_base(found, values.flatten(), options)
+    if work is not None:
+        work.wait()
+    return found.view(group.size(), *values.shape)
 
 
 def _no_outputs(states: Tensor, *_: object) -> None:
@@ -38,8 +61,7 @@ def _no_outputs(states: Tensor, *_: object) -> None:
 def sum_over_ranks(states: Tensor, group: int) -> None:
     """Replace `states` by its sum over the ranks of a group, added in the order of the ranks. Every rank calls it in the same order"""
     # Not all_reduce: the order of its additions depends on the position in the tensor, so the bits of a row would depend on the batch.
-    processes, seconds = _GROUPS[group]
-    first, second, *others = gather(processes, states, seconds)
+    first, second, *others = gather(_GROUPS[group][0], states, _GROUPS[group][1]).unbind()
     torch.add(first, second, out=states)
     for part in others:
         states.add_(part)
@@ -48,5 +70,4 @@ def sum_over_ranks(states: Tensor, group: int) -> None:
 @operation(_no_outputs, writes=("found",))
 def gather_over_ranks(values: Tensor, found: Tensor, group: int) -> None:
     """Write `values` of every rank of a group to `found` [size, ...], in the order of the ranks. Every rank calls it in the same order"""
-    processes, seconds = _GROUPS[group]
-    found.copy_(torch.stack(gather(processes, values, seconds)))
+    found.copy_(gather(_GROUPS[group][0], values, _GROUPS[group][1]))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.linear import lookup
-from stepgraph.graphs.layers.parallel import gather_over_ranks, sum_over_ranks
+from stepgraph.graphs.layers.parallel import RankGroups, gather_over_ranks, sum_over_ranks
 from stepgraph.sampling import bitmask, kernels
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import GrammarMask, Processed
@@ -37,13 +37,13 @@ def part_of(total: int, rank: int, size: int) -> slice:
 class VocabularyShard(Columns):
     """Has the methods that sampled and greedy rounds use of `sampling.kernels`, over logits and probabilities [..., n] of these tokens.
 
-    tokens: [n] int64, those of `part_of` as a buffer of the model. group: of `size` ranks, which divide `total` tokens.
+    tokens: [n] int64, those of `part_of` as a buffer of the model. groups: of `size` ranks, which divide `total` tokens.
     Where an operation takes the `ids` of logits, they are these tokens, so the argument is None. row_probs, draft_probs [R, ..., all
     tokens] have zeros at the tokens of other ranks, or all values.
     """
 
-    def __init__(self, tokens: Tensor, first: int, group: int, size: int, total: int) -> None:
-        self.tokens, self.first, self.group, self.size, self.total_tokens = tokens, first, group, size, total
+    def __init__(self, tokens: Tensor, first: int, groups: RankGroups, size: int, total: int) -> None:
+        self.tokens, self.first, self.groups, self.size, self.total_tokens = tokens, first, groups, size, total
 
     @property
     def vocab_size(self) -> int:
@@ -54,7 +54,7 @@ class VocabularyShard(Columns):
         """[N, H] embeddings of any tokens [N], of which this rank's table has some."""
         index, own = self.local(tokens)
         states = torch.where(own[:, None], lookup(index, table, dtype), 0)
-        sum_over_ranks.out(states, self.group)
+        sum_over_ranks.out(states, self.groups.current)
         return states
 
     def ids(self, values: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class VocabularyShard(Columns):
 
     def total(self, amounts: Tensor) -> Tensor:
         totals = amounts.contiguous()
-        sum_over_ranks.out(totals, self.group)
+        sum_over_ranks.out(totals, self.groups.current)
         return totals
 
     def logsumexp(self, values: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class VocabularyShard(Columns):
         """[size, len(values), ...] of all ranks."""
         own = torch.stack(values)
         found = own.new_empty(self.size, *own.shape)
-        gather_over_ranks.out(own, found, self.group)
+        gather_over_ranks.out(own, found, self.groups.current)
         return found
 
     def _largest_reaching(self, weights: Tensor, amounts: Tensor, wanted: Tensor) -> Tensor:

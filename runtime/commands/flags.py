@@ -114,7 +114,8 @@ def check_generate(options: argparse.Namespace) -> None:
     check_range(options, "max-new-tokens", 1)
     if options.token_ids is not None and (options.chat or options.system is not None):
         raise ValueError("--token-ids: got it with --chat or --system, expected it alone: token ids are used unchanged")
-    options.token_ids, options.stop = token_ids("--token-ids", options.token_ids), token_ids("--stop", options.stop)
+    options.token_ids = token_ids("--token-ids", options.token_ids)
+    options.stop_token_ids = token_ids("--stop-token-ids", options.stop_token_ids)
 
 
 def bench(parser: argparse.ArgumentParser) -> None:
@@ -164,6 +165,12 @@ def serve(parser: argparse.ArgumentParser) -> None:
     add("--max-rows", type=int, default=8, metavar="N", help="requests decoded at once (default: %(default)s)")
     add("--max-length", type=int, default=2048, metavar="N", help="tokens of a prompt and its answer (default: %(default)s)")
     add("--max-queued", type=int, default=256, metavar="N", help="requests that may wait; more get status 429 (default: %(default)s)")
+    add("--max-connections", type=int, default=512, metavar="N", help="open connections; more are closed (default: %(default)s)")
+    add(
+        "--max-body-bytes", type=int, default=2 << 20, metavar="N", help="of a request; a larger one gets status 413 (default: %(default)s)"
+    )
+    words = "time for an answer, with its time in the queue; status 504 after it (default: %(default)s)"
+    add("--answer-seconds", type=float, default=600.0, metavar="SECONDS", help=words)
     add("--preemption", action="store_true", help="requests take the rows of those with larger `priority`, which continue later")
     add("--eager", action="store_true", help="capture no graphs: faster start, slower decoding")
     words = "time for a round, after which the engine and its requests end with an error (default: none; 60 with --tensor-parallel)"
@@ -225,11 +232,13 @@ def _check_replicas(options: argparse.Namespace) -> None:
 def check_serve(options: argparse.Namespace) -> None:
     for flag, least, most in (("port", 0, 65535), ("max-rows", 1, 4096), ("max-length", 2, None), ("max-queued", 1, None)):
         check_range(options, flag, least, most)
+    check_range(options, "max-connections", 1)
+    check_range(options, "max-body-bytes", 1)
     if not 0 <= options.grace <= DAY:  # also refuses NaN
         raise ValueError(f"--grace: got {options.grace}, expected a number of seconds from 0 to {DAY}")
-    seconds = options.round_timeout_seconds
-    if seconds is not None and not 0 < seconds <= DAY:  # also refuses NaN
-        raise ValueError(f"--round-timeout-seconds: got {seconds}, expected a number above 0 and at most {DAY}")
+    for flag, seconds in (("round-timeout-seconds", options.round_timeout_seconds), ("answer-seconds", options.answer_seconds)):
+        if seconds is not None and not 0 < seconds <= DAY:  # also refuses NaN
+            raise ValueError(f"--{flag}: got {seconds}, expected a number above 0 and at most {DAY}")
     check_range(options, "max-lora-rank", 1)
     _check_replicas(options)
     options.lora_modules = _named_folders(options.lora_modules, options.name or Path(options.model).name)
@@ -294,7 +303,7 @@ COMMANDS = {
             'stepgraph generate model "Is water wet?" --choice yes --choice no',
             """stepgraph generate model "Is water wet?" --json --schema"""
             """ '{"type": "object", "properties": {"wet": {"type": "boolean"}}, "required": ["wet"]}'""",
-            'echo "Once upon a time" | stepgraph generate model - --no-chat --draft ngram -k 4 --temperature 0.8 --seed 1',
+            'echo "Once upon a time" | stepgraph generate model - --no-chat --draft ngram -k 4 --temperature 0.8 --seed 1 --stop "The end"',
         ),
         generate,
         check_generate,
@@ -411,7 +420,9 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     for name, (kind, help_text) in SAMPLING.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper(), help=help_text)
-    group.add_argument("--stop", metavar="IDS", help="token ids that end the text in addition to the model's own, such as 2,13")
+    words = "a text that ends the answer and is not part of it; repeat the flag for others"
+    group.add_argument("--stop", metavar="TEXT", action="append", help=words)
+    group.add_argument("--stop-token-ids", metavar="IDS", help="token ids that end the answer in addition to the model's own, such as 2,13")
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:

@@ -85,7 +85,12 @@ async def serve(serving: Serving, options: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, signalled)
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.create_server((options.host, options.port), family=family) as listener:
-        bounds = Bounds(waiting=options.max_queued)
+        bounds = Bounds(
+            body_bytes=options.max_body_bytes,
+            answer_seconds=options.answer_seconds,
+            connections=options.max_connections,
+            waiting=options.max_queued,
+        )
         app = App(serving, options.name or Path(options.model).name, bounds, options.api_keys, options.tool_format)
         announce(listener, options)
         await app.serve(listener, soon, at_once, options.grace)

@@ -10,6 +10,7 @@ The state that is passed on is normalised by `shared_head.norm`, like the target
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -27,19 +28,16 @@ from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, embed, empty_w
 from stepgraph.runtime.models.llama_config import LlamaConfig
 
 
-class Mtp(LlamaBase):
-    """One module per layer of `config`. Their weights are uninitialised; embedding and head are the target's."""
+class MtpModules(nn.Module):
+    """What the modules of all families share; embedding and head are the target's."""
 
+    embedding: nn.Parameter
     head: nn.Parameter
+    depths: nn.ModuleList
+    vocab_size: int
+    hidden_size: int
     d2t: Tensor | None = None
     shares_embeddings = True
-
-    def __init__(self, config: LlamaConfig, *, embedding: nn.Parameter, head: nn.Parameter, device: str | torch.device = "cpu") -> None:
-        super().__init__(config, device)
-        self.config, self.vocab_size = config, config.vocab_size
-        like = torch.empty(0, dtype=config.dtype, device=device)
-        self.embedding, self.head = embedding, head
-        self.depths = nn.ModuleList(MtpModule(config, index, like) for index in range(config.num_layers))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -54,49 +52,86 @@ class Mtp(LlamaBase):
 
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
         """Buffers of the modules in use: the first num_speculative_tokens ones."""
-        config, count, drafts = self.config, len(self.depths), limits.num_speculative_tokens
+        count, drafts = len(self.depths), limits.num_speculative_tokens
         if 1 < count < drafts:
             raise ValueError(f"EngineConfig.num_speculative_tokens: got {drafts}, expected at most {count}, one per MTP module")
         count = min(count, drafts)
-        states = BufferSpec("draft_states", (count - 1, limits.cache_slots, config.hidden_size), config.dtype)
-        return (*cache_specs("draft", count, limits, config.num_kv_heads, config.head_size, config.dtype), states)
+        states = BufferSpec("draft_states", (count - 1, limits.cache_slots, self.hidden_size), self.embedding.dtype)
+        return (*self.entry_specs(count, limits), states)
+
+    @abstractmethod
+    def entry_specs(self, count: int, limits: Limits) -> Sequence[BufferSpec]:
+        """The caches of the first `count` modules."""
+
+    @abstractmethod
+    def run_module(self, index: int, previous: Tensor, embedded: Tensor, entries: ModelInput, buffers: StaticBuffers) -> Tensor:
+        """States [B * Q, H] after a module, of the states before it and token embeddings, [B * Q, H] each."""
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         assert inputs.features is not None
-        keys, values, kept = buffers["draft_keys"], buffers["draft_values"], buffers["draft_states"]
-        shape, single = inputs.tokens.shape, len(self.depths) == 1
-        embedded = embed(inputs, self.embedding, self.config.dtype)
+        kept, shape, single = buffers["draft_states"], inputs.tokens.shape, len(self.depths) == 1
+        embedded = embed(inputs, self.embedding, self.embedding.dtype)
         outputs: list[Tensor] = []
-        for index in (0,) if single else range(inputs.step - 1, len(keys)):
+        for index in (0,) if single else range(inputs.step - 1, len(kept) + 1):
             entries = shift_inputs(inputs, index + 1)
             previous = inputs.features if index == 0 else kept[index - 1][entries.slots]
-            rotation = self.rotation(entries.positions, embedded.dtype)
-            module = self.depths[index]
-            states = module(previous.flatten(0, 1), embedded, rotation, entries, keys[index], values[index]).view(*shape, -1)
+            states = self.run_module(index, previous.flatten(0, 1), embedded, entries, buffers).view(*shape, -1)
             if index < len(kept):
                 kept[index].index_put_((entries.slots,), states)
             outputs.append(states)
         return ModelOutput(outputs[0], outputs[0])
 
 
-class MtpModule(nn.Module):
-    """Joins a state and a token embedding, then applies one layer and the last norm."""
+class Mtp(MtpModules, LlamaBase):
+    """One module per layer of `config`, each a dense layer of a Llama. Their weights are uninitialised."""
 
-    def __init__(self, config: LlamaConfig, index: int, like: Tensor) -> None:
+    head: nn.Parameter
+
+    def __init__(self, config: LlamaConfig, *, embedding: nn.Parameter, head: nn.Parameter, device: str | torch.device = "cpu") -> None:
+        super().__init__(config, device)
+        self.config, self.vocab_size, self.hidden_size = config, config.vocab_size, config.hidden_size
+        like = torch.empty(0, dtype=config.dtype, device=device)
+        self.embedding, self.head = embedding, head
+        self.depths = nn.ModuleList(MtpModule(config, index, like) for index in range(config.num_layers))
+
+    def entry_specs(self, count: int, limits: Limits) -> Sequence[BufferSpec]:
+        return cache_specs("draft", count, limits, self.config.num_kv_heads, self.config.head_size, self.config.dtype)
+
+    def run_module(self, index: int, previous: Tensor, embedded: Tensor, entries: ModelInput, buffers: StaticBuffers) -> Tensor:
+        rotation = self.rotation(entries.positions, embedded.dtype)
+        states: Tensor = self.depths[index](
+            previous, embedded, rotation, entries, buffers["draft_keys"][index], buffers["draft_values"][index]
+        )
+        return states
+
+
+class Join(nn.Module):
+    """Joins a state and a token embedding: the input of a module's layer."""
+
+    def __init__(self, hidden: int, epsilon: float, like: Tensor) -> None:
         super().__init__()
-        hidden = config.hidden_size
-        self.epsilon = config.norm_epsilon
+        self.epsilon = epsilon
         self.token_norm = empty_weight(like, hidden)
         self.state_norm = empty_weight(like, hidden)
         self.join = empty_weight(like, hidden, 2 * hidden)
+
+    def joined(self, states: Tensor, embedded: Tensor) -> Tensor:
+        pair = [rms_norm(embedded, self.token_norm, self.epsilon), rms_norm(states, self.state_norm, self.epsilon)]
+        return linear(torch.cat(pair, -1), self.join)
+
+
+class MtpModule(Join):
+    """Joins, then applies one layer and the last norm."""
+
+    def __init__(self, config: LlamaConfig, index: int, like: Tensor) -> None:
+        super().__init__(config.hidden_size, config.norm_epsilon, like)
         self.layer = LlamaLayer(config, index, like)
-        self.norm = empty_weight(like, hidden)
+        self.norm = empty_weight(like, config.hidden_size)
 
     def forward(
         self, states: Tensor, embedded: Tensor, rotation: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor
     ) -> Tensor:
-        pair = [rms_norm(embedded, self.token_norm, self.epsilon), rms_norm(states, self.state_norm, self.epsilon)]
-        joined = linear(torch.cat(pair, -1), self.join)
+        joined = self.joined(states, embedded)
         normed = rms_norm(joined, self.layer.attention_norm, self.epsilon)
         output: Residual = self.layer(joined, normed, rotation, inputs, keys, values, self.norm)
         return output.normed

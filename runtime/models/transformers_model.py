@@ -150,7 +150,8 @@ class TransformersModel(nn.Module):
         self.vocab_size, self.hidden_size, self.embedding_size = sizes.vocab_size, sizes.hidden_size, sizes.hidden_size
         self.feature_size, self.feature_dtype = sizes.hidden_size * max(1, len(self.feature_layers)), sizes.dtype
         self.family = type(model).__name__
-        self.decoder = decoder_of(model)
+        self.decoder, output = decoder_of(model), model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._output = next((child_name for child_name, child in model.named_children() if child is output), "")
         self.head = copy.copy(model)  # shares every parameter
         self.head._modules = {name: _Given() if child is self.decoder else child for name, child in model._modules.items()}
         decoder_name = next(child_name for child_name, child in model.named_children() if child is self.decoder)
@@ -196,8 +197,7 @@ class TransformersModel(nn.Module):
     @property
     def unembedding(self) -> nn.Parameter:
         """[vocab_size, hidden_size], the matrix of the logits."""
-        weight: nn.Parameter = self.head.get_output_embeddings().weight  # type: ignore[no-untyped-call]
-        return weight
+        return self.head.get_parameter(f"{self._output}.weight")
 
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
         if limits.max_length > self.config.max_positions:
@@ -216,16 +216,21 @@ class TransformersModel(nn.Module):
         return buffers[f"{name}_keys"][place], buffers[f"{name}_values"][place]
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
-        call = Call(self.config.attention, self.cache_of, inputs, buffers, {})
-        self._calls[:] = [call]
         given: Mapping[str, Tensor] = {"input_ids": inputs.tokens}
         if inputs.embeddings is not None:
             embedded = cast("PreTrainedModel", self.decoder).get_input_embeddings()(inputs.tokens)
             given = {"inputs_embeds": torch.where(inputs.embeddings.given[..., None], inputs.embeddings.values, embedded)}
+        hidden, layer_inputs = self.decode(given, inputs, buffers)
+        features = [layer_inputs[layer] for layer in self.feature_layers]
+        return ModelOutput(hidden, torch.cat(features, -1) if features else None)
+
+    def decode(self, given: Mapping[str, Tensor], inputs: ModelInput, buffers: StaticBuffers) -> tuple[Tensor, Mapping[int, Tensor]]:
+        """[B, Q, H] states after the last norm, and the inputs of the feature layers. given: ids or embeddings."""
+        call = Call(self.config.attention, self.cache_of, inputs, buffers, {})
+        self._calls[:] = [call]
         output = self.decoder(**given, position_ids=inputs.positions, use_cache=False, stepgraph=call)
         self._calls.clear()  # they hold the buffers
-        features = [call.layer_inputs[layer] for layer in self.feature_layers]
-        return ModelOutput(output.last_hidden_state, torch.cat(features, -1) if features else None)
+        return output.last_hidden_state, call.layer_inputs
 
     def logits(self, hidden: Tensor) -> Tensor:
         output = self.head(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1]), use_cache=False)

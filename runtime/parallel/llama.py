@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.layers.parallel import sum_over_ranks
+from stepgraph.graphs.layers.parallel import RankGroups, sum_over_ranks
 from stepgraph.graphs.layers.quantised import Grouped, pack
 from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard, part_of
 from stepgraph.graphs.model_call import ModelInput
@@ -39,13 +39,13 @@ _SUMMED = ("output", "down")  # products with some columns of a weight: their su
 class ShardedExperts(ExpertMlp):
     """config: with the intermediate size of one rank. Every rank has some rows of every expert, and the whole router."""
 
-    def __init__(self, config: LlamaConfig, experts: ExpertsConfig, like: Tensor, group: int) -> None:
+    def __init__(self, config: LlamaConfig, experts: ExpertsConfig, like: Tensor, groups: RankGroups) -> None:
         super().__init__(config, experts, like)
-        self._group = group
+        self._groups = groups
 
     def forward(self, states: Tensor) -> Tensor:
         found = super().forward(states)
-        sum_over_ranks.out(found, self._group)
+        sum_over_ranks.out(found, self._groups.current)
         return found
 
 
@@ -59,11 +59,11 @@ class ShardedLlama(Llama):
         self.lora_weights, self.ranks = {}, ranks
         for index, layer in enumerate(self.layers):
             if (experts := config.experts_of(index)) is not None:
-                layer.experts = ShardedExperts(config, experts, self.norm, ranks.graph)
+                layer.experts = ShardedExperts(config, experts, self.norm, ranks.groups)
         tokens = part_of(num_tokens, ranks.rank, ranks.size)
         self.register_buffer("token_ids", torch.arange(tokens.start, tokens.stop, device=device), persistent=False)
         self.token_ids: Tensor
-        self.shard = VocabularyShard(self.token_ids, tokens.start, ranks.graph, ranks.size, num_tokens)
+        self.shard = VocabularyShard(self.token_ids, tokens.start, ranks.groups, ranks.size, num_tokens)
         self.embedding = empty_weight(self.norm, len(self.token_ids), config.hidden_size)
         self.embedding.lookup = self.shard.lookup  # type: ignore[attr-defined]  # drafts may use the parameter too
         self.head = None if config.tied else empty_weight(self.norm, len(self.token_ids), config.hidden_size)
@@ -73,7 +73,7 @@ class ShardedLlama(Llama):
 
     def _summed(self, name: str, states: Tensor, product: Tensor) -> Tensor:
         if name in _SUMMED:
-            sum_over_ranks.out(product, self.ranks.graph)
+            sum_over_ranks.out(product, self.ranks.groups.current)
         return product
 
 

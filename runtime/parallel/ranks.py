@@ -15,19 +15,20 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepgraph.graphs.layers.parallel import gather, register_group
+from stepgraph.graphs.layers.parallel import RankGroups, gather, register_group
 
 TIMEOUT_SECONDS = 60.0  # where EngineConfig.round_timeout_seconds is None
 START_SECONDS = 600.0  # for a process to start, and to load its part of the model
 END_SECONDS = 2.0  # for a process to end by itself
 COMPARED_STEPS = 16  # results are compared every so many steps, where the first rank decides what a step does
+_GROUPS = ("graph", "eager", "control")
 CAPTURE = "capture"  # a message: record all graphs
 RANK_MODULE = "stepgraph.runtime.parallel.rank"
 Link = multiprocessing.connection.Connection
@@ -38,15 +39,16 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """This process among `size` of them. `graph`: the group of recorded sums; another group compares what the ranks do.
+    """This process among `size` of them. `groups`: of recorded sums, and of others; a third group compares what the ranks do.
 
     links, processes: to the other ranks, and theirs, if this is the first one and has started them. decided: whether the first rank
     decides each step, as under `start`; otherwise every rank runs the same program.
     """
 
-    def __init__(self, rank: int, graph: dist.ProcessGroup, control: dist.ProcessGroup, seconds: float, decided: bool = True) -> None:
+    def __init__(self, rank: int, groups: Sequence[dist.ProcessGroup], seconds: float, decided: bool = True) -> None:
+        graph, eager, self._control = groups
         self.rank, self.size, self.seconds, self.decided = rank, graph.size(), seconds, decided
-        self.graph, self._control, self._notes = register_group(graph, seconds), control, hashlib.sha256()
+        self.groups, self._notes = RankGroups(register_group(graph, seconds), register_group(eager, seconds)), hashlib.sha256()
         self.links, self.processes = list[Link](), list[subprocess.Popen[bytes]]()
         self.close: Callable[[], object] = lambda: None
 
@@ -58,8 +60,8 @@ class Ranks:
             dist.init_process_group("gloo", timeout=timeout)
         if (found := dist.get_world_size()) != size:
             raise ValueError(f"tensor_parallel: got {size} with {found} processes, expected {found}")
-        graph, control = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
-        return cls(dist.get_rank(), graph, control, seconds, decided=False)
+        groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in _GROUPS]
+        return cls(dist.get_rank(), groups, seconds, decided=False)
 
     @classmethod
     def start(cls, size: int, seconds: float, arguments: object) -> Ranks:
@@ -82,8 +84,8 @@ class Ranks:
     def meet(cls, rank: int, size: int, seconds: float, folder: str) -> Ranks:
         """Connects the ranks through a file in this folder. RankError if one is lost or late."""
         with _lost(rank, size, seconds):
-            graph, control = (gloo_group(f"{folder}/{name}", rank, size, max(seconds, START_SECONDS)) for name in ("graph", "control"))
-        return cls(rank, graph, control, seconds)
+            groups = [gloo_group(f"{folder}/{name}", rank, size, max(seconds, START_SECONDS)) for name in _GROUPS]
+        return cls(rank, groups, seconds)
 
     def publish(self, message: object) -> None:
         """Send a message to the ranks that this one has started."""
@@ -96,8 +98,8 @@ class Ranks:
         except OSError as error:
             raise RankError(f"rank 0 of {self.size}: another rank is lost, or does not read: {error}") from error
 
-    def gather(self, values: Tensor, seconds: float = START_SECONDS) -> list[Tensor]:
-        """`values` of every rank. RankError if a rank is lost, or does not call it in time."""
+    def gather(self, values: Tensor, seconds: float = START_SECONDS) -> Tensor:
+        """[size, ...]: `values` of every rank. RankError if a rank is lost, or does not call it in time."""
         with _lost(self.rank, self.size, seconds):
             return gather(self._control, values, seconds)
 

@@ -292,8 +292,9 @@ def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _include_usage(fields: Mapping[str, Any]) -> bool:
     options = fields.get("stream_options", {})
-    if not isinstance(options, dict) or options.keys() - {"include_usage"} or not isinstance(options.get("include_usage", False), bool):
-        _refuse("stream_options", options, "an object with include_usage")
+    known = isinstance(options, dict) and not options.keys() - {"include_usage", "include_obfuscation"}
+    if not known or not isinstance(options.get("include_usage", False), bool) or options.get("include_obfuscation"):
+        _refuse("stream_options", options, "an object with include_usage; include_obfuscation may be false")
     if options and not fields.get("stream"):
         _refuse("stream_options", options, "none without stream: true")
     return bool(options.get("include_usage"))

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from stepgraph import Constraint, Engine, EngineConfig, FinishReason, QueueFullError, SamplingParams
+from torch import Tensor
+
+from stepgraph import Constraint, Engine, EngineConfig, FinishReason, LogitsProcessor, ProcessorInput, QueueFullError, SamplingParams
 from stepgraph.graphs import TapeBackend
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.ngram import NgramLookup
@@ -46,7 +48,12 @@ SAMPLING: dict[str, Value] = {
     "ignore_eos": True,
     "logprobs": True,
     "top_logprobs": 2,
+    "stop": ["ab", "c"],
+    "bad_words": [[4, 5], [6]],
+    "logits_processors": {"sharpen": [2.0]},
 }
+RELAXED: dict[str, Value] = {"relaxed_top_n": 2, "relaxed_delta": 0.5}  # of greedy requests
+FIELDS_OF_SAMPLING = {*SAMPLING, *RELAXED}
 CONSTRAINTS: list[tuple[str, list[Value]]] = [
     ("json_schema", [PERSON]),
     ("json_schema", ['{"type": "integer"}', True, "llguidance"]),
@@ -60,6 +67,12 @@ CONSTRAINTS: list[tuple[str, list[Value]]] = [
     ("after", ["</think>"]),
     ("after", [[3, 4]]),
 ]
+
+
+def sharpened(logits: Tensor, given: ProcessorInput) -> Tensor:
+    return logits * given.arguments[:, None]  # one factor of each row
+
+
 CONFIG = EngineConfig(
     max_rows=2,
     num_speculative_tokens=2,
@@ -70,6 +83,10 @@ CONFIG = EngineConfig(
     eager=True,
     rounds_in_flight=1,
     backend="tape",
+    max_top_logprobs=2,
+    max_bad_words=4,
+    relaxed_acceptance=True,
+    logits_processors=(LogitsProcessor("sharpen", sharpened, 1),),
     grammar_limits=LIMITS,
     max_compiles=1,
     grammar_cache_bytes=1 << 20,
@@ -80,13 +97,13 @@ class SamplingDoor(Door):
     """SamplingParams(**fields)."""
 
     name = "sampling"
-    seeds: Sequence[Value] = [{}, SAMPLING, *({name: value} for name, value in SAMPLING.items())]
-    words: Sequence[str] = [*SAMPLING]
+    seeds: Sequence[Value] = [{}, SAMPLING, RELAXED, {"bad_words": ["ab", [4, 5]]}, *({name: value} for name, value in SAMPLING.items())]
+    words: Sequence[str] = [*SAMPLING, *RELAXED]
     hostile = True
-    named = re.compile(r"SamplingParams\.\w+(\[\d+\])?: got ")
+    named = re.compile(r"SamplingParams\.\w+(\[[^]]{1,150}\]){0,2}: got ")
 
     def enter(self, given: Value) -> None:
-        arguments = {name: built(value) for name, value in given.items() if name in SAMPLING} if isinstance(given, dict) else {}
+        arguments = {name: built(value) for name, value in given.items() if name in FIELDS_OF_SAMPLING} if isinstance(given, dict) else {}
         accepted = SamplingParams(**arguments)
         again = replace(accepted)
         assert again == accepted and hash(again) == hash(accepted), "a copy of the accepted parameters differs"
@@ -153,7 +170,8 @@ def constraint_of(given: Value) -> Constraint | None:
 
 
 FIELDS = (
-    "prompt max_new_tokens num_speculative_tokens draft_ids cache_salt lora_name prompt_embeddings resume_from sampling constraint".split()
+    "prompt max_new_tokens num_speculative_tokens draft_ids cache_salt lora_name prompt_embeddings resume_from priority tenant sampling"
+    " constraint".split()
 )
 
 
@@ -163,6 +181,7 @@ class SubmitDoor(Door):
     name = "submit"
     words: Sequence[str] = [
         *SAMPLING,
+        *RELAXED,
         *FIELDS,
         *{make for make, _ in CONSTRAINTS},
         "make",
@@ -171,7 +190,7 @@ class SubmitDoor(Door):
     hostile, allowed = True, WORKER
     named = re.compile(
         r"((SamplingParams|Constraint)\.\w+|sampling\b|response_format|constraint\b|prompt\b|Engine\.tokenizer|max_new_tokens|num_speculative_tokens"
-        r"|draft_ids|cache_salt|lora_name|prompt_embeddings|resume_from)"
+        r"|draft_ids|cache_salt|lora_name|prompt_embeddings|resume_from|priority|tenant)"
     )
     rounds = 4
 
@@ -188,12 +207,15 @@ class SubmitDoor(Door):
             "num_speculative_tokens": 2,
             "draft_ids": [5, 6],
             "cache_salt": "a",
+            "priority": 1,
+            "tenant": "b",
         }
         constraints = [{"make": make, "with": arguments} for make, arguments in CONSTRAINTS]
         self.seeds: Sequence[Value] = [
             whole,
             {"prompt": form("tensor", [1, 2], type="int64"), "sampling": SAMPLING | {"ignore_eos": False}},
             {"prompt": form("array", [1, 2]), "sampling": {"temperature": 0, "logprobs": True}},
+            {"prompt": [1, 2], "sampling": RELAXED, "max_new_tokens": 4},
             {"prompt": [5] * 30, "prompt_embeddings": form("pairs", [[0, form("tensor", [row])], [4, form("tensor", [row, row])]])},
             *(whole | {"constraint": constraint} for constraint in constraints),
             *({"prompt": [4], "max_new_tokens": 2, "sampling": {name: value}} for name, value in SAMPLING.items()),
@@ -232,7 +254,7 @@ def _arguments(given: Value) -> dict[str, Any]:
     arguments = {name: built(value) for name, value in given.items() if name in FIELDS} if isinstance(given, dict) else {}
     arguments.setdefault("prompt", [1])
     sampling, constraint = arguments.get("sampling"), arguments.get("constraint")
-    if isinstance(sampling, dict) and sampling.keys() <= SAMPLING.keys():
+    if isinstance(sampling, dict) and sampling.keys() <= FIELDS_OF_SAMPLING:
         arguments["sampling"] = SamplingParams(**sampling)
     if isinstance(constraint, dict):
         arguments["constraint"] = constraint_of(given["constraint"])

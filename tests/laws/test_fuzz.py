@@ -5,23 +5,30 @@ python -m tests.fuzz --inputs 50000      # all entry points
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stepgraph import SamplingParams
+from stepgraph.runtime.request import StepEvent
+from stepgraph.runtime.request_options import RequestOptions
 from stepgraph.sampling import fields, params
 from stepgraph.sampling.grammar.compile import backends
 from stepgraph.sampling.grammar.tokenizers import table
 from tests.fuzz.doors import DOORS
 from tests.fuzz.loop import Door, Find, attempt, fuzz
 from tests.fuzz.reached import Reached
+from tests.fuzz.requests import FIELDS, FIELDS_OF_SAMPLING
+from tests.fuzz.server import ServerDoor
 from tests.fuzz.values import blob, built, bytes_of, form
 from tests.fuzz.watch import Watch
 
@@ -65,6 +72,11 @@ def test_sample_of_inputs_is_refused_or_works(doors: Callable[[str], Door], name
     assert report.accepted + report.refused == SAMPLE[name] and report.accepted and report.refused
 
 
+def test_every_field_of_a_request_is_mutated() -> None:
+    assert {each.name for each in dataclasses.fields(SamplingParams)} == FIELDS_OF_SAMPLING
+    assert RequestOptions.__annotations__.keys() | {"prompt"} == {*FIELDS}
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
 def test_kept_inputs_are_refused_or_work(doors: Callable[[str], Door], case: Path) -> None:
     kept = json.loads(case.read_text(encoding="utf-8"))
@@ -91,8 +103,32 @@ def test_input_detects_its_removed_guard(doors: Callable[[str], Door], case: str
 
 def test_search_finds_a_removed_guard(doors: Callable[[str], Door], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(params.CHECKS, "temperature", fields.optional(fields.Check(fields.is_number, "a number")))
-    report = fuzz(doors("sampling"), 1000)
+    door = doors("sampling")
+    monkeypatch.setattr(door, "seeds", [{"temperature": 0.7}])  # one field of many, so that few inputs suffice
+    monkeypatch.setattr(door, "words", ["temperature"])
+    report = fuzz(door, 1000)
     assert [find.what for find in report.finds if "a number that is none was taken" in find.what]
+
+
+@pytest.mark.parametrize("cancels", [True, False])
+def test_job_may_outlive_its_answer_by_the_step_in_progress_only(
+    doors: Callable[[str], Door], cancels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = doors("http")
+    assert isinstance(door, ServerDoor)
+    engine = door.engine
+    step = engine.step
+
+    def slow_step() -> Sequence[StepEvent]:
+        time.sleep(0.02)  # the answer ends within a step
+        return step()
+
+    monkeypatch.setattr(engine, "step", slow_step)
+    if not cancels:
+        monkeypatch.setattr(engine.queue, "cancel", lambda job: False)
+    body = {"prompt": "x", "max_tokens": 40, "ignore_eos": True, "logit_bias": {"65": 100}, "stop": ["A"]}
+    found = attempt(door, {"path": "/v1/completions", "body": body}, Watch(door.allowed), Reached())
+    assert found is True if cancels else isinstance(found, Find) and "tokens of jobs after their answers" in found.what
 
 
 class Careless(Door):

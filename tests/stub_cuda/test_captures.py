@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +15,7 @@ from stepgraph.graphs.capture import Check
 from stepgraph.graphs.cuda.backend import CudaBackend
 from stepgraph.sampling.cuda_graphs import replayed
 from stepgraph.sampling.kernels.filter_choice import breaks_in_a_graph
+from tests.stub_cuda import device
 from tests.stub_cuda.counters import counted
 
 pytestmark = pytest.mark.stub_cuda
@@ -136,3 +139,20 @@ def test_captures_upload_their_graph_where_torch_can(backend: CudaBackend, check
         backend.synchronize()
     assert replays["graph_launches"] == 2
     assert replays.of(("graph_uploads", "graph_launches_that_upload")) == ({} if uploads else {"graph_launches_that_upload": 1})
+
+
+def test_a_checked_capture_restores_pinned_buffers_after_their_copies(backend: CudaBackend) -> None:
+    """The comparing run of the step waits on the device before its copy to the host."""
+    buffers = StaticBuffers([BufferSpec("y", (4,), torch.float32), BufferSpec("y_host", (4,), torch.float32, "pinned")], DEVICE)
+    buffers.y_host.fill_(5)
+    wait, cuda = device.HOST_FUNCTION(lambda _: time.sleep(0.05)), device.runtime()
+
+    def step(b: StaticBuffers) -> None:
+        b.y.fill_(7)
+        if not torch.cuda.is_current_stream_capturing():
+            assert cuda.cudaLaunchHostFunc(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), wait, None) == 0
+        b.y_host.copy_(b.y, non_blocking=True)
+
+    backend.capture(step, buffers, check="twice")
+    backend.synchronize()
+    assert buffers.y_host.tolist() == [5, 5, 5, 5]

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
+from stepgraph.sampling.grammar.compile.backends import BACKENDS
+from tests.fuzz.doors import DOORS
 from tests.helpers.documents import ROOT
+from tests.helpers.vocabularies import VOCABULARIES
+from tests.laws.test_draft_chains import MASKS
 from tools.gpu_table import RESULTS
 
 SCHEMAS = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.schema.json")}
@@ -31,7 +36,11 @@ def test_record_matches_the_schema_of_its_kind(path: Path) -> None:
     record = json.loads(path.read_text(encoding="utf-8"))
     check(path.name, record)
     own = ("versions",) if "mode" in record else ("machine",)
-    for name in ("commit", *own, *({"compile", "throughput", "doors", "goals", "legality", "backends", "trends"} & {*record})):
+    for name in (
+        "commit",
+        *own,
+        *({"compile", "throughput", "doors", "goals", "legality", "backends", "trends", "masks", "counts"} & {*record}),
+    ):
         with pytest.raises(jsonschema.ValidationError, match=f"'{name}' is a required property"):
             check(path.name, {key: value for key, value in record.items() if key != name})
 
@@ -50,7 +59,7 @@ def kept(kind: str) -> dict[str, Any]:
 def quoted() -> list[tuple[str, str]]:
     """(document, text that it must contain), from the records that the documents name."""
     variants, compiled, soak = kept("demo")["throughput"]["variants"], kept("automata")["compile"], kept("soak")
-    adaptive = kept("adaptive")
+    adaptive, packed = kept("adaptive"), [value for value, _ in kept("quantised")["ratios"].values()]
     trends, late = soak["trends"], soak["trends"]["resident_bytes, last half"]
     speed = {name: math.floor(each["tokens_per_second"] + 0.5) for name, each in variants.items()}
     tokens = {name: each.get("tokens_per_round") for name, each in variants.items()}
@@ -66,7 +75,9 @@ def quoted() -> list[tuple[str, str]]:
     fills = [[batch["over_python_loop"] for batch in each["batches"]] for each in kept("fills")["libraries"]]
     shares = [" and ".join(f"{each['native link, called from C']:.2f}" for each in batches) for batches in fills]
     shares.append(" and ".join(f"{each['native link, automata']:.2f}" for each in fills[0]))
+    quieter = json.loads((RESULTS / "fills-2026-11-24.json").read_text(encoding="utf-8"))["libraries"][0]["batches"][0]["over_python_loop"]
     inside = [each["library_calls_over_python_loop"] for each in kept("fills")["libraries"][0]["batches"]]
+    walked, fuzzed, schedules = kept("masks")["masks"], kept("fuzz"), kept("schedules")["counts"]
     outcomes, masks = bench["counts"], bench["mask_us"]["all"]["least of three"]
     return [
         ("README.md", f"the same weights | {speed['transformers + grammar']} | 1 |"),
@@ -108,21 +119,43 @@ def quoted() -> list[tuple[str, str]]:
             f"{bench['compile_ms']['p50']:.0f} ms at the median and {bench['compile_ms']['p99']:,.0f} ms at p99 on a busy",
         ),
         *(("docs/round.md", f"{share} with") for share in shares),
+        ("docs/round.md", f"one row took {quieter['native link, called from C']:.2f}"),
         ("docs/round.md", f"xgrammar's own functions take {inside[0]:.2f} and {inside[1]:.2f} of the loop"),
         *(("docs/round.md", f"{found[0]:.2f} to {found[-1]:.2f} times") for found in gains),
         *(
             ("docs/round.md", f"| {name} | " + " | ".join(f"{each['variants'][length]['over_plain']:.2f}" for length in ("3", "7", "auto")))
             for name, each in adaptive["workloads"].items()
         ),
+        ("docs/models.md", f"takes {packed[4]:.2f} of the bytes in bfloat16"),
+        ("docs/models.md", f"answers have {packed[0]:.2f} times the tokens per second of processor time"),
+        ("docs/models.md", f"with plain decoding and {packed[1]:.2f} times with drafts"),
+        ("docs/models.md", f"is exceeded by {packed[2]:.2f} and {packed[3]:.2f} times"),
         ("tools/README.md", f"{sum(goal['met'] for goal in adaptive['goals'])} of {len(adaptive['goals'])} goals are met"),
-        ("tools/README.md", f"{soak['wanted_seconds'] / 60:.0f} minutes on two busy cores"),
-        ("tools/README.md", f"minutes resident memory rose by {trends['resident_bytes']['per_hour'] / 1e6:.0f} MB per hour"),
+        ("docs/constrain.md", f"{sum(each['num_masks'] for each in walked):,} masks of three libraries and three vocabularies"),
         (
-            "tools/README.md",
-            f"in the last half by {late['per_hour'] / 1e6:.1f} MB per hour with a standard error of {late['error_per_hour'] / 1e6:.1f}",
+            "README.md",
+            f"{schedules['schedules']:,} simulated schedules with {schedules['jobs']:,} requests and {schedules['faults']:,} faults",
         ),
-        ("tools/README.md", f"allocated bytes by {trends['heap_bytes']['per_hour'] / 1e6:.1f} MB per hour"),
+        ("SECURITY.md", f"{fuzzed['inputs']:,} inputs at each of {len(fuzzed['doors'])} entry points"),
+        ("tools/README.md", f"{soak['wanted_seconds'] / 60:.0f} minutes on two busy cores"),
+        *(
+            ("tools/README.md", f"{label} {trend['per_hour'] / 1e6:.1f} MB per hour (standard error {trend['error_per_hour'] / 1e6:.1f})")
+            for label, trend in (
+                ("resident memory changed by", trends["resident_bytes"]),
+                ("in the last half by", late),
+                ("allocated bytes by", trends["heap_bytes"]),
+            )
+        ),
     ]
+
+
+def test_records_of_long_runs_are_complete_and_without_a_find() -> None:
+    fuzzed, walked, soak = kept("fuzz"), kept("masks")["masks"], kept("soak")
+    assert [each["door"] for each in fuzzed["doors"]] == [*DOORS]
+    assert all(each["inputs"] == fuzzed["inputs"] and not each["finds"] for each in fuzzed["doors"])
+    assert {(each["vocabulary"], each["library"]) for each in walked} == set(product(VOCABULARIES, BACKENDS))
+    assert all(each["num_masks"] >= MASKS and each["differences"] == 0 for each in walked)
+    assert soak["passed"] and soak["seconds"] >= 3600 and len(soak["kinds"]) == 12
 
 
 def test_documents_quote_the_latest_records() -> None:
@@ -131,5 +164,8 @@ def test_documents_quote_the_latest_records() -> None:
     linked = {path.name for path in RECORDS if any(path.name in text for text in texts.values())}
     assert linked >= {
         max(RESULTS.glob(f"{kind}-*.json")).name
-        for kind in ("adaptive", "demo", "legality", "automata", "maskbench", "soak", "twographs", "fills")
+        for kind in (
+            *("adaptive", "demo", "legality", "automata", "maskbench", "soak", "twographs", "fills", "masks", "schedules", "fuzz"),
+            *("quantised", "weights"),
+        )
     }

@@ -13,7 +13,7 @@ from torch import nn
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.layers.quantised import KINDS, TILE, Kind, count_weights
 from stepgraph.graphs.limits import Limits
-from stepgraph.runtime.models.files.config_fields import DTYPES, count_field
+from stepgraph.runtime.models.files.config_fields import DTYPES, MTP_COUNT, count_field
 from stepgraph.runtime.models.files.gguf import GgufSource
 from stepgraph.runtime.models.files.llama_fields import read_config
 from stepgraph.runtime.models.files.quantised_folder import quantised_source
@@ -104,7 +104,7 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
     elif path.is_dir():
         fields = read_json(path / "config.json")
         config = read_config({name: value for name, value in fields.items() if name != "quantization_config"})
-        mtp_modules = count_field(fields, "num_nextn_predict_layers", 64, least=0, default=0)
+        mtp_modules = count_field(fields, MTP_COUNT, 64, least=0, default=0)
         source = quantised_source(SafetensorsSource(path), fields)
         table = read_folder(path, fields, config.vocab_size)
     else:

@@ -10,6 +10,7 @@ import torch
 from stepgraph.sampling.fields import is_int
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MTP_COUNT = "num_nextn_predict_layers"
 
 
 class UnsupportedConfigError(ValueError):

@@ -14,9 +14,10 @@ from stepgraph.runtime.models.draft_llama import DraftLlama, TokenMap, map_token
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files import draft_layouts as layouts
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, MemoryNeed, memory_need
-from stepgraph.runtime.models.files.config_fields import UnsupportedConfigError
+from stepgraph.runtime.models.files.config_fields import MTP_COUNT, UnsupportedConfigError
 from stepgraph.runtime.models.files.target import Target, open_target
 from stepgraph.runtime.models.files.transformers_folder import TransformersCheckpoint
+from stepgraph.runtime.models.files.transformers_mtp import MtpCheckpoint, open_transformers_mtp
 from stepgraph.runtime.models.files.weights import RenamedSource, SafetensorsSource, Source, StoredModel, read_json
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.mtp import Mtp
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from stepgraph.runtime.models.transformers_model import DraftTransformers, TransformersModel
 
 OWN_MTP = "mtp"
-MAX_DRAFTS = 8
 Device = str | torch.device
 Draft = DraftLlama | Eagle3 | Mtp
 D = TypeVar("D", Eagle3, Mtp)
@@ -39,7 +39,7 @@ class DraftCheckpoint(StoredModel):
     make: Callable[[Llama | TransformersModel, Device], Draft]  # for this target, on this device
     target: Target
     feature_layers: tuple[int, ...] = ()  # layers of the target whose inputs are the draft's features
-    max_drafts: int = MAX_DRAFTS  # per round
+    max_drafts: int = layouts.MAX_DRAFTS  # per round
     max_positions: int | None = None  # None: more positions than in the training cost acceptance only
     repeated: Mapping[str, str] = field(default_factory=dict)  # stored copies of target tensors, and the target's names
 
@@ -85,7 +85,7 @@ class TransformersDraft:
     stored: TransformersCheckpoint
     token_map: TokenMap | None
     feature_layers: tuple[int, ...] = ()
-    max_drafts: int = MAX_DRAFTS
+    max_drafts: int = layouts.MAX_DRAFTS
 
     @property
     def max_positions(self) -> int:
@@ -101,18 +101,20 @@ class TransformersDraft:
         return self.stored.load_draft(self.token_map, device, progress)
 
 
-def open_draft(
-    draft: str | Path, target: Target, dtype: torch.dtype | None = None, weights: str = DEQUANTISED
-) -> DraftCheckpoint | TransformersDraft:
+StoredDraft = DraftCheckpoint | TransformersDraft | MtpCheckpoint
+
+
+def open_draft(draft: str | Path, target: Target, dtype: torch.dtype | None = None, weights: str = DEQUANTISED) -> StoredDraft:
     """Open a draft folder or .gguf file; "mtp" opens the MTP modules in the target's own folder.
 
     The config and the tensor names decide which kind of draft it is. Raises ValueError that names the file, and the field or tensor.
     """
     if draft == OWN_MTP:
         if not target.mtp_modules:
-            why = f"{target.path} has no num_nextn_predict_layers"
+            why = f"{target.path} has no {MTP_COUNT}"
             raise ValueError(f"draft: got {OWN_MTP!r}, expected a target with MTP modules; {why}")
-        assert isinstance(target, Checkpoint)  # the only one with MTP modules
+        if isinstance(target, TransformersCheckpoint):
+            return open_transformers_mtp(target.path, target)
         return _open_mtp(target.path, target.source, {}, target)
     path = Path(draft)
     try:
@@ -126,8 +128,8 @@ def open_draft(
             return _open_eagle3(path, fields, target)
         source = SafetensorsSource(path)
         if layouts.mtp_layers(source) and "model.norm.weight" not in source.tensors:
-            if not isinstance(target, Checkpoint):
-                raise ValueError(f"draft: got MTP modules, expected another drafter: the target {target.path.name} has no native class")
+            if isinstance(target, TransformersCheckpoint):
+                return open_transformers_mtp(path, target)
             return _open_mtp(path, source, fields, target)
         return _open_model(path, target, dtype, weights)
     except UnsupportedConfigError as error:
@@ -195,12 +197,12 @@ def _open_mtp(path: Path, stored: Source, fields: Mapping[str, object], target: 
         "MTP",
         make,
         target,
-        max_drafts=MAX_DRAFTS if count == 1 else count,
+        max_drafts=layouts.MAX_DRAFTS if count == 1 else count,
         repeated={name: its for name, its in layouts.mtp_shared(config, first, target.config.tied).items() if name in source.tensors},
     ).check_shapes()
 
 
-def _open_model(path: Path, target: Target, dtype: torch.dtype | None, weights: str) -> DraftCheckpoint | TransformersDraft:
+def _open_model(path: Path, target: Target, dtype: torch.dtype | None, weights: str) -> StoredDraft:
     stored = open_target(path, dtype, weights)
     token_map = map_tokens(stored.vocabulary, target.vocabulary)
     if isinstance(stored, TransformersCheckpoint):

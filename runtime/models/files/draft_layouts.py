@@ -19,6 +19,7 @@ from stepgraph.runtime.models.files.weights import Slices, Source, layer_slices,
 from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig, TargetSizes
 from stepgraph.sampling.fields import is_int
 
+MAX_DRAFTS = 8  # of modules that run for every draft
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Options that are not implemented, with the values that turn them off.
 _UNSUPPORTED = {

@@ -16,7 +16,7 @@ from stepgraph.runtime.check_models import AUTO, DRAFTER_NAMES, NONE, Drafter, c
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.demo.pair import DEMO, DRAFTS, head_path, path_of
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED
-from stepgraph.runtime.models.files.draft import OWN_MTP, DraftCheckpoint, TransformersDraft, open_draft
+from stepgraph.runtime.models.files.draft import OWN_MTP, StoredDraft, open_draft
 from stepgraph.runtime.models.files.target import AUTO as AUTO_CLASS
 from stepgraph.runtime.models.files.target import Target, open_target
 from stepgraph.sampling.fields import BOOL, Check, check_value, checked_path, is_int, one_of
@@ -80,7 +80,7 @@ def load_models(
         drafter = checked_drafter(drafter, config)
     outline = checkpoint.outline(feature_layers)
     limits = config.limits(outline.vocab_size, len(checkpoint.vocabulary.tokens), outline.feature_size)
-    parts: list[Target | DraftCheckpoint | TransformersDraft] = [checkpoint, *([draft_checkpoint] if draft_checkpoint else [])]
+    parts: list[Target | StoredDraft] = [checkpoint, *([draft_checkpoint] if draft_checkpoint else [])]
     needs = [part.memory(limits) for part in parts]  # raises ValueError if a model does not support these limits
     if progress:
         print(*(need.note for need in needs), sep="\n", file=sys.stderr, flush=True)
@@ -103,7 +103,7 @@ def _check_weights(weights: str, on_cuda: bool) -> None:
 
 def _open_drafter(
     draft: Drafter | str | Path | None, checkpoint: Target, dtype: torch.dtype | None, weights: str
-) -> tuple[Drafter | None, DraftCheckpoint | TransformersDraft | None]:
+) -> tuple[Drafter | None, StoredDraft | None]:
     """A drafter that needs no files, or the checked files of one."""
     if draft == AUTO and checkpoint.mtp_modules:
         draft = OWN_MTP
@@ -114,9 +114,7 @@ def _open_drafter(
     return draft, None
 
 
-def _default_config(
-    checkpoint: Target, draft: DraftCheckpoint | TransformersDraft | None, drafter: Drafter | None, drafts: int
-) -> EngineConfig:
+def _default_config(checkpoint: Target, draft: StoredDraft | None, drafter: Drafter | None, drafts: int) -> EngineConfig:
     max_drafts = draft.max_drafts if draft else 0 if drafter is None else drafts
     lengths = [EngineConfig.max_length, checkpoint.config.max_positions, draft.max_positions if draft else None]
     return EngineConfig(

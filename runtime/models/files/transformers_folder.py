@@ -14,7 +14,7 @@ import torch
 
 from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.files.checkpoint import MemoryNeed, memory_need
-from stepgraph.runtime.models.files.config_fields import DTYPES, UnsupportedConfigError
+from stepgraph.runtime.models.files.config_fields import DTYPES, MTP_COUNT, UnsupportedConfigError, count_field
 from stepgraph.runtime.models.files.weights import SafetensorsSource, read_json
 from stepgraph.sampling.fields import clip_error, clip_repr, reason
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_folder
@@ -68,33 +68,44 @@ class TransformersCheckpoint:
         return draft
 
     def _load(self, device: str | torch.device, progress: bool) -> Any:
-        options = _options(self.config.dtype, _model_module().PAGED)
-        try:
-            with _quiet(progress), torch.random.fork_rng(devices=[]):  # tensors that are missing, and refused below, are drawn
-                loaded, report = type(self.outlined).from_pretrained(
-                    self.path,
-                    **options,
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    use_safetensors=True,
-                    ignore_mismatched_sizes=True,
-                    output_loading_info=True,
-                )
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"{self.path}: {type(self.outlined).__name__}: {clip_error(error)}") from error
-        _check_report(self.path, report)
-        loaded.eval().requires_grad_(False)
-        for name, tensor in loaded.named_parameters():
-            if not bool(torch.isfinite(tensor).all()):
-                raise ValueError(f"{self.path}: {name} holds NaN or infinity")
-        return loaded.to(device)
+        kind, options = type(self.outlined), {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+        return load_weights(kind, self.path, self.config.dtype, self.mtp_prefixes, progress, **options).to(device)
+
+    @property
+    def mtp_prefixes(self) -> tuple[str, ...]:
+        """Of the MTP modules' tensors: the modules are stored as layers after the model's last one."""
+        return tuple(f"model.layers.{self.config.num_layers + index}." for index in range(self.mtp_modules))
+
+
+def load_weights(kind: Any, path: Path, dtype: torch.dtype, unused: tuple[str, ...] = (), progress: bool = False, **options: Any) -> Any:
+    """A model of the class `kind` from a folder, or from `state_dict` and `config` of the options. unused: prefixes of other tensors.
+
+    ValueError names a tensor that is missing, does not fit, or holds NaN or infinity.
+    """
+    try:
+        with _quiet(progress), torch.random.fork_rng(devices=[]):  # tensors that are missing, and refused below, are drawn
+            loaded, report = kind.from_pretrained(
+                None if "state_dict" in options else path,
+                **model_options(dtype, _model_module().PAGED),
+                **options,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"{path}: {kind.__name__}: {clip_error(error)}") from error
+    _check_report(path, report, unused)
+    loaded.eval().requires_grad_(False)
+    for name, tensor in loaded.named_parameters():
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{path}: {name} holds NaN or infinity")
+    return loaded
 
 
 def open_transformers(path: Path, dtype: torch.dtype | None = None) -> TransformersCheckpoint:
     """Read and check everything except the weights. ValueError names the file and the field or layer."""
     if not path.is_dir():
         raise ValueError(f"path: got {str(path)!r}, expected a local folder with a config.json for implementation='transformers'")
-    module, fields = _model_module(), read_json(path / "config.json")
+    fields = read_json(path / "config.json")
     kind = _class_of(path, fields)
     SafetensorsSource(path)  # the folder has its weights in this format
     try:
@@ -106,14 +117,20 @@ def open_transformers(path: Path, dtype: torch.dtype | None = None) -> Transform
     dtype = dtype or (getattr(torch, stated) if isinstance(stated, str) else stated)
     if dtype not in DTYPES.values():
         raise ValueError(f"{path}: config.dtype: got {clip_repr(dtype)}, expected one of {', '.join(DTYPES)}")
+    outlined, sizes = outline(path, kind, config, dtype)
+    vocabulary = Vocabulary.from_table(read_folder(path, fields, sizes.vocab_size))
+    return TransformersCheckpoint(path, sizes, vocabulary, outlined, count_field(fields, MTP_COUNT, 64, least=0, default=0))
+
+
+def outline(path: Path, kind: Any, config: Any, dtype: torch.dtype) -> tuple[Any, ModelSizes]:
+    """A model on the meta device and its sizes. ValueError names the layer that is not supported."""
+    module = _model_module()
     try:
         with _quiet(False), torch.device("meta"), torch.random.fork_rng(devices=[]):
-            outlined = kind._from_config(config, **_options(dtype, module.INSPECTED)).eval().requires_grad_(False)
-        sizes = module.inspect_model(outlined)
+            outlined = kind._from_config(config, **model_options(dtype, module.INSPECTED)).eval().requires_grad_(False)
+        return outlined, module.inspect_model(outlined)
     except (ValueError, KeyError, TypeError, ZeroDivisionError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{path}: {kind.__name__}: {clip_error(error)}") from None
-    vocabulary = Vocabulary.from_table(read_folder(path, fields, sizes.vocab_size))
-    return TransformersCheckpoint(path, sizes, vocabulary, outlined)
 
 
 def why_no_transformers() -> str:
@@ -165,18 +182,19 @@ def _refused(path: Path, field: str, value: object, expected: str) -> ValueError
     return ValueError(f"{path / 'config.json'}: {field}: got {clip_repr(value)}, expected {expected}")
 
 
-def _check_report(path: Path, report: Mapping[str, Any]) -> None:
+def _check_report(path: Path, report: Mapping[str, Any], unused: tuple[str, ...]) -> None:
     for name, stored, expected in sorted(report["mismatched_keys"]):
         raise ValueError(f"{path}: {name}: got shape {tuple(stored)}, expected {tuple(expected)} by the config")
     for name in sorted(report["missing_keys"]):
         raise ValueError(f"{path}: {name} is missing")
-    for name in sorted(report["unexpected_keys"]):
-        raise ValueError(f"{path}: got {len(report['unexpected_keys'])} tensors that the config does not account for, such as {name}")
+    extra = sorted(name for name in report["unexpected_keys"] if not unused or not name.startswith(unused))
+    if extra:
+        raise ValueError(f"{path}: got {len(extra)} tensors that the config does not account for, such as {extra[0]}")
     if report["error_msgs"]:
         raise ValueError(f"{path}: {clip_repr(report['error_msgs'])}")
 
 
-def _options(dtype: torch.dtype, attention: str) -> dict[str, Any]:
+def model_options(dtype: torch.dtype, attention: str) -> dict[str, Any]:
     return {"dtype": dtype, "attn_implementation": attention, "experts_implementation": _EXPERTS}
 
 

@@ -47,7 +47,7 @@ WARPS = 8
 REGISTERS = (168, 128)  # of a thread, by alignment: with 136, or without a bound, ptxas of Triton 3.6 spills; 129 to 255 leave one block
 WORDS = 4096  # of a mask at a time
 LEGAL_WORDS = 512  # the same, where its tokens are compared with a forced text
-LANES = 256  # crossing tokens, changed words or symbols at a time
+LANES = 512  # crossing tokens, changed words or symbols at a time
 
 
 @triton.jit

@@ -1,10 +1,9 @@
 """The Triton programs of race, distribution and draw, and their launches. Imported only where Triton can launch.
 
 One number decides which tokens are kept: the smallest kept weight. Weights from 0 to 1 have the order of their bits, so the number is
-found digit by digit: first the k-th largest weight by counting, then the smallest weight of the top-p set by summing units. One launch
-sorts the weights of every tile of the vocabulary and keeps running sums; then one program per line finds both numbers by searches in
-its sorted tiles. Sums are integers, so their order does not matter. The number of steps does not depend on the data. A row without a
-filter is not sorted.
+found as two: the k-th largest weight by counting, then the smallest weight of the top-p set by summing units. One launch sums the
+weights by exponent, which decides a short range for that number; the next lists the weights in this range, and the last program of a
+line finds the number in its list, digit by digit. Sums are integers, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ from stepgraph.sampling.sampler import Param
 
 FILTER_TILE = 2048  # tokens per program
 RACE_TILE = 1024
-FIND_WARPS = 16  # a line has one program
 KEEP_REGISTERS = 64  # no spills; sm_100 would take more
-DIGIT_BITS = 4  # of the smallest kept weight, found at a time
-WEIGHT_BITS = 30  # of a float32 from 0 to 1: sign and highest exponent bit are 0
+FIND_WINDOW = 512  # listed weights at a time
+DIGIT_BITS = 5  # of the smallest kept weight, found at a time
 
 _TEMPERATURE = tl.constexpr(int(Param.TEMPERATURE))
 _TOP_K = tl.constexpr(int(Param.TOP_K))
@@ -36,7 +34,13 @@ _MIN_P = tl.constexpr(int(Param.MIN_P))
 _UNIT = tl.constexpr(2.0**sampler.UNIT_BITS)
 _FROM_UNIT = tl.constexpr(2.0**-sampler.UNIT_BITS)
 _LAST_ID = tl.constexpr(0x7FFFFFFF)
-_BLOCK = tl.constexpr(8)  # sorted weights per running sum
+_ONE = tl.constexpr(0x3F800000)  # the bits of 1
+_WEIGHT_BITS = tl.constexpr(30)  # of a float32 from 0 to 1: sign and highest exponent bit are 0
+_EXPONENT = tl.constexpr(23)  # the lowest bit of the exponent
+_BUCKETS = tl.constexpr(128)  # of weights, by exponent; in bucket 0 is only 0
+_UNIT_BUCKETS = tl.constexpr(32)  # weights below 2**-30 share one
+_EDGES = tl.constexpr(4)  # compared at a time; with more, registers spill
+_SUMS = tl.constexpr(256)  # of a line: of both kinds of buckets, and a counter
 
 
 @triton.jit
@@ -84,50 +88,94 @@ def _units(weight_bits):
 
 
 @triton.jit
-def _counts_from(weights, edges, width, TILE: tl.constexpr, TILES: tl.constexpr):
-    """How many of the sorted weights of each tile are at least each edge, [TILES, edges]."""
-    start = tl.arange(0, TILES) * TILE
-    length, start = tl.minimum(width - start, TILE)[:, None], start[:, None]
-    found = tl.zeros([TILES, edges.shape[0]], tl.int32)
-    for step in tl.static_range(32):
-        if TILE >> step > 0:
-            probe = found + (TILE >> step)
-            bits = tl.load(weights + start + probe - 1, mask=probe <= length, other=-1)
-            found = tl.where(bits >= edges[None, :], probe, found)
-    return found
+def _bits(logits, own, maxima, positions, width, row_stride, position_stride, TILE: tl.constexpr, TILES: tl.constexpr):
+    """The bits of the weights of this program's tile; -1 beyond the width, 0 for NaN, in a row without a finite best logit."""
+    values = _logits(logits, positions, width, row_stride, position_stride, TILE)
+    bits = _weight(values, tl.load(own + _TEMPERATURE), value_of(_line_maximum(maxima, TILES)))
+    return tl.where(tl.program_id(1) * TILE + tl.arange(0, TILE) < width, tl.where(bits <= _ONE, bits, 0), -1)
 
 
 @triton.jit
-def _units_from(weights, running, edges, width, TILE: tl.constexpr, TILES: tl.constexpr):
-    """The units of all weights of a line that are at least each edge."""
-    count = _counts_from(weights, edges, width, TILE, TILES)
-    tile = tl.arange(0, TILES)[:, None]
-    block = tl.minimum(count, TILE - 1) // _BLOCK  # of a whole tile the last one
-    total = tl.load(running + tile * (TILE // _BLOCK) + block, mask=count > 0, other=0)
-    for index in tl.static_range(_BLOCK):
-        offset = block * _BLOCK + index
-        total += _units(tl.load(weights + tile * TILE + offset, mask=offset < count, other=0))
-    return tl.sum(total, 0)
+def _has_top_k(own, width):
+    top_k = tl.load(own + _TOP_K)
+    return (top_k > 0) & (top_k < width)
 
 
 @triton.jit
-def _raised(low, sums, target, shift):
-    """`low` plus the greatest digit at this shift whose sum is enough. Sums fall with the digit."""
-    digit = tl.arange(0, sums.shape[0])
-    enough = (digit > 0) & (sums.to(tl.float64) >= target)
-    return low + (tl.sum(enough.to(tl.int64), 0) << shift)
+def _unit_edge(bucket):
+    """The bits from which on a weight is in this one of _UNIT_BUCKETS, or a higher one."""
+    return tl.where(bucket > 0, bucket + (_BUCKETS - _UNIT_BUCKETS), 0) << _EXPONENT
 
 
 @triton.jit
-def _edges(low, shift, BITS: tl.constexpr):
-    """The weights' bits at which a digit begins. Beyond the int32, above every weight."""
-    return tl.minimum(low + (tl.arange(0, 1 << BITS).to(tl.int64) << shift), _LAST_ID).to(tl.int32)
+def _last_enough(sums, target):
+    """The index of the last sum that is enough, 0 if none is. Sums fall with the index."""
+    return tl.max(tl.where(sums.to(tl.float64) >= target, tl.arange(0, sums.shape[0]), 0), 0)
+
+
+@triton.jit
+def _at(values, index):
+    """This one of the values, 0 beyond them."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0), 0)
+
+
+@triton.jit
+def _listed_range(own, sums, width):
+    """The bits from `first` and below `end` among which the smallest kept weight is, and the units of the weights from `end` on."""
+    first, end, above = tl.maximum(tl.maximum(tl.load(own + _MIN_P), 0.0).to(tl.int32, bitcast=True), 1), _LAST_ID, tl.zeros([], tl.int64)
+    if _has_top_k(own, width):
+        counts = tl.load(sums + tl.arange(0, _BUCKETS))
+        from_bucket = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+        first = tl.maximum(first, _last_enough(from_bucket, tl.load(own + _TOP_K).to(tl.float64)) << _EXPONENT)
+    elif tl.load(own + _MIN_P) <= 0:
+        units = tl.load(sums + _BUCKETS + tl.arange(0, _UNIT_BUCKETS))
+        bucket = _last_enough(units, tl.load(own + _TOP_P).to(tl.float64) * _at(units, 0).to(tl.float64))
+        first = tl.maximum(_unit_edge(bucket), 1)
+        end, above = _unit_edge(bucket + 1), _at(units, bucket + 1)  # of the last bucket: above every weight, 0
+    return first, end, above
+
+
+@triton.jit
+def _sums_from(listed, last, most, edges, COUNTS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr):
+    """The units, or if COUNTS the number, of the listed weights of a line that are at least each edge."""
+    tile, first = tl.arange(0, TILES)[:, None], 0
+    sums = tl.zeros([edges.shape[0]], tl.int64)
+    while first < most:
+        at = first + tl.arange(0, WINDOW)[None, :]
+        bits = tl.reshape(tl.load(listed + tile * TILE + at, mask=at < last, other=-1), [TILES * WINDOW])
+        amounts = tl.full([TILES * WINDOW], 1, tl.int64) if COUNTS else _units(bits)
+        sums += tl.sum(tl.where(bits[:, None] >= edges[None, :], amounts[:, None], 0), 0)
+        first += WINDOW
+    return sums
+
+
+@triton.jit
+def _least_enough(
+    listed,
+    last,
+    most,
+    above,
+    target,
+    COUNTS: tl.constexpr,
+    BITS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """The greatest bits from which on the sum of listed weights, and those above, is enough; 0 if it never is."""
+    low = tl.zeros([], tl.int32)
+    for step in range((_WEIGHT_BITS + BITS - 1) // BITS):
+        shift = tl.maximum(_WEIGHT_BITS - BITS * (step + 1), 0)
+        edges = low + (tl.arange(0, 1 << BITS) << shift)
+        low += _last_enough(above + _sums_from(listed, last, most, edges, COUNTS, TILE, TILES, WINDOW), target) << shift
+    return low
 
 
 @triton.jit
 def tile_maxima(
     logits,  # [B, Q, >= width]
     maxima,  # [B * Q, tiles] int64, written
+    sums,  # [B * Q, _SUMS] int64, written: zeros
     positions,
     width,
     row_stride,
@@ -135,84 +183,106 @@ def tile_maxima(
     TILE: tl.constexpr,
 ):
     """The greatest logit of each tile and its index, as a candidate of choice.py."""
-    line = tl.program_id(0)
+    line = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
     best = tl.max(ordered(_logits(logits, positions, width, row_stride, position_stride, TILE), ids), 0)
-    tl.store(maxima + line.to(tl.int64) * tl.num_programs(1) + tl.program_id(1), best)
+    tl.store(maxima + line * tl.num_programs(1) + tl.program_id(1), best)
+    if tl.program_id(1) == 0:
+        tl.store(sums + line * _SUMS + tl.arange(0, _SUMS), tl.zeros([_SUMS], tl.int64))
 
 
 @triton.jit
-def sort_tile(
+def bucket_sums(
     logits,  # [B, Q, >= width]
     row_params,  # [B, >= 4] float32
     maxima,  # [B * Q, tiles] int64
-    weights,  # [B * Q, weights_stride] int32, written: the bits of the weights of each tile, the largest first
-    running,  # [B * Q, tiles, TILE / _BLOCK] int64, written: the units before each block of these
+    sums,  # [B * Q, _SUMS] int64, added to: the numbers of weights by exponent, then the units from each _unit_edge on
     positions,
     width,
     row_stride,
     position_stride,
     row_params_stride,
-    weights_stride,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """The weights of one tile in falling order, where a row has a filter, and their running sums. TILES is a power of two >= tiles."""
+    """What decides where the smallest kept weight is: numbers for top-k, units for top-p alone, the first of these without a filter."""
     line = tl.program_id(0).to(tl.int64)
     own = row_params + (line // positions) * row_params_stride
-    temperature, top_k, least = tl.load(own + _TEMPERATURE), tl.load(own + _TOP_K), tl.load(own + _MIN_P)
-    if temperature > 0:
-        best = value_of(_line_maximum(maxima, TILES))
-        values = _logits(logits, positions, width, row_stride, position_stride, TILE)
-        ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
-        bits = tl.where(ids < width, _weight(values, temperature, best), -1)
-        if ((top_k > 0) & (top_k < width)) | (tl.load(own + _TOP_P) < 1) | (least > 0):
-            bits = tl.sort(bits, descending=True)
-        tl.store(weights + line * weights_stride + ids, bits, mask=ids < width)
-        sums = tl.sum(tl.reshape(tl.where(bits >= 0, _units(bits), 0), [TILE // _BLOCK, _BLOCK]), 1)
-        block = (line * tl.num_programs(1) + tl.program_id(1)) * (TILE // _BLOCK) + tl.arange(0, TILE // _BLOCK)
-        tl.store(running + block, tl.cumsum(sums, 0) - sums)
+    if tl.load(own + _TEMPERATURE) > 0:
+        bits = _bits(logits, own, maxima, positions, width, row_stride, position_stride, TILE, TILES)
+        sums += line * _SUMS
+        if _has_top_k(own, width):
+            counts = tl.histogram(tl.maximum(bits, 0) >> _EXPONENT, _BUCKETS).to(tl.int64)
+            index = tl.arange(0, _BUCKETS)
+            tl.atomic_add(sums + index, counts, mask=(index > 0) & (counts > 0), sem="relaxed")
+        elif tl.load(own + _MIN_P) <= 0:
+            units = tl.where(bits >= 0, _units(bits), 0)
+            if tl.load(own + _TOP_P) < 1:
+                group = tl.arange(0, _EDGES)
+                for start in range(0, _UNIT_BUCKETS, _EDGES):
+                    edges = _unit_edge(start + group)[None, :]
+                    from_edges = tl.sum(tl.where(bits[:, None] >= edges, units[:, None], 0), 0)
+                    tl.atomic_add(sums + _BUCKETS + start + group, from_edges, sem="relaxed")
+            else:
+                tl.atomic_add(sums + _BUCKETS, tl.sum(units, 0), sem="relaxed")
 
 
 @triton.jit
 def find_least(
+    logits,  # [B, Q, >= width]
     row_params,  # [B, >= 4] float32
-    weights,  # [B * Q, weights_stride] int32
-    running,  # [B * Q, tiles, TILE / _BLOCK] int64
+    maxima,  # [B * Q, tiles] int64
+    sums,  # [B * Q, _SUMS] int64; the last of a line counts its programs that are done
+    listed,  # [B * Q, listed_stride] int32, written: of each tile, from its start on, the bits of the weights in the listed range
+    listed_counts,  # [B * Q, tiles] int32, written
     found,  # [B * Q, 2] int64, written: the bits of the smallest kept weight, and the units of all kept ones
     positions,
     width,
-    tiles,
+    row_stride,
+    position_stride,
     row_params_stride,
-    weights_stride,
-    PASSES: tl.constexpr,
+    listed_stride,
     BITS: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
-    """The smallest weight of a line that is kept. TILES is a power of two >= tiles."""
-    line = tl.program_id(0).to(tl.int64)
+    """Lists the few weights among which the smallest kept one is, tile by tile; the last program of a line then finds it."""
+    line, tiles = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     own = row_params + (line // positions) * row_params_stride
-    top_k, top_p, least = tl.load(own + _TOP_K), tl.load(own + _TOP_P), tl.load(own + _MIN_P)
-    weights += line * weights_stride
-    running += line * tiles * (TILE // _BLOCK)
-    low = tl.where(least > 0, least, 0.0).to(tl.int32, bitcast=True).to(tl.int64)
-    held = tl.zeros([], tl.int64)
-    if tl.load(own + _TEMPERATURE) > 0:
-        if (top_k > 0) & (top_k < width):
-            for step in range(PASSES):
-                shift = BITS * (PASSES - 1 - step)
-                counts = tl.sum(_counts_from(weights, _edges(low, shift, BITS), width, TILE, TILES), 0)
-                low = _raised(low, counts, top_k.to(tl.float64), shift)
-        held = tl.max(_units_from(weights, running, _edges(low, 0, 0), width, TILE, TILES), 0)
-        if top_p < 1:
-            target = top_p.to(tl.float64) * held.to(tl.float64)
-            for step in range(PASSES):
-                shift = BITS * (PASSES - 1 - step)
-                low = _raised(low, _units_from(weights, running, _edges(low, shift, BITS), width, TILE, TILES), target, shift)
-            held = tl.max(_units_from(weights, running, _edges(low, 0, 0), width, TILE, TILES), 0)
-    tl.store(found + line * 2, low)
-    tl.store(found + line * 2 + 1, held)
+    top_p, sums = tl.load(own + _TOP_P), sums + line * _SUMS
+    limits_head = _has_top_k(own, width) | (tl.load(own + _MIN_P) > 0)  # top-p is then a share of what these keep
+    filters = (tl.load(own + _TEMPERATURE) > 0) & (limits_head | (top_p < 1))
+    listed, listed_counts = listed + line * listed_stride, listed_counts + line * tiles
+    if filters:
+        first, end, _ = _listed_range(own, sums, width)
+        bits = _bits(logits, own, maxima, positions, width, row_stride, position_stride, TILE, TILES)
+        is_listed = ((bits >= first) & (bits < end)).to(tl.int32)
+        count = tl.sum(is_listed, 0)
+        if count > 0:
+            tl.store(listed + tl.program_id(1) * TILE + tl.cumsum(is_listed, 0) - 1, bits, mask=is_listed != 0)
+        tl.store(listed_counts + tl.program_id(1), count)
+    tl.debug_barrier()  # all threads have stored their part
+    if tl.atomic_add(sums + (_SUMS - 1), 1, sem="acq_rel") == tiles - 1:
+        tl.debug_barrier()
+        low, held = tl.zeros([], tl.int32), tl.load(sums + _BUCKETS)
+        if filters:
+            _, _, above = _listed_range(own, sums, width)
+            tile = tl.arange(0, TILES)[:, None]
+            last = tl.load(listed_counts + tile, mask=tile < tiles, other=0)
+            most = tl.max(tl.max(last, 1), 0)
+            low = tl.maximum(tl.load(own + _MIN_P), 0.0).to(tl.int32, bitcast=True)
+            if _has_top_k(own, width):
+                top_k = tl.load(own + _TOP_K).to(tl.float64)
+                low = tl.maximum(low, _least_enough(listed, last, most, above, top_k, True, BITS, TILE, TILES, WINDOW))
+            if limits_head:
+                held = tl.max(_sums_from(listed, last, most, low + tl.arange(0, 1), False, TILE, TILES, WINDOW), 0)
+            if top_p < 1:
+                target = top_p.to(tl.float64) * held.to(tl.float64)
+                low = tl.maximum(low, _least_enough(listed, last, most, above, target, False, BITS, TILE, TILES, WINDOW))
+                held = above + tl.max(_sums_from(listed, last, most, low + tl.arange(0, 1), False, TILE, TILES, WINDOW), 0)
+        tl.store(found + line * 2, low.to(tl.int64))
+        tl.store(found + line * 2 + 1, held)
 
 
 @triton.jit
@@ -283,14 +353,14 @@ def race(weights: Tensor, seed: Tensor, position: Tensor, purpose: int, token: T
 
 def distribution(logits: Tensor, params: Tensor, probs: Tensor, *, tile: int = FILTER_TILE, digit_bits: int = DIGIT_BITS) -> None:
     lines = probs.view(-1, probs.shape[2])
-    _filter(logits, params, lines, lines.view(torch.int32), None, tile, digit_bits)  # probabilities replace the sorted weights
+    _filter(logits, params, lines, lines.view(torch.int32), None, tile, digit_bits)  # probabilities replace the list
 
 
 def draw(logits: Tensor, params: Tensor, *others: Any, tile: int = FILTER_TILE, digit_bits: int = DIGIT_BITS) -> None:
     """The arguments and outputs of kernels.filters.draw."""
     *race, row_probs, ids, token = others
-    weights = torch.empty(logits.shape, dtype=torch.int32, device=logits.device)
-    candidates = _filter(logits[:, None], params, row_probs, weights, (*race, ids), tile, digit_bits)
+    listed = torch.empty(logits.shape, dtype=torch.int32, device=logits.device)
+    candidates = _filter(logits[:, None], params, row_probs, listed, (*race, ids), tile, digit_bits)
     store_best(candidates, None, token)
 
 
@@ -298,7 +368,7 @@ def _filter(
     logits: Tensor,
     params: Tensor,
     probs: Tensor,
-    weights: Tensor,
+    listed: Tensor,  # int32, scratch
     race: tuple[Any, ...] | None,  # seed, position, purpose, rows, ids
     tile: int,
     digit_bits: int,
@@ -306,32 +376,35 @@ def _filter(
     """Write the probabilities; return the candidates of the race if there is one."""
     batch, positions, width = logits.shape
     assert width <= 1 << (62 - sampler.UNIT_BITS), f"{width} weights of 2**{sampler.UNIT_BITS} units might not fit an int64"
-    lines, tiles, blocks = batch * positions, triton.cdiv(width, tile), tile // _BLOCK.value
-    shapes = ((2, lines, tiles), (lines, tiles, blocks), (lines, 2))
-    maxima_and_candidates, running, least = (torch.empty(shape, dtype=torch.int64, device=logits.device) for shape in shapes)
+    lines, tiles = batch * positions, triton.cdiv(width, tile)
+    shapes = ((2, lines, tiles), (lines, _SUMS.value), (lines, 2))
+    maxima_and_candidates, sums, least = (torch.empty(shape, dtype=torch.int64, device=logits.device) for shape in shapes)
     maxima, candidates = maxima_and_candidates[0], maxima_and_candidates[1]
+    counts = torch.empty(lines, tiles, dtype=torch.int32, device=logits.device)
     sizes = (positions, width, *logits.stride()[:2])
     shape = {"TILE": tile, "TILES": triton.next_power_of_2(tiles)}
     options = {"num_warps": 8, "enable_fp_fusion": False}
-    tile_maxima[(lines, tiles)](logits, maxima, *sizes, TILE=tile, **options)
-    sort_tile[(lines, tiles)](logits, params, maxima, weights, running, *sizes, params.stride(0), weights.stride(0), **shape, **options)
-    find_least[(lines,)](
+    grid = lines, tiles
+    tile_maxima[grid](logits, maxima, sums, *sizes, TILE=tile, **options)
+    bucket_sums[grid](logits, params, maxima, sums, *sizes, params.stride(0), **shape, **options)
+    find_least[grid](
+        logits,
         params,
-        weights,
-        running,
+        maxima,
+        sums,
+        listed,
+        counts,
         least,
-        positions,
-        width,
-        tiles,
+        *sizes,
         params.stride(0),
-        weights.stride(0),
-        PASSES=triton.cdiv(WEIGHT_BITS, digit_bits),
+        listed.stride(0),
         BITS=digit_bits,
+        WINDOW=max(1, FIND_WINDOW // shape["TILES"]),
         **shape,
-        num_warps=FIND_WARPS,
+        **options,
     )
     seed, position, purpose, rows, ids = race or (maxima, maxima, 0, maxima, None)
-    keep[(lines, tiles)](
+    keep[grid](
         logits,
         params,
         maxima,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.layers.parallel import register_group
+from stepgraph.graphs.layers.parallel import RankGroups, register_group
 from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard, part_of
 from stepgraph.runtime.parallel.ranks import gloo_group
 from stepgraph.sampling import bitmask, kernels, rng
@@ -41,7 +41,7 @@ def on_ranks(folder: Path, run: Callable[[VocabularyShard], Found]) -> list[Foun
     def one(rank: int) -> None:
         group = register_group(gloo_group(str(folder / "store"), rank, SIZE, 30.0), 30.0)
         part = part_of(VOCABULARY, rank, SIZE)
-        found[rank] = run(VocabularyShard(torch.arange(part.start, part.stop), part.start, group, SIZE, VOCABULARY))
+        found[rank] = run(VocabularyShard(torch.arange(part.start, part.stop), part.start, RankGroups(group, group), SIZE, VOCABULARY))
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(SIZE)]
     for thread in threads:

@@ -68,10 +68,12 @@ def test_norms_and_activations_equal_the_references(dtype: torch.dtype) -> None:
             compare(dense.activate_and_mul, dense_programs.activate_and_mul, pairs, activation, near=8 * near)
 
 
+@pytest.mark.parametrize("least", [16 * dense_programs.COLUMN_TILE, pytest.param(dense_programs.WIDE_COLUMNS, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("dtype", NEAR)
-def test_products_equal_the_reference(dtype: torch.dtype) -> None:
-    """The program for few rows and many columns; other sizes and float32 by torch."""
-    near, outer = NEAR[dtype] * 8, dense_programs.WIDE_COLUMNS + 5
+def test_products_equal_the_reference(dtype: torch.dtype, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program for few rows and many columns, of which fewer count as many here; other sizes and float32 by torch."""
+    monkeypatch.setattr(dense_programs, "WIDE_COLUMNS", least)
+    near, outer = NEAR[dtype] * 8, least + 5
     for count, inner, biased in ((1, 128, True), (5, 256, False), (16, 128, True), (17, 128, False), (3, 96, True)):
         states, weight = random(count, inner + 3, dtype=dtype)[:, :inner], random(outer, inner, dtype=dtype) * inner**-0.5
         compare(dense.product, dense_programs.product, states, weight, random(outer, dtype=dtype) if biased else None, near=near)

@@ -17,13 +17,15 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
-from stepgraph import Constraint, FinishReason, Job, SamplingParams
+from stepgraph import Constraint, FinishReason, Job, SamplingParams, Vocabulary
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import demo, terminal
 from stepgraph.runtime.commands.flags import COMMANDS
 from stepgraph.runtime.demo import pair
 from stepgraph.runtime.demo.scenarios import SCENARIOS
-from stepgraph.runtime.demo.variants import Case, Variant, toy_pair
+from stepgraph.runtime.demo.variants import Case, Pair, Variant, toy_pair
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.native import why_not
 
 Captured = pytest.CaptureFixture[str]
@@ -93,6 +95,25 @@ def test_a_browser_shows_the_report(report: Path, scheme: str, tmp_path: Path) -
     style = report.read_text(encoding="utf-8").split("prefers-color-scheme")[scheme == "dark"]
     wanted = {name: tuple(bytes.fromhex(value)) for name, value in re.findall(r"--(\w+): #(\w+)", style)}
     assert [name for name in ("back", "draft", "look_up", "forced", "target", "stage", "wait") if wanted[name] not in colours] == []
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_control_characters_of_an_answer_reach_pipes_only(
+    on_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    hostile = "\x1b]0;title\x07", "\x9b2J"
+    vocabulary = Vocabulary.printable([text.encode() for text in hostile])
+    first = vocabulary.stop_token_ids[0] - len(hostile)  # the stop token is the last one
+    target = ToyTarget(vocabulary.logits_width, seed=7, biases={first: 5.0, first + 1: 5.0})
+    hostile_pair = Pair("toys", target, ToyDraft(target, 0.8), TextCodec.of_bytes(vocabulary))
+    monkeypatch.setattr(demo, "toy_pair", lambda: hostile_pair)
+    for name, value in {"TERM": "xterm", "NO_COLOR": ""}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: on_terminal, raising=False)
+    assert cli.main([*QUICK[:2], "--repeats", "1", "--max-new-tokens", "24", "-k", "1", "--prompt", "hi", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert [(text in out, text.encode("unicode_escape").decode() in out) for text in hostile] == [(not on_terminal, on_terminal)] * 2
+    assert ("\x1b[" in out) == on_terminal, "colours"
 
 
 def test_every_long_step_shows_progress_on_a_terminal(

@@ -60,9 +60,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "SmolLM3": {"no_rope_layers": [1, 0, 1]},
     "Glm4": {"partial_rotary_factor": 0.5},
     "DeepseekV3": {**GROUPED, **LATENT, "first_k_dense_replace": 1, "head_dim": 8},
+    "Glm4Moe": {**GROUPED, "first_k_dense_replace": 1, "partial_rotary_factor": 0.5},
 }
 COUNT = 16
-VARIES = ("Mixtral", "Qwen3Moe", "GptOss", "Olmoe", "DeepseekV3")
+VARIES = ("Mixtral", "Qwen3Moe", "GptOss", "Olmoe", "DeepseekV3", "Glm4Moe")
 
 
 @functools.cache

@@ -12,7 +12,8 @@ import torch
 
 from stepgraph import Engine, EngineConfig
 from stepgraph.runtime.models.files.target import open_target
-from tests.helpers.families import folder_of
+from tests.helpers.draft_engines import DRAFTERS, EAGLE_LAYERS
+from tests.helpers.families import Cached, folder_of
 from tests.helpers.family_texts import CONFIG, CONSTRAINTS, PROMPTS, decode, plain
 
 
@@ -33,6 +34,19 @@ def test_texts_equal_plain_greedy_decoding(draft: str) -> None:
                 assert (job.tokens, str(job.finish_reason)) == plain(family, tuple(prompt), constraint, 24), (prompt, constraint)
                 accepted += job.num_accepted_drafts
     assert draft == "none" or accepted > 5
+
+
+def test_a_head_drafts_from_the_states_of_the_same_layers_as_natively() -> None:
+    eagle3 = DRAFTERS[0]
+    opened = [open_target(eagle3.target, implementation=implementation) for implementation in ("native", "transformers")]
+    tokens = torch.tensor([PROMPTS[2], PROMPTS[2][::-1]])
+    native, other = (Cached(each.load("cpu", EAGLE_LAYERS)).run(tokens, 0, tokens.shape[1])[1] for each in opened)
+    torch.testing.assert_close(other, native, rtol=1e-4, atol=1e-4)
+    config, found = EngineConfig(**{**vars(CONFIG), "num_speculative_tokens": 3, "draft_length": 3}), []
+    for implementation in ("native", "transformers"):
+        with Engine.from_pretrained(eagle3.target, eagle3.folder, config=config, implementation=implementation) as engine:
+            found.append([(job.tokens, job.num_accepted_drafts) for job in decode(engine, PROMPTS, CONSTRAINTS[1])])
+    assert found[0] == found[1] and any(accepted for _, accepted in found[0])
 
 
 def changed(tmp_path: Path, family: str = "llama-2", **fields: Any) -> Path:

@@ -25,7 +25,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReason, Job, LogitsProcessor, ProcessorInput, SamplingParams
-from stepgraph.graphs.layers.parallel import register_group, sum_over_ranks
+from stepgraph.graphs import BufferSpec, StaticBuffers, capture, run_eager
+from stepgraph.graphs.layers import parallel
+from stepgraph.graphs.layers.parallel import RankGroups, register_group, sum_over_ranks
 from stepgraph.runtime.models.files.weights import SafetensorsSource
 from stepgraph.runtime.parallel.ranks import COMPARED_STEPS, RankError, Ranks, gloo_group
 from stepgraph.runtime.serve.http import Bounds
@@ -301,6 +303,37 @@ def test_sums_are_added_in_the_order_of_the_ranks(tmp_path: Path) -> None:
         thread.join()
     assert not torch.equal(expected, (row[3] + row[2]) + (row[1] + row[0]))
     assert all(torch.equal(each, expected.expand(33, -1)) for each in found)
+
+
+def test_recorded_steps_have_a_group_of_their_own() -> None:
+    groups, used = RankGroups(graph=3, eager=5), list[int]()
+    buffers = StaticBuffers([BufferSpec("x", (4,), torch.float32)])
+
+    def step(buffers: StaticBuffers) -> None:
+        buffers.x.add_(1)
+        used.append(groups.current)
+
+    run_eager(step, buffers)
+    capture(step, buffers, "tape").replay()
+    used.append(groups.current)
+    assert used == [5, 3, 5]
+
+
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=soak)])
+def test_messages_of_graphs_and_of_eager_work_use_different_groups(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank does the same: a message in another group would have no partner."""
+    used, real = set[Any](), parallel.gather
+
+    def gather(group: Any, *others: Any) -> torch.Tensor:
+        used.add(group)
+        return real(group, *others)
+
+    monkeypatch.setattr(parallel, "gather", gather)
+    with open_engine(model_folder(), "none", 2, eager=eager) as engine:
+        groups = ranks_of(engine).groups
+        assert engine.generate([1, 2, 3], max_new_tokens=4).tokens
+    graph, other = (parallel._GROUPS[number][0] for number in (groups.graph, groups.eager))
+    assert graph is not other and used == ({other} if eager else {graph})
 
 
 def test_a_killed_rank_ends_all_jobs() -> None:

@@ -42,6 +42,9 @@ FLAGS = "serve toy --eager -k 2 --draft-length 2 --max-rows 4 --max-length 1024 
         ("--tensor-parallel 2", "--tensor-parallel: got 2 with toy, expected 1: its layers cannot be divided"),
         ("--round-timeout-seconds 0", "--round-timeout-seconds: got 0.0, expected a number above 0 and at most 86400"),
         ("--round-timeout-seconds nan", "--round-timeout-seconds: got nan, expected a number above 0 and at most 86400"),
+        ("--answer-seconds 0", "--answer-seconds: got 0.0, expected a number above 0 and at most 86400"),
+        ("--max-body-bytes 0", "--max-body-bytes: got 0, expected at least 1"),
+        ("--max-connections 0", "--max-connections: got 0, expected at least 1"),
         ("--tensor-parallel 0", "--tensor-parallel: got 0, expected a whole number from 1 to 1024"),
     ],
 )

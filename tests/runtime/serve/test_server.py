@@ -34,6 +34,7 @@ from tests.helpers.command_models import model_folder, tiny_model
 from tests.helpers.running_server import ASK, FLAGS, FORMAT, ON, SCHEMA, SECONDS, TOOLS, Running, engine_of, running
 from tests.sampling.grammar.compile.test_compiler import waited
 
+USAGE: Any = {"include_usage": True, "include_obfuscation": False}
 ONE_ROW = ["serve", "toy", "--eager", "-k", "2", "--max-rows", "1"]
 
 
@@ -48,7 +49,7 @@ def test_streamed_chat_equals_whole_chat(server: Running) -> None:
     request: Any = {"model": "toy", "messages": ASK, "max_tokens": 25, "temperature": 0.8, "seed": 5, "extra_body": ON}
     with server.client as client:
         whole = client.chat.completions.create(**request, logprobs=True)
-        chunks = [*client.chat.completions.create(**request, logprobs=True, stream=True, stream_options={"include_usage": True})]
+        chunks = [*client.chat.completions.create(**request, logprobs=True, stream=True, stream_options=USAGE)]
     (choice,) = whole.choices
     assert choice.finish_reason == "length" and choice.message.role == "assistant"
     assert whole.usage is not None and (whole.usage.completion_tokens, whole.usage.prompt_tokens) == (
@@ -205,6 +206,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
     ({"response_format": {"type": "yaml"}}, "response_format"),
     ({"response_format": FORMAT, "tools": TOOLS}, "response_format"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function"),
@@ -514,6 +516,39 @@ def test_a_signal_lets_answers_end_and_a_second_one_cancels_them(number: signal.
     asking[0].join()
     assert errors == ([] if signals == 1 else ["the server is shutting down"])
     assert len("".join(text)) > 100 if signals == 1 else len(text) < 4000
+
+
+def test_limits_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[Any]()
+
+    def ask(port: int) -> None:
+        try:
+            with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=SECONDS) as client:
+                for prompt in ("x" * 1000, "x"):
+                    with pytest.raises(openai.APIStatusError) as caught:
+                        client.completions.create(model="toy", prompt=prompt, max_tokens=4000, extra_body=ON)
+                    found.append((caught.value.status_code, caught.value.body))
+                with socket.create_connection(("127.0.0.1", port)) as second:  # the client keeps its own open
+                    found.append(second.recv(1))
+        except ConnectionResetError:
+            found.append(b"")
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    asking: list[threading.Thread] = []
+
+    def on_listening(line: str) -> None:
+        asking.append(threading.Thread(target=ask, args=(int(line.rsplit(":", 1)[1].removesuffix("/v1")),)))
+        asking[0].start()
+
+    monkeypatch.setattr(terminal, "print_text", on_listening)
+    flags = "--port 0 --max-body-bytes 900 --answer-seconds 0.25 --max-connections 1".split()
+    assert cli.main([*FLAGS, *flags]) == 0
+    asking[0].join()
+    (large, late, second) = found
+    assert large[0] == 413 and "expected at most 900" in large[1]["message"]
+    assert late[0] == 504 and "not complete after 0.25 seconds" in late[1]["message"]
+    assert second == b""
 
 
 def listens(port: int) -> bool:

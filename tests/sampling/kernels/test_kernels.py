@@ -28,10 +28,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SUITES = sorted(path.name for path in (ROOT / "tests/helpers/interpreted").glob("*.py") if path.name != "advance.py" or not why_not())
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 MAX_REGISTERS = 64  # with which 1,024 threads fit a multiprocessor
-# Of a draft's own vocabulary, small and read through a table, and of rows and lines that have one program each: 512 threads, 384 for
-# rows of unaligned masks. Of attention and products of adapters, which keep their sums there: 256. Of products with packed weights, which
-# keep the numbers of four groups there as well: 256.
-MOST_REGISTERS = {"mapped": 128, "advance": 168, "find": 128, "attend": 255, "multiply": 168, "packed": 224}
+# Of a draft's own vocabulary, small and read through a table, of rows that have one program each, and of weights compared with several
+# edges at a time: 512 threads, 384 for rows of unaligned masks. Of attention and products of adapters, which keep their sums there: 256.
+# Of products with packed weights, which keep the numbers of four groups there as well: 256.
+MOST_REGISTERS = {"mapped": 128, "advance": 168, "find": 128, "bucket": 128, "attend": 255, "multiply": 168, "packed": 224}
 
 
 def run(*command: str, interpret: bool) -> str:
@@ -55,7 +55,7 @@ def test_programs_equal_the_references_in_the_interpreter(suites: list[str]) -> 
 
 @needs_triton
 @pytest.mark.soak
-@pytest.mark.parametrize("suite", [pytest.param("advance.py", marks=needs_c), "choice.py", "filters.py", "processors.py"])
+@pytest.mark.parametrize("suite", [pytest.param("advance.py", marks=needs_c), "choice.py", "filters.py", "layers.py", "processors.py"])
 def test_programs_equal_the_references_for_all_parameters(suite: str) -> None:
     result = run("pytest", "-q", "-p", "no:cacheprovider", "-m", "soak", f"tests/helpers/interpreted/{suite}", interpret=True)
     assert "skipped" not in result and " passed" in result

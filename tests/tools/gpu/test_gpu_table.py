@@ -63,6 +63,18 @@ def test_section_without_documents(tmp_path: Path) -> None:
     assert section(tmp_path) == f"{HEADING}\n\n{NONE}\n", "rehearsals, quick runs and parts of runs are no results"
 
 
+def test_checks_that_a_whole_run_did_not_complete_come_from_parts(tmp_path: Path) -> None:
+    whole, old, new = document(), document(whole=False, date="2026-11-20"), document(whole=False, commit="ba9876543210")
+    del old["checks"][0], new["checks"][0]
+    whole["checks"][1] |= {"verdict": "not run", "figures": {}}
+    old["checks"][0]["figures"]["8B batch 1 free"]["ratio"]["median"] = 1.99
+    for name, made in (("whole", whole), ("old-part", old), ("new-part", new), ("other-part", document(device="NVIDIA B200", whole=False))):
+        keep(tmp_path, name, made)
+    text = section(tmp_path)
+    assert "They passed in others: against_hand_written_loop at commit ba9876543210 ([new-part.json](tools/results/new-part.json))." in text
+    assert "| hand-written loop, 8B batch 1 free | 1.21 | 1.20 to 1.25 |" in text and "1.99" not in text
+
+
 def test_section_has_the_latest_whole_run_of_each_device(tmp_path: Path) -> None:
     keep(tmp_path, "old", document(date="2026-11-20"))
     keep(tmp_path, "new", document())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stepgraph import Constraint, Engine, EngineConfig
+from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
 from tools.gpu.checks.context import Context, Figures
 from tools.gpu.checks.shapes import Shape, pair_of
 from tools.gpu.checks.stopwatch import ratio_of
@@ -58,6 +58,7 @@ class Variant:
     grammar_lane: str = "auto"
     host_link: str = "auto"
     eager: bool = False
+    sampling: SamplingParams | None = None  # None: greedy
 
 
 class Case:
@@ -73,7 +74,7 @@ class Case:
             draft_length=variant.drafts,
             max_length=self.length,
             buckets=(rows,),
-            greedy_only=True,
+            greedy_only=variant.sampling is None,
             prefill_chunk=256,
             forced_acceptance=(ACCEPTANCE,) * variant.drafts if variant.drafts else None,
             draft_masks=variant.draft_masks,
@@ -127,7 +128,7 @@ class Case:
         for _ in range(self.rows - stats.running - stats.waiting):
             self._submitted += 1
             prompt = [(7 * self._submitted + 3 * index) % 90 for index in range(PROMPT)]
-            self.engine.submit(prompt, constraint=self.constraint, max_new_tokens=self.length - PROMPT)
+            self.engine.submit(prompt, sampling=self.variant.sampling, constraint=self.constraint, max_new_tokens=self.length - PROMPT)
         return stats.prompt_tokens
 
     def percentile(self, share: float) -> float:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
+import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from stepgraph import Constraint, Engine, EngineConfig, Job
+from stepgraph.graphs.attention.float8 import FLOAT8
 from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.models.draft_llama import DraftLlama
 from stepgraph.runtime.models.llama import Llama
+from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.models.mtp import Mtp
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.models.toy import ToyDraft
@@ -106,6 +112,48 @@ def every_drafter_replays_as_eager(context: Context) -> Figures:
         assert not different, f"{name}: {different} differ"
         found[f"{name}{', sampled keys' if sampled else ''}"] = {"accepted_drafts": accepted}
     return found
+
+
+def adapters_and_small_caches_replay_as_eager(context: Context) -> Figures:
+    """Captured engines emit the tokens of eager ones in batches with and without a LoRA adapter, and with keys and values in eight bits."""
+    target, found = pair_of(TINY, context.device).target, context.found
+    prompts = [[(5 * row + 3 * index) % 90 for index in range(9 + row)] for row in range(4)]
+    for name, changes in (("adapter", {"max_loras": 1, "max_lora_rank": 8}), ("FP8 cache", {"kv_cache_dtype": FLOAT8})):
+        texts = list[list[list[int]]]()
+        for variant in ({"prompt_graphs": False}, {"eager": True}):
+            config = replace(CONFIG, greedy_only=True, **changes, **variant)  # type: ignore[arg-type]
+            with context.engine_of(target, NgramLookup(), config) as engine, tempfile.TemporaryDirectory() as folder:
+                adapters = [""]
+                if config.max_loras:
+                    _save_adapter(Path(folder), TINY.target)
+                    engine.add_lora("random", folder)
+                    adapters.append("random")
+                jobs = [engine.submit(prompt, max_new_tokens=24, lora_name=each) for prompt in prompts for each in adapters]
+                for _ in engine.stream():
+                    pass
+                texts.append([job.tokens for job in jobs])
+        ours, theirs = texts
+        assert ours == theirs, f"{name}: captured {ours}, eager {theirs}"
+        assert name != "adapter" or ours[::2] != ours[1::2], "the adapter changes no text"
+        found[name] = {"tokens": sum(map(len, ours))}
+    return found
+
+
+def _save_adapter(folder: Path, config: LlamaConfig, rank: int = 8) -> None:
+    """Random matrices for every projection of every layer, as PEFT stores them."""
+    heads, groups = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+    outer = {"q_proj": heads, "k_proj": groups, "v_proj": groups, "o_proj": config.hidden_size}
+    outer |= {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size, "down_proj": config.hidden_size}
+    inner = dict.fromkeys(outer, config.hidden_size) | {"o_proj": heads, "down_proj": config.intermediate_size}
+    made, tensors = torch.Generator().manual_seed(9), dict[str, torch.Tensor]()
+    for (layer, _), name in itertools.product(enumerate(config.windows), outer):
+        module = f"base_model.model.model.layers.{layer}.{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}"
+        tensors[f"{module}.lora_A.weight"] = torch.randn(rank, inner[name], generator=made) * inner[name] ** -0.5
+        tensors[f"{module}.lora_B.weight"] = torch.randn(outer[name], rank, generator=made) * 0.3
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 16, "bias": "none", "target_modules": list(outer)}), encoding="utf-8"
+    )
 
 
 def _without_scratch(cache: torch.Tensor, page: int) -> torch.Tensor:

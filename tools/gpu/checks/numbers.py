@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from stepgraph import SamplingParams
 from stepgraph.graphs.spans import OUTSIDE
 from stepgraph.runtime.trace import Timeline
 from tools.gpu.checks import grammar_rows, layers, operations
@@ -29,6 +30,8 @@ HOST = Variant("schema, host nodes", "schema", grammar_lane="host")
 PYTHON = Variant("schema, Python callbacks", "schema", grammar_lane="host", host_link="python")
 ANYTHING = Variant("anything", "anything")
 UNMASKED = Variant("schema, drafts not masked", "schema", draft_masks=False)
+SAMPLED = Variant("sampled", sampling=SamplingParams(temperature=0.8, top_k=0, top_p=1.0))
+FILTERED = Variant("sampled, top-k and top-p", sampling=SamplingParams(temperature=0.8, top_k=50, top_p=0.9))
 
 
 def _cells(context: Context) -> list[tuple[int, int, str]]:
@@ -99,6 +102,19 @@ def captured_against_eager(context: Context) -> Figures:
                 "ratio_constrained": ratio(blocks, "schema, eager", "schema"),
                 "variants": {case.variant.name: case.figures() for case in cases},
             }
+    return context.found
+
+
+def sampled_rounds(context: Context) -> Figures:
+    """Rounds that sample, without and with top-k and top-p, over greedy ones, K = 3."""
+    cells = list(itertools.product((1,) if context.rehearsal else (1, 16), SIZES))
+    for index, (rows, size) in enumerate(cells, 1):
+        with cell(context, f"{size} batch {rows}"):
+            cases = [case_of(context, shape_of(context, size), rows, variant) for variant in (FREE, SAMPLED, FILTERED)]
+            blocks = take_turns(context, cases, 16, share=index / len(cells))
+            ratios = {case.variant.name: ratio(blocks, case.variant.name, "free") for case in cases[1:]}
+            figures = {case.variant.name: case.figures() for case in cases}
+            context.found[f"{size} batch {rows}"] = {"variants": figures, "over_greedy": ratios}
     return context.found
 
 

@@ -19,7 +19,7 @@ from stepgraph.sampling.sampler import Param
 from tools.gpu.checks.masks import MAX_BIASES, make_case, tag_inputs
 
 CHOICE_TILE, RACE_TILE, REJECTION_TILE, PROCESS_TILE = 4096, 1024, 1024, 512  # as in sampling/kernels/triton, which needs triton
-FILTER_TILE, FILTER_BLOCK = 2048, 8
+FILTER_TILE, FILTER_SUMS = 2048, 256
 SETTINGS = [[0.7, 50, 0.9, 0.01], [1.0, 0, 1, 0], [0.0, 0, 1, 0], [1.3, 0, 0.95, 0], [1.0, 5, 1, 0], [2.0, 0, 0.5, 0.05], [1.0, 0, 1e-6, 0]]
 FILTERED, UNFILTERED = SETTINGS[:2]
 Run = Callable[..., object]
@@ -137,13 +137,13 @@ def filter_inputs(batch: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def draw(device: torch.device, batch: int, width: int, setting: list[float] | None = None) -> Call:
-    """The draw of a token. setting: of all rows, else of every kind. The searches in sorted weights are not counted: they read few."""
+    """The draw of a token. setting: of all rows, else of every kind. The listed weights are not counted: they are few."""
     logits, params = (tensor.to(device) for tensor in filter_inputs(batch, width))
     if setting is not None:
         params = torch.tensor([setting] * batch, device=device)
     seed = torch.arange(batch, device=device)
     inputs = (logits, params, seed, seed, int(Purpose.DRAFT), seed, torch.zeros_like(logits), None)
-    scratch = batch * -(-width // FILTER_TILE) * (16 + 8 * FILTER_TILE // FILTER_BLOCK)
+    scratch = batch * (-(-width // FILTER_TILE) * 20 + FILTER_SUMS * 8 + 16)
     shape = f"N={batch} V={width}{' top-k top-p' if setting == FILTERED else ''}"
     outputs = (numbers(device, batch),)
     return Call(filters.draw, shape, inputs, outputs, logits.nbytes * 2 + batch * 40, logits.nbytes * 3 + scratch, writes=(6,))

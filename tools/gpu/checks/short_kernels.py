@@ -42,8 +42,8 @@ def calls(device: torch.device) -> tuple[Call, ...]:
         operations.chain_accept(device, 2, 2),
         operations.mask_status(device, 5, 3),
         operations.process_logits(device, 4, 2, WIDTH),
-        operations.distribution(device, 3, WIDTH),
-        operations.draw(device, 3, WIDTH),
+        operations.distribution(device, 8, WIDTH),  # every kind of setting; the row without a finite logit has top-k
+        operations.draw(device, 8, WIDTH),
         operations.log_probabilities(device, 3, 2, WIDTH),
         operations.top_logprobs(device, 5, 2, WIDTH),
         operations.reject_sample(device, 3, 2, WIDTH),

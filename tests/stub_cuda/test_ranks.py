@@ -1,0 +1,108 @@
+"""Messages between ranks in captured graphs: all-gathers of NCCL, on a communicator of their own. This process is rank 0 of two."""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stepgraph import Engine, EngineConfig, Vocabulary
+from stepgraph.graphs import BufferSpec, StaticBuffers, run_eager
+from stepgraph.graphs.cuda.backend import CudaBackend
+from stepgraph.graphs.layers.parallel import RankGroups, register_group, sum_over_ranks
+from stepgraph.graphs.recording import CaptureReport
+from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.parallel.llama import ShardedLlama
+from stepgraph.runtime.parallel.ranks import Ranks
+from stepgraph.sampling.cuda_graphs import replayed
+from tests.stub_cuda.counters import Node, counted, graph_nodes, live_graphs
+
+pytestmark = pytest.mark.stub_cuda
+DEVICE, SIZE, SECONDS, LAYERS = torch.device("cuda", 0), 2, 30.0, 3
+
+
+def group() -> dist.ProcessGroup:
+    untyped: Any = dist
+    options = untyped.ProcessGroupNCCL.Options()
+    options._timeout = datetime.timedelta(seconds=SECONDS)
+    made: dist.ProcessGroup = untyped.ProcessGroupNCCL(untyped.HashStore(), 0, SIZE, options)
+    return made
+
+
+def added(record: Callable[[], object]) -> list[list[Node]]:
+    """The nodes of each graph that a function captures."""
+    before = {*live_graphs()}
+    record()
+    return [graph_nodes(graph) for graph in live_graphs() if graph not in before]
+
+
+def messages(nodes: list[Node]) -> list[Node]:
+    return [node for node in nodes if node.name == "ncclAllGather"]
+
+
+def communicator(node: Node) -> int:
+    return node.pointer(0)
+
+
+def test_a_captured_sum_is_one_message_of_the_communicator_of_graphs(backend: CudaBackend) -> None:
+    buffers = StaticBuffers([BufferSpec("x", (4, 8), torch.float32)], DEVICE)
+    groups = RankGroups(*(register_group(group(), SECONDS) for _ in range(2)))
+
+    def step(buffers: StaticBuffers) -> None:
+        sum_over_ranks.out(buffers.x, groups.current)
+
+    with counted() as counts:
+        (nodes,) = added(lambda: backend.capture(step, buffers))
+    assert counts["ncclCommInitRankConfig"] == 1, "the warm-up makes the communicator of graphs"
+    (gathered, sums) = nodes
+    assert messages(nodes) == [gathered] and sums.dependencies == (0,) and sums.stream == gathered.stream
+    assert gathered.pointer(1) == buffers.x.data_ptr() and gathered.pointer(3) == buffers.x.numel()
+    with counted() as counts:
+        run_eager(step, buffers)
+    assert (counts["ncclCommInitRankConfig"], counts["ncclAllGather"]) == (1, 1), "eager work has another one"
+    (again,) = added(lambda: backend.capture(step, buffers))
+    assert communicator(messages(again)[0]) == communicator(gathered)
+
+
+def test_a_communicator_that_is_first_used_in_a_capture_breaks_it() -> None:
+    """So a step has to run on the communicator of graphs before it is captured."""
+    number, x, calls = register_group(group(), SECONDS), torch.zeros(4, device=DEVICE), list[int]()
+
+    def step() -> None:
+        calls.append(1)
+        if len(calls) > 1:  # not in the run before the capture
+            sum_over_ranks.out(x, number)
+
+    with pytest.raises(RuntimeError, match="NCCL"):
+        replayed(step, DEVICE)
+
+
+def test_every_graph_of_a_divided_model_has_its_messages() -> None:
+    """Two sums of a layer, one of the embedding, and the most probable token."""
+    ranks = Ranks(0, [group() for _ in range(3)], SECONDS)
+    vocabulary = Vocabulary.printable()
+    whole = LlamaConfig(
+        vocab_size=len(vocabulary.tokens),
+        hidden_size=64,
+        intermediate_size=128,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=16,
+        windows=(None,) * LAYERS,
+    )
+    local = replace(whole, num_heads=2, num_kv_heads=1, intermediate_size=64)
+    with torch.no_grad():
+        target = ShardedLlama(local, ranks, len(vocabulary.tokens), (), DEVICE)
+    config = EngineConfig(max_rows=2, max_length=64, num_speculative_tokens=0, draft_length=0, greedy_only=True, compile_isolation="none")
+    reports = list[CaptureReport]()
+    with Engine(target, None, vocabulary=vocabulary, config=config) as engine:
+        graphs = [nodes for nodes in added(lambda: reports.append(engine.capture())) if messages(nodes)]
+    found = Counter(len(messages(nodes)) for nodes in graphs)
+    assert found == {2 * LAYERS + 2: len(reports[0].keys), 2 * LAYERS + 1: len(reports[0].prompts)}
+    assert len({communicator(node) for nodes in graphs for node in messages(nodes)}) == 1
