@@ -15,8 +15,9 @@ from stepgraph.graphs.errors import CaptureError, HostNodeError
 from stepgraph.graphs.spans import MakeRange, RecordedReport, nvtx_range
 from stepgraph.graphs.tape.backend import TapeBackend
 from stepgraph.sampling import fields
-from stepgraph.sampling.fields import BOOL, FUNCTION, check_members, check_value, clip_repr, instance_of, optional
+from stepgraph.sampling.fields import BOOL, FUNCTION, check_members, check_value, clip_repr, instance_of, optional, takes
 
+_STEP = fields.Check(takes(None), "a function of one argument, the buffers")
 _GENERATORS = fields.Check(
     lambda value: isinstance(value, (tuple, list)) and all(isinstance(each, torch.Generator) for each in value), "torch.Generators"
 )
@@ -61,7 +62,7 @@ def capture(
         freeze. `between` is called between the two recordings, to change that state.
     generators: the random generators that the step uses.
     """
-    check_value("capture.step", step, FUNCTION)
+    check_value("capture.step", step, _STEP)
     check_value("capture.buffers", buffers, instance_of(StaticBuffers, "StaticBuffers"))
     check_value("capture.between", between, optional(FUNCTION))
     check_value("capture.generators", generators, _GENERATORS)
@@ -104,7 +105,7 @@ class EagerContext:
 @torch.no_grad()
 def run_eager(step: Step, buffers: StaticBuffers, ranges: MakeRange | None = None) -> None:
     """Run a step once without recording it. Every replay must equal this bit for bit."""
-    check_value("run_eager.step", step, FUNCTION)
+    check_value("run_eager.step", step, _STEP)
     check_value("run_eager.buffers", buffers, instance_of(StaticBuffers, "StaticBuffers"))
     synchronize = torch.cuda.synchronize if buffers.device.type == "cuda" else lambda: None
     with use_context(EagerContext(synchronize, ranges)):

@@ -56,11 +56,17 @@ class BufferSpec:
         return torch.full(self.shape, self.fill, dtype=self.dtype, device=place, pin_memory=pin)
 
 
+class UnknownBufferError(ValueError, AttributeError, KeyError):
+    """A buffer of this name is not declared. An AttributeError for hasattr(), a KeyError for mappings."""
+
+    __str__ = ValueError.__str__  # that of KeyError adds quotes
+
+
 class NamedTensors(dict[str, Tensor]):
     """An error for a wrong name lists the right ones."""
 
     def __missing__(self, name: object) -> Tensor:
-        raise KeyError(f"StaticBuffers: got {clip_repr(name)}, expected one of: {', '.join(self) or 'none are declared'}")
+        raise UnknownBufferError(f"StaticBuffers: got {clip_repr(name)}, expected one of: {', '.join(self) or 'none are declared'}")
 
 
 def checked_specs(specs: Iterable[BufferSpec], owner: type) -> dict[str, BufferSpec]:

@@ -52,10 +52,10 @@ class StaticBuffers:
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Tensor:
-        try:
-            return self.__dict__["_tensors"][name]  # type: ignore[no-any-return]
-        except KeyError as missing:
-            raise AttributeError(*missing.args) from None
+        tensors = self.__dict__.get("_tensors")
+        if tensors is None:  # before __init__, for example in a copy
+            raise AttributeError(name)
+        return tensors[name]  # type: ignore[no-any-return]
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]

@@ -9,6 +9,7 @@ import linecache
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Iterable
 from types import FrameType
 from typing import NamedTuple
@@ -81,6 +82,10 @@ class Site(NamedTuple):
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
 
+    @property
+    def source(self) -> str:
+        return linecache.getline(self.file, self.line).strip()
+
 
 def site_of(innermost_first: Iterable[tuple[FrameType, int]]) -> Site:
     """The innermost line outside torch and the code that records."""
@@ -88,6 +93,11 @@ def site_of(innermost_first: Iterable[tuple[FrameType, int]]) -> Site:
         if not _is_skipped(frame.f_code.co_filename):
             return Site(frame.f_code.co_filename, line)
     return Site("", 0)
+
+
+def site_of_error(error: BaseException) -> Site:
+    """The innermost line of the step that an exception was raised through."""
+    return site_of(reversed(list(traceback.walk_tb(error.__traceback__))))
 
 
 def call_site() -> Site:
@@ -105,5 +115,5 @@ def _is_skipped(file: str) -> bool:
 
 def fail(rule: str, message: str, site: Site | None = None) -> CaptureError:
     """The error of a rule that the line at `site` breaks; None: the line that runs now."""
-    file, line = site or call_site()
-    return CaptureError(rule, message, file, line, linecache.getline(file, line).strip())
+    file, line = site = site or call_site()
+    return CaptureError(rule, message, file, line, site.source)

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from stepgraph.graphs.backends import EagerStep
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Recorded, Step
-from stepgraph.graphs.errors import CaptureError
+from stepgraph.graphs.errors import CaptureError, site_of_error
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.key_sets import PromptKey
 from stepgraph.graphs.memory import resident_bytes
@@ -232,4 +232,6 @@ def _capture_errors(key: Key) -> Iterator[None]:
         # torch's CPU allocator raises a plain RuntimeError
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
             raise CaptureError("memory", f"{key} needs more memory than available ({error}); lower {LESS}") from error
-        raise RuntimeError(f"capture of {key}: the step raised {type(error).__name__}: {error}") from error
+        site = site_of_error(error)
+        where = f"\n  {site}\n    {site.source}" if site.file else ""
+        raise RuntimeError(f"capture of {key}: the step raised {type(error).__name__}: {error}{where}") from error

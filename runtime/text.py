@@ -6,30 +6,17 @@ Decoding needs the vocabulary only. Encoding needs the `tokenizers` library (pip
 from __future__ import annotations
 
 import codecs
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stepgraph.runtime.demo.pair import path_of
 from stepgraph.runtime.models.files.chat_template import ChatTemplate
-from stepgraph.sampling.fields import Check, check_value, checked_path, clip_repr, instance_of, is_series, optional
+from stepgraph.sampling.fields import Check, check_value, checked_path, clip_repr, instance_of, is_series, optional, takes
 from stepgraph.sampling.grammar.matchers.forced import token_table
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 Message = Mapping[str, Any]
-
-
-def _is_encoder(value: object) -> bool:
-    if not callable(value):
-        return False
-    try:
-        inspect.signature(value).bind("text", True)
-    except TypeError:
-        return False
-    except ValueError:  # a function in C without a signature
-        pass
-    return True
 
 
 class TextCodec:
@@ -43,7 +30,7 @@ class TextCodec:
     ) -> None:
         """encode(text, begins) returns the ids of a text; `begins` adds the tokens that the tokenizer puts before every text."""
         check_value("TextCodec.vocabulary", vocabulary, instance_of(Vocabulary, "a Vocabulary"))
-        check_value("TextCodec.encode", encode, Check(_is_encoder, "a function of (text, begins)"))
+        check_value("TextCodec.encode", encode, Check(takes("text", True), "a function of (text, begins)"))
         check_value("TextCodec.template", template, optional(instance_of(ChatTemplate, "a ChatTemplate")))
         self.vocabulary = vocabulary
         self._encode = encode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
@@ -86,6 +87,23 @@ def instance_of(kind: type, expected: str) -> Check:
 
 
 FUNCTION = Check(callable, "a function")
+
+
+def takes(*arguments: object) -> Callable[[object], bool]:
+    """Whether a value can be called with such arguments."""
+
+    def check(value: object) -> bool:
+        if not callable(value):
+            return False
+        try:
+            inspect.signature(value).bind(*arguments)
+        except TypeError:
+            return False
+        except ValueError:  # a function in C without a signature
+            pass
+        return True
+
+    return check
 
 
 def is_series(value: object) -> bool:

@@ -75,6 +75,7 @@ EXECUTED = {  # what runs for a documented command: the same in a temporary fold
     'stepgraph generate MODEL "Ada is 36" --schema person.json --draft ngram -k 4': (
         'stepgraph generate model "Ada is 36" --schema person.json --draft ngram -k 4'
     ),
+    "stepgraph generate MODEL PROMPT --stop TEXT": 'stepgraph generate model "the cat" --stop x --max-new-tokens 4',
     "stepgraph inspect MODEL": "stepgraph inspect model",
     "stepgraph replay run.jsonl --model MODEL": "stepgraph replay run.jsonl --model model",
     "stepgraph replay run.jsonl --model MODEL --draft DRAFT": "stepgraph replay run.jsonl --model model --draft ngram",
@@ -106,6 +107,7 @@ PARSED = {  # the others, and why they do not run here
     "python bundle/install.py": "needs a GPU host and a bundle",
     "python tools/bench_adaptive.py --demo": "needs the demonstration's model",
     "python tools/bench_demo.py": "needs the demonstration's model",
+    "python tools/bench_demo.py --acceptance 20": "needs the demonstration's model",
     "python tools/gpu_pack.py --out bundle": "downloads wheels",
     "python tools/nsys_report.py /tmp/bench.rounds.json --png timeline.png": "tests/tools/profiling runs it",
     "stepgraph serve MODEL": "a server; tests/runtime/serve starts it",

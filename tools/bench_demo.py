@@ -2,6 +2,7 @@
 
     python tools/bench_demo.py                   the table, one JSON document last; under 8 minutes on an idle machine
     python tools/bench_demo.py --prompts 1 --legal 100      and 500 answers validated against their schemas
+    python tools/bench_demo.py --acceptance 20              instead: tokens per round by drafters, on five schemas that training never saw
 
 Tokens per second count from a request's first token on, since prefill costs all variants the same. Greedy decoding.
 """
@@ -22,10 +23,11 @@ import torch
 from tqdm import tqdm
 
 from stepgraph import Constraint, Engine, EngineConfig, FinishReason
-from stepgraph.runtime.demo.pair import DRAFTS, target_path
+from stepgraph.runtime.demo.pair import DRAFTS, head_path, target_path
 from stepgraph.runtime.demo.variants import LOOK_UP, Case, Pair, Variant, open_pair, tokens_per_second, variants
 from tools.origin import origin
 from tools.train.demo.collect import LONGEST_PROMPT, encoded
+from tools.train.demo.measure import VARIANTS, measure
 from tools.train.demo.prompts import prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS
 
@@ -166,6 +168,28 @@ def legality(pair: Pair, drafts: int, count: int) -> dict[str, Any]:
     return found
 
 
+def acceptance(count: int) -> dict[str, Any]:
+    """Tokens per round with always DRAFTS drafts, and the goals: counts, which the speed of the machine does not change."""
+    measured = measure(target_path(), head_path(), count, sys.stderr.isatty(), MEASURED)
+    rate = {name: measured[name]["json"]["tokens_per_round"] for name in VARIANTS}
+    masked, unmasked, _, everything = rate.values()
+    figures = {
+        "head alone, tokens per round (2.0)": masked,
+        "with forced drafts and look-up, tokens per round (3.0)": everything,
+        "head alone, masked / not masked drafts (1.1)": round(masked / unmasked, 3),
+    }
+    return {**origin(), "acceptance": measured, "ratios": figures}
+
+
+def acceptance_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{'tokens per round':<32}{''.join(f'{kind:>10}' for kind in (*MEASURED, 'mean'))}"
+    for name in VARIANTS:
+        rates = [found["acceptance"][name][kind]["tokens_per_round"] for kind in (*MEASURED, "json")]
+        yield f"{name:<32}{''.join(f'{rate:>10.2f}' for rate in rates)}"
+    for name, value in found["ratios"].items():
+        yield f"{name:<58}{value:>8}"
+
+
 def valid(text: bytes, schema: Mapping[str, Any]) -> bool:
     try:
         jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema).validate(json.loads(text))
@@ -215,15 +239,20 @@ def main(arguments: list[str] | None = None) -> int:
     add("--prompts", type=int, default=3, metavar="N", help="timed prompts of each of five schemas, and questions (default: %(default)s)")
     add("--repeats", type=int, default=2, metavar="N", help="repeats (default: %(default)s)")
     add("--legal", type=int, default=0, metavar="N", help="validated prompts of each schema, 0 for none (default: %(default)s)")
+    add("--acceptance", type=int, default=0, metavar="N", help="only tokens per round, of N prompts of each schema (default: the table)")
     add("--threads", type=int, default=1, metavar="N", help="torch threads, for every variant (default: %(default)s)")
     add("--no-baseline", action="store_true", help="leave transformers out")
     options = parser.parse_args(arguments)
     try:
-        found = report(options.drafts, options.prompts, options.repeats, options.legal, options.threads, not options.no_baseline)
+        if options.acceptance:
+            torch.set_num_threads(options.threads)
+            found = acceptance(options.acceptance)
+        else:
+            found = report(options.drafts, options.prompts, options.repeats, options.legal, options.threads, not options.no_baseline)
     except ValueError as error:
         print(f"bench_demo: {error}", file=sys.stderr)
         return 2
-    print("\n".join(lines(found)))
+    print("\n".join((acceptance_lines if options.acceptance else lines)(found)))
     print(json.dumps(found, indent=2))
     return 0
 

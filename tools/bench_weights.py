@@ -12,8 +12,12 @@ import argparse
 import itertools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
 
 import torch
 from torch import Tensor
@@ -21,6 +25,7 @@ from torch import Tensor
 from stepgraph.graphs.layers.dense import product
 from stepgraph.graphs.layers.quantised import KINDS, Kind, empty_packed, quantised_product
 from stepgraph.sampling.native import why_not
+from tools.origin import origin
 
 PLAIN = "bfloat16"
 BY_NAME: dict[str, Kind | None] = {PLAIN: None} | {
@@ -95,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if why := why_not():
         raise SystemExit(f"bench_weights: the kernels in C are not available: {why}")
     torch.set_num_threads(1)
-    print(json.dumps(measure(options.kinds, options.rows, tuple(options.shape), options.cache << 20, options.rounds), indent=1))
+    found = measure(options.kinds, options.rows, tuple(options.shape), options.cache << 20, options.rounds)
+    print(json.dumps({**origin(), **found}, indent=1))
     return 0
 
 

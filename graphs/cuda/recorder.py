@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_int, c_size_t, c_void_p
-from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -22,7 +20,7 @@ from stepgraph.graphs.cuda.driver import Driver
 from stepgraph.graphs.cuda.driver_calls import KernelParams
 from stepgraph.graphs.cuda.host_callback import HostCallback
 from stepgraph.graphs.cuda.loop import Loops
-from stepgraph.graphs.errors import CaptureError, HostErrors, Site, fail, site_of
+from stepgraph.graphs.errors import CaptureError, HostErrors, Site, fail, site_of_error
 from stepgraph.graphs.spans import GraphNode, MakeRange, RecordedReport, stage_runs
 from stepgraph.graphs.tape.recorder import Recorder, first_difference
 from stepgraph.sampling.cuda_graphs import GraphPool, capturing, empty_cache, hold_workspaces
@@ -209,7 +207,7 @@ def difference(first: Sequence[GraphNode], second: Sequence[GraphNode]) -> Captu
 
 def as_capture_error(error: Exception) -> CaptureError:
     """An error in the capture itself. The warm-up succeeded, so the step fails only while it is captured."""
-    text, site = str(error).split("\n", 1)[0], site_of(_frames(error))
+    text, site = str(error).split("\n", 1)[0], site_of_error(error)
     if not isinstance(error, RuntimeError):
         return fail("exception", f"{type(error).__name__}: {text}", site)
     return fail("unjoined-fork" if "unjoined" in text else "cuda", text, site)
@@ -220,7 +218,7 @@ def broken_rule(error: Exception, step: Step, buffers: StaticBuffers, generators
     rule = error.rule if isinstance(error, CaptureError) else ""
     if rule not in ("", "cuda", "exception", "unjoined-fork", "stream-outside-capture"):
         return None
-    site = Site(error.file, error.line) if isinstance(error, CaptureError) else site_of(_frames(error))
+    site = Site(error.file, error.line) if isinstance(error, CaptureError) else site_of_error(error)
     try:
         tape_recorder(buffers, generators).record_step(step)
     except CaptureError as found:
@@ -237,7 +235,3 @@ def tape_recorder(buffers: StaticBuffers, generators: Sequence[torch.Generator],
         torch.cuda.current_stream(buffers.device).synchronize()
 
     return Recorder(buffers, [*generators, torch.default_generator], lambda key: False, None, compared, finish)
-
-
-def _frames(error: Exception) -> Iterator[tuple[FrameType, int]]:
-    return reversed(list(traceback.walk_tb(error.__traceback__)))

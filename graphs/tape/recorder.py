@@ -25,7 +25,7 @@ from stepgraph.graphs.errors import CaptureError, Site, call_site, fail
 from stepgraph.graphs.spans import STEP
 from stepgraph.graphs.tape.arena import Arena
 from stepgraph.graphs.tape.races import WHOLE, Access, Clock, RaceChecker, region_of
-from stepgraph.graphs.tape.replay_ops import Call, repeat, tensors_in
+from stepgraph.graphs.tape.replay_ops import Call, repeat, signature, tensors_in
 from stepgraph.graphs.tape.rules import Memory, Rules, generator_key, has_rule
 
 Leaf = tuple[str, str]  # ("scalar" | "tensor", what it is)
@@ -127,19 +127,32 @@ class Recorder(TorchDispatchMode):
         if self.paused:
             return func(*args, **kwargs)
         with self.working():
+            name, site = signature(func).name, call_site()
+            self._join_or_fail(name)
+            if signature(func).view and not self.compared and args and self.memory.has(args[0]):
+                self._add(Node("view", name.removeprefix("aten::"), self._stream, site))
+                return func(*args, **kwargs)
             call = Call(func, args, kwargs)
-            self._join_or_fail(call.schema.name)
+            self._place([tensor for tensor in call.allocated if not self.memory.has(tensor)], call, site)
             self.rules.check_operation(call)
             for tensor in call.targets:
                 self._save(tensor)
             if call.schema.outs:
                 _check_out(call)
-            result = func(*args, **kwargs)
-            self._add_operation(call, result)
+            result = call.run()
+            self._add_operation(call, result, site)
             return result
 
-    def _add_operation(self, call: Call, result: object) -> None:
-        name, site, results, made = call.schema.name.removeprefix("aten::"), call_site(), tensors_in(result), self.memory.made
+    def _place(self, fresh: Sequence[Tensor], call: Call, site: Site) -> None:
+        """Move the results of a call to where replays find them."""
+        if self.memory.arena is not None:
+            self.memory.arena.move(fresh)
+        made = self.memory.made
+        for tensor in fresh:
+            made.setdefault(storage_key(tensor), (tensor, len(made), call.schema.name.removeprefix("aten::"), site))
+
+    def _add_operation(self, call: Call, result: object, site: Site) -> None:
+        name, results = call.schema.name.removeprefix("aten::"), tensors_in(result)
         if name == "lift_fresh":
             for tensor in results:
                 self.memory.literals[storage_key(tensor)] = tensor
@@ -149,10 +162,7 @@ class Recorder(TorchDispatchMode):
         known = {storage_key(tensor) for tensor in call.inputs}
         fresh = [tensor for tensor in results if storage_key(tensor) not in known]
         leaves = tuple(self._leaves(call.values)) if self.compared else ()
-        if self.memory.arena is not None:
-            self.memory.arena.move(fresh)
-        for tensor in fresh:
-            made.setdefault(storage_key(tensor), (tensor, len(made), name, site))
+        self._place(fresh, call, site)
         kind, again = repeat(call, result, results, fresh)
         node = Node(kind, name, self._stream, site, leaves, again)
         self._add(node)
@@ -193,7 +203,7 @@ class Recorder(TorchDispatchMode):
         for tensors, write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 region = region_of(tensor)
-                if region is not None:
+                if region is not None and self.memory.kind(tensor) != "constant":  # which nothing writes
                     access = Access(node, node.stream, node.clock, region, write)
                     self._access(node, storage_key(tensor), access, tensor)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from stepgraph.sampling.kernels import operation
+from stepgraph.sampling.kernels.operation import OPERATIONS
 
 _EMPTY = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::empty_permuted", "aten::new_empty", "aten::new_empty_strided"}
 _COPIES = {"aten::copy_", "aten::clone", "aten::_to_copy", "aten::cat", "aten::stack"}
@@ -86,6 +86,21 @@ class Call:
         self.schema = signature(func)
         self.inputs = tensors_in([args, kwargs])
         self.targets = [tensor for name in self.schema.writes for tensor in tensors_in(self.values[name])]  # that it writes
+        self.operation = OPERATIONS.get(self.schema.name)
+        self.native: Callable[[], object] | None = None  # the call in C, once it has run
+
+    def run(self) -> Any:
+        """Run the operation; in C where that is possible, without torch's dispatcher."""
+        if self.operation is not None and (prepared := self.operation.prepare(*self.args)) is not None:
+            self.native = prepared
+            prepared()
+            return None
+        return self.func(*self.args, **self.kwargs)
+
+    @property
+    def allocated(self) -> list[Tensor]:
+        """Outputs that the caller of one of our operations has allocated, unseen by a mode."""
+        return [] if self.operation is None else tensors_in(self.operation.outputs_in(self.args))
 
     @functools.cached_property
     def values(self) -> dict[str, Any]:
@@ -110,7 +125,7 @@ def repeat(call: Call, result: object, results: Sequence[Tensor], fresh: Sequenc
         return Repeat("view", None)
     kind = "copy" if name in _COPIES else "fill" if name in _FILLS else "kernel"
     if not fresh:  # mutates its arguments, or is an assertion
-        return Repeat(kind, (None if kwargs else operation.native_call(func, args)) or functools.partial(func, *args, **kwargs))
+        return Repeat(kind, call.native or functools.partial(func, *args, **kwargs))
     if name == "aten::_to_copy":
         return Repeat(kind, functools.partial(fresh[0].copy_, args[0]))
     again = None if mutable else _through_out(call, result)

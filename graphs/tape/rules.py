@@ -68,6 +68,10 @@ class Memory:
         self.literals: dict[int, Tensor] = {}  # 0-d tensors that torch creates from a Python scalar, as in x[0] = 5
         self.arena, self._foreign = arena, foreign
 
+    def has(self, value: object) -> bool:
+        """Whether this is a tensor of a buffer, a constant, or created in this capture."""
+        return isinstance(value, Tensor) and (storage_key(value) in self.made or self.buffers.owner_of(value) is not None)
+
     def kind(self, tensor: Tensor) -> Kind:
         key = storage_key(tensor)
         if key in self.made:

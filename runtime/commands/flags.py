@@ -114,7 +114,8 @@ def check_generate(options: argparse.Namespace) -> None:
     check_range(options, "max-new-tokens", 1)
     if options.token_ids is not None and (options.chat or options.system is not None):
         raise ValueError("--token-ids: got it with --chat or --system, expected it alone: token ids are used unchanged")
-    options.token_ids, options.stop = token_ids("--token-ids", options.token_ids), token_ids("--stop", options.stop)
+    options.token_ids = token_ids("--token-ids", options.token_ids)
+    options.stop_token_ids = token_ids("--stop-token-ids", options.stop_token_ids)
 
 
 def bench(parser: argparse.ArgumentParser) -> None:
@@ -302,7 +303,7 @@ COMMANDS = {
             'stepgraph generate model "Is water wet?" --choice yes --choice no',
             """stepgraph generate model "Is water wet?" --json --schema"""
             """ '{"type": "object", "properties": {"wet": {"type": "boolean"}}, "required": ["wet"]}'""",
-            'echo "Once upon a time" | stepgraph generate model - --no-chat --draft ngram -k 4 --temperature 0.8 --seed 1',
+            'echo "Once upon a time" | stepgraph generate model - --no-chat --draft ngram -k 4 --temperature 0.8 --seed 1 --stop "The end"',
         ),
         generate,
         check_generate,
@@ -419,7 +420,9 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     for name, (kind, help_text) in SAMPLING.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper(), help=help_text)
-    group.add_argument("--stop", metavar="IDS", help="token ids that end the text in addition to the model's own, such as 2,13")
+    words = "a text that ends the answer and is not part of it; repeat the flag for others"
+    group.add_argument("--stop", metavar="TEXT", action="append", help=words)
+    group.add_argument("--stop-token-ids", metavar="IDS", help="token ids that end the answer in addition to the model's own, such as 2,13")
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:

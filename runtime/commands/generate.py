@@ -16,9 +16,9 @@ from stepgraph.runtime.commands.inputs import read_file, read_standard_input
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.request import Job
-from stepgraph.runtime.text import TextCodec, TextStream
+from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.fields import clip_repr
-from stepgraph.sampling.grammar import Constraint, Vocabulary
+from stepgraph.sampling.grammar import Constraint
 from stepgraph.sampling.grammar.compile.coverage import check_constraints
 from stepgraph.sampling.params import SamplingParams
 
@@ -34,12 +34,12 @@ class Request(NamedTuple):
 def run(options: argparse.Namespace) -> int:
     request = _read_request(options)
     engines.set_threads(options)
-    engine, vocabulary = _make_engine(options, request)
+    engine = _make_engine(options, request)
     with engine:
         engine.ensure_captured(progress=terminal.shows_progress())
         if request.constraint is not None:
             engine.compile(request.constraint)  # bad input if it cannot be enforced; not part of the measured time
-        document = _generate(engine, request, options, TextStream(vocabulary))
+        document = _generate(engine, request, options)
         document |= {"threads": torch.get_num_threads(), "notes": engine.notes, "stats": asdict(engine.stats())}
     if options.json:
         terminal.print_json(document)
@@ -114,16 +114,15 @@ def constraint_of(options: argparse.Namespace, codec: TextCodec | None) -> Const
 
 def _sampling_of(options: argparse.Namespace) -> SamplingParams:
     values: dict[str, Any] = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
-    if options.stop is not None:
-        values["stop_token_ids"] = tuple(options.stop)
+    values |= {name: tuple(getattr(options, name)) for name in ("stop", "stop_token_ids") if getattr(options, name) is not None}
     try:
         return SamplingParams(**{"temperature": 0.0, **values})
     except ValueError as error:
         field, message = str(error).removeprefix("SamplingParams.").split(":", 1)
-        raise ValueError(f"--{field.split('[')[0].replace('_', '-').replace('stop-token-ids', 'stop')}:{message}") from None
+        raise ValueError(f"--{field.split('[')[0].replace('_', '-')}:{message}") from None
 
 
-def _make_engine(options: argparse.Namespace, request: Request) -> tuple[Engine, Vocabulary]:
+def _make_engine(options: argparse.Namespace, request: Request) -> Engine:
     config = EngineConfig(
         max_rows=1,
         num_speculative_tokens=options.drafts,
@@ -142,10 +141,10 @@ def _make_engine(options: argparse.Namespace, request: Request) -> tuple[Engine,
         got = f"got {options.max_new_tokens} after a prompt of {len(request.prompt_ids)} tokens"
         raise ValueError(f"--max-new-tokens: {got}: {error}") from None
     engines.set_default_threads(options, loaded.target)
-    return Engine(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, config=loaded.config), loaded.vocabulary
+    return Engine(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, config=loaded.config)
 
 
-def _generate(engine: Engine, request: Request, options: argparse.Namespace, stream: TextStream) -> dict[str, Any]:
+def _generate(engine: Engine, request: Request, options: argparse.Namespace) -> dict[str, Any]:
     started, first, pieces = time.perf_counter(), 0.0, list[str]()
     colour = terminal.colour_enabled(sys.stdout)
 
@@ -155,6 +154,7 @@ def _generate(engine: Engine, request: Request, options: argparse.Namespace, str
             terminal.print_text(text, end="", origin=origin if colour else "")
 
     job = engine.submit(request.prompt_ids, constraint=request.constraint, sampling=request.sampling, max_new_tokens=options.max_new_tokens)
+    stream = job.text_stream()
     for event in engine.stream():
         first = first or time.perf_counter() - started
         for token, origin in zip(event.tokens, event.origins, strict=True):

@@ -54,13 +54,13 @@ def _inspected(path: str | Path, draft: str | None) -> dict[str, Any]:
         {"implementation": implementation, "weights": weights, "bytes": dict(_bytes_by_kind(target.outline()))}
         for (implementation, weights), target in opened.items()
     ]
-    drafters = [OWN_MTP] * bool(first.mtp_modules) + [NGRAM, FORCED]
-    if draft is not None:
+    drafters = [NGRAM, FORCED]
+    for name in [OWN_MTP] * bool(first.mtp_modules) + ([] if draft is None else [draft]):
         try:
-            found = open_draft(draft, first)
-            drafters.insert(0, f"{draft} ({getattr(found, 'kind', 'draft')}, up to {found.max_drafts} drafts)")
+            found = open_draft(name, first)
+            drafters.insert(0, f"{name} ({getattr(found, 'kind', 'draft')}, up to {found.max_drafts} drafts)")
         except ValueError as error:
-            refused["draft"] = str(error)
+            refused["draft" if name == draft else OWN_MTP] = str(error)
     config = first.config
     return {
         "model": str(path),

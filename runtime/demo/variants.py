@@ -14,6 +14,7 @@ from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.demo.pair import head_path, target_path
 from stepgraph.runtime.engine import Engine
+from stepgraph.runtime.models.files.checkpoint import DEQUANTISED
 from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.request import Job, StepEvent
@@ -34,11 +35,14 @@ class Pair(NamedTuple):
         return self.codec.vocabulary
 
 
-def open_pair(drafts: int, progress: bool = False) -> Pair:
-    """The demonstration's models in bfloat16. Raises ValueError with the command that installs a missing part."""
+def open_pair(drafts: int, progress: bool = False, weights: str = DEQUANTISED) -> Pair:
+    """The demonstration's models in bfloat16, or with the target's weights kept quantised.
+
+    Raises ValueError with the command that installs a missing part.
+    """
     path = target_path()
     config = EngineConfig(max_rows=1, num_speculative_tokens=drafts)
-    loaded = load_models(path, head_path(), config, dtype=torch.bfloat16, progress=progress)
+    loaded = load_models(path, head_path(), config, dtype=torch.bfloat16, progress=progress, weights=weights)
     return Pair("SmolLM2-135M-Instruct with an EAGLE-3 head", loaded.target, loaded.draft, TextCodec.open(path, loaded.vocabulary))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,11 +15,13 @@ from stepgraph.graphs.layers.parallel import RankGroups, sum_over_ranks
 from stepgraph.graphs.layers.quantised import Grouped, pack
 from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard, part_of
 from stepgraph.graphs.model_call import ModelInput
+from stepgraph.runtime.models.draft_llama import DraftLlama, TokenMap
 from stepgraph.runtime.models.experts import ExpertMlp
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, kept_quantised
+from stepgraph.runtime.models.files.draft import Draft, DraftCheckpoint, StoredDraft
 from stepgraph.runtime.models.files.quantised_folder import QuantisedSource
-from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, Stored, llama_slices
-from stepgraph.runtime.models.llama import Adapted, Llama, empty_weight
+from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, Stored, StoredModel, llama_slices
+from stepgraph.runtime.models.llama import Adapted, Llama, LlamaLayer, empty_weight
 from stepgraph.runtime.models.llama_config import ExpertsConfig, LlamaConfig
 from stepgraph.runtime.parallel.ranks import Ranks
 
@@ -36,6 +38,9 @@ _ADDED = ("o_proj.bias", "experts.down_proj_bias")  # to a sum over the ranks: o
 _SUMMED = ("output", "down")  # products with some columns of a weight: their sum over the ranks is the whole product
 
 
+LEAST_LAYER_WEIGHTS = 7_000_000  # of a draft model that is divided; measured, see docs/tensor-parallel.md
+
+
 class ShardedExperts(ExpertMlp):
     """config: with the intermediate size of one rank. Every rank has some rows of every expert, and the whole router."""
 
@@ -49,24 +54,15 @@ class ShardedExperts(ExpertMlp):
         return found
 
 
-class ShardedLlama(Llama):
-    """config: with the heads and the intermediate size of one rank. num_tokens: of which it has some, in embedding and head."""
+class ShardedLayers(Llama):
+    """config: with the heads and the intermediate size of one rank. A base class, before others of the family."""
 
-    def __init__(
-        self, config: LlamaConfig, ranks: Ranks, num_tokens: int, feature_layers: Sequence[int], device: str | torch.device
-    ) -> None:
-        super().__init__(config, feature_layers=feature_layers, device=device)
+    def divide(self, ranks: Ranks) -> None:
+        """Called once, at the end of `__init__`."""
         self.lora_weights, self.ranks = {}, ranks
         for index, layer in enumerate(self.layers):
-            if (experts := config.experts_of(index)) is not None:
-                layer.experts = ShardedExperts(config, experts, self.norm, ranks.groups)
-        tokens = part_of(num_tokens, ranks.rank, ranks.size)
-        self.register_buffer("token_ids", torch.arange(tokens.start, tokens.stop, device=device), persistent=False)
-        self.token_ids: Tensor
-        self.shard = VocabularyShard(self.token_ids, tokens.start, ranks.groups, ranks.size, num_tokens)
-        self.embedding = empty_weight(self.norm, len(self.token_ids), config.hidden_size)
-        self.embedding.lookup = self.shard.lookup  # type: ignore[attr-defined]  # drafts may use the parameter too
-        self.head = None if config.tied else empty_weight(self.norm, len(self.token_ids), config.hidden_size)
+            if (experts := self.config.experts_of(index)) is not None:
+                layer.experts = ShardedExperts(self.config, experts, self.norm, ranks.groups)
 
     def adapted(self, index: int, inputs: ModelInput, buffers: StaticBuffers) -> Adapted:
         return self._summed
@@ -77,48 +73,91 @@ class ShardedLlama(Llama):
         return product
 
 
+class ShardedDraft(ShardedLayers, DraftLlama):
+    """Layers only: every rank has the whole embedding and head, so that its choices need no messages."""
+
+    def __init__(self, config: LlamaConfig, token_map: TokenMap | None, ranks: Ranks, device: str | torch.device) -> None:
+        DraftLlama.__init__(self, config, token_map, device=device)
+        self.divide(ranks)
+
+
+class ShardedLlama(ShardedLayers):
+    """num_tokens: of which it has some, in embedding and head."""
+
+    def __init__(
+        self, config: LlamaConfig, ranks: Ranks, num_tokens: int, feature_layers: Sequence[int], device: str | torch.device
+    ) -> None:
+        super().__init__(config, feature_layers=feature_layers, device=device)
+        self.divide(ranks)
+        tokens = part_of(num_tokens, ranks.rank, ranks.size)
+        self.register_buffer("token_ids", torch.arange(tokens.start, tokens.stop, device=device), persistent=False)
+        self.token_ids: Tensor
+        self.shard = VocabularyShard(self.token_ids, tokens.start, ranks.groups, ranks.size, num_tokens)
+        self.embedding = empty_weight(self.norm, len(self.token_ids), config.hidden_size)
+        self.embedding.lookup = self.shard.lookup  # type: ignore[attr-defined]  # drafts may use the parameter too
+        self.head = None if config.tied else empty_weight(self.norm, len(self.token_ids), config.hidden_size)
+
+
 PartSource: TypeAlias = SafetensorsSource | QuantisedSource
 
 
 class ShardSource:
     """The part of every tensor that one rank has. Nothing else is read from the files, except for scales of quantised weights."""
 
-    def __init__(self, source: PartSource, rank: int, size: int, kv_heads: int, num_tokens: int) -> None:
-        """kv_heads: of the whole model. Where they are fewer than ranks, neighbouring ranks have the same one."""
-        self._source, self._rank, self._size, self._kv_size = source, rank, size, min(size, kv_heads)
-        self._tokens = part_of(num_tokens, rank, size)
+    def __init__(self, source: PartSource, rank: int, size: int, config: LlamaConfig, num_tokens: int | None) -> None:
+        """config: of the whole model. Where key-value heads are fewer than ranks, neighbouring ranks have the same one.
+        num_tokens: None for whole embeddings and heads."""
+        self._source, self._rank, self._size, self._kv_size = source, rank, size, min(size, config.num_kv_heads)
+        self._tokens = None if num_tokens is None else part_of(num_tokens, rank, size)
+        query, key = (
+            (heads * config.head_size, parts) for heads, parts in ((config.num_heads, size), (config.num_kv_heads, self._kv_size))
+        )
+        self._fused = {"qkv_proj.weight": (query, key, key), "gate_up_proj.weight": ((config.intermediate_size, size),) * 2}
         self.tensors = {name: stored._replace(shape=self._shape(name, stored)) for name, stored in source.tensors.items()}
 
     def read(self, name: str) -> Tensor:
-        dim = _split_dimension(name)
-        found = self._source.read(name) if dim is None else self._source.read_part(name, dim, self._part(name, dim))
+        dim = self._dimension(name)
+        if dim is None:
+            found = self._source.read(name)
+        else:
+            found = torch.cat([self._source.read_part(name, dim, part) for part in self._parts(name, dim)], dim)
         return torch.zeros_like(found) if name.endswith(_ADDED) and self._rank else found
 
     read_scales = read
 
     def read_grouped(self, name: str) -> Iterator[Grouped]:
         assert isinstance(self._source, QuantisedSource), name
-        dim = _split_dimension(name)
-        return self._source.read_grouped(name) if dim is None else self._source.read_grouped(name, dim, self._part(name, dim))
+        dim = self._dimension(name)
+        if dim is None:
+            yield from self._source.read_grouped(name)
+        else:
+            for part in self._parts(name, dim):
+                yield from self._source.read_grouped(name, dim, part)
 
-    def _part(self, name: str, dim: int) -> slice:
-        length, part = self.tensors[name].shape[dim], self._rank * self._parts(name) // self._size
-        return self._tokens if name in _TOKEN_ROWS else slice(part * length, (part + 1) * length)
-
-    def _parts(self, name: str) -> int:
-        return self._kv_size if name.endswith(_KV_ROWS) else self._size
+    def _parts(self, name: str, dim: int) -> list[slice]:
+        """Of the dimension that the ranks divide; several of a weight that holds others."""
+        if self._tokens and name in _TOKEN_ROWS:
+            return [self._tokens]
+        plain = ((self._source.tensors[name].shape[dim], self._kv_size if name.endswith(_KV_ROWS) else self._size),)
+        start, found = 0, []
+        for length, parts in next((lengths for ending, lengths in self._fused.items() if name.endswith(ending)), plain):
+            first, width = start + self._rank * parts // self._size * (length // parts), length // parts
+            found.append(slice(first, first + width))
+            start += length
+        return found
 
     def _shape(self, name: str, stored: Stored) -> tuple[int, ...]:
-        dim = _split_dimension(name)
-        if name in _TOKEN_ROWS:
-            return self._tokens.stop - self._tokens.start, stored.shape[1]
-        return tuple(length // self._parts(name) if index == dim else length for index, length in enumerate(stored.shape))
+        dim = self._dimension(name)
+        if dim is None:
+            return stored.shape
+        own = sum(part.stop - part.start for part in self._parts(name, dim))
+        return *stored.shape[:dim], own, *stored.shape[dim + 1 :]
 
-
-def _split_dimension(name: str) -> int | None:
-    """The dimension of a stored tensor that the ranks divide; None: each has it whole."""
-    endings: dict[int, tuple[str, ...]] = {0: (*_ROWS, *_TOKEN_ROWS), 1: _COLUMNS, 2: (_LAST,)}
-    return next((dim for dim, ending in endings.items() if name.endswith(ending)), None)
+    def _dimension(self, name: str) -> int | None:
+        """The dimension of a stored tensor that the ranks divide; None: each has it whole."""
+        rows = (*_ROWS, *self._fused, *(_TOKEN_ROWS if self._tokens else ()))
+        endings: dict[int, tuple[str, ...]] = {0: rows, 1: _COLUMNS, 2: (_LAST,)}
+        return next((dim for dim, ending in endings.items() if name.endswith(ending)), None)
 
 
 @dataclass(frozen=True)
@@ -135,25 +174,40 @@ class ShardedCheckpoint(Checkpoint):
         model = self.make_room(ShardedLlama(self.config, self.ranks, len(self.vocabulary.tokens), feature_layers, device))
         self.fill(model, progress)
         model.origin = self.path.name
-        self.compare(model)
+        require_equal_weights(self, model, self.ranks, self.next_source)
         return model
 
-    def compare(self, model: Llama) -> None:
-        """ValueError on every rank if one has loaded other weights than the rank before it finds for it in its own files."""
-        own, following = list[int](), list[int]()
-        for name, target in self.slices.items():
-            if kind := self.packed.get(target.parameter):
-                own.append(checksum(model.get_parameter(target.parameter)[target.tiles]))
-                following.append(checksum(torch.cat([pack(kind, rows) for rows in self.next_source.read_grouped(name)])))
-            else:
-                own.append(checksum(target.of(model)))
-                following.append(checksum(self.next_source.read(name).to(self.config.dtype)))
-        found = self.ranks.gather(torch.tensor([own, following]))
-        for rank, (_, expected) in enumerate(found):
-            loaded = (rank + 1) % self.ranks.size
-            for name, one, other in zip(self.slices, found[loaded][0].tolist(), expected.tolist(), strict=True):
-                if one != other:
-                    raise ValueError(f"{self.path}: {name}: rank {loaded} loaded other weights than the file of rank {rank} has for it")
+
+@dataclass(frozen=True)
+class ShardedDraftCheckpoint(DraftCheckpoint):
+    """One rank's part of a draft model. next_source: as above."""
+
+    ranks: Ranks = field(kw_only=True)
+    next_source: Source = field(kw_only=True)
+
+    def load(self, target: Any, device: str | torch.device, progress: bool = False) -> Draft:
+        model = super().load(target, device, progress)
+        assert isinstance(model, DraftLlama)
+        require_equal_weights(self, model, self.ranks, self.next_source)
+        return model
+
+
+def require_equal_weights(stored: StoredModel, model: Llama, ranks: Ranks, next_source: Source) -> None:
+    """ValueError on every rank if one has loaded other weights than the rank before it finds for it in its own files."""
+    own, following = list[int](), list[int]()
+    for name, target in stored.slices.items():
+        if kind := stored.packed.get(target.parameter):
+            own.append(checksum(model.get_parameter(target.parameter)[target.tiles]))
+            following.append(checksum(torch.cat([pack(kind, rows) for rows in next_source.read_grouped(name)])))
+        else:
+            own.append(checksum(target.of(model)))
+            following.append(checksum(next_source.read(name).to(model.config.dtype)))
+    found = ranks.gather(torch.tensor([own, following]))
+    for rank, (_, expected) in enumerate(found):
+        loaded = (rank + 1) % ranks.size
+        for name, one, other in zip(stored.slices, found[loaded][0].tolist(), expected.tolist(), strict=True):
+            if one != other:
+                raise ValueError(f"{stored.path}: {name}: rank {loaded} loaded other weights than the file of rank {rank} has for it")
 
 
 def checksum(tensor: Tensor) -> int:
@@ -162,8 +216,8 @@ def checksum(tensor: Tensor) -> int:
 
 def check_divisible(checkpoint: object, size: int) -> Checkpoint:
     """ValueError for a model that cannot be divided among `size` ranks."""
-    expected = "expected a folder of safetensors files of Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3 or GPT-OSS"
-    if not isinstance(checkpoint, Checkpoint) or not isinstance(checkpoint.source, PartSource) or checkpoint.config.fused:
+    expected = "expected a folder of safetensors files of Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, Phi 3 or GPT-OSS"
+    if not isinstance(checkpoint, Checkpoint) or not isinstance(checkpoint.source, PartSource):
         raise ValueError(f"path: got a model that tensor_parallel={size} does not divide, {expected}")
     config = checkpoint.config
     divided = {name: getattr(config, name) for name in ("num_heads", "intermediate_size", "num_kv_heads")}
@@ -183,16 +237,17 @@ def check_divisible(checkpoint: object, size: int) -> Checkpoint:
     return checkpoint
 
 
-def _divide(checkpoint: Checkpoint, rank: int, size: int) -> Checkpoint:
-    """With the config and the tensors of one rank. Embedding and head do not stay quantised: their parts are no whole tiles."""
-    config, kv_heads = checkpoint.config, checkpoint.config.num_kv_heads
+def _divide(checkpoint: Checkpoint, rank: int, size: int, tokens: bool = True) -> Checkpoint:
+    """With the config and the tensors of one rank. tokens: also of embedding and head, which then do not stay quantised: their parts are
+    no whole tiles."""
+    config = checkpoint.config
     heads, middle = config.num_heads // size, config.intermediate_size // size
     experts = None if config.experts is None else replace(config.experts, size=config.experts.size // size)
-    local = replace(config, num_heads=heads, num_kv_heads=max(1, kv_heads // size), intermediate_size=middle, experts=experts)
+    local = replace(config, num_heads=heads, num_kv_heads=max(1, config.num_kv_heads // size), intermediate_size=middle, experts=experts)
     assert isinstance(checkpoint.source, PartSource)
-    source = ShardSource(checkpoint.source, rank, size, kv_heads, len(checkpoint.vocabulary.tokens))
+    source = ShardSource(checkpoint.source, rank, size, config, len(checkpoint.vocabulary.tokens) if tokens else None)
     part = replace(checkpoint, source=source, slices=llama_slices(local), config=local, packed={})
-    layers = {name: target for name, target in part.slices.items() if name not in _TOKEN_ROWS}
+    layers = {name: target for name, target in part.slices.items() if name not in _TOKEN_ROWS or not tokens}
     return replace(part, packed=kept_quantised(replace(part, slices=layers))) if checkpoint.packed else part
 
 
@@ -200,7 +255,7 @@ def shard(checkpoint: Checkpoint, ranks: Ranks) -> ShardedCheckpoint:
     """The part of `ranks.rank`."""
     tensors = sorted(checkpoint.source.tensors.items())
     ranks.require_equal("the configs and tensor tables of the models", repr((checkpoint.config, checkpoint.packed, tensors)).encode())
-    own, following = (_divide(checkpoint, rank % ranks.size, ranks.size) for rank in (ranks.rank, ranks.rank + 1))
+    own, following = _own_and_next(checkpoint, ranks)
     return ShardedCheckpoint(
         own.path,
         own.source,
@@ -212,3 +267,33 @@ def shard(checkpoint: Checkpoint, ranks: Ranks) -> ShardedCheckpoint:
         ranks=ranks,
         next_source=following.source,
     )
+
+
+def shard_draft(draft: StoredDraft | None, ranks: Ranks) -> StoredDraft | None:
+    """The part of `ranks.rank` of a draft model whose layers are large enough. Others are whole on every rank."""
+    if not isinstance(draft, DraftCheckpoint) or draft.model is None or _layer_weights(draft.model.config) < LEAST_LAYER_WEIGHTS:
+        return draft
+    try:
+        own, following = _own_and_next(check_divisible(draft.model, ranks.size), ranks, tokens=False)
+    except ValueError:  # other numbers of heads, or another format
+        return draft
+    tensors = sorted(draft.source.tensors.items())
+    ranks.require_equal("the configs and tensor tables of the drafts", repr((own.config, own.packed, tensors)).encode())
+
+    def make(around: object, device: str | torch.device) -> DraftLlama:
+        return own.make_room(ShardedDraft(own.config, draft.token_map, ranks, device))
+
+    changed = {"source": own.source, "slices": own.slices, "packed": own.packed, "make": make}
+    kept = {each.name: getattr(draft, each.name) for each in fields(draft)}
+    return ShardedDraftCheckpoint(**kept | changed, ranks=ranks, next_source=following.source)
+
+
+def _own_and_next(checkpoint: Checkpoint, ranks: Ranks, tokens: bool = True) -> tuple[Checkpoint, Checkpoint]:
+    own, following = (_divide(checkpoint, rank % ranks.size, ranks.size, tokens) for rank in (ranks.rank, ranks.rank + 1))
+    return own, following
+
+
+def _layer_weights(config: LlamaConfig) -> int:
+    """Of the last layer."""
+    layer = LlamaLayer(config, config.num_layers - 1, torch.empty(0, device="meta"))
+    return sum(parameter.numel() for parameter in layer.parameters())

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.models.files.draft import StoredDraft
 from stepgraph.runtime.models.files.loading import Loaded, load_models
-from stepgraph.runtime.parallel.llama import ShardedCheckpoint, check_divisible, checksum, shard
+from stepgraph.runtime.parallel.llama import ShardedCheckpoint, check_divisible, checksum, shard, shard_draft
 from stepgraph.runtime.parallel.ranks import TIMEOUT_SECONDS, Ranks, under_torchrun
 from stepgraph.sampling.fields import clip_repr
 
@@ -57,10 +58,10 @@ def load_rank(
     joined, options = list[Ranks](), dict(options)
     vocabulary = options.pop("vocabulary", lambda found: found)
 
-    def divide(target: object) -> ShardedCheckpoint:
+    def divide(target: object, drafts: StoredDraft | None) -> tuple[ShardedCheckpoint, StoredDraft | None]:
         checkpoint = check_divisible(target, size)
         joined.append(join())
-        return shard(checkpoint, joined[0])
+        return shard(checkpoint, joined[0]), shard_draft(drafts, joined[0])
 
     try:
         loaded = load_models(path, draft, config, divide=divide, **options)

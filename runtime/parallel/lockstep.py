@@ -21,25 +21,23 @@ from stepgraph.runtime.scheduler import Scheduler
 class Decided(NamedTuple):
     """What the next step does, as the first rank publishes it."""
 
-    submitted: list[tuple[int, Sequence[int], dict[str, Any]]]  # id, prompt and options
+    submitted: list[tuple[int, Sequence[int], dict[str, Any], int]]  # id, prompt, options, and the turn of its tenant
     cancelled: list[int]
     admissible: list[tuple[int, bool]]  # jobs whose grammar is compiled, and whether that failed
 
 
 class LockstepQueue(RequestQueue):
-    """admissible: the ids of the waiting jobs that may have a row."""
+    """admissible: the ids of the waiting jobs that may have a row. published_turn: of the next request, as the first rank decided it."""
 
     def __init__(self, ranks: Ranks, *parts: Any) -> None:
         super().__init__(*parts)
         self.ranks, self.admissible = ranks, set[int]()
+        self.published_turn: int | None = None
 
     def enqueue(self, queued: QueuedRequest, require_open: Callable[[str], None]) -> None:
         job = queued.job
         if job.embeddings:
             raise ValueError("prompt_embeddings: got embeddings with tensor_parallel, expected None: ranks do not compare them")
-        for name in ("priority", "tenant"):
-            if value := getattr(job, name):
-                raise ValueError(f"{name}: got {value!r} with tensor_parallel, expected its default: ranks serve in the order of arrival")
         if self.ranks.decided:
             super().enqueue(queued, require_open)
             return
@@ -49,8 +47,11 @@ class LockstepQueue(RequestQueue):
         while not queued.ready:  # how long a compile takes differs between ranks, and a step must not depend on it
             self.wake.wait(0.01)
         request = (job.prompt_ids, job.constraint, job.sampling, job.max_new_tokens, job.num_speculative_tokens, job.stop_ids)
-        self.ranks.note((*request, job.draft_ids, job.cache_salt, job.resume_from, bool(queued.error)))
+        self.ranks.note((*request, job.draft_ids, job.cache_salt, job.resume_from, job.priority, job.tenant, bool(queued.error)))
         self.admissible.add(job.id)
+
+    def _turn_of(self, job: Job) -> int:
+        return super()._turn_of(job) if self.published_turn is None else self.published_turn
 
     def cancel(self, requested: Job | int) -> bool:
         found = super().cancel(requested)
@@ -96,14 +97,14 @@ class LockstepScheduler(Scheduler):
     def _publish(self, cancelled: list[int]) -> None:
         with self._queue.lock:
             waiting = list(self._queue.waiting)
-        submitted = [queued.job for queued in waiting if queued.job.id not in self._published]
+        submitted = [queued for queued in waiting if queued.job.id not in self._published]
         known = [job_id for job_id in cancelled if job_id in self._published]
         ready = [queued for queued in waiting if queued.ready and queued.job.id not in self._admissible]
-        self._published.update(job.id for job in submitted)
+        self._published.update(queued.job.id for queued in submitted)
         self._admissible.update(queued.job.id for queued in ready)
         self._ranks.publish(
             Decided(
-                [(job.id, job.prompt_ids, _options(job)) for job in submitted],
+                [(queued.job.id, queued.job.prompt_ids, _options(queued.job), queued.place[1]) for queued in submitted],
                 known,
                 [(queued.job.id, bool(queued.error)) for queued in ready],
             )
@@ -112,6 +113,6 @@ class LockstepScheduler(Scheduler):
 
 def _options(job: Job) -> dict[str, Any]:
     """Of submit(), for the same job on another rank."""
-    copied = ("constraint", "max_new_tokens", "num_speculative_tokens", "cache_salt", "resume_from")
+    copied = ("constraint", "max_new_tokens", "num_speculative_tokens", "cache_salt", "resume_from", "priority", "tenant")
     options = {name: getattr(job, name) for name in copied}
     return options | {"sampling": replace(job.sampling, seed=job.seed), "draft_ids": job.draft_ids or None}

@@ -47,7 +47,7 @@ def follow(link: Link) -> None:
 
 def _apply(engine: Engine, decided: Decided, jobs: dict[int, Job], seconds: float) -> None:
     assert isinstance(engine.queue, LockstepQueue)
-    for job_id, prompt, options in decided.submitted:
+    for job_id, prompt, options, engine.queue.published_turn in decided.submitted:
         jobs[job_id] = engine.submit(prompt, **options)
     for job_id in decided.cancelled:
         engine.cancel(jobs[job_id])

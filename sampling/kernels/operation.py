@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from stepgraph.sampling import native
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.kernels.c_kernel import CKernel, Run
-from stepgraph.sampling.kernels.signature import arrangement, schema
+from stepgraph.sampling.kernels.signature import arrange, arrangement, schema
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -81,25 +81,29 @@ class Operation(Generic[P, R]):
         in_c = self.c is not None and given[0].is_cpu and not native.why_not()
         if (not self.triton and not in_c) or _needs_gradient(given):
             return self.reference(*given)  # type: ignore[call-arg]
-        arranged = [
-            value if arrange is None or value is None else arrange(value) for arrange, value in zip(self._arrange, given, strict=True)
-        ]
-        if not self.triton and not (self.c is not None and self.c.supports(*arranged)):
-            return self.reference(*given)  # type: ignore[call-arg]
-        outputs = self._outputs(*given)
-        # torch's dispatcher takes longer than the launch of a program, but a mode sees only what passes it
-        run = self._on_cuda if given[0].is_cuda and not torch._C._len_torch_dispatch_stack() else self.out
-        run(*arranged, *_tensors(outputs))
-        return outputs
+        with torch._C.DisableTorchFunction():  # a mode sees what passes the dispatcher
+            arranged = list(map(arrange, self._arrange, given))
+            if self.triton or (self.c is not None and self.c.supports(*arranged)):
+                with torch._C._DisableTorchDispatch():  # a recorder finds the outputs among the arguments
+                    outputs = self._outputs(*given)
+                # torch's dispatcher takes longer than the launch of a program, but a mode sees only what passes it
+                run = self._on_cuda if given[0].is_cuda and not torch._C._len_torch_dispatch_stack() else self.out
+                run(*arranged, *_tensors(outputs))
+                return outputs
+        return self.reference(*given)  # type: ignore[call-arg]
 
     def prepare(self, *arguments: Any) -> Run | None:
         """A call in C that repeats `out` in the memory of its arguments; None where the reference has to run."""
         return None if self.c is None or not arguments[0].is_cpu else self.c.prepare(arguments, len(self._names))
 
+    def outputs_in(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Those of the arguments of `out` that a call allocates."""
+        return arguments[len(self._names) :]
+
     def run_reference(self, *arguments: Any) -> None:
         """`out`, by the reference."""
         found = self.reference(*arguments[: len(self._names)])  # type: ignore[call-arg]
-        for output, result in zip(arguments[len(self._names) :], _tensors(found), strict=True):
+        for output, result in zip(self.outputs_in(arguments), _tensors(found), strict=True):
             if result is not None:
                 output.copy_(result)
 
@@ -149,12 +153,6 @@ def operation(
 def _needs_gradient(inputs: Sequence[Any]) -> bool:
     """Then only the reference will do, whose gradient torch knows."""
     return torch.is_grad_enabled() and any([isinstance(value, Tensor) and value.requires_grad for value in inputs])
-
-
-def native_call(func: OpOverload, arguments: Sequence[Any]) -> Run | None:
-    """A call in C that repeats `func` in the memory of its arguments, without torch's dispatcher; None where there is none."""
-    found = OPERATIONS.get(func._schema.name)
-    return None if found is None else found.prepare(*arguments)
 
 
 def _tensors(returned: Any) -> tuple[Tensor | None, ...]:

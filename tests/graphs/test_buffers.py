@@ -43,8 +43,10 @@ def test_reset_refills_in_place_and_fingerprint_changes_with_the_tensors() -> No
         buffers.y  # noqa: B018
     with pytest.raises(KeyError, match="StaticBuffers: got 'y', expected one of: x"):
         buffers["y"]
-    with pytest.raises(AttributeError, match="expected one of: none are declared"):
+    with pytest.raises(ValueError, match="expected one of: none are declared") as caught:
         StaticBuffers([]).y  # noqa: B018
+    assert str(caught.value) == "StaticBuffers: got 'y', expected one of: none are declared"
+    assert hasattr(buffers, "x") and not hasattr(buffers, "y")
 
 
 def test_static_buffer_cannot_be_rebound() -> None:

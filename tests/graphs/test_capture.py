@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,13 @@ def running() -> Iterator[None]:
     _released.clear()
     yield
     _released.set()
+
+
+@pytest.mark.parametrize("function", [capture, run_eager])
+@pytest.mark.parametrize("step", [lambda: None, lambda buffers, more: None, 3])
+def test_a_step_takes_the_buffers(function: Any, step: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{function.__name__}.step: got .*, expected a function of one argument, the buffers$"):
+        function(step, one_buffer())
 
 
 @pytest.mark.parametrize("traced", [False, True])

@@ -15,6 +15,7 @@ from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.recording import CaptureBudget, OnFailure
 from stepgraph.graphs.tape.backend import Tape
+from stepgraph.runtime.models.toy import ToyTarget
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, plain
 
 CONFIG = EngineConfig(
@@ -113,6 +114,16 @@ def test_error_of_the_step_names_the_graph_and_is_chained() -> None:
         with pytest.raises(RuntimeError, match=f"capture of {KEYS[0]}: the step raised TypeError: a bug") as caught:
             engine.capture()
         assert isinstance(caught.value.__cause__, TypeError) and not isinstance(caught.value, CaptureError)
+
+
+def test_error_of_a_model_names_its_line() -> None:
+    class Broken(ToyTarget):
+        def forward(self, *inputs: Any) -> Any:
+            raise KeyError("layer 3")  # this line
+
+    message = r"the step raised KeyError: 'layer 3'\n  .*test_graph_set.py:\d+\n .*# this line$"
+    with Engine(Broken(VOCABULARY.logits_width, seed=1)) as engine, pytest.raises(RuntimeError, match=message):
+        engine.capture()
 
 
 @pytest.mark.parametrize("lane", ["host", "auto"])

@@ -1,7 +1,7 @@
 """Prints the largest anonymous memory that a load took beyond what the process had, in bytes, and the bytes of the weights that it keeps.
 
-`python -m tests.helpers.load_peak PATH WEIGHTS COPIES`. The model is loaded once before, so that imports and first calls do not count.
-COPIES: models that are loaded and kept. With MALLOC_MMAP_THRESHOLD_ in the environment, freed memory is returned at once.
+`python -m tests.helpers.load_peak PATH WEIGHTS COPIES IMPLEMENTATION`. The model is loaded once before, so that imports and first calls do
+not count. COPIES: models that are loaded and kept. With MALLOC_MMAP_THRESHOLD_ in the environment, freed memory is returned at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.files.target import open_target
 
 
 def anonymous() -> int:
@@ -43,15 +43,15 @@ class Peak:
             self.most = max(self.most, anonymous())
 
 
-def load(path: Path, weights: str) -> torch.nn.Module:
-    checkpoint = open_checkpoint(path, torch.bfloat16, weights)
+def load(path: Path, weights: str, implementation: str) -> torch.nn.Module:
+    checkpoint = open_target(path, torch.bfloat16, weights, implementation)
     checkpoint.check()
     return checkpoint.load("cpu")
 
 
 if __name__ == "__main__":
-    path, weights, copies = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    load(path, weights)
+    path, weights, copies, implementation = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    load(path, weights, implementation)
     peak = Peak()
-    models = [load(path, weights) for _ in range(copies)]
+    models = [load(path, weights, implementation) for _ in range(copies)]
     print(peak.stop(), sum(parameter.nbytes for parameter in models[0].parameters()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,17 @@ class AboveMean(nn.Module):
 
 
 PROCESSORS = (LogitsProcessor("add_to_one", add_to_one, 2), LogitsProcessor("above_mean", AboveMean(0.05)))
+RELEASED = threading.Event()  # ends the calls that hang in this process
+
+
+def hang(logits: Tensor, given: ProcessorInput) -> Tensor:
+    """Does not return in rank 0, or in the others, once there is a file. HANG: the process of rank 0, `first` or `others`, and the file."""
+    pid, which, flag = os.environ["HANG"].split(" ", 2)
+    if (str(os.getpid()) == pid) == (which == "first") and Path(flag).exists():
+        RELEASED.wait(600)
+    return logits
+
+
 OPTIONS: dict[str, Any] = {"max_bad_words": 6, "max_bad_word_tokens": 3, "relaxed_acceptance": True, "max_top_logprobs": 100}
 
 

@@ -60,7 +60,7 @@ def kept(kind: str) -> dict[str, Any]:
 def quoted() -> list[tuple[str, str]]:
     """(document, text that it must contain), from the records that the documents name."""
     variants, compiled, soak = kept("demo")["throughput"]["variants"], kept("automata")["compile"], kept("soak")
-    adaptive = kept("adaptive")
+    adaptive, packed = kept("adaptive"), [value for value, _ in kept("quantised")["ratios"].values()]
     trends, late = soak["trends"], soak["trends"]["resident_bytes, last half"]
     speed = {name: math.floor(each["tokens_per_second"] + 0.5) for name, each in variants.items()}
     tokens = {name: each.get("tokens_per_round") for name, each in variants.items()}
@@ -127,6 +127,10 @@ def quoted() -> list[tuple[str, str]]:
             ("docs/round.md", f"| {name} | " + " | ".join(f"{each['variants'][length]['over_plain']:.2f}" for length in ("3", "7", "auto")))
             for name, each in adaptive["workloads"].items()
         ),
+        ("docs/models.md", f"takes {packed[4]:.2f} of the bytes in bfloat16"),
+        ("docs/models.md", f"answers have {packed[0]:.2f} times the tokens per second of processor time"),
+        ("docs/models.md", f"with plain decoding and {packed[1]:.2f} times with drafts"),
+        ("docs/models.md", f"is exceeded by {packed[2]:.2f} and {packed[3]:.2f} times"),
         ("tools/README.md", f"{sum(goal['met'] for goal in adaptive['goals'])} of {len(adaptive['goals'])} goals are met"),
         ("docs/constrain.md", f"{sum(each['num_masks'] for each in walked):,} masks of three libraries and three vocabularies"),
         (
@@ -166,5 +170,8 @@ def test_documents_quote_the_latest_records() -> None:
     linked = {path.name for path in RECORDS if any(path.name in text for text in texts.values())}
     assert linked >= {
         max(RESULTS.glob(f"{kind}-*.json")).name
-        for kind in ("adaptive", "demo", "legality", "automata", "maskbench", "soak", "twographs", "fills", "masks", "schedules", "fuzz")
+        for kind in (
+            *("adaptive", "demo", "legality", "automata", "maskbench", "soak", "twographs", "fills", "masks", "schedules", "fuzz"),
+            *("quantised", "weights"),
+        )
     }

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from stepgraph import AsyncEngine, Engine, EngineConfig, SamplingParams, Vocabulary
+from stepgraph import AsyncEngine, Engine, EngineConfig, SamplingParams, StepEvent, Vocabulary
 from stepgraph.runtime.models.toy import ToyTarget
-from stepgraph.runtime.replicas.router import PrefixRouter, page_hashes
 from tests.helpers.aio_runs import Gate
 from tools.scale_simulation import Costs, Load, Pool, Prediction, Simulation, capacity
 
@@ -78,33 +78,64 @@ def small_engine() -> Engine:
     return Engine(ToyTarget(vocabulary.logits_width), vocabulary=vocabulary, config=config)
 
 
-async def real(replicas: int, requests: int) -> int:
-    """The most rounds of one engine, for requests that all arrive before its first round."""
-    router, loads = PrefixRouter(), {str(index): 0 for index in range(replicas)}
+def noted_rounds(engine: Engine) -> dict[int, list[int]]:
+    """By job: the round of each of its events."""
+    found, step = dict[int, list[int]](), engine.step
+
+    def noted() -> list[StepEvent]:
+        events = step()
+        for event in events:
+            found.setdefault(event.job_id, []).append(engine.stats().rounds)
+        return events
+
+    engine.step = noted  # type: ignore[method-assign]
+    return found
+
+
+async def real(replicas: int, asks: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """First and last round of each request, of a replica and a length; all arrive before the first round. Each engine counts its own."""
     async with contextlib.AsyncExitStack() as stack:
         engines = [stack.enter_context(small_engine()) for _ in range(replicas)]
+        rounds = [noted_rounds(engine) for engine in engines]
         gates = [Gate(engine) for engine in engines]
         serving = [await stack.enter_async_context(AsyncEngine(engine)) for engine in engines]
 
-        async def one(number: int) -> None:
-            pages = page_hashes([number], 16, ())
-            name = router.rank(pages, loads)[0]
-            router.note(pages, name)
-            loads[name] += 1
+        async def one(number: int, replica: int, length: int) -> tuple[int, int]:
             sampling = SamplingParams(ignore_eos=True)
-            job = await serving[int(name)].generate([number + 1], max_new_tokens=TOKENS, sampling=sampling).result()
-            assert len(job.tokens) == TOKENS
-            loads[name] -= 1
+            job = await serving[replica].generate([number + 1], max_new_tokens=length, sampling=sampling).result()
+            assert len(job.tokens) == length
+            return rounds[replica][job.id][0], rounds[replica][job.id][-1]
 
-        asked = asyncio.gather(*(one(number) for number in range(requests)))
+        asked = asyncio.gather(*(one(number, *ask) for number, ask in enumerate(asks)))
         for gate in gates:
             asyncio.get_running_loop().call_soon(gate.open)  # after the first part of each request
-        await asked
-        return max(engine.stats().rounds for engine in engines)
+        return await asked
 
 
-@pytest.mark.parametrize(("replicas", "requests"), [(1, 4), (1, 8), (2, 8), (3, 12)])
-def test_real_engines_run_the_predicted_rounds(replicas: int, requests: int) -> None:
-    load = Load(requests, math.inf, prompt_tokens=1, prefix_tokens=0, output_tokens=TOKENS, spread=0)
-    found = predicted(Pool(replicas, ROWS), load, Costs(1, 0, 0))
-    assert asyncio.run(real(replicas, requests)) == pytest.approx(requests * TOKENS / found.tokens_per_second)
+class Noted(Simulation):
+    """Keeps the replica and the number of tokens that it draws for each request."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.asks = list[tuple[int, int]]()
+
+    def _route(self, request: Any) -> None:
+        length = int(request.left)
+        super()._route(request)
+        (name,) = (name for name, replica in self._replicas.items() if request in (*replica.rows, *replica.waiting))
+        self.asks.append((int(name), length))
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.8])
+@pytest.mark.parametrize(("replicas", "requests"), [(1, 4), (1, 9), (2, 8), (3, 14)])
+def test_real_engines_run_the_predicted_rounds(replicas: int, requests: int, spread: float) -> None:
+    """Their number, and the median and the 99th percentile of the rounds until the first token and until the last."""
+    load = Load(requests, math.inf, prompt_tokens=1, prefix_tokens=0, output_tokens=TOKENS, spread=spread)
+    simulation = Noted(Pool(replicas, ROWS), load, Costs(1, 0, 0))
+    expected = simulation.run()
+    firsts, lasts = map(sorted, zip(*asyncio.run(real(replicas, simulation.asks)), strict=True))
+    lengths = [length for _, length in simulation.asks]
+    assert len({*lengths}) > 1 or not spread
+    assert lasts[-1] == pytest.approx(sum(lengths) / expected.tokens_per_second)
+    found = [values[int(share * requests)] for values in (firsts, lasts) for share in (0.5, 0.99)]
+    assert found == pytest.approx([expected.first_token_p50, expected.first_token_p99, expected.request_p50, expected.request_p99])

@@ -41,6 +41,8 @@ class DraftCheckpoint(StoredModel):
     feature_layers: tuple[int, ...] = ()  # layers of the target whose inputs are the draft's features
     max_drafts: int = layouts.MAX_DRAFTS  # per round
     max_positions: int | None = None  # None: more positions than in the training cost acceptance only
+    model: Checkpoint | None = None  # a complete model, which ranks may divide
+    token_map: TokenMap | None = None
     repeated: Mapping[str, str] = field(default_factory=dict)  # stored copies of target tensors, and the target's names
 
     def check_shapes(self) -> DraftCheckpoint:
@@ -211,5 +213,15 @@ def _open_model(path: Path, target: Target, dtype: torch.dtype | None, weights: 
     def make(around: Llama | TransformersModel, device: Device) -> DraftLlama:
         return stored.make_room(DraftLlama(stored.config, token_map, device=device))
 
-    positions = stored.config.max_positions
-    return DraftCheckpoint(path, stored.source, stored.slices, "draft", make, target, max_positions=positions, packed=stored.packed)
+    return DraftCheckpoint(
+        path,
+        stored.source,
+        stored.slices,
+        "draft",
+        make,
+        target,
+        max_positions=stored.config.max_positions,
+        model=stored,
+        token_map=token_map,
+        packed=stored.packed,
+    )

@@ -23,6 +23,7 @@ from stepgraph.sampling.fields import BOOL, Check, check_value, checked_path, is
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.kernels.triton import why_no_triton
 
+Divide = Callable[[Target, StoredDraft | None], tuple[Target, StoredDraft | None]]
 _LAYERS = Check(lambda value: isinstance(value, (tuple, list)) and all(map(is_int, value)), "a tuple of layer numbers")
 
 
@@ -43,14 +44,13 @@ def load_models(
     progress: bool = False,
     weights: str = DEQUANTISED,
     implementation: str = AUTO_CLASS,
-    divide: Callable[[Target], Target] | None = None,
+    divide: Divide = lambda target, draft: (target, draft),
 ) -> Loaded:
     """A target and its drafter on the device of the config's backend. "demo" is the demonstration's pair.
 
     config: None for the defaults, reduced to the positions and drafts that the models support. draft: "auto" uses the MTP
     modules in the target's folder, or n-gram look-up if there are none. weights: quantised ones are kept QUANTISED or DEQUANTISED.
-    implementation: of the target, as in `open_target`. divide: gives the part of the opened target that is
-    loaded; a draft model is loaded whole.
+    implementation: of the target, as in `open_target`. divide: gives the parts of the opened target and draft that are loaded.
     """
     check_config(config)
     check_value("progress", progress, BOOL)
@@ -68,7 +68,7 @@ def load_models(
     if draft in (None, NONE):
         config = without_drafts(config)
     drafter, draft_checkpoint = _open_drafter(draft, checkpoint, dtype, weights)
-    checkpoint = checkpoint if divide is None else divide(checkpoint)
+    checkpoint, draft_checkpoint = divide(checkpoint, draft_checkpoint)
     if draft_checkpoint is not None:
         fed = draft_checkpoint.feature_layers
         if tuple(feature_layers) not in ((), fed):

@@ -156,6 +156,18 @@ def test_streamed_text_equals_the_json_text(capsys: pytest.CaptureFixture[str]) 
     assert document["stats"]["host_syncs"] == 0
 
 
+def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "generate model 'the cat' --max-new-tokens 60 --temperature 1 --seed 4"
+    whole = run_json(flags, capsys)
+    stop = whole["text"][10:13]
+    expected = whole["text"][: whole["text"].find(stop)]
+    flags += f" --stop {shlex.quote(stop)} --stop nowhere"
+    assert run(flags, capsys)[1] == expected + "\n"
+    cut = run_json(flags, capsys)
+    assert (cut["text"], cut["finish_reason"]) == (expected, "stop")
+    assert cut["tokens"] < whole["tokens"] and cut["token_ids"] == whole["token_ids"][: cut["tokens"]]
+
+
 def test_generate_records_the_graphs_of_its_answer_only(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kind of graph takes time before the first token, and so do the tables of a vocabulary."""
     recorded, record = list[Any](), KeyRecorder.record_one
@@ -250,8 +262,9 @@ def test_an_answer_cut_short_of_its_schema_fails(capsys: pytest.CaptureFixture[s
         ("generate nowhere hi --regex '('", "constraint regex: cannot be compiled: pattern: the parenthesis is not closed"),
         ('generate nowhere hi --schema \'{"type": "strnig"}\'', '#: type: got "strnig", expected one or several of null'),
         ("generate nowhere hi --schema '{\"enum\": []}'", "#: schema: no value satisfies it"),
-        ("generate model hi --stop 1,x", "--stop: got '1,x', expected token ids"),
-        ("generate model hi --stop 99999", "stop_token_ids"),
+        ("generate model hi --stop-token-ids 1,x", "--stop-token-ids: got '1,x', expected token ids"),
+        ("generate model hi --stop-token-ids 99999", "stop_token_ids"),
+        ("generate nowhere hi --stop ''", "--stop: got '', expected a text of 1 to"),
         ("generate model hi --top-p 3", "--top-p: got 3.0, expected a number above 0 and at most 1"),
         ("generate model hi --temperature nan", "--temperature: got nan"),
         ("generate model hi --max-new-tokens 9999", "--max-new-tokens: got 9999 after a prompt of"),

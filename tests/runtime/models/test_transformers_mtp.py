@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
 from stepgraph import Engine
+from stepgraph.runtime.cli import main
 from stepgraph.runtime.models.files.draft import open_draft
 from stepgraph.runtime.models.files.transformers_folder import open_transformers
 from stepgraph.runtime.models.transformers_mtp import TransformersMtp
@@ -113,6 +115,14 @@ def test_texts_equal_plain_decoding(family: str, count: int, tmp_path: Path) -> 
             texts[draft] = [job.tokens for job in jobs]
             assert not any(job.error for job in jobs) and (draft == "none" or any(job.num_accepted_drafts for job in jobs))
     assert texts["none"] == texts["auto"] == texts[alone]
+
+
+def test_inspect_checks_the_modules_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = write(tmp_path / "whole", "Glm4Moe", 2), write(tmp_path / "damaged", "Glm4Moe", 1, removed("hnorm.weight"))
+    whole, damaged = ((main(["inspect", str(folder), "--json"]), json.loads(capsys.readouterr().out))[1] for folder in folders)
+    assert whole["drafters"][0] == "mtp (MTP, up to 2 drafts)" and "mtp" not in whole["refused"]
+    assert whole["runs"][0]["implementation"] == "transformers" and whole["family"] == "Glm4MoeForCausalLM"
+    assert damaged["drafters"] == ["ngram", "forced"] and "model.layers.3.hnorm.weight: got none" in damaged["refused"]["mtp"]
 
 
 def removed(name: str) -> Callable[[dict[str, Tensor]], object]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import openai
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,15 +29,17 @@ from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReaso
 from stepgraph.graphs import BufferSpec, StaticBuffers, capture, run_eager
 from stepgraph.graphs.layers import parallel
 from stepgraph.graphs.layers.parallel import RankGroups, register_group, sum_over_ranks
+from stepgraph.runtime.models.draft_llama import DraftLlama
 from stepgraph.runtime.models.files.weights import SafetensorsSource
 from stepgraph.runtime.parallel.ranks import COMPARED_STEPS, RankError, Ranks, gloo_group
 from stepgraph.runtime.serve.http import Bounds
+from tests.helpers import parallel_program
 from tests.helpers.c_library import needs_c
 from tests.helpers.command_models import model_folder, model_gguf
 from tests.helpers.draft_engines import Drafter
-from tests.helpers.families import BASE, folder_of, random_model
+from tests.helpers.families import BASE, folder_of, random_model, save
 from tests.helpers.parallel_program import OPTIONS, PROCESSORS, decode, open_engine, option_requests, results, target_of
-from tests.helpers.running_server import ASK, FORMAT, SCHEMA, engine_of, running
+from tests.helpers.running_server import ASK, FORMAT, ON, SCHEMA, engine_of, running
 from tests.runtime.models.files.test_quantised_folder import LAYOUTS
 from tests.runtime.models.files.test_quantised_folder import write as write_quantised
 
@@ -175,10 +178,10 @@ def test_options_of_sampled_rounds_give_what_one_process_gives(size: int, draft:
     ("size", "family"),
     [
         (2, "gpt-oss"),
-        *(pytest.param(2, family, marks=soak) for family in ("mistral", "qwen2", "qwen3-moe, shares as they are")),
+        *(pytest.param(2, family, marks=soak) for family in ("mistral", "qwen2", "phi-3, with a window", "qwen3-moe, shares as they are")),
         *(
             pytest.param(4, family, marks=soak)
-            for family in ("qwen3", "gemma-3", "mixtral", "gpt-oss", "llama, biases, head size of its own")
+            for family in ("qwen3", "gemma-3", "mixtral", "gpt-oss", "phi-4-mini", "llama, biases, head size of its own")
         ),
     ],
 )
@@ -223,9 +226,13 @@ def test_a_server_over_ranks_answers_as_one_over_one_process(tmp_path: Path) -> 
     request: Any = {"model": "toy", "messages": ASK, "max_tokens": 60, "logprobs": True, "top_logprobs": 3, "seed": 5}
     choices = list[Any]()
     for size in (1, 2):
-        with engine_of([*flags, "--tensor-parallel", str(size)]) as engine, running(engine, Bounds()) as server, server.client as client:
+        with (
+            engine_of([*flags, "--tensor-parallel", str(size)]) as engine,
+            running(engine, Bounds(), ["none"]) as server,
+            server.client as client,
+        ):
             assert b"<think>" in engine.vocabulary.tokens and engine.config.round_timeout_seconds == 20
-            body = {"thinking_token_budget": 8}
+            body = {"thinking_token_budget": 8, "priority": 3}
             asked = client.chat.completions.create(**request, response_format=FORMAT, temperature=0.7, extra_body=body)
             choices.append([asked.choices[0], client.chat.completions.create(**request, temperature=0).choices[0]])
     for one, other in zip(*choices, strict=True):
@@ -265,6 +272,23 @@ def test_draft_models(size: int, name: str) -> None:
     assert accepted[0] == accepted[1]
 
 
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=soak)])
+def test_draft_models_with_large_layers_are_divided(size: int, tmp_path: Path) -> None:
+    """The target is its own draft, so that a draft's error would cost acceptance."""
+    fields = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 2, "num_key_value_heads": 4}
+    folder = save(random_model("Llama", BASE | fields, seed=2), tmp_path)
+    accepted = require_equal_tokens(folder, folder, size)
+    assert accepted[0] == accepted[1] and min(accepted[0]) > 20
+    kept = []
+    for ranks in (1, size):
+        with open_engine(folder, folder, ranks) as engine:
+            draft = engine._parts.models.draft
+            assert isinstance(draft, DraftLlama)
+            matrices = sum(parameter.nbytes for parameter in draft.layers.parameters() if parameter.dim() == 2)
+            kept.append((matrices, engine._parts.buffers.draft_keys.nbytes))
+    assert kept[1] == tuple(nbytes // size for nbytes in kept[0])
+
+
 @soak
 def test_forced_drafts() -> None:
     accepted = require_equal_tokens(model_folder(), "forced", 2, constraint=Constraint.choice(["abcdefgh", "xyzwvuts"]))
@@ -283,6 +307,25 @@ def require_equal_tokens(target: Path, draft: str | Path, size: int, weights: st
             accepted.append([job.num_accepted_drafts for job in jobs])
     assert found[0] == found[1]
     return accepted
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=soak)])
+def test_priorities_and_tenants_have_the_order_of_one_process(size: int) -> None:
+    """Requests arrive in parts, between steps, while rows are taken."""
+    asks = [(index % 3 - 1, "aab"[index % 3] if index < 9 else "c") for index in range(15)]
+    orders = []
+    for ranks in (1, size):
+        with open_engine(model_folder(), "none", ranks) as engine:
+            jobs, begun = list[Job](), list[int]()
+            while len(jobs) < len(asks) or engine.has_work:
+                for priority, tenant in asks[len(jobs) : len(jobs) + 6]:
+                    tokens = 4 + len(jobs) % 5
+                    jobs.append(engine.submit([3 + len(jobs), 2], max_new_tokens=tokens, priority=priority, tenant=tenant))
+                for _ in range(3):
+                    begun += [event.job_id for event in engine.step() if event.tokens]
+            numbers = {job.id: index for index, job in enumerate(jobs)}
+            orders.append([numbers[job_id] for job_id in dict.fromkeys(begun)])
+    assert orders[0] == orders[1] != sorted(orders[0])
 
 
 def test_sums_are_added_in_the_order_of_the_ranks(tmp_path: Path) -> None:
@@ -321,7 +364,7 @@ def test_recorded_steps_have_a_group_of_their_own() -> None:
 
 @pytest.mark.parametrize("eager", [True, pytest.param(False, marks=soak)])
 def test_messages_of_graphs_and_of_eager_work_use_different_groups(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank does the same: a message in another group would have no partner."""
+    """The other rank does the same: a message in another group would have no partner. Prompts are eager here."""
     used, real = set[Any](), parallel.gather
 
     def gather(group: Any, *others: Any) -> torch.Tensor:
@@ -333,7 +376,7 @@ def test_messages_of_graphs_and_of_eager_work_use_different_groups(eager: bool, 
         groups = ranks_of(engine).groups
         assert engine.generate([1, 2, 3], max_new_tokens=4).tokens
     graph, other = (parallel._GROUPS[number][0] for number in (groups.graph, groups.eager))
-    assert graph is not other and used == ({other} if eager else {graph})
+    assert graph is not other and used == ({other} if eager else {graph, other})
 
 
 def test_a_killed_rank_ends_all_jobs() -> None:
@@ -343,9 +386,52 @@ def test_a_killed_rank_ends_all_jobs() -> None:
         lose(engine, jobs, signal.SIGKILL, 0)
 
 
+@pytest.mark.parametrize("which", ["others", pytest.param("first", marks=soak)])
+def test_a_round_that_hangs_on_one_rank_ends_all_jobs_in_time(which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process runs on, as with a device that does not answer."""
+    flag = tmp_path / "flag"
+    parallel_program.RELEASED.clear()
+    monkeypatch.setenv("HANG", f"{os.getpid()} {which} {flag}")
+    processors = (LogitsProcessor("hang", parallel_program.hang),)
+    sampling = SamplingParams(temperature=1.0, logits_processors={"hang": ()})
+    with open_engine(model_folder(), "none", 2, round_timeout_seconds=SECONDS, eager=True, logits_processors=processors) as engine:
+        jobs = [engine.submit([1, 2, 3], max_new_tokens=60, sampling=sampling) for _ in range(2)]
+        while not all(job.tokens for job in jobs):
+            engine.step()
+        try:
+            require_error_in_time(engine, jobs, flag.touch)
+        finally:
+            parallel_program.RELEASED.set()
+
+
+@soak
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the server ends with that error
+def test_a_server_with_a_rank_that_hangs_reports_it() -> None:
+    flags = ["serve", str(model_folder()), *"--eager -k 0 --max-length 512 --tensor-parallel 2".split()]
+    with engine_of([*flags, "--round-timeout-seconds", str(SECONDS)]) as engine:
+        try:
+            with running(engine, Bounds()) as server, server.client as client:
+                stream = client.completions.create(model="toy", prompt=[1, 2, 3], max_tokens=400, stream=True, extra_body=ON)
+                next(stream)
+                (process,), since = ranks_of(engine).processes, time.monotonic()
+                process.send_signal(signal.SIGSTOP)
+                with pytest.raises(openai.APIError, match=r"another rank is lost|did not finish"):
+                    list(stream)
+                assert time.monotonic() - since < SECONDS + 2.5 and process.poll() is not None
+                health = server.send(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", end=False)
+                assert health.startswith(b"HTTP/1.1 503 ")
+        finally:
+            engine.close()
+
+
 def lose(engine: Engine, jobs: list[Job], how: signal.Signals, rank: int) -> None:
+    processes = ranks_of(engine).processes
+    require_error_in_time(engine, jobs, lambda: processes[rank].send_signal(how))
+
+
+def require_error_in_time(engine: Engine, jobs: list[Job], fail: Callable[[], object]) -> None:
     processes, since = ranks_of(engine).processes, time.monotonic()
-    processes[rank].send_signal(how)
+    fail()
     with pytest.raises(RuntimeError):
         list(engine.stream())
     assert time.monotonic() - since < SECONDS + 2.5  # of which two for the end of a stopped process
@@ -441,9 +527,8 @@ def test_a_number_of_ranks_that_cannot_run_is_refused(size: Any, accepted: str) 
 def test_models_that_are_not_divided_are_refused() -> None:
     with pytest.raises(ValueError, match=r"draft: got .* with tensor_parallel=2, expected None, a folder or a name"):
         Engine.from_pretrained(model_folder(), lambda *_: [], tensor_parallel=2)
-    for path in (folder_of("phi-3, with a window"), model_gguf()):
-        with pytest.raises(ValueError, match="path: got a model that tensor_parallel=2 does not divide, expected a folder of safetensors"):
-            Engine.from_pretrained(path, tensor_parallel=2)
+    with pytest.raises(ValueError, match="path: got a model that tensor_parallel=2 does not divide, expected a folder of safetensors"):
+        Engine.from_pretrained(model_gguf(), tensor_parallel=2)
 
 
 def unpicklable(logits: torch.Tensor, given: ProcessorInput) -> torch.Tensor:
@@ -460,8 +545,8 @@ def unpicklable(logits: torch.Tensor, given: ProcessorInput) -> torch.Tensor:
             {"rounds_per_launch": "until_event", "draft_length": 0},
             "EngineConfig.rounds_per_launch: got 'until_event' with tensor_parallel, expected 1",
         ),
-        ({"grammar_lane": "device"}, "EngineConfig.grammar_lane: got 'device' with tensor_parallel, expected 'auto' or 'host'"),
         ({"preemption": True}, "EngineConfig.preemption: got True with tensor_parallel, expected False"),
+        ({"grammar_lane": "device"}, "EngineConfig.grammar_lane: got 'device' with tensor_parallel, expected 'auto' or 'host'"),
         (
             {"logits_processors": (PROCESSORS[0], LogitsProcessor("local", lambda logits, given: logits))},
             r"EngineConfig.logits_processors\[1\].function: got <function .*> with tensor_parallel, expected .* that pickle copies",

@@ -179,7 +179,8 @@ def test_wrong_requests_and_metrics_of_every_replica() -> None:
 
 def test_the_overhead_is_bounded() -> None:
     """Requests of 1 token and of 200 through a pool, and as many through Ray alone, in turns. The parts need no engine."""
-    serve.delete("test")
+    if "test" in serve.status().applications:  # of the tests before
+        serve.delete("test")
     canned = serve.deployment(Canned).options(**options_of(deployment(make_engine, rows=ROWS, cpus=0.5)))
     handle = serve.run(canned.bind(), name="canned", route_prefix=None)
     options = {"max_ongoing_requests": ROWS + 2, "ray_actor_options": {"num_cpus": 0.5}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(target: Path, head: Path, count: int, progress: bool = False) -> dict[str, Any]:
+def measure(target: Path, head: Path, count: int, progress: bool = False, kinds: Sequence[str] = tuple(KINDS)) -> dict[str, Any]:
     """Tokens per round and acceptance of draft 1, 2, ... for every variant and kind of prompt."""
-    prompts = {kind: list(encoded(target, (prompt(seed, kind, held_out=True) for seed in range(count)))) for kind in KINDS}
+    prompts = {kind: list(encoded(target, (prompt(seed, kind, held_out=True) for seed in range(count)))) for kind in kinds}
     found: dict[str, Any] = {"drafts": DRAFTS, "prompts_of_each_kind": count, "new_tokens": NEW_TOKENS}
-    bar = tqdm(total=len(VARIANTS) * len(KINDS), desc="measure", unit="kind", disable=not progress)
+    bar = tqdm(total=len(VARIANTS) * len(kinds), desc="measure", unit="kind", disable=not progress)
     with bar:
         for name, options in VARIANTS.items():
             found[name] = _variant(target, head, prompts, options, bar)
@@ -65,7 +65,8 @@ def _variant(
             figures[kind] = held(list(rounds.values()))
             bar.update()
     for name, kinds in (("json", MEASURED), ("free", ("talk", "code"))):
-        figures[name] = _mean([figures[kind] for kind in kinds])
+        if set(kinds) <= set(prompts):
+            figures[name] = _mean([figures[kind] for kind in kinds])
     return figures
 
 

@@ -5,7 +5,7 @@
 
 #include "masks.h"
 
-#include "interned.h"
+#include "runs.h"
 
 #include <algorithm>
 #include <cstring>
@@ -195,7 +195,12 @@ Vocabulary::Vocabulary(
         by_characters[count_characters(start, (int32_t)(entry.text - start))].push_back({(int32_t)distinct.size() - 1, entry.id});
     }
     suffix_start.push_back((int32_t)suffix_tokens.size());
-    suffixes = make_trie(distinct);
+    for (bool several : {false, true}) {
+        std::vector<Entry> some;
+        auto quotes = [](const Entry &entry) { return std::count(entry.text, entry.text + entry.size, '"'); };
+        std::copy_if(distinct.begin(), distinct.end(), std::back_inserter(some), [&](const Entry &entry) { return (quotes(entry) > 1) == several; });
+        suffixes[several] = make_trie(some);
+    }
 }
 
 image_vocabulary Vocabulary::view() const {
@@ -207,41 +212,41 @@ namespace {
 // A row of bits.
 struct Row {
     std::vector<uint32_t> bits; // [words]
-    Ints touched; // words that are not zero
+    std::vector<uint64_t> used; // one bit per word that may be other than zero
+    Ints touched; // these words in order, once they are listed
 
-    explicit Row(std::vector<uint32_t> zeros) : bits(std::move(zeros)) {}
+    explicit Row(size_t words) : bits(words, 0), used(words / 64 + 1, 0) {}
 
     void set(int32_t word, uint32_t more) {
-        if (!bits[word]) touched.push_back(word);
-        bits[word] |= more;
+        bits[(size_t)word] |= more;
+        used[(size_t)word / 64] |= 1ull << word % 64;
     }
 
-    uint64_t hash() const { // in any order of `touched`
+    void list_touched() {
+        touched.clear();
+        for (size_t at = 0; at < used.size(); at++)
+            for (uint64_t left = used[at]; left; left &= left - 1) touched.push_back((int32_t)at * 64 + __builtin_ctzll(left));
+    }
+
+    uint64_t hash() const {
         uint64_t sum = 0;
         for (int32_t word : touched) sum += mixed((uint64_t)word << 32 | bits[word]);
         return sum;
     }
 
-    void sort_touched() {
-        if (touched.size() * 8 < bits.size()) return std::sort(touched.begin(), touched.end());
-        touched.clear();
-        for (size_t word = 0; word < bits.size(); word++)
-            if (bits[word]) touched.push_back((int32_t)word);
-    }
-
-    void clear() {
+    void clear() { // after they are listed
         for (int32_t word : touched) bits[word] = 0;
-        touched.clear();
+        std::fill(used.begin(), used.end(), 0);
     }
 };
 
 class Masks {
 public:
     Masks(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits)
-        : automaton(automaton), vocabulary(vocabulary), limits(limits), narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(automaton.classes), row(std::vector<uint32_t>((size_t)vocabulary.words, 0)),
-          ordered(std::vector<uint32_t>(vocabulary.starts.size() / 32 + 1, 0)), stack_at(vocabulary.longest + 1) {
+        : automaton(automaton), vocabulary(vocabulary), limits(limits), narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(automaton.classes), row((size_t)vocabulary.words),
+          ordered(vocabulary.starts.size() / 32 + 1), top_at((size_t)vocabulary.longest + 1), pushed((size_t)vocabulary.longest + 1) {
         for (int byte = 0; byte < 256; byte++) bytes_of[automaton.class_of[byte]].push_back((uint8_t)byte);
-        find_few_bytes();
+        find_steps();
     }
 
     std::vector<int32_t> image() {
@@ -273,6 +278,7 @@ public:
             } else if (!add_suffixes(state) && !add_like_rest(state)) {
                 for (const Trie &trie : vocabulary.tries) {
                     walk_tokens(trie, trie.root(), state, 0);
+                    ordered.list_touched();
                     for (int32_t word : ordered.touched) set_ordered(trie, word, ordered.bits[word]);
                     ordered.clear();
                 }
@@ -300,7 +306,13 @@ private:
         bool is_final = false; // whether the last of `alike` are the same for texts of any length
     };
 
-    struct Run { int32_t entry; int32_t end; uint64_t factor; }; // neighbouring byte classes with one entry: `end` is behind the last
+    static constexpr uint8_t MAX_FEW = 6;
+    struct Step { // what a walk reads of a state
+        int32_t pop;
+        int32_t surely; // every plain text of so many characters is legal
+        uint8_t few; // the number of bytes that it reads, or MAX_FEW + 1
+        std::array<uint8_t, MAX_FEW> bytes; // these bytes, where they are few: a node's children are searched for them
+    };
 
     struct Range { size_t begin, end; };
     struct Below { // tokens below a node, or of a whole tree
@@ -320,7 +332,6 @@ private:
     void find_plain_rows() {
         int32_t longest = vocabulary.longest_plain, states = automaton.states;
         plain_row.assign(states, 0);
-        surely.assign(states, 0);
         after_plain.assign(states, -1);
         rest_of.assign(states, -1);
         if (!longest) return;
@@ -347,7 +358,7 @@ private:
                         some[state] |= entry >= 0;
                     } else if (to_inside == 0) {
                         some[state] = 1;
-                        after[state].push_back(to);
+                        if (after[state].empty() || after[state].back() != to) after[state].push_back(to);
                     } else if (std::find(work.begin(), work.end(), std::make_pair(to, to_inside)) == work.end()) {
                         work.push_back({to, to_inside});
                     }
@@ -361,46 +372,37 @@ private:
         for (int32_t state = 0; state < states; state++)
             for (int32_t to : after[state])
                 if (after_plain[to] == to) rest_of[state] = to;
-        // surely: texts of so many plain characters are all legal; maybe: some text of so many is.
-        Ints maybe(states, 0), next_surely(states), next_maybe(states);
-        for (int32_t round = 0; round < longest; round++) {
-            bool any = false;
-            for (int32_t state = 0; state < states; state++) {
-                int32_t low = 0, high = 0;
-                if (some[state] && !all[state]) high = longest + 1;
-                if (some[state] && all[state]) {
-                    low = longest;
-                    for (int32_t to : after[state]) low = std::min(low, surely[to]), high = std::max(high, maybe[to]);
-                    low = std::min(longest, low + 1);
-                    high = std::min(longest + 1, high + 1);
-                }
-                any |= low != surely[state] || high != maybe[state];
-                next_surely[state] = low;
-                next_maybe[state] = high;
-            }
-            surely.swap(next_surely);
-            maybe.swap(next_maybe);
-            if (!any) break;
+        // surely: texts of so many plain characters are all legal; maybe: some text of so many is. Other states have their values from the start.
+        Ints surely(states, 0), maybe(states, 0), open;
+        for (int32_t state = 0; state < states; state++) {
+            if (after_plain[state] == state) surely[state] = maybe[state] = longest;
+            else if (some[state] && all[state]) open.push_back(state);
+            else if (some[state]) maybe[state] = longest + 1;
         }
-        for (int32_t state = 0; state < states; state++)
+        bool any = true;
+        for (int32_t round = 0; any && round < longest; round++) {
+            any = false;
+            for (int32_t state : open) {
+                int32_t low = longest, high = 0;
+                for (int32_t to : after[state]) low = std::min(low, surely[to] + 1), high = std::max(high, maybe[to] + 1);
+                high = std::min(longest + 1, high);
+                any |= low != surely[state] || high != maybe[state];
+                surely[state] = low;
+                maybe[state] = high;
+            }
+        }
+        for (int32_t state = 0; state < states; state++) {
+            steps_of[(size_t)state].surely = surely[state];
             if (surely[state] == maybe[state] || (surely[state] == longest && maybe[state] >= longest)) plain_row[state] = surely[state];
+        }
     }
 
     void find_levels() {
         quote = automaton.class_of['"'];
         bool is_apart = bytes_of[(size_t)quote].size() == 1;
         if (!is_apart) quote = -1;
-        run_start.push_back(0);
-        for (int32_t state = 0; state < automaton.states; state++) {
-            for (int32_t c = 0; c < automaton.classes; c++) {
-                if (c == quote) continue;
-                int32_t entry = entry_of(state, c);
-                if ((int32_t)runs.size() == run_start.back() || entry != runs.back().entry) runs.push_back({entry, c, 0});
-                runs.back().end = c + 1;
-                runs.back().factor += mixed((uint64_t)c + 1); // the terms of the hash do not wait for each other
-            }
-            run_start.push_back((int32_t)runs.size());
-        }
+        for (int32_t state = 0; state < automaton.states; state++)
+            table.add_row(automaton.next.data() + (size_t)state * (size_t)automaton.classes, automaton.classes, quote);
         Level every; // state is a class of its own
         every.class_of.resize((size_t)automaton.states);
         std::iota(every.class_of.begin(), every.class_of.end(), 0);
@@ -481,14 +483,8 @@ private:
             return to < 0 ? -1 : (to == state ? -2 : level.class_of[to]) | (int64_t)push_of(entry) << 32;
         };
         auto is_equal = [&](int32_t state, int32_t other) {
-            if (automaton.pop[state] != automaton.pop[other] || after_quote(state) != after_quote(other)) return false;
-            for (int32_t at = run_start[state], with = run_start[other]; at < run_start[state + 1];) {
-                if (class_after(runs[at].entry, -1) != class_after(runs[with].entry, -1)) return false;
-                int32_t end = std::min(runs[at].end, runs[with].end);
-                at += runs[at].end == end;
-                with += runs[with].end == end;
-            }
-            return true;
+            return automaton.pop[state] == automaton.pop[other] && after_quote(state) == after_quote(other) &&
+                   table.is_equal(state, other, [&](int32_t entry) { return class_after(entry, -1); });
         };
         for (size_t component = 0; component + 1 < component_start.size(); component++) {
             const int32_t *begin = in_components.data() + component_start[component], *end = in_components.data() + component_start[component + 1];
@@ -566,15 +562,6 @@ private:
                 const Move *move = special(entry);
                 return to < 0 ? -2 : last[(size_t)level.class_of[to]] | ((int64_t)(move ? move->push : -1) + 1) << 32;
             };
-            auto is_equal = [&](int32_t state, int32_t other) {
-                for (int32_t at = run_start[state], with = run_start[other]; at < run_start[state + 1];) {
-                    if (class_after(runs[at].entry) != class_after(runs[with].entry)) return false;
-                    int32_t end = std::min(runs[at].end, runs[with].end);
-                    at += runs[at].end == end;
-                    with += runs[with].end == end;
-                }
-                return true;
-            };
             Ints found = last;
             level.is_final = true;
             still.clear();
@@ -582,11 +569,9 @@ private:
                 parts.clear();
                 for (int32_t like : members) {
                     int32_t state = level.first[(size_t)like];
-                    uint64_t hash = 0;
-                    for (int32_t at = run_start[state]; at < run_start[state + 1]; at++) hash += (uint64_t)class_after(runs[at].entry) * runs[at].factor;
                     work += run_start[state + 1] - run_start[state];
-                    std::vector<Ints> &same = parts[hash];
-                    auto part = std::find_if(same.begin(), same.end(), [&](const Ints &likes) { return is_equal(state, level.first[(size_t)likes[0]]); });
+                    std::vector<Ints> &same = parts[table.hash(state, class_after)];
+                    auto part = std::find_if(same.begin(), same.end(), [&](const Ints &likes) { return table.is_equal(state, level.first[(size_t)likes[0]], class_after); });
                     if (part == same.end()) part = same.insert(part, Ints());
                     part->push_back(like);
                 }
@@ -661,13 +646,13 @@ private:
 
     // Keeps the tokens that `walk` finds, without those found so far. Returns their number in `below`.
     template <class Walk> int32_t keep_below(const Walk &walk) {
-        if (level == spares.size()) spares.emplace_back(std::vector<uint32_t>(ordered.bits.size(), 0));
+        if (level == spares.size()) spares.emplace_back(ordered.bits.size());
         Row &spare = spares[level++];
         std::swap(ordered, spare);
         Ints found, *outer = std::exchange(crossed, &found);
         walk();
         crossed = outer;
-        ordered.sort_touched();
+        ordered.list_touched();
         packed.clear();
         for (int32_t word : ordered.touched) packed.push_back(word), packed.push_back((int32_t)ordered.bits[word]);
         size_t begin = below_crossed.size();
@@ -706,15 +691,15 @@ private:
         }
     }
 
-    // The bytes that a state reads, where they are few: then a node's children are searched for them.
-    void find_few_bytes() {
-        few_bytes.assign((size_t)automaton.states, {});
+    void find_steps() {
+        steps_of.assign((size_t)automaton.states, {});
         for (int32_t state = 0; state < automaton.states; state++) {
-            auto &[count, bytes] = few_bytes[(size_t)state];
-            for (int32_t c = 0; c < automaton.classes && count <= MAX_FEW; c++) {
+            Step &step = steps_of[(size_t)state];
+            step.pop = automaton.pop[(size_t)state];
+            for (int32_t c = 0; c < automaton.classes && step.few <= MAX_FEW; c++) {
                 if (entry_of(state, c) < 0) continue;
                 for (uint8_t byte : bytes_of[(size_t)c])
-                    if (count++ < MAX_FEW) bytes[(size_t)count - 1] = byte;
+                    if (step.few++ < MAX_FEW) step.bytes[(size_t)step.few - 1] = byte;
                     else break;
             }
         }
@@ -725,7 +710,7 @@ private:
     // `covers` tokens that are plain from some later byte on are set at once where all are legal.
     template <class Found, class Crosses>
     void walk(const Trie &trie, int32_t node, int32_t state, int32_t known, bool covers, const Found &found, const Crosses &crosses) {
-        if (node == trie.root()) stack_at[0].clear();
+        if (node == trie.root()) top_at[0] = 0;
         walk_children(trie, node, state, known, covers, found, crosses);
         if (steps > limits.steps) exceeded("steps", limits.steps);
     }
@@ -735,21 +720,22 @@ private:
         int32_t begin = trie.nodes[node].first_child, end = trie.nodes[node + 1].first_child;
         if (begin == end) return;
         followed = std::max(followed, node == trie.root() ? 1 : trie.nodes[node].depth + 2);
-        const auto &[count, bytes] = few_bytes[(size_t)state];
-        if (count * 8 < end - begin && count <= MAX_FEW) {
-            for (int32_t at = 0; at < count; at++) {
+        const Step &step = steps_of[(size_t)state];
+        const int32_t *next = automaton.next.data() + (size_t)state * (size_t)automaton.classes;
+        if (step.few * 8 < end - begin && step.few <= MAX_FEW) {
+            for (int32_t at = 0; at < step.few; at++) {
                 auto first = trie.child_bytes.begin() + begin, last = trie.child_bytes.begin() + end;
-                auto child = std::lower_bound(first, last, bytes[(size_t)at]);
+                auto child = std::lower_bound(first, last, step.bytes[(size_t)at]);
                 steps++;
-                if (child == last || *child != bytes[(size_t)at]) continue;
-                int32_t entry = entry_of(state, automaton.class_of[*child]);
+                if (child == last || *child != step.bytes[(size_t)at]) continue;
+                int32_t entry = next[automaton.class_of[*child]];
                 visit(trie, trie.child_nodes[(size_t)(child - trie.child_bytes.begin())], entry, known, covers, found, crosses);
             }
             return;
         }
         steps += end - begin;
         for (int32_t at = begin; at < end; at++)
-            if (int32_t entry = entry_of(state, automaton.class_of[trie.child_bytes[(size_t)at]]); entry >= 0)
+            if (int32_t entry = next[automaton.class_of[trie.child_bytes[(size_t)at]]]; entry >= 0)
                 visit(trie, trie.child_nodes[(size_t)at], entry, known, covers, found, crosses);
     }
 
@@ -758,26 +744,28 @@ private:
     void visit(const Trie &trie, int32_t number, int32_t entry, int32_t known, bool covers, const Found &found, const Crosses &crosses) {
         const Trie::Node &node = trie.nodes[(size_t)number];
         if (node.reach <= known) return;
-        int32_t to = target_of(entry), depth = node.depth, below_token = trie.nodes[(size_t)number + 1].first_token;
+        int32_t to = target_of(entry), depth = node.depth, below_token = trie.nodes[(size_t)number + 1].first_token, top = 0;
         bool below = false; // whether the move leaves a part that the token did not begin
         if (automaton.symbols) {
-            Ints &stack = stack_at[(size_t)depth + 1];
-            stack = stack_at[(size_t)depth];
-            const Move *move = special(entry);
-            if (move && move->push >= 0) stack.push_back(move->push), pushes = std::max(pushes, (int32_t)stack.size());
-            while (to >= 0 && automaton.pop[(size_t)to] >= 0 && !(below = stack.empty())) {
-                to = automaton.go[(size_t)automaton.pop[(size_t)to] * (size_t)automaton.symbols + (size_t)stack.back()];
-                stack.pop_back();
+            top = top_at[(size_t)depth];
+            if (const Move *move = special(entry); move && move->push >= 0) {
+                pushed[(size_t)depth + 1] = {move->push, top, (top ? pushed[(size_t)top].size : 0) + 1};
+                top = depth + 1;
+                pushes = std::max(pushes, pushed[(size_t)top].size);
             }
+            for (int32_t pop; to >= 0 && (pop = steps_of[(size_t)to].pop) >= 0 && !(below = !top); top = pushed[(size_t)top].below)
+                to = automaton.go[(size_t)pop * (size_t)automaton.symbols + (size_t)pushed[(size_t)top].symbol];
+            top_at[(size_t)depth + 1] = top;
         }
         if (to < 0) return;
         for (int32_t at = node.first_token; at < below_token; at++) found(at);
+        if (node.skip == number + 1) return;
         if (below) {
             for (int32_t at = below_token; at < trie.nodes[(size_t)node.skip].first_token; at++) crosses(at);
             return;
         }
-        if (covers && known < 0 && stack_at[(size_t)depth + 1].empty() && is_shared(trie, number) && add_below(trie, number, to)) return;
-        if (covers && surely[(size_t)to] > 0 && surely[(size_t)to] >= node.plain_characters) {
+        if (covers && known < 0 && !top && is_shared(trie, number) && add_below(trie, number, to)) return;
+        if (int32_t surely = steps_of[(size_t)to].surely; covers && surely > 0 && surely >= node.plain_characters) {
             if (known < depth || node.starts_plain) set_plain(trie, number);
             known = depth + 1;
             followed = std::max(followed, depth + 1 + node.plain_height);
@@ -791,41 +779,60 @@ private:
         walk(trie, node, state, known, true, found, [&](int32_t at) { crossed->push_back(trie.tokens[at]); });
     }
 
-    struct Suffixes { // that are legal in a state
-        std::vector<char> legal, crosses;
-        Ints list;
-    };
+    struct Suffixes { Ints legal, crosses; };
 
-    const Suffixes &suffixes_of(int32_t state) {
-        Suffixes &found = suffixes[state];
-        if (!found.legal.empty()) return found;
-        size_t count = vocabulary.suffix_start.size() - 1;
-        found.legal.assign(count + 1, 0);
-        found.crosses.assign(automaton.symbols ? count : 0, 0);
-        const Ints &numbers = vocabulary.suffixes.tokens;
-        const Trie &trie = vocabulary.suffixes;
-        walk(trie, trie.root(), state, -1, false, [&](int32_t at) { found.legal[numbers[at]] = 1, found.list.push_back(numbers[at]); },
-             [&](int32_t at) { found.crosses[numbers[at]] = 1, found.list.push_back(numbers[at]); });
+    // The suffixes that a state reads, of those with several quotes or of the others, which states of a class have in common.
+    const Suffixes &suffixes_of(int32_t state, bool several) {
+        const Level &level = levels[std::min<size_t>(several ? 2 : 1, levels.size() - 1)];
+        auto [at, is_new] = suffixes[several].try_emplace(level.class_of[(size_t)state]);
+        Suffixes &found = at->second;
+        const Trie &trie = vocabulary.suffixes[several];
+        if (is_new)
+            walk(trie, trie.root(), state, -1, false, [&](int32_t place) { found.legal.push_back(trie.tokens[(size_t)place]); },
+                 [&](int32_t place) { found.crosses.push_back(trie.tokens[(size_t)place]); });
         return found;
+    }
+
+    // [suffixes] 1: legal in a state, 2: crosses, 0: neither
+    const std::vector<uint8_t> &kinds_of_suffixes(int32_t state) {
+        std::vector<uint8_t> &kinds = suffix_kinds[state];
+        if (!kinds.empty()) return kinds;
+        kinds.resize(vocabulary.suffix_start.size());
+        for (bool several : {false, true}) {
+            for (int32_t suffix : suffixes_of(state, several).legal) kinds[(size_t)suffix] = 1;
+            for (int32_t suffix : suffixes_of(state, several).crosses) kinds[(size_t)suffix] = 2;
+        }
+        return kinds;
+    }
+
+    template <class Found> void each_suffix_token(const Ints &numbers, const Found &found) const {
+        for (int32_t suffix : numbers)
+            for (int32_t at = vocabulary.suffix_start[(size_t)suffix]; at < vocabulary.suffix_start[(size_t)suffix + 1]; at++)
+                found(vocabulary.suffix_tokens[(size_t)at]);
+    }
+
+    // The tokens of a state that are not plain, if any plain characters before their suffix lead to `inside`, and are legal.
+    void add_suffixes_after(int32_t start, int32_t inside) {
+        for (bool several : {false, true}) {
+            const Suffixes &known = suffixes_of(inside, several);
+            each_suffix_token(known.legal, [&](int32_t token) { set(token); });
+            each_suffix_token(known.crosses, [&](int32_t token) { crossing[(size_t)start].push_back(token); });
+        }
     }
 
     // The same for tokens that are not plain, in a state where every plain character leads to one state. False, and nothing done, elsewhere.
     bool add_suffixes(int32_t start) {
         int32_t state = start, last = std::min(plain_row[start], (int32_t)vocabulary.by_characters.size() - 1);
-        if (after_plain[start] == start) {
-            const Suffixes &known = suffixes_of(start);
-            for (int32_t suffix : known.list)
-                for (int32_t at = vocabulary.suffix_start[suffix]; at < vocabulary.suffix_start[suffix + 1]; at++)
-                    add_suffix(start, known, suffix, vocabulary.suffix_tokens[at]);
-            return true;
-        }
+        if (after_plain[start] == start) return add_suffixes_after(start, start), true;
         for (int32_t count = 0; count < last; count++)
             if ((state = after_plain[state]) < 0) return false;
         state = start;
         for (int32_t count = 0; count <= last; count++, state = after_plain[state]) {
-            const Suffixes &known = suffixes_of(state);
-            for (auto &[suffix, token] : vocabulary.by_characters[count])
-                if (known.legal[suffix] || (automaton.symbols && known.crosses[suffix])) add_suffix(start, known, suffix, token);
+            const std::vector<uint8_t> &kinds = kinds_of_suffixes(state);
+            for (auto &[suffix, token] : vocabulary.by_characters[count]) {
+                if (kinds[(size_t)suffix] == 1) set(token);
+                if (kinds[(size_t)suffix] == 2) crossing[(size_t)start].push_back(token);
+            }
         }
         return true;
     }
@@ -835,10 +842,7 @@ private:
     bool add_like_rest(int32_t start) {
         int32_t rest = rest_of[start];
         if (rest < 0 || plain_row[start] != plain_row[rest]) return false;
-        const Suffixes &known = suffixes_of(rest);
-        for (int32_t suffix : known.list)
-            for (int32_t at = vocabulary.suffix_start[suffix]; at < vocabulary.suffix_start[suffix + 1]; at++)
-                add_suffix(start, known, suffix, vocabulary.suffix_tokens[at]);
+        add_suffixes_after(start, rest);
         left_out.clear();
         added.clear();
         for (const Trie &trie : vocabulary.tries) exchange(trie, trie.root(), start, rest);
@@ -863,21 +867,16 @@ private:
                 exchange(trie, node, entry, other);
                 continue;
             }
-            stack_at[trie.nodes[node].depth].clear();
+            top_at[(size_t)trie.nodes[node].depth] = 0;
             if (other >= 0) visit(trie, node, other, 0, false, unset, [&](int32_t token) { left_out.push_back(trie.tokens[token]); });
             auto add = [&](int32_t token) { set(trie.tokens[token]); };
             if (entry >= 0) visit(trie, node, entry, 0, false, add, [&](int32_t token) { added.push_back(trie.tokens[token]); });
         }
     }
 
-    void add_suffix(int32_t start, const Suffixes &known, int32_t suffix, int32_t token) {
-        if (known.legal[suffix]) set(token);
-        else crossing[start].push_back(token);
-    }
-
     // The number of the row that was built over a base: an equal one, or a new one.
     int32_t take_row(int32_t base) {
-        row.sort_touched();
+        row.list_touched();
         if (base != -1) { // words that the base has anyway are no change
             const int32_t *plain = vocabulary.plain.data() + (size_t)(-2 - base) * vocabulary.words;
             auto is_same = [&](int32_t word) {
@@ -989,6 +988,7 @@ private:
         }
         cross_start.push_back((int32_t)cross.size());
         std::vector<int32_t> image((IMAGE_HEADER + 3) / 4 * 4, 0);
+        image.reserve(image.size() + dense.size() + automaton.next.size() / (narrow ? 2 : 1) + 2 * change_word.size() + 4 * row_of.size() + moves.size() + cross.size());
         image[IMAGE_NARROW] = narrow;
         auto table = [&](int field, const auto &values) {
             image[field] = (int32_t)image.size();
@@ -1032,17 +1032,17 @@ private:
     const Limits &limits;
     const bool narrow; // whether 16 bits hold each entry of IMAGE_NEXT
     std::vector<std::vector<uint8_t>> bytes_of; // [classes]
-    static constexpr int32_t MAX_FEW = 6;
-    std::vector<std::pair<int32_t, std::array<uint8_t, MAX_FEW>>> few_bytes; // [states] number and bytes; more than MAX_FEW: not all
     Ints plain_row, row_of; // [states]
     std::vector<Ints> crossing; // [states]
     Ints after_plain; // [states] the state after any plain character, or -1 if it is not one
     Ints rest_of; // [states] a state after some plain character that no plain character leaves, or -1
-    std::unordered_map<int32_t, Suffixes> suffixes; // by state
-    Ints surely; // [states] every plain text of so many characters is legal
+    std::array<std::unordered_map<int32_t, Suffixes>, 2> suffixes; // by class
+    std::unordered_map<int32_t, std::vector<uint8_t>> suffix_kinds; // by state
+    std::vector<Step> steps_of; // [states]
     int32_t quote = -1; // the byte class of the quote, where it is one of its own
-    std::vector<Run> runs; // of states, without the moves of quotes
-    Ints run_start; // [states + 1]
+    Runs table; // of states, without the moves of quotes
+    const std::vector<Runs::Run> &runs = table.runs;
+    const Ints &run_start = table.start;
     Ints in_components, component_start; // states by component; [components + 1]
     std::vector<Level> levels;
     std::array<size_t, NUM_PARTS> level_of{};
@@ -1061,7 +1061,9 @@ private:
     std::deque<Row> spares; // of the parts of the tree that are being walked
     size_t level = 0; // of these
     Row row, ordered; // being built; `ordered` has the bits of the tokens of a tree, in its order: those below a node are neighbours
-    std::vector<Ints> stack_at; // by depth
+    struct Pushed { int32_t symbol, below, size; }; // a symbol, the one below it as in top_at, and the number with those below
+    Ints top_at; // [bytes] where in `pushed` the top of the stack is after so many bytes; 0: it is empty
+    std::vector<Pushed> pushed; // [bytes] by the byte that pushed it
     Ints base_of, status_of, built_on, built_size, change_start, change_word, change_value; // rows
     std::vector<uint32_t> dense;
     std::unordered_map<uint64_t, Ints> rows_by_hash;

@@ -42,7 +42,7 @@ struct Vocabulary {
     int32_t words, longest = 0, longest_plain = 0; // bytes, characters
     std::vector<Trie> tries; // of parts of the tokens: states that differ only for one part share the others. See `parts` in masks.cpp
     // Tokens that are not plain, by the suffix from their first character that is not plain.
-    Trie suffixes; // its tokens are numbers of suffixes
+    std::array<Trie, 2> suffixes; // those with at most one quote, and the others; their tokens are numbers of suffixes
     Ints suffix_start, suffix_tokens; // [suffixes + 1] into the tokens with this suffix
     std::vector<std::vector<std::pair<int32_t, int32_t>>> by_characters; // [characters before the suffix] (suffix, token)
 };

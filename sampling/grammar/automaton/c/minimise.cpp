@@ -2,10 +2,12 @@
 // functions" (2008): partition refinement over states ("blocks") and over edges ("cords").
 
 #include "automaton.h"
+#include "interned.h"
 
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 
@@ -141,25 +143,33 @@ Edges edges_of(const Automaton &automaton) {
 // Blocks of equivalent states and symbols (numbered from `states` on).
 Partition equivalent(const Automaton &automaton, const Edges &edges) {
     int32_t nodes = automaton.states + automaton.symbols, count = (int32_t)edges.from.size();
-    std::map<std::pair<int32_t, int32_t>, int32_t> kinds; // of states
-    Ints kind_of;
-    for (int32_t state = 0; state < automaton.states; state++)
-        kind_of.push_back(kinds.emplace(std::make_pair(automaton.accepts[state], automaton.pop[state]), (int32_t)kinds.size()).first->second);
-    kind_of.resize(nodes, (int32_t)kinds.size());
-    Partition blocks(kind_of, (int32_t)kinds.size() + 1), cords(edges.label, edges.labels);
-    Ints start(nodes + 1, 0), incoming(count); // edges into each node
-    for (int32_t to : edges.to) start[to + 1]++;
+    Ints start((size_t)nodes + 1, 0), from((size_t)count), label((size_t)count); // edges by where they lead, so that those into a node are neighbours
+    for (int32_t to : edges.to) start[(size_t)to + 1]++;
     std::partial_sum(start.begin(), start.end(), start.begin());
     Ints fill(start.begin(), start.end() - 1);
-    for (int32_t edge = 0; edge < count; edge++) incoming[fill[edges.to[edge]]++] = edge;
+    std::vector<uint64_t> labels((size_t)nodes, 0); // equivalent nodes have edges with the same labels
+    for (size_t edge = 0; edge < (size_t)count; edge++) {
+        auto at = (size_t)fill[(size_t)edges.to[edge]]++;
+        from[at] = edges.from[edge];
+        label[at] = edges.label[edge];
+        labels[(size_t)from[at]] += mixed((uint64_t)label[at] + 1);
+    }
+    std::map<std::tuple<int32_t, int32_t, uint64_t>, int32_t> kinds;
+    Ints kind_of;
+    for (int32_t node = 0; node < nodes; node++) {
+        bool is_state = node < automaton.states;
+        std::tuple kind(is_state ? automaton.accepts[(size_t)node] : -1, is_state ? automaton.pop[(size_t)node] : -1, labels[(size_t)node]);
+        kind_of.push_back(kinds.emplace(kind, (int32_t)kinds.size()).first->second);
+    }
+    Partition blocks(kind_of, (int32_t)kinds.size()), cords(label, edges.labels);
     size_t block = 1; // all edges with a label that do not lead to other blocks lead to the first
     for (size_t cord = 0; cord < cords.sets.size(); cord++) {
-        for (int32_t at = cords.sets[cord].first; at < cords.sets[cord].past; at++) blocks.mark(edges.from[cords.elements[at]]);
+        for (int32_t at = cords.sets[cord].first; at < cords.sets[cord].past; at++) blocks.mark(from[(size_t)cords.elements[(size_t)at]]);
         blocks.split();
         for (; block < blocks.sets.size(); block++) {
             for (int32_t at = blocks.sets[block].first; at < blocks.sets[block].past; at++) {
-                int32_t node = blocks.elements[at];
-                for (int32_t edge = start[node]; edge < start[node + 1]; edge++) cords.mark(incoming[edge]);
+                auto node = (size_t)blocks.elements[(size_t)at];
+                for (int32_t edge = start[node]; edge < start[node + 1]; edge++) cords.mark(edge);
             }
             cords.split();
         }

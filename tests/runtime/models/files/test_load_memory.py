@@ -42,9 +42,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return path_of
 
 
-def measured(path: Path, weights: str, copies: int = 1) -> float:
+def measured(path: Path, weights: str, copies: int = 1, implementation: str = "native") -> float:
     """The peak over the bytes of the kept weights."""
-    command = [sys.executable, "-m", "tests.helpers.load_peak", str(path), weights, str(copies)]
+    command = [sys.executable, "-m", "tests.helpers.load_peak", str(path), weights, str(copies), implementation]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT, check=True)
     peak, kept = map(int, result.stdout.split())
@@ -64,6 +64,11 @@ def measured(path: Path, weights: str, copies: int = 1) -> float:
 )
 def test_a_load_takes_at_most_a_fifth_more_than_the_weights(saved: Callable[[str], Path], name: str, weights: str) -> None:
     assert 0.9 < measured(saved(name), weights) <= 1.2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_a_load_by_transformers_takes_at_most_a_fifth_more_than_the_weights(saved: Callable[[str], Path]) -> None:
+    assert 0.9 < measured(saved("safetensors"), "dequantised", implementation="transformers") <= 1.2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")

@@ -174,9 +174,39 @@ def test_parts_have_the_weights_of_the_whole_and_other_numbers_are_not_read(
             assert sum(each.nbytes for each in read if each.dtype in (torch.int32, torch.float8_e4m3fn)) <= numbers + 2048, (name, dim)
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "mlp_only_layers": [1]},
+}
+
+
+def experts(kind: str) -> Any:
+    return random_model(kind, BASE | SIZES | {"num_hidden_layers": 2, "head_dim": 32} | EXPERTS[kind], seed=2)
+
+
 @needs_c
-def test_an_engine_runs_a_quantised_folder(tmp_path: Path) -> None:
-    write(tmp_path, "AWQ")
+@pytest.mark.parametrize("layout", ["AWQ", "GPTQ", "GPTQ, second format", "pack-quantized", "FP8 as DeepSeek"])
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_quantised_experts_have_the_logits_of_transformers(tmp_path: Path, kind: str, layout: str) -> None:
+    """`transformers` reads the weights of the format's formula."""
+    tokens, model = torch.arange(40)[None], experts(kind)
+    dense = write(tmp_path / "quantised", layout, model)
+    save(model, tmp_path / "dense")
+    save_file(dense, tmp_path / "dense/model.safetensors", metadata={"format": "pt"})
+    with torch.no_grad():
+        expected = type(model).from_pretrained(tmp_path / "dense")(tokens).logits
+    for weights in ("quantised", "dequantised"):
+        opened = open_checkpoint(tmp_path / "quantised", torch.float32, weights)
+        assert any("experts.down" in name for name in opened.packed) == (weights == "quantised")
+        opened.check()
+        logits, _ = Cached(opened.load("cpu")).run(tokens, 0, 40)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_c
+@pytest.mark.parametrize("kind", [None, *EXPERTS])
+def test_an_engine_runs_a_quantised_folder(tmp_path: Path, kind: str | None) -> None:
+    write(tmp_path, "AWQ", kind and experts(kind))
     config, texts = EngineConfig(max_rows=2, num_speculative_tokens=2, max_length=64), []
     for weights in ("quantised", "dequantised"):
         with Engine.from_pretrained(tmp_path, "ngram", config=config, weights=weights) as engine:

@@ -113,7 +113,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "string", "minLength": 4, "maxLength": 3}, "no value satisfies both #: type and #: minLength"),
     ({"type": "integer", "minimum": 5, "maximum": 1}, "no value satisfies both #: type and #: minimum"),
     ({"type": "integer", "multipleOf": 5000}, "#: multipleOf: got 5000, expected at most 4000"),
-    ({"type": "array", "uniqueItems": True}, "#: uniqueItems: is enforced for a list of values, at most one item"),
+    ({"type": "array", "uniqueItems": True}, "#: uniqueItems: got true, which is enforced for a list of values, at most one item"),
     ({"enum": []}, "#: schema: no value satisfies it"),
     ({"anyOf": []}, "#: anyOf: got []"),
     ({"$ref": "#"}, "refers to itself"),

@@ -118,7 +118,7 @@ def takes_bytes(compiled: CompiledConstraint, text: bytes) -> bool:
     [
         ({**STRING, "pattern": "^(?!x)(a|b)*a(a|b){10}$"}, "#: schema: takes more than 1000 states of an automaton"),
         ({"$ref": "http://localhost/other.json"}, "expected a reference to a schema in the same document"),
-        ({"type": "array", "uniqueItems": True}, "#: uniqueItems: is enforced for a list of values"),
+        ({"type": "array", "uniqueItems": True}, "#: uniqueItems: got true, which is enforced for a list of values"),
     ],
 )
 def test_unsupported_schemas_raise_with_the_keyword(schema: Any, message: str) -> None:
