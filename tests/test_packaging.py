@@ -142,7 +142,7 @@ def setup_fields(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 # Warnings about the flow of values need the optimiser, which takes half a minute.
-@pytest.mark.parametrize("level", ["-O0", pytest.param("-O1", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("level", [pytest.param("-O0", marks=pytest.mark.slow), pytest.param("-O1", marks=pytest.mark.soak)])
 def test_the_c_library_compiles_without_warnings(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (library,) = setup_fields(monkeypatch)["ext_modules"]
     flags = [

@@ -25,7 +25,9 @@ BUDGETS = {
     # from 14,116: replicas under Ray Serve (about 1,000), priorities, turns of tenants and preemption, names of other libraries (69),
     # embedding and head divided over ranks (49), loads of quantised weights in parts
     # from 15,490: quantised weights and experts of other layouts divided over ranks (about 130), priorities of the server's queue
-    "runtime": 15_650,
+    # from 15,650: MTP modules with the layers of their target's family (about 240), divided draft models and Phi, places in the queue and
+    # limits of the server by flags (about 115)
+    "runtime": 15_993,
     # raised from 7,588: products with quantised weights (376), batch and result rings inside the graph (180), a prompt chunk is a graph,
     # rounds without the draft model; from 8,372: soft-caps and sinks of attention, memory shared by tapes, and the headers of fifteen
     # modules that were split off files of the decode ring (about 180); from 8,889: four more kinds of quantised weights, copies on a
@@ -35,7 +37,8 @@ BUDGETS = {
     # from 10,118: products of quantised experts (about 190), caches in eight bits (about 130), embedding and head divided over ranks (178)
     # from 10,640: stages named in graphs that fork (74), heads by a program (49), options of sampled rounds over ranks (29), workspaces of
     # captured products in memory of their own
-    "graphs": 10_842,
+    # from 10,842: a second group of ranks for eager work (21), errors of user steps by line and buffers by name (42)
+    "graphs": 10_911,
     # raised from 17,265: constraints are checked when they are submitted, masks are filled by their changes, chains in one host node;
     # from 17,422: forced tokens found by kernels (560), likeliest tokens (160), libraries chosen by measured cost; from 18,332: automaton
     # states share mask rows; lowered from 18,391: the implementation of `advance_fill` in Python is a test's; from 18,288:
@@ -45,14 +48,16 @@ BUDGETS = {
     # from 19,007: states that share masks up to a quote (about 250) and sets of states in one table (70), as compiling took 1.5 times as
     # long without; limits before markers (about 90), filters over ranks (55), errors for names of other libraries (62)
     # from 19,590: ranked tokens and columns over ranks (25), argmax without masks (18); workspaces of captured products
-    "sampling": 19_744,
+    # from 19,744: filters that list the few weights around their limit instead of sorting (72), rows of masks compared by hash (61)
+    "sampling": 19_899,
     # raised from 14,438: percentiles of masks in bench_schemas, likeliest tokens in gpu_check; from 14,568: bench_weights, first_hour;
     # from 14,837: bytes of launches and occupancy (about 220), Triton caches in packs (about 110); from 15,185: two graphs simulated, and
     # fills of several libraries in one record; from 15,291: install_torch; from 15,347: reasons of budgets;
     # from 15,351: the simulation of replicas (264), rehearsals of gpu_check on a CUDA device (57), reasons of budgets
     # from 15,711: bench_parallel (155), processor time inside xgrammar and the verdict of the soak (about 130), merged documents and
     # near ties in gpu_check (about 80)
-    "tools": 16_190,
+    # from 16,190: bench_quantised (184), acceptance on unseen schemas (30), rounds that sample, adapters and completed runs in gpu_check (100)
+    "tools": 16_504,
     # raised from 41,566: entry points with wrong values, draft heads, kept records, quantised weights, the server with real clients,
     # prompt graphs, switching between drafters, lanes that change; from 43,219: nineteen families of transformers, forced tokens on the
     # device, random walks over schemas, calls of tools, packaging; from 44,130: the first hour of a user, wheels without extras, grammars

@@ -65,7 +65,10 @@ def test_programs_equal_the_references_for_all_parameters(suite: str) -> None:
 @needs_triton
 @pytest.mark.parametrize(
     ("arch", "options"),
-    [(90, ("--first",)), *(pytest.param(arch, ("--all",), marks=pytest.mark.soak, id=f"{arch}-all") for arch in (80, 90, 100))],
+    [
+        pytest.param(90, ("--first",), marks=pytest.mark.slow),
+        *(pytest.param(arch, ("--all",), marks=pytest.mark.soak, id=f"{arch}-all") for arch in (80, 90, 100)),
+    ],
 )
 def test_programs_compile_ahead_of_time_without_spills(arch: int, options: Sequence[str]) -> None:
     options = ("--arch", str(arch), "--vocabulary", "1003", "--size", "512", "--bandwidth", "1000", *options)

@@ -45,6 +45,7 @@ def document_of(result: subprocess.CompletedProcess[str]) -> Any:
 
 
 @needs_c
+@pytest.mark.slow
 def test_rehearsal_passes_and_ends_with_one_json_document() -> None:
     result = gpu_check("--rehearse", "--quick")
     document, lines = document_of(result), result.stdout.strip().splitlines()
