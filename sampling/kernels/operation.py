@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from stepgraph.sampling import native
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.kernels.c_kernel import CKernel, Run
-from stepgraph.sampling.kernels.signature import arrange, arrangement, schema
+from stepgraph.sampling.kernels.signature import arrangement, schema
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,7 +82,7 @@ class Operation(Generic[P, R]):
         if (not self.triton and not in_c) or _needs_gradient(given):
             return self.reference(*given)  # type: ignore[call-arg]
         with torch._C.DisableTorchFunction():  # a mode sees what passes the dispatcher
-            arranged = list(map(arrange, self._arrange, given))
+            arranged = [value if how is None or value is None else how(value) for how, value in zip(self._arrange, given, strict=True)]
             if self.triton or (self.c is not None and self.c.supports(*arranged)):
                 with torch._C._DisableTorchDispatch():  # a recorder finds the outputs among the arguments
                     outputs = self._outputs(*given)

@@ -20,11 +20,6 @@ def arrangement(hint: Any) -> Callable[[Tensor], Tensor] | None:
     return None
 
 
-def arrange(function: Callable[[Tensor], Tensor] | None, value: Any) -> Any:
-    """An argument as its annotation requires it."""
-    return value if function is None or value is None else function(value)
-
-
 def schema(name: str, hints: Mapping[str, Any], writes: Sequence[str]) -> str:
     """Of an operation with these type hints: its arguments, of which it writes some, then the outputs that the caller allocates."""
     inputs = [f"{_schema_type(hint, each if each in writes else '')} {each}" for each, hint in hints.items() if each != "return"]

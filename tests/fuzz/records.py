@@ -6,6 +6,7 @@ import json
 import re
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,8 @@ from tests.fuzz.requests import CONFIG, WORKER
 from tests.fuzz.values import Value, blob, bytes_of
 from tests.helpers.toy_engines import TARGET, VOCABULARY
 from tools.train.saved_states import SavedStates
+
+RECORDED = replace(CONFIG, logits_processors=())  # a recording has no functions
 
 
 class RecordingDoor(FolderDoor):
@@ -61,7 +64,7 @@ class RecordingDoor(FolderDoor):
 
 
 def engine(record: Path | None = None) -> Engine:
-    made = Engine(TARGET, NgramLookup(), vocabulary=VOCABULARY, config=CONFIG, backend=TapeBackend(), record=record)
+    made = Engine(TARGET, NgramLookup(), vocabulary=VOCABULARY, config=RECORDED, backend=TapeBackend(), record=record)
     made.capture()
     return made
 

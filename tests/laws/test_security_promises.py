@@ -65,7 +65,7 @@ def test_promise_2_refusal_is_one_sentence_and_changes_nothing(engine: Engine) -
 def test_promise_3_what_is_not_enforced_is_refused_by_name() -> None:
     """Covered by test_schema_suite.py and test_schema_fuzz.py."""
     for refused, named in (
-        (lambda: COMPILER.compile(Constraint.json_schema({"uniqueItems": True})), "#: uniqueItems: is enforced for a list"),
+        (lambda: COMPILER.compile(Constraint.json_schema({"uniqueItems": True})), "#: uniqueItems: got true, which is enforced for a list"),
         (lambda: Constraint.response_format({"type": "json_object", "strict": True}), r"response_format\.strict: got an unknown field"),
         (lambda: SamplingParams(temperature=0, top_p=0), r"SamplingParams\.top_p: got 0"),
     ):

@@ -66,7 +66,7 @@ CATALOGUE = (
     *_entries("profile", stages_have_names=3, timeline_has_every_round=5),
     *_entries("profile", profile_of_the_bench=10),
     *_entries("engines", every_drafter_replays_as_eager=14, hundreds_of_rounds_replay_as_eager=10, both_libraries_match_oracle=6),
-    *_entries("engines", adapters_and_small_caches_replay_as_eager=6),
+    *_entries("engines", adapters_and_small_caches_replay_as_eager=3),
     *_entries("engines", steps_never_wait=4, closing_frees_everything=6),
     *_entries("timing", native_nodes_need_no_gil=3),
     *_entries("law", sampled_texts_follow_the_target=8),
@@ -76,7 +76,7 @@ CATALOGUE = (
     *_entries("numbers", kernels_against_floor=10),
     # checks that decide a goal come first; the last one waits for a compiler
     *_entries("numbers", idle_between_rounds=12, weights_per_second=15, captured_against_eager=16, mask_time_is_hidden=16),
-    *_entries("numbers", constrained_rounds=45, sampled_rounds=10),
+    *_entries("numbers", constrained_rounds=38, sampled_rounds=6),
     *_entries("others", against_hand_written_loop=16),
-    *_entries("others", patience=BUILDS, against_transformers=43),
+    *_entries("others", patience=BUILDS, against_transformers=40),
 )
