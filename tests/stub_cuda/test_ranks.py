@@ -21,7 +21,7 @@ from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.parallel.llama import ShardedLlama
 from stepgraph.runtime.parallel.ranks import Ranks
 from stepgraph.sampling.cuda_graphs import replayed
-from tests.stub_cuda.counters import Node, counted, graph_nodes, live_graphs
+from tests.stub_cuda.counters import Node, counted, graph_nodes, live_graphs, take_messages
 
 pytestmark = pytest.mark.stub_cuda
 DEVICE, SIZE, SECONDS, LAYERS = torch.device("cuda", 0), 2, 30.0, 3
@@ -81,6 +81,7 @@ def test_a_communicator_that_is_first_used_in_a_capture_breaks_it() -> None:
 
     with pytest.raises(RuntimeError, match="NCCL"):
         replayed(step, DEVICE)
+    assert any("ncclCommInitRankConfig" in message for message in take_messages())
 
 
 def test_every_graph_of_a_divided_model_has_its_messages() -> None:
