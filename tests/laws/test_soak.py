@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import mmap
@@ -302,9 +303,15 @@ def test_what_idle_engines_hold_is_not_growth(monkeypatch: pytest.MonkeyPatch) -
     assert growing() >= 6
 
 
+@functools.cache
+def settled_sample() -> Sample:
+    """Counts all objects of the process, which takes seconds after many tests."""
+    return sample(0.0, (), settled=True)
+
+
 def series(values: list[float], minutes: float) -> list[Sample]:
     """Settled samples of an hour with these resident bytes, after warm-up from `minutes` on."""
-    base, warm = sample(0.0, (), settled=True), 60 * minutes
+    base, warm = settled_sample(), 60 * minutes
     return [
         replace(base, seconds=warm + (3600 - warm) * index / len(values), resident_bytes=int(value)) for index, value in enumerate(values)
     ]
@@ -329,7 +336,7 @@ def test_the_last_half_of_an_hour_decides(leak: float, filled: float, grows: boo
     ("counts", "flat"), [([9 * index for index in range(40)], False), ([min(9 * index, 180) for index in range(40)], True)]
 )
 def test_a_cache_that_fills_once_is_flat(counts: list[int], flat: bool) -> None:
-    base = sample(0.0, (), settled=True)
+    base = settled_sample()
     samples = [replace(base, seconds=10.0 * index, types={"stepgraph.Kept": count}) for index, count in enumerate(counts)]
     assert ("objects: stepgraph.Kept" not in grown(lines(samples, 0.0))) == flat
     trends = lines([replace(each, resident_bytes=MIB * each.types["stepgraph.Kept"]) for each in samples], 0.0)
