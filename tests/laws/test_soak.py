@@ -311,7 +311,7 @@ def settled_sample() -> Sample:
 
 def series(values: list[float], minutes: float) -> list[Sample]:
     """Settled samples of an hour with these resident bytes, after warm-up from `minutes` on."""
-    base, warm = settled_sample(), 60 * minutes
+    base, warm = replace(settled_sample(), types=TypeCounts({})), 60 * minutes
     return [
         replace(base, seconds=warm + (3600 - warm) * index / len(values), resident_bytes=int(value)) for index, value in enumerate(values)
     ]
