@@ -20,12 +20,12 @@ from tests.runtime.models.files.test_gguf import write
 from tests.runtime.models.files.test_quantised_folder import write as write_folder
 
 ROOT = Path(__file__).parents[4]
-SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4}
+SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A model of 19 million weights in the format of a file's name."""
+    """A model of 38 million weights in the format of a file's name; a load needs 2 MB beside the weights, of any model."""
     folder = tmp_path_factory.mktemp("peak")
     model = random_model("Llama", BASE | SIZES | {"head_dim": 64}, seed=1)
 
