@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import subprocess
@@ -20,23 +19,26 @@ from tests.runtime.models.files.test_gguf import write
 from tests.runtime.models.files.test_quantised_folder import write as write_folder
 
 ROOT = Path(__file__).parents[4]
-SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4}
+SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+LAYERS = {"safetensors": 6}
+OTHER_LAYERS = 12  # a load needs about 2 MB beside the weights, of any model: a tenth of these
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A model of 38 million weights in the format of a file's name; a load needs 2 MB beside the weights, of any model."""
+    """A model of 3 million weights a layer in the format of a file's name."""
     folder = tmp_path_factory.mktemp("peak")
-    model = random_model("Llama", BASE | SIZES | {"head_dim": 64}, seed=1)
 
     @functools.cache
     def path_of(name: str) -> Path:
+        layers = {"num_hidden_layers": LAYERS.get(name, OTHER_LAYERS)}
+        model = random_model("Llama", BASE | SIZES | layers, seed=1)
         if name.endswith(".gguf"):
             write(folder / name, "", "llama", Kind[name.removesuffix(".gguf")], model)
         elif name == "fp8":
             write_folder(folder / name, "FP8 per tensor", model)
         else:
-            save(copy.deepcopy(model).to(torch.bfloat16), folder / name)
+            save(model.to(torch.bfloat16), folder / name)
         return folder / name
 
     return path_of
