@@ -76,6 +76,13 @@ def kernel(name: str) -> ctypes._NamedFuncPointer | None:
     return None if isinstance(library, Unavailable) else _declared(library, name)
 
 
+@functools.lru_cache(maxsize=1)
+def use_threads(count: int) -> None:
+    """Of products, from now on, the calling one included. The cache leaves out calls with the number of the call before."""
+    if set_threads := kernel("use_threads"):
+        set_threads(ARGUMENT.pack(0, *[0] * 9, count, 0.0))
+
+
 @functools.cache
 def _declared(library: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:
     function = library[f"stepgraph_{name}"]

@@ -16,10 +16,9 @@ LEAST_ROWS = 4  # of a matrix product in torch on the CPU: with fewer rows, MKL 
 
 
 def _product_in_c(states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """On one thread: with several, torch shares the product out among them."""
     others = [each for each in (weight, bias) if each is not None]
     dense = states.dim() == 2 and states.stride(-1) == 1 and all(each.is_contiguous() for each in others)
-    return torch.get_num_threads() == 1 and dense and same_float_type(states, *others)
+    return dense and same_float_type(states, *others)
 
 
 def _product_outputs(states: Tensor, weight: Tensor, *_: object) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.native import ARGUMENT, kernel, why_not
+from stepgraph.sampling.native import ARGUMENT, kernel, use_threads, why_not
 
 NONE = bytes(ARGUMENT.size)
 FLOATS = (torch.float32, torch.bfloat16)
@@ -27,6 +27,7 @@ class CKernel(NamedTuple):
         function, inputs, outputs = kernel(self.name), arguments[:num_inputs], arguments[num_inputs:]
         if function is None or not self.supports(*inputs) or not all([output.is_contiguous() for output in outputs]):
             return None
+        use_threads(torch.get_num_threads())
         run = functools.partial(function, b"".join([_pack(value) for value in arguments]))
         run.__dict__["arguments"] = arguments  # the kernel reads their memory
         return run

@@ -27,30 +27,48 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_choose_experts(const argument *given) 
     return 0;
 }
 
+typedef struct {
+    const argument *weights, *biases, *output;
+    const char *gathered;
+    const int64_t *order; /* the rows of the output */
+    int64_t expert, rows, inner, bfloat16;
+} expert_call;
+
+/* Blocks of columns of one expert. */
+static void columns_of_expert(const void *given, int64_t block, int64_t last) {
+    const expert_call *call = given;
+    char found[GATHERED_ROWS * COLUMNS * sizeof(float)];
+    int64_t bytes = call->bfloat16 ? 2 : 4, outer = call->output->size[1];
+    for (; block < last; block++) {
+        int64_t first = block * COLUMNS, column = call->expert * outer + first, wide = outer - first < COLUMNS ? outer - first : COLUMNS;
+        all_columns(&(product_call){
+            .states = call->gathered, .weight = (const char *)call->weights->data + column * call->inner * bytes,
+            .bias = call->biases->data ? (const char *)call->biases->data + column * bytes : NULL, .output = found,
+            .rows = call->rows, .inner = call->inner, .outer = wide, .step = call->inner, .bfloat16 = call->bfloat16,
+        });
+        for (int64_t row = 0; row < call->rows; row++) {
+            char *to = (char *)call->output->data + (call->order[row] * outer + first) * bytes;
+            memcpy(to, found + row * wide * bytes, (size_t)(wide * bytes));
+        }
+    }
+}
+
 /* Rows of states `order`, `count` of them, by the weights of one expert. Rows are gathered, so that a weight is read once for several. */
 INLINED void rows_of_expert(const argument *given, int64_t expert, const int64_t *order, int64_t count) {
-    const argument *states = given, *weights = given + 2, *biases = given + 4, *output = given + 5;
-    char gathered[GATHERED_BYTES], found[GATHERED_ROWS * COLUMNS * sizeof(float)];
+    const argument *states = given, *output = given + 5;
+    char gathered[GATHERED_BYTES];
     int64_t bytes = states->bfloat16 ? 2 : 4, inner = states->size[1], outer = output->size[1], per_state = output->size[0] / states->size[0];
     int64_t most = GATHERED_BYTES / (inner * bytes) < GATHERED_ROWS ? GATHERED_BYTES / (inner * bytes) : GATHERED_ROWS;
+    expert_call call = {
+        .weights = given + 2, .biases = given + 4, .output = output, .gathered = gathered, .expert = expert, .inner = inner, .bfloat16 = states->bfloat16,
+    };
     for (int64_t start = 0; start < count; start += most) {
-        product_call call = {.states = gathered, .output = found, .inner = inner, .step = inner, .bfloat16 = states->bfloat16};
-        call.rows = count - start < most ? count - start : most;
+        call.order = order + start, call.rows = count - start < most ? count - start : most;
         for (int64_t row = 0; row < call.rows; row++) {
-            int64_t from = order[start + row] / per_state * states->stride[0];
+            int64_t from = call.order[row] / per_state * states->stride[0];
             memcpy(gathered + row * inner * bytes, (const char *)states->data + from * bytes, (size_t)(inner * bytes));
         }
-        for (int64_t first = 0; first < outer; first += COLUMNS) {
-            int64_t column = expert * outer + first;
-            call.outer = outer - first < COLUMNS ? outer - first : COLUMNS;
-            call.weight = (const char *)weights->data + column * inner * bytes;
-            call.bias = biases->data ? (const char *)biases->data + column * bytes : NULL;
-            all_columns(&call);
-            for (int64_t row = 0; row < call.rows; row++) {
-                char *to = (char *)output->data + (order[start + row] * outer + first) * bytes;
-                memcpy(to, found + row * call.outer * bytes, (size_t)(call.outer * bytes));
-            }
-        }
+        divide_columns(columns_of_expert, &call, (outer + COLUMNS - 1) / COLUMNS, outer * inner * bytes);
     }
 }
 

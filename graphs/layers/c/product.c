@@ -4,9 +4,11 @@
 
 enum { COLUMNS = 64 };
 
-FOR_EACH_PROCESSOR int all_columns(const product_call *call) {
-    for (int64_t first = 0; first < call->outer; first += COLUMNS) {
-        int64_t end = first + COLUMNS < call->outer ? first + COLUMNS : call->outer;
+/* Blocks of columns. */
+static FOR_EACH_PROCESSOR void some_columns(const void *given, int64_t block, int64_t last) {
+    const product_call *call = given;
+    for (; block < last; block++) {
+        int64_t first = block * COLUMNS, end = first + COLUMNS < call->outer ? first + COLUMNS : call->outer;
 #ifdef HAS_DOT_PRODUCTS
         if (call->bfloat16 && __builtin_cpu_supports("avx512bf16")) product_by_pairs(call, first, end);
         else
@@ -14,7 +16,11 @@ FOR_EACH_PROCESSOR int all_columns(const product_call *call) {
         if (call->bfloat16) columns(call, first, end, 1);
         else columns(call, first, end, 0);
     }
-    return 0;
+}
+
+void all_columns(const product_call *call) {
+    int64_t bytes = call->outer * call->inner * (call->bfloat16 ? 2 : 4);
+    divide_columns(some_columns, call, (call->outer + COLUMNS - 1) / COLUMNS, bytes);
 }
 
 EXPORTED int stepgraph_product(const argument *given) {
@@ -23,7 +29,8 @@ EXPORTED int stepgraph_product(const argument *given) {
         .states = states->data, .weight = weight->data, .bias = given[2].data, .output = given[3].data,
         .rows = states->size[0], .inner = states->size[1], .outer = weight->size[0], .step = states->stride[0], .bfloat16 = states->bfloat16,
     };
-    return all_columns(&call);
+    all_columns(&call);
+    return 0;
 }
 
 /* states [batch * count, inner]; slots [batch] of any stride; weights [slots, outer, inner]; base [batch * count, outer] or NULL; output. */

@@ -38,15 +38,15 @@ INLINED void add_block(
     }
 }
 
-INLINED void in_numbers(const quantised_call *call, int bits, int zero) {
+INLINED void in_numbers(const quantised_call *call, int64_t first, int64_t end, int bits, int zero) {
     quantised_call same = *call;
     same.bfloat16 = 1; /* a constant in each of the two */
     if (call->bfloat16) {
-        all_tiles(&same, bits, zero);
+        tiles_of(&same, first, end, bits, zero);
         return;
     }
     same.bfloat16 = 0;
-    all_tiles(&same, bits, zero);
+    tiles_of(&same, first, end, bits, zero);
 }
 
 INLINED float total(const quantised_call *call, int64_t row, int64_t block) {
@@ -63,19 +63,24 @@ INLINED quantised_kind kind_of(const argument *weight) {
     return KINDS[index];
 }
 
+static FOR_EACH_PROCESSOR void some_tiles(const void *given, int64_t first, int64_t end) {
+    const quantised_call *call = given;
+#ifdef HAS_DOT_PRODUCTS
+    if (call->bfloat16 && __builtin_cpu_supports("avx512bf16")) {
+        quantised_by_pairs(call, first, end);
+        return;
+    }
+#endif
+    FOR_FIELDS(in_numbers, call, first, end);
+}
+
 /* Up to ROWS_AT_ONCE rows. */
 static FOR_EACH_PROCESSOR void rows_at_once(quantised_call call) {
     float totals[ROWS_AT_ONCE][MOST_BLOCKS];
     call.totals = totals;
     for (int64_t one = 0; call.kind.ranged && one < call.rows; one++)
         for (int64_t block = 0; block < call.blocks; block++) totals[one][block] = total(&call, one, block);
-#ifdef HAS_DOT_PRODUCTS
-    if (call.bfloat16 && __builtin_cpu_supports("avx512bf16")) {
-        quantised_by_pairs(&call);
-        return;
-    }
-#endif
-    FOR_FIELDS(in_numbers, &call);
+    divide_columns(some_tiles, &call, call.tiles, call.tiles * call.blocks * block_bytes(call.kind));
 }
 
 static quantised_call call_of(const argument *states, const argument *weight) {

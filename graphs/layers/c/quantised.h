@@ -36,7 +36,7 @@ typedef struct {
     quantised_kind kind;
 } quantised_call;
 
-void quantised_by_pairs(const quantised_call *call); /* states in bfloat16 */
+void quantised_by_pairs(const quantised_call *call, int64_t first, int64_t end); /* tiles; states in bfloat16 */
 
 typedef uint32_t words __attribute__((vector_size(LANES * sizeof(float)), aligned(2)));
 typedef uint16_t halves __attribute__((vector_size(LANES * sizeof(uint16_t)), aligned(2)));
@@ -96,8 +96,8 @@ INLINED void tile_of_rows(const quantised_call *call, int64_t row, int64_t tile,
 
 /* All rows take the same tile in turn: the first of them reads it from memory. Where EVERY_HEIGHT is 0, rows are taken by eight, four, two and
    one: half the time to compile. */
-INLINED void all_tiles(const quantised_call *call, int bits, int zero) {
-    for (int64_t tile = 0; tile < call->tiles; tile++)
+INLINED void tiles_of(const quantised_call *call, int64_t tile, int64_t end, int bits, int zero) {
+    for (; tile < end; tile++)
         for (int64_t row = 0, tall; row < call->rows; row += tall) {
             tall = call->rows - row < 8 ? call->rows - row : 8;
             if (!EVERY_HEIGHT) tall = tall == 8 ? 8 : tall >= 4 ? 4 : tall >= 2 ? 2 : 1;
@@ -117,10 +117,10 @@ INLINED void all_tiles(const quantised_call *call, int bits, int zero) {
 }
 
 /* By the fields that the kind has. */
-#define FOR_FIELDS(run, call) \
+#define FOR_FIELDS(run, call, first, end) \
     do { \
-        if ((call)->kind.zero == FLOAT8) run(call, 8, FLOAT8); \
-        else if ((call)->kind.bits == 8) run(call, 8, 128); \
-        else if ((call)->kind.zero) run(call, 4, 8); \
-        else run(call, 4, 0); \
+        if ((call)->kind.zero == FLOAT8) run(call, first, end, 8, FLOAT8); \
+        else if ((call)->kind.bits == 8) run(call, first, end, 8, 128); \
+        else if ((call)->kind.zero) run(call, first, end, 4, 8); \
+        else run(call, first, end, 4, 0); \
     } while (0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from stepgraph.sampling import native
 from stepgraph.sampling.kernels import operation
 from stepgraph.sampling.native import Unavailable
 from tests.graphs.attention.test_paged import Case, make_case
+from tests.helpers.torch_threads import torch_threads
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 DTYPES = (torch.float32, torch.bfloat16)
@@ -169,10 +172,38 @@ def test_products_by_slot_are_correct_and_independent_of_the_batch(inner: int, o
         slot_product(states, slots + 1, weights)
 
 
-def test_product_runs_in_torch_with_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    states, weight = random(3, 576), random(40, 576, seed=1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert torch.equal(product(states, weight), product.reference(states, weight))
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/task")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_use_the_threads_of_torch_and_have_the_same_bits_with_any_number(dtype: torch.dtype) -> None:
+    weight, bias = random(1001, 576, dtype=dtype), random(1001, dtype=dtype, seed=1)
+    states = [random(rows, 576, dtype=dtype, seed=2) for rows in (1, 2, 5, 8, 19)]
+    alone = [product(each, weight, bias) for each in states]
+    before = num_threads()
+    for count in (3, 2, 4, 1):
+        with torch_threads(count):
+            assert all(torch.equal(product(each, weight, bias), expected) for each, expected in zip(states, alone, strict=True))
+            assert num_threads() == before + count - 1
+
+
+def test_products_of_two_callers_at_the_same_time_are_correct() -> None:
+    weights = [random(1001, 576, seed=seed) for seed in range(2)]
+    states, wrong = random(5, 576, seed=2), list[int]()
+
+    def repeat(index: int) -> None:
+        wrong.extend(index for _ in range(200) if not torch.equal(product(states, weights[index]), expected[index]))
+
+    with torch_threads(3):
+        expected = [product(states, weight) for weight in weights]
+        callers = [threading.Thread(target=repeat, args=(index,)) for index in range(2)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+    assert not wrong
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])

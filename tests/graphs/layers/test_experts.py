@@ -12,6 +12,7 @@ from stepgraph.graphs.layers.quantised import KINDS, Kind, quantised_product
 from stepgraph.graphs.layers.quantised_experts import quantised_expert_product
 from stepgraph.sampling import native
 from tests.graphs.layers.test_quantised import every_kind, made
+from tests.helpers.torch_threads import torch_threads
 
 EXPERTS, COUNT = 5, 2
 MADE = torch.Generator().manual_seed(3)
@@ -37,9 +38,9 @@ def test_the_most_probable_experts_are_chosen(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("inner", "outer"), [(64, 16), (21, 200), (8, 1), (9000, 3)])
+@pytest.mark.parametrize(("inner", "outer"), [(64, 16), (21, 200), (8, 1), (9000, 3), (600, 130)])
 def test_products_are_correct_and_independent_of_the_batch(inner: int, outer: int, dtype: torch.dtype) -> None:
-    """More rows than are gathered at once; `states` with a row for each token, and for each of its experts."""
+    """And of the number of threads. More rows than are gathered at once; `states` with a row for each token, and for each of its experts."""
     tokens = 30
     weights, biases = random(EXPERTS * outer, inner, dtype=dtype).mul(inner**-0.5), random(EXPERTS * outer, dtype=dtype)
     chosen = torch.stack([torch.randperm(EXPERTS - 1, generator=MADE)[:COUNT] for _ in range(tokens)])  # none takes the last
@@ -53,6 +54,8 @@ def test_products_are_correct_and_independent_of_the_batch(inner: int, outer: in
         expected = expected if bias is None else expected + bias.view(EXPERTS, outer)[chosen.flatten()].double()
         torch.testing.assert_close(found.double(), expected, rtol=near, atol=near)
         torch.testing.assert_close(expert_product.reference(states, chosen, weights, EXPERTS, bias), found, rtol=near, atol=near)
+        with torch_threads(3):
+            assert torch.equal(expert_product(states, chosen, weights, EXPERTS, bias), found)
         for first, count in ((0, 1), (7, 2), (3, 19)):
             taken = states.view(tokens, -1, inner)[first : first + count].flatten(0, 1)
             alone = expert_product(taken, chosen[first : first + count], weights, EXPERTS, bias)

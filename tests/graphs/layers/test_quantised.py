@@ -9,6 +9,7 @@ from torch.library import opcheck
 
 from stepgraph.graphs.layers.quantised import KINDS, MIXED, Grouped, Kind, common_kind, pack, quantised_product, quantised_rows, unpack
 from stepgraph.sampling import native
+from tests.helpers.torch_threads import torch_threads
 
 DISTINCT = {str(name): kind for kind, name in {kind: name for name, kind in KINDS.items()}.items()} | {"mixed": MIXED}
 every_kind = pytest.mark.parametrize("kind", DISTINCT.values(), ids=DISTINCT)
@@ -73,6 +74,17 @@ def test_quantised_products_are_correct_and_independent_of_the_batch(kind: Kind,
         for rows in range(1, 18):
             assert torch.equal(quantised_product(states[:rows], packed, bias), found[:rows])
             assert torch.equal(quantised_product(states[-rows:], packed, bias), found[-rows:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_kind
+def test_quantised_products_have_the_same_bits_with_any_number_of_threads(kind: Kind, dtype: torch.dtype) -> None:
+    packed, _ = made(kind, 16 * 67, 640)
+    states = torch.randn(19, 640, generator=torch.Generator().manual_seed(1)).to(dtype)
+    alone = quantised_product(states, packed, None)
+    for count in (2, 3):
+        with torch_threads(count):
+            assert torch.equal(quantised_product(states, packed, None), alone)
 
 
 def test_operations_pass_opcheck() -> None:

@@ -13,3 +13,5 @@ pool *pool_open(unsigned helpers);
 void pool_run(pool *pool, pool_work work, void *context, unsigned items);
 
 void pool_close(pool *pool);
+
+void pause_briefly(void); /* in a loop that waits for another thread */

@@ -30,7 +30,7 @@ struct pool {
     pthread_t threads[];
 };
 
-static void pause_briefly(void) {
+void pause_briefly(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __asm__ volatile("pause");
 #elif defined(__aarch64__)

@@ -1,0 +1,48 @@
+/* Products on several threads. The columns of a product are independent, so the number of threads changes no result.
+
+   One product at a time has the helpers; another one that runs meanwhile, for a second engine, stays on its own thread. */
+
+#include "kernels.h"
+#include "pool.h"
+
+#include <stdatomic.h>
+
+enum { PART_BYTES = 1 << 15, LEAST_BYTES = 1 << 17, PARTS_OF_THREAD = 8 }; /* small parts, since a helper may join late */
+
+typedef struct {
+    columns_work work;
+    const void *call;
+    int64_t count, parts;
+} divided_work;
+
+static atomic_flag taken = ATOMIC_FLAG_INIT;
+static pool *helpers;
+static _Atomic int64_t threads = 1;
+
+static void one_part(void *context, unsigned item) {
+    const divided_work *all = context;
+    all->work(all->call, all->count * item / all->parts, all->count * (item + 1) / all->parts);
+}
+
+void divide_columns(columns_work work, const void *call, int64_t count, int64_t bytes) {
+    if (threads == 1 || bytes < LEAST_BYTES || atomic_flag_test_and_set(&taken)) {
+        work(call, 0, count);
+        return;
+    }
+    int64_t parts = bytes / PART_BYTES, most = threads * PARTS_OF_THREAD;
+    parts = parts < most ? parts : most;
+    divided_work all = {work, call, count, parts < count ? parts : count};
+    if (helpers) pool_run(helpers, one_part, &all, (unsigned)all.parts);
+    else work(call, 0, count);
+    atomic_flag_clear(&taken);
+}
+
+/* Argument: the number of threads, the calling one included. */
+EXPORTED int stepgraph_use_threads(const argument *given) {
+    while (atomic_flag_test_and_set(&taken)) pause_briefly();
+    if (helpers) pool_close(helpers);
+    threads = given->integer;
+    helpers = threads > 1 ? pool_open((unsigned)threads - 1) : NULL;
+    atomic_flag_clear(&taken);
+    return 0;
+}
