@@ -20,14 +20,16 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.host_drafts import DraftFunction, FunctionProposer
 from stepgraph.runtime.models.forced import ForcedDrafts
 from stepgraph.runtime.models.ngram import NgramLookup
-from stepgraph.sampling.fields import Check, check_members, check_value, clip_repr, instance_of, is_series
+from stepgraph.sampling.fields import Check, check_members, check_value, clip_repr, instance_of
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 AUTO, FORCED, NGRAM, NONE = "auto", "forced", "ngram", "none"
 DRAFTER_NAMES = (AUTO, FORCED, NGRAM, NONE)
 Drafter = DraftModel | Proposer | DraftFunction
 _DTYPE = instance_of(torch.dtype, "a torch.dtype")
-_SPECS = Check(lambda found: is_series(found) and all(isinstance(spec, BufferSpec) for spec in found), "a sequence of BufferSpecs")
+_SPECS = Check(
+    lambda found: isinstance(found, Iterable) and all(isinstance(spec, BufferSpec) for spec in found), "a sequence of BufferSpecs"
+)
 _D2T = Check(lambda found: isinstance(found, Tensor) and found.dim() == 1, "a tensor [vocab_size] of torch.int64, or None")
 
 

@@ -66,11 +66,11 @@ def require_writable(flag: str, path: str) -> None:
 
 def open_listener(host: str, port: int) -> socket.socket:
     """A listening socket. ValueError if there is none for this address, and for an empty host, which would be every address."""
+    why = "0.0.0.0 listens on all addresses"
     try:
-        if not host:
-            raise ValueError("0.0.0.0 listens on all addresses")
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        if host:
+            return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        expected = "an address of this machine and a free port"
-        raise ValueError(f"--host, --port: got {clip_repr(host)}, {port} ({why}), expected {expected}") from None
+        why = getattr(error, "strerror", None) or str(error)
+    expected = "an address of this machine and a free port"
+    raise ValueError(f"--host, --port: got {clip_repr(host)}, {port} ({why}), expected {expected}")

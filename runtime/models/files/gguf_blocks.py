@@ -29,7 +29,8 @@ def read_blocks(kind: str, rows: Bytes) -> Grouped:
 
 
 def _floats(halves: Bytes) -> Floats:
-    return halves.copy().view(np.float16).astype(np.float32)
+    found: Floats = halves.copy().view(np.float16).astype(np.float32)
+    return found
 
 
 def _nibbles(stored: Bytes, width: int = 16) -> Bytes:
@@ -48,7 +49,7 @@ def _fields(stored: Bytes, bits: int, width: int = 32) -> Bytes:
 
 def _bits(stored: Bytes) -> Bytes:
     """One bit for each value, shifted to bit 4."""
-    return np.unpackbits(stored, axis=1, bitorder="little") << 4
+    return np.unpackbits(stored, axis=1, bitorder="little") * np.uint8(16)
 
 
 def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
