@@ -234,6 +234,10 @@ def check_serve(options: argparse.Namespace) -> None:
         check_range(options, flag, least, most)
     check_range(options, "max-connections", 1)
     check_range(options, "max-body-bytes", 1)
+    try:
+        options.host.encode("idna")  # as the socket does, which raises TypeError
+    except UnicodeError:
+        raise ValueError(f"--host: got {clip_repr(options.host)}, expected a host name or an address of this machine") from None
     if not 0 <= options.grace <= DAY:  # also refuses NaN
         raise ValueError(f"--grace: got {options.grace}, expected a number of seconds from 0 to {DAY}")
     for flag, seconds in (("round-timeout-seconds", options.round_timeout_seconds), ("answer-seconds", options.answer_seconds)):
