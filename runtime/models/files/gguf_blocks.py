@@ -49,7 +49,8 @@ def _fields(stored: Bytes, bits: int, width: int = 32) -> Bytes:
 
 def _bits(stored: Bytes) -> Bytes:
     """One bit for each value, shifted to bit 4."""
-    return np.unpackbits(stored, axis=1, bitorder="little") * np.uint8(16)
+    found: Bytes = np.unpackbits(stored, axis=1, bitorder="little") << 4
+    return found
 
 
 def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
