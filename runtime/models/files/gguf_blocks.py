@@ -49,7 +49,7 @@ def _fields(stored: Bytes, bits: int, width: int = 32) -> Bytes:
 
 def _bits(stored: Bytes) -> Bytes:
     """One bit for each value, shifted to bit 4."""
-    found: Bytes = np.unpackbits(stored, axis=1, bitorder="little") << 4
+    found: Bytes = np.unpackbits(stored, axis=1, bitorder="little") * np.uint8(16)
     return found
 
 
