@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,10 +15,10 @@ from tqdm import tqdm
 from stepgraph.graphs.backends import EagerStep
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Recorded, Step
-from stepgraph.graphs.errors import CaptureError, site_of_error
+from stepgraph.graphs.errors import CaptureError, HostNodeError, fail, site_of_error
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.key_sets import PromptKey
-from stepgraph.graphs.memory import resident_bytes
+from stepgraph.graphs.memory import available_bytes, resident_bytes
 from stepgraph.graphs.spans import RecordedReport
 
 OnFailure = Literal["raise", "eager"]
@@ -182,11 +183,17 @@ class KeyRecorder:
 
     def record_one(self, key: Key) -> Recorded:
         """Record a key while rounds of others may be in flight."""
-        with _capture_errors(key):
+        with step_errors(f"capture of {key}", self._buffers.device):
             return self._backend.capture(self.step_of(key), self._buffers)
 
     def _eager(self, key: Key) -> EagerStep:
-        return EagerStep(self._backend, self.step_of(key), self._buffers)
+        step = self.step_of(key)
+
+        def run(buffers: StaticBuffers) -> None:
+            with step_errors(str(key), buffers.device):
+                step(buffers)
+
+        return EagerStep(self._backend, run, self._buffers)
 
     def _record(self, key: Key, budget: CaptureBudget) -> Recorded:
         budget.check_next(key)
@@ -195,7 +202,7 @@ class KeyRecorder:
         return recorded
 
     def _measure(self, key: Key) -> RecordedReport:
-        with _capture_errors(key):
+        with step_errors(f"capture of {key}", self._buffers.device):
             return self._backend.measure(self.step_of(key), self._buffers)
 
     def _estimated(self, budget: CaptureBudget, keys: Sequence[Key]) -> str:
@@ -222,16 +229,18 @@ def _larger(key: Key, recorded: Mapping[Key, Recorded]) -> Key | None:
 
 
 @contextlib.contextmanager
-def _capture_errors(key: Key) -> Iterator[None]:
-    """CaptureError if memory runs out, ValueError for an invalid model, RuntimeError with the key for any other error of the step."""
+def step_errors(what: str, device: torch.device) -> Iterator[None]:
+    """CaptureError if memory runs out, ValueError for an invalid model, RuntimeError with the line for any other error of the step."""
     try:
         yield
-    except (CaptureError, ValueError):
+    except (CaptureError, HostNodeError, ValueError):
         raise
     except Exception as error:
+        site = site_of_error(error)
         # torch's CPU allocator raises a plain RuntimeError
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
-            raise CaptureError("memory", f"{key} needs more memory than available ({error}); lower {LESS}") from error
-        site = site_of_error(error)
+            wanted, free = re.search(r"allocate ([\d.]+ \w+)", str(error)), available_bytes(device)
+            sizes = f"{wanted[1] if wanted else 'more'} wanted, {'?' if free is None else f'{free:,}'} bytes free on {device}"
+            raise fail("memory", f"{what} needs more memory than available ({sizes}); lower {LESS}", site) from error
         where = f"\n  {site}\n    {site.source}" if site.file else ""
-        raise RuntimeError(f"capture of {key}: the step raised {type(error).__name__}: {error}{where}") from error
+        raise RuntimeError(f"{what}: the step raised {type(error).__name__}: {error}{where}") from error

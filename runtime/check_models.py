@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from stepgraph.graphs.attention.float8 import ENTRIES, FLOAT8
+from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import DraftModel, ModelPair, TargetModel
@@ -19,12 +20,17 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.host_drafts import DraftFunction, FunctionProposer
 from stepgraph.runtime.models.forced import ForcedDrafts
 from stepgraph.runtime.models.ngram import NgramLookup
-from stepgraph.sampling.fields import check_members, clip_repr
+from stepgraph.sampling.fields import Check, check_members, check_value, clip_repr, instance_of
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 AUTO, FORCED, NGRAM, NONE = "auto", "forced", "ngram", "none"
 DRAFTER_NAMES = (AUTO, FORCED, NGRAM, NONE)
 Drafter = DraftModel | Proposer | DraftFunction
+_DTYPE = instance_of(torch.dtype, "a torch.dtype")
+_SPECS = Check(
+    lambda found: isinstance(found, Iterable) and all(isinstance(spec, BufferSpec) for spec in found), "a sequence of BufferSpecs"
+)
+_D2T = Check(lambda found: isinstance(found, Tensor) and found.dim() == 1, "a tensor [vocab_size] of torch.int64, or None")
 
 
 def resolve_drafter(target: TargetModel, draft: Drafter | str | None, config: EngineConfig) -> tuple[ModelPair, EngineConfig]:
@@ -94,6 +100,10 @@ def check_models(models: ModelPair, backend: Backend, limits: Limits) -> None:
         for inner, module in modules:
             if isinstance(module, _DropoutNd) and module.training and module.p > 0:
                 raise ValueError(f"Engine.{name}: {inner or type(module).__name__} is dropout in training mode; call .eval() first")
+    check_value("Engine.target.feature_dtype", models.target.feature_dtype, _DTYPE)
+    for name, model in (("target", models.target), ("draft", models.drafter)):
+        if model is not None:
+            check_value(f"Engine.{name}.cache_specs", model.cache_specs(limits), _SPECS)
     for name, model in (("target", models.target), ("draft", models.draft)):
         if limits.kv_cache_dtype == FLOAT8 and model is not None and all(spec.dtype is not ENTRIES for spec in model.cache_specs(limits)):
             why = f"the {name} does not declare its cache by `cache_specs` of stepgraph.graphs.model"
@@ -122,6 +132,7 @@ def checked_vocabulary_size(models: ModelPair, vocabulary: Vocabulary | None) ->
             expected = f"the target's {target.vocab_size}, or a d2t that maps the draft's tokens to the target's"
             raise ValueError(f"Engine.draft: its vocab_size is {draft.vocab_size}, expected {expected}")
         return num_tokens
+    check_value("Engine.draft.d2t", draft.d2t, _D2T)
     ids = draft.d2t.tolist()
     if len(ids) != draft.vocab_size or draft.d2t.dtype != torch.int64:
         raise ValueError(f"Engine.draft.d2t: got {len(ids)} entries of {draft.d2t.dtype}, expected {draft.vocab_size} of torch.int64")

@@ -20,6 +20,7 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.prefill import Chunk, Prompts
 from stepgraph.graphs.proposing import ANCHOR, given_from
+from stepgraph.graphs.recording import step_errors
 from stepgraph.graphs.row_layout import Column
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.request import ActiveRequest, Job
@@ -120,7 +121,8 @@ class Uploader:
             for offset, values in spans:
                 buffers.prompt_embeddings[offset : offset + len(values)].copy_(values, non_blocking=True)
             if graph is None:
-                chunks.run(buffers, chunk, bool(spans))
+                with step_errors("a chunk of a prompt", buffers.device):
+                    chunks.run(buffers, chunk, bool(spans))
 
         embedded = [(offset, len(values)) for offset, values in spans]
         self._prompts.send(chunk.line(request.job.given_ids[start : start + count + 1], self._limits, embedded), send)

@@ -164,7 +164,7 @@ def test_records_of_long_runs_are_complete_and_without_a_find() -> None:
 
 
 def test_a_record_of_schedules_counts_what_ran() -> None:
-    (found,) = long_runs.schedules(1)
+    (found,) = long_runs.schedules(1, {})
     assert found["counts"]["schedules"] == 1 and found["counts"]["jobs"] > 1
 
 
