@@ -275,7 +275,7 @@ def test_an_answer_cut_short_of_its_schema_fails(capsys: pytest.CaptureFixture[s
         ("generate model hi --after x", "--after: got 'x' without a constraint, expected --schema"),
         ("generate nowhere hi --regex '('", "constraint regex: cannot be compiled: pattern: the parenthesis is not closed"),
         ('generate nowhere hi --schema \'{"type": "strnig"}\'', '#: type: got "strnig", expected one or several of null'),
-        ("generate nowhere hi --schema '{\"enum\": []}'", "#: schema: no value satisfies it"),
+        ("generate nowhere hi --schema '{\"enum\": []}'", "no value satisfies #: enum"),
         ("generate model hi --stop-token-ids 1,x", "--stop-token-ids: got '1,x', expected token ids"),
         ("generate model hi --stop-token-ids 99999", "stop_token_ids"),
         ("generate nowhere hi --stop ''", "--stop: got '', expected a text of 1 to"),
