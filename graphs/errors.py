@@ -51,6 +51,10 @@ class HostNodeError(RuntimeError):
         super().__init__(f"host node {node!r} failed: {type(cause).__name__}: {cause}")
 
 
+class StepError(RuntimeError):
+    """A step raised an exception, which is chained. Names its line."""
+
+
 class HostErrors:
     """The first error of a host node, kept until it is raised. Written by the driver's thread, read by the launching thread."""
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from stepgraph.graphs.backends import EagerStep
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Recorded, Step
-from stepgraph.graphs.errors import CaptureError, HostNodeError, fail, site_of_error
+from stepgraph.graphs.errors import CaptureError, HostNodeError, StepError, fail, site_of_error
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.key_sets import PromptKey
 from stepgraph.graphs.memory import available_bytes, resident_bytes
@@ -230,10 +230,10 @@ def _larger(key: Key, recorded: Mapping[Key, Recorded]) -> Key | None:
 
 @contextlib.contextmanager
 def step_errors(what: str, device: torch.device) -> Iterator[None]:
-    """CaptureError if memory runs out, ValueError for an invalid model, RuntimeError with the line for any other error of the step."""
+    """CaptureError if memory runs out, ValueError for an invalid model, StepError with the line for any other error of the step."""
     try:
         yield
-    except (CaptureError, HostNodeError, ValueError):
+    except (CaptureError, HostNodeError, StepError, ValueError):
         raise
     except Exception as error:
         site = site_of_error(error)
@@ -243,4 +243,4 @@ def step_errors(what: str, device: torch.device) -> Iterator[None]:
             sizes = f"{wanted[1] if wanted else 'more'} wanted, {'?' if free is None else f'{free:,}'} bytes free on {device}"
             raise fail("memory", f"{what} needs more memory than available ({sizes}); lower {LESS}", site) from error
         where = f"\n  {site}\n    {site.source}" if site.file else ""
-        raise RuntimeError(f"{what}: the step raised {type(error).__name__}: {error}{where}") from error
+        raise StepError(f"{what}: the step raised {type(error).__name__}: {error}{where}") from error

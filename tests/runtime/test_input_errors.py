@@ -100,6 +100,12 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: changed("cache_specs", lambda limits: "keys"), r"Engine\.target\.cache_specs: got 'keys', expected a sequence of BufferSpecs"),
     (lambda: changed("cache_specs", lambda limits: [5]), r"Engine\.target\.cache_specs: got \[5\], expected a sequence of BufferSpecs"),
     (lambda: changed("feature_dtype", "float32"), r"Engine\.target\.feature_dtype: got 'float32', expected a torch\.dtype"),
+    (lambda: changed("notes", 5), r"Engine\.target\.notes: got 5, expected a tuple of sentences"),
+    (lambda: changed("attends", "x"), r"Engine\.target\.attends: got 'x', expected a tuple of AttentionShapes"),
+    (lambda: changed("embedding_size", "x"), r"Engine\.target\.embedding_size: got 'x', expected a whole number >= 0"),
+    (lambda: changed("lora_weights", "x"), r"Engine\.target\.lora_weights: got 'x', expected a mapping of names to LoraWeights"),
+    (lambda: changed("shares_prefix", "no"), r"Engine\.target\.shares_prefix: got 'no', expected True or False"),
+    (lambda: changed("shard", 5), r"Engine\.target\.shard: got 5, expected a VocabularyShard"),
     (lambda: with_tokenizer(lambda: 5), r"Engine\.tokenizer\(\): got 5, expected a TextCodec from the function"),
     (lambda: TextCodec.of_bytes(PRINTABLE).encode(5), r"text: got 5, expected a string"),  # type: ignore[arg-type]
     (lambda: Constraint.json_schema('{"minimum": NaN}'), r"a schema that is not JSON \(NaN is not a JSON value\), expected a JSON object"),
