@@ -48,7 +48,6 @@ def run(options: argparse.Namespace) -> int:
     engines.set_threads(options)
     with terminal.waiting("opening the model ..."):
         pair, prompts = _open(options)
-    engines.set_default_threads(options, pair.target)
     longest = max(len(prompt.token_ids) for prompt in prompts) + options.max_new_tokens
     speculative = options.drafts and options.draft != "none"
     with contextlib.ExitStack() as stack:

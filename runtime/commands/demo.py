@@ -34,7 +34,6 @@ def run(options: argparse.Namespace) -> int:
     engines.set_threads(options)
     with terminal.waiting("opening the models ..."):
         pair = toy_pair() if options.toy else open_pair(options.drafts, terminal.shows_progress() and not options.json)
-    engines.set_default_threads(options, pair.target)
     document = Demonstration(pair, scenarios, options).run()
     if options.json:
         terminal.print_json(document)

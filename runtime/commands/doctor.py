@@ -108,7 +108,7 @@ def _probed(answers: Mapping[str, Any]) -> Iterator[Finding]:
         lost, mend = OPTIONAL["triton"]
         mend += "; a C compiler: apt-get install gcc python3-dev, or set CC"
         yield Finding("Triton launch", "failed" if why else "ok", why or "a program was compiled and launched", lost, mend)
-    yield _threads(build, answers["native_library"])
+    yield _threads(build)
     for name in ("attention", "filters", "grammar_lane"):
         choices = answers[name]
         failed = isinstance(choices, str)
@@ -136,15 +136,14 @@ def build_command(folder: Path) -> str:
     return "with a C compiler, in the folder of its sources: pip install --force-reinstall --no-deps ."
 
 
-def _threads(build: Any, why_no_library: str) -> Finding:
+def _threads(build: Any) -> Finding:
     """For the commands that answer one request at a time on the CPU."""
     if isinstance(build, str):
         return Finding("threads", "failed", build)
     variable, threads = build["omp_num_threads"], build["threads"]
     if variable:
         return Finding("threads", "ok", f"{threads}, from OMP_NUM_THREADS={variable}")
-    why = "" if why_no_library else "demo, generate and bench use 1 if layers run in C; "
-    return Finding("threads", "ok", f"{why}torch's default is {threads}; --threads N for another number")
+    return Finding("threads", "ok", f"torch's default is {threads}; --threads N for another number")
 
 
 def package(name: str, lost: str, mend: str, required: bool = False) -> Finding:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from stepgraph.runtime.models.files.loading import Loaded, load_models
 from stepgraph.runtime.parallel.loading import load_part
 from stepgraph.runtime.request import Job
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.kernels.c_kernel import why_no_c
 
 MAX_THREADS = 1024
 
@@ -42,15 +40,3 @@ def set_threads(options: argparse.Namespace) -> None:
     if options.threads is not None:
         check_range(options, "threads", 1, MAX_THREADS)  # torch aborts if the system cannot start them
         torch.set_num_threads(options.threads)
-
-
-def set_default_threads(options: argparse.Namespace, model: object) -> None:
-    """Without --threads and OMP_NUM_THREADS: one thread for a model whose layers run in C.
-
-    The C kernels use the calling thread only, and with more threads torch computes the matrix products instead of them.
-    """
-    if options.threads is not None or "OMP_NUM_THREADS" in os.environ or not isinstance(model, torch.nn.Module):
-        return
-    weight = next((tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()), None)
-    if weight is not None and weight.device.type == "cpu" and not why_no_c(weight.dtype):
-        torch.set_num_threads(1)

@@ -278,7 +278,7 @@ def replay(parser: argparse.ArgumentParser) -> None:
     words = "its draft: auto, ngram, forced, mtp, none, or a folder (default: auto)"
     parser.add_argument("--draft", metavar="WORD|FOLDER", help=words)
     add_loading(parser)
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of torch (default: torch's default)")
+    add_threads(parser)
 
 
 def check_replay(options: argparse.Namespace) -> None:
@@ -439,8 +439,7 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
-    default = "OMP_NUM_THREADS; otherwise 1 if layers run in C (see stepgraph doctor), else torch's default"
-    parser.add_argument("--threads", type=int, metavar="N", help=f"CPU threads of torch (default: {default})")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: OMP_NUM_THREADS, otherwise torch's default)")
 
 
 def check_range(options: argparse.Namespace, flag: str, least: int, most: int | None = None) -> None:

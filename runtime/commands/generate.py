@@ -140,7 +140,6 @@ def _make_engine(options: argparse.Namespace, request: Request) -> Engine:
             raise
         got = f"got {options.max_new_tokens} after a prompt of {len(request.prompt_ids)} tokens"
         raise ValueError(f"--max-new-tokens: {got}: {error}") from None
-    engines.set_default_threads(options, loaded.target)
     return Engine(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, config=loaded.config)
 
 

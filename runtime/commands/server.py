@@ -58,7 +58,6 @@ def open_engine(options: argparse.Namespace) -> Engine:
         marked = functools.partial(vocabulary_with_markers, options.model, options.tool_format)
         loaded = engines.load(options, config, terminal.shows_progress(), marked)
         codec = open_codec(options, loaded.vocabulary)
-    engines.set_default_threads(options, loaded.target)
     return Engine(loaded.target, loaded.draft, vocabulary=codec.vocabulary, tokenizer=codec, config=loaded.config)
 
 

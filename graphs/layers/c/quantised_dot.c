@@ -53,8 +53,10 @@ INLINED void add_block(
                                        : _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, field), low);
 #pragma GCC unroll 8
         for (int row = 0; row < tall; row++) {
-            const int32_t *two = (const int32_t *)(states + row * row_bytes + pair * 4);
-            __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(parts[row]) : "v"(right), "m"(*two));
+            int32_t two;
+            memcpy(&two, states + row * row_bytes + pair * 4, sizeof two);
+            __m512bh left = (__m512bh)_mm512_set1_epi32(two);
+            parts[row] = (lanes)_mm512_dpbf16_ps((__m512)parts[row], left, (__m512bh)right);
         }
     }
 }

@@ -7,7 +7,8 @@
 
 #include <stdatomic.h>
 
-enum { PART_BYTES = 1 << 15, LEAST_BYTES = 1 << 17, PARTS_OF_THREAD = 8 }; /* small parts, since a helper may join late */
+/* A thread is woken for at least LEAST_BYTES: reading them takes about as long as waking it. Parts are small, since it joins late. */
+enum { LEAST_BYTES = 1 << 17, PARTS_OF_THREAD = 4 };
 
 typedef struct {
     columns_work work;
@@ -25,14 +26,14 @@ static void one_part(void *context, unsigned item) {
 }
 
 void divide_columns(columns_work work, const void *call, int64_t count, int64_t bytes) {
-    if (threads == 1 || bytes < LEAST_BYTES || atomic_flag_test_and_set(&taken)) {
+    int64_t used = bytes / LEAST_BYTES < threads ? bytes / LEAST_BYTES : threads;
+    if (used < 2 || atomic_flag_test_and_set(&taken)) {
         work(call, 0, count);
         return;
     }
-    int64_t parts = bytes / PART_BYTES, most = threads * PARTS_OF_THREAD;
-    parts = parts < most ? parts : most;
+    int64_t parts = used * PARTS_OF_THREAD;
     divided_work all = {work, call, count, parts < count ? parts : count};
-    if (helpers) pool_run(helpers, one_part, &all, (unsigned)all.parts);
+    if (helpers) pool_run(helpers, one_part, &all, (unsigned)all.parts, (unsigned)used - 1);
     else work(call, 0, count);
     atomic_flag_clear(&taken);
 }

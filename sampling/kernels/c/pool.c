@@ -100,7 +100,7 @@ static void wait_for(pool *pool, unsigned items) {
     pthread_mutex_unlock(&pool->mutex);
 }
 
-void pool_run(pool *pool, pool_work work, void *context, unsigned items) {
+void pool_run(pool *pool, pool_work work, void *context, unsigned items, unsigned wake) {
     if (items <= 1 || !pool->helpers) {
         for (unsigned item = 0; item < items; item++) work(context, item);
         return;
@@ -112,8 +112,8 @@ void pool_run(pool *pool, pool_work work, void *context, unsigned items) {
     atomic_store(&pool->ticket, job << 32 | (uint64_t)items << 16);
     if (atomic_load(&pool->sleepers)) {
         pthread_mutex_lock(&pool->mutex);
-        if (items > pool->helpers) pthread_cond_broadcast(&pool->posted);
-        else for (unsigned wake = 1; wake < items; wake++) pthread_cond_signal(&pool->posted);
+        if (wake >= pool->helpers) pthread_cond_broadcast(&pool->posted);
+        else for (; wake; wake--) pthread_cond_signal(&pool->posted);
         pthread_mutex_unlock(&pool->mutex);
     }
     take_items(pool);

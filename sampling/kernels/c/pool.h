@@ -9,8 +9,8 @@ typedef void (*pool_work)(void *context, unsigned item);
 pool *pool_open(unsigned helpers);
 
 /* Call `work` once for every item below `items`, on any of the threads, and return when all are done. One caller at a time.
-   A single item runs on the calling thread. */
-void pool_run(pool *pool, pool_work work, void *context, unsigned items);
+   A single item runs on the calling thread. wake: how many sleeping threads to wake; others join if they have not fallen asleep yet. */
+void pool_run(pool *pool, pool_work work, void *context, unsigned items, unsigned wake);
 
 void pool_close(pool *pool);
 

@@ -40,7 +40,7 @@ def test_the_most_probable_experts_are_chosen(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inner", "outer"), [(64, 16), (21, 200), (8, 1), (9000, 3), (600, 130)])
 def test_products_are_correct_and_independent_of_the_batch(inner: int, outer: int, dtype: torch.dtype) -> None:
-    """And of the number of threads. More rows than are gathered at once; `states` with a row for each token, and for each of its experts."""
+    """Also of threads. More rows than are gathered at once; `states` with a row for each token, and for each of its experts."""
     tokens = 30
     weights, biases = random(EXPERTS * outer, inner, dtype=dtype).mul(inner**-0.5), random(EXPERTS * outer, dtype=dtype)
     chosen = torch.stack([torch.randperm(EXPERTS - 1, generator=MADE)[:COUNT] for _ in range(tokens)])  # none takes the last

@@ -18,13 +18,12 @@ from safetensors.torch import load_file, save_file
 
 from stepgraph import Engine, EngineConfig
 from stepgraph.runtime import cli
-from stepgraph.runtime.commands import bench, capture_check, engines, terminal
-from stepgraph.runtime.commands.engines import MAX_THREADS, set_default_threads, set_threads
+from stepgraph.runtime.commands import bench, capture_check, terminal
+from stepgraph.runtime.commands.engines import MAX_THREADS, set_threads
 from stepgraph.runtime.commands.flags import STEP_EXAMPLE
 from stepgraph.runtime.commands.inputs import read_file, read_schema
 from stepgraph.runtime.demo.variants import toy_pair
 from stepgraph.runtime.text import TextCodec
-from stepgraph.sampling import native
 from stepgraph.sampling.grammar import Vocabulary
 from tests.helpers.command_models import model_folder
 
@@ -71,44 +70,6 @@ def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
 def test_numbers_of_threads_that_would_abort_torch_are_refused(count: int) -> None:
     with pytest.raises(ValueError, match=f"--threads: got {count}, expected a whole number from 1 to {MAX_THREADS}"):
         set_threads(argparse.Namespace(threads=count))
-
-
-@pytest.fixture
-def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch runs with two threads, and OMP_NUM_THREADS is not set."""
-    before = torch.get_num_threads()
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize(("dtype", "flag", "threads"), [(torch.bfloat16, None, 1), (torch.float16, None, 2), (torch.bfloat16, 2, 2)])
-def test_a_model_whose_layers_run_in_c_gets_one_thread(dtype: torch.dtype, flag: int | None, threads: int) -> None:
-    model = torch.nn.Linear(2, 2, dtype=dtype)
-    if native.why_not():
-        threads = 2
-    set_default_threads(argparse.Namespace(threads=flag), model)
-    assert torch.get_num_threads() == threads
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_omp_num_threads_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    set_default_threads(argparse.Namespace(threads=None), torch.nn.Linear(2, 2))
-    assert torch.get_num_threads() == 2
-
-
-@pytest.mark.parametrize("word", ["generate", "bench", "demo"])
-def test_commands_set_the_threads_after_the_model_was_loaded(word: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    def record(parsed: argparse.Namespace, model: torch.nn.Module) -> None:
-        raise ValueError(f"threads {parsed.threads} for {type(model).__name__}")
-
-    given = {"generate": [str(model_folder()), "--token-ids", "1,2"], "bench": ["toy"], "demo": ["--toy", "--no-timeline"]}[word]
-    monkeypatch.setattr(engines, "set_default_threads", record)
-    assert cli.main([word, *given]) == terminal.BAD_INPUT
-    assert f"threads None for {'Llama' if word == 'generate' else 'ToyTarget'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,8 @@ void stepgraph_node(void *data) {
     host_node *node = data;
     int64_t begun = ns_of(CLOCK_MONOTONIC), ended;
     if (node->steps[0].action == BEGIN_ROUND) begin(node->link);
-    pool_run(node->link->pool, process_item, node, find_active(node->link));
+    unsigned items = find_active(node->link);
+    pool_run(node->link->pool, process_item, node, items, items - 1);
     ended = ns_of(CLOCK_MONOTONIC);
     log_node(node->link, node->steps[0].action == BEGIN_ROUND, begun, ended);
     count_time(node->link, ended - begun); /* before END_ROUND: a reader that sees the round ended sees its times */
