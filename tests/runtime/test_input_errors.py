@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 import stepgraph.runtime
-from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
+from stepgraph import Constraint, Engine, EngineClosedError, EngineConfig, Job, Vocabulary
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, make_backend
 from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.graphs.model import AttentionShape
@@ -127,6 +128,28 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 def test_error_names_field_value_and_accepted_values(call: Callable[[], object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         call()
+
+
+def test_a_call_after_an_interrupted_step_names_what_closed_the_engine() -> None:
+    def interrupted(job: Job) -> list[int]:
+        raise KeyboardInterrupt
+
+    engine = Engine(TARGET, interrupted, config=EngineConfig(max_rows=1, max_length=16, num_speculative_tokens=1, rounds_in_flight=1))
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([1])
+    with pytest.raises(EngineClosedError, match=r"^Engine\.submit\(\): KeyboardInterrupt: in a step, which closed the engine$"):
+        engine.generate([1])
+
+
+def test_public_calls_take_no_untyped_options() -> None:
+    found = set[str]()
+    for kind in {getattr(module, name) for module in (stepgraph, stepgraph.graphs) for name in module.__all__}:
+        for member in vars(kind).values() if inspect.isclass(kind) else [kind]:
+            function = inspect.unwrap(getattr(member, "__func__", member))
+            if inspect.isfunction(function) and function.__module__.startswith("stepgraph"):
+                parameters = inspect.signature(function).parameters.values()
+                found |= {str(parameter.annotation) for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD}
+    assert found == {"Unpack[RequestOptions]"}
 
 
 def test_lazy_public_names_are_listed() -> None:

@@ -277,7 +277,7 @@ class StoredModel:
             room, start = model.get_parameter(target.parameter)[target.tiles], 0
             for rows in stored:
                 packed = pack(self.packed[target.parameter], rows)
-                room[start : start + len(packed)].view(torch.int64).copy_(packed.view(torch.int64))  # fewer, so in this thread
+                room[start : start + len(packed)].view(torch.int64).copy_(packed.view(torch.int64))  # fewer elements, no threads
                 start += len(packed)
         model.eval()
 
