@@ -55,9 +55,6 @@ STUB_LIBRARIES := xgrammar==0.2.8 flashinfer-python==0.6.6
 demo: $(VENV)/.ready-demo $(VENV)/.model
 	$(BIN)/stepgraph demo $(ARGS)
 
-# Workers run side by side, so the commands that tests start use one thread each.
-test slow coverage soak models clients replicas: export OMP_NUM_THREADS = 1
-
 test: $(VENV)/.ready-test
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/$(PYTEST) -q -n $(WORKERS) --dist worksteal $(ARGS)  # about a hundred processes read the bytecode
 
