@@ -14,6 +14,7 @@ from stepgraph.graphs import Limits, StaticBuffers
 from stepgraph.graphs.proposer import History
 from stepgraph.graphs.proposing import ANCHOR, given_from, text_specs
 from stepgraph.runtime.models.ngram import NgramLookup
+from stepgraph.sampling.kernels.ngram import ngram_chains
 from tests.helpers.oracles import looked_up
 
 LIMITS = Limits(max_rows=3, num_speculative_tokens=4, max_length=40, page_size=8, num_pages=15, vocab_size=9, num_tokens=9, feature_size=0)
@@ -31,7 +32,10 @@ def propose(lookup: NgramLookup, rows: Sequence[Row], count: int) -> list[list[i
             anchor = history[max(0, prompt - ANCHOR) : prompt]
             line[start - len(anchor) : start + len(draft_ids)] = torch.tensor([*anchor, *draft_ids])
     lengths, prompts = torch.tensor([len(row[0]) for row in rows]), torch.tensor([row[1] for row in rows])
-    return lookup.propose(History(text, lengths, lengths - prompts, start, count), StaticBuffers([])).tolist()
+    found = lookup.propose(History(text, lengths, lengths - prompts, start, count), StaticBuffers([]))
+    reference = ngram_chains.reference(text, lengths, lengths - prompts, start, count, lookup.max_ngram, lookup.min_ngram)
+    assert torch.equal(found, reference)
+    return found.tolist()
 
 
 @st.composite
