@@ -18,6 +18,7 @@ from stepgraph.graphs.backends import make_backend
 from stepgraph.graphs.buffer_spec import check_fit
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.errors import LESS
 from stepgraph.graphs.graph_key import FULL
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.key_sets import draft_choices
@@ -26,7 +27,6 @@ from stepgraph.graphs.limits import UNTIL_EVENT
 from stepgraph.graphs.model import ModelPair, TargetModel
 from stepgraph.graphs.prefill import Prompts, prompt_specs
 from stepgraph.graphs.proposing import text_specs
-from stepgraph.graphs.recording import LESS
 from stepgraph.graphs.ring_specs import ring_specs
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, grammar_specs, look_up_specs, option_specs, round_specs, skipped_specs, state_specs

@@ -111,7 +111,9 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=math.inf, help="wall-clock limit for each entry point (default: none)")
-    parser.add_argument("--json", help="file to write the reports to")
+    parser.add_argument(
+        "--json", help="file to write the reports to, after each entry point; one of the same commit, inputs and seed is continued"
+    )
     parser.add_argument("--box", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.box:
@@ -119,7 +121,12 @@ def main() -> int:
         return child(options)
     reports: list[dict[str, Any]] = []
     document = {"what": "fuzz", **origin(), "inputs": options.inputs, "seed": options.seed, "doors": reports}
-    for name in options.door or DOORS:
+    if options.json and Path(options.json).exists():
+        kept = json.loads(Path(options.json).read_text(encoding="utf-8"))
+        if "+" not in document["commit"] and all(kept.get(field) == document[field] for field in ("commit", "inputs", "seed")):
+            document = kept | {"doors": reports}
+            reports += kept["doors"]
+    for name in [name for name in options.door or DOORS if name not in {report["door"] for report in reports}]:
         begun = time.monotonic()
         report = watched(name, options.inputs, options.seed, options.seconds)
         reports.append(report)

@@ -64,6 +64,7 @@ LOOPS = [
         Setup(k=3, drafter="ngram", rounds_in_flight=3),
     )
 ]
+ANYWHERE = [*SETUPS, *ON_HOST, *SWITCHING]
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def test_a_stop_token_at_every_draft_position(k: int, draft_masks: bool) -> None
     raise AssertionError(f"stops occurred only at positions {sorted(positions)} of {k + 1}")
 
 
-def run_schedule(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
+def run_schedule(setup: Setup, batch: list[tuple[Ask, int]]) -> list[Job]:
     """Submit each request, then step `pause` times; cancel as requested; step until idle; compare every job with the oracle."""
     engine = shared_engine(setup)
     jobs: list[tuple[Ask, Job, int]] = []
@@ -171,12 +172,13 @@ def run_schedule(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
         assert events.get(job.id, []) == job.tokens
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, engine.limits.num_pages)
+    return [job for _, job, _ in jobs]
 
 
 batches = st.lists(st.tuples(asks, st.integers(0, 3)), min_size=1, max_size=6)
 
 
-@pytest.mark.parametrize("setup", [*SETUPS, *ON_HOST, *SWITCHING, *(pytest.param(each, marks=needs_c) for each in LOOPS)], ids=str)
+@pytest.mark.parametrize("setup", [*ANYWHERE, *(pytest.param(each, marks=needs_c) for each in LOOPS)], ids=str)
 @settings(max_examples=9)
 @given(batch=batches)
 def test_every_job_equals_plain_greedy(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
@@ -184,7 +186,7 @@ def test_every_job_equals_plain_greedy(setup: Setup, batch: list[tuple[Ask, int]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("setup", [*SETUPS, *ON_HOST, *SWITCHING, *(pytest.param(each, marks=needs_c) for each in LOOPS)], ids=str)
+@pytest.mark.parametrize("setup", [*ANYWHERE, *(pytest.param(each, marks=needs_c) for each in LOOPS)], ids=str)
 @settings(max_examples=1000, derandomize=False)
 @given(batch=batches)
 def test_every_job_equals_plain_greedy_long(setup: Setup, batch: list[tuple[Ask, int]]) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
+import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
+import tty
 from pathlib import Path
 from typing import IO
 
@@ -197,6 +202,70 @@ def test_generate_escapes_model_output_on_a_terminal(
     assert capsys.readouterr().out == "a\\x1b]0;title\\x07b\n"
     assert cli.main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["text"] == "a\x1b]0;title\x07b"
+
+
+HOSTILE, VISIBLE = "\x1b]0;title\x07\x9b2J", "\\x1b]0;title\\x07\\x9b2J"
+
+
+def written(arguments: list[str], to_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a command writes to both streams, which are a terminal or a pipe."""
+    reader, writer = pty.openpty() if to_terminal else os.pipe()
+    if to_terminal:
+        tty.setraw(writer)  # newlines arrive as they are
+    parts: list[bytes] = []
+
+    def collect() -> None:
+        while part := os.read(reader, 1 << 16):
+            parts.append(part)
+            if part.endswith(b"\0"):
+                return
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    with monkeypatch.context() as patch, os.fdopen(writer, "w", encoding="utf-8") as stream:
+        patch.setenv("NO_COLOR", "1")
+        patch.setattr(sys, "stdout", stream)
+        patch.setattr(sys, "stderr", stream)
+        try:
+            with contextlib.suppress(SystemExit):  # of argparse
+                cli.main(arguments)
+        finally:
+            stream.write("\0")
+            stream.flush()
+            thread.join()
+    os.close(reader)
+    return b"".join(parts).decode().removesuffix("\0")
+
+
+QUOTING = {
+    "generate, the model": ["generate", "BROKEN", "hi"],
+    "generate, the schema": ["generate", "MODEL", "hi", "--schema", "SCHEMA"],
+    "demo": ["demo", "--toy", "--prompt", "hi", "--schema", "SCHEMA"],
+    "inspect": ["inspect", "BROKEN"],
+    "check-schema": ["check-schema", "SCHEMA"],
+    "serve": ["serve", "BROKEN"],
+    "serve, an adapter": ["serve", "MODEL", "--eager", "--lora-modules", "a=BROKEN"],
+    "serve, a flag": ["serve", "toy", "--HOSTILE"],
+}
+
+
+@pytest.mark.parametrize("name", QUOTING)
+def test_quoted_input_is_escaped_on_a_terminal_and_unchanged_in_a_pipe(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, broken = tmp_path / f"model{HOSTILE}", tmp_path / f"broken{HOSTILE}"
+    shutil.copytree(model_folder(), model)
+    broken.mkdir()
+    (broken / "config.json").write_text("{")
+    schema = json.dumps({"properties": {HOSTILE: {"type": "strange"}}})
+    values = {"BROKEN": str(broken), "MODEL": str(model), "SCHEMA": schema, "HOSTILE": HOSTILE}
+    arguments = [re.sub("[A-Z]{5,}", lambda found: values[found[0]], argument) for argument in QUOTING[name]]
+    shown = written(arguments, True, monkeypatch)
+    assert VISIBLE in shown and not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", shown), "the carriage returns are of progress"
+    assert HOSTILE in written(arguments, False, monkeypatch)
+
+
+def test_a_host_that_has_no_encoding_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "toy", "--host", f"x{HOSTILE}"]) == terminal.BAD_INPUT
+    assert f"--host: got 'x{VISIBLE}', expected a host name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("colours", [True, False])

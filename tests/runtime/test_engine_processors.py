@@ -78,7 +78,7 @@ def told_rightly(job: Job, constraint: Constraint | None) -> bool:
 batches = st.lists(asks, min_size=1, max_size=5)
 
 
-def run_batch(setup: Setup, batch: list[tuple[Any, ...]]) -> None:
+def run_batch(setup: Setup, batch: list[tuple[Any, ...]]) -> list[Job]:
     engine, jobs = shared_engine(setup), []
     for prompt, constraint, most, sampling in batch:
         sampling = replace(sampling, ignore_eos=sampling.ignore_eos and constraint is None)
@@ -98,6 +98,7 @@ def run_batch(setup: Setup, batch: list[tuple[Any, ...]]) -> None:
         grammar = compiled(constraint)
         if grammar:
             assert accepts(grammar, job.tokens, finished=job.finish_reason == "constraint_complete")
+    return [job for *_, job in jobs]
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)

@@ -167,6 +167,40 @@ def test_stop_strings_end_the_text_wherever_their_tokens_begin(drafts: int, roun
     assert beside.tokens == engine.generate("beside", max_new_tokens=60).tokens
 
 
+WORDS = "na\u00efve \u2014 \u201cok\u201d \u65e5\u672c\u8a9e \U0001f600!"
+
+
+@functools.cache
+def engine_of_bytes(drafts: int) -> Engine:
+    """Tokens of one to three bytes, which begin and end within characters."""
+    data = WORDS.encode()
+    parts = {data[begin : begin + size] for size, step in ((2, 3), (3, 2)) for begin in range(0, len(data) - size, step)}
+    assert sum(part.decode("utf-8", "ignore").encode() != part for part in parts) > 10
+    vocabulary = Vocabulary([*(bytes([code]) for code in range(256)), *sorted(parts), b""], [256 + len(parts)])
+    target = ToyTarget(vocabulary.logits_width, seed=5)
+    config = EngineConfig(max_rows=8, num_speculative_tokens=drafts, max_length=64, buckets=(8,), compile_isolation="none")
+    draft = ToyDraft(target, agreement=0.7) if drafts else None
+    return Engine(target, draft, vocabulary=vocabulary, tokenizer=TextCodec.of_bytes(vocabulary), config=config)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_stop_strings_are_exact_where_tokens_divide_characters(drafts: int) -> None:
+    engine, fixed = engine_of_bytes(drafts), Constraint.choice([WORDS])
+    whole = engine.generate("x", constraint=fixed)
+    pieces = [engine.tokenizer.decode([token]) for token in whole.tokens]
+    assert whole.text == WORDS and sum("\ufffd" in piece for piece in pieces) > 5
+    stops = [WORDS[begin : begin + length] for length in (1, 2, 5) for begin in range(len(WORDS) - length + 1)]
+    jobs = [engine.submit("x", constraint=fixed, sampling=SamplingParams(stop=(stop, "\ufffd"))) for stop in stops]
+    for _ in engine.stream():
+        pass
+    for stop, job in zip(stops, jobs, strict=True):
+        length = next(n for n in range(len(whole.tokens) + 1) if stop in engine.tokenizer.decode(whole.tokens[:n]))
+        assert (job.text, job.tokens) == (WORDS.partition(stop)[0], whole.tokens[:length]), stop
+        assert job.finish_reason == FinishReason.STOP or job.tokens == whole.tokens
+    streamed = engine.stream_text("x", constraint=fixed, sampling=SamplingParams(stop="\u672c\u8a9e"))
+    assert "".join(streamed) == WORDS.partition("\u672c")[0]
+
+
 def test_a_text_stream_keeps_back_what_may_begin_a_stop_string() -> None:
     stream = TextStream(VOCABULARY, ("abc", "bd"))
     ids = {text: CODEC.encode(text) for text in ("xa", "b", "e", "ab", "d", "c")}

@@ -14,7 +14,7 @@ from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.page_cache import PageCache
-from tests.helpers.prefix_engines import CONFIG, DRAFTS, SYSTEM, K, ask, finish, make_engine, rounds_of, small_llama
+from tests.helpers.prefix_engines import CONFIG, DRAFTS, PAGE, SYSTEM, K, ask, finish, make_engine, rounds_of, small_llama
 from tests.helpers.toy_engines import STOP, TARGET, VOCABULARY, plain
 from tools.random_weights import randomised
 
@@ -80,6 +80,25 @@ def test_requests_submitted_together_compute_their_prefix_once() -> None:
         finish(engine)
         assert [job.num_cached_tokens for job in jobs] == [0, 16, 16]
         assert all(job.tokens == plain(job.prompt_ids, 9).tokens and job.rounds == rounds_of(job, K) for job in jobs)
+
+
+def test_several_answers_to_a_prompt_share_its_pages() -> None:
+    """n answers: the same prompt with n seeds. Each is the answer that it is without sharing; the prompt's pages exist once."""
+    seeds, most = (3, 4, 5), 12
+    samplings = [SamplingParams(temperature=1.3, seed=seed, ignore_eos=True) for seed in seeds]
+    with make_engine("none", greedy_only=False, prefix_reuse=False) as engine:
+        alone = [engine.generate(SYSTEM, sampling=sampling, max_new_tokens=most).tokens for sampling in samplings]
+    assert len({tuple(tokens) for tokens in alone}) == len(seeds)
+    with make_engine("none", greedy_only=False) as engine:
+        jobs = [ask(engine, SYSTEM, most, sampling=sampling) for sampling in samplings]
+        taken = 0
+        while engine.has_work:
+            engine.step()
+            if all(job.tokens and not job.finished for job in jobs):
+                taken = max(taken, engine.limits.num_pages - engine.stats().free_pages)
+        shared, whole = (len(SYSTEM) - 1) // PAGE, -(-(len(SYSTEM) + most) // PAGE)
+        assert [job.tokens for job in jobs] == alone and [job.num_cached_tokens for job in jobs] == [0, 16, 16]
+        assert taken == shared + len(seeds) * (whole - shared)
 
 
 def test_output_pages_are_reused_by_the_next_turn_of_a_conversation() -> None:

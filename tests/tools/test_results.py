@@ -17,6 +17,7 @@ from tests.helpers import long_runs
 from tests.helpers.documents import ROOT
 from tests.helpers.vocabularies import VOCABULARIES
 from tests.laws.test_draft_chains import MASKS
+from tools.bench_schemas import MASK_TIMES
 from tools.gpu_table import RESULTS
 
 SCHEMAS = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.schema.json")}
@@ -90,6 +91,7 @@ def quoted() -> list[tuple[str, str]]:
         return f"{one:.2f} and {eight:.2f}"
 
     outcomes, masks = bench["counts"], bench["mask_us"]["all"]["least of three"]
+    first, again, unread = (bench["first_calls"]["mask_us"][name] for name in MASK_TIMES)
     return [
         ("README.md", f"the same weights | {speed['transformers + grammar']} | 1 |"),
         *(("README.md", f"| {name} | {speed[name]} | 1 |") for name in ("plain", "plain + grammar")),
@@ -126,6 +128,8 @@ def quoted() -> list[tuple[str, str]]:
             f"{outcomes['refused']} are refused, and {outcomes['valid rejected']} reject a valid instance",
         ),
         ("docs/constrain.md", f"{masks['p50']:.1f} us at the median and {masks['p99.9']:.0f} us at p99.9"),
+        ("docs/constrain.md", f"first call took {first['p99.9']:.0f} us at p99.9 and the same call again at once {again['p99.9']:.0f} us"),
+        ("docs/constrain.md", f"no call had read, {unread['p99.9']:.0f} us, {unread['p99.9'] / unread['p50']:.1f} times the median"),
         (
             "docs/constrain.md",
             f"all {bench['bytes']['schemas']:,} schemas were measured: {bench['bytes']['counts']['pass']:,} passed",
@@ -194,7 +198,7 @@ def test_record_of_captures_meets_its_goal_over_the_version_before() -> None:
 
 
 def test_a_record_of_schedules_counts_what_ran() -> None:
-    (found,) = long_runs.schedules(1)
+    (found,) = long_runs.schedules(1, {})
     assert found["counts"]["schedules"] == 1 and found["counts"]["jobs"] > 1
 
 

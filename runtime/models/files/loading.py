@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from stepgraph.graphs.errors import LESS
 from stepgraph.graphs.memory import check_memory
 from stepgraph.graphs.model import TargetModel
-from stepgraph.graphs.recording import LESS
 from stepgraph.runtime.check_models import AUTO, DRAFTER_NAMES, NONE, Drafter, check_config, checked_drafter, named_proposer, without_drafts
+from stepgraph.runtime.commands.terminal import print_error
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.demo.pair import DEMO, DRAFTS, head_path, path_of
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED
@@ -83,7 +83,7 @@ def load_models(
     parts: list[Target | StoredDraft] = [checkpoint, *([draft_checkpoint] if draft_checkpoint else [])]
     needs = [part.memory(limits) for part in parts]  # raises ValueError if a model does not support these limits
     if progress:
-        print(*(need.note for need in needs), sep="\n", file=sys.stderr, flush=True)
+        print_error("\n".join(need.note for need in needs))
     device = "cuda:0" if on_cuda else "cpu"
     remedy = f"; weights and cache, lower {LESS}, or load a smaller model"
     check_memory("path", sum(need.nbytes for need in needs), torch.device(device), remedy)

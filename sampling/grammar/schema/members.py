@@ -110,7 +110,8 @@ class _Members:
     def _in_any_order(self) -> str | None:
         """A state has the declared properties so far as bits."""
         if len(self._pairs) > MAX_ANY_ORDER:
-            reject(self._writer.where, "properties", f"got {len(self._pairs)}, expected at most {MAX_ANY_ORDER} with property_order='any'")
+            most = f"expected at most {MAX_ANY_ORDER} with property_order='any'"
+            reject(self._writer.where, "properties", f"has {len(self._pairs)} names, {most}")
         required = sum(is_required << index for index, (_, is_required) in enumerate(self._pairs))
         ended = (-1,)
 

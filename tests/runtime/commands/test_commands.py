@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,19 @@ def test_examples_of_help_run(word: str, example: str, capsys: pytest.CaptureFix
     assert "\x1b[0m" not in out
     if "--json" in command:
         json.loads(out)
+
+
+def test_serve_reports_an_unusable_address_before_it_opens_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for flags, got in (
+            (f"--port {port}", rf"'127\.0\.0\.1', {port} \(Address already in use.*\)"),
+            ("--host ''", r"'', 8000 \(0\.0\.0\.0 listens on all addresses\)"),
+            ("--host 203.0.113.1", r"'203\.0\.113\.1', 8000 \(.*assign requested address.*\)"),  # an address of no machine
+        ):
+            code, out, errors = run(f"serve nowhere {flags}", capsys)
+            expected = rf"stepgraph serve: --host, --port: got {got}, expected an address of this machine and a free port\n"
+            assert (code, out) == (2, "") and re.fullmatch(expected, errors), errors
 
 
 @pytest.mark.parametrize(
@@ -261,7 +275,7 @@ def test_an_answer_cut_short_of_its_schema_fails(capsys: pytest.CaptureFixture[s
         ("generate model hi --after x", "--after: got 'x' without a constraint, expected --schema"),
         ("generate nowhere hi --regex '('", "constraint regex: cannot be compiled: pattern: the parenthesis is not closed"),
         ('generate nowhere hi --schema \'{"type": "strnig"}\'', '#: type: got "strnig", expected one or several of null'),
-        ("generate nowhere hi --schema '{\"enum\": []}'", "#: schema: no value satisfies it"),
+        ("generate nowhere hi --schema '{\"enum\": []}'", "no value satisfies #: enum"),
         ("generate model hi --stop-token-ids 1,x", "--stop-token-ids: got '1,x', expected token ids"),
         ("generate model hi --stop-token-ids 99999", "stop_token_ids"),
         ("generate nowhere hi --stop ''", "--stop: got '', expected a text of 1 to"),
