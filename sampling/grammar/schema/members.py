@@ -149,6 +149,8 @@ class _Members:
         another property."""
         needed, comma = max(self._low - count, 0), self._comma if count else self._writer.opening
         room = None if self._high is None else self._high - count
+        if needed > 1 and self._others:
+            self._writer.narrow("minProperties", "is enforced with at most one property that is not declared")
         if needed > 1 or (self._ends is not None and room == 0):
             return None if needed or self._ends is not None else [""]
         if self._ends is not None:
