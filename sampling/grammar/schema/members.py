@@ -97,7 +97,7 @@ class _Members:
     def __init__(self, writer: Writer, pairs: list[tuple[str, bool]], others: str, ends: str | None, low: int, high: int | None) -> None:
         self._writer, self._pairs, self._others, self._ends = writer, pairs, others, ends
         self._comma = f"{writer.comma} "
-        required = sum(is_required for _, is_required in pairs)
+        required = self._required = sum(is_required for _, is_required in pairs)
         capacity = None if others or ends else len(pairs)
         self._low = low if low > required else 0
         self._high = None if high is None or (capacity is not None and high >= capacity) else high
@@ -167,7 +167,7 @@ class _Members:
         another property."""
         needed, comma = max(self._low - count, 0), self._comma if count else self._writer.opening
         room = None if self._high is None else self._high - count
-        if needed > 1 and self._others:
+        if needed > 1 and self._others and count >= self._required:
             self._writer.narrow("minProperties", "is enforced with at most one property that is not declared")
         if needed > 1 or (self._ends is not None and room == 0):
             return None if needed or self._ends is not None else [""]
