@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-import torch
 from tqdm import tqdm
 
 from stepgraph.graphs.backends import EagerStep
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Recorded, Step
-from stepgraph.graphs.errors import CaptureError, HostNodeError, fail, site_of_error
+from stepgraph.graphs.errors import LESS, CaptureError, step_errors
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.key_sets import PromptKey
-from stepgraph.graphs.memory import available_bytes, resident_bytes
+from stepgraph.graphs.memory import resident_bytes
 from stepgraph.graphs.spans import RecordedReport
 
 OnFailure = Literal["raise", "eager"]
 Key = GraphKey | PromptKey
-LESS = "max_rows, buckets, num_speculative_tokens, max_length or num_pages; greedy_only=True halves the graphs"
 
 
 @dataclass(frozen=True)
@@ -226,21 +222,3 @@ class KeyRecorder:
 def _larger(key: Key, recorded: Mapping[Key, Recorded]) -> Key | None:
     """The next larger key of the same kind that is recorded."""
     return min((other for other in recorded if other.kind == key.kind and other.rows > key.rows), default=None)
-
-
-@contextlib.contextmanager
-def step_errors(what: str, device: torch.device) -> Iterator[None]:
-    """CaptureError if memory runs out, ValueError for an invalid model, RuntimeError with the line for any other error of the step."""
-    try:
-        yield
-    except (CaptureError, HostNodeError, ValueError):
-        raise
-    except Exception as error:
-        site = site_of_error(error)
-        # torch's CPU allocator raises a plain RuntimeError
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
-            wanted, free = re.search(r"allocate ([\d.]+ \w+)", str(error)), available_bytes(device)
-            sizes = f"{wanted[1] if wanted else 'more'} wanted, {'?' if free is None else f'{free:,}'} bytes free on {device}"
-            raise fail("memory", f"{what} needs more memory than available ({sizes}); lower {LESS}", site) from error
-        where = f"\n  {site}\n    {site.source}" if site.file else ""
-        raise RuntimeError(f"{what}: the step raised {type(error).__name__}: {error}{where}") from error

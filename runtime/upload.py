@@ -15,12 +15,12 @@ from torch import Tensor
 from stepgraph.graphs.accept_options import LogitsProcessor
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
+from stepgraph.graphs.errors import step_errors
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.prefill import Chunk, Prompts
 from stepgraph.graphs.proposing import ANCHOR, given_from
-from stepgraph.graphs.recording import step_errors
 from stepgraph.graphs.row_layout import Column
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.request import ActiveRequest, Job

@@ -85,8 +85,7 @@ def pack(kind: Kind, weight: Grouped) -> Tensor:
     rows, inner = weight.numbers.shape
     tiles, count = rows // TILE, inner // kind.group
     packed = torch.empty(tiles, count, kind.block_bytes // kind.together, dtype=torch.uint8, device=weight.numbers.device)
-    fields = (weight.numbers.to(torch.uint8) + kind.zero).contiguous()  # modulo 256
-    words = (_words_of_4_bits if kind.bits == 4 else _words_of_8_bits)(fields).view(tiles, TILE, count, -1)
+    words = _words(kind, weight.numbers.to(torch.uint8).contiguous()).view(tiles, TILE, count, -1)
     packed[:, :, : kind.field_bytes].view(torch.int32).view(tiles, count, -1, TILE).copy_(words.permute(0, 2, 3, 1))
     minimums = torch.zeros_like(weight.scales) if weight.minimums is None else weight.minimums
     numbers = packed[:, :, kind.field_bytes :].view(kind.scale_type).view(tiles, count, -1, TILE)
@@ -96,18 +95,16 @@ def pack(kind: Kind, weight: Grouped) -> Tensor:
     return packed.view(tiles, -1, kind.block_bytes)
 
 
-def _words_of_4_bits(fields: Tensor) -> Tensor:
-    """Fields 0, 2, 4, 6, 1, 3, 5, 7 of each eight bytes, from the low bits of a word to its high ones. Bytes are little-endian."""
-    eight = fields.view(torch.int64)
-    pairs = eight | eight >> 12  # byte n: field n, and above it field n + 2
+def _words(kind: Kind, numbers: Tensor) -> Tensor:
+    """int32 words of fields, from numbers [out, in] modulo 256. Eight at a time, as little-endian int64."""
+    mask, zero = (int.from_bytes(bytes([byte]) * 8, "little", signed=True) for byte in ((1 << kind.bits) - 1, kind.zero))
+    eight = numbers.view(torch.int64) & mask ^ zero  # adds the zero, which is half of the range or 0
+    if kind.bits == 8:  # the two middle bytes of each four change places
+        middle = 0x0000FF000000FF00
+        return (eight & ~(middle | middle << 8) | eight >> 8 & middle | (eight & middle) << 8).view(torch.int32)
+    pairs = eight | eight >> 12  # byte n: field n, and above it field n + 2; wanted are fields 0, 2, 4, 6, 1, 3, 5, 7
     words = pairs & 0xFF | pairs >> 24 & 0xFF00 | pairs << 8 & 0xFF0000 | pairs >> 16 & 0xFF000000
     return words.to(torch.int32)
-
-
-def _words_of_8_bits(fields: Tensor) -> Tensor:
-    """The two middle bytes of each four exchanged."""
-    four = fields.view(torch.int32)
-    return four & ~0xFFFF00 | four >> 8 & 0xFF00 | (four & 0xFF00) << 8
 
 
 def empty_packed(kind: Kind, like: Tensor) -> Tensor:

@@ -41,7 +41,10 @@ def test_record_matches_the_schema_of_its_kind(path: Path) -> None:
     for name in (
         "commit",
         *own,
-        *({"compile", "throughput", "doors", "goals", "legality", "backends", "trends", "masks", "counts"} & {*record}),
+        *(
+            {"compile", "throughput", "doors", "goals", "legality", "backends", "trends", "masks", "counts", "captures", "acceptance"}
+            & {*record}
+        ),
     ):
         with pytest.raises(jsonschema.ValidationError, match=f"'{name}' is a required property"):
             check(path.name, {key: value for key, value in record.items() if key != name})
@@ -62,6 +65,7 @@ def quoted() -> list[tuple[str, str]]:
     """(document, text that it must contain), from the records that the documents name."""
     variants, compiled, soak = kept("demo")["throughput"]["variants"], kept("automata")["compile"], kept("soak")
     adaptive, packed = kept("adaptive"), [value for value, _ in kept("quantised")["ratios"].values()]
+    chains = {name: each["json"]["tokens_per_round"] for name, each in kept("acceptance")["acceptance"].items() if isinstance(each, dict)}
     trends, late = soak["trends"], soak["trends"]["resident_bytes, last half"]
     speed = {name: math.floor(each["tokens_per_second"] + 0.5) for name, each in variants.items()}
     tokens = {name: each.get("tokens_per_round") for name, each in variants.items()}
@@ -80,6 +84,12 @@ def quoted() -> list[tuple[str, str]]:
     quieter = json.loads((RESULTS / "fills-2026-11-24.json").read_text(encoding="utf-8"))["libraries"][0]["batches"][0]["over_python_loop"]
     inside = [each["library_calls_over_python_loop"] for each in kept("fills")["libraries"][0]["batches"]]
     walked, fuzzed, schedules = kept("masks")["masks"], kept("fuzz"), kept("schedules")["counts"]
+    captures = kept("capture")["captures"]
+
+    def both(other: str, figure: str) -> str:
+        one, eight = (captures[rows]["auto_over"][other][figure] for rows in ("1 row", "8 rows"))
+        return f"{one:.2f} and {eight:.2f}"
+
     outcomes, masks = bench["counts"], bench["mask_us"]["all"]["least of three"]
     first, again, unread = (bench["first_calls"]["mask_us"][name] for name in MASK_TIMES)
     return [
@@ -96,6 +106,11 @@ def quoted() -> list[tuple[str, str]]:
         (
             "README.md",
             " | " + " / ".join(str(speed[name]) for name in head) + " | " + " / ".join(str(tokens[name]) for name in head) + " |",
+        ),
+        (
+            "README.md",
+            f"the head alone {chains['head']:.2f}, its drafts not masked {chains['head, drafts not masked']:.2f}, "
+            f"with forced drafts and look-up {chains['head, forced drafts, look-up']:.2f}",
         ),
         ("README.md", f"| free text: plain / speculative | {free['plain']} / {free['speculative']} | 1 /"),
         ("README.md", f"{answers['complete']} of {answers['answers']} answers are complete"),
@@ -131,6 +146,13 @@ def quoted() -> list[tuple[str, str]]:
             ("docs/round.md", f"| {name} | " + " | ".join(f"{each['variants'][length]['over_plain']:.2f}" for length in ("3", "7", "auto")))
             for name, each in adaptive["workloads"].items()
         ),
+        ("docs/round.md", f"takes {both('one length', 'first_seconds')} times the processor time of K alone"),
+        ("docs/round.md", f"grows by {both('one length', 'kept_bytes')} times as much"),
+        (
+            "docs/round.md",
+            f"these are {both('0643677', 'first_seconds')}, for later captures of a process {both('0643677', 'later_seconds')}",
+        ),
+        ("docs/round.md", f"and {both('0643677', 'kept_bytes')} of its memory"),
         ("docs/models.md", f"takes {packed[4]:.2f} of the bytes in bfloat16"),
         ("docs/models.md", f"answers have {packed[0]:.2f} times the tokens per second of processor time"),
         ("docs/models.md", f"with plain decoding and {packed[1]:.2f} times with drafts"),
@@ -163,6 +185,18 @@ def test_records_of_long_runs_are_complete_and_without_a_find() -> None:
     assert soak["passed"] and soak["seconds"] >= 3600 and len(soak["kinds"]) == 12
 
 
+def test_record_of_acceptance_is_of_twenty_prompts_and_meets_its_goals() -> None:
+    found = kept("acceptance")
+    assert found["acceptance"]["prompts_of_each_kind"] == 20, "as README says"
+    assert [name for name, value in found["ratios"].items() if value < float(name[name.index("(") + 1 : -1])] == []
+
+
+def test_record_of_captures_meets_its_goal_over_the_version_before() -> None:
+    found = kept("capture")
+    over = [rows["auto_over"]["0643677"] for rows in found["captures"].values()]
+    assert len(over) == 2 and all(value < found["goal"] for each in over for value in each.values())
+
+
 def test_a_record_of_schedules_counts_what_ran() -> None:
     (found,) = long_runs.schedules(1, {})
     assert found["counts"]["schedules"] == 1 and found["counts"]["jobs"] > 1
@@ -176,7 +210,7 @@ def test_documents_quote_the_latest_records() -> None:
         max(RESULTS.glob(f"{kind}-*.json")).name
         for kind in (
             *("adaptive", "demo", "legality", "automata", "maskbench", "soak", "twographs", "fills", "masks", "schedules", "fuzz"),
-            *("quantised", "weights"),
+            *("quantised", "weights", "acceptance", "capture"),
         )
     }
 

@@ -32,7 +32,8 @@ SCALES = {  # the bytes of a block that hold its scales as float16
 }
 READABLE = ("F32", "F16", "BF16", *SCALES)
 _ROWS_AT_ONCE = 32  # the package takes 16 rows at a time, which is little work for a call
-_VALUES_AT_ONCE = 2**18  # which fit in a cache
+_VALUES_AT_ONCE = 2**18  # in float32, which fit in a cache
+_GROUPED_AT_ONCE = 2**17  # of weights that stay quantised; torch starts threads for 2**15 words, which take longer than the work
 _FIELDS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -138,7 +139,7 @@ class GgufSource:
     def read_grouped(self, name: str) -> Iterator[Grouped]:
         kind, (count, inner) = self.tensors[name].kind, self.tensors[name].shape
         order = self._in_order(name, torch.arange(count)).numpy()
-        for places in np.split(order, range(at_once := max(_VALUES_AT_ONCE // inner // TILE, 1) * TILE, count, at_once)):
+        for places in np.split(order, range(at_once := max(_GROUPED_AT_ONCE // inner // TILE, 1) * TILE, count, at_once)):
             yield read_blocks(kind, self._rows(name)[places])
 
     def _in_order(self, name: str, tensor: Tensor) -> Tensor:
