@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from stepgraph.sampling.grammar.compile.backends import BACKENDS
+from stepgraph.sampling.grammar.compile.backends import BACKENDS, COSTS
 from tests.fuzz.doors import DOORS
 from tests.helpers import long_runs
 from tests.helpers.documents import ROOT
@@ -213,3 +213,14 @@ def test_documents_quote_the_latest_records() -> None:
             *("quantised", "weights", "acceptance", "capture"),
         )
     }
+
+
+def test_library_of_a_schema_is_chosen_from_measurements() -> None:
+    """Automata first, which have the fastest masks; where there is none, by what compiling and a mask took."""
+    bench = kept("maskbench")
+    masks = {name: bench["mask_us"][name]["least of three"]["p50"] for name in BACKENDS}
+    assert sorted(BACKENDS, key=masks.__getitem__) == list(BACKENDS)
+    for name, cost in COSTS.items():
+        measured = bench["libraries"][name]
+        assert cost.seconds_per_size == pytest.approx(measured["microseconds_per_byte"] * 1e-6, rel=0.05)
+        assert cost.other_micros == pytest.approx(measured["mask_us_p99_of_each"]["p50"], rel=0.05)
