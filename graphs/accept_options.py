@@ -12,6 +12,7 @@ from torch import Tensor
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.errors import step_errors
 from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard
 from stepgraph.graphs.limits import Limits
 from stepgraph.sampling.fields import FUNCTION, Check, check_fields, whole
@@ -84,4 +85,5 @@ def check_processors(processors: tuple[LogitsProcessor, ...], limits: Limits, ba
             given = ProcessorInput(buffers.arguments, buffers.tokens, buffers.generated, buffers.output_counts)
             buffers.logits.copy_(processor.apply(buffers.logits, given))
 
-        backend.measure(step, buffers)
+        with step_errors(f"LogitsProcessor {processor.name!r}", device):
+            backend.measure(step, buffers)

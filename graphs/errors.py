@@ -7,15 +7,19 @@ import contextlib
 import functools
 import linecache
 import os
+import re
 import sys
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import NamedTuple
 
 import torch
 
+from stepgraph.graphs.memory import available_bytes
+
+LESS = "max_rows, buckets, num_speculative_tokens, max_length or num_pages; greedy_only=True halves the graphs"
 _GRAPHS = os.path.dirname(os.path.abspath(__file__))
 _SKIPPED_FILES = {
     contextlib.__file__,
@@ -49,6 +53,10 @@ class HostNodeError(RuntimeError):
     def __init__(self, node: str, cause: BaseException) -> None:
         self.node = node
         super().__init__(f"host node {node!r} failed: {type(cause).__name__}: {cause}")
+
+
+class StepError(RuntimeError):
+    """A step raised an exception, which is chained. Names its line."""
 
 
 class HostErrors:
@@ -117,3 +125,21 @@ def fail(rule: str, message: str, site: Site | None = None) -> CaptureError:
     """The error of a rule that the line at `site` breaks; None: the line that runs now."""
     file, line = site = site or call_site()
     return CaptureError(rule, message, file, line, site.source)
+
+
+@contextlib.contextmanager
+def step_errors(what: str, device: torch.device) -> Iterator[None]:
+    """CaptureError if memory runs out, ValueError for an invalid model, StepError with the line for any other error of the step."""
+    try:
+        yield
+    except (CaptureError, HostNodeError, StepError, ValueError):
+        raise
+    except Exception as error:
+        site = site_of_error(error)
+        # torch's CPU allocator raises a plain RuntimeError
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+            wanted, free = re.search(r"allocate ([\d.]+ \w+)", str(error)), available_bytes(device)
+            sizes = f"{wanted[1] if wanted else 'more'} wanted, {'?' if free is None else f'{free:,}'} bytes free on {device}"
+            raise fail("memory", f"{what} needs more memory than available ({sizes}); lower {LESS}", site) from error
+        where = f"\n  {site}\n    {site.source}" if site.file else ""
+        raise StepError(f"{what}: the step raised {type(error).__name__}: {error}{where}") from error

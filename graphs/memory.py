@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ def check_memory(name: str, nbytes: int, device: torch.device, remedy: str = "")
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Bytes that can be allocated on the device; None if unknown. On the CPU, within the limit of a container."""
+    """Bytes that can be allocated on the device; None if unknown. On the CPU, within the limits of a container and of `ulimit -v`."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
@@ -30,6 +31,10 @@ def available_bytes(device: torch.device) -> int | None:
     with contextlib.suppress(OSError, ValueError):  # no container, or "max": no limit
         limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         found.append(limit - used + _table(_CGROUP / "memory.stat").get("inactive_file", 0))
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        with contextlib.suppress(OSError):
+            found.append(max(0, limit - _own_bytes()[0]))
     return min(found)
 
 
@@ -37,8 +42,13 @@ def resident_bytes() -> int | None:
     """Memory of this process, without what the allocator kept for later; None if unknown."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)  # the temporary tensors of a recording leave hundreds of MB
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return _own_bytes()[1]
     return None
+
+
+def _own_bytes() -> list[int]:
+    """Bytes of this process: mapped, and resident."""
+    return [int(pages) * os.sysconf("SC_PAGE_SIZE") for pages in Path("/proc/self/statm").read_text().split()[:2]]
 
 
 def _table(path: Path) -> dict[str, int]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-import torch
 from tqdm import tqdm
 
 from stepgraph.graphs.backends import EagerStep
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Recorded, Step
-from stepgraph.graphs.errors import CaptureError, site_of_error
+from stepgraph.graphs.errors import LESS, CaptureError, step_errors
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.key_sets import PromptKey
 from stepgraph.graphs.memory import resident_bytes
@@ -22,7 +20,6 @@ from stepgraph.graphs.spans import RecordedReport
 
 OnFailure = Literal["raise", "eager"]
 Key = GraphKey | PromptKey
-LESS = "max_rows, buckets, num_speculative_tokens, max_length or num_pages; greedy_only=True halves the graphs"
 
 
 @dataclass(frozen=True)
@@ -182,11 +179,17 @@ class KeyRecorder:
 
     def record_one(self, key: Key) -> Recorded:
         """Record a key while rounds of others may be in flight."""
-        with _capture_errors(key):
+        with step_errors(f"capture of {key}", self._buffers.device):
             return self._backend.capture(self.step_of(key), self._buffers)
 
     def _eager(self, key: Key) -> EagerStep:
-        return EagerStep(self._backend, self.step_of(key), self._buffers)
+        step = self.step_of(key)
+
+        def run(buffers: StaticBuffers) -> None:
+            with step_errors(str(key), buffers.device):
+                step(buffers)
+
+        return EagerStep(self._backend, run, self._buffers)
 
     def _record(self, key: Key, budget: CaptureBudget) -> Recorded:
         budget.check_next(key)
@@ -195,7 +198,7 @@ class KeyRecorder:
         return recorded
 
     def _measure(self, key: Key) -> RecordedReport:
-        with _capture_errors(key):
+        with step_errors(f"capture of {key}", self._buffers.device):
             return self._backend.measure(self.step_of(key), self._buffers)
 
     def _estimated(self, budget: CaptureBudget, keys: Sequence[Key]) -> str:
@@ -219,19 +222,3 @@ class KeyRecorder:
 def _larger(key: Key, recorded: Mapping[Key, Recorded]) -> Key | None:
     """The next larger key of the same kind that is recorded."""
     return min((other for other in recorded if other.kind == key.kind and other.rows > key.rows), default=None)
-
-
-@contextlib.contextmanager
-def _capture_errors(key: Key) -> Iterator[None]:
-    """CaptureError if memory runs out, ValueError for an invalid model, RuntimeError with the key for any other error of the step."""
-    try:
-        yield
-    except (CaptureError, ValueError):
-        raise
-    except Exception as error:
-        # torch's CPU allocator raises a plain RuntimeError
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
-            raise CaptureError("memory", f"{key} needs more memory than available ({error}); lower {LESS}") from error
-        site = site_of_error(error)
-        where = f"\n  {site}\n    {site.source}" if site.file else ""
-        raise RuntimeError(f"capture of {key}: the step raised {type(error).__name__}: {error}{where}") from error

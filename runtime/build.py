@@ -18,14 +18,15 @@ from stepgraph.graphs.backends import make_backend
 from stepgraph.graphs.buffer_spec import check_fit
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.errors import LESS
 from stepgraph.graphs.graph_key import FULL
 from stepgraph.graphs.graph_set import GraphSet
+from stepgraph.graphs.key_sets import draft_choices
 from stepgraph.graphs.layers.lora import lora_specs
 from stepgraph.graphs.limits import UNTIL_EVENT
 from stepgraph.graphs.model import ModelPair, TargetModel
 from stepgraph.graphs.prefill import Prompts, prompt_specs
 from stepgraph.graphs.proposing import text_specs
-from stepgraph.graphs.recording import LESS
 from stepgraph.graphs.ring_specs import ring_specs
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, grammar_specs, look_up_specs, option_specs, round_specs, skipped_specs, state_specs
@@ -34,7 +35,7 @@ from stepgraph.runtime.check_models import Drafter, check_models, checked_vocabu
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.device_grammars import INT_BYTES, DeviceGrammars, why_no_device_grammars
 from stepgraph.runtime.draft_length import AUTO as AUTO_LENGTH
-from stepgraph.runtime.draft_length import DraftLengthChooser, draft_choices
+from stepgraph.runtime.draft_length import DraftLengthChooser
 from stepgraph.runtime.extras.hidden_states import open_states, states_layout
 from stepgraph.runtime.extras.record import Recorder, Recording, open_recorder
 from stepgraph.runtime.extras.states_folder import StatesLayout

@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from stepgraph.graphs.attention.float8 import ENTRIES, FLOAT8
+from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import DraftModel, ModelPair, TargetModel
+from stepgraph.graphs.model import AttentionShape, DraftModel, ModelPair, TargetModel
 from stepgraph.graphs.proposer import Proposer
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.host_drafts import DraftFunction, FunctionProposer
 from stepgraph.runtime.models.forced import ForcedDrafts
 from stepgraph.runtime.models.ngram import NgramLookup
-from stepgraph.sampling.fields import check_members, clip_repr
+from stepgraph.sampling.fields import BOOL, Check, check_members, check_value, clip_repr, instance_of, whole
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 AUTO, FORCED, NGRAM, NONE = "auto", "forced", "ngram", "none"
 DRAFTER_NAMES = (AUTO, FORCED, NGRAM, NONE)
 Drafter = DraftModel | Proposer | DraftFunction
+
+
+def _series_of(kind: type, expected: str) -> Check:
+    return Check(lambda found: isinstance(found, Iterable) and all(isinstance(each, kind) for each in found), expected)
+
+
+_SPECS = _series_of(BufferSpec, "a sequence of BufferSpecs")
+_ATTRIBUTES = {  # of a target or a draft; all but the first are optional
+    "feature_dtype": instance_of(torch.dtype, "a torch.dtype"),
+    "notes": _series_of(str, "a tuple of sentences"),
+    "attends": _series_of(AttentionShape, "a tuple of AttentionShapes"),
+    "embedding_size": whole(0),
+    "lora_weights": instance_of(Mapping, "a mapping of names to LoraWeights"),
+    "shard": instance_of(VocabularyShard, "a VocabularyShard"),
+    "lookahead": whole(0),
+    **dict.fromkeys(("advances", "shares_embeddings", "shares_prefix"), BOOL),
+}
+_D2T = Check(lambda found: isinstance(found, Tensor) and found.dim() == 1, "a tensor [vocab_size] of torch.int64, or None")
 
 
 def resolve_drafter(target: TargetModel, draft: Drafter | str | None, config: EngineConfig) -> tuple[ModelPair, EngineConfig]:
@@ -82,8 +102,8 @@ def without_drafts(config: EngineConfig | None) -> EngineConfig:
 
 
 def check_models(models: ModelPair, backend: Backend, limits: Limits) -> None:
-    """ValueError for tensors on another device, and for active dropout: a CUDA graph would freeze it, and the tape cannot record it. Of a
-    draft also for flags that are no bool, and for a cache if it stays at one position."""
+    """ValueError for tensors on another device, for active dropout, which a CUDA graph would freeze and the tape cannot record, for
+    attributes of wrong types, and for the cache of a draft that stays at one position."""
     for name, model in (("target", models.target), ("draft", models.drafter)):
         wrong = [device for device in devices_of(model) if device != backend.device]
         if wrong:
@@ -94,15 +114,15 @@ def check_models(models: ModelPair, backend: Backend, limits: Limits) -> None:
         for inner, module in modules:
             if isinstance(module, _DropoutNd) and module.training and module.p > 0:
                 raise ValueError(f"Engine.{name}: {inner or type(module).__name__} is dropout in training mode; call .eval() first")
+        if model is not None:
+            check_value(f"Engine.{name}.cache_specs", model.cache_specs(limits), _SPECS)
+        for attribute in (attribute for attribute in _ATTRIBUTES if hasattr(model, attribute)):
+            check_value(f"Engine.{name}.{attribute}", getattr(model, attribute), _ATTRIBUTES[attribute])
     for name, model in (("target", models.target), ("draft", models.draft)):
         if limits.kv_cache_dtype == FLOAT8 and model is not None and all(spec.dtype is not ENTRIES for spec in model.cache_specs(limits)):
             why = f"the {name} does not declare its cache by `cache_specs` of stepgraph.graphs.model"
             raise ValueError(f"EngineConfig.kv_cache_dtype: got {FLOAT8!r}, expected 'auto': {why}")
     draft = models.draft
-    for name in ("advances", "shares_embeddings"):
-        value = getattr(draft, name, True)
-        if not isinstance(value, bool):
-            raise ValueError(f"Engine.draft.{name}: got {clip_repr(value)}, expected True or False")
     if draft is not None and not getattr(draft, "advances", True) and (specs := draft.cache_specs(limits)):
         names, reason = ", ".join(spec.name for spec in specs), "drafts would overwrite the entry of the text's last token"
         raise ValueError(f"Engine.draft.cache_specs: got {names} with advances = False, expected none: {reason}")
@@ -122,6 +142,7 @@ def checked_vocabulary_size(models: ModelPair, vocabulary: Vocabulary | None) ->
             expected = f"the target's {target.vocab_size}, or a d2t that maps the draft's tokens to the target's"
             raise ValueError(f"Engine.draft: its vocab_size is {draft.vocab_size}, expected {expected}")
         return num_tokens
+    check_value("Engine.draft.d2t", draft.d2t, _D2T)
     ids = draft.d2t.tolist()
     if len(ids) != draft.vocab_size or draft.d2t.dtype != torch.int64:
         raise ValueError(f"Engine.draft.d2t: got {len(ids)} entries of {draft.d2t.dtype}, expected {draft.vocab_size} of torch.int64")

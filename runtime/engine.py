@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _TOKENIZER = optional(Check(lambda value: isinstance(value, TextCodec) or callable(value), "a TextCodec, or a function that returns one"))
+_MADE_TOKENIZER = Check(lambda made: isinstance(made, TextCodec), "a TextCodec from the function")
 
 
 class Engine(EngineCore):
@@ -119,7 +120,9 @@ class Engine(EngineCore):
         """Text to token ids and back. ValueError if the engine has none."""
         if self._make_tokenizer is None:
             raise ValueError("Engine.tokenizer: got None, expected a TextCodec for prompts that are text: Engine(..., tokenizer=...)")
-        return self._make_tokenizer()
+        made = self._make_tokenizer()
+        check_value("Engine.tokenizer()", made, _MADE_TOKENIZER)
+        return made
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -66,7 +66,7 @@ class EngineCore:
                     self.queue.pause()  # every request waits for its grammar
                 return events
             except BaseException as error:
-                self._shut(f"{type(error).__name__}: {error}", FinishReason.ERROR)
+                self._shut(f"{type(error).__name__}: {str(error) or 'in a step, which closed the engine'}", FinishReason.ERROR)
                 raise
 
     @property

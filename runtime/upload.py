@@ -15,6 +15,7 @@ from torch import Tensor
 from stepgraph.graphs.accept_options import LogitsProcessor
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
+from stepgraph.graphs.errors import step_errors
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
@@ -120,7 +121,8 @@ class Uploader:
             for offset, values in spans:
                 buffers.prompt_embeddings[offset : offset + len(values)].copy_(values, non_blocking=True)
             if graph is None:
-                chunks.run(buffers, chunk, bool(spans))
+                with step_errors("a chunk of a prompt", buffers.device):
+                    chunks.run(buffers, chunk, bool(spans))
 
         embedded = [(offset, len(values)) for offset, values in spans]
         self._prompts.send(chunk.line(request.job.given_ids[start : start + count + 1], self._limits, embedded), send)

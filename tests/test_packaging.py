@@ -234,3 +234,34 @@ def test_type_checkers_see_the_package_in_a_checkout_of_any_name() -> None:
     link = ROOT / ".typings" / "stepgraph"
     assert link.samefile(ROOT) if link.exists() else not (ROOT / ".git").exists(), "a source distribution has no links"
     assert 'mypy_path = "$MYPY_CONFIG_FILE_DIR/.typings"' in PROJECT and 'stubPath = ".typings"' in PROJECT
+
+
+WRONG_PROGRAM = """
+from stepgraph import Engine, Job
+
+engine = Engine.from_pretrained("demo")
+job: Job = engine.generate("a", max_new_tokens=3)
+engine.generate("a", max_new_tokens="3")
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["wheel", "editable"])
+def test_type_checkers_find_a_wrong_argument_after_an_install(how: str, tmp_path: Path) -> None:
+    """`make lint` does the same in a checkout, with tests/typed_program.py."""
+    environment, built = tmp_path / "environment", zipfile.ZipFile(build(how, tmp_path, CC="no-such-compiler"))
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    (site,) = environment.glob("lib/python*/site-packages")
+    built.extractall(site)
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")  # whose .pth files are not read
+    program, python = tmp_path / "program.py", str(environment / "bin" / "python")
+    program.write_text(WRONG_PROGRAM, encoding="utf-8")
+    for checker in (
+        ["mypy", "--cache-dir", str(tmp_path / "cache"), "--python-executable"],
+        ["basedpyright", "--level", "error", "--pythonpath"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", *checker, python, str(program)], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        lines = [int(line) for line in re.findall(r"program\.py:(\d+)", done.stdout)]
+        assert set(lines) == {6} and '"generate"' in done.stdout, done.stdout + done.stderr

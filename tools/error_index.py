@@ -16,7 +16,7 @@ from typing import NamedTuple
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from stepgraph.runtime import config
-from stepgraph.sampling import params
+from stepgraph.sampling import fields, params
 from stepgraph.sampling.fields import BOOL, Check
 from tools.generated import print_or_write
 
@@ -37,7 +37,9 @@ the column "expected" has what to give instead, or the rest of the message.
 * `QueueFullError`: `EngineConfig.max_queued` requests wait. Submit later, or `await AsyncEngine.submit`, which waits.
 * `EngineClosedError`: the engine was closed, by `close()`, a fault or a fork ([serve.md](serve.md#guarantees-for-every-job)).
 * `RoundTimeoutError`: the device did not answer within `EngineConfig.round_timeout_seconds`; the log has the stages and stacks.
-* `MemoryError`: buffers or graphs need more memory than is available; the message has both numbers and the settings that reduce it.
+* `StepError`: a model or function of an engine raised; the message has its line, and the cause is chained. Missing memory is a `ValueError`
+  before buffers are made and a `CaptureError` with the rule `memory` later, with the sizes and the settings that reduce them.
+* `MemoryError`: the C library could not allocate.
 """
 
 
@@ -61,10 +63,23 @@ def page() -> str:
 
 
 def messages(source: str) -> Iterator[Message]:
-    """The exceptions with a text that a source raises, in its order."""
-    raised = [node.exc for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
-    for call in sorted(raised, key=lambda call: call.lineno):
+    """The exceptions with a text that a source raises, and the values that it checks, in its order."""
+    tree = ast.parse(source)
+    constants = dict[str, ast.expr]()
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            pairs = [(node.targets[0], node.value)]
+            if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(node.targets[0].elts, node.value.elts, strict=True))
+            constants |= {ast.unparse(target): value for target, value in pairs}
+    raised = {node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)}
+    checks = {node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "check_value"}
+    for call in sorted(raised | checks, key=lambda call: call.lineno):
         name = ast.unparse(call.func)
+        if call in checks:
+            if re.search(r"\w", re.sub(r"{\w+}", "", field := _text(call.args[0]))):
+                yield Message("`ValueError`", f"{field}: got {INSERTED}", _accepted(call.args[2], constants))
+            continue
         if name in ("AttributeError", "AssertionError", "IndexError") or not call.args:  # protocols of Python, and bugs
             continue
         rule = name == "fail" or name == "CaptureError"
@@ -75,6 +90,27 @@ def messages(source: str) -> Iterator[Message]:
         if not found:
             problem, _, expected = text.partition("; ")
         yield Message(f"CaptureError `{_text(call.args[0])}`" if rule else f"`{name}`", problem, expected)
+
+
+def _accepted(check: ast.expr, constants: Mapping[str, ast.expr]) -> str:
+    """What a Check accepts, in its words. constants: those of its module."""
+    if isinstance(check, ast.Name):
+        if isinstance(known := getattr(fields, check.id, None), Check):
+            return known.expected
+        return _accepted(constants[check.id], constants) if check.id in constants else INSERTED
+    if not isinstance(check, ast.Call):
+        return INSERTED
+    kind = ast.unparse(check.func).removeprefix("fields.")
+    texts = [_text(constants.get(ast.unparse(argument), argument)) for argument in check.args]
+    if kind == "optional":
+        return f"{_accepted(check.args[0], constants)}, or None"
+    if kind == "one_of" and isinstance(check.args[0], ast.Tuple):
+        choices = [_text(constants.get(ast.unparse(choice), choice)) for choice in check.args[0].elts]
+        return f"one of {', '.join(map(repr, choices))}" if INSERTED not in choices else INSERTED
+    if kind in ("whole", "number"):
+        limits = f"from {texts[0]} to {texts[1]}" if len(texts) > 1 else f">= {texts[0]}"
+        return f"a {'whole ' * (kind == 'whole')}number {limits}"
+    return texts[1] if kind in ("Check", "instance_of", "_series_of") and len(texts) > 1 else INSERTED
 
 
 def _text(node: ast.expr) -> str:

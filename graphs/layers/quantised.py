@@ -69,7 +69,7 @@ _KIND_OF = {kind.block_bytes: kind for kind in (*KINDS.values(), MIXED)}
 class Grouped(NamedTuple):
     """A quantised weight as files of any format have it: scale * number + minimum."""
 
-    numbers: Tensor  # [out, in], the least is not below -zero of its kind; float8 as the bits of its bytes
+    numbers: Tensor  # [out, in], the least is not below -zero of its kind; modulo 256 in uint8; float8 as the bits of its bytes
     scales: Tensor  # [out, groups]; in float16 where its kind has that
     minimums: Tensor | None = None
 
@@ -83,17 +83,28 @@ def common_kind(kinds: set[Kind | None]) -> Kind | None:
 
 def pack(kind: Kind, weight: Grouped) -> Tensor:
     rows, inner = weight.numbers.shape
-    count = inner // kind.group
-    fields = (weight.numbers.to(torch.int16) + kind.zero).to(torch.uint8)
-    fields = fields.view(rows // TILE, TILE, count, -1, 2, 8 // kind.bits, 2)  # tile, column, block, vector, byte, field, odd
-    packed = sum(fields[:, :, :, :, :, index] << index * kind.bits for index in range(8 // kind.bits))
-    assert isinstance(packed, Tensor)
-    parts = [packed.permute(0, 2, 3, 1, 5, 4).reshape(rows // TILE, count, kind.field_bytes)]
+    tiles, count = rows // TILE, inner // kind.group
+    packed = torch.empty(tiles, count, kind.block_bytes // kind.together, dtype=torch.uint8, device=weight.numbers.device)
+    words = _words(kind, weight.numbers.to(torch.uint8).contiguous()).view(tiles, TILE, count, -1)
+    packed[:, :, : kind.field_bytes].view(torch.int32).view(tiles, count, -1, TILE).copy_(words.permute(0, 2, 3, 1))
     minimums = torch.zeros_like(weight.scales) if weight.minimums is None else weight.minimums
-    for each in (weight.scales, minimums) if kind.ranged else (weight.scales,):
-        repeated = each.to(kind.scale_type).repeat_interleave(count // each.shape[1], 1)
-        parts.append(repeated.view(rows // TILE, TILE, count).transpose(1, 2).contiguous().view(torch.uint8))
-    return torch.cat(parts, 2).view(rows // TILE, -1, kind.block_bytes)
+    numbers = packed[:, :, kind.field_bytes :].view(kind.scale_type).view(tiles, count, -1, TILE)
+    for index, each in enumerate((weight.scales, minimums)[: numbers.shape[2]]):
+        repeated = each.repeat_interleave(count // each.shape[1], 1)
+        numbers[:, :, index].copy_(repeated.view(tiles, TILE, count).transpose(1, 2))
+    return packed.view(tiles, -1, kind.block_bytes)
+
+
+def _words(kind: Kind, numbers: Tensor) -> Tensor:
+    """int32 words of fields, from numbers [out, in] modulo 256. Eight at a time, as little-endian int64."""
+    mask, zero = (int.from_bytes(bytes([byte]) * 8, "little", signed=True) for byte in ((1 << kind.bits) - 1, kind.zero))
+    eight = numbers.view(torch.int64) & mask ^ zero  # adds the zero, which is half of the range or 0
+    if kind.bits == 8:  # the two middle bytes of each four change places
+        middle = 0x0000FF000000FF00
+        return (eight & ~(middle | middle << 8) | eight >> 8 & middle | (eight & middle) << 8).view(torch.int32)
+    pairs = eight | eight >> 12  # byte n: field n, and above it field n + 2; wanted are fields 0, 2, 4, 6, 1, 3, 5, 7
+    words = pairs & 0xFF | pairs >> 24 & 0xFF00 | pairs << 8 & 0xFF0000 | pairs >> 16 & 0xFF000000
+    return words.to(torch.int32)
 
 
 def empty_packed(kind: Kind, like: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from stepgraph.graphs.capture import Recorded, Step
 from stepgraph.graphs.errors import CaptureError
 from stepgraph.graphs.tape.replay_ops import same_bits
 from stepgraph.runtime.commands import terminal
-from stepgraph.sampling.fields import clip_repr
+from stepgraph.sampling.fields import clip_repr, takes
 
 MODULE_AND_NAME = "a module and a name in it, such as my_step:make"
 FACTORY = "a function without arguments that returns (step, buffers); to pass the step itself, use --buffers"
@@ -84,8 +84,8 @@ def _step_and_buffers(options: argparse.Namespace) -> tuple[Step, StaticBuffers]
         step, buffers = target, _import("--buffers", options.buffers)
         if not isinstance(buffers, StaticBuffers):
             buffers = _call("--buffers", options.buffers, buffers, "StaticBuffers, or a function without arguments that returns them")
-    if not callable(step):
-        raise ValueError(f"{options.target}: got {type(step).__name__} as the step, expected a function of the buffers")
+    if not takes(None)(step):
+        raise ValueError(f"{options.target}: got {clip_repr(step)} as the step, expected a function of one argument, the buffers")
     if not isinstance(buffers, StaticBuffers):
         raise ValueError(f"{options.buffers or options.target}: got {type(buffers).__name__} as the buffers, expected StaticBuffers")
     return step, buffers

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from stepgraph.runtime.commands.inputs import read_file, read_schema, require_folder, require_writable, token_ids
+from stepgraph.runtime.commands.inputs import open_listener, read_file, read_schema, require_folder, require_writable, token_ids
 from stepgraph.runtime.demo.pair import DRAFTS
 from stepgraph.sampling.fields import clip_repr
 
@@ -250,6 +250,7 @@ def check_serve(options: argparse.Namespace) -> None:
     if options.api_keys is not None and not lines:
         raise ValueError(f"--api-keys: got {clip_repr(options.api_keys)} without a key, expected one key per line")
     options.api_keys = lines
+    open_listener(options.host, options.port).close()  # so that an address in use is reported before a model is loaded
 
 
 def _named_folders(pairs: Sequence[str], model: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -61,3 +62,15 @@ def require_writable(flag: str, path: str) -> None:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise ValueError(f"{flag}: got {clip_repr(path)} ({why}), expected the path of a file that can be written") from None
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """A listening socket. ValueError if there is none for this address, and for an empty host, which would be every address."""
+    why = "0.0.0.0 listens on all addresses"
+    try:
+        if host:
+            return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+    expected = "an address of this machine and a free port"
+    raise ValueError(f"--host, --port: got {clip_repr(host)}, {port} ({why}), expected {expected}")

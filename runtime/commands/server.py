@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stepgraph.runtime.commands import engines, terminal
 from stepgraph.runtime.commands.flags import TOY
+from stepgraph.runtime.commands.inputs import open_listener
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
@@ -83,8 +84,7 @@ async def serve(serving: Serving, options: argparse.Namespace) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, signalled)
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    with socket.create_server((options.host, options.port), family=family) as listener:
+    with open_listener(options.host, options.port) as listener:
         bounds = Bounds(
             body_bytes=options.max_body_bytes,
             answer_seconds=options.answer_seconds,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from stepgraph import Engine, EngineConfig, Job
+from stepgraph import Engine, EngineConfig, Job, ModelInput, ModelOutput
 from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers, TapeBackend
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.graph_set import GraphSet
@@ -104,7 +107,7 @@ def test_failed_capture_raises_by_default_and_can_be_repeated() -> None:
     "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError("no"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 )
 def test_out_of_memory_names_the_graph_and_the_options_to_lower(error: Exception) -> None:
-    message = r"\[memory\] rows=4 constrained greedy needs more memory than available .*; lower max_rows"
+    message = r"\[memory\] capture of rows=4 constrained greedy needs more memory than available .*; lower max_rows"
     with make(Refusing(1, error=error)) as engine, pytest.raises(CaptureError, match=message):
         engine.capture()
 
@@ -116,14 +119,31 @@ def test_error_of_the_step_names_the_graph_and_is_chained() -> None:
         assert isinstance(caught.value.__cause__, TypeError) and not isinstance(caught.value, CaptureError)
 
 
-def test_error_of_a_model_names_its_line() -> None:
-    class Broken(ToyTarget):
-        def forward(self, *inputs: Any) -> Any:
-            raise KeyError("layer 3")  # this line
+class Broken(ToyTarget):
+    """Raises a KeyError, or allocates more than there is."""
 
-    message = r"the step raised KeyError: 'layer 3'\n  .*test_graph_set.py:\d+\n .*# this line$"
-    with Engine(Broken(VOCABULARY.logits_width, seed=1)) as engine, pytest.raises(RuntimeError, match=message):
-        engine.capture()
+    allocates = False
+
+    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+        if self.allocates:
+            torch.empty(10**13, device=buffers.device)  # this line
+        raise KeyError("layer 3")  # this line
+
+
+@pytest.mark.parametrize("how", ["captured", "first step", "eager"])
+@pytest.mark.parametrize("allocates", [False, True])
+def test_error_of_a_model_names_its_line(how: str, allocates: bool) -> None:
+    target = Broken(VOCABULARY.logits_width, seed=1)
+    target.allocates = allocates
+    engine = Engine(target, config=EngineConfig(max_rows=1, max_length=32, eager=how == "eager"))
+    with pytest.raises(CaptureError if allocates else RuntimeError) as caught, engine:
+        _ = engine.capture() if how == "captured" else engine.generate([1, 2, 3])
+    lines = str(caught.value).splitlines()
+    if allocates:
+        assert re.search(r"more memory than available \(40000000000000 bytes wanted, [\d,]+ bytes free on cpu\); lower max_rows", lines[0])
+    else:
+        assert lines[0].endswith(": the step raised KeyError: 'layer 3'")
+    assert re.search(r"test_graph_set.py:\d+$", lines[1]) and lines[2].endswith("# this line")
 
 
 @pytest.mark.parametrize("lane", ["host", "auto"])
@@ -211,9 +231,10 @@ def test_no_memory_for_an_estimate_runs_eagerly_or_raises() -> None:
     report = graphs("eager").capture()
     assert "memory of the graphs: no estimate, because the smallest graphs cannot be captured" in report.notes
     assert report.failed and all(
-        one.served_by is None and "needs more memory than available (nothing left)" in one.why for one in report.failed
+        one.served_by is None and re.search(r"needs more memory than available \(more wanted, [\d,]+ bytes free on cpu\)", one.why)
+        for one in report.failed
     )
-    with pytest.raises(CaptureError, match=r"needs more memory than available \(nothing left\)"):
+    with pytest.raises(CaptureError, match=r"needs more memory than available \(more wanted, [\d,]+ bytes free on cpu\); lower max_rows"):
         graphs("raise").capture()
 
 
@@ -224,18 +245,27 @@ def test_graph_set_is_captured_once() -> None:
         graphs.capture()
 
 
-def test_process_grows_by_what_the_report_counts() -> None:
-    buffers = StaticBuffers([BufferSpec("x", (1 << 20,), torch.float32)])
+GROWTH = """
+import gc
+import torch
+from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend
+from stepgraph.graphs.graph_set import GraphSet
 
-    def step(buffers: StaticBuffers) -> None:
-        buffers.x.copy_(((buffers.x + 1) * 2).exp().sin())
-
+buffers = StaticBuffers([BufferSpec("x", (1 << 20,), torch.float32)])
+step = lambda buffers: buffers.x.copy_(((buffers.x + 1) * 2).exp().sin())
+for _ in range(2):  # the first capture of a process makes the pages of the code resident that it runs, about 7 MiB
+    gc.collect()
     backend = TapeBackend()
-    try:
-        report = GraphSet(backend, buffers, lambda key: step, range(1, 17), capture_bytes=32 << 20).capture(greedy_only=True)
-    finally:
-        backend.close()
-    counted = sum(one.nbytes + one.host_bytes for _, one in report.keys)
-    assert counted <= 17 << 20, "32 graphs share four intermediates of 4 MiB"
-    assert report.resident_bytes is None or counted - (2 << 20) <= report.resident_bytes <= counted + (4 << 20)
-    assert "KiB of graphs; the process grew by" in str(report) or report.resident_bytes is None
+    report = GraphSet(backend, buffers, lambda key: step, range(1, 17), capture_bytes=32 << 20).capture(greedy_only=True)
+    backend.close()
+print(sum(one.nbytes + one.host_bytes for _, one in report.keys), report.resident_bytes or 0, "the process grew by" in str(report))
+"""
+
+
+def test_process_grows_by_what_the_report_counts() -> None:
+    """In a process of its own: the growth of this one includes what other tests free."""
+    done = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True)
+    counted, grown, printed = done.stdout.split()
+    assert int(counted) <= 17 << 20, "32 graphs share four intermediates of 4 MiB"
+    assert int(grown) == 0 or int(counted) - (2 << 20) <= int(grown) <= int(counted) + (4 << 20)
+    assert printed == "True" or int(grown) == 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -176,6 +178,26 @@ def test_sizes_beyond_the_memory_are_refused_with_both_numbers(sizes: dict[str, 
         ValueError, match=r"EngineConfig: got [\d,]{12,} bytes on cpu, expected at most [\d,]{9,}, the memory available; lower"
     ):
         engine_of(config=replace(CONFIG, buckets=None, **sizes))
+
+
+LIMITED = """
+import resource
+from pathlib import Path
+from stepgraph import Engine, EngineConfig
+from stepgraph.runtime.models.toy import ToyTarget
+
+Engine(ToyTarget(100), config=EngineConfig(max_rows=1, max_length=16)).close()
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20),) * 2)
+Engine(ToyTarget(100), config=EngineConfig(max_rows=1, max_length=16, num_pages=1 << 22))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+def test_sizes_beyond_a_limit_of_the_process_are_refused() -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=False)
+    message = r"ValueError: EngineConfig: got 5\d\d,\d{3},\d{3} bytes on cpu, expected at most 2\d\d,\d{3},\d{3}, the memory available"
+    assert re.search(message, done.stderr), done.stderr
 
 
 def test_model_beyond_the_memory_is_refused_before_it_is_loaded() -> None:

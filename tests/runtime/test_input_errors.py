@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 import stepgraph.runtime
-from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
+from stepgraph import Constraint, Engine, EngineClosedError, EngineConfig, Job, Vocabulary
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, make_backend
 from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.graphs.model import AttentionShape
@@ -55,12 +56,24 @@ def host_buffers(slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return state, drafts, torch.zeros(2, slots, 3, dtype=torch.int32), torch.zeros(2, slots, TAG_FIELDS, dtype=torch.int64)
 
 
-def mapped(d2t: Tensor) -> Engine:
+def mapped(d2t: Any) -> Engine:
     draft = ToyDraft(TARGET, d2t=range(5))
+    del draft.d2t  # a registered buffer, which refuses other objects
     draft.d2t = d2t
     return Engine(
         TARGET, draft, vocabulary=PRINTABLE, config=EngineConfig(max_rows=1, num_speculative_tokens=1, draft_length=1, max_length=16)
     )
+
+
+def changed(name: str, value: object) -> Engine:
+    """An engine for a target with another attribute."""
+    target = ToyTarget(PRINTABLE.logits_width)
+    setattr(target, name, value)
+    return Engine(target, config=EngineConfig(max_rows=1, max_length=16))
+
+
+def with_tokenizer(make: Any) -> object:
+    return Engine(TARGET, vocabulary=PRINTABLE, tokenizer=make, config=EngineConfig(max_rows=1, max_length=16)).submit("a")
 
 
 REFUSED: list[tuple[Callable[[], object], str]] = [
@@ -84,6 +97,17 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: mapped(torch.arange(4)), r"Engine\.draft\.d2t: got 4 entries of torch\.int64, expected 5 of torch\.int64"),
     (lambda: mapped(torch.arange(5).int()), r"Engine\.draft\.d2t: got 5 entries of torch\.int32, expected 5 of torch\.int64"),
+    (lambda: mapped([0, 1, 2, 3, 4]), r"Engine\.draft\.d2t: got \[0, 1, 2, 3, 4\], expected a tensor \[vocab_size\] of torch\.int64"),
+    (lambda: changed("cache_specs", lambda limits: "keys"), r"Engine\.target\.cache_specs: got 'keys', expected a sequence of BufferSpecs"),
+    (lambda: changed("cache_specs", lambda limits: [5]), r"Engine\.target\.cache_specs: got \[5\], expected a sequence of BufferSpecs"),
+    (lambda: changed("feature_dtype", "float32"), r"Engine\.target\.feature_dtype: got 'float32', expected a torch\.dtype"),
+    (lambda: changed("notes", 5), r"Engine\.target\.notes: got 5, expected a tuple of sentences"),
+    (lambda: changed("attends", "x"), r"Engine\.target\.attends: got 'x', expected a tuple of AttentionShapes"),
+    (lambda: changed("embedding_size", "x"), r"Engine\.target\.embedding_size: got 'x', expected a whole number >= 0"),
+    (lambda: changed("lora_weights", "x"), r"Engine\.target\.lora_weights: got 'x', expected a mapping of names to LoraWeights"),
+    (lambda: changed("shares_prefix", "no"), r"Engine\.target\.shares_prefix: got 'no', expected True or False"),
+    (lambda: changed("shard", 5), r"Engine\.target\.shard: got 5, expected a VocabularyShard"),
+    (lambda: with_tokenizer(lambda: 5), r"Engine\.tokenizer\(\): got 5, expected a TextCodec from the function"),
     (lambda: TextCodec.of_bytes(PRINTABLE).encode(5), r"text: got 5, expected a string"),  # type: ignore[arg-type]
     (lambda: Constraint.json_schema('{"minimum": NaN}'), r"a schema that is not JSON \(NaN is not a JSON value\), expected a JSON object"),
     (lambda: Constraint.regex(5), r"Constraint\.regex\.pattern: got 5, expected a string"),  # type: ignore[arg-type]
@@ -104,6 +128,28 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 def test_error_names_field_value_and_accepted_values(call: Callable[[], object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         call()
+
+
+def test_a_call_after_an_interrupted_step_names_what_closed_the_engine() -> None:
+    def interrupted(job: Job) -> list[int]:
+        raise KeyboardInterrupt
+
+    engine = Engine(TARGET, interrupted, config=EngineConfig(max_rows=1, max_length=16, num_speculative_tokens=1, rounds_in_flight=1))
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([1])
+    with pytest.raises(EngineClosedError, match=r"^Engine\.submit\(\): KeyboardInterrupt: in a step, which closed the engine$"):
+        engine.generate([1])
+
+
+def test_public_calls_take_no_untyped_options() -> None:
+    found = set[str]()
+    for kind in {getattr(module, name) for module in (stepgraph, stepgraph.graphs) for name in module.__all__}:
+        for member in vars(kind).values() if inspect.isclass(kind) else [kind]:
+            function = inspect.unwrap(getattr(member, "__func__", member))
+            if inspect.isfunction(function) and function.__module__.startswith("stepgraph"):
+                parameters = inspect.signature(function).parameters.values()
+                found |= {str(parameter.annotation) for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD}
+    assert found == {"Unpack[RequestOptions]"}
 
 
 def test_lazy_public_names_are_listed() -> None:

@@ -20,11 +20,16 @@ def step(path, size):
         raise ValueError(f"{path}: got {size + 1} bytes, expected " "at most 3")
     if path:
         raise fail("host-sync", f"{path.name} blocks; use a buffer")
+    check_value(f"{path}.size", size, optional(whole(1, 5)))
+    check_value("path", path, PATH)
     raise RuntimeError(f"{size}: {path}")
+PATH = Check(callable, "a path")
 """
     assert list(error_index.messages(source)) == [
         Message("`ValueError`", "{path}: got … bytes", "at most 3"),
         Message("CaptureError `host-sync`", "{name} blocks", "use a buffer"),
+        Message("`ValueError`", "{path}.size: got …", "a whole number from 1 to 5, or None"),
+        Message("`ValueError`", "path: got …", "a path"),
     ]
 
 

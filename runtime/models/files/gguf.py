@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.layers.quantised import KINDS, TILE, Grouped
+from stepgraph.graphs.layers.quantised import TILE, Grouped
+from stepgraph.runtime.models.files.gguf_blocks import read_blocks
 from stepgraph.runtime.models.files.weights import Stored
 from stepgraph.runtime.models.llama_config import MIXTRAL, QWEN_EXPERTS
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
@@ -29,39 +30,10 @@ SCALES = {  # the bytes of a block that hold its scales as float16
     "Q5_K": slice(4),
     "Q6_K": slice(-2, None),
 }
-_ONE, _ZERO = b"\0<", b"\0\0"  # in float16
-_ONE_SCALE, _NO_MINIMUM = {0: _ONE}, {0: _ONE + _ZERO}
-_K_SCALES = _NO_MINIMUM | {4: b"\1\1\1\1\0\0\0\0\1\1\1\1"}  # every scale 1, every minimum 0
-UNIT_SCALES = {  # bytes of a block, by the first one's place, that make its values its numbers
-    "Q4_0": _ONE_SCALE,
-    "Q4_1": _NO_MINIMUM,
-    "Q5_0": _ONE_SCALE,
-    "Q5_1": _NO_MINIMUM,
-    "Q8_0": _ONE_SCALE,
-    "Q4_K": _K_SCALES,
-    "Q5_K": _K_SCALES,
-    "Q6_K": {192: b"\1" * 16 + _ONE},
-}
-UNIT_NUMBERS = {  # that make its values its scales
-    "Q4_0": {2: b"\x99" * 16},
-    "Q4_1": {2: _ZERO + b"\x11" * 16},
-    "Q5_0": {2: b"\xff" * 4 + b"\x11" * 16},
-    "Q5_1": {2: _ZERO + b"\0" * 4 + b"\x11" * 16},
-    "Q8_0": {2: b"\1" * 32},
-    "Q4_K": {2: _ZERO, 16: b"\x11" * 128},
-    "Q5_K": {2: _ZERO, 16: b"\0" * 32 + b"\x11" * 128},
-    "Q6_K": {0: b"\x11" * 128 + b"\xaa" * 64},
-}
-ZERO_NUMBERS = {  # that make its values its minimums
-    "Q4_1": {4: b"\0" * 16},
-    "Q5_1": {4: b"\0" * 20},
-    "Q4_K": {16: b"\0" * 128},
-    "Q5_K": {16: b"\0" * 160},
-}
 READABLE = ("F32", "F16", "BF16", *SCALES)
 _ROWS_AT_ONCE = 32  # the package takes 16 rows at a time, which is little work for a call
 _VALUES_AT_ONCE = 2**18  # in float32, which fit in a cache
-_GROUPED_AT_ONCE = 2**16  # of weights that stay quantised, as numbers, scales and minimums
+_GROUPED_AT_ONCE = 2**17  # of weights that stay quantised; torch starts threads for 2**15 words, which take longer than the work
 _FIELDS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -137,26 +109,20 @@ class GgufSource:
 
     def read(self, name: str) -> Tensor:
         dtype, shape = self.dtype if self.tensors[name].kind in SCALES else torch.float32, self.tensors[name].shape
-        return self._in_order(name, self._dequantised(name, self._rows(name), {}, dtype).view(shape))
+        return self._in_order(name, self._dequantised(name, dtype).view(shape))
 
     def _rows(self, name: str) -> npt.NDArray[np.uint8]:
         return self._blocks[name].reshape(-1, self._blocks[name].shape[-1])
 
-    def _dequantised(
-        self, name: str, stored: npt.NDArray[np.uint8], changed: Mapping[int, bytes], dtype: torch.dtype = torch.float32
-    ) -> Tensor:
-        """Rows of a tensor. changed: bytes that replace those of every block."""
+    def _dequantised(self, name: str, dtype: torch.dtype) -> Tensor:
+        """[rows, values of a row]"""
         import gguf
 
-        shape = len(stored), self.tensors[name].shape[-1]
-        values = torch.empty(shape, dtype=dtype)
-        rows = max(_VALUES_AT_ONCE // shape[-1] // _ROWS_AT_ONCE, 1) * _ROWS_AT_ONCE
-        for first, part in enumerate(values.view(-1, shape[-1]).split(rows)):
+        stored = self._rows(name)
+        values = torch.empty(len(stored), self.tensors[name].shape[-1], dtype=dtype)
+        rows = max(_VALUES_AT_ONCE // values.shape[1] // _ROWS_AT_ONCE, 1) * _ROWS_AT_ONCE
+        for first, part in enumerate(values.split(rows)):
             blocks = stored[first * rows :][: len(part)]
-            if changed:
-                blocks = blocks.copy()
-                for start, replaced in changed.items():
-                    blocks.reshape(-1, self._block_bytes[name])[:, start : start + len(replaced)] = np.frombuffer(replaced, np.uint8)
             joined = blocks.reshape(len(blocks) // math.gcd(len(blocks), _ROWS_AT_ONCE), -1)
             found = gguf.quants.dequantize(joined, self._kinds[name]).reshape(part.shape)
             part.copy_(torch.from_numpy(np.require(found, requirements=["C", "W"])))  # what the file maps cannot be written
@@ -172,13 +138,9 @@ class GgufSource:
 
     def read_grouped(self, name: str) -> Iterator[Grouped]:
         kind, (count, inner) = self.tensors[name].kind, self.tensors[name].shape
-        changes, group = [UNIT_SCALES[kind], UNIT_NUMBERS[kind], ZERO_NUMBERS.get(kind)], KINDS[kind].group
         order = self._in_order(name, torch.arange(count)).numpy()
         for places in np.split(order, range(at_once := max(_GROUPED_AT_ONCE // inner // TILE, 1) * TILE, count, at_once)):
-            rows = self._rows(name)[places]
-            numbers, scales, minimums = (None if change is None else self._dequantised(name, rows, change) for change in changes)
-            assert numbers is not None and scales is not None
-            yield Grouped(numbers.to(torch.int16), scales[:, ::group], None if minimums is None else minimums[:, ::group])
+            yield read_blocks(kind, self._rows(name)[places])
 
     def _in_order(self, name: str, tensor: Tensor) -> Tensor:
         num_heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])

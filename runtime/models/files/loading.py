@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from stepgraph.graphs.errors import LESS
 from stepgraph.graphs.memory import check_memory
 from stepgraph.graphs.model import TargetModel
-from stepgraph.graphs.recording import LESS
 from stepgraph.runtime.check_models import AUTO, DRAFTER_NAMES, NONE, Drafter, check_config, checked_drafter, named_proposer, without_drafts
 from stepgraph.runtime.commands.terminal import print_error
 from stepgraph.runtime.config import EngineConfig

@@ -241,7 +241,8 @@ class StoredModel:
     def check(self, progress: bool = False) -> None:
         """Raises ValueError for a tensor with NaN or infinity. A separate pass, so that memory is taken for good files only."""
         for name, tensor in self._read(progress, "check", self.source.read_scales):
-            if not bool(torch.isfinite(tensor).all()):
+            ends = torch.stack(tensor.aminmax())  # of which NaN is both; one pass over the tensor
+            if not bool(torch.isfinite(ends).all()):
                 raise ValueError(f"{self.path}: {name} holds NaN or infinity")
 
     def packable(self) -> dict[str, Kind]:
@@ -276,7 +277,7 @@ class StoredModel:
             room, start = model.get_parameter(target.parameter)[target.tiles], 0
             for rows in stored:
                 packed = pack(self.packed[target.parameter], rows)
-                room[start : start + len(packed)].copy_(packed)
+                room[start : start + len(packed)].view(torch.int64).copy_(packed.view(torch.int64))  # fewer elements, no threads
                 start += len(packed)
         model.eval()
 

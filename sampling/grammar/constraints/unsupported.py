@@ -14,6 +14,13 @@ class Unsupported:
     keyword: str
     reason: str
 
+    @property
+    def split(self) -> tuple[str, str]:
+        """The reason without what to write instead, and that; empty where there is nothing to write."""
+        at, mark = max((self.reason.rfind(mark), mark) for mark in ("; ", ", expected "))
+        alternative = self.reason[at + len(mark) :]
+        return (self.reason, "") if at < 0 else (self.reason[:at], f"use {alternative}" if mark == ", expected " else alternative)
+
     def __str__(self) -> str:
         return f"{self.where}: {self.keyword}: {self.reason}"
 

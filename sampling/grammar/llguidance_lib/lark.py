@@ -14,6 +14,7 @@ from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.llguidance_lib.schema import lark_rules
 from stepgraph.sampling.grammar.schema.grammar import schema_grammar
 from stepgraph.sampling.grammar.schema.options import Options
+from stepgraph.sampling.grammar.schema.reader import naming_values, parsed
 from stepgraph.sampling.grammar.xgrammar_lib.ebnf import json_grammar
 
 PIECE = re.compile(
@@ -58,7 +59,8 @@ def lark_text(kind: str, payload: str, options: Options) -> str:
     elif kind == "structural_tag":
         text = _tagged(tag_groups(payload), options)
     else:
-        text = f"start: root\n{lark_rules(json_grammar(kind, payload, options))}"
+        with naming_values(parsed(payload) if kind == "json_schema" else {}):
+            text = f"start: root\n{lark_rules(json_grammar(kind, payload, options))}"
     return _head({}) + text
 
 
@@ -74,7 +76,7 @@ def _tagged(groups: Sequence[TagGroup], options: Options) -> str:
                 reject("#", tag.style, "is a style that only automata and xgrammar enforce")
             prefix = f"tag_{number}_{index}_"
             tags.append(f"{_literal(tag.begin)} {prefix}root {_literal(tag.end)}")
-            rules.append(lark_rules(schema_grammar(tag.schema, options, prefix)))
+            rules.append(_schema_rules(tag.schema, options, prefix))
         one = f"({' | '.join(tags)})"
         more = "" if group.separator is None else f"({_literal(group.separator)} {one})*"
         listed = f"{_literal(group.opening)} {one} {more} {_literal(group.closing)}"
@@ -83,6 +85,11 @@ def _tagged(groups: Sequence[TagGroup], options: Options) -> str:
         rules.append(f"tag_{number}: trigger_{number} {listed}\ntrigger_{number}[lazy]: /(?s:.*){trigger}/\n")
     names = " | ".join(f"tag_{number}" for number in range(len(groups)))
     return f"start: ({names})* TEXT\nTEXT: /(?s:.*)/ & ~/(?s:.*)(?:{'|'.join(triggers)})(?s:.*)/\n{''.join(rules)}"
+
+
+def _schema_rules(schema: object, options: Options, prefix: str) -> str:
+    with naming_values(schema):
+        return lark_rules(schema_grammar(schema, options, prefix))
 
 
 def _literal(text: str) -> str:
@@ -97,7 +104,7 @@ def with_checked_schemas(grammar: str) -> str:
     """The grammar with its JSON schemas as rules."""
     schemas = list[object]()
     checked = checked_lark(grammar, schemas)
-    rules = [lark_rules(schema_grammar(schema, Options(), _prefix(grammar, index))) for index, schema in enumerate(schemas)]
+    rules = [_schema_rules(schema, Options(), _prefix(grammar, index)) for index, schema in enumerate(schemas)]
     return "\n".join([checked, *rules])
 
 

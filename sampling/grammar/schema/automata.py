@@ -44,7 +44,7 @@ def automaton(term: Term) -> Automaton:
                 continue
             if target not in states:
                 if len(states) >= MAX_STATES:
-                    raise TooComplexError(f"takes more than {MAX_STATES} states")
+                    raise TooComplexError(f"takes more than {MAX_STATES} states; write a simpler pattern")
                 states[target] = len(order)
                 order.append(target)
             first, last = starts[index], min(starts[index + 1] - 1, START - 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.schema.automata import is_empty
@@ -42,9 +42,7 @@ def meet(left: Form, right: Form, simplify: Simplify, where: str) -> Form:
         return left if right == ANYTHING else right
     for items in (len(left.arrays) * len(right.arrays), len(left.objects) * len(right.objects)):
         if items > MAX_ALTERNATIVES:
-            reject(
-                where, "schema", f"its combined schemas have {items} cases, expected at most {MAX_ALTERNATIVES}; write fewer alternatives"
-            )
+            reject(where, "schema", f"has {items} cases with what it is combined with, expected at most {MAX_ALTERNATIVES}")
     numbers = dict.fromkeys(one.meet(other) for one, other in product(left.numbers, right.numbers))
     arrays = _pairs(left.arrays, right.arrays, lambda one, other: meet_arrays(one, other, simplify), lambda *_: False)
     objects = _pairs(
@@ -186,7 +184,7 @@ def complemented(form: Form, simplify: Simplify, where: str) -> Form:
     for piece in form.numbers:
         numbers = tuple(filter(None, dict.fromkeys(one.meet(other) for one, other in product(numbers, list(piece.complement())))))
     if form.strings.is_subset:
-        reject(where, "not", "is not enforced with a format of which not all texts are known; write a pattern")
+        _reject_negated(where, "a format of which not all texts are known; write a pattern")
     strings = exactly(complement(form.strings.exact))
     found = Form(not form.null, frozenset([False, True]) - form.booleans, numbers, strings, (Array(),), (Object(),))
     for array in form.arrays:
@@ -196,11 +194,18 @@ def complemented(form: Form, simplify: Simplify, where: str) -> Form:
     return found
 
 
+def _reject_negated(where: str, reason: str) -> NoReturn:
+    """A schema is negated by `not` and `if`, and by `oneOf` and references to it."""
+    above, _, last = where.rpartition("/")
+    keyword = last if last in ("not", "if") else "oneOf" if above.endswith("/oneOf") else "not"
+    reject(where, keyword, f"is not enforced with {reason}")
+
+
 def _other_arrays(array: Array, where: str) -> Iterator[Array]:
     if array.is_subset:
-        reject(where, "not", "is not enforced with unevaluatedItems; write the items out")
+        _reject_negated(where, "unevaluatedItems; write the items out")
     if array.unique:
-        reject(where, "not", "is not enforced with uniqueItems")
+        _reject_negated(where, "uniqueItems; give the cases a different type or value of one property")
     if array.low:
         yield Array(high=array.low - 1)
     if array.high is not None:
@@ -219,7 +224,7 @@ def _other_arrays(array: Array, where: str) -> Iterator[Array]:
 
 def _other_objects(item: Object, where: str) -> Iterator[Object]:
     if item.is_subset:
-        reject(where, "not", "is not enforced with unevaluatedProperties; write the properties out")
+        _reject_negated(where, "unevaluatedProperties; write the properties out")
     for name in sorted(item.required):
         yield single(name, NEVER, required=False)
     if item.low > len(item.required):

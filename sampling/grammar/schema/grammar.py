@@ -10,14 +10,15 @@ from typing import Any, TypeVar
 
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError, reject
 from stepgraph.sampling.grammar.schema.automata import TooComplexError, is_empty
+from stepgraph.sampling.grammar.schema.conflicts import contradiction
 from stepgraph.sampling.grammar.schema.forms import Array, Expr, Form, Object, all_of, expr, negations, of_one_type
 from stepgraph.sampling.grammar.schema.items import items_text
 from stepgraph.sampling.grammar.schema.language import ANY_TEXT, NOTHING, Term, both, either, matches
 from stepgraph.sampling.grammar.schema.members import members_texts
-from stepgraph.sampling.grammar.schema.normalise import Normaliser, contradiction
+from stepgraph.sampling.grammar.schema.normalise import Normaliser, text_keyword
 from stepgraph.sampling.grammar.schema.numbers import Numbers
 from stepgraph.sampling.grammar.schema.options import LEFT_OUT, Options
-from stepgraph.sampling.grammar.schema.reader import Document
+from stepgraph.sampling.grammar.schema.reader import Document, naming_values, value_at
 from stepgraph.sampling.grammar.schema.spelling import Speller, generated, literal
 
 MAX_WHITESPACE = 32  # the longest run of blanks between JSON tokens under any_whitespace
@@ -64,7 +65,8 @@ def schema_grammar(schema: Any, options: Options, prefix: str = "", writer: type
         except UnsupportedError as error:
             rest = without(schema, error.unsupported) if left and error.unsupported.keyword in LEFT_OUT else None
             if rest is None:
-                raise
+                with naming_values(schema):
+                    raise
             schema, left = rest, left - 1
         else:
             return "".join(f"{name} ::= {rule}\n" for name, rule in rules.items())
@@ -73,10 +75,8 @@ def schema_grammar(schema: Any, options: Options, prefix: str = "", writer: type
 def without(schema: Any, part: Unsupported) -> Any | None:
     """A schema without one of its keywords, which is at the place of a part or leads to it; None where there is none."""
     for where in (part.where, part.where.removesuffix(f"/{part.keyword}")):
-        changed = node = copy.deepcopy(schema)
-        for step in where.split("/")[1:]:
-            name = step.replace("~1", "/").replace("~0", "~")
-            node = node[int(name)] if isinstance(node, list) else node[name]
+        changed = copy.deepcopy(schema)
+        node = value_at(changed, where)
         if isinstance(node, dict) and part.keyword in node:
             del node[part.keyword]
             return changed
@@ -99,7 +99,7 @@ def written(normaliser: Normaliser, options: Options, prefix: str, writer_type: 
             writer = writer_type(normaliser, options, prefix, implies_types=False)
         writer.write(root)
     except RecursionError:
-        reject("#", "nesting", "its schemas are nested too deeply; write fewer levels")
+        reject("#", "nesting", "is nested too deeply; write fewer levels")
     return writer
 
 
@@ -122,16 +122,23 @@ class GrammarWriter:
 
     def write(self, root: Expr) -> None:
         if not self.is_alive(root):
-            raise UnsupportedError(contradiction(self._normaliser))
+            raise UnsupportedError(contradiction(self._normaliser, self._has_value_at))
         try:
             self.rules[f"{self._prefix}root"] = self.root(root)
             while self._waiting:
                 name, form, self.where = self._waiting.popleft()
                 self.rules[name] = self._alternatives(form)
                 if len(self.rules) > MAX_RULES:
-                    reject("#", "schema", f"its grammar takes more than {MAX_RULES} rules; write fewer alternatives or smaller counts")
+                    reject("#", "schema", f"takes more than {MAX_RULES} rules of a grammar; write fewer alternatives or smaller counts")
         except TooComplexError as error:
-            reject(self.where, "pattern", str(error))
+            reject(self.where, text_keyword(self._normaliser.document.node(self.where)), str(error))
+
+    def _has_value_at(self, root: Any, where: str) -> bool:
+        normaliser = Normaliser(Document(root))
+        try:
+            return GrammarWriter(normaliser, Options(), "", implies_types=False).is_alive(expr(normaliser.document.node(where)))
+        except UnsupportedError:
+            return True  # as far as known
 
     # Which expressions have values at all: the least fixed point, so that no rule leads into an endless text.
 
@@ -173,7 +180,7 @@ class GrammarWriter:
         try:
             return self._has_value(form)
         except TooComplexError as error:
-            reject(part[-1].node.where, "pattern", str(error))
+            reject(part[-1].node.where, text_keyword(part[-1].node), str(error))
 
     def _has_value(self, form: Form) -> bool:
         if form.null or form.booleans or form.numbers or any(map(self._array_has_value, form.arrays)):
@@ -249,9 +256,12 @@ class GrammarWriter:
             texts = members_texts(self, item) if self._object_has_value(item) else ()
             cases += [f'"{{" {inside} {self.opening}"}}"' for inside in texts]
         if not cases and form.objects:
-            reject(self.where, "minProperties", "is enforced as far as properties are declared: others may have one name twice")
+            reject(
+                self.where, "minProperties", "counts properties that are not declared, of which two may have one name; declare more of them"
+            )
         if not cases:
-            reject(self.where, "contains", "no array has such counts of items; write bounds that go together")
+            keyword = "contains" if any(array.contains for array in form.arrays) else "uniqueItems"
+            reject(self.where, keyword, "asks for counts of items that no array has; write bounds that go together")
         return " | ".join(dict.fromkeys(cases))
 
     def _numbers(self, numbers: tuple[Numbers, ...]) -> list[str]:

@@ -129,7 +129,7 @@ def _unique(writer: Writer, array: Array) -> str | None:
         reject(
             writer.where,
             "uniqueItems",
-            "got true, which is enforced for a list of values, at most one item, or items whose schemas share no value, without contains; "
+            "is enforced for a list of values, at most one item, or items whose schemas share no value, without contains; "
             "give items an enum, or omit it",
         )
     values = list(dict.fromkeys(text for table in tables for text in table))
@@ -153,7 +153,7 @@ def _unique(writer: Writer, array: Array) -> str | None:
     any_order = _is_small((0, 0), lambda state: [after for *_, after in following(state)])
     if not any_order:
         if size:
-            reject(writer.where, "uniqueItems", f"got true, which takes more than {MAX_ORDERS} combinations of values; write fewer values")
+            reject(writer.where, "uniqueItems", f"takes more than {MAX_ORDERS} combinations of values; write fewer values")
         writer.narrow("uniqueItems", "of so many values is enforced by generating them in the order of the schema")
     return states_text(writer, (0, 0), steps, "uniqueItems")
 
@@ -185,9 +185,9 @@ def _finite(writer: Writer, form: Form) -> list[str] | None:
         if (numbers := _numbers(item)) is None:
             return None
         found += [literal(decimal(number)) for number in numbers]
-    texts = _texts(form.strings.exact)
+    texts = listed_texts(form.strings.exact)
     if texts is None and writer.is_closed:
-        texts = _texts(form.strings.narrow)
+        texts = listed_texts(form.strings.narrow)
     return None if texts is None or len(found) + len(texts) > MAX_LISTED else [*found, *map(json_literal, texts)]
 
 
@@ -202,7 +202,7 @@ def _numbers(item: Numbers) -> list[Fraction] | None:
     return [number for number in (index * item.multiple for index in range(first, last + 1)) if number in item]
 
 
-def _texts(term: Term) -> list[str] | None:
+def listed_texts(term: Term) -> list[str] | None:
     if term.kind == "words":
         return [str(text) for text in term.values]
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -35,7 +34,7 @@ from stepgraph.sampling.grammar.schema.forms import (
 )
 from stepgraph.sampling.grammar.schema.language import ANY_CHAR, ANY_TEXT, NOTHING, Term, both, complement, either, matches, repeat, words
 from stepgraph.sampling.grammar.schema.numbers import Numbers
-from stepgraph.sampling.grammar.schema.reader import Document, Node, fraction, refuse_format
+from stepgraph.sampling.grammar.schema.reader import Document, Node, fraction, pointer, refuse_format, shown
 
 MAX_FORMS = 20_000  # schemas and conjunctions of schemas
 MAX_PAIRS = 30_000  # intersections of alternatives
@@ -43,6 +42,7 @@ MAX_PAIRS = 30_000  # intersections of alternatives
 _NUMBER_WORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _ARRAY_WORDS = ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains")
 _OBJECT_WORDS = ("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties")
+_TEXT_WORDS = ("pattern", "patternProperties", "propertyNames", "format")
 _IN_PLACE = frozenset("$ref $dynamicRef $recursiveRef allOf anyOf oneOf not if dependencies dependentSchemas extends".split())
 _OF_TYPE = {
     "null": replace(NOTHING_AT_ALL, null=True),
@@ -57,10 +57,10 @@ _OF_TYPE = {
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two schemas that no value satisfies both of."""
+    """Parts of a schema, or two schemas, that no value satisfies both of."""
 
-    where: str
-    other: str
+    at: str  # JSON pointer
+    places: tuple[str, ...] = ()  # of the two schemas
 
 
 class Normaliser:
@@ -83,19 +83,19 @@ class Normaliser:
             return found
         node = part[-1].node
         if part in self._open:
-            reject(node.where, "$ref", "refers to itself and to nothing else")
+            reject(node.where, "$ref", "refers to itself and to nothing else; refer to a schema with other keywords")
         if len(self._forms) > MAX_FORMS:
             reject(node.where, "schema", f"takes more than {MAX_FORMS} combinations of schemas; write fewer alternatives")
         self._open[part] = None
         try:
             if len(part) > 1:
-                found = self._met([(literal.node.where, self.form((literal,))) for literal in part])
+                found = self._met([self.form((literal,)) for literal in part], node.where, part)
             elif part[0].positive:
                 found = self._node(node)
             else:
                 found = complemented(self.form(expr(node)), self.simplify, node.where)
         except TooComplexError as error:
-            reject(node.where, "pattern", str(error))
+            reject(node.where, text_keyword(node), str(error))
         finally:
             del self._open[part]
         self._forms[part] = found
@@ -120,14 +120,15 @@ class Normaliser:
             reject(where, "schema", f"takes more than {MAX_PAIRS} intersections of alternatives; write fewer alternatives")
         return meet(left, right, self.simplify, where)
 
-    def _met(self, parts: list[tuple[str, Form]]) -> Form:
-        """The intersection; contradictions are recorded with both places."""
-        found, before = ANYTHING, "#"
-        for where, form in parts:
-            met = self.meet(found, form, where)
+    def _met(self, forms: list[Form], at: str, part: Expr = ()) -> Form:
+        """The intersection of the forms at a place, or of those of an expression. Contradictions are recorded."""
+        found = ANYTHING
+        for index, form in enumerate(forms):
+            met = self.meet(found, form, at)
             if met.is_nothing and not found.is_nothing and not form.is_nothing:
-                self.conflicts.append(Conflict(before, where))
-            found, before = met, where
+                both = (part[index - 1], part[index]) if part else ()
+                self.conflicts.append(Conflict(at, tuple(f"{'' if one.positive else 'not '}{one.node.where}" for one in both)))
+            found = met
         return found
 
     def _node(self, node: Node) -> Form:
@@ -158,10 +159,10 @@ class Normaliser:
         order = {keyword: index for index, keyword in enumerate(node.schema)}  # also that of the properties
         parts.sort(key=lambda part: order.get(part[0][len(where) + 1 :].strip(" /").partition("/")[0], 0))
         parts.sort(key=_describes_no_property)
-        found = self._met(parts)
+        found = self._met([form for _, form in parts], where)
         for keyword in ("unevaluatedProperties", "unevaluatedItems"):
             if keyword in words_of:
-                found = self._without_unevaluated(found, expr(child(node, keyword)), keyword, bool(_IN_PLACE & words_of.keys()))
+                found = self._without_unevaluated(found, node, keyword)
         return found
 
     def _conditional(self, node: Node) -> Form:
@@ -192,7 +193,7 @@ class Normaliser:
         for keyword in ("enum", "const"):
             if keyword in given:
                 values = given["enum"] if keyword == "enum" else [given["const"]]
-                yield keyword, self._values(values, f"{node.where}/{keyword}")
+                yield keyword, self._values(values, node.where, keyword)
         if any(word in given for word in _NUMBER_WORDS):
             yield "minimum", self._numbers(node)
         strings = [given[word] for word in ("minLength", "maxLength") if word in given]
@@ -223,15 +224,16 @@ class Normaliser:
                 found = ANYTHING if name == "any" else join(found, _OF_TYPE[name])
         return replace(found, null=True) if node.schema.get("nullable") is True and keyword == "type" else found
 
-    def _values(self, values: list[Any], where: str) -> Form:
+    def _values(self, values: list[Any], at: str, keyword: str) -> Form:
         """Exactly these values."""
+        where = pointer(at, keyword)
         texts, numbers, arrays, objects = list[str](), list[Numbers](), list[Array](), list[Object]()
         others = {value for value in values if value is None or isinstance(value, bool)}
         for value in values:
             if isinstance(value, str):
                 texts.append(value)
             elif isinstance(value, (int, Decimal)) and not isinstance(value, bool):
-                numbers.append(Numbers.single(fraction(value, where, "enum")))
+                numbers.append(Numbers.single(fraction(value, at, keyword)))
             elif isinstance(value, list):
                 items = tuple(expr(self.document.constant(item, where)) for item in value)
                 arrays.append(Array(items, NEVER, len(items), len(items)))
@@ -328,41 +330,47 @@ class Normaliser:
         """Properties that call for others, or for a schema of the whole object."""
         for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
             for name, value in node.keywords.get(keyword, {}).items():
-                where = f"{node.where}/{keyword}/{name}"
+                where = pointer(node.where, keyword, name)
                 absent = replace(ANYTHING, objects=(single(name, NEVER, required=False),))
                 names = [value] if isinstance(value, str) else value
                 if isinstance(names, list):
                     if not all(isinstance(other, str) for other in names):
-                        reject(node.where, keyword, f"got {json.dumps(value, default=str)[:60]}, expected a list of strings")
+                        reject(node.where, keyword, f"got {shown(value)}, expected a list of strings")
                     present = replace(NOTHING_AT_ALL, objects=(_requiring([name, *names]),))
                 else:
                     below = self.form(expr(self.document.child(node, keyword, name)))
-                    present = self.meet(replace(NOTHING_AT_ALL, objects=(_requiring([name]),)), below, where)
+                    present = self.meet(replace(NOTHING_AT_ALL, objects=(_requiring([name]),)), below, node.where)
                 yield where, join(absent, present)
 
-    def _without_unevaluated(self, form: Form, value: Expr, keyword: str, several: bool) -> Form:
+    def _without_unevaluated(self, form: Form, node: Node, keyword: str) -> Form:
         """The alternatives, each with a rule for what its own keywords do not describe. A value may satisfy several alternatives, which
         describe more of it together, so this is a part of what the schema accepts."""
         found: list[Any] = []
+        value, several = expr(self.document.child(node, keyword)), bool(_IN_PLACE & node.keywords.keys())
+        cases = form.objects if keyword == "unevaluatedProperties" else form.arrays
+        has_contains = keyword == "unevaluatedItems" and any(array.contains for array in form.arrays)
+        if has_contains or (several and (len(cases) > 1 or "if" in node.keywords)):
+            reason = "without values that several alternatives, or contains, describe together"
+            self.narrowed[Unsupported(node.where, keyword, reason)] = None
         if keyword == "unevaluatedProperties":
             for item in form.objects:
                 rest = Keys(complement(item.evaluated), value)
                 rule = Object(others=tuple(keys for keys in (rest, Keys(item.evaluated, TRUE, True)) if not is_empty(keys.names)))
-                met = self._both_objects(item, rule)
+                met = self._both_objects(item, rule, node.where)
                 found += [replace(met, evaluated=ANY_TEXT, is_subset=item.is_subset or several)] if met else []
             return replace(form, objects=tuple(found))
         for array in form.arrays:
             if array.evaluated is not None:
                 limit = Array(tuple(TRUE for _ in range(array.evaluated)), value)
                 form_of = replace(NOTHING_AT_ALL, arrays=(array,))
-                met_form = self.meet(form_of, replace(NOTHING_AT_ALL, arrays=(limit,)), keyword)
+                met_form = self.meet(form_of, replace(NOTHING_AT_ALL, arrays=(limit,)), node.where)
                 found += [replace(one, evaluated=None, is_subset=array.is_subset or several) for one in met_form.arrays]
             else:
                 found.append(array)
         return replace(form, arrays=tuple(found))
 
-    def _both_objects(self, left: Object, right: Object) -> Object | None:
-        met = self.meet(replace(NOTHING_AT_ALL, objects=(left,)), replace(NOTHING_AT_ALL, objects=(right,)), "unevaluatedProperties")
+    def _both_objects(self, left: Object, right: Object, where: str) -> Object | None:
+        met = self.meet(replace(NOTHING_AT_ALL, objects=(left,)), replace(NOTHING_AT_ALL, objects=(right,)), where)
         return met.objects[0] if met.objects else None
 
 
@@ -375,9 +383,6 @@ def _requiring(names: list[str]) -> Object:
     return Object(required=frozenset(names), declared=tuple((name, TRUE) for name in names))
 
 
-def contradiction(normaliser: Normaliser) -> Unsupported:
-    """Why no value satisfies a schema."""
-    if not normaliser.conflicts:
-        return Unsupported("#", "schema", "no value satisfies it")
-    found = normaliser.conflicts[0]
-    return Unsupported(found.where.partition(":")[0], "schema", f"no value satisfies both {found.where} and {found.other}")
+def text_keyword(node: Node) -> str:
+    """The keyword about texts or names that takes most states."""
+    return next((word for word in _TEXT_WORDS if word in node.keywords), "pattern")

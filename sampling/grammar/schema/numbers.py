@@ -25,7 +25,6 @@ from stepgraph.sampling.grammar.schema.language import (
 
 MAX_MULTIPLE = 4_000  # states of an automaton over remainders
 MAX_LISTED = 1_000  # multiples that are listed instead
-MAX_DIGITS = 400  # of a bound
 
 _ZERO, _DIGIT, _ONE_UP = words(["0"]), chars(charset((48, 57))), chars(charset((49, 57)))
 _DIGITS = repeat(_DIGIT, 0, None)
@@ -179,8 +178,6 @@ def decimal(value: Fraction) -> str:
 def _at_least(bound: Fraction, is_open: bool) -> Term:
     """Texts of unsigned numbers that are greater than the bound, or equal where it is not open."""
     whole, _, fraction = decimal(bound).partition(".")
-    if len(whole) + len(fraction) > MAX_DIGITS:
-        raise ValueError(f"got a number of {len(whole) + len(fraction)} digits, expected at most {MAX_DIGITS}")
     found = [cat(_ONE_UP, repeat(_DIGIT, len(whole), None), _FRACTION)]  # more digits
     for index, digit in enumerate(whole):
         found.append(cat(words([whole[:index]]), _above(digit), repeat(_DIGIT, len(whole) - index - 1, len(whole) - index - 1), _FRACTION))

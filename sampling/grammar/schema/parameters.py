@@ -42,22 +42,24 @@ class _ParameterWriter(GrammarWriter):
         self.styles = dict[str, bool]()  # by name, whether the value is written as it is
         cases = [self._parameters(item) for item in self.form(part).objects if self._object_has_value(item)]
         if not cases:
-            reject("#", "type", "arguments written as parameters are an object")
+            reject("#", "type", 'is that of no object, as which arguments written as parameters are sent; write type "object"')
         return " | ".join(cases)
 
     def _parameters(self, item: Object) -> str:
         declared = [(name, value) for name, value in item.declared if self.is_alive(value)]
         counts = item.low > len(item.required) or (item.high is not None and item.high < len(declared))
         if counts or item.witnesses or item.required - {name for name, _ in declared}:
-            reject("#", "properties", "arguments written as parameters are declared properties, any of which may be left out or required")
+            reason = "has counts, or required names that are not declared, which parameters cannot express; write optional or required ones"
+            reject("#", "properties", reason)
         texts = list[str]()
         for name, value in declared:
             if not _NAME.fullmatch(name):
-                reject("#", "properties", f"got the name {name!r:.60}, which cannot be written as a parameter")
+                reason = f"has the name {name!r:.60}, which cannot be written as a parameter; write one without <, > and line breaks"
+                reject("#", "properties", reason)
             form = self.form(value)
             is_text = form == replace(NOTHING_AT_ALL, strings=form.strings) and not is_empty(form.strings.exact)
             if self.styles.setdefault(name, is_text) != is_text:
-                reject("#", "properties", f"{name!r:.60} is a string only in one case, which parameters cannot express; write one case")
+                reject("#", "properties", f"has {name!r:.60}, a string only in one case, which parameters cannot express; write one case")
             written = self._as_it_is(form) if is_text else self.value(value)
             text = f"{literal(f'<parameter={name}>{chr(10)}')} {written} {literal(f'{PARAMETER_END}{chr(10)}')}"
             texts.append(text if name in item.required else f"({text})?")
@@ -66,5 +68,5 @@ class _ParameterWriter(GrammarWriter):
     def _as_it_is(self, form: Form) -> str:
         term = both(self.strings(form), _WITHOUT_END)
         if is_empty(term):
-            reject("#", "enum", f"no string without {PARAMETER_END!r} is accepted")
+            reject("#", "schema", f"accepts no string without {PARAMETER_END!r}; write a value without it")
         return self._speller.body(term, in_string=False)

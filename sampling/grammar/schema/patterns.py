@@ -116,7 +116,7 @@ def _term(sequence: _Sequence, then: Term, anything: Term) -> Term:
         elif isinstance(item, _Repeat):
             if _has_look(item.item):
                 if item.low > 1 or item.high != 1:
-                    raise PatternError("a look-ahead is repeated")
+                    raise PatternError("repeats a look-ahead; write it once, before or after what is repeated")
                 then = either(*([] if item.low else [then]), _term([item.item], then, anything))
             else:
                 then = cat(language.repeat(_term([item.item], EPSILON, anything), item.low, item.high), then)
@@ -141,7 +141,7 @@ class _Parser:
         return found
 
     def _fail(self, expected: str) -> NoReturn:
-        raise PatternError(f"got {self._pattern[self._at : self._at + 10]!r} at position {self._at}, expected {expected}")
+        raise PatternError(f"has {self._pattern[self._at : self._at + 10]!r} at position {self._at}, expected {expected}")
 
     def _took(self, text: str) -> bool:
         found = self._pattern.startswith(text, self._at)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Literal, NoReturn
 from urllib.parse import unquote, urljoin
 
-from stepgraph.sampling.grammar.constraints.unsupported import UnsupportedError, reject
+from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError, reject
 from stepgraph.sampling.grammar.schema import patterns
 from stepgraph.sampling.grammar.schema.formats import FORMATS
 from stepgraph.sampling.grammar.schema.options import LEFT_OUT, Options
@@ -26,7 +27,10 @@ ANNOTATIONS = frozenset(
 MAX_COUNT = 10**9
 MAX_CHECKED = 3_000  # schemas of a document that `check_schema` reads
 MAX_DEPTH = 400  # objects and lists of a schema inside each other
-_DRAFTS = {"3": 3, "4": 4, "6": 6, "7": 7, "2019-09": 8, "2020-12": 9}
+MAX_DIGITS = 400  # of a number, written without an exponent
+MAX_SHOWN = 60  # characters of a value in a message
+_ENCODER = json.JSONEncoder(default=float)
+DRAFTS = {"3": 3, "4": 4, "6": 6, "7": 7, "2019-09": 8, "2020-12": 9}
 _SINCE = {
     "contains": 6,
     "const": 6,
@@ -73,7 +77,7 @@ class Document:
     def __post_init__(self) -> None:
         schema = self.root.get("$schema") if isinstance(self.root, dict) else None
         found = _DRAFT.match(schema) if isinstance(schema, str) else None
-        self.draft = _DRAFTS[found[1]] if found else 0  # 0: none is named, so every spelling is read
+        self.draft = DRAFTS[found[1]] if found else 0  # 0: none is named, so every spelling is read
         self._bases = {"#": ""}
         self._dynamic = Counter[str]()
         self._index(self.root, "#", "", 0)
@@ -81,7 +85,7 @@ class Document:
     def _index(self, value: Any, where: str, base: str, depth: int) -> None:
         """Find all identifiers, wherever a schema may be; also where none is, which no valid reference leads to."""
         if depth > MAX_DEPTH:
-            reject(where[:200], "nesting", f"got more than {MAX_DEPTH} levels, expected fewer")
+            reject(where[:200].rpartition("/")[0], "nesting", f"has more than {MAX_DEPTH} levels; write fewer levels")
         if isinstance(value, list):
             for index, child in enumerate(value):
                 self._index(child, f"{where}/{index}", base, depth + 1)
@@ -147,15 +151,15 @@ class Document:
         """The schema that a reference leads to."""
         reference = node.schema[keyword]
         if not isinstance(reference, str):
-            reject(node.where, keyword, f"got {_clip(reference)}, expected a string")
+            reject(node.where, keyword, f"got {shown(reference)}, expected a string")
         relative = reference.startswith("#")
         where = self._resolved(node.base.partition("#")[0] + reference if relative else urljoin(node.base, reference))
         if where is None and relative:  # inside a schema with an identifier of its own, which generators write without meaning a document
             where = self._resolved(self._bases["#"].partition("#")[0] + reference)
         if keyword != "$ref" and self._dynamic[keyword if keyword == "$recursiveRef" else reference.rpartition("#")[2]] > 1:
-            reject(node.where, keyword, f"got {_clip(reference)}, to which several anchors of one name may apply; write $ref")
+            reject(node.where, keyword, f"got {shown(reference)}, to which several anchors of one name may apply; write $ref")
         if where is None:
-            reject(node.where, keyword, f"got {_clip(reference)}, expected a reference to a schema in the same document")
+            reject(node.where, keyword, f"got {shown(reference)}, expected a reference to a schema in the same document")
         return self.node(where)
 
     def types(self, node: Node, keyword: str) -> list[Any]:
@@ -165,7 +169,7 @@ class Document:
         for name in names:
             known = name in TYPES or (old and name == "any") if isinstance(name, str) else old and isinstance(name, dict)
             if not known:
-                reject(node.where, keyword, f"got {_clip(given)}, expected one or several of {', '.join(TYPES)}")
+                reject(node.where, keyword, f"got {shown(given)}, expected one or several of {', '.join(TYPES)}")
         return names
 
     def _resolved(self, uri: str) -> str | None:
@@ -194,7 +198,7 @@ class Document:
         for keyword, value in schema.items():
             if keyword not in KNOWN:
                 if self.unknown_keywords == "refuse" and keyword not in ANNOTATIONS and not keyword.startswith("x-"):
-                    reject(where, keyword, "is no keyword of JSON Schema; remove it, or set unknown_keywords='annotation'")
+                    reject(where, keyword, f"got {shown(value)} for no known keyword; remove it, or set unknown_keywords='annotation'")
             elif keyword == "required" and isinstance(value, bool):
                 continue  # draft 3: read with the schema of the object, in Normaliser._required_children
             elif keyword in ("exclusiveMinimum", "exclusiveMaximum") and isinstance(value, bool):
@@ -217,7 +221,12 @@ def pointer(where: str, *names: str | int) -> str:
 def check_schema(schema: Any, options: Options) -> None:
     """UnsupportedError for a malformed keyword, type, pattern or reference, and for unknown keywords and formats that are refused; of
     the first `MAX_CHECKED` schemas that the root leads to. What schemas say together is not checked."""
-    document, waiting = Document(schema, options.unknown_keywords), ["#"]
+    with naming_values(schema):
+        _check_schemas(Document(schema, options.unknown_keywords), options)
+
+
+def _check_schemas(document: Document, options: Options) -> None:
+    waiting = ["#"]
     known = set(waiting)
     for where in waiting:  # grows
         try:
@@ -232,6 +241,25 @@ def check_schema(schema: Any, options: Options) -> None:
         known.update(below)
         if len(known) > MAX_CHECKED:
             break
+
+
+@contextlib.contextmanager
+def naming_values(schema: Any) -> Iterator[None]:
+    """An UnsupportedError that is raised inside names the value of its keyword, or the schema that it is about."""
+    try:
+        yield
+    except UnsupportedError as error:
+        part = error.unsupported
+        if part.reason.startswith("got "):
+            raise
+        reason = f"got {shown(value_of(schema, part))}, which {part.reason}"
+        raise UnsupportedError(replace(part, reason=reason)) from None
+
+
+def value_of(schema: Any, part: Unsupported) -> Any:
+    """What a keyword is given at its place; the schema there where the keyword is not written."""
+    found = value_at(schema, part.where)
+    return found.get(part.keyword, found) if isinstance(found, dict) else found
 
 
 def _check_words(document: Document, node: Node, options: Options) -> None:
@@ -251,7 +279,7 @@ def _check_words(document: Document, node: Node, options: Options) -> None:
 
 def refuse_format(node: Node) -> NoReturn:
     accepted = f"one of {', '.join(sorted(FORMATS))}, or unknown_formats='annotation'"
-    reject(node.where, "format", f"{node.keywords['format'][:40]!r} is not known; expected {accepted}")
+    reject(node.where, "format", f"got {shown(node.keywords['format'])}, expected {accepted}")
 
 
 def _below(document: Document, node: Node) -> Iterator[str]:
@@ -274,16 +302,16 @@ def _below(document: Document, node: Node) -> Iterator[str]:
 
 def _check_schema(value: Any, where: str) -> None:
     if not isinstance(value, (dict, bool)):
-        reject(where, "schema", f"got {_clip(value)}, expected an object, true or false")
+        reject(where, "schema", f"got {shown(value)}, expected an object, true or false")
 
 
 def _checked(keyword: str, value: Any, where: str) -> Any:
     def expect(found: bool, expected: str) -> None:
         if not found:
-            reject(where, keyword, f"got {_clip(value)}, expected {expected}")
+            reject(where, keyword, f"got {shown(value)}, expected {expected}")
 
     if keyword.startswith(("min", "max")) and keyword not in ("minimum", "maximum"):
-        expect(_is_number(value) and int(value) == value and 0 <= value <= MAX_COUNT, f"an integer in 0..{MAX_COUNT}")
+        expect(_is_number(value) and 0 <= value <= MAX_COUNT and int(value) == value, f"an integer in 0..{MAX_COUNT}")
         return int(value)
     if keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
         return _number(value, where, keyword)
@@ -304,7 +332,7 @@ def _checked(keyword: str, value: Any, where: str) -> Any:
 
 def _number(value: Any, where: str, keyword: str) -> Fraction:
     if not _is_number(value) or (keyword in ("multipleOf", "divisibleBy") and value <= 0):
-        reject(where, keyword, f"got {_clip(value)}, expected a number{' > 0' if keyword in ('multipleOf', 'divisibleBy') else ''}")
+        reject(where, keyword, f"got {shown(value)}, expected a number{' > 0' if keyword in ('multipleOf', 'divisibleBy') else ''}")
     return fraction(value, where, keyword)
 
 
@@ -314,13 +342,29 @@ def _is_number(value: Any) -> bool:
 
 def fraction(value: int | Decimal, where: str, keyword: str) -> Fraction:
     """A number of a schema, exactly; rejected where it has too many digits."""
-    if isinstance(value, Decimal) and not -400 <= value.adjusted() <= 400:
-        reject(where, keyword, f"got {value}, expected a number of at most 400 digits")
+    exact = Decimal(value)
+    if max(exact.adjusted(), 0) - min(int(exact.as_tuple().exponent), 0) >= MAX_DIGITS:
+        reject(where, keyword, f"got {shown(value)}, expected a number of at most {MAX_DIGITS} digits")
     return Fraction(value)
 
 
-def _clip(value: Any) -> str:
-    return json.dumps(value, default=str)[:60]
+def shown(value: Any) -> str:
+    """A value in a message."""
+    if isinstance(value, Decimal):
+        return str(value)[:MAX_SHOWN]
+    text = ""
+    for piece in _ENCODER.iterencode(value):  # not the whole of it, which may be long and deep
+        text += piece
+        if len(text) > MAX_SHOWN:
+            return f"{text[: MAX_SHOWN - 3]}..."
+    return text
+
+
+def value_at(schema: Any, where: str) -> Any:
+    """The value at a JSON pointer, which exists."""
+    for step in where.split("/")[1:]:
+        schema = schema[int(step)] if isinstance(schema, list) else schema[step.replace("~1", "/").replace("~0", "~")]
+    return schema
 
 
 def parsed(text: str) -> Any:

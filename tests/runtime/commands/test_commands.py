@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,19 @@ def test_examples_of_help_run(word: str, example: str, capsys: pytest.CaptureFix
     assert "\x1b[0m" not in out
     if "--json" in command:
         json.loads(out)
+
+
+def test_serve_reports_an_unusable_address_before_it_opens_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for flags, got in (
+            (f"--port {port}", rf"'127\.0\.0\.1', {port} \(Address already in use.*\)"),
+            ("--host ''", r"'', 8000 \(0\.0\.0\.0 listens on all addresses\)"),
+            ("--host 203.0.113.1", r"'203\.0\.113\.1', 8000 \(.*assign requested address.*\)"),  # an address of no machine
+        ):
+            code, out, errors = run(f"serve nowhere {flags}", capsys)
+            expected = rf"stepgraph serve: --host, --port: got {got}, expected an address of this machine and a free port\n"
+            assert (code, out) == (2, "") and re.fullmatch(expected, errors), errors
 
 
 @pytest.mark.parametrize(
@@ -261,7 +275,7 @@ def test_an_answer_cut_short_of_its_schema_fails(capsys: pytest.CaptureFixture[s
         ("generate model hi --after x", "--after: got 'x' without a constraint, expected --schema"),
         ("generate nowhere hi --regex '('", "constraint regex: cannot be compiled: pattern: the parenthesis is not closed"),
         ('generate nowhere hi --schema \'{"type": "strnig"}\'', '#: type: got "strnig", expected one or several of null'),
-        ("generate nowhere hi --schema '{\"enum\": []}'", "#: schema: no value satisfies it"),
+        ("generate nowhere hi --schema '{\"enum\": []}'", "no value satisfies #: enum"),
         ("generate model hi --stop-token-ids 1,x", "--stop-token-ids: got '1,x', expected token ids"),
         ("generate model hi --stop-token-ids 99999", "stop_token_ids"),
         ("generate nowhere hi --stop ''", "--stop: got '', expected a text of 1 to"),
@@ -373,10 +387,44 @@ def test_baked_in_state_is_found_only_with_between(capsys: pytest.CaptureFixture
     [
         (SCHEMA, 0, [], "enforced by automaton: every keyword"),
         (
-            {"properties": {"d": {"format": "time"}, "e": {"type": "array", "uniqueItems": True, "items": {"enum": [*range(9)]}}}},
+            {
+                "properties": {
+                    "b": {"minProperties": 2},
+                    "d": {"format": "time"},
+                    "e": {"type": "array", "uniqueItems": True, "items": {"enum": [*range(9)]}},
+                }
+            },
             0,
-            [["#/properties/d", "format", '"time"', "narrowed"], ["#/properties/e", "uniqueItems", "true", "narrowed"]],
+            [
+                ["#/properties/b", "minProperties", "2", "narrowed", "at most one property that is not declared"],
+                ["#/properties/d", "format", '"time"', "narrowed"],
+                ["#/properties/e", "uniqueItems", "true", "narrowed"],
+            ],
             "enforced by automaton; fewer texts are generated than the schema accepts",
+        ),
+        (
+            {"properties": {"d": {"minProperties": 3, "type": "object"}, "n": {"not": {"format": "date"}}}},
+            1,
+            [
+                ["#/properties/d", "minProperties", "3", "refused", "two may have one name", "declare more of them"],
+                ["#/properties/n/not", "not", '{"format": "date"}', "refused", "not enforced with a format", "write a pattern"],
+            ],
+            "not enforced: 2 parts are refused",
+        ),
+        (
+            {"properties": {"a": {"type": "string", "enum": [1]}}, "required": ["a"], "type": "object"},
+            1,
+            [
+                [
+                    "#/properties/a",
+                    "schema",
+                    '{"type": "string"',
+                    "no value satisfies both",
+                    "#/properties/a: enum",
+                    "change one of its parts",
+                ]
+            ],
+            "not enforced: 1 part is refused",
         ),
         (
             {"properties": {"a~b": {"type": "array", "uniqueItems": True}, "c": {"pattern": "(?<=a)b"}}},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -246,11 +247,14 @@ def test_generate_reports_failures_and_prints_a_summary_on_terminals(
 
 
 def test_capture_check_refuses_objects_that_are_not_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    (tmp_path / "odd_pair.py").write_text("def make():\n    return 5, 6\n", encoding="utf-8")
+    text = "def make():\n    return 5, 6\ndef other():\n    return make, 6\n"
+    (tmp_path / "odd_pair.py").write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     code, _, errors = run(capsys, "capture-check", "odd_pair:make")
-    assert code == 2 and "odd_pair:make: got int as the step, expected a function of the buffers" in errors
+    assert code == 2 and "odd_pair:make: got 5 as the step, expected a function of one argument, the buffers" in errors
+    code, _, errors = run(capsys, "capture-check", "odd_pair:other")
+    assert code == 2 and re.search(r"odd_pair:other: got <function make at 0x\w+> as the step, expected a function of one arg", errors)
     sys.modules.pop("odd_pair")
     code, _, errors = run(capsys, "capture-check", "builtins:dict")  # has no signature, so it is called
     assert code == 2 and "builtins:dict: got dict as its result, expected a function without arguments" in errors

@@ -19,10 +19,11 @@ from stepgraph import Engine, EngineConfig
 from stepgraph.graphs.layers.quantised import unpack
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.gguf import SCALES
+from stepgraph.runtime.models.files.gguf_blocks import read_blocks
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
 from tests.helpers.c_library import needs_c
 from tests.helpers.families import BASE, Cached, judge, random_model, refused_when_damaged
-from tests.helpers.gguf_files import write_gguf
+from tests.helpers.gguf_files import random_blocks, write_gguf
 
 TOKENS = torch.arange(40)[None]
 TEXTS = ["<s>", "<|im_start|>", "</s>", "<call>", *(f"t{index}" for index in range(4, 159)), "\u0120a"]
@@ -79,6 +80,33 @@ def test_a_load_dequantises_each_tensor_once(tmp_path: Path, monkeypatch: pytest
     Engine.from_pretrained(path, config=EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=32)).close()
     stored = [tensor.tensor_type for tensor in gguf.GGUFReader(path).tensors]
     assert kinds.count(Kind.Q4_1) == stored.count(Kind.Q4_1) > 10
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_integers_and_scales_of_blocks_give_the_values_of_the_reference(kind: str) -> None:
+    """Blocks of random bytes hold every integer of their type."""
+    rows = random_blocks(np.zeros((16, 4096), np.float32), Kind[kind])
+    numbers, scales, minimums = read_blocks(kind, rows)
+    values = numbers.view(torch.int8).float().view(16, scales.shape[1], -1) * scales[:, :, None]
+    values = values if minimums is None else values + minimums[:, :, None]
+    assert torch.equal(values.view(16, -1), torch.from_numpy(gguf.quants.dequantize(rows, Kind[kind])))
+    assert len(numbers.unique()) == {"4": 16, "5": 32, "6": 64, "8": 256}[kind[1]]
+
+
+@needs_c
+def test_weights_that_stay_quantised_are_not_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "model.gguf", "llama-2", "llama", Kind.Q4_1)
+    kinds, dequantise = set[Kind](), gguf.quants.dequantize
+
+    def noted(blocks: npt.NDArray[np.uint8], kind: Kind) -> npt.NDArray[np.float32]:
+        kinds.add(kind)
+        return dequantise(blocks, kind)
+
+    monkeypatch.setattr(gguf.quants, "dequantize", noted)
+    for weights, expected in (("quantised", {Kind.F32}), ("dequantised", {Kind.F32, Kind.Q4_1})):
+        kinds.clear()
+        open_checkpoint(path, torch.float32, weights).load("cpu")
+        assert kinds == expected
 
 
 @pytest.mark.parametrize("kind", SCALES)

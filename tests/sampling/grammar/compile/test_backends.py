@@ -126,7 +126,7 @@ def test_explicit_backend_is_the_only_one_tried(backend: BackendChoice) -> None:
 
 
 def test_error_lists_the_reasons_of_all_libraries() -> None:
-    with pytest.raises(ValueError, match="cannot be compiled: #/not: not: is not enforced with uniqueItems"):
+    with pytest.raises(ValueError, match=r"cannot be compiled: #/not: not: got .* not enforced with uniqueItems"):
         AUTO.compile(Constraint.json_schema({"not": {"uniqueItems": True}}))
     with pytest.raises(ValueError, match=r"cannot be compiled: xgrammar: .*; llguidance: #: ebnf: is a notation of xgrammar"):
         AUTO.compile(Constraint.ebnf('root ::= "a'))

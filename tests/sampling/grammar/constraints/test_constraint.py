@@ -104,17 +104,17 @@ def test_random_walk_through_masks_is_valid_json(schema: Any) -> None:
 REFUSED: list[tuple[Any, str]] = [
     ({"type": 12}, "#: type: got 12"),
     ({"type": "strnig"}, '#: type: got "strnig"'),
-    ({"type": []}, "#: schema: no value satisfies it"),
+    ({"type": []}, ": no value satisfies #: type"),
     ({"type": "object", "properties": {"a": {"type": "x"}}}, "#/properties/a: type"),
     ({"type": "object", "properties": 5}, "#: properties: got 5"),
     ({"type": "object", "properties": {"a": 5}}, "#/properties/a: schema: got 5"),
-    ({"type": "string", "pattern": "("}, "#: pattern: got '' at position 1, expected the end of a parenthesis"),
+    ({"type": "string", "pattern": "("}, "#: pattern: got \"(\", which has '' at position 1, expected the end of a parenthesis"),
     ({"type": "string", "minLength": -1}, "#: minLength: got -1"),
-    ({"type": "string", "minLength": 4, "maxLength": 3}, "no value satisfies both #: type and #: minLength"),
-    ({"type": "integer", "minimum": 5, "maximum": 1}, "no value satisfies both #: type and #: minimum"),
+    ({"type": "string", "minLength": 4, "maxLength": 3}, "no value satisfies both #: minLength and #: maxLength"),
+    ({"type": "integer", "minimum": 5, "maximum": 1}, "no value satisfies both #: minimum and #: maximum"),
     ({"type": "integer", "multipleOf": 5000}, "#: multipleOf: got 5000, expected at most 4000"),
     ({"type": "array", "uniqueItems": True}, "#: uniqueItems: got true, which is enforced for a list of values, at most one item"),
-    ({"enum": []}, "#: schema: no value satisfies it"),
+    ({"enum": []}, ": no value satisfies #: enum"),
     ({"anyOf": []}, "#: anyOf: got []"),
     ({"$ref": "#"}, "refers to itself"),
     ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "refers to itself"),
@@ -136,7 +136,7 @@ def test_deep_nesting_raises() -> None:
     schema: dict[str, Any] = {}
     for _ in range(MAX_DEPTH + 1):
         schema = {"items": schema}
-    with pytest.raises(ValueError, match=f"nesting: got more than {MAX_DEPTH} levels"):
+    with pytest.raises(ValueError, match=f"nesting: got .* more than {MAX_DEPTH} levels"):
         COMPILER.compile(Constraint.json_schema(schema))
     with pytest.raises(ValueError, match="not JSON"):
         Constraint.json_schema('{"items":' * 50_000 + "{}" + "}" * 50_000)

@@ -22,7 +22,7 @@ from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.constraints.unsupported import UnsupportedError
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.schema import automata, reader
-from stepgraph.sampling.grammar.schema.grammar import schema_grammar
+from stepgraph.sampling.grammar.schema.grammar import narrowed_parts, schema_grammar
 from stepgraph.sampling.grammar.schema.options import Options
 from stepgraph.sampling.grammar.schema.parameters import parameters_grammar
 from stepgraph.sampling.grammar.schema.reader import parsed
@@ -70,6 +70,17 @@ def test_two_hundred_schemas_are_written_with_valid_and_invalid_instances() -> N
     assert len(ENFORCED) + len(REFUSED) == len(WRITTEN) >= 200 and len(ENFORCED) >= 150
     one_sided = {name for name, entry in ENFORCED.items() if {test["valid"] for test in entry["tests"]} != {False, True}}
     assert one_sided == {"boolean schema"}  # `true` accepts everything
+
+
+def test_each_keyword_and_draft_has_a_schema() -> None:
+    words, drafts, waiting = set[str](), set[int](), [entry["schema"] for entry in ENFORCED.values()]
+    for value in waiting:  # grows
+        if isinstance(value, dict):
+            words |= value.keys()
+            drafts |= {reader.Document(value).draft} if "$schema" in value else set()
+        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    assert words >= reader.KNOWN | reader.ANNOTATIONS
+    assert drafts == set(reader.DRAFTS.values())
 
 
 @pytest.mark.parametrize("name", ENFORCED)
@@ -135,6 +146,52 @@ def test_schema_that_is_not_enforced_is_refused_with_its_place(name: str, monkey
     assert REFUSED[name]["refused"] in str(refusal(REFUSED[name], monkeypatch))
 
 
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusal_names_place_keyword_value_reason_and_alternative(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    part, place = refusal(REFUSED[name], monkeypatch).unsupported, REFUSED[name]["schema"]
+    whole = json.dumps(place, default=str)
+    for step in part.where.removeprefix("#").split("/")[1:]:
+        place = place[int(step)] if isinstance(place, list) else place[step]
+    value = place.get(part.keyword, place) if isinstance(place, dict) else place
+    text = str(value) if isinstance(value, Decimal) else json.dumps(value, default=float)
+    found = re.match(r"got (.+?)(?:, which (.+)|, expected (.+)|, to which (.+)|: (no value .+)| for (.+))$", part.reason)
+    assert found and (shown := found[1]).removesuffix("...") in text and (len(shown) >= 60 or shown[-3:] != "..."), part
+    reason, alternative = part.split
+    assert len(alternative) > 5 and reason != alternative and part.reason.endswith(alternative.removeprefix("use ")), part
+    assert part.keyword in ("schema", "nesting") or f'"{part.keyword}"' in whole, part
+    assert str(part) == f"{part.where}: {part.keyword}: {part.reason}"
+
+
+CONTRADICTIONS: list[tuple[str, str]] = [
+    ('{"type": "integer", "minimum": 5, "exclusiveMaximum": 5}', "both #: minimum and #: exclusiveMaximum"),
+    ('{"type": "integer", "minimum": 1, "maximum": 3, "multipleOf": 10}', "all of #: minimum, #: maximum and #: multipleOf"),
+    ('{"type": "string", "minLength": 4, "maxLength": 3, "title": ""}', "both #: minLength and #: maxLength"),
+    ('{"type": "array", "minItems": 3, "items": false}', "both #: minItems and #: items"),
+    ('{"type": "array", "contains": {}, "minContains": 3, "maxContains": 2}', "all of #: contains, #: minContains and #: maxContains"),
+    ('{"type": "object", "required": ["a", "b"], "maxProperties": 1}', "both #: required and #: maxProperties"),
+    ('{"type": "object", "required": ["a"], "properties": {"a": false}}', "both #: required and #: properties"),
+    ('{"type": "object", "required": ["a"], "additionalProperties": false}', "both #: required and #: additionalProperties"),
+    ('{"type": "object", "required": ["xy"], "propertyNames": {"maxLength": 1}}', "both #: required and #: propertyNames"),
+    ('{"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}}', "both #: required and #: properties"),
+    ('{"type": "string", "allOf": [{}, {"pattern": "^a$"}, {"pattern": "^b$"}]}', "both #/allOf/1 and #/allOf/2"),
+    ('{"type": "string", "pattern": "^a", "format": "date"}', "both #: pattern and #: format"),
+    ('{"type": "string", "not": {"type": "string"}}', "both #: type and #: not"),
+    ('{"const": 3, "enum": [4]}', "both #: const and #: enum"),
+    ('{"enum": []}', "#: enum"),
+    ('{"properties": {"a/: b": {"type": "string", "enum": [1]}}, "required": ["a/: b"], "type": "object"}',
+     "both #/properties/a~1: b: type and #/properties/a~1: b: enum"),
+    ('{"type": "object", "required": ["a"], "allOf": [{"properties": {"a": {"minimum": 3, "type": "integer"}}}, {"properties": {"a": '
+     '{"maximum": 2}}}]}', "both #/allOf/0/properties/a and #/allOf/1/properties/a"),
+    ('{"oneOf": [{"type": "string"}, {"type": "string"}]}', "both #/oneOf/0 and not #/oneOf/1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "places"), CONTRADICTIONS)
+def test_contradiction_names_both_places(schema: str, places: str) -> None:
+    with pytest.raises(UnsupportedError, match=f": no value satisfies {re.escape(places)}; change one of its parts"):
+        schema_grammar(parsed(schema), Options(objects="standard"))
+
+
 def refusing_places() -> dict[tuple[str, int], str]:
     """File and line of each error that the reader and the writer of schemas raise, with its source."""
     found = dict[tuple[str, int], str]()
@@ -165,10 +222,10 @@ def test_each_reason_to_refuse_a_schema_has_a_schema() -> None:
 def test_unknown_words_are_annotations_or_refused() -> None:
     schema = {"properties": {"a": {"readonly": True, "title": "t", "x-order": 1, "format": "color"}}}
     matcher_of(schema)
-    with pytest.raises(ValueError, match="#/properties/a: format: 'color' is not known; expected one of date, date-time"):
+    with pytest.raises(ValueError, match='#/properties/a: format: got "color", expected one of date, date-time'):
         matcher_of(schema, unknown_formats="refuse")
     schema["properties"]["a"]["markdownDescription"] = "m"
-    with pytest.raises(ValueError, match="#/properties/a: markdownDescription: is no keyword of JSON Schema"):
+    with pytest.raises(ValueError, match='#/properties/a: markdownDescription: got "m" for no known keyword; remove it'):
         matcher_of(schema, unknown_keywords="refuse")
 
 
@@ -220,7 +277,7 @@ def test_long_texts_of_a_pattern_are_left_out_where_they_take_too_many_states(mo
 def test_pattern_with_too_many_states_is_refused_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(automata, "MAX_STATES", 100)
     schema = {"items": {"allOf": [{"pattern": "a.{7}b"}, {"pattern": "c.{7}d"}]}}
-    with pytest.raises(UnsupportedError, match="#/items: pattern: takes more than 100 states"):
+    with pytest.raises(UnsupportedError, match=r'#/items: pattern: got {"allOf": .*, which takes more than 100 states; write'):
         schema_grammar(schema, Options())
 
 
@@ -257,9 +314,27 @@ def test_required_names_follow_described_ones_in_their_order(schema: Any) -> Non
     assert not accepts(matcher_of(schema), '{"y": 2, "x": 3, "a": 1}')
 
 
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"anyOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}], "unevaluatedProperties": False}, "unevaluatedProperties"),
+        ({"if": {"prefixItems": [{"const": "a"}]}, "unevaluatedItems": False}, "unevaluatedItems"),
+        ({"contains": {"type": "string"}, "unevaluatedItems": False}, "unevaluatedItems"),
+        ({"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False}, ""),
+        ({"prefixItems": [{}], "unevaluatedItems": False}, ""),
+        ({"type": "object", "minProperties": 3, "properties": {"a": {}, "b": {}}}, "minProperties"),
+        ({"type": "object", "minProperties": 2, "properties": {"a": {}}, "required": ["a"]}, ""),
+        ({"type": "string", "format": "hostname"}, "format"),
+    ],
+)
+def test_parts_of_which_not_all_texts_are_generated_are_listed(schema: Any, keyword: str) -> None:
+    found = narrowed_parts({"items": schema}, Options(objects="standard"))
+    assert [(part.where, part.keyword) for part in found] == [("#/items", keyword)] * bool(keyword)
+
+
 def test_many_properties_in_any_order_are_refused() -> None:
     schema: dict[str, object] = {"items": {"properties": {f"p{index}": {} for index in range(9)}}}
-    with pytest.raises(ValueError, match="#/items: properties: got 9, expected at most 8 with property_order='any'"):
+    with pytest.raises(ValueError, match=r"#/items: properties: got .* has 9 names, expected at most 8 with property_order='any'"):
         matcher_of(schema, property_order="any")
 
 
@@ -283,7 +358,7 @@ def test_approximate_grammar_leaves_out_what_is_not_enforced() -> None:
     assert left_out == {("#", "uniqueItems"), ("#/not", "not"), ("#/items/properties/pattern", "pattern")}
     assert coverage(Constraint.json_schema({"minItems": 1}, approximate=True)).enforced
     for wrong in ({"type": "text", "uniqueItems": True}, {"allOf": [{"type": "string"}, {"type": "null"}]}):
-        with pytest.raises(ValueError, match=r"type: got|schema: no value"):
+        with pytest.raises(ValueError, match=r"type: got|schema: got .*: no value"):
             matcher_of(wrong, approximate=True)
 
 

@@ -83,7 +83,7 @@ def test_operations_on_languages_are_those_on_sets(left: str, right: str) -> Non
         ("^*", "no repetition of an anchor"),
         ("[a", "end of a class"),
         (r"\p{Nonsense}", "property"),
-        (r"(?:a(?=b))*c", "look-ahead is repeated"),
+        (r"(?:a(?=b))*c", "repeats a look-ahead"),
         (r"\ud800", "surrogate"),
     ],
 )
@@ -175,5 +175,3 @@ def test_numbers_meet() -> None:
     assert Numbers(multiple=Fraction(4)).meet(Numbers(not_multiples=frozenset([Fraction(2)]))) is None
     with pytest.raises(ValueError, match="at most 4000 without the point"):
         Numbers(multiple=Fraction(4001)).language()
-    with pytest.raises(ValueError, match="number of 500 digits"):
-        Numbers(low=Fraction(10) ** 499).language()

@@ -229,7 +229,7 @@ def test_additional_property_differs_from_declared_ones() -> None:
         {"type": "object", "minProperties": 2},
         {**schema, "required": ["abc"], "minProperties": 3},
     ):
-        with pytest.raises(ValueError, match="minProperties: is enforced as far as properties are declared"):
+        with pytest.raises(ValueError, match=r"minProperties: got [23], which counts properties that are not declared"):
             compiled(refused)
     closed = {"type": "object", "properties": {name: boolean for name in "abc"}, "additionalProperties": False, "minProperties": 2}
     for names in ("", "a", "ab", "bc", "abc", "aa"):
