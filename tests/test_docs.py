@@ -29,7 +29,6 @@ from tools.random_weights import randomised
 from tools.train.saving import save_eagle3
 
 OUTPUTS = {  # pattern of the printed text, by a phrase of the block
-    "def no_repeats": r"^$",
     "Her name": r"[A-Z][a-z]{1,12}\n$",
     'constants={"model": model}': r"^([0-9]+\n){5}$",
     "class Recurrent": r"b'[a-z]{3,12}'\n$",
