@@ -5,7 +5,7 @@ from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Recorded
 from stepgraph.graphs.context import current_context
-from stepgraph.graphs.errors import CaptureError, HostNodeError
+from stepgraph.graphs.errors import CaptureError, HostNodeError, StepError
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
@@ -25,6 +25,7 @@ __all__ = [
     "Recorded",
     "RecordedReport",
     "StaticBuffers",
+    "StepError",
     "TapeBackend",
     "capture",
     "current_context",

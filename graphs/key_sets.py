@@ -48,6 +48,15 @@ def host_buckets(buckets: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(buckets)[::-2][::-1])
 
 
+def draft_choices(longest: int, model: bool, look_up: bool) -> tuple[Drafting, ...]:
+    """The choices of an engine, by length. Each has its graphs. look_up: there is one beside the draft model.
+
+    Without a model there are two: a proposed chain takes about as long whatever its length.
+    """
+    lengths = sorted({0, (longest // 2 if model else 0) or longest, longest})
+    return (*map(Drafting, lengths), *([Drafting(longest, model=False)] if look_up else []))
+
+
 def host_drafting(drafting: Sequence[Drafting]) -> tuple[Drafting, ...]:
     """None and the most drafts: what graphs for grammars on the host have where grammars may be on the device. See `host_buckets`."""
     most = min(drafting, key=_longest_first)

@@ -21,6 +21,7 @@ from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.errors import LESS
 from stepgraph.graphs.graph_key import FULL
 from stepgraph.graphs.graph_set import GraphSet
+from stepgraph.graphs.key_sets import draft_choices
 from stepgraph.graphs.layers.lora import lora_specs
 from stepgraph.graphs.limits import UNTIL_EVENT
 from stepgraph.graphs.model import ModelPair, TargetModel
@@ -34,7 +35,7 @@ from stepgraph.runtime.check_models import Drafter, check_models, checked_vocabu
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.device_grammars import INT_BYTES, DeviceGrammars, why_no_device_grammars
 from stepgraph.runtime.draft_length import AUTO as AUTO_LENGTH
-from stepgraph.runtime.draft_length import DraftLengthChooser, draft_choices
+from stepgraph.runtime.draft_length import DraftLengthChooser
 from stepgraph.runtime.extras.hidden_states import open_states, states_layout
 from stepgraph.runtime.extras.record import Recorder, Recording, open_recorder
 from stepgraph.runtime.extras.states_folder import StatesLayout

@@ -44,6 +44,8 @@ class DraftLengthRule:
     credit: float = 3.0  # initial account, in plain rounds
     max_credit: float = 16.0  # maximum account, in plain rounds
     rest: int = 8  # rounds without drafts after a decision for them, unless the requests change
+    stale: int = 64  # rounds after which a choice is made again, since its time may have been measured on a busier machine,
+    near: float = 0.9  # if it is expected to have at least this share of the best one's tokens per second
 
 
 DEFAULT_RULE = DraftLengthRule()
@@ -134,6 +136,7 @@ class DraftLengths:
         self.account: float | None = None  # seconds; None before the first round
         self._at_risk: collections.deque[float] = collections.deque()  # by round in flight: seconds beyond plain, if it accepts no draft
         self._last = PLAIN  # the latest round
+        self._rounds, self._made = 0, dict.fromkeys(choices, 0)  # and when each choice was made
         self._spell = 0  # rounds with drafts in succession
         self._rest = 0  # rounds of `_rows` that are plain without another decision
         self._rows: Sequence[tuple[Sources, int]] = ()
@@ -155,6 +158,7 @@ class DraftLengths:
         paid = {each: costs[each] for each in choices or self._choices if rounds * (costs[each] - costs[PLAIN]) <= max(0.0, room)}
         chosen = self._best(rows, paid) if len(paid) > 1 else PLAIN
         self._last, self._spell = chosen, self._spell + 1 if chosen.length else 0
+        self._rounds = self._made[chosen] = self._rounds + 1
         self._rest, self._rows = 0 if chosen.length else self._rule.rest, rows
         self._at_risk.append(costs[chosen] - costs[PLAIN])
         return chosen
@@ -183,18 +187,12 @@ class DraftLengths:
         }
         if 0 < self._spell < self._rule.spell and self._last in rates:
             return self._last
-        best = max(rates, key=rates.__getitem__, default=PLAIN)
+        best, since = max(rates, key=rates.__getitem__, default=PLAIN), self._rounds - self._rule.stale
+        for each, rate in rates.items():
+            if each.length and self._made[each] < since and rate >= self._rule.near * rates[best]:
+                return each
         keeps = self._last in rates and rates[best] < rates[self._last] * (1 + self._rule.hysteresis)
         return self._last if keeps else best
-
-
-def draft_choices(longest: int, model: bool, look_up: bool) -> tuple[Drafting, ...]:
-    """The choices of an engine, by length. Each has its graphs. look_up: there is one beside the draft model.
-
-    Without a model there are two: a proposed chain takes about as long whatever its length.
-    """
-    lengths = sorted({0, (longest // 2 if model else 0) or longest, longest})
-    return (*map(Drafting, lengths), *([Drafting(longest, model=False)] if look_up else []))
 
 
 class _Measured(NamedTuple):
@@ -202,6 +200,7 @@ class _Measured(NamedTuple):
 
     seconds: dict[Drafting, float]
     rounds: dict[Drafting, int]
+    latest: dict[Drafting, int]  # the number of the last one, of all these rounds
 
 
 class RoundCosts:
@@ -218,7 +217,7 @@ class RoundCosts:
     def _of(self, key: GraphKey) -> _Measured:
         measured = self._measured.get(key)
         if measured is None:
-            measured = self._measured[key] = _Measured(dict(self._measured[_plain(key)].seconds), {})
+            measured = self._measured[key] = _Measured(dict(self._measured[_plain(key)].seconds), {}, {})
         return measured
 
     def keys(self, key: GraphKey) -> tuple[GraphKey, ...]:
@@ -232,21 +231,22 @@ class RoundCosts:
 
     def calibrate(self, key: GraphKey, seconds: float) -> None:
         """`key` with its drafting."""
-        costs = self._measured.setdefault(_with(key, FULL), _Measured({}, {})).seconds
+        costs = self._measured.setdefault(_with(key, FULL), _Measured({}, {}, {})).seconds
         costs[key.drafting] = seconds
         self._bound_plain(costs, key.drafting)
 
     def add(self, key: GraphKey, drafting: Drafting, seconds: float) -> None:
         """A round of `key` with this drafting. What made it slower or faster, as a longer context or a busy machine, concerns all choices:
-        half of the change is applied to those that did not run, as it is also that of this choice alone."""
-        costs, counts = self._of(key)
-        rounds = counts[drafting] = counts.get(drafting, 0) + 1
+        half of the change is applied to them. After other choices, it is that of this one alone, and counts more after many of them."""
+        costs, counts, latest = self._of(key)
+        before, rounds = sum(counts.values()), counts.get(drafting, 0) + 1
+        others, counts[drafting], latest[drafting] = before - latest.get(drafting, 0), rounds, before + 1
         if rounds == 1:
             return  # the first replay of a graph takes longer
-        # At most twice the time before: a round that the machine interrupted says nothing about its drafts.
-        change = 1 + max(self._weight, 1 / rounds) * (min(seconds / costs[drafting], 2) - 1)
+        weight = max(self._weight, 1 / rounds, min(others / (2 * DEFAULT_RULE.stale), 0.5))
+        change = 1 + weight * (min(seconds / costs[drafting], 2) - 1)  # at most twice: an interrupted round says nothing about its drafts
         for each in costs:
-            costs[each] *= change if each == drafting else math.sqrt(change)
+            costs[each] *= change if each == drafting else 1 if others else math.sqrt(change)
         if drafting.length:
             self._bound_plain(costs, drafting)
 

@@ -48,6 +48,7 @@ OUTPUTS = {  # pattern of the printed text, by a phrase of the block
     "Capital of Norway": r"\{.* (stop|constraint_complete|length)\n$",
     "engine.add_lora": r"\['sql'\] other tokens\n$",
     "number} + 1?": r"\[('.*', |\".*\", ){7}",
+    "def no_repeats": r"^True\n$",
     "resume_from=first.tokens": r"(^|\n)[5-7] 1\d ",
 }
 

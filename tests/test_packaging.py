@@ -264,4 +264,4 @@ def test_type_checkers_find_a_wrong_argument_after_an_install(how: str, tmp_path
             [sys.executable, "-m", *checker, python, str(program)], cwd=tmp_path, capture_output=True, text=True, check=False
         )
         lines = [int(line) for line in re.findall(r"program\.py:(\d+)", done.stdout)]
-        assert set(lines) == {6} and '"str"' in done.stdout, done.stdout + done.stderr
+        assert set(lines) == {6} and '"generate"' in done.stdout, done.stdout + done.stderr

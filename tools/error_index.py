@@ -37,8 +37,8 @@ the column "expected" has what to give instead, or the rest of the message.
 * `QueueFullError`: `EngineConfig.max_queued` requests wait. Submit later, or `await AsyncEngine.submit`, which waits.
 * `EngineClosedError`: the engine was closed, by `close()`, a fault or a fork ([serve.md](serve.md#guarantees-for-every-job)).
 * `RoundTimeoutError`: the device did not answer within `EngineConfig.round_timeout_seconds`; the log has the stages and stacks.
-* `StepError`: a step or a model raised; the message has its line, and the cause is chained. Memory that is missing is a `ValueError` before
-  buffers are made and a `CaptureError` with the rule `memory` later, with the sizes and the settings that reduce them.
+* `StepError`: a model or function of an engine raised; the message has its line, and the cause is chained. Missing memory is a `ValueError`
+  before buffers are made and a `CaptureError` with the rule `memory` later, with the sizes and the settings that reduce them.
 * `MemoryError`: the C library could not allocate.
 """
 

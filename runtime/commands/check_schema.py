@@ -11,7 +11,7 @@ from stepgraph.sampling.grammar import Constraint, coverage
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported
 from stepgraph.sampling.grammar.schema.grammar import narrowed_parts
 from stepgraph.sampling.grammar.schema.options import Options
-from stepgraph.sampling.grammar.schema.reader import parsed, shown, value_at, value_of
+from stepgraph.sampling.grammar.schema.reader import parsed, shown, value_of
 
 HEAD = ("place", "keyword", "value", "result", "reason", "suggestion")
 MAX_VALUE = 40  # characters of a value in the table
@@ -33,9 +33,9 @@ def _checked(schema: dict[str, Any], objects: Any) -> dict[str, Any]:
     if found.enforced:
         parts = narrowed_parts(parsed(constraint.payload), Options(objects=objects))
     else:
-        parts = sorted(set(found.unenforced or next(iter(found.unsupported.values()))), key=lambda part: (part.where, part.keyword))
+        parts = list(found.unenforced or next(iter(found.unsupported.values())))
     result = "narrowed" if found.enforced else "refused"
-    rows = [_row(part, schema, result) for part in parts]
+    rows = [_row(part, schema, result) for part in sorted(set(parts), key=lambda part: (part.where, part.keyword))]
     return {"enforced": found.enforced, "backend": found.backend, "reason": found.reason, "objects": objects, "parts": rows}
 
 
@@ -43,14 +43,9 @@ def _row(part: Unsupported, schema: dict[str, Any], result: str) -> dict[str, An
     """A line of the table, where the value has a column of its own."""
     reason, suggestion = part.split
     suggestion = suggestion or ("nothing to do" if result == "narrowed" else "remove it, and check it in the finished text")
-    reason = reason.removeprefix(f"got {shown(value_of(schema, part))}, which ")
-    return dict(zip(HEAD, (part.where, part.keyword, _value(schema, part), result, reason, suggestion), strict=True))
-
-
-def _value(schema: Any, part: Unsupported) -> Any:
-    """What a keyword is given in the schema; None where a part is not one keyword."""
-    found = value_at(schema, part.where)
-    return found.get(part.keyword) if isinstance(found, dict) else None
+    value = None if part.where == "#" and part.keyword not in schema else value_of(schema, part)  # None: the whole document
+    reason = reason.removeprefix(f"got {shown(value)}").removeprefix(", which ").removeprefix(": ") or "is not accepted"
+    return dict(zip(HEAD, (part.where, part.keyword, value, result, reason, suggestion), strict=True))
 
 
 def _table(document: dict[str, Any]) -> list[str]:

@@ -21,7 +21,7 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.extras.record import FORMAT, model_fingerprints, versions, vocabulary_fingerprint
 from stepgraph.runtime.request import FinishReason, Job
-from stepgraph.sampling.fields import clip_error, clip_name, clip_repr
+from stepgraph.sampling.fields import clip_error, clip_name, clip_repr, is_int
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -260,6 +260,9 @@ def _options(event: Mapping[str, Any]) -> dict[str, Any]:
     if constraint is not None:
         marker = constraint["marker"]
         constraint = Constraint(**{**constraint, "marker": tuple(marker) if isinstance(marker, list) else marker})
+    prompt = event["prompt_ids"]
+    if not isinstance(prompt, list) or not all(map(is_int, prompt)):  # submit() also takes texts and messages
+        raise ValueError(f"prompt_ids: got {clip_repr(prompt)}, expected a list of token ids")
     names = ("prompt_ids", "max_new_tokens", "num_speculative_tokens", "cache_salt")
     return {name: event[name] for name in names} | {
         "draft_ids": event["draft_ids"] or None,

@@ -10,10 +10,10 @@ from torch import Tensor
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.look_up import look_up
 from stepgraph.graphs.proposer import History
 from stepgraph.graphs.proposing import ANCHOR
 from stepgraph.sampling.fields import is_int
-from stepgraph.sampling.kernels.ngram import ngram_chains
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class NgramLookup:
     history the latest. A copy that reaches the end of the history continues with its own tokens; one that reaches the end of
     draft_ids ends.
 
-    Unlikely drafts cost nothing, as a round verifies all draft positions in any case. A look-up makes at most max_ngram comparisons
-    per token of each row's text; in torch, without the C library or on a GPU, it needs about 50 bytes of temporary memory for each.
+    Unlikely drafts cost nothing, as a round verifies all draft positions in any case. A look-up makes max_ngram comparisons
+    per token of each row's text and needs about 50 bytes of temporary memory for each.
     """
 
     max_ngram: int = ANCHOR
@@ -49,4 +49,4 @@ class NgramLookup:
 
     def propose(self, history: History, buffers: StaticBuffers) -> Tensor:
         text, length, generated, start, count = history
-        return ngram_chains(text, length, generated, start, count, self.max_ngram, self.min_ngram)
+        return look_up(text, length, generated, start, count, self.max_ngram, self.min_ngram)

@@ -102,8 +102,8 @@ def undrafted(costs: Costs, rows: int) -> float:
     return rows / costs[PLAIN]
 
 
-def best_fixed(drafters: Sequence[Drafter], costs: Costs, rounds: int) -> float:
-    return max(Run(drafters, costs, rounds, lambda length=length: length).rate for length in LENGTHS)  # type: ignore[misc]
+def best_fixed(drafters: Sequence[Drafter], costs: Costs, rounds: int, seed: int = 0) -> float:
+    return max(Run(drafters, costs, rounds, lambda length=length: length, seed).rate for length in LENGTHS)  # type: ignore[misc]
 
 
 def settings() -> Iterator[object]:
@@ -129,9 +129,10 @@ def test_drafter_that_is_never_right_costs_at_most_two_percent(costs: Costs) -> 
 
 @pytest.mark.parametrize("costs", [CPU_COSTS, GPU_COSTS], ids=["cpu", "gpu"])
 def test_changing_text_is_followed(costs: Costs) -> None:
-    """Most drafts are accepted for 60 rounds, and few for the next 60."""
-    drafters = [alternating(geometric(0.85), geometric(0.15), 60)]
-    assert Run(drafters, costs, 1200).rate >= 0.93 * best_fixed(drafters, costs, 1200)
+    """Most drafts are accepted for 60 rounds, and few for the next 60. The mean of six texts, which differ by 4%."""
+    drafters, seeds = [alternating(geometric(0.85), geometric(0.15), 60)], range(6)
+    rates = [Run(drafters, costs, 1200, seed=seed).rate / best_fixed(drafters, costs, 1200, seed) for seed in seeds]
+    assert sum(rates) / len(rates) >= 0.93, rates
 
 
 @pytest.mark.parametrize("costs", [CPU_COSTS, GPU_COSTS], ids=["cpu", "gpu"])
@@ -316,6 +317,28 @@ def test_plain_cost_that_was_measured_too_high_is_corrected() -> None:
     assert chosen[-80:].count(0) >= 80 - DEFAULT_RULE.spell and costs.of(key)[PLAIN] < 2.1
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_cost_that_was_measured_on_a_busy_machine_is_measured_again(known: bool) -> None:
+    """Three drafts took as long as seven, then a tenth less than these. One draft is accepted. known: by rounds, not by the calibration."""
+    choices = PLAIN, Drafting(3), Drafting(7)
+    key, costs, lengths = GraphKey(1, False), RoundCosts(choices), DraftLengths(choices)
+    for drafting, seconds in zip(choices, (2.0, 2.7, 2.7), strict=True):
+        costs.calibrate(replace(key, draft_length=drafting.length), seconds)
+        for _ in range(40 * known):
+            costs.add(key, drafting, seconds)
+    row, chosen, spent = lengths.row(), [PLAIN], 0.0
+    for _ in range(600):
+        drafting = lengths.choose([(row, 7)], costs.of(key))
+        chosen.append(drafting)
+        seconds = {0: 2.0, 3: 2.43, 7: 2.7}[drafting.length]
+        spent += seconds if len(chosen) > 300 else 0
+        costs.add(key, drafting, seconds)
+        offered = min(chosen[-2].length, drafting.length)
+        lengths.add(drafting, [of_model(row, offered, min(offered, 1))], costs.of(key))
+    assert spent <= 1.01 * 301 * 2.43, collections.Counter(chosen[300:])
+    assert costs.of(key)[PLAIN] == pytest.approx(2.0, rel=0.1)
+
+
 @needs_c
 def test_rounds_with_host_grammars_beside_device_grammars_have_two_lengths() -> None:
     """A mixed batch, also where another length is requested. The tokens are those of plain decoding."""
@@ -440,15 +463,29 @@ def test_choice_takes_few_calls_while_the_drafter_is_paused(monkeypatch: pytest.
         assert {graph.key.draft_length for graph in adaptive.stats().graphs} == {0}
 
 
-def test_requests_without_drafts_replay_graphs_without_draft_stages() -> None:
-    engine = make_engine(Setup(k=3, drafter="perfect", max_rows=2, buckets=(2,)), draft_length="auto")
-    for prompt in ([1, 2], [3]):
+@pytest.mark.parametrize("prompts", [[[1, 2]], [[1, 2], [3]]], ids=["alone", "together"])
+def test_requests_without_drafts_replay_graphs_without_draft_stages(prompts: list[list[int]]) -> None:
+    engine = make_engine(Setup(k=3, drafter="perfect", max_rows=2, buckets=(1, 2)), draft_length="auto")
+    for prompt in prompts:
         engine.submit(prompt, max_new_tokens=8, num_speculative_tokens=0)
     assert [event for event in engine.stream()]
     (graph,) = engine.stats().graphs
     stages = [run.name for run in engine._graphs[graph.key].report.stages]
-    assert graph.key.draft_length == 0 and not any(name.startswith(("draft_", "choose_draft")) for name in stages)
+    assert (graph.key.rows, graph.key.draft_length) == (len(prompts), 0)
+    assert not any(name.startswith(("draft_", "choose_draft")) for name in stages)
     engine.close()
+
+
+def test_choice_does_not_wait() -> None:
+    """Rounds with chosen lengths wait for the device as often as rounds of one length: once for the results of each."""
+    waits = list[tuple[int, int]]()
+    for length in ("auto", 3):
+        with make_engine(Setup(k=3, drafter="half", max_rows=1, buckets=(1,)), draft_length=length) as engine:
+            before = engine.stats()
+            job = engine.generate([5, 6], max_new_tokens=60, sampling=IGNORE_EOS)
+            after = engine.stats()
+            waits.append((after.event_waits - before.event_waits - job.rounds, after.host_syncs - before.host_syncs))
+    assert waits[0] == waits[1] == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,19 @@ from typing import Any
 import jsonschema
 import pytest
 
-from stepgraph.sampling.grammar.compile.backends import BACKENDS
+from stepgraph.sampling.grammar.compile.backends import BACKENDS, COSTS
 from tests.fuzz.doors import DOORS
 from tests.helpers import long_runs
 from tests.helpers.documents import ROOT
+from tests.helpers.toy_engines import plain
 from tests.helpers.vocabularies import VOCABULARIES
 from tests.laws.test_draft_chains import MASKS
+from tests.runtime import test_engine_processors
 from tools.bench_schemas import MASK_TIMES
 from tools.gpu_table import RESULTS
 
 SCHEMAS = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.schema.json")}
+QUIETER = "fills-2026-11-24.json"  # beside the latest one
 RECORDS = sorted(path for path in RESULTS.glob("*.json") if path.name not in SCHEMAS)
 
 
@@ -41,7 +44,23 @@ def test_record_matches_the_schema_of_its_kind(path: Path) -> None:
     for name in (
         "commit",
         *own,
-        *({"compile", "throughput", "doors", "goals", "legality", "backends", "trends", "masks", "counts"} & {*record}),
+        *(
+            {
+                "compile",
+                "throughput",
+                "doors",
+                "goals",
+                "legality",
+                "backends",
+                "trends",
+                "masks",
+                "counts",
+                "setups",
+                "captures",
+                "acceptance",
+            }
+            & {*record}
+        ),
     ):
         with pytest.raises(jsonschema.ValidationError, match=f"'{name}' is a required property"):
             check(path.name, {key: value for key, value in record.items() if key != name})
@@ -62,6 +81,7 @@ def quoted() -> list[tuple[str, str]]:
     """(document, text that it must contain), from the records that the documents name."""
     variants, compiled, soak = kept("demo")["throughput"]["variants"], kept("automata")["compile"], kept("soak")
     adaptive, packed = kept("adaptive"), [value for value, _ in kept("quantised")["ratios"].values()]
+    chains = {name: each["json"]["tokens_per_round"] for name, each in kept("acceptance")["acceptance"].items() if isinstance(each, dict)}
     trends, late = soak["trends"], soak["trends"]["resident_bytes, last half"]
     speed = {name: math.floor(each["tokens_per_second"] + 0.5) for name, each in variants.items()}
     tokens = {name: each.get("tokens_per_round") for name, each in variants.items()}
@@ -77,9 +97,16 @@ def quoted() -> list[tuple[str, str]]:
     fills = [[batch["over_python_loop"] for batch in each["batches"]] for each in kept("fills")["libraries"]]
     shares = [" and ".join(f"{each['native link, called from C']:.2f}" for each in batches) for batches in fills]
     shares.append(" and ".join(f"{each['native link, automata']:.2f}" for each in fills[0]))
-    quieter = json.loads((RESULTS / "fills-2026-11-24.json").read_text(encoding="utf-8"))["libraries"][0]["batches"][0]["over_python_loop"]
+    quieter = json.loads((RESULTS / QUIETER).read_text(encoding="utf-8"))["libraries"][0]["batches"][0]["over_python_loop"]
     inside = [each["library_calls_over_python_loop"] for each in kept("fills")["libraries"][0]["batches"]]
     walked, fuzzed, schedules = kept("masks")["masks"], kept("fuzz"), kept("schedules")["counts"]
+    compared = kept("examples")["setups"]
+    captures = kept("capture")["captures"]
+
+    def both(other: str, figure: str) -> str:
+        one, eight = (captures[rows]["auto_over"][other][figure] for rows in ("1 row", "8 rows"))
+        return f"{one:.2f} and {eight:.2f}"
+
     outcomes, masks = bench["counts"], bench["mask_us"]["all"]["least of three"]
     first, again, unread = (bench["first_calls"]["mask_us"][name] for name in MASK_TIMES)
     return [
@@ -96,6 +123,11 @@ def quoted() -> list[tuple[str, str]]:
         (
             "README.md",
             " | " + " / ".join(str(speed[name]) for name in head) + " | " + " / ".join(str(tokens[name]) for name in head) + " |",
+        ),
+        (
+            "README.md",
+            f"the head alone {chains['head']:.2f}, its drafts not masked {chains['head, drafts not masked']:.2f}, "
+            f"with forced drafts and look-up {chains['head, forced drafts, look-up']:.2f}",
         ),
         ("README.md", f"| free text: plain / speculative | {free['plain']} / {free['speculative']} | 1 /"),
         ("README.md", f"{answers['complete']} of {answers['answers']} answers are complete"),
@@ -131,6 +163,13 @@ def quoted() -> list[tuple[str, str]]:
             ("docs/round.md", f"| {name} | " + " | ".join(f"{each['variants'][length]['over_plain']:.2f}" for length in ("3", "7", "auto")))
             for name, each in adaptive["workloads"].items()
         ),
+        ("docs/round.md", f"takes {both('one length', 'first_seconds')} times the processor time of K alone"),
+        ("docs/round.md", f"grows by {both('one length', 'kept_bytes')} times as much"),
+        (
+            "docs/round.md",
+            f"these are {both('0643677', 'first_seconds')}, for later captures of a process {both('0643677', 'later_seconds')}",
+        ),
+        ("docs/round.md", f"and {both('0643677', 'kept_bytes')} of its memory"),
         ("docs/models.md", f"takes {packed[4]:.2f} of the bytes in bfloat16"),
         ("docs/models.md", f"answers have {packed[0]:.2f} times the tokens per second of processor time"),
         ("docs/models.md", f"with plain decoding and {packed[1]:.2f} times with drafts"),
@@ -140,6 +179,11 @@ def quoted() -> list[tuple[str, str]]:
         (
             "README.md",
             f"{schedules['schedules']:,} simulated schedules with {schedules['jobs']:,} requests and {schedules['faults']:,} faults",
+        ),
+        (
+            "README.md",
+            f"{sum(each['examples'] for each in compared):,} random batches of {sum(each['jobs'] for each in compared):,} requests, "
+            f"at least {min(each['examples'] for each in compared)} for each of {len(compared)} engine setups",
         ),
         ("SECURITY.md", f"{fuzzed['inputs']:,} inputs at each of {len(fuzzed['doors'])} entry points"),
         ("tools/README.md", f"{soak['wanted_seconds'] / 60:.0f} minutes on two busy cores"),
@@ -160,7 +204,21 @@ def test_records_of_long_runs_are_complete_and_without_a_find() -> None:
     assert all(each["inputs"] == fuzzed["inputs"] and not each["finds"] for each in fuzzed["doors"])
     assert {(each["vocabulary"], each["library"]) for each in walked} == set(product(VOCABULARIES, BACKENDS))
     assert all(each["num_masks"] >= MASKS and each["differences"] == 0 for each in walked)
+    expected = {(oracle, long_runs.name_of(setup)) for oracle, (setups, *_) in long_runs.ORACLES.items() for setup in setups}
+    assert {(each["oracle"], each["setup"]) for each in kept("examples")["setups"]} == expected
     assert soak["passed"] and soak["seconds"] >= 3600 and len(soak["kinds"]) == 12
+
+
+def test_record_of_acceptance_is_of_twenty_prompts_and_meets_its_goals() -> None:
+    found = kept("acceptance")
+    assert found["acceptance"]["prompts_of_each_kind"] == 20, "as README says"
+    assert [name for name, value in found["ratios"].items() if value < float(name[name.index("(") + 1 : -1])] == []
+
+
+def test_record_of_captures_meets_its_goal_over_the_version_before() -> None:
+    found = kept("capture")
+    over = [rows["auto_over"]["0643677"] for rows in found["captures"].values()]
+    assert len(over) == 2 and all(value < found["goal"] for each in over for value in each.values())
 
 
 def test_a_record_of_schedules_counts_what_ran() -> None:
@@ -168,14 +226,34 @@ def test_a_record_of_schedules_counts_what_ran() -> None:
     assert found["counts"]["schedules"] == 1 and found["counts"]["jobs"] > 1
 
 
+def test_a_record_of_examples_counts_what_ran_and_a_wrong_output_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = long_runs.ORACLES["processors"][0][0]
+    found = long_runs.examples_of("processors", setup, 3)
+    assert found["examples"] == 3 and found["jobs"] >= 3 and found["tokens"] > found["jobs"]
+    monkeypatch.setattr(test_engine_processors, "plain", lambda prompt, *others, **fields: plain([*prompt, 1], *others, **fields))
+    with pytest.raises(AssertionError):
+        long_runs.examples_of("processors", setup, 3)
+
+
 def test_documents_quote_the_latest_records() -> None:
-    texts = {name: " ".join((ROOT / name).read_text(encoding="utf-8").split()) for name in {name for name, _ in quoted()}}
+    pages = ("README.md", "SECURITY.md", "tools/README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+    texts = {name: " ".join((ROOT / name).read_text(encoding="utf-8").split()) for name in pages}
     assert [(name, text) for name, text in quoted() if text not in texts[name]] == []
-    linked = {path.name for path in RECORDS if any(path.name in text for text in texts.values())}
-    assert linked >= {
-        max(RESULTS.glob(f"{kind}-*.json")).name
-        for kind in (
-            *("adaptive", "demo", "legality", "automata", "maskbench", "soak", "twographs", "fills", "masks", "schedules", "fuzz"),
-            *("quantised", "weights"),
-        )
-    }
+    compared = (
+        *("adaptive", "demo", "legality", "automata", "maskbench", "soak", "twographs", "fills", "masks", "schedules", "fuzz"),
+        *("examples", "quantised", "weights", "acceptance", "capture"),
+    )
+    linked = {path.name for path in RECORDS if "mode" not in json.loads(path.read_text(encoding="utf-8"))}
+    linked = {name for name in linked if any(f"/{name}" in text for text in texts.values())}
+    assert linked == {max(RESULTS.glob(f"{kind}-*.json")).name for kind in compared} | {QUIETER}, "a page names no other record"
+
+
+def test_library_of_a_schema_is_chosen_from_measurements() -> None:
+    """Automata first, which have the fastest masks; where there is none, by what compiling and a mask took."""
+    bench = kept("maskbench")
+    masks = {name: bench["mask_us"][name]["least of three"]["p50"] for name in BACKENDS}
+    assert sorted(BACKENDS, key=masks.__getitem__) == list(BACKENDS)
+    for name, cost in COSTS.items():
+        measured = bench["libraries"][name]
+        assert cost.seconds_per_size == pytest.approx(measured["microseconds_per_byte"] * 1e-6, rel=0.05)
+        assert cost.other_micros == pytest.approx(measured["mask_us_p99_of_each"]["p50"], rel=0.05)

@@ -149,9 +149,9 @@ NARROWED = {
     "date": "without the year 0000",
     "time": "a leap second with the offsets Z and 00:00 only",
     "date-time": "without the year 0000, a leap second with the offsets Z and 00:00 only",
-    "hostname": 'without labels that begin with "xn--"; up to 6 labels, those after the first of at most 37 characters',
+    "hostname": 'without labels that begin with "xn--", up to 6 labels, those after the first of at most 37 characters',
     "idn-email": "with a domain of ASCII characters",
     "uri-template": "without the operators that RFC 6570 reserves",
-    "regex": "groups up to 2 deep, without look-around, back-references, names and properties; counts below 1,000, "
+    "regex": "groups up to 2 deep, without look-around, back-references, names and properties, counts below 1,000, "
     "ranges from or to an end of a-z, A-Z or 0-9",
 }

@@ -256,9 +256,12 @@ class GrammarWriter:
             texts = members_texts(self, item) if self._object_has_value(item) else ()
             cases += [f'"{{" {inside} {self.opening}"}}"' for inside in texts]
         if not cases and form.objects:
-            reject(self.where, "minProperties", "counts properties that are not declared, of which two may have one name; declare more")
+            reject(
+                self.where, "minProperties", "counts properties that are not declared, of which two may have one name; declare more of them"
+            )
         if not cases:
-            reject(self.where, "contains", "asks for counts of items that no array has; write bounds that go together")
+            keyword = "contains" if any(array.contains for array in form.arrays) else "uniqueItems"
+            reject(self.where, keyword, "asks for counts of items that no array has; write bounds that go together")
         return " | ".join(dict.fromkeys(cases))
 
     def _numbers(self, numbers: tuple[Numbers, ...]) -> list[str]:

@@ -185,9 +185,9 @@ def _finite(writer: Writer, form: Form) -> list[str] | None:
         if (numbers := _numbers(item)) is None:
             return None
         found += [literal(decimal(number)) for number in numbers]
-    texts = _texts(form.strings.exact)
+    texts = listed_texts(form.strings.exact)
     if texts is None and writer.is_closed:
-        texts = _texts(form.strings.narrow)
+        texts = listed_texts(form.strings.narrow)
     return None if texts is None or len(found) + len(texts) > MAX_LISTED else [*found, *map(json_literal, texts)]
 
 
@@ -202,7 +202,7 @@ def _numbers(item: Numbers) -> list[Fraction] | None:
     return [number for number in (index * item.multiple for index in range(first, last + 1)) if number in item]
 
 
-def _texts(term: Term) -> list[str] | None:
+def listed_texts(term: Term) -> list[str] | None:
     if term.kind == "words":
         return [str(text) for text in term.values]
     try:

@@ -8,11 +8,12 @@ from dataclasses import replace
 from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.schema.automata import is_empty
 from stepgraph.sampling.grammar.schema.forms import Expr, Keys, Object, all_of
-from stepgraph.sampling.grammar.schema.items import MAX_STATES, State, Writer, states_text
+from stepgraph.sampling.grammar.schema.items import MAX_STATES, State, Writer, listed_texts, states_text
 from stepgraph.sampling.grammar.schema.language import Term, both, complement, matches, words
 from stepgraph.sampling.grammar.schema.spelling import json_literal, optional, repeated
 
 MAX_ANY_ORDER = 8  # declared properties
+MAX_CASES = 512  # of witnesses with few names
 MAX_INLINE = 60  # characters that are repeated instead of becoming a rule
 
 
@@ -22,21 +23,38 @@ def members_texts(writer: Writer, item: Object) -> list[str]:
     return [text for text in found if text is not None]
 
 
-def _witnessed(writer: Writer, item: Object) -> Iterator[tuple[Object, Keys | None]]:
-    """The cases of an object by the declared properties that are its witnesses. One witness may be an undeclared property."""
+def _witnessed(writer: Writer, item: Object, undeclared: tuple[Keys, ...] = ()) -> Iterator[tuple[Object, Keys | None]]:
+    """The cases of an object by the declared properties that are its witnesses. `undeclared`: witnesses that are another property."""
     if not item.witnesses:
-        yield item, None
+        if len(undeclared) > 1:
+            if item.high is None or item.high > len(item.required) + 1:
+                reject(writer.where, "not", "asks for several undeclared properties, which might have one name; declare them in properties")
+            undeclared = (Keys(both(*(keys.names for keys in undeclared)), all_of(*(keys.value for keys in undeclared))),)
+        yield item, undeclared[0] if undeclared else None
         return
-    first, rest = item.witnesses[0], replace(item, witnesses=item.witnesses[1:])
+    names = {witness: _few_names(item, witness) for witness in item.witnesses}
+    first = next((witness for witness in item.witnesses if names[witness] is not None), item.witnesses[0])
+    rest = replace(item, witnesses=tuple(witness for witness in item.witnesses if witness is not first))
+    for name in names[first] or ():
+        both_of = all_of(item.value(name), first.value)
+        if writer.is_alive(both_of):
+            declared = (*item.declared, (name, both_of))
+            yield from _witnessed(writer, replace(rest, declared=declared, required=item.required | {name}), undeclared)
     for index, (name, value) in enumerate(item.declared):
         both_of = all_of(value, first.value)
         if matches(first.names, name) and writer.is_alive(both_of):
             declared = (*item.declared[:index], (name, both_of), *item.declared[index + 1 :])
-            yield from _witnessed(writer, replace(rest, declared=declared, required=item.required | {name}))
-    if any(writer.is_alive(all_of(first.value, keys.value)) and not is_empty(both(first.names, keys.names)) for keys in item.others):
-        if rest.witnesses:
-            reject(writer.where, "not", "asks for several undeclared properties, which might have one name; declare them in properties")
-        yield rest, first
+            yield from _witnessed(writer, replace(rest, declared=declared, required=item.required | {name}), undeclared)
+    if names[first] is None and any(
+        writer.is_alive(all_of(first.value, keys.value)) and not is_empty(both(first.names, keys.names)) for keys in item.others
+    ):
+        yield from _witnessed(writer, rest, (*undeclared, first))
+
+
+def _few_names(item: Object, witness: Keys) -> list[str] | None:
+    """The undeclared names of a witness where they are few, so that it is one of these properties; else None."""
+    names = listed_texts(both(witness.names, complement(words(item.values))))
+    return names if names is not None and len(names) ** len(item.witnesses) <= MAX_CASES else None
 
 
 def _properties(writer: Writer, item: Object, witness: Keys | None) -> str | None:
@@ -79,7 +97,7 @@ class _Members:
     def __init__(self, writer: Writer, pairs: list[tuple[str, bool]], others: str, ends: str | None, low: int, high: int | None) -> None:
         self._writer, self._pairs, self._others, self._ends = writer, pairs, others, ends
         self._comma = f"{writer.comma} "
-        required = sum(is_required for _, is_required in pairs)
+        required = self._required = sum(is_required for _, is_required in pairs)
         capacity = None if others or ends else len(pairs)
         self._low = low if low > required else 0
         self._high = None if high is None or (capacity is not None and high >= capacity) else high
@@ -149,6 +167,8 @@ class _Members:
         another property."""
         needed, comma = max(self._low - count, 0), self._comma if count else self._writer.opening
         room = None if self._high is None else self._high - count
+        if needed > 1 and self._others and count >= self._required:
+            self._writer.narrow("minProperties", "is enforced with at most one property that is not declared")
         if needed > 1 or (self._ends is not None and room == 0):
             return None if needed or self._ends is not None else [""]
         if self._ends is not None:

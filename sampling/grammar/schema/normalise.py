@@ -347,6 +347,11 @@ class Normaliser:
         describe more of it together, so this is a part of what the schema accepts."""
         found: list[Any] = []
         value, several = expr(self.document.child(node, keyword)), bool(_IN_PLACE & node.keywords.keys())
+        cases = form.objects if keyword == "unevaluatedProperties" else form.arrays
+        has_contains = keyword == "unevaluatedItems" and any(array.contains for array in form.arrays)
+        if has_contains or (several and (len(cases) > 1 or "if" in node.keywords)):
+            reason = "without values that several alternatives, or contains, describe together"
+            self.narrowed[Unsupported(node.where, keyword, reason)] = None
         if keyword == "unevaluatedProperties":
             for item in form.objects:
                 rest = Keys(complement(item.evaluated), value)

@@ -387,10 +387,44 @@ def test_baked_in_state_is_found_only_with_between(capsys: pytest.CaptureFixture
     [
         (SCHEMA, 0, [], "enforced by automaton: every keyword"),
         (
-            {"properties": {"d": {"format": "time"}, "e": {"type": "array", "uniqueItems": True, "items": {"enum": [*range(9)]}}}},
+            {
+                "properties": {
+                    "b": {"minProperties": 2},
+                    "d": {"format": "time"},
+                    "e": {"type": "array", "uniqueItems": True, "items": {"enum": [*range(9)]}},
+                }
+            },
             0,
-            [["#/properties/d", "format", '"time"', "narrowed"], ["#/properties/e", "uniqueItems", "true", "narrowed"]],
+            [
+                ["#/properties/b", "minProperties", "2", "narrowed", "at most one property that is not declared"],
+                ["#/properties/d", "format", '"time"', "narrowed"],
+                ["#/properties/e", "uniqueItems", "true", "narrowed"],
+            ],
             "enforced by automaton; fewer texts are generated than the schema accepts",
+        ),
+        (
+            {"properties": {"d": {"minProperties": 3, "type": "object"}, "n": {"not": {"format": "date"}}}},
+            1,
+            [
+                ["#/properties/d", "minProperties", "3", "refused", "two may have one name", "declare more of them"],
+                ["#/properties/n/not", "not", '{"format": "date"}', "refused", "not enforced with a format", "write a pattern"],
+            ],
+            "not enforced: 2 parts are refused",
+        ),
+        (
+            {"properties": {"a": {"type": "string", "enum": [1]}}, "required": ["a"], "type": "object"},
+            1,
+            [
+                [
+                    "#/properties/a",
+                    "schema",
+                    '{"type": "string"',
+                    "no value satisfies both",
+                    "#/properties/a: enum",
+                    "change one of its parts",
+                ]
+            ],
+            "not enforced: 1 part is refused",
         ),
         (
             {"properties": {"a~b": {"type": "array", "uniqueItems": True}, "c": {"pattern": "(?<=a)b"}}},

@@ -18,7 +18,7 @@ from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.toy import ToyDraft
 from tests.helpers.families import FEATURE_LAYERS, folder_of, judge
 from tests.helpers.family_texts import CONFIG, CONSTRAINTS, PROMPTS
-from tests.helpers.toy_engines import TARGET, VOCABULARY
+from tests.helpers.toy_engines import TARGET, VOCABULARY, switch_draft_lengths
 from tests.runtime.models.test_llama_engine import DraftLlama
 from tests.runtime.test_engine import NoSyncs
 from tools.train.saved_states import SavedStates
@@ -61,9 +61,12 @@ def finish(engine: Engine, jobs: list[Job]) -> list[Job]:
     return jobs
 
 
-@pytest.mark.parametrize("k", [0, 3])
-def test_saved_states_equal_one_pass_over_the_text(tmp_path: Path, k: int) -> None:
-    with saving_engine(tmp_path, k) as engine:
+@pytest.mark.parametrize(("k", "switching"), [(0, False), (3, False), (3, True)])
+def test_saved_states_equal_one_pass_over_the_text(tmp_path: Path, k: int, switching: bool) -> None:
+    """switching: every round has a random draft length."""
+    with saving_engine(tmp_path, k, **({"draft_length": "auto"} if switching else {})) as engine:
+        if switching:
+            switch_draft_lengths(engine)
         guard = NoSyncs(engine.buffers)
         jobs = [engine.submit(prompt, constraint=rule, max_new_tokens=20) for prompt in PROMPTS for rule in (None, CONSTRAINTS[1])]
         engine.submit([5, 6, 7, 8, 9], prompt_embeddings={1: torch.ones(2, 48)}, max_new_tokens=20)  # not saved: no token ids
@@ -71,6 +74,7 @@ def test_saved_states_equal_one_pass_over_the_text(tmp_path: Path, k: int) -> No
             finish(engine, jobs)
         assert engine.stats().host_syncs == 0 and guard.pinned_reads > 10
         assert k == 0 or engine.stats().drafts.accepted > 20
+        assert len({graph.key.drafting for graph in engine.stats().graphs}) == (3 if switching else 1)
     saved = SavedStates(tmp_path)
     assert saved.layout == StatesLayout(folder_of("smollm2").name, 160, FEATURE_LAYERS, 3 * 48, 48, "float32")
     texts = {tuple(text.token_ids.tolist()): text for text in saved}

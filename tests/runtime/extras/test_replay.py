@@ -293,6 +293,7 @@ def test_invalid_recordings_raise(tmp_path: Path) -> None:
         ":2: JSONDecodeError": good[0] + "nonsense\n",
         ":2: KeyError: 7": good[0] + '{"kind":"tokens","step":1,"job":7,"tokens":[1]}\n',
         ":2: ValueError: SamplingParams.top_p": "".join(good).replace('"top_p":1.0', '"top_p":3.0'),
+        ":2: ValueError: prompt_ids: got 'ab', expected a list of token ids": re.sub(r'("prompt_ids":)\[.*?\]', r'\1"ab"', "".join(good)),
         ":3: ValueError: kind: got 'fly'": "".join(good[:2]) + '{"kind":"fly"}\n',
     }
     path = tmp_path / "run.jsonl"

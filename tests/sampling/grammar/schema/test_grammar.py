@@ -22,7 +22,7 @@ from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.constraints.unsupported import UnsupportedError
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.schema import automata, reader
-from stepgraph.sampling.grammar.schema.grammar import schema_grammar
+from stepgraph.sampling.grammar.schema.grammar import narrowed_parts, schema_grammar
 from stepgraph.sampling.grammar.schema.options import Options
 from stepgraph.sampling.grammar.schema.parameters import parameters_grammar
 from stepgraph.sampling.grammar.schema.reader import parsed
@@ -312,6 +312,24 @@ def test_properties_in_any_order(backend: Any) -> None:
 def test_required_names_follow_described_ones_in_their_order(schema: Any) -> None:
     assert accepts(matcher_of(schema), '{"a": 1, "y": 2, "x": 3}')
     assert not accepts(matcher_of(schema), '{"y": 2, "x": 3, "a": 1}')
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"anyOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}], "unevaluatedProperties": False}, "unevaluatedProperties"),
+        ({"if": {"prefixItems": [{"const": "a"}]}, "unevaluatedItems": False}, "unevaluatedItems"),
+        ({"contains": {"type": "string"}, "unevaluatedItems": False}, "unevaluatedItems"),
+        ({"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False}, ""),
+        ({"prefixItems": [{}], "unevaluatedItems": False}, ""),
+        ({"type": "object", "minProperties": 3, "properties": {"a": {}, "b": {}}}, "minProperties"),
+        ({"type": "object", "minProperties": 2, "properties": {"a": {}}, "required": ["a"]}, ""),
+        ({"type": "string", "format": "hostname"}, "format"),
+    ],
+)
+def test_parts_of_which_not_all_texts_are_generated_are_listed(schema: Any, keyword: str) -> None:
+    found = narrowed_parts({"items": schema}, Options(objects="standard"))
+    assert [(part.where, part.keyword) for part in found] == [("#/items", keyword)] * bool(keyword)
 
 
 def test_many_properties_in_any_order_are_refused() -> None:
