@@ -1,4 +1,4 @@
-/* Whole numbers of the rows of a round: positions and cache slots of tokens, rotary angles, mask rows, and the draft that a row takes. */
+/* Whole numbers of the rows of a round: positions and cache slots of tokens, rotary angles, mask rows, and the drafts that a row takes. */
 
 #include "kernels.h"
 
@@ -182,6 +182,31 @@ EXPORTED int stepgraph_select_draft(const argument *given) {
         took_forced[row] = is_forced;
         bool goes_on = alive[row] && limit[row * given[3].stride[0]] >= given[4].integer;
         selected[row] = goes_on && (finite[row] || taken || is_forced) ? token : -1;
+    }
+    return 0;
+}
+
+/* text [batch, width] int32; length, generated [batch] of any stride; start of the given text, count, longest, shortest; chain [batch, count].
+   As the reference in look_up.py: the longest match wins, then the latest one, or the one that is nearest in the given text. */
+EXPORTED int stepgraph_look_up(const argument *given) {
+    const int32_t *text = given[0].data;
+    int64_t width = given[0].size[1], start = given[3].integer, count = given[4].integer, longest = given[5].integer, shortest = given[6].integer;
+    int64_t *chain = given[7].data;
+    for (int64_t row = 0; row < given[0].size[0]; row++, text += width, chain += count) {
+        int64_t length = ((const int64_t *)given[1].data)[row * given[1].stride[0]], best = -1, found = 0;
+        int64_t expected = start + ((const int64_t *)given[2].data)[row * given[2].stride[0]];
+        if (length < 1 || length > width) return 1;
+        for (int64_t at = 0; at < width; at++) {
+            int64_t matched = 0, distance = at < expected ? expected - at : at - expected;
+            if (at >= length && (at < start || text[at] < 0)) continue;
+            while (matched < longest && matched < length && text[length - 1 - matched] == (matched < at ? text[at - 1 - matched] : -1)) matched++;
+            int64_t score = matched * 4 * width + (at < start ? at : 3 * width - 2 * distance - (at < expected));
+            if (matched >= shortest && score > best) best = score, found = at;
+        }
+        for (int64_t i = 0; i < count; i++) {
+            int64_t from = found + (found < start ? i % (length > found ? length - found : 1) : i);
+            chain[i] = best < 0 ? -1 : text[from < width ? from : width - 1];
+        }
     }
     return 0;
 }

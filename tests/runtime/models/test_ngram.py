@@ -11,9 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stepgraph.graphs import Limits, StaticBuffers
+from stepgraph.graphs.look_up import look_up
 from stepgraph.graphs.proposer import History
 from stepgraph.graphs.proposing import ANCHOR, given_from, text_specs
 from stepgraph.runtime.models.ngram import NgramLookup
+from tests.helpers.c_library import needs_c
 from tests.helpers.oracles import looked_up
 
 LIMITS = Limits(max_rows=3, num_speculative_tokens=4, max_length=40, page_size=8, num_pages=15, vocab_size=9, num_tokens=9, feature_size=0)
@@ -49,10 +51,34 @@ def texts(draw: st.DrawFn) -> Row:
 @given(rows=st.lists(texts(), min_size=1, max_size=3), count=st.integers(1, 8), data=st.data())
 @example(rows=[([1, 2, 3, 1, 2], 2, [3, 1, 2, 4, 1, 2])], count=3, data=None)
 def test_device_look_up_equals_the_rule_in_python(rows: list[Row], count: int, data: Any) -> None:
+    """The reference in torch, and the program in C where there is a library."""
     longest = data.draw(st.integers(1, ANCHOR)) if data else ANCHOR
     shortest = data.draw(st.integers(1, longest)) if data else 1
-    found = propose(NgramLookup(longest, shortest), rows, count)
-    assert found == [looked_up(*row, count, longest, shortest) for row in rows]
+    expected = [looked_up(*row, count, longest, shortest) for row in rows]
+    assert propose(NgramLookup(longest, shortest), rows, count) == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(look_up, "c", None)
+        assert propose(NgramLookup(longest, shortest), rows, count) == expected
+
+
+@needs_c
+def test_texts_of_inert_rows_have_equal_chains_in_c() -> None:
+    """Random tokens with -1 among them, counts of generated tokens that no text has, columns of a table."""
+    random = torch.Generator().manual_seed(3)
+    for width, start in ((12, 5), (40, 22), (90, 50)):
+        text = torch.randint(-1, 3, (6, width), generator=random, dtype=torch.int32)
+        columns = torch.randint(1, start, (6, 2), generator=random)
+        given = text, columns[:, 0], columns[:, 1], start, 7
+        for shortest in (1, 3):
+            assert torch.equal(look_up(*given, 8, shortest), look_up.reference(*given, 8, shortest))
+
+
+@needs_c
+@pytest.mark.parametrize("length", [0, 13])
+def test_length_outside_of_the_text_is_refused_in_c(length: int) -> None:
+    text, one = torch.zeros(1, 12, dtype=torch.int32), torch.ones(1, dtype=torch.int64)
+    with pytest.raises(IndexError, match="look_up: an index lies outside of its table"):
+        look_up(text, one * length, one, 5, 4, 8, 1)
 
 
 @pytest.mark.parametrize(
