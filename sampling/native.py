@@ -79,8 +79,9 @@ def kernel(name: str) -> ctypes._NamedFuncPointer | None:
 @functools.lru_cache(maxsize=1)
 def use_threads(count: int) -> None:
     """Of products, from now on, the calling one included. The cache leaves out calls with the number of the call before."""
-    if set_threads := kernel("use_threads"):
-        set_threads(ARGUMENT.pack(0, *[0] * 9, count, 0.0))
+    library = load()
+    if not isinstance(library, Unavailable):
+        library.stepgraph_use_threads(c_int64(count))
 
 
 @functools.cache

@@ -38,12 +38,11 @@ void divide_columns(columns_work work, const void *call, int64_t count, int64_t 
     atomic_flag_clear(&taken);
 }
 
-/* Argument: the number of threads, the calling one included. */
-EXPORTED int stepgraph_use_threads(const argument *given) {
+/* From now on, the calling thread included. */
+EXPORTED void stepgraph_use_threads(int64_t count) {
     while (atomic_flag_test_and_set(&taken)) pause_briefly();
     if (helpers) pool_close(helpers);
-    threads = given->integer;
+    threads = count;
     helpers = threads > 1 ? pool_open((unsigned)threads - 1) : NULL;
     atomic_flag_clear(&taken);
-    return 0;
 }
