@@ -54,7 +54,8 @@ def grouped_choice(logits: list[float], correction: list[float], count: int, gro
 def test_the_best_experts_of_the_best_groups_are_chosen(number: int, groups: int, taken: int, count: int) -> None:
     """The correction changes the choice and not the shares. The kernel and the reference."""
     logits, correction = random(9, number), random(number) / 4
-    for normalised, run in itertools.product((False, True), (choose_grouped_experts, choose_grouped_experts.reference)):
+    for normalised, in_torch in itertools.product((False, True), repeat=2):
+        run = choose_grouped_experts.reference if in_torch else choose_grouped_experts
         shares, experts = run(logits, correction, count, groups, taken, normalised, 2.5)
         for row in range(len(logits)):
             expected = grouped_choice(logits[row].tolist(), correction.tolist(), count, groups, taken)
