@@ -183,10 +183,12 @@ EXPORTED int stepgraph_attention(const argument *given) {
         .page_size = given[6].integer, .pages = tables->size[1], .cache_slots = keys->size[0], .entry_bytes = keys->integer, .window = given[7].integer,
         .bfloat16 = query->bfloat16, .bfloat16_sinks = given[10].bfloat16, .scale = (float)given[8].real, .softcap = (float)given[9].real,
     };
-    int64_t queries = call.count * (call.heads / call.kv_heads), weighed = 0, halves = (queries + BLOCK - 1) / BLOCK * 2;
-    for (int64_t row = 0; row < call.batch; row++) weighed += (last_of(&call, row) + 1) * call.count * call.heads;
-    call.step = queries < 4 ? queries : (queries + halves - 1) / halves; /* half a block: threads get equal parts */
-    int64_t blocks = (queries + call.step - 1) / call.step;
-    divide_work(some_blocks, &call, call.batch * call.kv_heads * blocks, weighed * call.size); /* takes as long as reading so many bytes */
+    int64_t queries = call.count * (call.heads / call.kv_heads), bytes = 0; /* reading so many takes as long */
+    for (int64_t row = 0; row < call.batch; row++) bytes += (last_of(&call, row) + 1) * call.count * call.heads * call.size;
+    int64_t blocks = (queries + BLOCK - 1) / BLOCK;
+    blocks *= queries > 3 && threads_for(bytes) > 1 ? 2 : 1; /* with smaller blocks threads get equal parts */
+    call.step = (queries + blocks - 1) / blocks;
+    blocks = (queries + call.step - 1) / call.step;
+    divide_work(some_blocks, &call, call.batch * call.kv_heads * blocks, bytes);
     return atomic_load(&failed);
 }

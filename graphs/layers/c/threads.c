@@ -26,8 +26,10 @@ static void one_part(void *context, unsigned item) {
     all->work(all->call, all->count * item / all->parts, all->count * (item + 1) / all->parts);
 }
 
+int64_t threads_for(int64_t bytes) { return bytes / LEAST_BYTES < threads ? bytes / LEAST_BYTES : threads; }
+
 void divide_work(range_work work, const void *call, int64_t count, int64_t bytes) {
-    int64_t used = bytes / LEAST_BYTES < threads ? bytes / LEAST_BYTES : threads;
+    int64_t used = threads_for(bytes);
     if (used < 2 || atomic_flag_test_and_set(&taken)) {
         work(call, 0, count);
         return;
