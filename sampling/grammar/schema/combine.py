@@ -65,7 +65,8 @@ def _pairs(
     left: tuple[Item, ...], right: tuple[Item, ...], met: Callable[[Item, Item], Item | None], is_kept: Callable[[Item, Item], bool]
 ) -> tuple[Item, ...]:
     """The intersections of all pairs, without those inside an alternative that is itself an intersection. Some are kept."""
-    found, whole = dict[Item, None](), dict[Item, None]()  # alternatives on the right that one on the left includes
+    found, whole = dict[Item, None](), set[Item]()  # alternatives on the right that one on the left includes
+    inside = dict[Item, list[Item]]()  # intersections by the alternative on the right that includes them
     for one in left:
         row = list[Item]()
         for other in right:
@@ -79,7 +80,11 @@ def _pairs(
                 break
             row.append(common)
             if common == other:
-                whole[other] = None
+                whole.add(other)
+                for part in inside.pop(other, ()):
+                    found.pop(part, None)
+            elif not is_kept(one, other):
+                inside.setdefault(other, []).append(common)
         found.update(dict.fromkeys(row))
     return tuple(found)
 
