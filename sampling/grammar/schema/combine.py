@@ -23,7 +23,6 @@ from stepgraph.sampling.grammar.schema.forms import (
     Keys,
     Object,
     all_of,
-    exactly,
     negations,
     single,
 )
@@ -188,10 +187,7 @@ def complemented(form: Form, simplify: Simplify, where: str) -> Form:
     numbers: tuple[Numbers, ...] = (Numbers(),)
     for piece in form.numbers:
         numbers = tuple(filter(None, dict.fromkeys(one.meet(other) for one, other in product(numbers, list(piece.complement())))))
-    if form.strings.is_subset:
-        _reject_negated(where, "a format of which not all texts are known; write a pattern")
-    strings = exactly(complement(form.strings.exact))
-    found = Form(not form.null, frozenset([False, True]) - form.booleans, numbers, strings, (Array(),), (Object(),))
+    found = Form(not form.null, frozenset([False, True]) - form.booleans, numbers, form.strings.complement(), (Array(),), (Object(),))
     for array in form.arrays:
         found = meet(found, replace(ANYTHING, arrays=tuple(_other_arrays(array, where))), simplify, where)
     for item in form.objects:
@@ -229,7 +225,7 @@ def _other_arrays(array: Array, where: str) -> Iterator[Array]:
 
 def _other_objects(item: Object, where: str) -> Iterator[Object]:
     if item.is_subset:
-        _reject_negated(where, "unevaluatedProperties; write the properties out")
+        _reject_negated(where, "unevaluatedProperties, or names of a format of which not all are known; write the properties out")
     for name in sorted(item.required):
         yield single(name, NEVER, required=False)
     if item.low > len(item.required):

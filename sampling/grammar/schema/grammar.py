@@ -252,8 +252,7 @@ class GrammarWriter:
                 self.where, "minProperties", "counts properties that are not declared, of which two may have one name; declare more of them"
             )
         if not cases:
-            keyword = "contains" if any(array.contains for array in form.arrays) else "uniqueItems"
-            reject(self.where, keyword, "asks for counts of items that no array has; write bounds that go together")
+            reject(self.where, "uniqueItems", "asks for counts of items that no array has; write bounds that go together")
         return " | ".join(dict.fromkeys(cases))
 
     def _numbers(self, numbers: tuple[Numbers, ...]) -> list[str]:
