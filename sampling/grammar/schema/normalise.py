@@ -211,10 +211,9 @@ class Normaliser:
             item = possible_object(self._object(node), self.simplify)
             yield "properties", replace(ANYTHING, objects=(item,) if item else ())
         if "propertyNames" in given:
-            strings = self.form(expr(self.document.child(node, "propertyNames"))).strings
-            names = strings.exact
+            names, _, most = self.form(expr(self.document.child(node, "propertyNames"))).strings
             others = (Keys(names, TRUE, True), Keys(complement(names), NEVER))
-            item = Object(others=tuple(keys for keys in others if keys.names is not NOTHING), is_subset=strings.most is not names)
+            item = Object(others=tuple(keys for keys in others if keys.names is not NOTHING), is_subset=most is not names)
             yield "propertyNames", replace(ANYTHING, objects=(item,))
 
     def _types(self, node: Node, keyword: str) -> Form:
