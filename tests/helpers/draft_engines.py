@@ -110,7 +110,8 @@ def save_draft(name: str, target: Llama, folder: Path) -> Path:
         return save_eagle3(folder, randomised(Eagle3(config, d2t=D2T), 3), own_embedding=True)
     if name == "model":
         return save_smaller(folder)
-    layers = replace(target.config, windows=(target.config.windows[-1],) * (1 if name == "mtp" else 3))
+    experts = target.config.experts and replace(target.config.experts, dense_layers=frozenset())
+    layers = replace(target.config, windows=(target.config.windows[-1],) * (1 if name == "mtp" else 3), experts=experts)
     return save_mtp(folder, randomised(Mtp(layers, embedding=target.embedding, head=target.unembedding), 3), first=4)
 
 

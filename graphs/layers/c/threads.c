@@ -5,6 +5,7 @@
 #include "kernels.h"
 #include "pool.h"
 
+#include <pthread.h>
 #include <stdatomic.h>
 
 /* A thread is woken for at least LEAST_BYTES: reading them takes about as long as waking it. Parts are small, since it joins late. */
@@ -33,13 +34,24 @@ void divide_columns(columns_work work, const void *call, int64_t count, int64_t 
     }
     int64_t parts = used * PARTS_OF_THREAD;
     divided_work all = {work, call, count, parts < count ? parts : count};
+    if (!helpers) helpers = pool_open((unsigned)threads - 1); /* the first product after a fork */
     if (helpers) pool_run(helpers, one_part, &all, (unsigned)all.parts, (unsigned)used - 1);
     else work(call, 0, count);
     atomic_flag_clear(&taken);
 }
 
+/* In the child of a fork, which has no helpers. A product of the parent may have been running: its flag and the locks of its pool stay held. */
+static void after_fork(void) {
+    helpers = NULL;
+    atomic_flag_clear(&taken);
+}
+
+static void call_after_fork(void) { pthread_atfork(NULL, NULL, after_fork); }
+
 /* From now on, the calling thread included. */
 EXPORTED void stepgraph_use_threads(int64_t count) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, call_after_fork);
     while (atomic_flag_test_and_set(&taken)) pause_briefly();
     if (helpers) pool_close(helpers);
     threads = count;

@@ -179,15 +179,17 @@ def _open_eagle3(path: Path, fields: Mapping[str, object], target: Target) -> Dr
 
 def _open_mtp(path: Path, stored: Source, fields: Mapping[str, object], target: Checkpoint) -> DraftCheckpoint:
     """fields: the config of a folder that holds MTP modules only; empty for the modules in the target's folder."""
-    if not target.config.has_llama_layers:
+    latent, same = target.config.latent is not None, target.config
+    if not latent and not target.config.has_llama_layers:
         raise ValueError(f"draft: got MTP modules, expected another drafter: the target {target.path.name} has other layers than a Llama")
     layers = layouts.mtp_layers(stored) if fields else range(target.config.num_layers, target.config.num_layers + target.mtp_modules)
     first, count = min(layers), len(layers)
     source = RenamedSource(stored, {name: name for name in stored.tensors if fields or name in target.mtp_tensors})
-    layouts.check_dense_layers(source)
-    config = (
-        layouts.read_mtp(fields, target.config, count) if fields else replace(target.config, windows=(target.config.windows[-1],) * count)
-    )
+    if latent:  # modules with the target's last layers, whatever the config of their own folder says
+        config = replace(same, windows=same.windows[-1:] * count, experts=same.experts and replace(same.experts, dense_layers=frozenset()))
+    else:
+        layouts.check_dense_layers(source)
+        config = layouts.read_mtp(fields, same, count) if fields else replace(same, windows=same.windows[-1:] * count)
 
     def make(around: Llama | TransformersModel, device: Device) -> Mtp:
         return _share_head(Mtp(config, embedding=around.embedding, head=around.unembedding, device=device), around)

@@ -54,7 +54,6 @@ def _rope(config: Mapping[str, Any], fields: Any, default_theta: float) -> RopeC
 
 def _yarn(fields: Mapping[str, Any], theta: float, head_size: int) -> RopeConfig:
     """Frequencies with few periods in the original length are divided by the factor, those with many stay, between them both are mixed."""
-    require_off(fields, {"mscale": None, "mscale_all_dim": None})
     factor, original = number_field(fields, "factor", 0.0, 1e6), count_field(fields, ORIGINAL_LENGTH, 1 << 30)
     periods = [number_field(fields, name, 0.0, 1e6, default=default) for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))]
     first, last = (head_size * math.log(original / (count * 2 * math.pi)) / (2 * math.log(theta)) for count in periods)
@@ -63,8 +62,19 @@ def _yarn(fields: Mapping[str, Any], theta: float, head_size: int) -> RopeConfig
     first, last = max(first, 0), min(last, head_size - 1)
     ramp = (torch.arange(head_size // 2, device="cpu").double() - first) / (last - first or 0.001)
     ramp = ramp.clamp(0, 1)
-    magnitude = number_field(fields, "attention_factor", 0.0, 1e3, default=0.1 * math.log(max(factor, 1.0)) + 1)
+    magnitude = number_field(fields, "attention_factor", 0.0, 1e3, default=_yarn_magnitude(fields, factor))
     return RopeConfig(theta, divisors=tuple((1 / (ramp / factor + 1 - ramp)).tolist()), magnitude=magnitude)
+
+
+def _yarn_magnitude(fields: Mapping[str, Any], factor: float) -> float:
+    if not fields.get("mscale") or not fields.get("mscale_all_dim"):
+        return yarn_scale(factor, 1.0)
+    own, other = (yarn_scale(factor, number_field(fields, name, 0.0, 1e3)) for name in ("mscale", "mscale_all_dim"))
+    return own / other
+
+
+def yarn_scale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(max(factor, 1.0)) + 1
 
 
 def _phi_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +207,44 @@ def test_products_of_two_callers_at_the_same_time_are_correct() -> None:
         for caller in callers:
             caller.join()
     assert not wrong
+
+
+def in_child(multiply: Callable[[], Tensor], expected: Tensor) -> None:
+    """Ends the process, with 0 if products give what they should, on three threads and then on two."""
+    code = 1
+    try:
+        signal.alarm(30)  # for a child that waits for a thread that it does not have
+        before = num_threads()
+        same = torch.equal(multiply(), expected) and num_threads() == before + 2
+        native.use_threads(2)
+        code = 0 if same and num_threads() == before + 1 else 1
+    finally:
+        os._exit(code)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/task")
+def test_products_in_a_fork_use_threads_of_their_own() -> None:
+    """Also where a product of the parent was running on its threads."""
+    weight, small, states = random(8192, 1024), random(1001, 576, seed=1), random(19, 1024, seed=2)
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.is_set():
+            product(states, weight)
+
+    with torch_threads(3):
+        expected = product(states[:, :576], small)
+        caller = threading.Thread(target=repeat)
+        caller.start()
+        try:
+            for _ in range(5):
+                child = os.fork()
+                if not child:
+                    in_child(lambda: product(states[:, :576], small), expected)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        finally:
+            ended.set()
+            caller.join()
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
