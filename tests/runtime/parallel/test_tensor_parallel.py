@@ -273,7 +273,8 @@ def test_draft_models(size: int, name: str) -> None:
     assert accepted[0] == accepted[1]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=soak)])
+@soak
+@pytest.mark.parametrize("size", [2, 4])
 def test_draft_models_with_large_layers_are_divided(size: int, tmp_path: Path) -> None:
     """The target is its own draft, so that a draft's error would cost acceptance."""
     fields = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 2, "num_key_value_heads": 4}
