@@ -256,6 +256,8 @@ def _layer_variants() -> list[Variant]:
         found.append(_variant(f"multiply_by_expert {kind}", experts.multiply_by_expert, [*types, *wide], constants, 4))
     constants = {"EXPERTS": 128, "COUNT": 8, "NORMALISED": True}
     found.append(_variant("choose_row", experts.choose_row, ["*bf16", "*fp32", "*i64", "i32", "i32"], constants, 1))
+    types, constants = ["*fp32"] * 3, {"EXPERTS": 256, "COUNT": 8, "GROUPS": 8, "NORMALISED": True}
+    found.append(_variant("choose_grouped_row", experts.choose_grouped_row, [*types, "*i64", *["i32"] * 4, "fp32"], constants, 2))
     types = ["*bf16", "*fp32", "*bf16", "i32", "i32"]
     found.append(_variant("combine_tile", experts.combine_tile, types, {"TILE": experts.COMBINED_TILE}, 4))
     types = [*["*i64"] * 4, *["i32"] * 3, "*i1", *["*i64"] * 4, *["i32"] * 4]

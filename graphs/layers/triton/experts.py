@@ -125,7 +125,7 @@ def choose_grouped_experts(
         *numbers,
         **widths,
         NORMALISED=bool(normalised),
-        num_warps=max(1, widths["EXPERTS"] // 256),
+        num_warps=max(1, widths["EXPERTS"] // 128),
         enable_fp_fusion=False,
     )
 
