@@ -46,11 +46,14 @@ def scatter_masks(
 
 def place_masks(buffers: StaticBuffers, rows: Tensor, stage: int) -> None:
     """Upload one stage of masks of `rows`; each tag holds the index among the row's K + 1 masks."""
-    b, size = buffers, len(rows)
-    forced = (b.forced_host, b.batch_forced) if "forced_host" in b and stage < len(b.forced_host) else ()
-    groups = (b.tags_host, b.masks_host), (b.batch_tags, b.batch_masks), forced
-    host, batch, forced = (tuple(tensor[stage, :size] for tensor in group) for group in groups)
-    scatter_masks(rows, *host, *batch, b.row_tags, b.row_masks, *forced)
+    b, forces = buffers, "forced_host" in buffers and stage < len(buffers.forced_host)
+
+    def part(tensor: Tensor) -> Tensor:
+        return tensor[stage, : len(rows)]
+
+    forced, batch_forced = (part(b.forced_host), part(b.batch_forced)) if forces else (None, None)
+    host, batch = (part(b.tags_host), part(b.masks_host)), (part(b.batch_tags), part(b.batch_masks))
+    scatter_masks(rows, *host, *batch, b.row_tags, b.row_masks, forced, batch_forced)
 
 
 def host_mask(buffers: StaticBuffers, after: Batch, step: int) -> GrammarMask:

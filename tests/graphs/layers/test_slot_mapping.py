@@ -83,8 +83,9 @@ def test_masks_and_tags_are_scattered_by_tag_position(index: int) -> None:
     rows, masks = torch.tensor([3, 0]), random(made, -(2**31), 2**31, 2, 6).to(torch.int32)
     tags = random(made, 0, 9, 2, TAG_FIELDS)
     tags[:, 2] = index
-    forced, both = torch.tensor([-1, 8]), []
-    for scatter in (mask_upload.scatter_masks, mask_upload.scatter_masks.reference):
+    forced, both = torch.tensor([-1, 8]), list[list[torch.Tensor]]()
+    scatters: tuple[Any, ...] = (mask_upload.scatter_masks, mask_upload.scatter_masks.reference)
+    for scatter in scatters:
         batch = [torch.zeros_like(tags), torch.zeros_like(masks)]
         in_rows = [torch.zeros(4, 3, TAG_FIELDS, dtype=torch.int64), torch.zeros(4, 3, 6, dtype=torch.int32)]
         both.append([*batch, *in_rows, torch.zeros_like(forced)])

@@ -188,7 +188,11 @@ def test_scattered_masks_equal_the_reference(words: int) -> None:
     forced, sizes = torch.tensor([-1, 8]), (tags.shape, masks.shape, (4, 3, TAG_FIELDS), (4, 3, words), rows.shape)
     types = (torch.int64, torch.int32, torch.int64, torch.int32, torch.int64)
     found, expected = ([torch.zeros(size, dtype=dtype) for size, dtype in zip(sizes, types, strict=True)] for _ in range(2))
-    for scatter, written in ((upload_programs.scatter_masks, found), (mask_upload.scatter_masks.reference, expected)):
+    scatters: tuple[tuple[Any, list[Tensor]], ...] = (
+        (upload_programs.scatter_masks, found),
+        (mask_upload.scatter_masks.reference, expected),
+    )
+    for scatter, written in scatters:
         scatter(rows, tags, masks, *written[:4], forced, written[4])
     assert all(map(torch.equal, found, expected)) and torch.equal(found[4], forced)
     tags[:, 2] = torch.tensor([3, -1])
