@@ -1,4 +1,4 @@
-"""An MLP of experts, in place of that of a layer: those of Mixtral, Qwen3-MoE, GPT-OSS and DeepSeek-V3."""
+"""An MLP of experts, in place of that of a layer: those of Mixtral, Qwen3-MoE, GPT-OSS, DeepSeek-V3 and GLM-4.5."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from stepgraph.graphs.layers.dense import Activation
 from stepgraph.graphs.layers.lora import LoraWeight
 from stepgraph.graphs.model import AttentionShape
 
-GEMMA, PHI, MIXTRAL, QWEN_EXPERTS, GPT_OSS, DEEPSEEK = (
-    f"{name}ForCausalLM" for name in ("Gemma3", "Phi3", "Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3")
+GEMMA, PHI, MIXTRAL, QWEN_EXPERTS, GPT_OSS, DEEPSEEK, GLM = (
+    f"{name}ForCausalLM" for name in ("Gemma3", "Phi3", "Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3", "Glm4Moe")
 )
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -27,6 +27,7 @@ ARCHITECTURES = (
     QWEN_EXPERTS,
     GPT_OSS,
     DEEPSEEK,
+    GLM,
 )
 
 

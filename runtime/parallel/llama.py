@@ -217,9 +217,8 @@ def checksum(tensor: Tensor) -> int:
 
 def check_divisible(checkpoint: object, size: int) -> Checkpoint:
     """ValueError for a model that cannot be divided among `size` ranks."""
-    expected = (
-        "expected a folder of safetensors files of Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, Phi 3, GPT-OSS or DeepSeek-V3"
-    )
+    families = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, Phi 3, GPT-OSS, DeepSeek-V3 or GLM-4.5"
+    expected = f"expected a folder of safetensors files of {families}"
     if not isinstance(checkpoint, Checkpoint) or not isinstance(checkpoint.source, PartSource):
         raise ValueError(f"path: got a model that tensor_parallel={size} does not divide, {expected}")
     config = checkpoint.config

@@ -114,7 +114,7 @@ INLINED void rows_of_expert(const argument *given, int64_t expert, const int64_t
             int64_t from = call.order[row] / per_state * states->stride[0];
             memcpy(gathered + row * inner * bytes, (const char *)states->data + from * bytes, (size_t)(inner * bytes));
         }
-        divide_columns(columns_of_expert, &call, (outer + COLUMNS - 1) / COLUMNS, outer * inner * bytes);
+        divide_work(columns_of_expert, &call, (outer + COLUMNS - 1) / COLUMNS, outer * inner * bytes);
     }
 }
 

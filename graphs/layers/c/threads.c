@@ -1,6 +1,6 @@
-/* Products on several threads. The columns of a product are independent, so the number of threads changes no result.
+/* Products and attention on several threads. Columns and queries are independent, so the number of threads changes no result.
 
-   One product at a time has the helpers; another one that runs meanwhile, for a second engine, stays on its own thread. */
+   One call at a time has the helpers; another one that runs meanwhile, for a second engine, stays on its own thread. */
 
 #include "kernels.h"
 #include "pool.h"
@@ -12,7 +12,7 @@
 enum { LEAST_BYTES = 1 << 17, PARTS_OF_THREAD = 4 };
 
 typedef struct {
-    columns_work work;
+    range_work work;
     const void *call;
     int64_t count, parts;
 } divided_work;
@@ -26,8 +26,10 @@ static void one_part(void *context, unsigned item) {
     all->work(all->call, all->count * item / all->parts, all->count * (item + 1) / all->parts);
 }
 
-void divide_columns(columns_work work, const void *call, int64_t count, int64_t bytes) {
-    int64_t used = bytes / LEAST_BYTES < threads ? bytes / LEAST_BYTES : threads;
+int64_t threads_for(int64_t bytes) { return bytes / LEAST_BYTES < threads ? bytes / LEAST_BYTES : threads; }
+
+void divide_work(range_work work, const void *call, int64_t count, int64_t bytes) {
+    int64_t used = threads_for(bytes);
     if (used < 2 || atomic_flag_test_and_set(&taken)) {
         work(call, 0, count);
         return;

@@ -1,4 +1,4 @@
-"""The fields of a `config.json` that only models like DeepSeek-V3 have: latent attention, and experts in groups."""
+"""The fields of a `config.json` of models like DeepSeek-V3 and GLM-4.5: latent attention, and experts in groups."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from stepgraph.runtime.models.files.config_fields import count_field, flag_field
 from stepgraph.runtime.models.files.rope_fields import yarn_scale
 from stepgraph.runtime.models.llama_config import ExpertsConfig, LatentConfig, Routing
 
-_ONLY = {"attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+_ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 _MOST_HEAD = 1024
 
 
 def read_latent(config: Mapping[str, Any]) -> LatentConfig:
-    require_off(config, _ONLY)
+    require_off(config, {"attention_bias": False})
     query_rank = None if config.get("q_lora_rank") is None else count_field(config, "q_lora_rank", 1 << 17)
     rotated = count_field(config, "qk_rope_head_dim", _MOST_HEAD)
     if rotated % 2:
@@ -35,6 +35,7 @@ def latent_scale(config: Mapping[str, Any], size: int) -> float:
 
 
 def read_grouped_experts(config: Mapping[str, Any], layers: int) -> ExpertsConfig:
+    require_off(config, _ONLY)
     name = "n_routed_experts" if config.get("n_routed_experts") is not None else "num_local_experts"
     count, size = count_field(config, name, 1024), count_field(config, "moe_intermediate_size", 1 << 20)
     groups = count_field(config, "n_group", count)

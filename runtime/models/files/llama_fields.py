@@ -21,6 +21,7 @@ from stepgraph.runtime.models.llama_config import (
     ARCHITECTURES,
     DEEPSEEK,
     GEMMA,
+    GLM,
     GPT_OSS,
     MIXTRAL,
     PHI,
@@ -36,7 +37,7 @@ _MAX_PARAMETERS = 1 << 42
 def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     """From the fields of a config.json. Raises ValueError for a field that is missing, out of range or not supported."""
     architecture = _architecture(config)
-    gemma, gpt_oss, deepseek = (architecture == name for name in (GEMMA, GPT_OSS, DEEPSEEK))
+    gemma, gpt_oss, deepseek, glm = (architecture == name for name in (GEMMA, GPT_OSS, DEEPSEEK, GLM))
     _check_unsupported(config)
     if gpt_oss:
         require_off(config, {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "attention_bias": True})
@@ -79,9 +80,9 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
         norm_epsilon=number_field(config, "rms_norm_eps", 0.0, 1.0, default=1e-6),
         rope=rope,
         local_rope=local_rope,
-        qkv_bias=bias or architecture == "Qwen2ForCausalLM",
+        qkv_bias=bias or architecture == "Qwen2ForCausalLM" or (glm and flag_field(config, "attention_bias")),
         output_bias=bias,
-        head_norms=gemma or architecture.startswith("Qwen3"),
+        head_norms=gemma or architecture.startswith("Qwen3") or (glm and flag_field(config, "use_qk_norm")),
         output_norms=gemma,
         norm_offset=float(gemma),
         fused=architecture == PHI,
@@ -89,7 +90,7 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
         sinks=gpt_oss,
         attention_scale=scale,
         embedding_scale=hidden**0.5 if gemma else 1.0,
-        experts=read_grouped_experts(config, layers) if deepseek else _experts(config, architecture, layers),
+        experts=read_grouped_experts(config, layers) if deepseek or glm else _experts(config, architecture, layers),
         latent=latent,
         tied=flag_field(config, "tie_word_embeddings", default=gemma),
         max_positions=positions,

@@ -66,6 +66,19 @@ def test_attention_in_c_equals_the_reference(heads: int, kv_heads: int, size: in
             assert bool((found[empty] == 0).all() and (expected[empty] == 0).all() and found.isfinite().all())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("lengths", "count", "size"), [([40, 129, 5, 0, 200], 5, 64), ([700], 1, 128), ([190], 40, 80)])
+def test_attention_has_the_same_bits_with_any_number_of_threads(lengths: list[int], count: int, size: int, dtype: torch.dtype) -> None:
+    case = make_case(lengths, count, 6, 2, size, dtype)
+    alone, outside = case.run(window=150), case.inputs.block_tables.clone()
+    outside[-1, 5] = 10**9
+    for threads in (2, 3, 4):
+        with torch_threads(threads):
+            assert torch.equal(case.run(window=150), alone)
+            with pytest.raises(IndexError, match="outside of its table"):
+                case._replace(inputs=case.inputs._replace(block_tables=outside)).run()
+
+
 def test_unused_memory_is_not_read() -> None:
     """Table entries after a row's last page are arbitrary; a query depends on its own row only."""
     case = make_case([9, 30], 2, size=64)

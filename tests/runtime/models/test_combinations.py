@@ -31,6 +31,7 @@ COMBINATIONS = {  # by the names of families in tests/helpers/families.py; each 
     "qwen3-moe": (EVERY, ANY_LAYERS),
     "gpt-oss": ((STORED,), ANY_LAYERS),
     "deepseek-v3": (EVERY, ALL),
+    "glm-4.5": (EVERY, ALL),
 }
 QUICK = (("gemma-3", KEPT), ("phi-4-mini", KEPT), ("qwen3-moe", KEPT), ("deepseek-v3", KEPT))
 CASES = [(family, weights) for family, (kinds, _) in COMBINATIONS.items() for weights in kinds]

@@ -27,7 +27,7 @@ from tests.helpers.draft_oracles import Drafting
 from tests.helpers.families import CONFIG, GRAMMAR, PROMPTS, random_model, save
 from tests.runtime.models.test_transformers_families import BASE, FAMILIES
 
-CASES = (("DeepseekV3", NATIVE), ("DeepseekV3", TRANSFORMERS), ("Glm4Moe", TRANSFORMERS))
+CASES = tuple((family, implementation) for family in ("DeepseekV3", "Glm4Moe") for implementation in (NATIVE, TRANSFORMERS))
 LAYERS, HIDDEN = BASE["num_hidden_layers"], BASE["hidden_size"]
 DRAFTS = torch.tensor([[5, 9, 0, 59], [1, 1, 2, 30]])
 
@@ -98,7 +98,7 @@ def test_logits_equal_transformers_at_every_step(family: str, implementation: st
             torch.testing.assert_close(torch.stack([each[row] for each in chain]), torch.stack(after), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("case", "count"), [(CASES[0], 2), (CASES[1], 1), (CASES[2], 2)])
+@pytest.mark.parametrize(("case", "count"), [(CASES[0], 2), (CASES[1], 1), (CASES[2], 1), (CASES[3], 2)])
 def test_texts_equal_plain_decoding(case: tuple[str, str], count: int, tmp_path: Path) -> None:
     """Also with the modules in a folder of their own. `auto` takes those of the target's folder."""
     family, implementation = case
@@ -121,12 +121,16 @@ def test_texts_equal_plain_decoding(case: tuple[str, str], count: int, tmp_path:
     assert texts["none"] == texts["auto"] == texts[alone]
 
 
-def test_inspect_checks_the_modules_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("implementation", [NATIVE, TRANSFORMERS])
+def test_inspect_checks_the_modules_of_a_model(implementation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = write(tmp_path / "whole", "Glm4Moe", 2), write(tmp_path / "damaged", "Glm4Moe", 1, removed("hnorm.weight"))
+    for folder in folders:
+        change_json(folder / "config.json", pretraining_tp=1 if implementation == NATIVE else 2)
     whole, damaged = ((main(["inspect", str(folder), "--json"]), json.loads(capsys.readouterr().out))[1] for folder in folders)
     assert whole["drafters"][0] == "mtp (MTP, up to 2 drafts)" and "mtp" not in whole["refused"]
-    assert whole["runs"][0]["implementation"] == "transformers" and whole["family"] == "Glm4MoeForCausalLM"
-    assert damaged["drafters"] == ["ngram", "forced"] and "model.layers.3.hnorm.weight: got none" in damaged["refused"]["mtp"]
+    assert whole["runs"][0]["implementation"] == implementation and whole["family"] == "Glm4MoeForCausalLM"
+    refused = "hnorm.weight is missing" if implementation == NATIVE else "hnorm.weight: got none"
+    assert damaged["drafters"] == ["ngram", "forced"] and f"model.layers.3.{refused}" in damaged["refused"]["mtp"]
 
 
 def removed(name: str) -> Callable[[dict[str, Tensor]], object]:

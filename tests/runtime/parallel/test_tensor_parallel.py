@@ -179,7 +179,7 @@ def test_options_of_sampled_rounds_give_what_one_process_gives(size: int, draft:
     [
         (2, "gpt-oss"),
         *(pytest.param(2, family, marks=soak) for family in ("mistral", "qwen2", "phi-3, with a window", "qwen3-moe, shares as they are")),
-        *(pytest.param(2, family, marks=soak) for family in ("deepseek-v3", "deepseek-v3, queries of the hidden state")),
+        *(pytest.param(2, family, marks=soak) for family in ("deepseek-v3", "deepseek-v3, queries of the hidden state", "glm-4.5")),
         *(
             pytest.param(4, family, marks=soak)
             for family in ("qwen3", "gemma-3", "mixtral", "gpt-oss", "phi-4-mini", "llama, biases, head size of its own")
