@@ -75,6 +75,8 @@ def model_logits(name: str, model: TargetModel | DraftModel, hidden: Tensor, lim
     """The model's logits without the padding of its vocabulary."""
     logits = model.logits(hidden)
     check_shape(f"{name} logits", logits, *hidden.shape[:-1], getattr(model, "shard", model).vocab_size)
+    if not logits.is_floating_point():
+        raise ValueError(f"{name} logits: got {logits.dtype}, expected a floating-point dtype")
     return logits[..., : limits.num_tokens]
 
 

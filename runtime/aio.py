@@ -23,7 +23,7 @@ from stepgraph.runtime.request_options import Prompt, RequestOptions
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.sampling.fields import check_value, instance_of
 from stepgraph.sampling.keywords import checked_keywords
-from stepgraph.sampling.lifetimes import EXIT_SECONDS, ExitStage, close_at_exit
+from stepgraph.sampling.lifetimes import EXIT_SECONDS, ExitStage, OfOneProcess, close_at_exit
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -230,7 +230,7 @@ class JobStream:
         self._stepper.cancel_soon(self.job)
 
 
-class AsyncEngine:
+class AsyncEngine(OfOneProcess):
     """Serves the tasks of one event loop: `async with AsyncEngine(engine) as serving: async for event in serving.generate(ids): ...`
 
     While it is open, only its thread steps the engine; it sleeps if there is nothing to do. engine.submit() and engine.cancel() may

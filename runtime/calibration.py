@@ -9,7 +9,7 @@ from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.ring_specs import Counter
 from stepgraph.runtime.draft_length import DraftLengthChooser
 
-CALIBRATING_ROUNDS = 2  # the first replay of a graph takes longer
+CALIBRATING_ROUNDS = 3  # the first replay of a graph takes longer, and one of the others may be interrupted
 
 
 class Calibration:

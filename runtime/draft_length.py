@@ -45,7 +45,7 @@ class DraftLengthRule:
     max_credit: float = 16.0  # maximum account, in plain rounds
     rest: int = 8  # rounds without drafts after a decision for them, unless the requests change
     stale: int = 64  # rounds after which a choice is made again, since its time may have been measured on a busier machine,
-    near: float = 0.9  # if it is expected to have at least this share of the best one's tokens per second
+    near: float = 0.9  # if it is expected to have at least this share of the best one's tokens per second; its square after twice as many
 
 
 DEFAULT_RULE = DraftLengthRule()
@@ -187,9 +187,10 @@ class DraftLengths:
         }
         if 0 < self._spell < self._rule.spell and self._last in rates:
             return self._last
-        best, since = max(rates, key=rates.__getitem__, default=PLAIN), self._rounds - self._rule.stale
+        best = max(rates, key=rates.__getitem__, default=PLAIN)
         for each, rate in rates.items():
-            if each.length and self._made[each] < since and rate >= self._rule.near * rates[best]:
+            age = (self._rounds - self._made[each]) / self._rule.stale
+            if each.length and age > 1 and rate >= self._rule.near**age * rates[best]:
                 return each
         keeps = self._last in rates and rates[best] < rates[self._last] * (1 + self._rule.hysteresis)
         return self._last if keeps else best

@@ -15,11 +15,12 @@ from stepgraph.runtime.models.files.chat_template import ChatTemplate
 from stepgraph.sampling.fields import Check, check_value, checked_path, clip_repr, instance_of, is_series, optional, takes
 from stepgraph.sampling.grammar.matchers.forced import token_table
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.lifetimes import OfOneProcess
 
 Message = Mapping[str, Any]
 
 
-class TextCodec:
+class TextCodec(OfOneProcess):
     """A model's tokenizer and chat template. Safe to share between threads; a stream belongs to one text."""
 
     def __init__(

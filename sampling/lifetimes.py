@@ -12,10 +12,17 @@ import os
 import weakref
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 EXIT_SECONDS = 10.0  # how long the exiting interpreter waits for each resource
 FORKED = "the engine belongs to the parent process; call it there"
+
+
+class OfOneProcess:
+    """Base of what holds threads, devices or pointers. A copy would share them, and another process does not have them."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__}: cannot be copied or pickled; create one in each process")
 
 
 class ExitStage(enum.IntEnum):

@@ -241,6 +241,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         )
         if (share := batch["library_calls_over_python_loop"]) is not None:
             yield f"  inside xgrammar's functions, all threads together: {share} of the python loop"
+        if (share := batch["automata_over_native_link"]) is not None:
+            yield f"  automata over the native link: {share}"
         yield f"  {'us per round':<28}{'p50':>10}{'p99':>10}{'p99.9':>10}{'x python loop':>15}{'x python link':>15}{'bytecodes':>11}"
         for name, figures in batch["us_per_round"].items():
             times = batch["over_python_loop"].get(name, 1.0)

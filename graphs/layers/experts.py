@@ -32,6 +32,35 @@ def choose_experts(logits: Contiguous, count: int, normalised: bool) -> tuple[Te
     return shares / shares.sum(-1, keepdim=True) if normalised else shares, experts
 
 
+def _grouped_outputs(logits: Tensor, correction: Tensor, count: int, *_: object) -> tuple[Tensor, Tensor]:
+    assert correction.shape == logits.shape[1:], f"logits {logits.shape}, correction {correction.shape}"
+    return _choice_outputs(logits, count, True)
+
+
+def _grouped_in_c(logits: Tensor, correction: Tensor, *_: object) -> bool:
+    return logits.dtype is correction.dtype is torch.float32 and logits.shape[1] <= _MOST_EXPERTS
+
+
+@operation(_grouped_outputs, triton=True, c=CKernel("choose_grouped_experts", _grouped_in_c))
+def choose_grouped_experts(
+    logits: Contiguous, correction: Contiguous, count: int, groups: int, groups_taken: int, normalised: bool, factor: float
+) -> tuple[Tensor, Tensor]:
+    """The experts of each token by scores sigmoid(logits) [N, experts], and their scores times `factor`, [N, count] each.
+
+    correction [experts] is added to scores in comparisons only. The experts of some groups compete: those with the largest sums of two
+    scores. Of equal ones the first. normalised: the scores of a token are divided by their sum.
+    """
+    scores = logits.float().sigmoid()
+    compared = scores + correction
+    pairs = compared.view(len(logits), groups, -1).topk(2, -1).values.sum(-1)
+    taken = pairs.sort(dim=-1, descending=True, stable=True).indices[:, :groups_taken]
+    closed = torch.ones_like(pairs, dtype=torch.bool).scatter(1, taken, False)
+    compared = compared.masked_fill(closed.repeat_interleave(logits.shape[1] // groups, 1), -torch.inf)
+    experts = compared.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    shares = scores.gather(1, experts)
+    return (shares / (shares.sum(-1, keepdim=True) + 1e-20) if normalised else shares) * factor, experts
+
+
 def _product_outputs(states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None = None) -> Tensor:
     assert experts.numel() % len(states) == 0 and len(weights) % num_experts == 0, f"states {states.shape}, experts {experts.shape}"
     return states.new_empty(experts.numel(), len(weights) // num_experts)

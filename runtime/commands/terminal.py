@@ -12,6 +12,8 @@ import json
 import os
 import re
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn, TextIO
 
@@ -101,11 +103,13 @@ def print_json(document: object) -> None:
 
 
 def _repair_streams() -> None:
-    """Replace closed standard streams by the null device, and escape characters that stdout's encoding lacks."""
+    """Replace closed standard streams by the null device, and escape what stdout's encoding lacks and control characters of warnings."""
     # In this order they take the closed file descriptors 0, 1 and 2, which files opened later would take otherwise.
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 - stays open until the process ends
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr.isatty():
+        warnings.showwarning = lambda *warning: print_error(warnings.formatwarning(*warning[:4]).rstrip())
     if isinstance(sys.stdout, io.TextIOWrapper) and not _encodes_everything(sys.stdout):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -115,7 +119,7 @@ def _encodes_everything(stream: TextIO) -> bool:
 
 
 def run_command(name: str, work: Callable[[], int]) -> int:
-    """Run `work` and return the exit code. Bad input becomes one line on stderr; other exceptions keep their traceback."""
+    """Run `work` and return the exit code. Bad input becomes one line on stderr, another exception its traceback."""
     _repair_streams()
     try:
         try:
@@ -129,6 +133,9 @@ def run_command(name: str, work: Callable[[], int]) -> int:
     except (ValueError, OSError) as error:
         print_error(f"{name}: {error}")
         return BAD_INPUT
+    except Exception:  # an error of the program: its message may quote input
+        print_error(traceback.format_exc().rstrip())
+        return FAILED
     except KeyboardInterrupt:
         print_error("\n" * sys.stdout.isatty() + f"{name}: interrupted")  # the cursor may be inside a line of the answer
         return INTERRUPTED

@@ -21,8 +21,9 @@ from stepgraph.graphs.layers.slot_mapping import shift_entries
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
-from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, embed, empty_weight
+from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, embed
 from stepgraph.runtime.models.llama_config import Eagle3Config
+from stepgraph.runtime.models.parts import empty_weight
 
 
 class Eagle3(LlamaBase):

@@ -1,4 +1,4 @@
-"""The Llama family over static buffers: Llama, Mistral, Qwen2, Qwen3, SmolLM2, Mixtral, Qwen3-MoE, GPT-OSS, Phi 3 and 4, Gemma 3.
+"""The Llama family over static buffers: Llama, Mistral, Qwen2, Qwen3, SmolLM2, Mixtral, Qwen3-MoE, GPT-OSS, Phi 3, Gemma 3, DeepSeek-V3.
 
 One module for all of them; the config selects grouped queries, sliding windows, biases, further norms, activations and scales. Queries,
 keys and values are one matrix product, gate and up another.
@@ -7,7 +7,7 @@ keys and values are one matrix product, gate and up another.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,12 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.experts import ExpertMlp
+from stepgraph.runtime.models.latent import LatentProjection
 from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.parts import Adapted, empty_weight
 from stepgraph.sampling.fields import is_int
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines of `rope_angles`
 
 
 class LlamaBase(nn.Module):
@@ -45,7 +49,7 @@ class LlamaBase(nn.Module):
         self.local_frequency_bits: Tensor | None
         self._magnitude = layer_config.rope.magnitude
 
-    def rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         return rope_angles(positions.flatten(), self.frequency_bits.view(torch.float32), dtype, self._magnitude)
 
     @property
@@ -130,9 +134,6 @@ def embed(inputs: ModelInput, table: Tensor, dtype: torch.dtype, scale: float = 
     return torch.where(inputs.embeddings.given.flatten()[:, None], inputs.embeddings.values.flatten(0, 1), states)
 
 
-Adapted = Callable[[str, Tensor, Tensor], Tensor]  # the name of a weight, its input and its product -> the result
-
-
 def _unchanged(name: str, states: Tensor, product: Tensor) -> Tensor:
     return product
 
@@ -146,11 +147,12 @@ class LlamaLayer(nn.Module):
 
     def __init__(self, config: LlamaConfig, index: int, like: Tensor, input_size: int | None = None) -> None:
         super().__init__()
-        self.config, self.window = config, config.windows[index]
-        hidden, attended, middle = config.hidden_size, config.num_heads * config.head_size, config.intermediate_size
+        self.config, self.window, self.value_size = config, config.windows[index], config.value_size
+        hidden, attended, middle = config.hidden_size, config.num_heads * config.value_size, config.intermediate_size
         self.attention_norm = empty_weight(like, hidden)
         self.qkv = empty_weight(like, config.qkv_size, input_size or hidden)
         self.qkv_bias = empty_weight(like, config.qkv_size) if config.qkv_bias else None
+        self.latent = None if config.latent is None else LatentProjection(config, config.latent, like)
         self.query_norm = empty_weight(like, config.head_size) if config.head_norms else None
         self.key_norm = empty_weight(like, config.head_size) if config.head_norms else None
         self.sinks = empty_weight(like, config.num_heads) if config.sinks else None
@@ -169,7 +171,7 @@ class LlamaLayer(nn.Module):
         self,
         states: Tensor,
         normed: Tensor,
-        rotation: tuple[Tensor, Tensor],
+        rotation: Rotation,
         inputs: ModelInput,
         keys: Tensor,
         values: Tensor,
@@ -185,7 +187,7 @@ class LlamaLayer(nn.Module):
         if self.attention_output_norm is not None:
             attended = rms_norm(attended, self.attention_output_norm, *scales)
         states, normed = add_rms_norm(states, attended, self.mlp_norm, *scales)
-        update = self.mlp(normed, adapted) if self.experts is None else self.experts(normed)
+        update = self.mlp(normed, adapted) if self.experts is None else self.experts(normed, adapted)
         if self.mlp_output_norm is not None:
             update = rms_norm(update, self.mlp_output_norm, *scales)
         return add_rms_norm(states, update, next_norm, *scales)
@@ -195,18 +197,13 @@ class LlamaLayer(nn.Module):
         return adapted("down", gated, linear(gated, self.down))
 
     def attend(
-        self,
-        states: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        inputs: ModelInput,
-        keys: Tensor,
-        values: Tensor,
-        adapted: Adapted = _unchanged,
+        self, states: Tensor, rotation: Rotation, inputs: ModelInput, keys: Tensor, values: Tensor, adapted: Adapted = _unchanged
     ) -> Tensor:
         """The attention output of normalised states."""
         config, heads, kv_heads, size = self.config, self.config.num_heads, self.config.num_kv_heads, self.config.head_size
-        mixed = adapted("qkv", states, linear(states, self.qkv, self.qkv_bias)).view(len(states), -1, size)
-        query, key, value = mixed.split([heads, kv_heads, kv_heads], 1)
+        mixed = adapted("qkv", states, linear(states, self.qkv, self.qkv_bias))
+        mixed = mixed if self.latent is None else self.latent(mixed, adapted)
+        query, key, value = mixed.view(len(states), -1, size).split([heads, kv_heads, kv_heads], 1)
         if self.query_norm is not None and self.key_norm is not None:
             pairs = (query, self.query_norm), (key, self.key_norm)
             query, key = (rms_norm(part, norm, config.norm_epsilon, config.norm_offset) for part, norm in pairs)
@@ -214,10 +211,5 @@ class LlamaLayer(nn.Module):
         attended = attention(
             query.view(*inputs.tokens.shape, heads, size), keys, values, inputs, self.window, config.attention_scale, sinks=self.sinks
         )
-        attended = attended.view(len(states), -1)
+        attended = attended[..., : self.value_size].reshape(len(states), -1)
         return adapted("output", attended, linear(attended, self.output, self.output_bias))
-
-
-def empty_weight(like: Tensor, *shape: int) -> nn.Parameter:
-    """An uninitialised parameter with the dtype and device of `like`."""
-    return nn.Parameter(like.new_empty(shape), requires_grad=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,9 @@ from stepgraph.graphs.layers.dense import Activation
 from stepgraph.graphs.layers.lora import LoraWeight
 from stepgraph.graphs.model import AttentionShape
 
-GEMMA, PHI, MIXTRAL, QWEN_EXPERTS, GPT_OSS = (f"{name}ForCausalLM" for name in ("Gemma3", "Phi3", "Mixtral", "Qwen3Moe", "GptOss"))
+GEMMA, PHI, MIXTRAL, QWEN_EXPERTS, GPT_OSS, DEEPSEEK, GLM = (
+    f"{name}ForCausalLM" for name in ("Gemma3", "Phi3", "Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3", "Glm4Moe")
+)
 ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -24,6 +26,8 @@ ARCHITECTURES = (
     MIXTRAL,
     QWEN_EXPERTS,
     GPT_OSS,
+    DEEPSEEK,
+    GLM,
 )
 
 
@@ -70,6 +74,14 @@ class RopeConfig:
         return (1 - kept) * frequencies / self.factor + kept * frequencies
 
 
+class Routing(NamedTuple):
+    """A router by sigmoid, in float32: see `choose_grouped_experts`."""
+
+    groups: int
+    groups_taken: int
+    factor: float
+
+
 @dataclass(frozen=True)
 class ExpertsConfig:
     """The MLP of some layers: a router and experts, of which every token takes a few."""
@@ -81,10 +93,39 @@ class ExpertsConfig:
     # Names in files: of the MLP in a layer, and of gate, up and down in an expert; None: as GPT-OSS has them.
     stored: tuple[str, str, str, str] | None
     dense_layers: frozenset[int] = frozenset()  # with an MLP as in other models
+    routing: Routing | None = None  # None: by softmax
+    shared_size: int = 0  # the intermediate size of an MLP that every token takes
 
     @property
     def biased(self) -> bool:
         return self.stored is None
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Queries, keys and values that are products of small states, which are products of the hidden state. See `latent`."""
+
+    query_rank: int | None  # the size of the state of queries; None: these are products of the hidden state
+    rank: int  # the size of the state of keys and values
+    plain: int  # how many numbers of a query or key are not rotated
+    rotated: int
+    value_size: int
+    interleaved: bool  # pairs of rotated numbers are neighbours
+
+    @property
+    def size(self) -> int:
+        return self.plain + self.rotated
+
+    def first_parts(self, heads: int) -> dict[str, int]:
+        """Outputs of the products with the hidden state, by their names in files."""
+        query = {"q_proj": heads * self.size} if self.query_rank is None else {"q_a_proj": self.query_rank}
+        return query | {"kv_a_proj_with_mqa": self.rank + self.rotated}
+
+    def products(self, heads: int) -> dict[str, tuple[str, int, int]]:
+        """Those with the small states, by the names of their parameters: the name in files, outputs and inputs."""
+        entries = "kv_b_proj", heads * (self.plain + self.value_size), self.rank
+        query = {} if self.query_rank is None else {"query": ("q_b_proj", heads * self.size, self.query_rank)}
+        return query | {"entries": entries}
 
 
 @dataclass(frozen=True)
@@ -111,6 +152,7 @@ class LlamaConfig:
     attention_scale: float | None = None  # of scores; None: head_size ** -0.5
     embedding_scale: float = 1.0
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
     sinks: bool = False  # see attention.paged.attention
     tied: bool = False  # the embedding is also the unembedding
     max_positions: int = 1 << 20
@@ -121,8 +163,20 @@ class LlamaConfig:
         return len(self.windows)
 
     @property
+    def qkv_parts(self) -> dict[str, int]:
+        """Outputs of the parts of the first product of attention, by their names in files."""
+        if self.latent is not None:
+            return self.latent.first_parts(self.num_heads)
+        query, entry = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        return {"qkv_proj": query + 2 * entry} if self.fused else {"q_proj": query, "k_proj": entry, "v_proj": entry}
+
+    @property
     def qkv_size(self) -> int:
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
+        return sum(self.qkv_parts.values())
+
+    @property
+    def value_size(self) -> int:
+        return self.head_size if self.latent is None else self.latent.value_size
 
     @property
     def attention(self) -> AttentionShape:
@@ -140,27 +194,35 @@ class LlamaConfig:
     def has_llama_layers(self) -> bool:
         """Whether layers have the parts of a Llama's and no others, as those of draft heads, stored under the same names."""
         plain = replace(self, output_norms=False, norm_offset=0.0, activation=Activation.SILU, attention_scale=None, embedding_scale=1.0)
-        plain = replace(plain, fused=False, experts=None, sinks=False)
+        plain = replace(plain, fused=False, experts=None, latent=None, sinks=False)
         return self == replace(plain, rope=replace(self.rope, rotated=None, divisors=()), local_rope=None)
 
     def lora_weights(self, name: str) -> dict[str, LoraWeight]:
         """The weights that adapters change, by the names of their buffers in a model `name`. Experts are none of them."""
-        hidden, middle = self.hidden_size, self.intermediate_size
-        query, entry = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
-        qkv = {"self_attn.q_proj": query, "self_attn.k_proj": entry, "self_attn.v_proj": entry}
-        gate_up = {"mlp.gate_proj": middle, "mlp.up_proj": middle}
-        weights = {
-            "qkv": (hidden, {"self_attn.qkv_proj": self.qkv_size} if self.fused else qkv),
-            "output": (query, {"self_attn.o_proj": hidden}),
-            "gate_up": (hidden, {"mlp.gate_up_proj": 2 * middle} if self.fused else gate_up),
-            "down": (middle, {"mlp.down_proj": hidden}),
-        }
         return {
             f"{name}_{index}_{weight}": LoraWeight({f"model.layers.{index}.{part}": size for part, size in parts.items()}, inner)
             for index in range(self.num_layers)
-            for weight, (inner, parts) in weights.items()
-            if self.experts_of(index) is None or weight in ("qkv", "output")
+            for weight, (inner, parts) in {**self._attention_weights(), **self._mlp_weights(self.experts_of(index))}.items()
         }
+
+    def _attention_weights(self) -> dict[str, tuple[int, dict[str, int]]]:
+        """Inputs of each, and outputs by the names of modules."""
+        later = {} if self.latent is None else self.latent.products(self.num_heads)
+        weights = {weight: (inner, {f"self_attn.{part}": size}) for weight, (part, size, inner) in later.items()}
+        output = self.num_heads * self.value_size, {"self_attn.o_proj": self.hidden_size}
+        return {
+            "qkv": (self.hidden_size, {f"self_attn.{part}": size for part, size in self.qkv_parts.items()}),
+            "output": output,
+            **weights,
+        }
+
+    def _mlp_weights(self, experts: ExpertsConfig | None) -> dict[str, tuple[int, dict[str, int]]]:
+        middle, prefix, shared = self.intermediate_size, "mlp", ""
+        if experts is not None:
+            middle, prefix, shared = experts.shared_size, "mlp.shared_experts", "shared_"
+        gate_up = {f"{prefix}.gate_up_proj": 2 * middle} if self.fused else {f"{prefix}.gate_proj": middle, f"{prefix}.up_proj": middle}
+        weights = {"gate_up": (self.hidden_size, gate_up), "down": (middle, {f"{prefix}.down_proj": self.hidden_size})}
+        return {f"{shared}{name}": weight for name, weight in weights.items() if middle}
 
 
 @dataclass(frozen=True)

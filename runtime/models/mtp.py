@@ -24,8 +24,9 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.eagle3 import shift_inputs
-from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, embed, empty_weight
+from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, embed
 from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.parts import empty_weight
 
 
 class MtpModules(nn.Module):

@@ -21,14 +21,15 @@ from stepgraph.runtime.models.files.checkpoint import Checkpoint, kept_quantised
 from stepgraph.runtime.models.files.draft import Draft, DraftCheckpoint, StoredDraft
 from stepgraph.runtime.models.files.quantised_folder import QuantisedSource
 from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, Stored, StoredModel, llama_slices
-from stepgraph.runtime.models.llama import Adapted, Llama, LlamaLayer, empty_weight
+from stepgraph.runtime.models.llama import Llama, LlamaLayer
 from stepgraph.runtime.models.llama_config import ExpertsConfig, LlamaConfig
+from stepgraph.runtime.models.parts import Adapted, empty_weight
 from stepgraph.runtime.parallel.ranks import Ranks
 
 _ROWS = (
     *(f"self_attn.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")),
     *("gate_proj.weight", "up_proj.weight", ".w1.weight", ".w3.weight"),  # of an MLP, or of each expert
-    "self_attn.sinks",
+    *("q_b_proj.weight", "kv_b_proj.weight", "self_attn.sinks"),
 )
 _KV_ROWS = tuple(f"self_attn.{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias"))
 _TOKEN_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
@@ -48,8 +49,8 @@ class ShardedExperts(ExpertMlp):
         super().__init__(config, experts, like)
         self._groups = groups
 
-    def forward(self, states: Tensor) -> Tensor:
-        found = super().forward(states)
+    def forward(self, states: Tensor, adapted: Adapted) -> Tensor:
+        found = super().forward(states, adapted)
         sum_over_ranks.out(found, self._groups.current)
         return found
 
@@ -216,7 +217,8 @@ def checksum(tensor: Tensor) -> int:
 
 def check_divisible(checkpoint: object, size: int) -> Checkpoint:
     """ValueError for a model that cannot be divided among `size` ranks."""
-    expected = "expected a folder of safetensors files of Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, Phi 3 or GPT-OSS"
+    families = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, Phi 3, GPT-OSS, DeepSeek-V3 or GLM-4.5"
+    expected = f"expected a folder of safetensors files of {families}"
     if not isinstance(checkpoint, Checkpoint) or not isinstance(checkpoint.source, PartSource):
         raise ValueError(f"path: got a model that tensor_parallel={size} does not divide, {expected}")
     config = checkpoint.config
@@ -242,7 +244,8 @@ def _divide(checkpoint: Checkpoint, rank: int, size: int, tokens: bool = True) -
     no whole tiles."""
     config = checkpoint.config
     heads, middle = config.num_heads // size, config.intermediate_size // size
-    experts = None if config.experts is None else replace(config.experts, size=config.experts.size // size)
+    experts = config.experts
+    experts = experts and replace(experts, size=experts.size // size, shared_size=experts.shared_size // size)
     local = replace(config, num_heads=heads, num_kv_heads=max(1, config.num_kv_heads // size), intermediate_size=middle, experts=experts)
     assert isinstance(checkpoint.source, PartSource)
     source = ShardSource(checkpoint.source, rank, size, config, len(checkpoint.vocabulary.tokens) if tokens else None)

@@ -55,7 +55,7 @@ class Replica:
         self._identity = identity_of(engine)
 
     def check_health(self) -> None:
-        """Ray calls this every second; after three errors the replica gets no more requests and is replaced."""
+        """Ray calls this every half second; after three errors the replica gets no more requests and is replaced."""
         if self._serving.failure is not None:
             raise RuntimeError(f"the engine failed: {self._serving.failure}")
 
@@ -145,7 +145,7 @@ def deployment(
         max_queued_requests=-1,  # ReplicaPool bounds them, so that a stream that continues is never refused
         graceful_shutdown_timeout_s=drain_seconds,
         graceful_shutdown_wait_loop_s=0.5,
-        health_check_period_s=1,
+        health_check_period_s=0.5,
         health_check_timeout_s=10,
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixRequestRouter, request_router_kwargs={"load_factor": load_factor}

@@ -49,6 +49,11 @@ COUNTED = {
     },
     "required": ["text", "list"],
 }
+NAMES = {
+    "type": "object",
+    "properties": {"aa": {"type": "integer"}, "aab": {"type": "string", "maxLength": 7}},
+    "additionalProperties": {"type": "string"},
+}
 CONSTRAINTS = {
     "schema": Constraint.json_schema(PERSON),
     "any JSON": Constraint.json_object(),
@@ -68,6 +73,8 @@ CONSTRAINTS = {
     "two loops of different counts": Constraint.regex("a[bc]{0,60}d|a[bc]{0,70}e"),
     "counter that overlaps its end": Constraint.regex("[ab]{0,60}a{0,60}c"),
     "characters of several lengths": Constraint.regex("[¢-𐍈]{1,3}"),
+    "words of bounded length": Constraint.regex("[a-z0-9]{2,9}(-[A-Z]{0,3}[a-z]*)?"),
+    "names beside any other": Constraint.json_schema(NAMES),
     "right recursion": Constraint.ebnf('root ::= "a" root | "b"'),
     "left recursion": Constraint.ebnf('root ::= root "a" | "b"'),
     "brackets": Constraint.ebnf('root ::= "(" root ")" | "[" list "]" | "a"\nlist ::= root | root "," list'),

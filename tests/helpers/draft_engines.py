@@ -20,6 +20,7 @@ from stepgraph import Engine, EngineConfig
 from stepgraph.graphs import TapeBackend
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.files.draft_layouts import mtp_slices
 from stepgraph.runtime.models.files.loading import Loaded, load_models
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig, RopeConfig
@@ -27,7 +28,7 @@ from stepgraph.runtime.models.mtp import Mtp
 from tests.helpers.draft_oracles import eagle3_logits, mtp_logits
 from tests.helpers.families import BASE, VOCABULARY, folder_of, judge, random_model, save_tokenizer
 from tools.random_weights import randomised
-from tools.train.saving import save_eagle3, save_mtp
+from tools.train.saving import extract_tensors, save_eagle3, save_mtp
 
 CONFIG = EngineConfig(
     max_rows=2, max_length=48, page_size=4, prefill_chunk=5, backend="tape", buckets=(2,), greedy_only=True, eager=True, rounds_in_flight=1
@@ -110,8 +111,15 @@ def save_draft(name: str, target: Llama, folder: Path) -> Path:
         return save_eagle3(folder, randomised(Eagle3(config, d2t=D2T), 3), own_embedding=True)
     if name == "model":
         return save_smaller(folder)
-    layers = replace(target.config, windows=(target.config.windows[-1],) * (1 if name == "mtp" else 3))
-    return save_mtp(folder, randomised(Mtp(layers, embedding=target.embedding, head=target.unembedding), 3), first=4)
+    experts = target.config.experts and replace(target.config.experts, dense_layers=frozenset())
+    layers = replace(target.config, windows=(target.config.windows[-1],) * (1 if name == "mtp" else 3), experts=experts)
+    made = randomised(Mtp(layers, embedding=target.embedding, head=target.unembedding), 3)
+    if experts is None or experts.routing is None:
+        return save_mtp(folder, made, first=4)
+    folder.mkdir()
+    (folder / "config.json").write_text("{}", encoding="utf-8")  # the layers are the target's
+    save_file(extract_tensors(made, mtp_slices(layers, 4)), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 @functools.cache

@@ -45,6 +45,10 @@ _LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5]
 _PHI_4 = {"rope_scaling": _LONG, "original_max_position_embeddings": 256}
 _SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "truncate": False}}
+_YARN_SCALED = {"rope_scaling": {**_YARN["rope_scaling"], "truncate": True, "mscale": 1.0, "mscale_all_dim": 0.5}}
+_LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "num_key_value_heads": 4}
+_GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "first_k_dense_replace": 1}
+_GROUPED |= {"num_nextn_predict_layers": 0}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 BASE = {
     "vocab_size": VOCABULARY,
@@ -71,6 +75,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1], "head_dim": 24, "attention_bias": True}),
     "qwen3-moe, shares as they are": ("Qwen3Moe", {**_EXPERTS, "decoder_sparse_step": 2}),
     "gpt-oss": ("GptOss", {**_SLIDING, **_YARN, "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 24, "pad_token_id": 0}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **_GROUPED,
+            **_LATENT,
+            **_YARN_SCALED,
+            "q_lora_rank": 40,
+            "v_head_dim": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.0,
+        },
+    ),
+    "deepseek-v3, queries of the hidden state": (
+        "DeepseekV3",
+        {**_GROUPED, **_LATENT, "q_lora_rank": None, "v_head_dim": 24, "n_group": 1, "topk_group": 1, "n_shared_experts": 2}
+        | {"norm_topk_prob": False, "routed_scaling_factor": 0.5, "rope_interleave": False},
+    ),
+    "glm-4.5": ("Glm4Moe", {**_GROUPED, "head_dim": 24, "partial_rotary_factor": 0.5, "attention_bias": True, "use_qk_norm": True}),
     "qwen3, yarn": ("Qwen3", {**_YARN, "head_dim": 32}),
     "phi-3, with a window": ("Phi3", {"sliding_window": 16, "pad_token_id": 0}),
     "phi-4-mini": ("Phi3", {**_PHI_4, "partial_rotary_factor": 0.75, "pad_token_id": 0, "tie_word_embeddings": True}),
@@ -92,6 +115,10 @@ def judge(family: str, dtype: torch.dtype = torch.float32, lean: bool = False) -
         embedding = model.model.embed_tokens.weight
         if lean:
             embedding.mul_(9)
+            # Near ties of experts become rare: a token that takes other ones in bfloat16 has logits that differ by more than a near tie's.
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer[buffer.argsort()] = torch.linspace(-2, 2, len(buffer))
         if lean and not model.config.tie_word_embeddings:
             # In bfloat16 transformers differs from float32 at 0.54% of all positions of GPT-OSS with 0.5: sinks take weight from the text.
             model.lm_head.weight.add_(embedding.roll(1, 0), alpha=1.0 if kind == "GptOss" else 0.5)
@@ -109,6 +136,9 @@ def random_model(kind: str, fields: dict[str, Any], seed: int) -> Any:
                 parameter.normal_(float("norm" in name), 0.3)
             else:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1)
     return model
 
 

@@ -25,6 +25,7 @@ try:
 except ImportError:  # Python 3.10
     import sre_parse as parser
 
+FORMAT_TEXTS = 10_000  # of each format, in long runs
 MORE = "\n\t\r\0 \x7f\x85\u00e9\u0660\u09e8\u212a\uff0e\u3002\ue000\ufdd0\U0001f600\U000e0001\U000f0000\U0010fffd"
 
 
@@ -323,3 +324,18 @@ STRICT: dict[str, Callable[[str], bool]] = {
     "iri-reference": lambda text: bool(rfc3987_syntax.is_valid_syntax("iri_reference", text)),
     "date-time": lambda text: validate_rfc3339(text.upper()) and "\n" not in text,
 }
+
+
+def compared(name: str, count: int, seed: int) -> dict[str, int]:
+    """Compare; the numbers of accepted and of rejected texts, and of those that only a format that is narrowed rejects."""
+    counts = {"accepted": 0, "rejected": 0, "narrowed": 0}
+    narrowed, lenient = NARROWED_TEXTS.get(name, lambda text: False), LENIENT.get(name, lambda text: True)
+    strict = STRICT.get(name, lambda text: False)
+    for text in texts(name, count, seed):
+        found, valid = accepts(name, text), VALID[name](text)
+        assert valid or not found, f"{name}: accepts {text[:200]!r}"
+        assert found or not valid or narrowed(text), f"{name}: rejects {text[:200]!r}"
+        assert lenient(text) if found else not strict(text), f"{name}: {'accepts' if found else 'rejects'} {text[:200]!r}"
+        counts["accepted" if found else "rejected"] += 1
+        counts["narrowed"] += valid and not found
+    return counts

@@ -3,6 +3,7 @@
 python -m tests.helpers.long_runs schedules --json FILE     # 10,000 simulated schedules
 python -m tests.helpers.long_runs masks --json FILE         # 20,000 masks per library and vocabulary
 python -m tests.helpers.long_runs examples --json FILE      # 200 random examples per engine setup, against a plain loop
+python -m tests.helpers.long_runs formats --json FILE       # 10,000 texts of each format of JSON Schema, against a validator
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 from tqdm import tqdm
 
 from stepgraph import Job
 from stepgraph.sampling.grammar.compile.backends import BACKENDS
+from stepgraph.sampling.grammar.schema.formats import FORMATS
 from tests.graphs import test_proposing
+from tests.helpers.format_texts import FORMAT_TEXTS, compared
 from tests.helpers.simulation import run_many
 from tests.helpers.toy_engines import Setup
 from tests.helpers.vocabularies import VOCABULARIES
@@ -78,7 +81,8 @@ def examples_of(oracle: str, setup: Setup, count: int) -> Counter[str]:
     _, run, batches = ORACLES[oracle]
     sums = Counter[str]()
 
-    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+    # without shrinking: the tests of these oracles find the same output and shrink its request
+    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], phases=[Phase.generate])
     @seed(0)
     @given(batch=batches)
     def check(batch: Any) -> None:
@@ -97,10 +101,18 @@ def examples(count: int, kept: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"setups": found}
 
 
+def formats(count: int, kept: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    found = kept.get("formats", {})
+    for name in tqdm([name for name in FORMATS if name not in found], unit="format", disable=not sys.stderr.isatty()):
+        found[name] = compared(name, count, 2)
+        yield {"formats": found}
+
+
 RUNS: dict[str, tuple[Callable[[int, dict[str, Any]], Iterator[dict[str, Any]]], int]] = {
     "schedules": (schedules, SCHEDULES),
     "masks": (masks, MASKS),
     "examples": (examples, EXAMPLES),
+    "formats": (formats, FORMAT_TEXTS),
 }
 
 

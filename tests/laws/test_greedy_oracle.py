@@ -179,7 +179,7 @@ batches = st.lists(st.tuples(asks, st.integers(0, 3)), min_size=1, max_size=6)
 
 
 @pytest.mark.parametrize("setup", [*ANYWHERE, *(pytest.param(each, marks=needs_c) for each in LOOPS)], ids=str)
-@settings(max_examples=9)
+@settings(max_examples=6)
 @given(batch=batches)
 def test_every_job_equals_plain_greedy(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
     run_schedule(setup, batch)

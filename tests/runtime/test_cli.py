@@ -16,6 +16,7 @@ import termios
 import threading
 import time
 import tty
+import warnings
 from pathlib import Path
 from typing import IO
 
@@ -138,12 +139,20 @@ def waiting_bytes(reader: int) -> int:
     return int.from_bytes(fcntl.ioctl(reader, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
-def test_internal_errors_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("isatty", [True, False])
+def test_internal_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], isatty: bool) -> None:
     def work() -> int:
-        raise AssertionError("a bug")
+        if isatty:  # otherwise pytest records it
+            warnings.warn(f"unusual {HOSTILE}", stacklevel=1)
+        raise AssertionError(f"a bug {HOSTILE}")
 
-    with pytest.raises(AssertionError, match="a bug"):
-        terminal.run_command("stepgraph x", work)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: isatty, raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert terminal.run_command("stepgraph x", work) == terminal.FAILED
+    written, shown = capsys.readouterr().err, VISIBLE if isatty else HOSTILE
+    assert "in work\n" in written and written.endswith(f"AssertionError: a bug {shown}\n")
+    assert (f"UserWarning: unusual {VISIBLE}\n" in written) == isatty
 
 
 @pytest.mark.parametrize(

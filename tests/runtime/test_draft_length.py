@@ -339,6 +339,22 @@ def test_cost_that_was_measured_on_a_busy_machine_is_measured_again(known: bool)
     assert costs.of(key)[PLAIN] == pytest.approx(2.0, rel=0.1)
 
 
+def test_length_that_was_measured_at_twice_its_time_is_tried_again() -> None:
+    """Of seven drafts, four are right, so that this length is the best one."""
+    choices = PLAIN, Drafting(3), Drafting(7)
+    key, costs, lengths = GraphKey(1, False), RoundCosts(choices), DraftLengths(choices)
+    for drafting, seconds in zip(choices, (2.0, 2.4, 5.4), strict=True):
+        costs.calibrate(replace(key, draft_length=drafting.length), seconds)
+    row, chosen = lengths.row(), [PLAIN]
+    for _ in range(1200):
+        drafting = lengths.choose([(row, 7)], costs.of(key))
+        chosen.append(drafting)
+        costs.add(key, drafting, {0: 2.0, 3: 2.4, 7: 2.7}[drafting.length])
+        offered = min(chosen[-2].length, drafting.length)
+        lengths.add(drafting, [of_model(row, offered, min(offered, 4))], costs.of(key))
+    assert chosen[-100:].count(Drafting(7)) >= 98, collections.Counter(chosen)
+
+
 @needs_c
 def test_rounds_with_host_grammars_beside_device_grammars_have_two_lengths() -> None:
     """A mixed batch, also where another length is requested. The tokens are those of plain decoding."""

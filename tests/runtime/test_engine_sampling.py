@@ -125,6 +125,18 @@ def test_outputs_of_many_seeds_follow_the_target_distribution(setup: Setup, name
     assert law_p(shared_engine(setup), *LAWS[name], seeds=5000) > 1e-9
 
 
+SWITCHING = [replace(crowd(4, "half"), switching=True), replace(crowd(3, "ngram"), switching=True, grammar_lane="host")]
+
+
+@pytest.mark.parametrize(("setup", "name"), pairs(SWITCHING, list(LAWS)), ids=str)
+def test_outputs_follow_the_target_distribution_at_random_draft_lengths(setup: Setup, name: str) -> None:
+    engine = shared_engine(setup)
+    before = rounds_by_length(engine)
+    assert law_p(engine, *LAWS[name]) > 1e-9
+    rounds = rounds_by_length(engine) - before
+    assert len(rounds) > 1 and min(rounds.values()) > 10
+
+
 @needs_c
 @pytest.mark.parametrize(
     ("setup", "name"), [(crowd(3), "free"), (crowd(2, "random", False), "penalties"), (replace(crowd(2), eager=True), "filtered")], ids=str
@@ -155,6 +167,13 @@ def rounds_by_lane(engine: Engine) -> Counter[str]:
         if graph.key.constrained:
             found["device" if graph.key.device else "host"] += graph.rounds
     return found
+
+
+def rounds_by_length(engine: Engine) -> Counter[int]:
+    found: Counter[int] = Counter()
+    for graph in engine.stats().graphs:
+        found[graph.key.drafting.length] += graph.rounds
+    return Counter({length: rounds for length, rounds in found.items() if rounds})
 
 
 def test_negative_control_penalties_ignore_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

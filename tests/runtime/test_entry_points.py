@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import re
 import subprocess
 import sys
@@ -208,3 +210,12 @@ def test_model_beyond_the_memory_is_refused_before_it_is_loaded() -> None:
 def test_static_buffers_beyond_the_memory_are_refused() -> None:
     with pytest.raises(ValueError, match=r"StaticBuffers\.specs: got 4,000,000,000,000,000 bytes on cpu, expected at most"):
         StaticBuffers([BufferSpec("x", (10**15,), torch.float32)])
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy], ids=["pickle", "copy", "deepcopy"])
+@pytest.mark.parametrize(
+    "value", [ENGINE, AsyncEngine(ENGINE), CODEC, ENGINE.compile(Constraint.regex("a"))], ids=lambda value: type(value).__name__
+)
+def test_copies_of_what_belongs_to_one_process_are_refused(value: object, copied: Callable[[object], object]) -> None:
+    with pytest.raises(TypeError, match=rf"{type(value).__name__}: cannot be copied or pickled; create one in each process"):
+        copied(value)

@@ -94,6 +94,17 @@ def test_mixed_batches_equal_merged_weights(implementation: str, drafter: str, a
             assert texts(engine, [name]) == merged[name], f"{name!r} alone"
 
 
+def test_adapters_of_latent_attention_and_shared_experts_equal_merged_weights(tmp_path: Path) -> None:
+    names = "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj gate_proj up_proj down_proj"
+    folder = save(save_adapter(tmp_path / "adapter", judge("deepseek-v3"), 4, names), tmp_path / "merged")
+    with Engine.from_pretrained(folder, None, config=PLAIN) as engine:
+        expected = texts(engine, [""])
+    with Engine.from_pretrained(folder_of("deepseek-v3"), "ngram", config=CONFIG, implementation="native") as engine:
+        before = texts(engine, [""])
+        engine.add_lora("it", tmp_path / "adapter")
+        assert texts(engine, ["it"]) == expected != before
+
+
 @needs_c
 def test_adapters_of_quantised_weights_equal_merged_weights(tmp_path: Path) -> None:
     """The merged weights are those that the quantised ones stand for, plus the adapter's."""

@@ -3,6 +3,8 @@
 
 #include "kernels.h"
 
+#include <stdatomic.h>
+
 enum { TILE = 64, BLOCK = 32 };
 
 typedef struct {
@@ -10,6 +12,8 @@ typedef struct {
     const int64_t *positions, *slots, *tables; /* [batch, count] twice, [batch, pages] */
     const void *sinks;                         /* [heads] or NULL */
     void *output;
+    atomic_int *failed; /* a page outside of the cache */
+    int64_t step; /* queries at once, at most BLOCK */
     int64_t batch, count, heads, kv_heads, size, page_size, pages, cache_slots, window, bfloat16, bfloat16_sinks, entry_bytes;
     float scale, softcap; /* softcap 0: none */
 } attention_call;
@@ -134,41 +138,57 @@ INLINED int attend(const attention_call *call, block *held, int64_t row, int64_t
     return 0;
 }
 
-INLINED int attend_all(const attention_call *call, block *held, int64_t width) {
-    int64_t queries = call->count * (call->heads / call->kv_heads);
-    for (int64_t row = 0; row < call->batch; row++) {
-        int64_t last = -1;
-        for (int64_t i = row * call->count; i < (row + 1) * call->count; i++) /* inert positions do not count */
-            if (call->slots[i] >= call->page_size && call->positions[i] > last) last = call->positions[i];
-        if (last >= call->pages * call->page_size) return 1;
-        for (int64_t head = 0; head < call->kv_heads; head++)
-            for (int64_t start = 0; start < queries; start += BLOCK) {
-                int64_t used = queries - start < BLOCK ? queries - start : BLOCK;
-                if (attend(call, held, row, head, start, used, last, width)) return 1;
-            }
-    }
-    return 0;
+/* The last position of a row whose entry is live; inert positions do not count. */
+INLINED int64_t last_of(const attention_call *call, int64_t row) {
+    int64_t last = -1;
+    for (int64_t i = row * call->count; i < (row + 1) * call->count; i++)
+        if (call->slots[i] >= call->page_size && call->positions[i] > last) last = call->positions[i];
+    return last;
 }
 
-EXPORTED FOR_EACH_PROCESSOR int stepgraph_attention(const argument *given) {
-    const argument *query = given, *keys = given + 1, *tables = given + 5;
+/* Blocks of queries, of all heads of the cache and of all rows. */
+INLINED void attend_blocks(const attention_call *call, block *held, int64_t first, int64_t end, int64_t width) {
+    int64_t queries = call->count * (call->heads / call->kv_heads), blocks = (queries + call->step - 1) / call->step;
+    for (int64_t item = first; item < end; item++) {
+        int64_t head = item / blocks % call->kv_heads, row = item / blocks / call->kv_heads, start = item % blocks * call->step;
+        int64_t used = queries - start < call->step ? queries - start : call->step, last = last_of(call, row);
+        if (last >= call->pages * call->page_size || attend(call, held, row, head, start, used, last, width)) atomic_store(call->failed, 1);
+    }
+}
+
+static FOR_EACH_PROCESSOR void some_blocks(const void *given, int64_t first, int64_t end) {
+    attention_call call = *(const attention_call *)given;
     block held;
+    if (call.size == 64 && call.bfloat16 && call.entry_bytes == 2) { /* with sizes that the compiler knows, sums stay in registers */
+        call.size = 64, call.bfloat16 = 1, call.entry_bytes = 2;
+        attend_blocks(&call, &held, first, end, 64);
+    } else if (call.size == 128 && call.bfloat16 && call.entry_bytes == 2) {
+        call.size = 128, call.bfloat16 = 1, call.entry_bytes = 2;
+        attend_blocks(&call, &held, first, end, 128);
+    } else if (call.size == 64) {
+        attend_blocks(&call, &held, first, end, 64);
+    } else {
+        attend_blocks(&call, &held, first, end, (call.size + LANES - 1) / LANES * LANES);
+    }
+}
+
+EXPORTED int stepgraph_attention(const argument *given) {
+    const argument *query = given, *keys = given + 1, *tables = given + 5;
+    atomic_int failed = 0;
     attention_call call = {
         .query = query->data, .keys = keys->data, .values = given[2].data,
         .positions = given[3].data, .slots = given[4].data, .tables = tables->data, .sinks = given[10].data,
-        .output = given[11].data,
+        .output = given[11].data, .failed = &failed,
         .batch = query->size[0], .count = query->size[1], .heads = query->size[2], .kv_heads = keys->size[1], .size = query->size[3],
         .page_size = given[6].integer, .pages = tables->size[1], .cache_slots = keys->size[0], .entry_bytes = keys->integer, .window = given[7].integer,
         .bfloat16 = query->bfloat16, .bfloat16_sinks = given[10].bfloat16, .scale = (float)given[8].real, .softcap = (float)given[9].real,
     };
-    if (call.size == 64 && call.bfloat16 && call.entry_bytes == 2) { /* with sizes that the compiler knows, sums stay in registers */
-        call.size = 64, call.bfloat16 = 1, call.entry_bytes = 2;
-        return attend_all(&call, &held, 64);
-    }
-    if (call.size == 128 && call.bfloat16 && call.entry_bytes == 2) {
-        call.size = 128, call.bfloat16 = 1, call.entry_bytes = 2;
-        return attend_all(&call, &held, 128);
-    }
-    if (call.size == 64) return attend_all(&call, &held, 64);
-    return attend_all(&call, &held, (call.size + LANES - 1) / LANES * LANES);
+    int64_t queries = call.count * (call.heads / call.kv_heads), bytes = 0; /* reading so many takes as long */
+    for (int64_t row = 0; row < call.batch; row++) bytes += (last_of(&call, row) + 1) * call.count * call.heads * call.size;
+    int64_t blocks = (queries + BLOCK - 1) / BLOCK;
+    blocks *= queries > 3 && threads_for(bytes) > 1 ? 2 : 1; /* with smaller blocks threads get equal parts */
+    call.step = (queries + blocks - 1) / blocks;
+    blocks = (queries + call.step - 1) / call.step;
+    divide_work(some_blocks, &call, call.batch * call.kv_heads * blocks, bytes);
+    return atomic_load(&failed);
 }

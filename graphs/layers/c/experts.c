@@ -27,6 +27,52 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_choose_experts(const argument *given) 
     return 0;
 }
 
+/* The place of the largest of `count` numbers, the first one of equal ones; 0 if none is a number above -INFINITY. */
+INLINED int64_t largest(const float *numbers, int64_t count) {
+    int64_t best = 0;
+    for (int64_t i = 1; i < count; i++) best = numbers[i] > numbers[best] ? i : best;
+    return best;
+}
+
+/* logits [rows, experts], correction [experts], both float32; count; groups; groups taken; normalised; factor; shares [rows, count],
+   experts [rows, count]. */
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_choose_grouped_experts(const argument *given) {
+    int64_t experts = given->size[1], count = given[2].integer, groups = given[3].integer, size = experts / groups;
+    for (int64_t row = 0; row < given->size[0]; row++) {
+        const float *logits = (const float *)given->data + row * experts, *correction = given[1].data;
+        float scores[MOST_EXPERTS], compared[MOST_EXPERTS], pairs[MOST_EXPERTS], open[MOST_EXPERTS], total = 0;
+        float *shares = (float *)given[7].data + row * count;
+        int64_t *chosen = (int64_t *)given[8].data + row * count;
+        for (int64_t i = 0; i < experts; i++) {
+            scores[i] = 1.0f / (1.0f + expf(-logits[i]));
+            compared[i] = scores[i] + correction[i];
+            open[i] = -INFINITY;
+        }
+        for (int64_t group = 0; group < groups; group++) {
+            float first = -INFINITY, second = -INFINITY;
+            for (int64_t i = group * size; i < (group + 1) * size; i++) {
+                float score = compared[i];
+                second = score > first ? first : score > second ? score : second;
+                first = score > first ? score : first;
+            }
+            pairs[group] = first + second;
+        }
+        for (int64_t place = 0; place < given[4].integer; place++) {
+            int64_t group = largest(pairs, groups);
+            memcpy(open + group * size, compared + group * size, (size_t)size * sizeof *open);
+            pairs[group] = -INFINITY;
+        }
+        for (int64_t place = 0; place < count; place++) {
+            int64_t best = largest(open, experts);
+            total += shares[place] = scores[best];
+            chosen[place] = best;
+            open[best] = -INFINITY;
+        }
+        for (int64_t place = 0; place < count; place++) shares[place] = shares[place] / (given[5].integer ? total + 1e-20f : 1.0f) * (float)given[6].real;
+    }
+    return 0;
+}
+
 typedef struct {
     const argument *weights, *biases, *output;
     const char *gathered;
@@ -68,7 +114,7 @@ INLINED void rows_of_expert(const argument *given, int64_t expert, const int64_t
             int64_t from = call.order[row] / per_state * states->stride[0];
             memcpy(gathered + row * inner * bytes, (const char *)states->data + from * bytes, (size_t)(inner * bytes));
         }
-        divide_columns(columns_of_expert, &call, (outer + COLUMNS - 1) / COLUMNS, outer * inner * bytes);
+        divide_work(columns_of_expert, &call, (outer + COLUMNS - 1) / COLUMNS, outer * inner * bytes);
     }
 }
 

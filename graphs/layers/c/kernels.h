@@ -16,8 +16,9 @@ void product_by_pairs(const product_call *call, int64_t first, int64_t end); /* 
 void all_columns(const product_call *call);
 
 /* Calls `work` for ranges that make up [0, count), on the threads of stepgraph_use_threads. bytes: that all of it reads. */
-typedef void (*columns_work)(const void *call, int64_t first, int64_t end);
-void divide_columns(columns_work work, const void *call, int64_t count, int64_t bytes);
+typedef void (*range_work)(const void *call, int64_t first, int64_t end);
+void divide_work(range_work work, const void *call, int64_t count, int64_t bytes);
+int64_t threads_for(int64_t bytes); /* how many that uses, at most; below 2: the calling one */
 
 /* Rounds to nearest, ties to even. A NaN that was widened from bfloat16 stays a NaN: its low bits are zero, so nothing is carried. */
 INLINED uint16_t narrowed(float value) {

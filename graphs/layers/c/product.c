@@ -20,7 +20,7 @@ static FOR_EACH_PROCESSOR void some_columns(const void *given, int64_t block, in
 
 void all_columns(const product_call *call) {
     int64_t bytes = call->outer * call->inner * (call->bfloat16 ? 2 : 4);
-    divide_columns(some_columns, call, (call->outer + COLUMNS - 1) / COLUMNS, bytes);
+    divide_work(some_columns, call, (call->outer + COLUMNS - 1) / COLUMNS, bytes);
 }
 
 EXPORTED int stepgraph_product(const argument *given) {

@@ -80,7 +80,7 @@ static FOR_EACH_PROCESSOR void rows_at_once(quantised_call call) {
     call.totals = totals;
     for (int64_t one = 0; call.kind.ranged && one < call.rows; one++)
         for (int64_t block = 0; block < call.blocks; block++) totals[one][block] = total(&call, one, block);
-    divide_columns(some_tiles, &call, call.tiles, call.tiles * call.blocks * block_bytes(call.kind));
+    divide_work(some_tiles, &call, call.tiles, call.tiles * call.blocks * block_bytes(call.kind));
 }
 
 static quantised_call call_of(const argument *states, const argument *weight) {

@@ -1,17 +1,18 @@
-/* Products on several threads. The columns of a product are independent, so the number of threads changes no result.
+/* Products and attention on several threads. Columns and queries are independent, so the number of threads changes no result.
 
-   One product at a time has the helpers; another one that runs meanwhile, for a second engine, stays on its own thread. */
+   One call at a time has the helpers; another one that runs meanwhile, for a second engine, stays on its own thread. */
 
 #include "kernels.h"
 #include "pool.h"
 
+#include <pthread.h>
 #include <stdatomic.h>
 
 /* A thread is woken for at least LEAST_BYTES: reading them takes about as long as waking it. Parts are small, since it joins late. */
 enum { LEAST_BYTES = 1 << 17, PARTS_OF_THREAD = 4 };
 
 typedef struct {
-    columns_work work;
+    range_work work;
     const void *call;
     int64_t count, parts;
 } divided_work;
@@ -25,21 +26,34 @@ static void one_part(void *context, unsigned item) {
     all->work(all->call, all->count * item / all->parts, all->count * (item + 1) / all->parts);
 }
 
-void divide_columns(columns_work work, const void *call, int64_t count, int64_t bytes) {
-    int64_t used = bytes / LEAST_BYTES < threads ? bytes / LEAST_BYTES : threads;
+int64_t threads_for(int64_t bytes) { return bytes / LEAST_BYTES < threads ? bytes / LEAST_BYTES : threads; }
+
+void divide_work(range_work work, const void *call, int64_t count, int64_t bytes) {
+    int64_t used = threads_for(bytes);
     if (used < 2 || atomic_flag_test_and_set(&taken)) {
         work(call, 0, count);
         return;
     }
     int64_t parts = used * PARTS_OF_THREAD;
     divided_work all = {work, call, count, parts < count ? parts : count};
+    if (!helpers) helpers = pool_open((unsigned)threads - 1); /* the first product after a fork */
     if (helpers) pool_run(helpers, one_part, &all, (unsigned)all.parts, (unsigned)used - 1);
     else work(call, 0, count);
     atomic_flag_clear(&taken);
 }
 
+/* In the child of a fork, which has no helpers. A product of the parent may have been running: its flag and the locks of its pool stay held. */
+static void after_fork(void) {
+    helpers = NULL;
+    atomic_flag_clear(&taken);
+}
+
+static void call_after_fork(void) { pthread_atfork(NULL, NULL, after_fork); }
+
 /* From now on, the calling thread included. */
 EXPORTED void stepgraph_use_threads(int64_t count) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, call_after_fork);
     while (atomic_flag_test_and_set(&taken)) pause_briefly();
     if (helpers) pool_close(helpers);
     threads = count;

@@ -54,6 +54,83 @@ def choose_experts(logits: Tensor, count: int, normalised: bool, shares: Tensor,
 
 
 @triton.jit
+def first_largest(numbers, place, most):
+    """The place of the largest number, the first one of equal ones; at most `most`, also where none is a number."""
+    return tl.minimum(tl.min(tl.where(numbers == tl.max(numbers, 0), place, most), 0), most)
+
+
+@triton.jit
+def choose_grouped_row(
+    logits,  # [N, experts] float32
+    correction,  # [experts] float32
+    shares,  # [N, count] float32, written
+    chosen,  # [N, count] int64, written
+    count,
+    groups,
+    groups_taken,
+    experts,
+    factor,
+    EXPERTS: tl.constexpr,  # rounded up
+    COUNT: tl.constexpr,  # rounded up
+    GROUPS: tl.constexpr,  # rounded up
+    NORMALISED: tl.constexpr,
+):
+    row, closed = tl.program_id(0).to(tl.int64), float("-inf")
+    expert, place, group = tl.arange(0, EXPERTS), tl.arange(0, COUNT), tl.arange(0, GROUPS)
+    known, size = expert < experts, experts // groups
+    score = 1.0 / (1.0 + tl.exp(-tl.load(logits + row * experts + expert, mask=known, other=0.0)))
+    compared = tl.where(known, score + tl.load(correction + expert, mask=known, other=0.0), closed)
+    pairs = tl.full([GROUPS], closed, tl.float32)
+    for index in range(0, groups):
+        own = tl.where(expert // size == index, compared, closed)
+        best = first_largest(own, expert, experts - 1)
+        pair = tl.max(own, 0) + tl.max(tl.where(expert == best, closed, own), 0)
+        pairs = tl.where(group == index, pair, pairs)
+    open = tl.full([EXPERTS], closed, tl.float32)
+    for _ in range(0, groups_taken):
+        taken = first_largest(pairs, group, groups - 1)
+        open = tl.where(expert // size == taken, compared, open)
+        pairs = tl.where(group == taken, closed, pairs)
+    best_experts, best_scores = tl.zeros([COUNT], tl.int64), tl.zeros([COUNT], tl.float32)
+    for index in range(0, count):
+        best = first_largest(open, expert, experts - 1)
+        best_experts = tl.where(place == index, best.to(tl.int64), best_experts)
+        best_scores = tl.where(place == index, tl.sum(tl.where(expert == best, score, 0.0), 0), best_scores)
+        open = tl.where(expert == best, closed, open)
+    if NORMALISED:
+        best_scores = best_scores / (tl.sum(best_scores, 0) + 1e-20)
+    tl.store(shares + row * count + place, best_scores * factor, mask=place < count)
+    tl.store(chosen + row * count + place, best_experts, mask=place < count)
+
+
+def choose_grouped_experts(
+    logits: Tensor,
+    correction: Tensor,
+    count: int,
+    groups: int,
+    groups_taken: int,
+    normalised: bool,
+    factor: float,
+    shares: Tensor,
+    chosen: Tensor,
+) -> None:
+    rows, experts = logits.shape
+    widths = {name: triton.next_power_of_2(each) for name, each in (("EXPERTS", experts), ("COUNT", count), ("GROUPS", groups))}
+    numbers = count, groups, groups_taken, experts, factor
+    choose_grouped_row[(rows,)](
+        logits,
+        correction,
+        shares,
+        chosen,
+        *numbers,
+        **widths,
+        NORMALISED=bool(normalised),
+        num_warps=max(1, widths["EXPERTS"] // 256),
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
 def choices_of(chosen, expert, wanted, choices, ROWS: tl.constexpr, SCANNED: tl.constexpr):
     """[ROWS] int32: the choices of an expert with the numbers `wanted` among its own; 0 for numbers that it does not have."""
     scanned, rows, seen = tl.arange(0, SCANNED), tl.zeros([ROWS], tl.int32), 0

@@ -117,7 +117,7 @@ def open_draft(draft: str | Path, target: Target, dtype: torch.dtype | None = No
             raise ValueError(f"draft: got {OWN_MTP!r}, expected a target with MTP modules; {why}")
         if isinstance(target, TransformersCheckpoint):
             return open_transformers_mtp(target.path, target)
-        return _open_mtp(target.path, target.source, {}, target)
+        return _open_mtp(target.path, target.source, None, target)
     path = Path(draft)
     try:
         if path.suffix == ".gguf" and path.is_file():
@@ -177,17 +177,22 @@ def _open_eagle3(path: Path, fields: Mapping[str, object], target: Target) -> Dr
     return DraftCheckpoint(path, source, slices, "EAGLE-3 head", make, target, config.feature_layers).check_shapes()
 
 
-def _open_mtp(path: Path, stored: Source, fields: Mapping[str, object], target: Checkpoint) -> DraftCheckpoint:
-    """fields: the config of a folder that holds MTP modules only; empty for the modules in the target's folder."""
-    if not target.config.has_llama_layers:
+def _open_mtp(path: Path, stored: Source, fields: Mapping[str, object] | None, target: Checkpoint) -> DraftCheckpoint:
+    """fields: the config of a folder that holds MTP modules only; None for the modules in the target's folder."""
+    same = target.config
+    grouped = same.experts is not None and same.experts.routing is not None
+    if not grouped and not same.has_llama_layers:
         raise ValueError(f"draft: got MTP modules, expected another drafter: the target {target.path.name} has other layers than a Llama")
-    layers = layouts.mtp_layers(stored) if fields else range(target.config.num_layers, target.config.num_layers + target.mtp_modules)
-    first, count = min(layers), len(layers)
-    source = RenamedSource(stored, {name: name for name in stored.tensors if fields or name in target.mtp_tensors})
-    layouts.check_dense_layers(source)
-    config = (
-        layouts.read_mtp(fields, target.config, count) if fields else replace(target.config, windows=(target.config.windows[-1],) * count)
+    layers = (
+        layouts.mtp_layers(stored) if fields is not None else range(target.config.num_layers, target.config.num_layers + target.mtp_modules)
     )
+    first, count = min(layers), len(layers)
+    source = RenamedSource(stored, {name: name for name in stored.tensors if fields is not None or name in target.mtp_tensors})
+    if grouped:  # modules with the target's last layers, whatever the config of their own folder says
+        config = replace(same, windows=same.windows[-1:] * count, experts=same.experts and replace(same.experts, dense_layers=frozenset()))
+    else:
+        layouts.check_dense_layers(source)
+        config = layouts.read_mtp(fields, same, count) if fields is not None else replace(same, windows=same.windows[-1:] * count)
 
     def make(around: Llama | TransformersModel, device: Device) -> Mtp:
         return _share_head(Mtp(config, embedding=around.embedding, head=around.unembedding, device=device), around)

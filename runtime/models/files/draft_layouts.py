@@ -151,7 +151,7 @@ def mtp_slices(config: LlamaConfig, first: int) -> Slices:
     for index in range(config.num_layers):
         stored, module = f"model.layers.{first + index}.", f"depths.{index}."
         found |= whole_slices({f"{name}.weight": parameter for name, parameter in whole.items()}, stored, module)
-        found |= layer_slices(config, stored, f"{module}layer.")
+        found |= layer_slices(config, stored, f"{module}layer.", config.experts_of(index))
     return found
 
 

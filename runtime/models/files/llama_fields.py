@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from stepgraph.graphs.layers.dense import Activation
@@ -14,8 +15,20 @@ from stepgraph.runtime.models.files.config_fields import (
     number_field,
     require_off,
 )
+from stepgraph.runtime.models.files.deepseek_fields import latent_scale, read_grouped_experts, read_latent
 from stepgraph.runtime.models.files.rope_fields import ORIGINAL_LENGTH, read_ropes
-from stepgraph.runtime.models.llama_config import ARCHITECTURES, GEMMA, GPT_OSS, MIXTRAL, PHI, QWEN_EXPERTS, ExpertsConfig, LlamaConfig
+from stepgraph.runtime.models.llama_config import (
+    ARCHITECTURES,
+    DEEPSEEK,
+    GEMMA,
+    GLM,
+    GPT_OSS,
+    MIXTRAL,
+    PHI,
+    QWEN_EXPERTS,
+    ExpertsConfig,
+    LlamaConfig,
+)
 from stepgraph.sampling.fields import is_int
 
 _MAX_PARAMETERS = 1 << 42
@@ -24,7 +37,7 @@ _MAX_PARAMETERS = 1 << 42
 def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     """From the fields of a config.json. Raises ValueError for a field that is missing, out of range or not supported."""
     architecture = _architecture(config)
-    gemma, gpt_oss = architecture == GEMMA, architecture == GPT_OSS
+    gemma, gpt_oss, deepseek, glm = (architecture == name for name in (GEMMA, GPT_OSS, DEEPSEEK, GLM))
     _check_unsupported(config)
     if gpt_oss:
         require_off(config, {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "attention_bias": True})
@@ -33,6 +46,10 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     hidden = count_field(config, "hidden_size", 1 << 17)
     layers = count_field(config, "num_hidden_layers", 4096)
     heads = count_field(config, "num_attention_heads", 4096)
+    latent = read_latent(config) if deepseek else None
+    if latent is not None:
+        require_off(config, {"num_key_value_heads": heads})
+        config = {**config, "head_dim": latent.size, "num_key_value_heads": heads}
     kv_heads = count_field(config, "num_key_value_heads", 4096, default=heads)
     if heads % kv_heads:
         raise ValueError(f"config.num_key_value_heads: got {kv_heads}, expected a divisor of num_attention_heads={heads}")
@@ -44,12 +61,14 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     biased = ("LlamaForCausalLM", "Qwen3ForCausalLM", GEMMA, QWEN_EXPERTS)
     bias = gpt_oss or (flag_field(config, "attention_bias") if architecture in biased else False)
     windows = _windows(config, architecture, layers)
-    rope, local_rope = read_ropes(config, architecture, head_size)
+    rope, local_rope = read_ropes(config, architecture, head_size if latent is None else latent.rotated)
     # A text beyond the original length of longrope would change the entries of all its tokens.
     positions = count_field(
         config, ORIGINAL_LENGTH if architecture == PHI and rope.divisors else "max_position_embeddings", 1 << 30, default=1 << 20
     )
     scale = number_field(config, "query_pre_attn_scalar", 0.0, 1e6, default=256.0) ** -0.5 if gemma else None
+    if latent is not None:
+        rope, scale = replace(rope, rotated=latent.rotated), latent_scale(config, latent.size)
     found = LlamaConfig(
         vocab_size=count_field(config, "vocab_size", 1 << 24),
         hidden_size=hidden,
@@ -61,9 +80,9 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
         norm_epsilon=number_field(config, "rms_norm_eps", 0.0, 1.0, default=1e-6),
         rope=rope,
         local_rope=local_rope,
-        qkv_bias=bias or architecture == "Qwen2ForCausalLM",
+        qkv_bias=bias or architecture == "Qwen2ForCausalLM" or (glm and flag_field(config, "attention_bias")),
         output_bias=bias,
-        head_norms=gemma or architecture.startswith("Qwen3"),
+        head_norms=gemma or architecture.startswith("Qwen3") or (glm and flag_field(config, "use_qk_norm")),
         output_norms=gemma,
         norm_offset=float(gemma),
         fused=architecture == PHI,
@@ -71,7 +90,8 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
         sinks=gpt_oss,
         attention_scale=scale,
         embedding_scale=hidden**0.5 if gemma else 1.0,
-        experts=_experts(config, architecture, layers),
+        experts=read_grouped_experts(config, layers) if deepseek or glm else _experts(config, architecture, layers),
+        latent=latent,
         tied=flag_field(config, "tie_word_embeddings", default=gemma),
         max_positions=positions,
         dtype=dtype_field(config),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from stepgraph.runtime.models.files.config_fields import UnsupportedConfigError, count_field, flag_field, number_field, require_off
-from stepgraph.runtime.models.llama_config import GEMMA, GPT_OSS, PHI, RopeConfig
+from stepgraph.runtime.models.llama_config import GEMMA, GLM, GPT_OSS, PHI, RopeConfig
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 
@@ -24,8 +24,10 @@ def read_ropes(config: Mapping[str, Any], architecture: str, head_size: int) -> 
     if architecture == GEMMA and isinstance(fields, Mapping):
         stated, fields = fields.get("sliding_attention", {}), fields.get("full_attention", fields)
         local, theta = _rope({"rope_theta": config.get("rope_local_base_freq")}, stated, theta), 1_000_000.0
-    if architecture == PHI and isinstance(fields, Mapping):
-        return _phi_rope({**config, **fields}, head_size), None
+    if architecture in (PHI, GLM) and isinstance(fields, Mapping):
+        if architecture == GLM:
+            require_off(fields, {"rope_type": "default", "type": "default"})
+        return _partial_rope({"partial_rotary_factor": 1.0 if architecture == PHI else 0.5, **config, **fields}, head_size), None
     require_off(config, {"partial_rotary_factor": 1})
     theta = 150_000.0 if architecture == GPT_OSS else theta
     return _rope({"head_size": head_size, **config}, fields, theta), local
@@ -54,7 +56,6 @@ def _rope(config: Mapping[str, Any], fields: Any, default_theta: float) -> RopeC
 
 def _yarn(fields: Mapping[str, Any], theta: float, head_size: int) -> RopeConfig:
     """Frequencies with few periods in the original length are divided by the factor, those with many stay, between them both are mixed."""
-    require_off(fields, {"mscale": None, "mscale_all_dim": None})
     factor, original = number_field(fields, "factor", 0.0, 1e6), count_field(fields, ORIGINAL_LENGTH, 1 << 30)
     periods = [number_field(fields, name, 0.0, 1e6, default=default) for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))]
     first, last = (head_size * math.log(original / (count * 2 * math.pi)) / (2 * math.log(theta)) for count in periods)
@@ -63,11 +64,22 @@ def _yarn(fields: Mapping[str, Any], theta: float, head_size: int) -> RopeConfig
     first, last = max(first, 0), min(last, head_size - 1)
     ramp = (torch.arange(head_size // 2, device="cpu").double() - first) / (last - first or 0.001)
     ramp = ramp.clamp(0, 1)
-    magnitude = number_field(fields, "attention_factor", 0.0, 1e3, default=0.1 * math.log(max(factor, 1.0)) + 1)
+    magnitude = number_field(fields, "attention_factor", 0.0, 1e3, default=_yarn_magnitude(fields, factor))
     return RopeConfig(theta, divisors=tuple((1 / (ramp / factor + 1 - ramp)).tolist()), magnitude=magnitude)
 
 
-def _phi_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig:
+def _yarn_magnitude(fields: Mapping[str, Any], factor: float) -> float:
+    if not fields.get("mscale") or not fields.get("mscale_all_dim"):
+        return yarn_scale(factor, 1.0)
+    own, other = (yarn_scale(factor, number_field(fields, name, 0.0, 1e3)) for name in ("mscale", "mscale_all_dim"))
+    return own / other
+
+
+def yarn_scale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(max(factor, 1.0)) + 1
+
+
+def _partial_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig:
     """config: also the fields of `rope_scaling`. A part of each head may be rotated; longrope has the divisors of its original length."""
     theta = number_field(config, "rope_theta", 0.0, 1e12, default=10_000.0)
     rotated = int(head_size * number_field(config, "partial_rotary_factor", 0.0, 1.0 + 1e-9, default=1.0))

@@ -166,13 +166,18 @@ def layer_slices(config: LlamaConfig, stored: str, module: str, experts: Experts
     whole |= {} if experts else {"mlp.down_proj.weight": "down"}
     if config.fused:
         return whole_slices(whole | {"self_attn.qkv_proj.weight": "qkv", "mlp.gate_up_proj.weight": "gate_up"}, stored, module)
+    if config.latent is not None:
+        names = {"q_a_layernorm": "latent.query_norm"} if config.latent.query_rank else {}
+        names |= {part: f"latent.{name}" for name, (part, *_) in config.latent.products(config.num_heads).items()}
+        names["kv_a_layernorm"] = "latent.entry_norm"
+        whole |= {f"self_attn.{part}.weight": name for part, name in names.items()}
     found = whole_slices(whole, stored, module)
     start = 0
-    for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads), ("v", config.num_kv_heads)):
-        rows = slice(start, start + heads * config.head_size)
-        found[f"{stored}self_attn.{part}_proj.weight"] = ParameterSlice(f"{module}qkv", rows)
+    for part, size in config.qkv_parts.items():
+        rows = slice(start, start + size)
+        found[f"{stored}self_attn.{part}.weight"] = ParameterSlice(f"{module}qkv", rows)
         if config.qkv_bias:
-            found[f"{stored}self_attn.{part}_proj.bias"] = ParameterSlice(f"{module}qkv_bias", rows)
+            found[f"{stored}self_attn.{part}.bias"] = ParameterSlice(f"{module}qkv_bias", rows)
         start = rows.stop
     if experts:
         return found | _expert_slices(experts, config.hidden_size, stored, f"{module}experts.")
@@ -185,7 +190,13 @@ def _expert_slices(experts: ExpertsConfig, hidden_size: int, stored: str, module
     if experts.stored is None:
         return _gpt_oss_slices(experts, hidden_size, f"{stored}mlp.", module)
     mlp, gate, up, down = experts.stored
-    found = whole_slices({f"{mlp}.gate.weight": "router"}, stored, module)
+    whole = {"gate.weight": "router"}
+    whole |= {"gate.e_score_correction_bias": "correction"} if experts.routing else {}
+    whole |= {"shared_experts.down_proj.weight": "shared_down"} if experts.shared_size else {}
+    found = whole_slices(whole, f"{stored}{mlp}.", module)
+    for name, rows in (("gate_proj", slice(experts.shared_size)), ("up_proj", slice(experts.shared_size, None))):
+        if experts.shared_size:
+            found[f"{stored}{mlp}.shared_experts.{name}.weight"] = ParameterSlice(f"{module}shared_gate_up", rows)
     for index in range(experts.count):
         first, middle = index * 2 * experts.size, (index * 2 + 1) * experts.size
         places = {gate: ("gate_up", first, middle), up: ("gate_up", middle, middle + experts.size)}

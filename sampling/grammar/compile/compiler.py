@@ -25,7 +25,7 @@ from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher
 from stepgraph.sampling.grammar.matchers.marker import Marker, MarkerMatcher, check_marker
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.lifetimes import close_at_exit
+from stepgraph.sampling.lifetimes import OfOneProcess, close_at_exit
 
 Isolation = Literal["process", "none"]
 
@@ -34,7 +34,7 @@ MAX_COMPILES = 256  # at a time; also of the threads of one compile
 
 
 @dataclass(frozen=True, eq=False)
-class CompiledConstraint:
+class CompiledConstraint(OfOneProcess):
     """Immutable, shared by any number of matchers; each keeps it alive after the cache has dropped it."""
 
     constraint: Constraint

@@ -23,7 +23,6 @@ from stepgraph.sampling.grammar.schema.forms import (
     Keys,
     Object,
     all_of,
-    exactly,
     negations,
     single,
 )
@@ -65,7 +64,8 @@ def _pairs(
     left: tuple[Item, ...], right: tuple[Item, ...], met: Callable[[Item, Item], Item | None], is_kept: Callable[[Item, Item], bool]
 ) -> tuple[Item, ...]:
     """The intersections of all pairs, without those inside an alternative that is itself an intersection. Some are kept."""
-    found, whole = dict[Item, None](), dict[Item, None]()  # alternatives on the right that one on the left includes
+    found, whole = dict[Item, None](), set[Item]()  # alternatives on the right that one on the left includes
+    inside = dict[Item, list[Item]]()  # intersections by the alternative on the right that includes them
     for one in left:
         row = list[Item]()
         for other in right:
@@ -79,7 +79,11 @@ def _pairs(
                 break
             row.append(common)
             if common == other:
-                whole[other] = None
+                whole.add(other)
+                for part in inside.pop(other, ()):
+                    found.pop(part, None)
+            elif not is_kept(one, other):
+                inside.setdefault(other, []).append(common)
         found.update(dict.fromkeys(row))
     return tuple(found)
 
@@ -183,10 +187,7 @@ def complemented(form: Form, simplify: Simplify, where: str) -> Form:
     numbers: tuple[Numbers, ...] = (Numbers(),)
     for piece in form.numbers:
         numbers = tuple(filter(None, dict.fromkeys(one.meet(other) for one, other in product(numbers, list(piece.complement())))))
-    if form.strings.is_subset:
-        _reject_negated(where, "a format of which not all texts are known; write a pattern")
-    strings = exactly(complement(form.strings.exact))
-    found = Form(not form.null, frozenset([False, True]) - form.booleans, numbers, strings, (Array(),), (Object(),))
+    found = Form(not form.null, frozenset([False, True]) - form.booleans, numbers, form.strings.complement(), (Array(),), (Object(),))
     for array in form.arrays:
         found = meet(found, replace(ANYTHING, arrays=tuple(_other_arrays(array, where))), simplify, where)
     for item in form.objects:
@@ -224,7 +225,7 @@ def _other_arrays(array: Array, where: str) -> Iterator[Array]:
 
 def _other_objects(item: Object, where: str) -> Iterator[Object]:
     if item.is_subset:
-        _reject_negated(where, "unevaluatedProperties; write the properties out")
+        _reject_negated(where, "unevaluatedProperties, or names of a format of which not all are known; write the properties out")
     for name in sorted(item.required):
         yield single(name, NEVER, required=False)
     if item.low > len(item.required):

@@ -1,7 +1,8 @@
 """The formats of JSON Schema as regular expressions over the characters of the value, for `fullmatch`.
 
 They are written in the common part of the notations of JavaScript and Python. `FORMATS` never accepts a text that its specification
-forbids. Where a format accepts fewer texts than its specification, `NARROWED` says which.
+forbids. Where a format accepts fewer texts than its specification, `NARROWED` says which, and `AT_MOST` accepts all that the
+specification allows, and others: a text that is none of the format is none of these.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _DAY_OF_YEAR = (
 )
 _DATE = rf"(?:{_YEAR}-{_DAY_OF_YEAR}|{_LEAP_YEAR}-02-29)"
 _HOUR_MINUTE = r"(?:[01]\d|2[0-3]):[0-5]\d"
-# With any offset, a leap second takes 12,000 states: one for each minute of the day, in each position after it.
+# With any offset, a leap second takes 12,000 states: one for each minute of the day, in each position after it. Validators refuse others.
 _TIME = rf"(?:{_HOUR_MINUTE}:[0-5]\d(?:\.\d+)?(?:[Zz]|[+-]{_HOUR_MINUTE})|23:59:60(?:\.\d+)?(?:[Zz]|[+-]00:00))"
 
 # Durations: RFC 3339, appendix A.
@@ -102,7 +103,7 @@ def _reference(more: str, private: str, absolute_only: bool) -> str:
     return f"(?:{absolute}|{authority}|{absolute_path}|{chars('@')}+{segments})?{rest}"
 
 
-# RFC 6570, without the operators that it reserves.
+# RFC 6570, levels 1 to 4: the operators that it reserves for extensions are of no level.
 _VARIABLE_CHAR = f"(?:[A-Za-z0-9_]|%{_HEX}{{2}})"
 _VARIABLE = rf"{_VARIABLE_CHAR}(?:\.?{_VARIABLE_CHAR})*(?::[1-9]\d{{0,3}}|\*)?"
 _URI_TEMPLATE = rf"(?:[!#$&-;=?-\[\]_a-z~{_UCSCHAR}{_IPRIVATE}]|%{_HEX}{{2}}|\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\}})*"
@@ -151,7 +152,15 @@ NARROWED = {
     "date-time": "without the year 0000, a leap second with the offsets Z and 00:00 only",
     "hostname": 'without labels that begin with "xn--", up to 6 labels, those after the first of at most 37 characters',
     "idn-email": "with a domain of ASCII characters",
-    "uri-template": "without the operators that RFC 6570 reserves",
     "regex": "groups up to 2 deep, without look-around, back-references, names and properties, counts below 1,000, "
     "ranges from or to an end of a-z, A-Z or 0-9",
+}
+_ANY_DATE, _ANY_TIME = r"\d{4}-\d\d-\d\d", r"\d\d:\d\d:\d\d(?:\.\d+)?(?:[Zz]|[+-]\d\d:\d\d)"
+AT_MOST = {
+    "date": _ANY_DATE,
+    "time": _ANY_TIME,
+    "date-time": f"{_ANY_DATE}[Tt]{_ANY_TIME}",
+    "hostname": r"[A-Za-z0-9\-.]*",
+    "idn-email": "[^]*@[^]*",
+    "regex": "[^]*",
 }

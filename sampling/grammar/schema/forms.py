@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
-from stepgraph.sampling.grammar.schema.language import ANY_TEXT, NOTHING, Term, both, either, matches
+from stepgraph.sampling.grammar.schema.language import ANY_TEXT, NOTHING, Term, both, complement, either, matches
 from stepgraph.sampling.grammar.schema.numbers import Numbers
 from stepgraph.sampling.grammar.schema.reader import Node
 
@@ -48,21 +48,26 @@ def negations(part: Expr) -> list[Expr]:
 
 
 class Strings(NamedTuple):
-    """`narrow` is the part of the exact language that is generated where it is not empty: patterns match whole texts."""
+    """`narrow` is the part of the exact language that is generated where it is not empty: patterns match whole texts. Of some formats not
+    all texts are known: `exact` has only such as satisfy the schema, `most` all of them, and others."""
 
     exact: Term
     narrow: Term
-    is_subset: bool = False  # the schema accepts more, so that a complement would be wrong
+    most: Term
 
     def meet(self, other: Strings) -> Strings:
-        return Strings(both(self.exact, other.exact), both(self.narrow, other.narrow), self.is_subset or other.is_subset)
+        return Strings(both(self.exact, other.exact), both(self.narrow, other.narrow), both(self.most, other.most))
 
     def join(self, other: Strings) -> Strings:
-        return Strings(either(self.exact, other.exact), either(self.narrow, other.narrow), self.is_subset or other.is_subset)
+        return Strings(either(self.exact, other.exact), either(self.narrow, other.narrow), either(self.most, other.most))
+
+    def complement(self) -> Strings:
+        others = complement(self.most)
+        return Strings(others, others, complement(self.exact))
 
 
 def exactly(term: Term) -> Strings:
-    return Strings(term, term)
+    return Strings(term, term, term)
 
 
 class Contains(NamedTuple):
@@ -140,7 +145,7 @@ class Form:
 
     @property
     def is_nothing(self) -> bool:
-        return not (self.null or self.booleans or self.numbers or self.arrays or self.objects or self.strings.exact is not NOTHING)
+        return not (self.null or self.booleans or self.numbers or self.arrays or self.objects or self.strings.most is not NOTHING)
 
 
 _NO_STRINGS, _ANY_STRINGS = exactly(NOTHING), exactly(ANY_TEXT)

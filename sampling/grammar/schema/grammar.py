@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError, reject
 from stepgraph.sampling.grammar.schema.automata import TooComplexError, is_empty
 from stepgraph.sampling.grammar.schema.conflicts import contradiction
-from stepgraph.sampling.grammar.schema.forms import Array, Expr, Form, Object, all_of, expr, negations, of_one_type
-from stepgraph.sampling.grammar.schema.items import items_text
+from stepgraph.sampling.grammar.schema.forms import Array, Expr, Form, Object, all_of, expr, of_one_type
+from stepgraph.sampling.grammar.schema.items import counted_items, has_counts, items_text
 from stepgraph.sampling.grammar.schema.language import ANY_TEXT, NOTHING, Term, both, either, matches
 from stepgraph.sampling.grammar.schema.members import members_texts
 from stepgraph.sampling.grammar.schema.normalise import Normaliser, text_keyword
@@ -163,12 +163,7 @@ class GrammarWriter:
 
     def _children(self, form: Form) -> Iterator[Expr]:
         for array in form.arrays:
-            for item in (*array.prefix, array.rest):
-                yield item
-                for found in array.contains:
-                    yield all_of(item, found.items)
-                    for other in negations(found.items) if found.high is not None else ():
-                        yield all_of(item, other)
+            yield from counted_items(array)
         for one in form.objects:
             yield from (value for _, value in one.declared)
             yield from (keys.value for keys in one.others)
@@ -190,10 +185,7 @@ class GrammarWriter:
     def _array_has_value(self, array: Array) -> bool:
         if not all(self._alive[array.item(index)] for index in range(min(array.low, len(array.prefix) + 1))):
             return False
-        return all(
-            not found.low or any(self._alive[all_of(item, found.items)] for item in (*array.prefix[found.start :], array.rest))
-            for found in array.contains
-        )
+        return not array.contains or has_counts(array, self._alive.__getitem__)
 
     def _object_has_value(self, item: Object) -> bool:
         values = dict(item.declared)
@@ -260,8 +252,7 @@ class GrammarWriter:
                 self.where, "minProperties", "counts properties that are not declared, of which two may have one name; declare more of them"
             )
         if not cases:
-            keyword = "contains" if any(array.contains for array in form.arrays) else "uniqueItems"
-            reject(self.where, keyword, "asks for counts of items that no array has; write bounds that go together")
+            reject(self.where, "uniqueItems", "asks for counts of items that no array has; write bounds that go together")
         return " | ".join(dict.fromkeys(cases))
 
     def _numbers(self, numbers: tuple[Numbers, ...]) -> list[str]:

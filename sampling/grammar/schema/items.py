@@ -11,7 +11,7 @@ from typing import Protocol
 
 from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.schema.automata import TooComplexError, listed
-from stepgraph.sampling.grammar.schema.forms import TRUE, Array, Expr, Form, all_of, negations
+from stepgraph.sampling.grammar.schema.forms import TRUE, Array, Contains, Expr, Form, all_of, negations
 from stepgraph.sampling.grammar.schema.language import Term
 from stepgraph.sampling.grammar.schema.numbers import Numbers, decimal
 from stepgraph.sampling.grammar.schema.spelling import json_literal, literal, optional, repeated
@@ -81,36 +81,68 @@ def items_text(writer: Writer, array: Array) -> str | None:
 
 
 def _containing(writer: Writer, array: Array) -> str | None:
-    """A state has the number of items so far and, for each `contains`, of those that satisfy it."""
-    longest = max(1, len(array.prefix), array.low, array.high or 0, *(one.start for one in array.contains))
+    following = _counting(array, writer.is_alive)
 
     def steps(state: State) -> tuple[bool, list[tuple[str, State]]]:
-        index, counts = state[0], state[1:]
-        enough = index >= array.low and all(count >= one.low for count, one in zip(counts, array.contains, strict=True))
-        if array.high is not None and index >= array.high:
-            return enough, []
-        comma = f"{writer.comma} " if index else writer.opening
-        choices = _choices(writer, array, index, counts)
-        return enough, [(comma + writer.value(item), (min(index + 1, longest), *after)) for item, after in choices]
+        enough, choices = following(state)
+        comma = f"{writer.comma} " if state[0] else writer.opening
+        return enough, [(comma + writer.value(item), after) for item, after in choices]
 
     return states_text(writer, (0,) * (1 + len(array.contains)), steps, "contains")
 
 
-def _choices(writer: Writer, array: Array, index: int, counts: State) -> Iterator[tuple[Expr, State]]:
-    """What the next item may satisfy, and the counts after it."""
-    cases: list[tuple[Expr, State]] = [(array.item(index), ())]
-    for count, one in zip(counts, array.contains, strict=True):
-        grown = list[tuple[Expr, State]]()
-        for item, after in cases:
-            if index < one.start or (one.high is None and count >= one.low):
-                grown.append((item, (*after, count)))
-                continue
-            if one.high is None or count < one.high:
-                grown.append((all_of(item, one.items), (*after, count + 1)))
-            others = [TRUE] if one.high is None else negations(one.items)
-            grown += [(all_of(item, other), (*after, count)) for other in others]
-        cases = grown
-    return ((item, after) for item, after in cases if writer.is_alive(item))
+def has_counts(array: Array, is_alive: Callable[[Expr], bool]) -> bool:
+    """Whether there is an array with as many items as `contains` asks for; also where that takes too many states to be written."""
+    following, start = _counting(array, is_alive), (0,) * (1 + len(array.contains))
+    known, waiting = {start}, [start]
+    while waiting and len(known) <= MAX_STATES:
+        enough, choices = following(waiting.pop())
+        if enough:
+            return True
+        new = {after for _, after in choices} - known
+        known |= new
+        waiting += new
+    return len(known) > MAX_STATES
+
+
+def _counting(array: Array, is_alive: Callable[[Expr], bool]) -> Callable[[State], tuple[bool, list[tuple[Expr, State]]]]:
+    """A state has the number of items so far and, for each `contains`, of those that satisfy it. Gives whether the array may end there, and
+    what the next item may satisfy, with the state after it."""
+    longest = max(1, len(array.prefix), array.low, array.high or 0, *(one.start for one in array.contains))
+
+    def following(state: State) -> tuple[bool, list[tuple[Expr, State]]]:
+        index, counts = state[0], state[1:]
+        enough = index >= array.low and all(count >= one.low for count, one in zip(counts, array.contains, strict=True))
+        if array.high is not None and index >= array.high:
+            return enough, []
+        cases: list[tuple[Expr, State]] = [(array.item(index), ())]
+        for count, one in zip(counts, array.contains, strict=True):
+            grown = list[tuple[Expr, State]]()
+            for item, after in cases:
+                if index < one.start or (one.high is None and count >= one.low):
+                    grown.append((item, (*after, count)))
+                    continue
+                if one.high is None or count < one.high:
+                    grown.append((all_of(item, one.items), (*after, count + 1)))
+                grown += [(all_of(item, other), (*after, count)) for other in _others(one)]
+            cases = grown
+        return enough, [(item, (min(index + 1, longest), *after)) for item, after in cases if is_alive(item)]
+
+    return following
+
+
+def counted_items(array: Array) -> Iterator[Expr]:
+    """What an item may satisfy, in each position, for each choice of the `contains` that count it."""
+    for item in (*array.prefix, array.rest):
+        cases = [item]
+        for one in array.contains:
+            cases += [all_of(case, part) for case in cases for part in (one.items, *_others(one))]
+        yield from cases
+
+
+def _others(one: Contains) -> list[Expr]:
+    """What an item satisfies that does not count; without an upper bound, any item may be left uncounted."""
+    return [TRUE] if one.high is None else negations(one.items)
 
 
 def _differ(writer: Writer, array: Array) -> bool:

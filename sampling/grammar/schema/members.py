@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,18 +20,19 @@ MAX_INLINE = 60  # characters that are repeated instead of becoming a rule
 
 def members_texts(writer: Writer, item: Object) -> list[str]:
     """What is between the braces, by case."""
-    found = [_properties(writer, one, witness) for one, witness in _witnessed(writer, item)]
+    found = [_properties(writer, one, last) for one, last in _witnessed(writer, item)]
     return [text for text in found if text is not None]
 
 
-def _witnessed(writer: Writer, item: Object, undeclared: tuple[Keys, ...] = ()) -> Iterator[tuple[Object, Keys | None]]:
-    """The cases of an object by the declared properties that are its witnesses. `undeclared`: witnesses that are another property."""
+def _witnessed(writer: Writer, item: Object, undeclared: tuple[Keys, ...] = ()) -> Iterator[tuple[Object, tuple[Keys, ...]]]:
+    """The cases of an object by the declared properties that are its witnesses, with the properties that are the other ones, of which no
+    two have one name. `undeclared`: the other witnesses."""
     if not item.witnesses:
-        if len(undeclared) > 1:
-            if item.high is None or item.high > len(item.required) + 1:
-                reject(writer.where, "not", "asks for several undeclared properties, which might have one name; declare them in properties")
-            undeclared = (Keys(both(*(keys.names for keys in undeclared)), all_of(*(keys.value for keys in undeclared))),)
-        yield item, undeclared[0] if undeclared else None
+        cases = list(itertools.islice(_apart(writer, undeclared), MAX_CASES + 1))
+        if len(cases) > MAX_CASES:
+            reject(writer.where, "not", f"asks for undeclared properties in more than {MAX_CASES} ways; declare them in properties")
+        for last in cases:
+            yield item, last
         return
     names = {witness: _few_names(item, witness) for witness in item.witnesses}
     first = next((witness for witness in item.witnesses if names[witness] is not None), item.witnesses[0])
@@ -51,28 +53,53 @@ def _witnessed(writer: Writer, item: Object, undeclared: tuple[Keys, ...] = ()) 
         yield from _witnessed(writer, rest, (*undeclared, first))
 
 
+def _apart(writer: Writer, witnesses: tuple[Keys, ...], last: tuple[Keys, ...] = ()) -> Iterator[tuple[Keys, ...]]:
+    """Properties without common names that are these witnesses, after `last`: one may be several of them."""
+    if not witnesses:
+        yield last
+        return
+    first, rest = witnesses[0], witnesses[1:]
+    for index, keys in enumerate(last):
+        common = Keys(both(keys.names, first.names), all_of(keys.value, first.value))
+        if writer.is_alive(common.value) and not is_empty(common.names):
+            yield from _apart(writer, rest, (*last[:index], common, *last[index + 1 :]))
+    common_names = [listed_texts(both(keys.names, first.names)) for keys in last]
+    if any(names is None or len(names) > 1 for names in common_names):
+        writer.narrow("not", "is enforced without two undeclared properties whose names both are among those that two of its parts ask for")
+    # As a property of its own: either it has a name that another one has not, or the other way round.
+    for chosen in itertools.product((True, False), repeat=len(last)):
+        own, others = first, list(last)
+        for index, keys in enumerate(last):
+            if chosen[index]:
+                own = own._replace(names=both(own.names, complement(keys.names)))
+            else:
+                others[index] = keys._replace(names=both(keys.names, complement(first.names)))
+        if not any(is_empty(keys.names) for keys in (own, *others)):
+            yield from _apart(writer, rest, (*others, own))
+
+
 def _few_names(item: Object, witness: Keys) -> list[str] | None:
     """The undeclared names of a witness where they are few, so that it is one of these properties; else None."""
     names = listed_texts(both(witness.names, complement(words(item.values))))
     return names if names is not None and len(names) ** len(item.witnesses) <= MAX_CASES else None
 
 
-def _properties(writer: Writer, item: Object, witness: Keys | None) -> str | None:
+def _properties(writer: Writer, item: Object, witnesses: tuple[Keys, ...]) -> str | None:
     """What is between the braces; None where no object is possible."""
     closed = writer.is_closed and item.closable
     declared = [(name, value) for name, value in item.declared if writer.is_alive(value)]
     excluded = complement(words(name for name, _ in item.declared))
     others = _other_pairs(writer, [keys for keys in item.others if not (closed and keys.is_default)], excluded)
-    last = [
-        keys._replace(names=both(keys.names, witness.names), value=all_of(keys.value, witness.value)) for keys in item.others if witness
-    ]
-    ends = _other_pairs(writer, last, excluded) if witness else None
-    if ends == "":
+    ends = list[str]()
+    for witness in witnesses:
+        last = [keys._replace(names=both(keys.names, witness.names), value=all_of(keys.value, witness.value)) for keys in item.others]
+        ends.append(_other_pairs(writer, last, excluded))
+    if "" in ends:
         return None
     pairs = [(_pair(writer, json_literal(name), value), name in item.required) for name, value in declared]
     text = _Members(writer, pairs, others, ends, item.low, item.high).text()
     if text is None and closed and any(keys.is_default for keys in item.others):
-        return _properties(writer, replace(item, closable=False), witness)
+        return _properties(writer, replace(item, closable=False), witnesses)
     return text
 
 
@@ -92,9 +119,9 @@ def _pair(writer: Writer, key: str, value: Expr) -> str:
 
 
 class _Members:
-    """The properties of an object: declared ones in their order, then others. `ends`: the last one of the others, which must be there."""
+    """The properties of an object: declared ones in their order, then others. `ends`: the last ones of the others, which must be there."""
 
-    def __init__(self, writer: Writer, pairs: list[tuple[str, bool]], others: str, ends: str | None, low: int, high: int | None) -> None:
+    def __init__(self, writer: Writer, pairs: list[tuple[str, bool]], others: str, ends: list[str], low: int, high: int | None) -> None:
         self._writer, self._pairs, self._others, self._ends = writer, pairs, others, ends
         self._comma = f"{writer.comma} "
         required = self._required = sum(is_required for _, is_required in pairs)
@@ -164,16 +191,16 @@ class _Members:
 
     def _end(self, count: int) -> list[str] | None:
         """The cases after all declared properties. Equal names may occur among the others, so no more than one of them is counted as
-        another property."""
+        another property, but for those at the end."""
         needed, comma = max(self._low - count, 0), self._comma if count else self._writer.opening
-        room = None if self._high is None else self._high - count
-        if needed > 1 and self._others and count >= self._required:
+        room, ends = None if self._high is None else self._high - count, len(self._ends)
+        if needed > max(ends, 1) and self._others and count >= self._required:
             self._writer.narrow("minProperties", "is enforced with at most one property that is not declared")
-        if needed > 1 or (self._ends is not None and room == 0):
-            return None if needed or self._ends is not None else [""]
-        if self._ends is not None:
-            before = repeated(f"{self._others} {self._comma}", 0, None if room is None else room - 1) if self._others else ""
-            return [f"{comma}{before} {self._ends}"]
+        if needed > max(ends, 1) or (room is not None and room < ends):
+            return None
+        if self._ends:
+            before = repeated(f"{self._others} {self._comma}", 0, None if room is None else room - ends) if self._others else ""
+            return [f"{comma}{before} {f' {self._comma}'.join(self._ends)}"]
         if not self._others or room == 0:
             return None if needed else [""]
         if count:

@@ -13,7 +13,7 @@ from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, Unsu
 from stepgraph.sampling.grammar.schema import patterns
 from stepgraph.sampling.grammar.schema.automata import TooComplexError, is_empty
 from stepgraph.sampling.grammar.schema.combine import complemented, meet, possible_array, possible_object
-from stepgraph.sampling.grammar.schema.formats import FORMATS, NARROWED
+from stepgraph.sampling.grammar.schema.formats import AT_MOST, FORMATS, NARROWED
 from stepgraph.sampling.grammar.schema.forms import (
     ANYTHING,
     NEVER,
@@ -211,9 +211,10 @@ class Normaliser:
             item = possible_object(self._object(node), self.simplify)
             yield "properties", replace(ANYTHING, objects=(item,) if item else ())
         if "propertyNames" in given:
-            names = self.form(expr(self.document.child(node, "propertyNames"))).strings.exact
+            names, _, most = self.form(expr(self.document.child(node, "propertyNames"))).strings
             others = (Keys(names, TRUE, True), Keys(complement(names), NEVER))
-            yield "propertyNames", replace(ANYTHING, objects=(Object(others=tuple(keys for keys in others if keys.names is not NOTHING)),))
+            item = Object(others=tuple(keys for keys in others if keys.names is not NOTHING), is_subset=most is not names)
+            yield "propertyNames", replace(ANYTHING, objects=(item,))
 
     def _types(self, node: Node, keyword: str) -> Form:
         given, found, child = node.schema[keyword], NOTHING_AT_ALL, self.document.child
@@ -259,14 +260,15 @@ class Normaliser:
         if name in FORMATS:
             if name in NARROWED:
                 self.narrowed[Unsupported(node.where, "format", f"{name}: {NARROWED[name]}")] = None
-            return exactly(patterns.full(FORMATS[name]))._replace(is_subset=name in NARROWED)
+            texts = patterns.full(FORMATS[name])
+            return Strings(texts, texts, patterns.full(AT_MOST.get(name, FORMATS[name])))
         if self._unknown_formats == "refuse":
             refuse_format(node)
         return None
 
     def _pattern(self, node: Node, keyword: str, pattern: str) -> Strings:
         try:
-            return Strings(patterns.search(pattern), patterns.full(pattern))
+            return Strings(texts := patterns.search(pattern), patterns.full(pattern), texts)
         except patterns.PatternError as error:
             reject(node.where, keyword, str(error))
 

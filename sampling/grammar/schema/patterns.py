@@ -63,7 +63,13 @@ def check(pattern: str) -> None:
 @functools.lru_cache(maxsize=256)
 def search(pattern: str) -> Term:
     """The texts in which the pattern is found; PatternError."""
-    return either(*(_searched(sequence) for sequence in _Parser(pattern).parsed()))
+    found = dict[tuple[bool, bool, int], list[_Sequence]]()
+    for index, sequence in enumerate(_Parser(pattern).parsed()):
+        starts, ends = sequence[:1] == [START], sequence[-1:] == [END]
+        inner = sequence[starts : len(sequence) - ends]
+        alone = index if any(_has_mark(item) or _has_look(item) for item in inner) else -1
+        found.setdefault((starts, ends, alone), []).append(sequence)
+    return either(*map(_searched, found.values()))
 
 
 @functools.lru_cache(maxsize=256)
@@ -72,8 +78,12 @@ def full(pattern: str) -> Term:
     return either(*(_anchored([_STARTS, *sequence, _ENDS]) for sequence in _Parser(pattern).parsed()))
 
 
-def _searched(sequence: _Sequence) -> Term:
-    return _anchored([*([] if sequence[:1] == [START] else [_ANYTHING]), *sequence, *([] if sequence[-1:] == [END] else [_ANYTHING])])
+def _searched(sequences: list[_Sequence]) -> Term:
+    """The texts in which one of the sequences is found. All have the same anchors. Any text before and after is written once for all of
+    them: an automaton would have a state for each set of the sequences that were found."""
+    starts, ends = sequences[0][:1] == [START], sequences[0][-1:] == [END]
+    sequence = sequences[0] if len(sequences) == 1 else [_Group([inner[starts : len(inner) - ends] for inner in sequences])]
+    return _anchored([*([] if starts else [_ANYTHING]), *sequence, *([] if ends else [_ANYTHING])])
 
 
 def _anchored(sequence: _Sequence) -> Term:

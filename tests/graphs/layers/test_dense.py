@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +64,19 @@ def test_attention_in_c_equals_the_reference(heads: int, kv_heads: int, size: in
             live, empty = case.inputs.slots >= case.inputs.page_size, torch.tensor(lengths) == 0
             torch.testing.assert_close(found[live], expected[live], rtol=near, atol=near)
             assert bool((found[empty] == 0).all() and (expected[empty] == 0).all() and found.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("lengths", "count", "size"), [([40, 129, 5, 0, 200], 5, 64), ([700], 1, 128), ([190], 40, 80)])
+def test_attention_has_the_same_bits_with_any_number_of_threads(lengths: list[int], count: int, size: int, dtype: torch.dtype) -> None:
+    case = make_case(lengths, count, 6, 2, size, dtype)
+    alone, outside = case.run(window=150), case.inputs.block_tables.clone()
+    outside[-1, 5] = 10**9
+    for threads in (2, 3, 4):
+        with torch_threads(threads):
+            assert torch.equal(case.run(window=150), alone)
+            with pytest.raises(IndexError, match="outside of its table"):
+                case._replace(inputs=case.inputs._replace(block_tables=outside)).run()
 
 
 def test_unused_memory_is_not_read() -> None:
@@ -204,6 +220,44 @@ def test_products_of_two_callers_at_the_same_time_are_correct() -> None:
         for caller in callers:
             caller.join()
     assert not wrong
+
+
+def in_child(multiply: Callable[[], Tensor], expected: Tensor) -> None:
+    """Ends the process, with 0 if products give what they should, on three threads and then on two."""
+    code = 1
+    try:
+        signal.alarm(30)  # for a child that waits for a thread that it does not have
+        before = num_threads()
+        same = torch.equal(multiply(), expected) and num_threads() == before + 2
+        native.use_threads(2)
+        code = 0 if same and num_threads() == before + 1 else 1
+    finally:
+        os._exit(code)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/task")
+def test_products_in_a_fork_use_threads_of_their_own() -> None:
+    """Also where a product of the parent was running on its threads."""
+    weight, small, states = random(8192, 1024), random(1001, 576, seed=1), random(19, 1024, seed=2)
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.is_set():
+            product(states, weight)
+
+    with torch_threads(3):
+        expected = product(states[:, :576], small)
+        caller = threading.Thread(target=repeat)
+        caller.start()
+        try:
+            for _ in range(5):
+                child = os.fork()
+                if not child:
+                    in_child(lambda: product(states[:, :576], small), expected)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        finally:
+            ended.set()
+            caller.join()
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from stepgraph.graphs.layers.experts import choose_experts, combine_experts, expert_product
+from stepgraph.graphs.layers.experts import choose_experts, choose_grouped_experts, combine_experts, expert_product
 from stepgraph.graphs.layers.quantised import KINDS, Kind, quantised_product
 from stepgraph.graphs.layers.quantised_experts import quantised_expert_product
 from stepgraph.sampling import native
@@ -35,6 +38,34 @@ def test_the_most_probable_experts_are_chosen(dtype: torch.dtype) -> None:
         torch.testing.assert_close(shares.double(), expected, rtol=1e-6, atol=1e-7)
     shares, experts = choose_experts(logits.fill_(torch.nan), COUNT, True)
     assert bool(shares.isnan().all()) and bool(((experts >= 0) & (experts < EXPERTS)).all())
+
+
+def grouped_choice(logits: list[float], correction: list[float], count: int, groups: int, taken: int) -> list[tuple[float, int]]:
+    """Scores and experts, one comparison after another."""
+    scores = [1 / (1 + math.exp(-logit)) for logit in logits]
+    compared, size = [score + more for score, more in zip(scores, correction, strict=True)], len(logits) // groups
+    pairs = [sum(sorted(compared[start : start + size])[-2:]) for start in range(0, len(logits), size)]
+    best = sorted(range(groups), key=lambda group: -pairs[group])[:taken]
+    candidates = sorted((expert for expert in range(len(logits)) if expert // size in best), key=lambda expert: -compared[expert])
+    return [(scores[expert], expert) for expert in candidates[:count]]
+
+
+@pytest.mark.parametrize(("number", "groups", "taken", "count"), [(8, 4, 2, 3), (12, 3, 1, 4), (6, 1, 1, 6), (256, 8, 4, 8), (20, 5, 5, 1)])
+def test_the_best_experts_of_the_best_groups_are_chosen(number: int, groups: int, taken: int, count: int) -> None:
+    """The correction changes the choice and not the shares. The kernel and the reference."""
+    logits, correction = random(9, number), random(number) / 4
+    for normalised, in_torch in itertools.product((False, True), repeat=2):
+        run = choose_grouped_experts.reference if in_torch else choose_grouped_experts
+        shares, experts = run(logits, correction, count, groups, taken, normalised, 2.5)
+        for row in range(len(logits)):
+            expected = grouped_choice(logits[row].tolist(), correction.tolist(), count, groups, taken)
+            assert experts[row].tolist() == [expert for _, expert in expected]
+            total = sum(score for score, _ in expected) if normalised else 1.0
+            assert shares[row].tolist() == pytest.approx([2.5 * score / total for score, _ in expected], rel=1e-5)
+    shares, experts = choose_grouped_experts(torch.zeros(1, number), torch.zeros(number), count, groups, taken, True, 1.0)
+    assert experts.tolist() == [list(range(count))], "of equal ones the first"
+    shares, experts = choose_grouped_experts(logits.fill_(torch.nan), correction, count, groups, taken, True, 1.0)
+    assert bool(shares.isnan().all()) and bool(((experts >= 0) & (experts < number)).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,6 +141,8 @@ def test_sums_are_weighted_in_float32(dtype: torch.dtype) -> None:
 def test_operations_pass_opcheck() -> None:
     experts = torch.tensor([[1, 0], [1, 2]])
     opcheck(choose_experts.out, (random(2, 5), 2, True, torch.empty(2, 2), torch.empty(2, 2, dtype=torch.int64)))
+    chosen = torch.empty(2, 2), torch.empty(2, 2, dtype=torch.int64)
+    opcheck(choose_grouped_experts.out, (random(2, 8), random(8), 2, 4, 2, True, 2.5, *chosen))
     opcheck(expert_product.out, (random(2, 8), experts, random(15, 8), 3, None, torch.empty(4, 5)))
     opcheck(quantised_expert_product.out, (random(2, 32), experts, PACKED, EXPERTS, None, torch.empty(4, 16)))
     opcheck(combine_experts.out, (random(4, 8), random(2, 2), torch.empty(2, 8)))

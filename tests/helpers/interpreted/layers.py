@@ -102,6 +102,10 @@ def test_experts_equal_the_references(dtype: torch.dtype) -> None:
         logits = whole(-2, 3, tokens, number).to(dtype)
         for normalised in (False, True):
             compare(experts.choose_experts, expert_programs.choose_experts, logits, count, normalised, near=1e-6)
+        grouped = whole(-2, 3, tokens, 3 * number).float(), torch.randn(3 * number) / 4, count
+        for groups, taken, normalised in ((1, 1, True), (number, max(1, number - 1), False)):
+            both = experts.choose_grouped_experts, expert_programs.choose_grouped_experts
+            compare(*both, *grouped, groups, taken, normalised, 2.5, near=1e-6)
         shares, chosen = map(Tensor.contiguous, experts.choose_experts.reference(logits, count, True))
         inner, outer = expert_programs.tiles_of(2)["INNER"] + 9, expert_programs.OUTER_TILE + 5
         weights, biases = random(number * outer, inner, dtype=dtype), random(number * outer, dtype=dtype)

@@ -30,10 +30,13 @@ COMBINATIONS = {  # by the names of families in tests/helpers/families.py; each 
     "mixtral": (EVERY, ANY_LAYERS),
     "qwen3-moe": (EVERY, ANY_LAYERS),
     "gpt-oss": ((STORED,), ANY_LAYERS),
+    "deepseek-v3": (EVERY, ALL),
+    "glm-4.5": (EVERY, ALL),
 }
-QUICK = (("gemma-3", KEPT), ("phi-4-mini", KEPT), ("qwen3-moe", KEPT))
+QUICK = (("gemma-3", KEPT), ("phi-4-mini", KEPT), ("qwen3-moe", KEPT), ("deepseek-v3", KEPT))
 CASES = [(family, weights) for family, (kinds, _) in COMBINATIONS.items() for weights in kinds]
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128}
+LATENT = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "head_dim": 16}
 SHORTER = {"short_factor": [1.0] * 12, "long_factor": [4.0] * 12}
 ONE_SIZE = replace(CONFIG, buckets=(3,))
 
@@ -41,6 +44,7 @@ ONE_SIZE = replace(CONFIG, buckets=(3,))
 def target(family: str, weights: str, folder: Path) -> Path:
     kind, changes = FAMILIES[family]
     sizes: dict[str, Any] = SIZES | ({"moe_intermediate_size": 128} if "moe_intermediate_size" in changes else {})
+    sizes |= LATENT if "kv_lora_rank" in changes else {}
     scaling = changes.get("rope_scaling", {})
     sizes |= {"rope_scaling": {**scaling, **SHORTER}} if "short_factor" in scaling else {}
     model = random_model(kind, {**BASE, **changes, **sizes}, seed=len(family))

@@ -97,13 +97,25 @@ class NoLogits(Decay):
         return None  # type: ignore[return-value]
 
 
+class Complex(Decay):
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden).to(torch.complex64)
+
+
 class NoHidden(Decay):
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         return super().forward(inputs, buffers)._replace(hidden=None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("kind", "message"), [(NoLogits, "target logits: got NoneType"), (NoHidden, "target hidden: got NoneType")])
-def test_a_missing_output_is_refused_at_capture_and_raised_by_generate(kind: type[Decay], message: str) -> None:
+WRONG = [
+    (NoLogits, "target logits: got NoneType"),
+    (Complex, "target logits: got torch.complex64, expected a floating-point dtype"),
+    (NoHidden, "target hidden: got NoneType"),
+]
+
+
+@pytest.mark.parametrize(("kind", "message"), WRONG)
+def test_a_missing_output_or_wrong_dtype_is_refused_at_capture_and_raised_by_generate(kind: type[Decay], message: str) -> None:
     config = EngineConfig(max_rows=1, max_length=64, num_speculative_tokens=0)
     model = kind("target", VOCABULARY.logits_width, False).to(torch.bfloat16)
     prompts: tuple[Any, ...] = ([1, 2, 3], [[1, 2], [3]])

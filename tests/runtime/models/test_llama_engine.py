@@ -40,7 +40,19 @@ def make_engine(family: str, k: int, noise: float = 0.1, **changes: Any) -> Engi
 
 @pytest.mark.parametrize(
     ("family", "k"),
-    [("smollm2", 0), ("mistral", 3), ("qwen3", 1), ("phi-4-mini", 3), ("gemma-3", 3), ("mixtral", 1), ("qwen3-moe", 3), ("gpt-oss", 3)],
+    [
+        *(
+            ("smollm2", 0),
+            ("mistral", 3),
+            ("qwen3", 1),
+            ("phi-4-mini", 3),
+            ("gemma-3", 3),
+            ("mixtral", 1),
+            ("qwen3-moe", 3),
+            ("gpt-oss", 3),
+        ),
+        *(("glm-4.5", 2), ("deepseek-v3", 3), ("deepseek-v3, queries of the hidden state", 1)),
+    ],
 )
 def test_texts_equal_plain_greedy_decoding(family: str, k: int) -> None:
     with make_engine(family, k, noise=0.02, greedy_only=True) as engine:

@@ -18,14 +18,16 @@ from transformers.modeling_layers import MtpModel
 from stepgraph import Engine
 from stepgraph.runtime.cli import main
 from stepgraph.runtime.models.files.draft import open_draft
+from stepgraph.runtime.models.files.target import NATIVE, TRANSFORMERS, open_target
 from stepgraph.runtime.models.files.transformers_folder import open_transformers
+from stepgraph.runtime.models.mtp import Mtp
 from stepgraph.runtime.models.transformers_mtp import TransformersMtp
 from tests.helpers.draft_engines import change_json
 from tests.helpers.draft_oracles import Drafting
 from tests.helpers.families import CONFIG, GRAMMAR, PROMPTS, random_model, save
 from tests.runtime.models.test_transformers_families import BASE, FAMILIES
 
-FAMILIES_WITH_MODULES = ("DeepseekV3", "Glm4Moe")
+CASES = tuple((family, implementation) for family in ("DeepseekV3", "Glm4Moe") for implementation in (NATIVE, TRANSFORMERS))
 LAYERS, HIDDEN = BASE["num_hidden_layers"], BASE["hidden_size"]
 DRAFTS = torch.tensor([[5, 9, 0, 59], [1, 1, 2, 30]])
 
@@ -75,14 +77,15 @@ def text() -> Tensor:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES_WITH_MODULES)
-def test_logits_equal_transformers_at_every_step(family: str, count: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "implementation"), CASES)
+def test_logits_equal_transformers_at_every_step(family: str, implementation: str, count: int, tmp_path: Path) -> None:
     folder, tokens = write(tmp_path / family, family, count), text()
-    opened = open_transformers(folder)
-    target = opened.load("cpu")
-    draft = open_draft("mtp", opened).load(target, "cpu")
-    assert isinstance(draft, TransformersMtp)
-    judge = type(opened.outlined).from_pretrained(folder)
+    opened = open_target(folder, implementation=implementation)
+    opened_draft = open_draft("mtp", opened)
+    opened_draft.check()
+    draft = opened_draft.load(opened.load("cpu"), "cpu")
+    assert isinstance(draft, Mtp if implementation == NATIVE else TransformersMtp)
+    judge = type(open_transformers(folder).outlined).from_pretrained(folder)
     drafts = DRAFTS if count == 1 else DRAFTS[:, :1]
     with torch.no_grad():
         features = judge.model(tokens, use_cache=False).last_hidden_state[:, :-1]
@@ -95,9 +98,10 @@ def test_logits_equal_transformers_at_every_step(family: str, count: int, tmp_pa
             torch.testing.assert_close(torch.stack([each[row] for each in chain]), torch.stack(after), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "count"), [("DeepseekV3", 1), ("Glm4Moe", 2)])
-def test_texts_equal_plain_decoding(family: str, count: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "count"), [(CASES[0], 2), (CASES[1], 1), (CASES[2], 1), (CASES[3], 2)])
+def test_texts_equal_plain_decoding(case: tuple[str, str], count: int, tmp_path: Path) -> None:
     """Also with the modules in a folder of their own. `auto` takes those of the target's folder."""
+    family, implementation = case
     folder = write(tmp_path / family, family, count)
     tensors = load_file(folder / "model.safetensors")
     alone = save(random_model("Llama", BASE, 0), tmp_path / "alone")
@@ -107,7 +111,7 @@ def test_texts_equal_plain_decoding(family: str, count: int, tmp_path: Path) -> 
     save_file(modules, alone / "model.safetensors", metadata={"format": "pt"})
     texts = {}
     for draft in ("none", "auto", alone):
-        with Engine.from_pretrained(folder, draft, config=replace(CONFIG, buckets=(3,))) as engine:
+        with Engine.from_pretrained(folder, draft, config=replace(CONFIG, buckets=(3,)), implementation=implementation) as engine:
             assert ("draft: MTP" in " ".join(engine.capture().notes)) == (draft != "none")
             jobs = [engine.submit(prompt, constraint=each, max_new_tokens=12) for each in (None, GRAMMAR) for prompt in PROMPTS]
             while engine.has_work:
@@ -117,12 +121,16 @@ def test_texts_equal_plain_decoding(family: str, count: int, tmp_path: Path) -> 
     assert texts["none"] == texts["auto"] == texts[alone]
 
 
-def test_inspect_checks_the_modules_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("implementation", [NATIVE, TRANSFORMERS])
+def test_inspect_checks_the_modules_of_a_model(implementation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = write(tmp_path / "whole", "Glm4Moe", 2), write(tmp_path / "damaged", "Glm4Moe", 1, removed("hnorm.weight"))
+    for folder in folders:
+        change_json(folder / "config.json", pretraining_tp=1 if implementation == NATIVE else 2)
     whole, damaged = ((main(["inspect", str(folder), "--json"]), json.loads(capsys.readouterr().out))[1] for folder in folders)
     assert whole["drafters"][0] == "mtp (MTP, up to 2 drafts)" and "mtp" not in whole["refused"]
-    assert whole["runs"][0]["implementation"] == "transformers" and whole["family"] == "Glm4MoeForCausalLM"
-    assert damaged["drafters"] == ["ngram", "forced"] and "model.layers.3.hnorm.weight: got none" in damaged["refused"]["mtp"]
+    assert whole["runs"][0]["implementation"] == implementation and whole["family"] == "Glm4MoeForCausalLM"
+    refused = "hnorm.weight is missing" if implementation == NATIVE else "hnorm.weight: got none"
+    assert damaged["drafters"] == ["ngram", "forced"] and f"model.layers.3.{refused}" in damaged["refused"]["mtp"]
 
 
 def removed(name: str) -> Callable[[dict[str, Tensor]], object]:
@@ -136,11 +144,17 @@ def changed(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], object]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (removed("eh_proj.weight"), r"eh_proj.weight: got it in layers \[\], expected \[3\]"),
-        (removed("hnorm.weight"), r"model.layers.3.hnorm.weight: got none, expected floats of shape \(64,\)"),
+        (
+            removed("eh_proj.weight"),
+            r"eh_proj.weight( is missing, expected .* \(64, 128\)|: got it in layers \[\], expected \[3\])",
+        ),
+        (
+            removed("hnorm.weight"),
+            r"model.layers.3.hnorm.weight(: got none,| is missing,) expected .* shape \(64,\)",
+        ),
         (
             changed("enorm.weight", torch.ones(63)),
-            r"model.layers.3.enorm.weight: got F32 of shape \(63,\), expected floats of shape \(64,\)",
+            r"model.layers.3.enorm.weight: got (F32 of )?shape \(63,\), expected (floats of shape )?\(64,\)",
         ),
         (changed("eh_proj.weight", torch.full((64, 128), torch.nan)), r"model.layers.3.eh_proj.weight holds NaN or infinity"),
         (removed("self_attn.kv_b_proj.weight"), r"model.layers.3.self_attn.kv_b_proj.weight is missing"),
@@ -149,6 +163,10 @@ def changed(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], object]:
         (changed("surplus.weight", torch.ones(2)), r"got 1 tensors that the config does not account for, such as model.layers.3.surplus"),
     ],
 )
-def test_a_damaged_module_is_refused(change: Callable[[dict[str, Tensor]], object], message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("implementation", [NATIVE, TRANSFORMERS])
+def test_a_damaged_module_is_refused(
+    change: Callable[[dict[str, Tensor]], object], message: str, implementation: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "model", "DeepseekV3", 1, change)
     with pytest.raises(ValueError, match=message):
-        Engine.from_pretrained(write(tmp_path / "model", "DeepseekV3", 1, change), "mtp", config=CONFIG)
+        Engine.from_pretrained(folder, "mtp", config=CONFIG, implementation=implementation)

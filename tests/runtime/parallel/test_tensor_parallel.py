@@ -179,6 +179,7 @@ def test_options_of_sampled_rounds_give_what_one_process_gives(size: int, draft:
     [
         (2, "gpt-oss"),
         *(pytest.param(2, family, marks=soak) for family in ("mistral", "qwen2", "phi-3, with a window", "qwen3-moe, shares as they are")),
+        *(pytest.param(2, family, marks=soak) for family in ("deepseek-v3", "deepseek-v3, queries of the hidden state", "glm-4.5")),
         *(
             pytest.param(4, family, marks=soak)
             for family in ("qwen3", "gemma-3", "mixtral", "gpt-oss", "phi-4-mini", "llama, biases, head size of its own")
@@ -186,7 +187,7 @@ def test_options_of_sampled_rounds_give_what_one_process_gives(size: int, draft:
     ],
 )
 def test_families(size: int, family: str) -> None:
-    """Windows, biases, sinks, norms of heads, norms of outputs, experts."""
+    """Windows, biases, sinks, norms of heads, norms of outputs, experts, latent attention."""
     require_equal_tokens(folder_of(family), "ngram", size)
 
 
@@ -272,7 +273,8 @@ def test_draft_models(size: int, name: str) -> None:
     assert accepted[0] == accepted[1]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=soak)])
+@soak
+@pytest.mark.parametrize("size", [2, 4])
 def test_draft_models_with_large_layers_are_divided(size: int, tmp_path: Path) -> None:
     """The target is its own draft, so that a draft's error would cost acceptance."""
     fields = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 2, "num_key_value_heads": 4}

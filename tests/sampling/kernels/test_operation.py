@@ -61,6 +61,11 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
         [torch.zeros(4, 5)],
     ),
     "choose_experts": (experts.choose_experts, [numbers(3, 5), 2, True], [torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int64)]),
+    "choose_grouped_experts": (
+        experts.choose_grouped_experts,
+        [numbers(3, 8), numbers(8), 2, 4, 2, True, 2.5],
+        [torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int64)],
+    ),
     "expert_product": (
         experts.expert_product,
         [numbers(2, 8), torch.tensor([[1, 0], [1, 2]]), numbers(15, 8), 3, numbers(15)],

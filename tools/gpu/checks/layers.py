@@ -74,6 +74,9 @@ def _expert_calls(device: torch.device, tokens: int, size: int, dtype: torch.dty
     near_sum = _near_sum(dtype, size)
     shares, chosen = map(Tensor.contiguous, experts.choose_experts.reference(logits, 2, True))
     yield Call(experts.choose_experts, shape, (logits, 2, True), (shares.clone(), chosen.clone()), logits.nbytes, near=near)
+    wide, correction = torch.randn(tokens, 256, generator=made).to(device), torch.randn(256, generator=made).to(device) / 8
+    places = torch.empty(tokens, 8, device=device), torch.empty(tokens, 8, dtype=torch.int64, device=device)
+    yield Call(experts.choose_grouped_experts, shape, (wide, correction, 8, 8, 4, True, 2.5), places, wide.nbytes, near=1e-6)
     output, read = states.new_empty(2 * tokens, 96), states.nbytes + len(chosen.unique()) * weights.nbytes // 8
     yield Call(experts.expert_product, shape, (states, chosen, weights, 8, biases), (output,), read + output.nbytes, near=near_sum)
     parts = torch.cat([states, states.flip(0)])

@@ -4,7 +4,6 @@
 
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <new>
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
@@ -15,7 +14,7 @@ namespace {
 
 enum Outcome { DONE, UNFIT, NO_MEMORY };
 
-std::vector<int32_t> image_of(const Grammar &grammar, const Vocabulary &tokens, const Limits &limits) {
+Image image_of(const Grammar &grammar, const Vocabulary &tokens, const Limits &limits) {
     std::unordered_set<int64_t> unrolled; // loops that cannot be counted
     bool many_copies = false;
     std::string reached; // the limit that was exceeded before strings were called
@@ -72,10 +71,7 @@ struct grammar_source {
 EXPORTED int stepgraph_automaton_compile(const grammar_source *source, const void *vocabulary, int32_t **image, char *reason, int64_t reason_size) {
     try {
         const Vocabulary &tokens = *(const Vocabulary *)vocabulary;
-        std::vector<int32_t> built = image_of(source->grammar(), tokens, source->bounds(tokens.longest));
-        *image = (int32_t *)malloc(built.size() * sizeof **image);
-        if (!*image) return NO_MEMORY;
-        memcpy(*image, built.data(), built.size() * sizeof **image);
+        *image = image_of(source->grammar(), tokens, source->bounds(tokens.longest)).release();
         return DONE;
     } catch (const Unfit &unfit) {
         snprintf(reason, (size_t)reason_size, "%s", unfit.what());

@@ -122,7 +122,7 @@ private:
         Reached &found = closures[start];
         if (known[start]) return found;
         known[start] = 1;
-        Ints stack{start};
+        stack.assign(1, start);
         stamps[start] = ++stamp;
         while (!stack.empty()) {
             int32_t index = stack.back();
@@ -137,7 +137,7 @@ private:
                 if (stamps[to] != stamp) stamps[to] = stamp, stack.push_back(to);
         }
         found.sort();
-        store(found.members);
+        store(found.members.size());
         return found;
     }
 
@@ -153,17 +153,17 @@ private:
         if ((steps += members * STEPS_PER_MEMBER) > limits.steps) exceeded("steps", limits.steps);
     }
 
-    void store(const Ints &members) {
-        if ((stored += (int64_t)(members.size() * sizeof members[0])) > limits.bytes) exceeded("bytes", limits.bytes);
+    void store(size_t members) {
+        if ((stored += (int64_t)(members * sizeof(int32_t))) > limits.bytes) exceeded("bytes", limits.bytes);
     }
 
-    int32_t intern(const Ints &members) {
-        if (members.empty()) return DEAD;
-        auto [number, is_new] = sets.add(members);
+    int32_t intern(const int32_t *members, size_t size) {
+        auto [number, is_new] = sets.add(members, size);
         if (is_new && number >= limits.states) exceeded("states", limits.states);
-        if (is_new) store(members);
+        if (is_new) store(size);
         return number;
     }
+    int32_t intern(const Ints &members) { return members.empty() ? DEAD : intern(members.data(), members.size()); }
 
     // The state of a set, once the loops in `enters` are entered.
     Target resolve(const Reached &base) {
@@ -255,8 +255,17 @@ private:
     }
 
     int32_t entry_to(int32_t target) {
-        if (entries[target] == NOT_FOUND) entries[target] = found_entry({target});
-        return entries[target];
+        int32_t &entry = entries[(size_t)target];
+        if (entry != NOT_FOUND) return entry;
+        const Nfa::State &state = nfa.states[(size_t)target];
+        bool reads = !nfa.edges.of(target).empty() || !nfa.calls.of(target).empty() || state.final_of >= 0;
+        if (live[(size_t)target] && state.kind == Nfa::PLAIN && reads && nfa.next.of(target).empty()) { // most are their own closure
+            spend(1);
+            return entry = intern(&target, 1);
+        }
+        const Reached &reached = closure(target);
+        spend((int64_t)reached.members.size());
+        return entry = reached.enters.empty() && reached.agains.empty() ? intern(reached.members) : found_entry({target});
     }
 
     int32_t entry_to(Ints &targets) {
@@ -306,11 +315,18 @@ private:
             if (is_new) finish_sets.push_back(finished);
             automaton.pop.back() = finish;
         }
-        size_t row = automaton.next.size(), classes = (size_t)automaton.classes;
-        if ((int64_t)(row + classes) * 4 > limits.bytes * 4) exceeded("bytes", limits.bytes); // minimising makes it smaller
-        automaton.next.resize(row + classes, DEAD);
-        if (has_calls) return expand_calls(row);
-        if (ranges.size() == 1) return fill_range(row, ranges[0], entry_to(ranges[0].to));
+        if (((int64_t)number + 1) * automaton.classes > limits.bytes) exceeded("bytes", limits.bytes); // of four: minimising makes it smaller
+        if (has_calls) expand_calls();
+        else expand_ranges();
+        automaton.end_state();
+    }
+
+    void add_entry(int32_t low, int32_t end, int32_t entry) {
+        if (entry != DEAD) automaton.add_span({low, end, entry});
+    }
+
+    void expand_ranges() {
+        if (ranges.size() == 1) return add_entry(ranges[0].low, ranges[0].high + 1, entry_to(ranges[0].to));
         // The targets of each class, from the first class of a range on, up to that behind its last.
         std::sort(ranges.begin(), ranges.end(), [](const Nfa::Edge &left, const Nfa::Edge &right) { return left.low < right.low; });
         active.clear();
@@ -320,16 +336,12 @@ private:
             past = added < ranges.size() ? ranges[added].low : automaton.classes;
             targets.clear();
             for (const Nfa::Edge &range : active) past = std::min(past, range.high + 1), targets.push_back(range.to);
-            fill_range(row, {low, past - 1, 0}, targets.size() == 1 ? entry_to(targets[0]) : entry_to(targets));
+            add_entry(low, past, targets.size() == 1 ? entry_to(targets[0]) : entry_to(targets));
             active.erase(std::remove_if(active.begin(), active.end(), [&](const Nfa::Edge &range) { return range.high < past; }), active.end());
         }
     }
 
-    void fill_range(size_t row, const Nfa::Edge &classes, int32_t entry) {
-        std::fill(automaton.next.begin() + (int64_t)row + classes.low, automaton.next.begin() + (int64_t)row + classes.high + 1, entry);
-    }
-
-    void expand_calls(size_t row) {
+    void expand_calls() {
         std::map<int32_t, Ints> calls = calls_of(members);
         for (int32_t at = 0; at < automaton.classes; at++) {
             targets.clear();
@@ -341,7 +353,7 @@ private:
             if (!inside.empty() && !targets.empty()) throw Nondeterministic("it may begin a nested part or continue, with the same text");
             Reached reached = closure_of(inside.empty() ? targets : inside);
             move_to(reached, move);
-            automaton.next[row + (size_t)at] = entry_of(move);
+            add_entry(at, at + 1, entry_of(move));
         }
     }
 
@@ -412,6 +424,7 @@ private:
     int64_t steps = 0, stored = 0; // stored: bytes
     int32_t stamp = 0;
     Interned sets, target_sets, finish_index, symbol_index, move_index;
+    Ints stack; // of `closure`
     Ints entries_to_sets, members, targets; // members, targets, ranges, active: of the state that is being expanded
     std::vector<Nfa::Edge> ranges, active; // of byte classes
     int32_t past = 0;

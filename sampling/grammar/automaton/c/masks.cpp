@@ -1,18 +1,21 @@
-// See masks.h. The row of a state is found by walking the tree of tokens from it. Four things make that cheap: most tokens are plain text,
+// See masks.h. The row of a state is found by walking the tree of tokens from it. Six things make that cheap: most tokens are plain text,
 // whose rows inside strings are known beforehand by their number of characters; the other tokens have few different suffixes from their
-// first character that is not plain; few tokens have quotes, and states that differ only behind a quote share all others; and a part of
-// the tree is walked once for all states that behave alike for every text of its height.
+// first character that is not plain; few tokens have quotes, and states that differ only behind a quote share all others; a part of the
+// tree is walked once for all states that behave alike for every text of its height; it is not walked at all where every text of the bytes
+// in it is legal, as in names and numbers; and states whose tokens are found to be equal share a row before its words are written.
 
 #include "masks.h"
 
 #include "runs.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
-#include <map>
 #include <iterator>
+#include <new>
 #include <numeric>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 
@@ -67,6 +70,24 @@ static int32_t count_characters(const uint8_t *text, int32_t size) {
     return (int32_t)std::count_if(text, text + size, [](uint8_t byte) { return (byte & 0xC0) != 0x80; });
 }
 
+// Groups of bytes that grammars mostly treat alike; those of all others are not told apart.
+struct ByteGroups {
+    static constexpr int OTHERS = 63, WORDS[] = {1, 3, 4, 0, 2}; // WORDS: the groups of letters and digits, the ones with most tokens first
+    uint8_t of[256];
+    ByteGroups() {
+        int groups = 5;
+        for (int byte = 0; byte < 256; byte++) {
+            bool is_hex = (byte | 32) <= 'f';
+            if (byte >= '0' && byte <= '9') of[byte] = 4;
+            else if (byte >= 'a' && byte <= 'z') of[byte] = is_hex ? 0 : 1;
+            else if (byte >= 'A' && byte <= 'Z') of[byte] = is_hex ? 2 : 3;
+            else of[byte] = byte >= ' ' && byte < 0x7F ? (uint8_t)groups++ : OTHERS;
+        }
+    }
+};
+
+static const ByteGroups byte_groups;
+
 struct Entry {
     const uint8_t *text;
     int32_t size, id;
@@ -82,47 +103,45 @@ constexpr int32_t SHARED_TOKENS = 100; // below a node
 static Trie make_trie(const std::vector<Entry> &sorted) {
     Trie trie;
     std::vector<Trie::Node> &nodes = trie.nodes;
-    Ints path; // nodes from the root to the previous token
-    const uint8_t *previous = nullptr;
-    for (const auto &[text, size, id] : sorted) {
-        int32_t shared = 0;
-        while (shared < (int32_t)path.size() && shared < size && previous[shared] == text[shared]) shared++;
-        for (; (int32_t)path.size() > shared; path.pop_back()) nodes[(size_t)path.back()].skip = (int32_t)nodes.size();
-        for (int32_t at = shared; at < size; at++) {
-            path.push_back((int32_t)nodes.size());
-            nodes.push_back({at, -1, 0, (int32_t)trie.tokens.size(), 0, 0, 0, 0, text[at], false, false});
-        }
-        int32_t from = plain_text.plain_from(text, size);
-        for (int32_t at = 0; at < size; at++) {
-            Trie::Node &node = nodes[(size_t)path[at]];
-            node.reach = std::max(node.reach, from);
-            node.height = std::max(node.height, size - at - 1);
-            if (at + 1 < from) continue;
-            if (at + 1 == from && from < size) node.starts_plain = true;
-            node.plain_characters = std::max(node.plain_characters, count_characters(text + at + 1, size - at - 1));
-            node.plain_height = std::max(node.plain_height, size - at - 1);
-        }
-        trie.tokens.push_back(id);
-        trie.plain_from.push_back(from);
-        previous = text;
-    }
-    for (; !path.empty(); path.pop_back()) nodes[(size_t)path.back()].skip = (int32_t)nodes.size();
-    size_t count = nodes.size();
-    nodes.resize(count + 2, {0, (int32_t)count, 0, (int32_t)trie.tokens.size(), 0, 0, 0, 0, 0, false, false});
-    auto add_children = [&](size_t parent, size_t begin, size_t end) {
-        nodes[parent].first_child = (int32_t)trie.child_nodes.size();
-        for (size_t child = begin; child < end; child = (size_t)nodes[child].skip) {
-            trie.child_bytes.push_back(nodes[child].byte);
-            trie.child_nodes.push_back((int32_t)child);
-        }
-    };
-    for (size_t node = 0; node < count; node++) add_children(node, node + 1, (size_t)nodes[node].skip);
-    add_children(count, 0, count);
-    nodes[count + 1].first_child = (int32_t)trie.child_nodes.size();
-    for (size_t node = 0; node < count; node++)
-        nodes[node].is_large = nodes[(size_t)nodes[node].skip].first_token - nodes[node + 1].first_token >= SHARED_TOKENS;
+    Ints sizes{0}; // [nodes] bytes up to the node
     size_t longest = 0;
-    for (const Entry &entry : sorted) longest = std::max(longest, (size_t)entry.size);
+    for (const auto &[text, size, id] : sorted) {
+        trie.tokens.push_back(id);
+        trie.plain_from.push_back(plain_text.plain_from(text, size));
+        longest = std::max(longest, (size_t)size);
+    }
+    trie.bytes.push_back(0);
+    nodes.push_back({0, 0, 0, 0, (int32_t)sorted.size(), 0, 0, 0, 0});
+    for (size_t number = 0; number < nodes.size(); number++) {
+        int32_t size = sizes[number], at = nodes[number].first_token, height = 0, plain_height = 0;
+        Trie::Node node = nodes[number];
+        for (int32_t token = node.first_token; token < node.end_token; token++) {
+            int32_t from = trie.plain_from[(size_t)token], rest = sorted[(size_t)token].size - size;
+            node.reach = std::max(node.reach, from);
+            height = std::max(height, rest);
+            if (from > size) continue;
+            node.starts_plain |= from == size && rest > 0;
+            plain_height = std::max(plain_height, rest);
+        }
+        node.height = (uint16_t)std::min(height, Trie::MOST_BYTES);
+        node.plain_height = (uint16_t)std::min(plain_height, Trie::MOST_BYTES) & Trie::MOST_BYTES;
+        while (at < node.end_token && sorted[(size_t)at].size == size) at++;
+        node.below_token = at;
+        node.first_child = (int32_t)nodes.size();
+        nodes[number] = node;
+        while (at < node.end_token) {
+            uint8_t byte = sorted[(size_t)at].text[size];
+            int32_t first = at;
+            while (at < node.end_token && sorted[(size_t)at].text[size] == byte) at++;
+            nodes.push_back({0, 0, first, first, at, 0, 0, 0, 0});
+            trie.bytes.push_back(byte);
+            sizes.push_back(size + 1);
+        }
+    }
+    nodes.push_back({0, (int32_t)nodes.size(), 0, 0, 0, 0, 0, 0, 0});
+    for (size_t number = nodes.size() - 1; number-- > 0;)
+        for (int32_t child = nodes[number].first_child; child < nodes[number + 1].first_child; child++)
+            nodes[number].groups |= nodes[(size_t)child].groups | 1ull << byte_groups.of[trie.bytes[(size_t)child]];
     trie.plain_after.assign(longest + 1, std::vector<uint32_t>(sorted.size() / 32 + 1, 0));
     for (size_t at = 0; at < trie.tokens.size(); at++)
         for (size_t bytes = (size_t)trie.plain_from[at]; bytes < trie.plain_after.size(); bytes++) trie.plain_after[bytes][at / 32] |= 1u << (at % 32);
@@ -139,6 +158,7 @@ constexpr int64_t ALIKE_STEPS = 50'000'000; // moves that are compared to find s
 // Followed before states that are alike are searched for, and before parts of the tree are shared, which takes longer where few states are alike.
 constexpr int64_t MOVES_PER_STEP = 8, STEPS_PER_MOVE = 2;
 constexpr size_t MAX_BELOW = 8'000'000; // words
+constexpr size_t FEW_WORDS = 256; // with their bits
 
 static Ints bits_of(const Ints &tokens, int32_t words) {
     Ints row((size_t)words, 0);
@@ -211,48 +231,80 @@ namespace {
 
 // A row of bits.
 struct Row {
-    std::vector<uint32_t> bits; // [words]
-    std::vector<uint64_t> used; // one bit per word that may be other than zero
-    Ints touched; // these words in order, once they are listed
+    std::vector<uint32_t> bits; // [words], a multiple of BLOCK
+    Ints touched; // the words other than zero in order, once they are listed
 
-    explicit Row(size_t words) : bits(words, 0), used(words / 64 + 1, 0) {}
+    explicit Row(size_t words) : bits((words / BLOCK + 1) * BLOCK, 0) {}
 
-    void set(int32_t word, uint32_t more) {
-        bits[(size_t)word] |= more;
-        used[(size_t)word / 64] |= 1ull << word % 64;
-    }
+    void set(int32_t word, uint32_t more) { bits[(size_t)word] |= more; }
 
     void list_touched() {
         touched.clear();
-        for (size_t at = 0; at < used.size(); at++)
-            for (uint64_t left = used[at]; left; left &= left - 1) touched.push_back((int32_t)at * 64 + __builtin_ctzll(left));
+        for (size_t begin = 0; begin < bits.size(); begin += BLOCK) {
+            uint32_t any = 0;
+            for (size_t at = begin; at < begin + BLOCK; at++) any |= bits[at];
+            for (size_t at = begin; any && at < begin + BLOCK; at++)
+                if (bits[at]) touched.push_back((int32_t)at);
+        }
     }
 
     uint64_t hash() const {
         uint64_t sum = 0;
-        for (int32_t word : touched) sum += mixed((uint64_t)word << 32 | bits[word]);
+        for (int32_t word : touched) sum += mixed((uint64_t)word << 32 | bits[(size_t)word]);
         return sum;
     }
 
     void clear() { // after they are listed
-        for (int32_t word : touched) bits[word] = 0;
-        std::fill(used.begin(), used.end(), 0);
+        for (int32_t word : touched) bits[(size_t)word] = 0;
+    }
+
+private:
+    static constexpr size_t BLOCK = 16;
+};
+
+// A row of which few words are other than zero.
+struct SparseRow {
+    std::vector<uint32_t> bits; // [words]
+    std::vector<uint64_t> used, any_used; // one bit per word that may be other than zero, and one per element of `used`
+    Ints touched; // these words in order, once they are listed
+
+    explicit SparseRow(size_t words) : bits(words, 0), used(words / 64 + 1, 0), any_used(used.size() / 64 + 1, 0) {}
+
+    void set(int32_t word, uint32_t more) {
+        bits[(size_t)word] |= more;
+        used[(size_t)word / 64] |= 1ull << word % 64;
+        any_used[(size_t)word / 4096] |= 1ull << word / 64 % 64;
+    }
+
+    void list_touched() {
+        touched.clear();
+        for (size_t block = 0; block < any_used.size(); block++)
+            for (uint64_t any = any_used[block]; any; any &= any - 1) {
+                size_t at = block * 64 + (size_t)__builtin_ctzll(any);
+                for (uint64_t left = used[at]; left; left &= left - 1) touched.push_back((int32_t)at * 64 + __builtin_ctzll(left));
+            }
+    }
+
+    void clear() { // after they are listed
+        for (int32_t word : touched) bits[(size_t)word] = 0, used[(size_t)word / 64] = 0;
+        std::fill(any_used.begin(), any_used.end(), 0);
     }
 };
 
 class Masks {
 public:
     Masks(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits)
-        : automaton(automaton), vocabulary(vocabulary), limits(limits), narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(automaton.classes), row((size_t)vocabulary.words),
+        : automaton(automaton), vocabulary(vocabulary), limits(limits), narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(bytes_by_class(automaton)), quote(bytes_of[automaton.class_of['"']].size() == 1 ? automaton.class_of['"'] : -1), table(automaton.classes, quote), row((size_t)vocabulary.words), part_row((size_t)vocabulary.words),
           ordered(vocabulary.starts.size() / 32 + 1), top_at((size_t)vocabulary.longest + 1), pushed((size_t)vocabulary.longest + 1) {
-        for (int byte = 0; byte < 256; byte++) bytes_of[automaton.class_of[byte]].push_back((uint8_t)byte);
         find_steps();
+        find_closed();
     }
 
-    std::vector<int32_t> image() {
+    Image image() {
         find_plain_rows();
         find_levels();
         row_of.assign(automaton.states, -1);
+        suffix_number.assign(automaton.states, -1);
         crossing.resize(automaton.symbols ? automaton.states : 0);
         for (int32_t state = 0; state < automaton.states; state++) {
             if (automaton.pop[state] >= 0) continue; // a text is never in it
@@ -273,11 +325,22 @@ public:
                 auto [number, is_new] = parts_of_rows.add(parts.data(), parts.size());
                 if (is_new) row_of_parts.push_back(-1);
                 known = &row_of_parts[(size_t)number];
-                for (size_t part = 0; is_new && part < NUM_PARTS; part++)
-                    each_word(parts[part], [&](int32_t word, uint32_t bits) { set_ordered(vocabulary.tries[part], word, bits); });
-            } else if (!add_suffixes(state) && !add_like_rest(state)) {
+                for (size_t part = 0; is_new && part < NUM_PARTS; part++) set_part(part, parts[part]);
+            } else if (int32_t number = suffix_key(state, base); number >= 0) {
+                known = &row_of_suffixes[(size_t)number];
+                Ints &crossed_by_all = crossing_of_suffixes[(size_t)number];
+                if (*known >= 0) {
+                    if (automaton.symbols) crossing[state] = crossed_by_all;
+                } else {
+                    add_suffixes(state);
+                    if (automaton.symbols) crossed_by_all = crossing[state];
+                }
+            } else if (int32_t number = find_like_rest(state, base); number >= 0) {
+                known = &row_of_exchanged[(size_t)number];
+                if (*known < 0) set_like_rest(state);
+            } else {
                 for (const Trie &trie : vocabulary.tries) {
-                    walk_tokens(trie, trie.root(), state, 0);
+                    walk_tokens(trie, Trie::ROOT, 0, state, 0);
                     ordered.list_touched();
                     for (int32_t word : ordered.touched) set_ordered(trie, word, ordered.bits[word]);
                     ordered.clear();
@@ -297,6 +360,12 @@ public:
     }
 
 private:
+    static std::vector<std::vector<uint8_t>> bytes_by_class(const Automaton &automaton) {
+        std::vector<std::vector<uint8_t>> bytes((size_t)automaton.classes);
+        for (int byte = 0; byte < 256; byte++) bytes[automaton.class_of[(size_t)byte]].push_back((uint8_t)byte);
+        return bytes;
+    }
+
     // Classes of states that read the same tokens with at most so many quotes, with the same symbols left and added.
     struct Level {
         Ints class_of; // [states]
@@ -308,10 +377,12 @@ private:
 
     static constexpr uint8_t MAX_FEW = 6;
     struct Step { // what a walk reads of a state
-        int32_t pop;
-        int32_t surely; // every plain text of so many characters is legal
-        uint8_t few; // the number of bytes that it reads, or MAX_FEW + 1
-        std::array<uint8_t, MAX_FEW> bytes; // these bytes, where they are few: a node's children are searched for them
+        uint64_t groups = 0; // of bytes: every text of these of at most `closed` bytes is legal, and does not leave the part of the grammar
+        int32_t closed = 0;
+        int32_t pop = -1;
+        int32_t surely = 0; // every plain text of so many bytes is legal
+        uint8_t few = 0; // the number of bytes that it reads, or MAX_FEW + 1
+        std::array<uint8_t, MAX_FEW> bytes{}; // these bytes, where they are few: a node's children are searched for them
     };
 
     struct Range { size_t begin, end; };
@@ -347,6 +418,12 @@ private:
         std::vector<std::pair<int32_t, int8_t>> work;
         for (int32_t state = 0; state < states; state++) {
             if (automaton.pop[state] >= 0) continue;
+            const Step &step = steps_of[(size_t)state];
+            auto begins_plain = [&](uint8_t byte) { return plain_text.next[0][byte] >= 0; };
+            if (step.few <= MAX_FEW && std::none_of(step.bytes.begin(), step.bytes.begin() + step.few, begins_plain)) {
+                all[state] = 0;
+                continue;
+            }
             work.assign(1, {state, 0});
             for (size_t at = 0; at < work.size() && !(some[state] && !all[state]); at++) {
                 auto [from, inside] = work[at];
@@ -392,17 +469,14 @@ private:
             }
         }
         for (int32_t state = 0; state < states; state++) {
-            steps_of[(size_t)state].surely = surely[state];
+            steps_of[(size_t)state].surely = std::min(surely[state], Trie::MOST_BYTES - 1);
             if (surely[state] == maybe[state] || (surely[state] == longest && maybe[state] >= longest)) plain_row[state] = surely[state];
         }
     }
 
     void find_levels() {
-        quote = automaton.class_of['"'];
-        bool is_apart = bytes_of[(size_t)quote].size() == 1;
-        if (!is_apart) quote = -1;
-        for (int32_t state = 0; state < automaton.states; state++)
-            table.add_row(automaton.next.data() + (size_t)state * (size_t)automaton.classes, automaton.classes, quote);
+        bool is_apart = quote >= 0;
+        for (int32_t state = 0; state < automaton.states; state++) table.add_row(automaton.spans_of(state));
         Level every; // state is a class of its own
         every.class_of.resize((size_t)automaton.states);
         std::iota(every.class_of.begin(), every.class_of.end(), 0);
@@ -604,7 +678,7 @@ private:
         followed = 1; // also in a state that reads no byte
         const Trie &trie = vocabulary.tries[part];
         if (PARTS[part].quotes && !reads_any(trie, state)) return found = none >= 0 ? none : none = keep_below([] {});
-        found = keep_below([&] { walk_tokens(trie, trie.root(), state, -1); });
+        found = keep_below([&] { walk_tokens(trie, Trie::ROOT, 0, state, -1); });
         if (level.alike.empty() || (followed >= (int32_t)level.alike.size() && !level.is_final)) return found;
         size_t bytes = std::min((size_t)followed, level.alike.size() - 1);
         if (known.size() <= bytes) known.resize(bytes + 1);
@@ -614,16 +688,20 @@ private:
 
     // Whether a state reads the first byte of some token of a tree.
     bool reads_any(const Trie &trie, int32_t state) const {
-        auto begin = trie.child_bytes.begin() + trie.nodes[(size_t)trie.root()].first_child;
-        return std::any_of(begin, trie.child_bytes.end(), [&](uint8_t byte) { return entry_of(state, automaton.class_of[byte]) >= 0; });
+        auto begin = trie.bytes.begin() + trie.nodes[Trie::ROOT].first_child, end = trie.bytes.begin() + trie.nodes[Trie::ROOT + 1].first_child;
+        const Step &step = steps_of[(size_t)state];
+        if (step.few <= MAX_FEW)
+            return std::any_of(step.bytes.begin(), step.bytes.begin() + step.few, [&](uint8_t byte) { return std::binary_search(begin, end, byte); });
+        return std::any_of(begin, end, [&](uint8_t byte) { return entry_of(state, automaton.class_of[byte]) >= 0; });
     }
 
     // Whether tokens below a node are found for a class of states at a time.
-    bool is_shared(const Trie &trie, int32_t node) const { return trie.nodes[node].is_large && shares_parts; }
+    bool is_shared(const Trie::Node &node) const { return shares_parts && node.end_token - node.below_token >= SHARED_TOKENS; }
 
-    // Find the tokens below a node of a tree in a state after it, in which they began. False where they are unknown and there is no room for them.
-    bool add_below(const Trie &trie, int32_t node, int32_t state) {
-        size_t part = (size_t)(&trie - vocabulary.tries.data()), height = (size_t)trie.nodes[node].height;
+    // Find the tokens below a node of a tree, after so many bytes, in a state in which they began. False where they are unknown and there is no
+    // room for them.
+    bool add_below(const Trie &trie, int32_t node, int32_t size, int32_t state) {
+        size_t part = (size_t)(&trie - vocabulary.tries.data()), height = trie.nodes[(size_t)node].height;
         const Level &level = levels[level_of[part]];
         int32_t like = level.class_of[state];
         bool by_height = !level.alike.empty() && (height < level.alike.size() || level.is_final);
@@ -634,7 +712,7 @@ private:
         if (at == known.end()) {
             if (below_bits.total() + below_crossed.size() > MAX_BELOW) return false;
             int32_t before = std::exchange(followed, 0);
-            at = known.emplace(key, keep_below([&] { walk_tokens(trie, node, state, -1); })).first;
+            at = known.emplace(key, keep_below([&] { walk_tokens(trie, node, size, state, -1); })).first;
             followed = before;
         }
         const Below &found = below[(size_t)at->second];
@@ -647,7 +725,7 @@ private:
     // Keeps the tokens that `walk` finds, without those found so far. Returns their number in `below`.
     template <class Walk> int32_t keep_below(const Walk &walk) {
         if (level == spares.size()) spares.emplace_back(ordered.bits.size());
-        Row &spare = spares[level++];
+        SparseRow &spare = spares[level++];
         std::swap(ordered, spare);
         Ints found, *outer = std::exchange(crossed, &found);
         walk();
@@ -674,17 +752,40 @@ private:
         crossed->insert(crossed->end(), begin + (int64_t)found.crossed.begin, begin + (int64_t)found.crossed.end);
     }
 
+    // Set the tokens of one tree, a number in `below_bits`. Many tokens are kept as words of the row: other rows have the same.
+    void set_part(size_t part, int32_t number) {
+        const Trie &trie = vocabulary.tries[part];
+        auto set_each = [&] { each_word(number, [&](int32_t word, uint32_t bits) { set_ordered(trie, word, bits); }); };
+        if (below_bits.length(number) < FEW_WORDS) return set_each();
+        Ints &words = part_words[(uint64_t)number * NUM_PARTS + part]; // and their bits, by turns
+        if (words.empty() && part_words_size > MAX_BELOW) return set_each();
+        if (words.empty()) {
+            std::swap(row, part_row);
+            set_each();
+            row.list_touched();
+            for (int32_t word : row.touched) words.push_back(word), words.push_back((int32_t)row.bits[(size_t)word]);
+            row.clear();
+            std::swap(row, part_row);
+            part_words_size += words.size();
+        }
+        for (size_t at = 0; at < words.size(); at += 2) row.set(words[at], (uint32_t)words[at + 1]);
+    }
+
     // Set tokens that are given by their place in the order of a tree.
     void set_ordered(const Trie &trie, int32_t word, uint32_t bits) {
         for (; bits; bits &= bits - 1) set(trie.tokens[(size_t)word * 32 + (size_t)__builtin_ctz(bits)]);
     }
 
-    // Set the tokens below a node whose text after it is plain.
-    void set_plain(const Trie &trie, int32_t node) {
-        const std::vector<uint32_t> &plain = trie.plain_after[(size_t)trie.nodes[node].depth + 1];
-        int32_t begin = trie.nodes[node + 1].first_token, end = trie.nodes[trie.nodes[node].skip].first_token;
+    // Set the tokens below a node, after so many bytes, whose text after it is plain.
+    void set_plain(const Trie &trie, const Trie::Node &node, int32_t size) {
+        const std::vector<uint32_t> &plain = trie.plain_after[(size_t)size];
+        set_range(node.below_token, node.end_token, [&](int32_t word) { return plain[(size_t)word]; });
+    }
+
+    // Set the tokens from `begin` to before `end` whose bits are set in words.
+    template <class Words> void set_range(int32_t begin, int32_t end, const Words &words) {
         for (int32_t word = begin / 32; word * 32 < end; word++) {
-            uint32_t bits = plain[word];
+            uint32_t bits = words(word);
             if (word == begin / 32) bits &= ~0u << (begin % 32);
             if (end - word * 32 < 32) bits &= ~(~0u << (end % 32));
             if (bits) ordered.set(word, bits);
@@ -696,90 +797,147 @@ private:
         for (int32_t state = 0; state < automaton.states; state++) {
             Step &step = steps_of[(size_t)state];
             step.pop = automaton.pop[(size_t)state];
-            for (int32_t c = 0; c < automaton.classes && step.few <= MAX_FEW; c++) {
-                if (entry_of(state, c) < 0) continue;
-                for (uint8_t byte : bytes_of[(size_t)c])
-                    if (step.few++ < MAX_FEW) step.bytes[(size_t)step.few - 1] = byte;
-                    else break;
+            for (const Span &span : automaton.spans_of(state))
+                for (int32_t c = span.low; c < span.end && step.few <= MAX_FEW; c++)
+                    for (uint8_t byte : bytes_of[(size_t)c])
+                        if (step.few++ < MAX_FEW) step.bytes[(size_t)step.few - 1] = byte;
+                        else break;
+        }
+    }
+
+    void find_closed() {
+        std::array<Ints, ByteGroups::OTHERS> classes; // of each group
+        for (int byte = 0; byte < 256; byte++)
+            if (int group = byte_groups.of[byte]; group < ByteGroups::OTHERS) classes[(size_t)group].push_back(automaton.class_of[byte]);
+        for (Ints &some : classes) std::sort(some.begin(), some.end()), some.erase(std::unique(some.begin(), some.end()), some.end());
+        auto target_of_group = [&](int32_t state, size_t group) { // DEAD: not the same for all bytes
+            int32_t found = DEAD;
+            for (int32_t c : classes[group]) {
+                int32_t entry = entry_of(state, c), to = entry < 0 ? DEAD : target_of(entry);
+                if (to < 0 || automaton.pop[to] >= 0 || (c != classes[group][0] && to != found)) return DEAD;
+                if (const Move *move = special(entry); move && move->push >= 0) return DEAD;
+                found = to;
+            }
+            return found;
+        };
+        Ints next((size_t)automaton.states, DEAD), path; // next: where most letters or digits lead
+        for (int32_t state = 0; state < automaton.states; state++) {
+            if (steps_of[(size_t)state].few <= MAX_FEW) continue;
+            int32_t &to = next[(size_t)state];
+            for (int word : ByteGroups::WORDS)
+                if (to < 0) to = target_of_group(state, (size_t)word);
+            for (size_t group = 0; group < classes.size() && to >= 0; group++)
+                if (!classes[group].empty() && target_of_group(state, group) == to) steps_of[(size_t)state].groups |= 1ull << group;
+        }
+        for (int32_t start = 0; start < automaton.states; start++) {
+            int32_t state = start;
+            for (; next[(size_t)state] >= 0 && !steps_of[(size_t)state].closed; state = next[(size_t)state]) {
+                steps_of[(size_t)state].closed = next[(size_t)state] == state ? Trie::MOST_BYTES - 1 : 1;
+                path.push_back(state);
+            }
+            for (; !path.empty(); path.pop_back()) {
+                Step &from = steps_of[(size_t)path.back()];
+                const Step &to = steps_of[(size_t)next[(size_t)path.back()]];
+                if (&from == &to || !(from.groups & to.groups)) continue;
+                from.groups &= to.groups;
+                from.closed = std::min(Trie::MOST_BYTES - 1, to.closed + 1);
             }
         }
     }
 
-    // Visits the tokens below a node that a text may continue with in `state` after it: `found` gets the places of those that are legal,
-    // `crosses` those whose legality depends on the stack. With `known` >= 0, tokens that are plain from that byte on are left out. With
-    // `covers` tokens that are plain from some later byte on are set at once where all are legal.
+    // Visits the tokens below a node, after `size` bytes, that a text may continue with in `state` after it: `found` gets the places of those
+    // that are legal, `crosses` those whose legality depends on the stack. With `known` >= 0, tokens that are plain from that byte on are left
+    // out. With `covers` tokens that are plain from some later byte on are set at once where all are legal.
     template <class Found, class Crosses>
-    void walk(const Trie &trie, int32_t node, int32_t state, int32_t known, bool covers, const Found &found, const Crosses &crosses) {
-        if (node == trie.root()) top_at[0] = 0;
-        walk_children(trie, node, state, known, covers, found, crosses);
+    void walk(const Trie &trie, int32_t node, int32_t size, int32_t state, int32_t known, bool covers, const Found &found, const Crosses &crosses) {
+        if (!size) top_at[0] = 0;
+        walk_children(trie, node, size, state, known, covers, found, crosses);
         if (steps > limits.steps) exceeded("steps", limits.steps);
     }
 
     template <class Found, class Crosses>
-    void walk_children(const Trie &trie, int32_t node, int32_t state, int32_t known, bool covers, const Found &found, const Crosses &crosses) {
-        int32_t begin = trie.nodes[node].first_child, end = trie.nodes[node + 1].first_child;
+    void walk_children(const Trie &trie, int32_t node, int32_t size, int32_t state, int32_t known, bool covers, const Found &found, const Crosses &crosses) {
+        int32_t begin = trie.nodes[(size_t)node].first_child, end = trie.nodes[(size_t)node + 1].first_child;
         if (begin == end) return;
-        followed = std::max(followed, node == trie.root() ? 1 : trie.nodes[node].depth + 2);
+        followed = std::max(followed, size + 1);
         const Step &step = steps_of[(size_t)state];
         const int32_t *next = automaton.next.data() + (size_t)state * (size_t)automaton.classes;
         if (step.few * 8 < end - begin && step.few <= MAX_FEW) {
             for (int32_t at = 0; at < step.few; at++) {
-                auto first = trie.child_bytes.begin() + begin, last = trie.child_bytes.begin() + end;
+                auto first = trie.bytes.begin() + begin, last = trie.bytes.begin() + end;
                 auto child = std::lower_bound(first, last, step.bytes[(size_t)at]);
                 steps++;
                 if (child == last || *child != step.bytes[(size_t)at]) continue;
-                int32_t entry = next[automaton.class_of[*child]];
-                visit(trie, trie.child_nodes[(size_t)(child - trie.child_bytes.begin())], entry, known, covers, found, crosses);
+                visit(trie, (int32_t)(child - trie.bytes.begin()), size + 1, next[automaton.class_of[*child]], known, covers, found, crosses);
             }
             return;
         }
         steps += end - begin;
-        for (int32_t at = begin; at < end; at++)
-            if (int32_t entry = next[automaton.class_of[trie.child_bytes[(size_t)at]]]; entry >= 0)
-                visit(trie, trie.child_nodes[(size_t)at], entry, known, covers, found, crosses);
+        for (int32_t child = begin; child < end; child++)
+            if (int32_t entry = next[automaton.class_of[trie.bytes[(size_t)child]]]; entry >= 0)
+                visit(trie, child, size + 1, entry, known, covers, found, crosses);
     }
 
-    // The tokens at a node and below it, to which `entry` leads.
+    // The tokens at a node and below it, to which `entry` leads. `size`: bytes up to the node.
     template <class Found, class Crosses>
-    void visit(const Trie &trie, int32_t number, int32_t entry, int32_t known, bool covers, const Found &found, const Crosses &crosses) {
+    void visit(const Trie &trie, int32_t number, int32_t size, int32_t entry, int32_t known, bool covers, const Found &found, const Crosses &crosses) {
         const Trie::Node &node = trie.nodes[(size_t)number];
         if (node.reach <= known) return;
-        int32_t to = target_of(entry), depth = node.depth, below_token = trie.nodes[(size_t)number + 1].first_token, top = 0;
+        int32_t to = target_of(entry), top = 0;
         bool below = false; // whether the move leaves a part that the token did not begin
         if (automaton.symbols) {
-            top = top_at[(size_t)depth];
+            top = top_at[(size_t)size - 1];
             if (const Move *move = special(entry); move && move->push >= 0) {
-                pushed[(size_t)depth + 1] = {move->push, top, (top ? pushed[(size_t)top].size : 0) + 1};
-                top = depth + 1;
+                pushed[(size_t)size] = {move->push, top, (top ? pushed[(size_t)top].size : 0) + 1};
+                top = size;
                 pushes = std::max(pushes, pushed[(size_t)top].size);
             }
             for (int32_t pop; to >= 0 && (pop = steps_of[(size_t)to].pop) >= 0 && !(below = !top); top = pushed[(size_t)top].below)
                 to = automaton.go[(size_t)pop * (size_t)automaton.symbols + (size_t)pushed[(size_t)top].symbol];
-            top_at[(size_t)depth + 1] = top;
+            top_at[(size_t)size] = top;
         }
         if (to < 0) return;
-        for (int32_t at = node.first_token; at < below_token; at++) found(at);
-        if (node.skip == number + 1) return;
+        for (int32_t at = node.first_token; at < node.below_token; at++) found(at);
+        if (node.below_token == node.end_token) return;
         if (below) {
-            for (int32_t at = below_token; at < trie.nodes[(size_t)node.skip].first_token; at++) crosses(at);
+            for (int32_t at = node.below_token; at < node.end_token; at++) crosses(at);
             return;
         }
-        if (covers && known < 0 && !top && is_shared(trie, number) && add_below(trie, number, to)) return;
-        if (int32_t surely = steps_of[(size_t)to].surely; covers && surely > 0 && surely >= node.plain_characters) {
-            if (known < depth || node.starts_plain) set_plain(trie, number);
-            known = depth + 1;
-            followed = std::max(followed, depth + 1 + node.plain_height);
+        const Step &step = steps_of[(size_t)to];
+        if (known < 0 && node.height <= step.closed && !(node.groups & ~step.groups)) {
+            followed = std::max(followed, size + node.height);
+            return found_all(found, node.below_token, node.end_token);
         }
-        walk_children(trie, number, to, known, covers, found, crosses);
+        if (covers && known < 0 && !top && is_shared(node) && add_below(trie, number, size, to)) return;
+        if (covers && step.surely > 0 && step.surely >= node.plain_height) {
+            if (known < size - 1 || node.starts_plain) set_plain(trie, node, size);
+            known = size;
+            followed = std::max(followed, size + node.plain_height);
+        }
+        walk_children(trie, number, size, to, known, covers, found, crosses);
     }
 
-    // Find the tokens below a node that are legal in a state after it.
-    void walk_tokens(const Trie &trie, int32_t node, int32_t state, int32_t known) {
-        auto found = [&](int32_t at) { ordered.set(at / 32, 1u << (at % 32)); };
-        walk(trie, node, state, known, true, found, [&](int32_t at) { crossed->push_back(trie.tokens[at]); });
+    struct SetOrdered {
+        SparseRow &ordered;
+        void operator()(int32_t at) const { ordered.set(at / 32, 1u << (at % 32)); }
+    };
+
+    // The tokens from `begin` to before `end`.
+    template <class Found> void found_all(const Found &found, int32_t begin, int32_t end) {
+        if constexpr (std::is_same_v<Found, SetOrdered>) set_range(begin, end, [](int32_t) { return ~0u; });
+        else for (int32_t at = begin; at < end; at++) found(at);
     }
 
-    struct Suffixes { Ints legal, crosses; };
+    // Find the tokens below a node, after `size` bytes, that are legal in a state after it.
+    void walk_tokens(const Trie &trie, int32_t node, int32_t size, int32_t state, int32_t known) {
+        SetOrdered found{ordered};
+        walk(trie, node, size, state, known, true, found, [&](int32_t at) { crossed->push_back(trie.tokens[at]); });
+    }
+
+    struct Suffixes {
+        Ints legal, crosses;
+        int32_t number = -1; // equal ones have one
+    };
 
     // The suffixes that a state reads, of those with several quotes or of the others, which states of a class have in common.
     const Suffixes &suffixes_of(int32_t state, bool several) {
@@ -788,14 +946,28 @@ private:
         Suffixes &found = at->second;
         const Trie &trie = vocabulary.suffixes[several];
         if (is_new)
-            walk(trie, trie.root(), state, -1, false, [&](int32_t place) { found.legal.push_back(trie.tokens[(size_t)place]); },
+            walk(trie, Trie::ROOT, 0, state, -1, false, [&](int32_t place) { found.legal.push_back(trie.tokens[(size_t)place]); },
                  [&](int32_t place) { found.crosses.push_back(trie.tokens[(size_t)place]); });
+        if (is_new) {
+            Ints all = found.legal;
+            all.push_back(-1);
+            all.insert(all.end(), found.crosses.begin(), found.crosses.end());
+            found.number = suffix_lists.add(all).number;
+        }
         return found;
+    }
+
+    // A number that states have in common from which the same suffixes can be read.
+    int32_t suffixes_number(int32_t state) {
+        int32_t &known = suffix_number[(size_t)state];
+        if (known >= 0) return known;
+        const int32_t pair[] = {suffixes_of(state, false).number, suffixes_of(state, true).number};
+        return known = suffix_pairs.add(pair, std::size(pair)).number;
     }
 
     // [suffixes] 1: legal in a state, 2: crosses, 0: neither
     const std::vector<uint8_t> &kinds_of_suffixes(int32_t state) {
-        std::vector<uint8_t> &kinds = suffix_kinds[state];
+        std::vector<uint8_t> &kinds = suffix_kinds[suffixes_number(state)];
         if (!kinds.empty()) return kinds;
         kinds.resize(vocabulary.suffix_start.size());
         for (bool several : {false, true}) {
@@ -811,22 +983,48 @@ private:
                 found(vocabulary.suffix_tokens[(size_t)at]);
     }
 
-    // The tokens of a state that are not plain, if any plain characters before their suffix lead to `inside`, and are legal.
-    void add_suffixes_after(int32_t start, int32_t inside) {
-        for (bool several : {false, true}) {
-            const Suffixes &known = suffixes_of(inside, several);
-            each_suffix_token(known.legal, [&](int32_t token) { set(token); });
-            each_suffix_token(known.crosses, [&](int32_t token) { crossing[(size_t)start].push_back(token); });
-        }
+    // Set the tokens that are not plain, if any plain characters before their suffix lead to `inside`. The row is empty.
+    void set_suffixes(int32_t inside) {
+        Ints &words = suffix_words[suffixes_number(inside)]; // and their bits, by turns
+        for (size_t at = 0; at < words.size(); at += 2) row.set(words[at], (uint32_t)words[at + 1]);
+        if (!words.empty()) return;
+        for (bool several : {false, true}) each_suffix_token(suffixes_of(inside, several).legal, [&](int32_t token) { set(token); });
+        if (suffix_words_size > MAX_BELOW) return;
+        row.list_touched();
+        for (int32_t word : row.touched) words.push_back(word), words.push_back((int32_t)row.bits[(size_t)word]);
+        suffix_words_size += words.size();
     }
 
-    // The same for tokens that are not plain, in a state where every plain character leads to one state. False, and nothing done, elsewhere.
-    bool add_suffixes(int32_t start) {
-        int32_t state = start, last = std::min(plain_row[start], (int32_t)vocabulary.by_characters.size() - 1);
-        if (after_plain[start] == start) return add_suffixes_after(start, start), true;
-        for (int32_t count = 0; count < last; count++)
-            if ((state = after_plain[state]) < 0) return false;
-        state = start;
+    void add_crossing_suffixes(int32_t start, int32_t inside) {
+        for (bool several : {false, true})
+            each_suffix_token(suffixes_of(inside, several).crosses, [&](int32_t token) { crossing[(size_t)start].push_back(token); });
+    }
+
+    // The most characters before a suffix of a token that is read from a state.
+    int32_t last_suffix(int32_t start) const { return std::min(plain_row[start], (int32_t)vocabulary.by_characters.size() - 1); }
+
+    // A number that states have in common whose rows over a base are equal because the same suffixes can be read from the states after each
+    // number of plain characters. -1 where these characters do not all lead to one state.
+    int32_t suffix_key(int32_t start, int32_t base) {
+        bool stays = after_plain[start] == start;
+        int32_t state = start, last = stays ? 0 : last_suffix(start), previous = -1;
+        suffix_numbers = {base, automaton.accepts[start], stays};
+        for (int32_t count = 0; count <= last; count++) {
+            if (count && (state = after_plain[state]) < 0) return -1;
+            int32_t number = suffixes_number(state);
+            if (number == previous) suffix_numbers.back() = count;
+            else suffix_numbers.push_back(number), suffix_numbers.push_back(count);
+            previous = number;
+        }
+        auto [number, is_new] = suffix_keys.add(suffix_numbers);
+        if (is_new) row_of_suffixes.push_back(-1), crossing_of_suffixes.emplace_back();
+        return number;
+    }
+
+    // The tokens that are not plain, in a state with a number as above.
+    void add_suffixes(int32_t start) {
+        if (after_plain[start] == start) return set_suffixes(start), add_crossing_suffixes(start, start);
+        int32_t state = start, last = last_suffix(start);
         for (int32_t count = 0; count <= last; count++, state = after_plain[state]) {
             const std::vector<uint8_t> &kinds = kinds_of_suffixes(state);
             for (auto &[suffix, token] : vocabulary.by_characters[count]) {
@@ -834,43 +1032,56 @@ private:
                 if (kinds[(size_t)suffix] == 2) crossing[(size_t)start].push_back(token);
             }
         }
-        return true;
     }
 
-    // The tokens that are not plain, in a state where most plain characters lead to a state that they do not leave: the tokens of that
-    // state, but for texts that lead elsewhere. False, and nothing done, in others.
-    bool add_like_rest(int32_t start) {
+    // The tokens that are not plain, in a state where most plain characters lead to a state that they do not leave, are those of that state,
+    // but for texts that lead elsewhere. Finds them, and returns a number that states have in common whose rows over a base are equal because
+    // these are; -1 in other states.
+    int32_t find_like_rest(int32_t start, int32_t base) {
         int32_t rest = rest_of[start];
-        if (rest < 0 || plain_row[start] != plain_row[rest]) return false;
-        add_suffixes_after(start, rest);
+        if (rest < 0 || plain_row[start] != plain_row[rest]) return -1;
         left_out.clear();
         added.clear();
-        for (const Trie &trie : vocabulary.tries) exchange(trie, trie.root(), start, rest);
-        if (left_out.empty() && added.empty()) return true;
+        exchanged = {base, automaton.accepts[start], suffixes_number(rest)};
+        for (const Trie &trie : vocabulary.tries) exchange(trie, Trie::ROOT, 0, start, rest);
+        auto [number, is_new] = exchanged_lists.add(exchanged);
+        if (is_new) row_of_exchanged.push_back(-1);
+        add_crossing_suffixes(start, rest);
+        if (left_out.empty() && added.empty()) return number;
         Ints &tokens = crossing[start];
         std::sort(left_out.begin(), left_out.end());
         auto is_left_out = [&](int32_t token) { return std::binary_search(left_out.begin(), left_out.end(), token); };
         tokens.erase(std::remove_if(tokens.begin(), tokens.end(), is_left_out), tokens.end());
         tokens.insert(tokens.end(), added.begin(), added.end());
-        return true;
+        return number;
     }
 
-    // Below a node, exchange the tokens of state `from` that are not plain for those of `to`.
-    void exchange(const Trie &trie, int32_t parent, int32_t to, int32_t from) {
-        auto is_simple = [&](int32_t entry) { return entry >= 0 && entry < SPECIAL && automaton.pop[entry] < 0; };
-        auto unset = [&](int32_t at) { row.bits[trie.tokens[at] / 32] &= ~(1u << (trie.tokens[at] % 32)); };
-        for (int32_t at = trie.nodes[parent].first_child; at < trie.nodes[parent + 1].first_child; at++) {
-            int32_t c = automaton.class_of[trie.child_bytes[at]], entry = entry_of(to, c), other = entry_of(from, c), node = trie.child_nodes[at];
+    // Set those that were found.
+    void set_like_rest(int32_t start) {
+        set_suffixes(rest_of[start]);
+        for (size_t at = EXCHANGED; at < exchanged.size(); at++) {
+            int32_t token = exchanged[at] < 0 ? -1 - exchanged[at] : exchanged[at];
+            if (exchanged[at] >= 0) set(token);
+            else row.bits[(size_t)token / 32] &= ~(1u << (token % 32));
+        }
+    }
+
+    // Below a node, after `size` bytes, exchange the tokens of state `from` that are not plain for those of `to`.
+    void exchange(const Trie &trie, int32_t parent, int32_t size, int32_t to, int32_t from) {
+        auto is_simple = [&](int32_t entry) { return entry >= 0 && entry < SPECIAL && automaton.pop[(size_t)entry] < 0; };
+        auto unset = [&](int32_t at) { exchanged.push_back(-1 - trie.tokens[(size_t)at]); };
+        for (int32_t node = trie.nodes[(size_t)parent].first_child; node < trie.nodes[(size_t)parent + 1].first_child; node++) {
+            int32_t c = automaton.class_of[trie.bytes[(size_t)node]], entry = entry_of(to, c), other = entry_of(from, c);
             steps++;
-            if (entry == other || trie.nodes[node].reach <= 0) continue;
+            if (entry == other || trie.nodes[(size_t)node].reach <= 0) continue;
             if (is_simple(entry) && is_simple(other)) {
-                exchange(trie, node, entry, other);
+                exchange(trie, node, size + 1, entry, other);
                 continue;
             }
-            top_at[(size_t)trie.nodes[node].depth] = 0;
-            if (other >= 0) visit(trie, node, other, 0, false, unset, [&](int32_t token) { left_out.push_back(trie.tokens[token]); });
-            auto add = [&](int32_t token) { set(trie.tokens[token]); };
-            if (entry >= 0) visit(trie, node, entry, 0, false, add, [&](int32_t token) { added.push_back(trie.tokens[token]); });
+            top_at[(size_t)size] = 0;
+            if (other >= 0) visit(trie, node, size + 1, other, 0, false, unset, [&](int32_t token) { left_out.push_back(trie.tokens[(size_t)token]); });
+            auto add = [&](int32_t token) { exchanged.push_back(trie.tokens[(size_t)token]); };
+            if (entry >= 0) visit(trie, node, size + 1, entry, 0, false, add, [&](int32_t token) { added.push_back(trie.tokens[(size_t)token]); });
         }
     }
 
@@ -899,7 +1110,7 @@ private:
     bool is_equal(int32_t other, int32_t base) const {
         if (built_on[other] != base || (size_t)built_size[other] != row.touched.size()) return false;
         if (base_of[other] >= 0) { // dense
-            const uint32_t *dense_row = dense.data() + (size_t)base_of[other] * vocabulary.words;
+            const std::vector<uint32_t> &dense_row = dense[(size_t)base_of[other]];
             return std::all_of(row.touched.begin(), row.touched.end(), [&](int32_t word) { return dense_row[word] == row.bits[word]; });
         }
         for (size_t at = 0; at < row.touched.size(); at++) {
@@ -920,16 +1131,16 @@ private:
         built_size.push_back((int32_t)row.touched.size());
         change_start.push_back((int32_t)change_word.size());
         if (row.touched.size() * 4 > (size_t)vocabulary.words) { // a change takes two words
-            base_of.push_back((int32_t)(dense.size() / (size_t)vocabulary.words));
-            size_t at = dense.size();
-            dense.resize(at + (size_t)vocabulary.words, 0);
-            if (base != -1) memcpy(dense.data() + at, vocabulary.plain.data() + (size_t)(-2 - base) * vocabulary.words, (size_t)vocabulary.words * 4);
-            for (int32_t word : row.touched) dense[at + (size_t)word] = row.bits[word];
+            base_of.push_back((int32_t)dense.size());
+            const int32_t *plain = vocabulary.plain.data() + (size_t)(-2 - base) * (size_t)vocabulary.words;
+            if (base != -1) dense.emplace_back(plain, plain + vocabulary.words);
+            else dense.emplace_back((size_t)vocabulary.words, 0);
+            for (int32_t word : row.touched) dense.back()[(size_t)word] = row.bits[(size_t)word];
         } else {
             base_of.push_back(base);
             for (int32_t word : row.touched) change_word.push_back(word), change_value.push_back((int32_t)row.bits[word]);
         }
-        check_size(4 * (int64_t)(dense.size() + 2 * change_word.size() + automaton.next.size() / (narrow ? 2 : 1)));
+        check_size(4 * (int64_t)(dense.size() * (size_t)vocabulary.words + 2 * change_word.size() + automaton.next.size() / (narrow ? 2 : 1)));
         return (int32_t)base_of.size() - 1;
     }
 
@@ -956,17 +1167,18 @@ private:
         if (bytes > limits.bytes) exceeded("bytes", limits.bytes);
     }
 
-    Ints entries() const { // of IMAGE_NEXT
-        Ints packed(narrow ? (automaton.next.size() + 1) / 2 : automaton.next.size(), 0);
-        for (size_t at = 0; at < automaton.next.size(); at++) {
-            int32_t entry = automaton.next[at] < SPECIAL ? automaton.next[at] : -2 - (automaton.next[at] - SPECIAL);
-            if (narrow) packed[at / 2] |= (int32_t)((uint32_t)(uint16_t)entry << at % 2 * 16);
-            else packed[at] = entry;
+    void write_entries(int32_t *packed) const { // of IMAGE_NEXT
+        auto entry = [&](size_t at) { return automaton.next[at] < SPECIAL ? automaton.next[at] : -2 - (automaton.next[at] - SPECIAL); };
+        size_t size = automaton.next.size();
+        if (!narrow) {
+            for (size_t at = 0; at < size; at++) packed[at] = entry(at);
+            return;
         }
-        return packed;
+        for (size_t at = 0; at < size / 2; at++) packed[at] = (int32_t)((uint32_t)(uint16_t)entry(2 * at) | (uint32_t)entry(2 * at + 1) << 16);
+        if (size % 2) packed[size / 2] = (int32_t)(uint32_t)(uint16_t)entry(size - 1);
     }
 
-    std::vector<int32_t> assembled() {
+    Image assembled() {
         change_start.push_back((int32_t)change_word.size());
         Ints leave = automaton.pop, byte_of(automaton.classes, -2), moves, cross_start, cross;
         for (int32_t state = 0; state < automaton.states; state++)
@@ -987,44 +1199,49 @@ private:
             most = std::max(most, (int32_t)tokens.size());
         }
         cross_start.push_back((int32_t)cross.size());
-        std::vector<int32_t> image((IMAGE_HEADER + 3) / 4 * 4, 0);
-        image.reserve(image.size() + dense.size() + automaton.next.size() / (narrow ? 2 : 1) + 2 * change_word.size() + 4 * row_of.size() + moves.size() + cross.size());
-        image[IMAGE_NARROW] = narrow;
-        auto table = [&](int field, const auto &values) {
-            image[field] = (int32_t)image.size();
-            image.insert(image.end(), values.begin(), values.end());
-            check_size(4 * (int64_t)image.size());
+        std::array<int32_t, IMAGE_HEADER> header{};
+        int64_t size = (IMAGE_HEADER + 3) / 4 * 4;
+        auto place = [&](int field, size_t count) {
+            header[(size_t)field] = (int32_t)size;
+            check_size(4 * (size += (int64_t)count));
         };
-        table(IMAGE_DENSE, dense);
-        table(IMAGE_CLASS_OF, automaton.class_of);
-        table(IMAGE_BYTE_OF, byte_of);
-        table(IMAGE_NEXT, entries());
-        table(IMAGE_MOVES, moves);
-        table(IMAGE_LEAVE, leave);
-        table(IMAGE_RETURN, automaton.go);
-        table(IMAGE_ROW_OF, row_of);
-        table(IMAGE_BASE_OF, base_of);
-        table(IMAGE_STATUS_OF, status_of);
-        table(IMAGE_CHANGE_START, change_start);
-        table(IMAGE_CHANGE_WORD, change_word);
-        table(IMAGE_CHANGE_VALUE, change_value);
-        table(IMAGE_CROSS_START, cross_start);
-        table(IMAGE_CROSS, cross);
+        auto words = (size_t)vocabulary.words, next_size = narrow ? (automaton.next.size() + 1) / 2 : automaton.next.size();
+        place(IMAGE_DENSE, dense.size() * words);
+        place(IMAGE_CLASS_OF, automaton.class_of.size());
+        place(IMAGE_BYTE_OF, byte_of.size());
+        place(IMAGE_NEXT, next_size);
+        const std::pair<int, const Ints *> tables[] = {
+            {IMAGE_MOVES, &moves}, {IMAGE_LEAVE, &leave}, {IMAGE_RETURN, &automaton.go}, {IMAGE_ROW_OF, &row_of}, {IMAGE_BASE_OF, &base_of},
+            {IMAGE_STATUS_OF, &status_of}, {IMAGE_CHANGE_START, &change_start}, {IMAGE_CHANGE_WORD, &change_word},
+            {IMAGE_CHANGE_VALUE, &change_value}, {IMAGE_CROSS_START, &cross_start}, {IMAGE_CROSS, &cross},
+        };
+        for (auto &[field, values] : tables) place(field, values->size());
+        Image built((int32_t *)malloc((size_t)size * sizeof(int32_t)), free);
+        if (!built) throw std::bad_alloc();
+        int32_t *image = built.get();
+        std::copy(header.begin(), header.end(), image);
+        std::fill(image + IMAGE_HEADER, image + header[IMAGE_DENSE], 0);
+        for (size_t row = 0; row < dense.size(); row++) std::copy(dense[row].begin(), dense[row].end(), image + (size_t)header[IMAGE_DENSE] + row * words);
+        std::copy(automaton.class_of.begin(), automaton.class_of.end(), image + header[IMAGE_CLASS_OF]);
+        std::copy(byte_of.begin(), byte_of.end(), image + header[IMAGE_BYTE_OF]);
+        write_entries(image + header[IMAGE_NEXT]);
+        for (auto &[field, values] : tables) std::copy(values->begin(), values->end(), image + header[(size_t)field]);
+        image[IMAGE_NARROW] = narrow;
         image[IMAGE_FORMAT] = IMAGE_VERSION;
-        image[IMAGE_SIZE] = (int32_t)image.size();
+        image[IMAGE_SIZE] = (int32_t)size;
         image[IMAGE_STATES] = automaton.states;
         image[IMAGE_CLASSES] = automaton.classes;
         image[IMAGE_SYMBOLS] = automaton.symbols;
         image[IMAGE_FINISH_SETS] = automaton.finish_sets;
         image[IMAGE_START] = automaton.start;
-        std::copy(automaton.counters.begin(), automaton.counters.end(), image.begin() + IMAGE_START_COUNTERS);
+        std::copy(automaton.counters.begin(), automaton.counters.end(), image + IMAGE_START_COUNTERS);
         image[IMAGE_ROWS] = (int32_t)base_of.size();
         image[IMAGE_CROSSING] = most;
         image[IMAGE_DEPTH] = automaton.symbols ? (int32_t)limits.depth : 0;
         image[IMAGE_FREE] = image[IMAGE_LIMITED] = automaton.states;
         image[IMAGE_LIMIT] = INT32_MAX;
         image[IMAGE_PUSHES] = automaton.symbols ? most_pushes() : 0;
-        return image;
+        return built;
     }
 
     const Automaton &automaton;
@@ -1037,9 +1254,15 @@ private:
     Ints after_plain; // [states] the state after any plain character, or -1 if it is not one
     Ints rest_of; // [states] a state after some plain character that no plain character leaves, or -1
     std::array<std::unordered_map<int32_t, Suffixes>, 2> suffixes; // by class
-    std::unordered_map<int32_t, std::vector<uint8_t>> suffix_kinds; // by state
+    Interned suffix_lists, suffix_pairs, suffix_keys;
+    Ints suffix_number, suffix_numbers; // [states] in `suffix_pairs`, or -1; the key that is being looked up
+    Ints row_of_suffixes; // by key
+    std::vector<Ints> crossing_of_suffixes;
+    std::unordered_map<int32_t, std::vector<uint8_t>> suffix_kinds; // by number in `suffix_pairs`
+    std::unordered_map<int32_t, Ints> suffix_words; // by number in `suffix_pairs`
+    size_t suffix_words_size = 0; // of all of them
     std::vector<Step> steps_of; // [states]
-    int32_t quote = -1; // the byte class of the quote, where it is one of its own
+    const int32_t quote; // the byte class of the quote, or -1 where it is not one of its own
     Runs table; // of states, without the moves of quotes
     const std::vector<Runs::Run> &runs = table.runs;
     const Ints &run_start = table.start;
@@ -1058,23 +1281,29 @@ private:
     Interned below_bits; // words of `ordered` and their bits, by turns
     Ints packed; // the ones that are being added
     Ints below_crossed, *crossed = nullptr; // tokens whose legality depends on the stack; of the state or the part that is being walked
-    std::deque<Row> spares; // of the parts of the tree that are being walked
+    std::deque<SparseRow> spares; // of the parts of the tree that are being walked
     size_t level = 0; // of these
-    Row row, ordered; // being built; `ordered` has the bits of the tokens of a tree, in its order: those below a node are neighbours
+    std::unordered_map<uint64_t, Ints> part_words; // by number in `below_bits` and tree
+    size_t part_words_size = 0; // of all of them
+    Row row, part_row; // being built, and the tokens of one tree for it
+    SparseRow ordered; // the tokens of a tree, in its order: those below a node are neighbours
     struct Pushed { int32_t symbol, below, size; }; // a symbol, the one below it as in top_at, and the number with those below
     Ints top_at; // [bytes] where in `pushed` the top of the stack is after so many bytes; 0: it is empty
     std::vector<Pushed> pushed; // [bytes] by the byte that pushed it
     Ints base_of, status_of, built_on, built_size, change_start, change_word, change_value; // rows
-    std::vector<uint32_t> dense;
+    std::vector<std::vector<uint32_t>> dense;
     std::unordered_map<uint64_t, Ints> rows_by_hash;
-    Ints left_out, added; // crossing tokens of the state that is being exchanged
+    static constexpr size_t EXCHANGED = 3; // what is before the tokens
+    Ints left_out, added, exchanged; // crossing tokens of the state that is being exchanged; and tokens to set, or -1 - to unset, in order
+    Interned exchanged_lists;
+    Ints row_of_exchanged; // by number in `exchanged_lists`
     int64_t steps = 0;
     int32_t pushes = 0; // the most symbols that the tokens walked so far had on the stack at a time
 };
 
 } // namespace
 
-std::vector<int32_t> build_image(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits) {
+Image build_image(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits) {
     return Masks(automaton, vocabulary, limits).image();
 }
 

@@ -4,30 +4,30 @@
 
 #include "automaton.h"
 
+#include <memory>
+
 extern "C" {
 #include "image.h"
 }
 
 namespace stepgraph {
 
-// The tokens in sorted order as a tree of bytes in preorder, and the bytes of the children of each node. The tokens below a node whose text after it is plain are known: in a state from
-// which every plain text is legal they are set at once, and only nodes that have other tokens below them are visited.
+// The tokens in sorted order as a tree of bytes, level by level: the children of a node are neighbours. The tokens below a node whose text
+// after it is plain are known: in a state from which every plain text is legal they are set at once, and only nodes that have other tokens
+// below them are visited.
 struct Trie {
-    struct Node { // in one cache line: a walk reads most of it
-        int32_t depth, skip; // skip: the next node that is not below this one
-        int32_t first_child; // in child_bytes and child_nodes, up to the first one of the next node
-        int32_t first_token; // tokens that end here: up to the first one of the next node
-        int32_t height; // the most bytes that a token has after this node
+    static constexpr int32_t ROOT = 0, MOST_BYTES = (1 << 15) - 1;
+    struct Node { // two in a cache line: a walk reads most of it
+        uint64_t groups; // of the bytes after this node: see ByteGroups in masks.cpp
+        int32_t first_child; // in `nodes`, up to the first one of the next node
+        int32_t first_token, below_token, end_token; // the tokens that end here, and from `below_token` on those below
         int32_t reach; // the largest plain_from below or at the node
-        int32_t plain_characters, plain_height; // the most characters and bytes that a token below has after the node, if they are plain
-        uint8_t byte;
-        bool starts_plain; // whether a token below is plain from the byte after the node on, and not before
-        bool is_large; // whether there are many tokens below
+        uint16_t height; // the most bytes that a token has after this node, at most MOST_BYTES
+        uint16_t plain_height : 15, starts_plain : 1; // the same of tokens that are plain after the node; whether one is, and not before
     };
-    std::vector<Node> nodes; // one behind the last, whose children are the nodes at the top, and one behind it
-    std::vector<uint8_t> child_bytes;
-    Ints child_nodes;
-    int32_t root() const { return (int32_t)nodes.size() - 2; }
+    static_assert(sizeof(Node) == 32);
+    std::vector<Node> nodes; // and one behind the last
+    std::vector<uint8_t> bytes; // [nodes] the last byte of each
     Ints tokens;
     Ints plain_from; // [tokens] the text of a token is plain from this byte on
     std::vector<std::vector<uint32_t>> plain_after; // [bytes] one bit per token, in their order here, that is plain from that byte on
@@ -56,6 +56,8 @@ struct PlainText {
     int plain_until(const uint8_t *text, int size) const; // the first byte that does not begin a plain character, or `size`
 };
 
-std::vector<int32_t> build_image(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits);
+using Image = std::unique_ptr<int32_t, void (*)(void *)>; // allocated by malloc
+
+Image build_image(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits);
 
 } // namespace stepgraph

@@ -77,91 +77,189 @@ struct Edges { // from, label, to
     void add(int32_t source, int32_t name, int32_t target) { from.push_back(source), label.push_back(name), to.push_back(target); }
 };
 
-// One byte class for all bytes with equal columns.
+// One byte class for all bytes with equal columns: found by hashes of the columns, which are sums over spans, and compared.
 void merge_classes(Automaton &automaton) {
-    size_t states = (size_t)automaton.states, classes = (size_t)automaton.classes;
-    std::vector<uint64_t> hashes(classes, 0);
-    for (size_t state = 0; state < states; state++)
-        for (size_t at = 0; at < classes; at++)
-            hashes[at] = (hashes[at] ^ (uint32_t)automaton.next[state * classes + at]) * 0x9e3779b97f4a7c15ull ^ hashes[at] >> 29;
-    auto equal = [&](size_t left, size_t right) {
-        for (size_t state = 0; state < states; state++)
-            if (automaton.next[state * classes + left] != automaton.next[state * classes + right]) return false;
-        return true;
-    };
-    std::multimap<uint64_t, int32_t> seen;
-    Ints kept, renamed(classes);
-    for (size_t at = 0; at < classes; at++) {
-        auto [same, end] = seen.equal_range(hashes[at]);
-        while (same != end && !equal((size_t)kept[same->second], at)) ++same;
-        if (same != end) {
-            renamed[at] = same->second;
-            continue;
+    auto classes = (size_t)automaton.classes;
+    std::vector<uint64_t> hashes(classes + 1, 0); // first the differences of neighbouring columns
+    for (int32_t state = 0; state < automaton.states; state++)
+        for (const Span &span : automaton.spans_of(state)) {
+            uint64_t hash = mixed((uint64_t)state << 32 | (uint32_t)span.entry);
+            hashes[(size_t)span.low] += hash;
+            hashes[(size_t)span.end] -= hash;
         }
-        renamed[at] = (int32_t)kept.size();
-        seen.emplace(hashes[at], renamed[at]);
-        kept.push_back((int32_t)at);
+    std::partial_sum(hashes.begin(), hashes.end(), hashes.begin());
+    Ints same(classes), others; // the first class with the hash, and the classes that are not the first
+    std::unordered_map<uint64_t, int32_t> first;
+    for (size_t at = 0; at < classes; at++) {
+        same[at] = first.emplace(hashes[at], (int32_t)at).first->second;
+        if (same[at] != (int32_t)at) others.push_back((int32_t)at);
     }
-    if (kept.size() == classes) return;
-    Ints next(states * kept.size());
-    for (size_t state = 0; state < states; state++)
-        for (size_t at = 0; at < kept.size(); at++) next[state * kept.size() + at] = automaton.next[state * classes + (size_t)kept[at]];
-    automaton.next.swap(next);
-    automaton.classes = (int32_t)kept.size();
+    if (others.empty()) return;
+    Ints row(classes);
+    for (int32_t state = 0; state < automaton.states; state++) {
+        std::fill(row.begin(), row.end(), DEAD);
+        for (const Span &span : automaton.spans_of(state)) std::fill(row.begin() + span.low, row.begin() + span.end, span.entry);
+        for (int32_t at : others)
+            if (row[(size_t)at] != row[(size_t)same[(size_t)at]]) same[(size_t)at] = at;
+    }
+    Ints kept_before(classes + 1, 0), renamed(classes); // kept_before: classes that remain
+    for (size_t at = 0; at < classes; at++) {
+        bool is_kept = same[at] == (int32_t)at;
+        renamed[at] = is_kept ? kept_before[at] : renamed[(size_t)same[at]];
+        kept_before[at + 1] = kept_before[at] + is_kept;
+    }
+    std::vector<Span> spans;
+    Ints starts;
+    spans.swap(automaton.spans);
+    starts.swap(automaton.span_start);
+    automaton.spans.reserve(spans.size());
+    automaton.span_start.reserve(starts.size());
+    automaton.span_start.push_back(0);
+    for (int32_t state = 0; state < automaton.states; state++) {
+        for (int32_t at = starts[(size_t)state]; at < starts[(size_t)state + 1]; at++) {
+            int32_t low = kept_before[(size_t)spans[(size_t)at].low], end = kept_before[(size_t)spans[(size_t)at].end];
+            if (low < end) automaton.add_span({low, end, spans[(size_t)at].entry});
+        }
+        automaton.end_state();
+    }
+    automaton.classes = kept_before.back();
     for (uint8_t &value : automaton.class_of) value = (uint8_t)renamed[value];
 }
 
-Edges edges_of(const Automaton &automaton) {
-    Edges edges;
-    std::map<Ints, int32_t> labels; // beyond those of plain moves, which are the byte classes
-    auto label = [&](Ints key) { return labels.emplace(std::move(key), automaton.classes + (int32_t)labels.size()).first->second; };
-    for (int32_t state = 0; state < automaton.states; state++)
-        for (int32_t at = 0; at < automaton.classes; at++) {
-            int32_t entry = automaton.next[(size_t)state * automaton.classes + at];
-            if (entry == DEAD) continue;
-            if (entry < SPECIAL) {
-                edges.add(state, at, entry);
-                continue;
+// Kinds of states and symbols (numbered from `states` on): equivalent ones have the same kind. A kind is a hash of the texts of some bytes
+// that can be read. Those that are alone in their kind are equivalent to no other.
+class Kinds {
+public:
+    explicit Kinds(const Automaton &automaton)
+        : automaton(automaton), factors(1, 0), hashes((size_t)(automaton.states + automaton.symbols), 1), next(hashes.size()), open(hashes.size()) {
+        for (int32_t at = 0; at < automaton.classes; at++) factors.push_back(factors.back() + mixed((uint64_t)at + 1));
+        for (const Move &move : automaton.moves) {
+            uint64_t hash = mixed((uint64_t)move.counter << 2 | (uint64_t)(move.push >= 0) << 1 | (move.last_target >= 0));
+            for (const auto *sets : {&move.sets, &move.last_sets})
+                for (int32_t value : *sets) hash = mixed(hash + (uint32_t)value);
+            move_hashes.push_back(hash);
+        }
+        std::iota(open.begin(), open.end(), 0);
+        for (size_t before = 2 * open.size(); open.size() * 10 < before * 9;) {
+            before = open.size();
+            for (int round = 0; round < ROUNDS; round++) {
+                for (int32_t node : open) next[(size_t)node] = hash_of(node);
+                for (int32_t node : open) hashes[(size_t)node] = next[(size_t)node];
             }
-            const Move &move = automaton.moves[entry - SPECIAL];
-            Ints key{0, at, move.counter, move.push >= 0, move.last_target >= 0};
-            key.insert(key.end(), move.sets.begin(), move.sets.end());
-            key.insert(key.end(), move.last_sets.begin(), move.last_sets.end());
-            edges.add(state, label(key), move.target);
-            if (move.push >= 0) edges.add(state, label({1, at}), automaton.states + move.push);
-            if (move.last_target >= 0) edges.add(state, label({2, at}), move.last_target);
+            leave_out_lone();
         }
-    for (int32_t finish = 0; finish < automaton.finish_sets; finish++)
-        for (int32_t symbol = 0; symbol < automaton.symbols; symbol++) {
-            int32_t to = automaton.go[(size_t)finish * automaton.symbols + symbol];
-            if (to >= 0) edges.add(automaton.states + symbol, label({3, finish}), to);
+    }
+
+    // [nodes] the kind; `kinds` is set to their number.
+    Ints numbered(int32_t &kinds) const {
+        Ints kind_of(hashes.size(), -1);
+        std::unordered_map<uint64_t, int32_t> numbers;
+        for (int32_t node : open) kind_of[(size_t)node] = numbers.emplace(hashes[(size_t)node], (int32_t)numbers.size()).first->second;
+        kinds = (int32_t)numbers.size();
+        for (int32_t &kind : kind_of)
+            if (kind < 0) kind = kinds++;
+        return kind_of;
+    }
+
+    // Those that are not alone in their kind, in order.
+    const Ints &several() const { return open; }
+
+private:
+    static constexpr int ROUNDS = 3;
+
+    uint64_t hash_after(int32_t state) const { return state < 0 ? 3 : hashes[(size_t)state]; }
+
+    uint64_t hash_after_entry(int32_t entry) const {
+        if (entry < SPECIAL) return hash_after(entry);
+        const Move &move = automaton.moves[(size_t)(entry - SPECIAL)];
+        uint64_t pushed = move.push < 0 ? 0 : mixed(hashes[(size_t)(automaton.states + move.push)] + 1);
+        return mixed(move_hashes[(size_t)(entry - SPECIAL)] + hash_after(move.target)) + pushed + mixed(hash_after(move.last_target) + 2);
+    }
+
+    uint64_t hash_of(int32_t node) const {
+        if (int32_t symbol = node - automaton.states; symbol >= 0) {
+            uint64_t sum = 1;
+            for (int32_t finish = 0; finish < automaton.finish_sets; finish++)
+                sum += mixed(hash_after(automaton.go[(size_t)finish * (size_t)automaton.symbols + (size_t)symbol]) + (uint64_t)finish);
+            return mixed(sum);
         }
-    edges.labels = automaton.classes + (int32_t)labels.size();
+        uint64_t sum = (uint64_t)automaton.accepts[(size_t)node] << 32 | (uint32_t)automaton.pop[(size_t)node];
+        for (const Span &span : automaton.spans_of(node)) sum += hash_after_entry(span.entry) * (factors[(size_t)span.end] - factors[(size_t)span.low]);
+        return mixed(sum);
+    }
+
+    void leave_out_lone() {
+        struct Slot { uint64_t hash = 0; int32_t count = 0; };
+        size_t size = 16;
+        while (size < open.size() * 2) size *= 2;
+        std::vector<Slot> slots(size);
+        auto slot_of = [&](int32_t node) -> Slot & {
+            size_t at = (size_t)hashes[(size_t)node] & (size - 1);
+            while (slots[at].count && slots[at].hash != hashes[(size_t)node]) at = (at + 1) & (size - 1);
+            return slots[at];
+        };
+        for (int32_t node : open) {
+            Slot &slot = slot_of(node);
+            slot.hash = hashes[(size_t)node];
+            slot.count++;
+        }
+        open.erase(std::remove_if(open.begin(), open.end(), [&](int32_t node) { return slot_of(node).count == 1; }), open.end());
+    }
+
+    const Automaton &automaton;
+    std::vector<uint64_t> factors; // [classes + 1] sums of those of the classes before
+    std::vector<uint64_t> move_hashes, hashes, next; // of moves; of nodes, and the next ones
+    Ints open; // nodes that are not alone
+};
+
+// The edges of these states and symbols.
+Edges edges_of(const Automaton &automaton, const Ints &nodes) {
+    Edges edges;
+    Interned labels; // beyond those of plain moves, which are the byte classes
+    auto label = [&](const Ints &key) { return automaton.classes + labels.add(key).number; };
+    for (int32_t state : nodes) {
+        if (int32_t symbol = state - automaton.states; symbol >= 0) {
+            for (int32_t finish = 0; finish < automaton.finish_sets; finish++) {
+                int32_t to = automaton.go[(size_t)finish * (size_t)automaton.symbols + (size_t)symbol];
+                if (to >= 0) edges.add(state, label({3, finish}), to);
+            }
+            continue;
+        }
+        for (const Span &span : automaton.spans_of(state))
+            for (int32_t at = span.low; at < span.end; at++) {
+                if (span.entry < SPECIAL) {
+                    edges.add(state, at, span.entry);
+                    continue;
+                }
+                const Move &move = automaton.moves[(size_t)(span.entry - SPECIAL)];
+                Ints key{0, at, move.counter, move.push >= 0, move.last_target >= 0};
+                key.insert(key.end(), move.sets.begin(), move.sets.end());
+                key.insert(key.end(), move.last_sets.begin(), move.last_sets.end());
+                edges.add(state, label(key), move.target);
+                if (move.push >= 0) edges.add(state, label({1, at}), automaton.states + move.push);
+                if (move.last_target >= 0) edges.add(state, label({2, at}), move.last_target);
+            }
+    }
+    edges.labels = automaton.classes + labels.size();
     return edges;
 }
 
 // Blocks of equivalent states and symbols (numbered from `states` on).
-Partition equivalent(const Automaton &automaton, const Edges &edges) {
-    int32_t nodes = automaton.states + automaton.symbols, count = (int32_t)edges.from.size();
+Partition equivalent(const Automaton &automaton) {
+    Kinds found(automaton);
+    Edges edges = edges_of(automaton, found.several());
+    int32_t nodes = automaton.states + automaton.symbols, count = (int32_t)edges.from.size(), kinds = 0;
     Ints start((size_t)nodes + 1, 0), from((size_t)count), label((size_t)count); // edges by where they lead, so that those into a node are neighbours
     for (int32_t to : edges.to) start[(size_t)to + 1]++;
     std::partial_sum(start.begin(), start.end(), start.begin());
     Ints fill(start.begin(), start.end() - 1);
-    std::vector<uint64_t> labels((size_t)nodes, 0); // equivalent nodes have edges with the same labels
     for (size_t edge = 0; edge < (size_t)count; edge++) {
         auto at = (size_t)fill[(size_t)edges.to[edge]]++;
         from[at] = edges.from[edge];
         label[at] = edges.label[edge];
-        labels[(size_t)from[at]] += mixed((uint64_t)label[at] + 1);
     }
-    std::map<std::tuple<int32_t, int32_t, uint64_t>, int32_t> kinds;
-    Ints kind_of;
-    for (int32_t node = 0; node < nodes; node++) {
-        bool is_state = node < automaton.states;
-        std::tuple kind(is_state ? automaton.accepts[(size_t)node] : -1, is_state ? automaton.pop[(size_t)node] : -1, labels[(size_t)node]);
-        kind_of.push_back(kinds.emplace(kind, (int32_t)kinds.size()).first->second);
-    }
-    Partition blocks(kind_of, (int32_t)kinds.size()), cords(label, edges.labels);
+    Ints kind_of = found.numbered(kinds);
+    Partition blocks(kind_of, kinds), cords(label, edges.labels);
     size_t block = 1; // all edges with a label that do not lead to other blocks lead to the first
     for (size_t cord = 0; cord < cords.sets.size(); cord++) {
         for (int32_t at = cords.sets[cord].first; at < cords.sets[cord].past; at++) blocks.mark(from[(size_t)cords.elements[(size_t)at]]);
@@ -181,8 +279,7 @@ Partition equivalent(const Automaton &automaton, const Edges &edges) {
 
 Automaton minimise(Automaton automaton) {
     merge_classes(automaton);
-    Partition blocks = equivalent(automaton, edges_of(automaton));
-    int32_t classes = automaton.classes;
+    Partition blocks = equivalent(automaton);
     Ints number(blocks.sets.size(), -1), kept;
     auto keep = [&](int32_t state) {
         if (state < 0) return;
@@ -191,13 +288,12 @@ Automaton minimise(Automaton automaton) {
     };
     keep(automaton.start); // breadth first: states that follow each other are close in memory
     for (size_t at = 0; at < kept.size(); at++) {
-        for (int32_t c = 0; c < classes; c++) {
-            int32_t entry = automaton.next[(size_t)kept[at] * classes + c];
-            if (entry >= SPECIAL) {
-                keep(automaton.moves[entry - SPECIAL].target);
-                keep(automaton.moves[entry - SPECIAL].last_target);
+        for (const Span &span : automaton.spans_of(kept[at])) {
+            if (span.entry >= SPECIAL) {
+                keep(automaton.moves[(size_t)(span.entry - SPECIAL)].target);
+                keep(automaton.moves[(size_t)(span.entry - SPECIAL)].last_target);
             } else {
-                keep(entry);
+                keep(span.entry);
             }
         }
         if (at + 1 == kept.size())
@@ -211,36 +307,43 @@ Automaton minimise(Automaton automaton) {
     auto renamed = [&](int32_t state) { return state < 0 ? DEAD : number[blocks.element[state].set]; };
     Automaton smaller;
     smaller.states = (int32_t)kept.size();
-    smaller.classes = classes;
+    smaller.classes = automaton.classes;
     smaller.symbols = (int32_t)symbols.size();
     smaller.finish_sets = automaton.finish_sets;
     smaller.counters = automaton.counters;
     smaller.class_of = automaton.class_of;
-    std::map<Ints, int32_t> moves;
+    Interned moves;
+    Ints renamed_moves(automaton.moves.size(), DEAD); // as entries
+    auto renamed_move = [&](int32_t entry) {
+        int32_t &known = renamed_moves[(size_t)(entry - SPECIAL)];
+        if (known != DEAD) return known;
+        Move move = automaton.moves[(size_t)(entry - SPECIAL)];
+        move.target = renamed(move.target);
+        move.last_target = renamed(move.last_target);
+        if (move.push >= 0) move.push = symbol_number[(size_t)blocks.element[(size_t)(automaton.states + move.push)].set];
+        Ints key{move.target, move.push, move.counter, move.last_target};
+        key.insert(key.end(), move.sets.begin(), move.sets.end());
+        key.insert(key.end(), move.last_sets.begin(), move.last_sets.end());
+        auto [number, is_new] = moves.add(key);
+        if (is_new) smaller.moves.push_back(move);
+        return known = SPECIAL + number;
+    };
     for (int32_t state : kept) {
-        smaller.pop.push_back(automaton.pop[state]);
-        smaller.accepts.push_back(automaton.accepts[state]);
-        for (int32_t c = 0; c < classes; c++) {
-            int32_t entry = automaton.next[(size_t)state * classes + c];
-            if (entry >= SPECIAL) {
-                Move move = automaton.moves[entry - SPECIAL];
-                move.target = renamed(move.target);
-                move.last_target = renamed(move.last_target);
-                if (move.push >= 0) move.push = symbol_number[blocks.element[automaton.states + move.push].set];
-                Ints key{move.target, move.push, move.counter, move.last_target};
-                key.insert(key.end(), move.sets.begin(), move.sets.end());
-                key.insert(key.end(), move.last_sets.begin(), move.last_sets.end());
-                auto [at, is_new] = moves.emplace(std::move(key), (int32_t)smaller.moves.size());
-                if (is_new) smaller.moves.push_back(move);
-                smaller.next.push_back(SPECIAL + at->second);
-            } else {
-                smaller.next.push_back(renamed(entry));
-            }
-        }
+        smaller.pop.push_back(automaton.pop[(size_t)state]);
+        smaller.accepts.push_back(automaton.accepts[(size_t)state]);
+        for (const Span &span : automaton.spans_of(state))
+            smaller.add_span({span.low, span.end, span.entry >= SPECIAL ? renamed_move(span.entry) : renamed(span.entry)});
+        smaller.end_state();
     }
     for (int32_t finish = 0; finish < smaller.finish_sets; finish++)
         for (int32_t symbol : symbols) smaller.go.push_back(renamed(automaton.go[(size_t)finish * automaton.symbols + symbol]));
     merge_classes(smaller);
+    smaller.next.assign((size_t)smaller.states * (size_t)smaller.classes, DEAD);
+    for (int32_t state = 0; state < smaller.states; state++)
+        for (const Span &span : smaller.spans_of(state)) {
+            auto row = smaller.next.begin() + (int64_t)state * smaller.classes;
+            std::fill(row + span.low, row + span.end, span.entry);
+        }
     return smaller;
 }
 

@@ -493,11 +493,11 @@ private:
         case BYTES:
             for (int index = at.size; index-- > 0;) to = byte_before(at.data[index] & 255, to);
             return to;
-        case CLASS: return characters(state_before(continuation), class_ranges(at.data, at.size), continuation);
+        case CLASS: return characters(state_before(continuation), shape_of_class(number, at), continuation);
         case CLASS_STAR:
             to = state_before(continuation);
             follow(to, continuation);
-            return characters(to, class_ranges(at.data, at.size), to);
+            return characters(to, shape_of_class(number, at), to);
         case SEQUENCE:
             for (int index = at.size; index-- > 0;) to = expression(at.data[index], to, false);
             return to;
@@ -574,8 +574,13 @@ private:
         return shape;
     }
 
-    int32_t characters(int32_t start, const std::vector<Range> &ranges, int32_t continuation) { // returns `start`
-        const Shape &shape = shape_of(ranges);
+    const Shape &shape_of_class(int32_t number, const View &at) {
+        const Shape *&known = class_shapes[number];
+        if (!known) known = &shape_of(class_ranges(at.data, at.size));
+        return *known;
+    }
+
+    int32_t characters(int32_t start, const Shape &shape, int32_t continuation) { // returns `start`
         Ints numbers{start, continuation};
         while ((int32_t)numbers.size() < shape.states) numbers.push_back(state_before(continuation));
         for (const Shape::Part &part : shape.parts) edge(numbers[part.from], part.low, part.high, numbers[part.to]);
@@ -663,8 +668,8 @@ private:
         int32_t high = integer();
         take("}");
         if (low < 0 || !rest.empty() || (high >= 0 && high < low)) throw fail();
-        ranges = merged(ranges);
-        auto body = [&](int32_t to) { return characters(state_before(to), ranges, to); };
+        const Shape &shape = shape_of(merged(ranges));
+        auto body = [&](int32_t to) { return characters(state_before(to), shape, to); };
         return repeat(body, 1, number, low, high, continuation);
     }
 
@@ -763,6 +768,7 @@ private:
     Interned shared; // reads of a byte, and choices, by what they lead to
     Ints shared_states;
     std::map<std::vector<Range>, Shape> shapes;
+    std::unordered_map<int32_t, const Shape *> class_shapes; // by expression
     std::set<int32_t> called; // expressions with an automaton of their own
     std::map<int32_t, int32_t> automaton_of;
     std::map<int32_t, std::set<int32_t>> left_linear; // by rule

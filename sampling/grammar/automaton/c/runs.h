@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "automaton.h"
 #include "interned.h"
 
 namespace stepgraph {
@@ -14,14 +15,19 @@ struct Runs {
     std::vector<Run> runs;
     std::vector<int32_t> start = {0}; // [rows + 1]
 
-    void add_row(const int32_t *entries, int32_t columns, int32_t left_out = -1) {
-        while ((int32_t)factors.size() < columns) factors.push_back(mixed(factors.size() + 1));
-        for (int32_t column = 0; column < columns; column++) {
-            if (column == left_out) continue;
-            if ((int32_t)runs.size() == start.back() || entries[column] != runs.back().entry) runs.push_back({entries[column], column, 0});
-            runs.back().end = column + 1;
-            runs.back().factor += factors[(size_t)column]; // the terms of the hash do not wait for each other
+    // The column `left_out` is in no run; -1: there is none.
+    Runs(int32_t columns, int32_t left_out) : columns(columns), left_out(left_out), factors(1, 0) {
+        for (int32_t column = 0; column < columns; column++) factors.push_back(factors.back() + (column == left_out ? 0 : mixed((uint64_t)column + 1)));
+    }
+
+    void add_row(Automaton::Spans spans) {
+        int32_t at = 0;
+        for (const Span &span : spans) {
+            add(at, span.low, DEAD);
+            add(span.low, span.end, span.entry);
+            at = span.end;
         }
+        add(at, columns, DEAD);
         start.push_back((int32_t)runs.size());
     }
 
@@ -43,7 +49,17 @@ struct Runs {
     }
 
 private:
-    std::vector<uint64_t> factors; // [columns]
+    void add(int32_t low, int32_t end, int32_t entry) {
+        low += low == left_out;
+        end -= end - 1 == left_out;
+        if (low >= end) return;
+        if ((int32_t)runs.size() == start.back() || entry != runs.back().entry) runs.push_back({entry, end, 0});
+        runs.back().end = end;
+        runs.back().factor += factors[(size_t)end] - factors[(size_t)low];
+    }
+
+    int32_t columns, left_out;
+    std::vector<uint64_t> factors; // [columns + 1] sums of those of the columns before
 };
 
 } // namespace stepgraph

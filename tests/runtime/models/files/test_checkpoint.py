@@ -162,6 +162,9 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
 PHI = {"architectures": ["Phi3ForCausalLM"], "rope_parameters": None}
 MOE = {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 16}
 SHORT = {"original_max_position_embeddings": 64}
+LATENT = {"architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8}
+LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 4}
+LATENT |= {"topk_group": 2, "num_experts_per_tok": 4}
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown architecture": ({"architectures": ["GPT2LMHeadModel"]}, r"architectures: got \['GPT2LMHeadModel'\], expected one of Llama"),
     "no architecture": ({"architectures": None}, "architectures: got None"),
@@ -203,6 +206,14 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         {**MOE, "num_experts": 2, "num_experts_per_tok": 1, "mlp_only_layers": "all"},
         "mlp_only_layers: got 'all', expected",
     ),
+    "scores by softmax": ({**LATENT, "scoring_func": "softmax"}, "scoring_func: got 'softmax', expected 'sigmoid'"),
+    "biases of latent attention": ({**LATENT, "attention_bias": True}, "attention_bias: got True, expected False"),
+    "other key heads": ({**LATENT, "num_key_value_heads": 2}, "num_key_value_heads: got 2, expected 4"),
+    "an odd rotated part": ({**LATENT, "qk_rope_head_dim": 7}, "qk_rope_head_dim: got 7, expected an even number"),
+    "larger values than keys": ({**LATENT, "v_head_dim": 17}, "v_head_dim: got 17, expected a whole number from 1 to 16"),
+    "groups of one expert": ({**LATENT, "n_group": 8}, "n_group: got 8, expected a divisor of n_routed_experts=8, with two experts"),
+    "more experts than in the groups": ({**LATENT, "num_experts_per_tok": 5}, "num_experts_per_tok: got 5, .* from 1 to 4"),
+    "a missing tensor of latent attention": (LATENT, "kv_b_proj.weight is missing"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
     "biases": ({"mlp_bias": True}, "mlp_bias: got True, which is not supported"),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.bits: got None, expected 4"),
@@ -273,9 +284,10 @@ HOSTILE: tuple[Any, ...] = (
 FIELDS = "sliding_window layer_types head_dim rope_scaling rope_theta use_sliding_window max_window_layers mlp_bias dtype torch_dtype"
 
 
-def test_random_config_values_raise_value_errors_only() -> None:
+@pytest.mark.parametrize("family", [FAMILY, "deepseek-v3"])
+def test_random_config_values_raise_value_errors_only(family: str) -> None:
     """Only ValueErrors, with messages of limited length."""
-    fields = json.loads((folder_of(FAMILY) / "config.json").read_text(encoding="utf-8"))
+    fields = json.loads((folder_of(family) / "config.json").read_text(encoding="utf-8"))
     inner = fields["rope_parameters"]
     changes = [{field: value} for field in (*fields, *FIELDS.split(), "quantization_config") for value in HOSTILE]
     changes += [{"rope_parameters": {**inner, field: value}} for field in (*inner, "type", "high_freq_factor") for value in HOSTILE]

@@ -232,6 +232,7 @@ SPOILED: dict[str, tuple[Drafter, Callable[[Path], object], str]] = {
         tensors(lambda held: held.pop("model.layers.5.shared_head.norm.weight")),
         r"model.layers.5.shared_head.norm.weight is missing, expected it with shape \(64,\)",
     ),
+    "an empty config": (MANY, lambda folder: (folder / "config.json").write_text("{}"), "config.architectures: got None, expected one of"),
     "another size": (MANY, config(hidden_size=128), "hidden_size: got 128, expected the target's 64"),
     "a shared head of its own": (
         MANY,

@@ -69,6 +69,7 @@ def test_a_load_takes_at_most_a_fifth_more_than_the_weights(saved: Callable[[str
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@pytest.mark.soak
 def test_a_load_by_transformers_takes_at_most_a_fifth_more_than_the_weights(saved: Callable[[str], Path]) -> None:
     assert 0.9 < measured(saved("safetensors"), "dequantised", implementation="transformers") <= 1.2
 

@@ -35,9 +35,8 @@ def words_of(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tenso
 
 
 def fp8(weight: Tensor, rows: int, columns: int, name: str = "weight_scale") -> Written:
-    """One scale for each block of this size."""
-    blocks = weight.unfold(0, rows, rows).unfold(1, columns, columns)
-    scales = blocks.abs().amax((2, 3)) / 448
+    """One scale for each block of this size; the last blocks may have fewer rows."""
+    scales = torch.stack([torch.stack([block.abs().max() for block in each.split(columns, 1)]) for each in weight.split(rows)]) / 448
     numbers = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
     dense = torch.empty_like(weight)
     for row in range(len(scales)):
@@ -177,6 +176,9 @@ def test_parts_have_the_weights_of_the_whole_and_other_numbers_are_not_read(
 EXPERTS: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "mlp_only_layers": [1]},
+    "DeepseekV3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "n_group": 2, "topk_group": 1}
+    | {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "num_key_value_heads": 4}
+    | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "head_dim": 16},
 }
 
 
@@ -212,6 +214,33 @@ def test_an_engine_runs_a_quantised_folder(tmp_path: Path, kind: str | None) -> 
         with Engine.from_pretrained(tmp_path, "ngram", config=config, weights=weights) as engine:
             texts.append(engine.generate([5, 6, 7], max_new_tokens=20).tokens)
     assert texts[0] == texts[1] and len(texts[0]) > 1
+
+
+@needs_c
+def test_a_folder_as_deepseek_publishes_it_runs_with_its_own_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """FP8 in blocks, that of the MTP module too, which is stored as the layer after the last; its tensors that the target has as copies."""
+    fields = BASE | SIZES | EXPERTS["DeepseekV3"] | {"num_hidden_layers": 3}
+    write(tmp_path, "FP8 as DeepSeek", random_model("DeepseekV3", fields, seed=2))
+    tensors, made = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(1)
+    own = {f"{name}.weight": 1 + 0.3 * torch.randn(128, generator=made) for name in ("enorm", "hnorm", "shared_head.norm")}
+    own["eh_proj.weight"] = torch.randn(128, 256, generator=made) / 16
+    own["embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    own["shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors | {f"model.layers.2.{name}": tensor for name, tensor in own.items()}, tmp_path / "model.safetensors")
+    path = tmp_path / "config.json"
+    stated = json.loads(path.read_text(encoding="utf-8")) | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    path.write_text(json.dumps(stated), encoding="utf-8")
+    config, texts = EngineConfig(max_rows=2, num_speculative_tokens=2, max_length=64), []
+    for draft, weights in (("none", "dequantised"), ("none", "quantised"), ("auto", "quantised")):
+        with Engine.from_pretrained(tmp_path, draft, config=config, weights=weights, implementation="native") as engine:
+            assert ("draft: MTP" in " ".join(engine.capture().notes)) == (draft == "auto")
+            texts.append(engine.generate([5, 6, 7], max_new_tokens=20).tokens)
+    assert texts[0] == texts[1] == texts[2] and len(texts[0]) > 1
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [(way["implementation"], way["weights"]) for way in document["runs"]] == [("native", "dequantised"), ("native", "quantised")]
+    assert document["drafters"][0] == "mtp (MTP, up to 8 drafts)"
+    assert "quantization_config" in document["refused"]["transformers, dequantised"]
 
 
 @needs_c

@@ -9,41 +9,30 @@ import pytest
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
-from stepgraph.sampling.grammar.schema.formats import FORMATS, NARROWED
+from stepgraph.sampling.grammar.schema import patterns
+from stepgraph.sampling.grammar.schema.automata import is_empty
+from stepgraph.sampling.grammar.schema.formats import AT_MOST, FORMATS, NARROWED
+from stepgraph.sampling.grammar.schema.language import both, complement
 from tests.helpers.c_library import EACH_BACKEND
-from tests.helpers.format_texts import LENIENT, NARROWED_TEXTS, STRICT, VALID, accepts, texts
+from tests.helpers.format_texts import FORMAT_TEXTS, VALID, accepts, compared, python_regex, texts
 from tests.helpers.schema_cases import BYTES, DATA
 
 SLOW = ("iri", "iri-reference")  # their validator takes 10 ms for a text
 
 
-def compared(name: str, count: int, seed: int) -> tuple[int, int]:
-    """Compare; the numbers of accepted and of rejected texts."""
-    accepted = rejected = 0
-    narrowed, lenient = NARROWED_TEXTS.get(name, lambda text: False), LENIENT.get(name, lambda text: True)
-    strict = STRICT.get(name, lambda text: False)
-    for text in texts(name, count, seed):
-        found, valid = accepts(name, text), VALID[name](text)
-        assert valid or not found, f"{name}: accepts {text[:200]!r}"
-        assert found or not valid or narrowed(text), f"{name}: rejects {text[:200]!r}"
-        assert lenient(text) if found else not strict(text), f"{name}: {'accepts' if found else 'rejects'} {text[:200]!r}"
-        accepted, rejected = accepted + found, rejected + (not found)
-    return accepted, rejected
-
-
 @pytest.mark.filterwarnings("ignore:Possible:FutureWarning")  # of the validator for regular expressions
 @pytest.mark.parametrize("name", FORMATS)
 def test_format_agrees_with_a_validator(name: str) -> None:
-    accepted, rejected = compared(name, 200 if name in SLOW else 1000, 1)
-    assert accepted >= 20 and rejected >= 5
+    found = compared(name, 200 if name in SLOW else 1000, 1)
+    assert found["accepted"] >= 20 and found["rejected"] >= 5
 
 
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:Possible:FutureWarning")
 @pytest.mark.parametrize("name", FORMATS)
 def test_format_agrees_with_a_validator_long(name: str) -> None:
-    accepted, rejected = compared(name, 10_000, 2)
-    assert accepted > 4000 and rejected > 500
+    found = compared(name, FORMAT_TEXTS, 2)
+    assert found["accepted"] > 4000 and found["rejected"] > 500
 
 
 def test_suite_of_the_standard() -> None:
@@ -58,6 +47,14 @@ def test_suite_of_the_standard() -> None:
         "time": 4, "date-time": 1, "hostname": 15, "idn-email": 2, "regex": 6,
     }  # fmt: skip
     assert rejected.keys() == FORMATS.keys() and {name for name in rejected if rejected[name]} <= NARROWED.keys()
+
+
+@pytest.mark.parametrize("name", NARROWED)
+def test_what_is_none_of_a_format_is_none_of_its_texts(name: str) -> None:
+    assert is_empty(both(patterns.full(FORMATS[name]), complement(patterns.full(AT_MOST[name]))))
+    most = python_regex(AT_MOST[name].replace("[^]", r"[\s\S]"))
+    valid = [text for text in texts(name, 200, 4) if VALID[name](text)]
+    assert len(valid) > 20 and all(map(most.fullmatch, valid))
 
 
 COMPILER = {backend: GrammarCompiler(BYTES, max_threads=1, backend=backend) for backend in ("xgrammar", "llguidance", "automaton")}
