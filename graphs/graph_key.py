@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 from stepgraph.graphs.capture import Recorded
@@ -44,6 +44,9 @@ class GraphKey:
     @property
     def drafting(self) -> Drafting:
         return Drafting(self.draft_length, self.draft_model)
+
+    def with_drafting(self, drafting: Drafting) -> GraphKey:
+        return replace(self, draft_length=drafting.length, draft_model=drafting.model)
 
     @property
     def on_host(self) -> bool:

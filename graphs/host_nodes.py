@@ -1,4 +1,4 @@
-"""Grammars that are followed by matchers on the host: what a round copies to host nodes and back."""
+"""Grammars that are followed by matchers on the host: what a round copies to host nodes, and reads from them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class HostNodes:
         self.buffers.drafts_host[index, : self.shape.size].copy_(tokens, non_blocking=True)
 
     def _node(self, name: str, steps: Sequence[HostStep], stages_filled: range) -> None:
-        """A host node, then the copies of the masks and tags that it filled."""
+        """A host node, then the upload of the masks and tags that it filled."""
         buffers, size = self.buffers, self.shape.size
         forced = [buffers.forced_host] if "forced_host" in buffers else []
         filled = buffers.masks_host, buffers.contents_host
@@ -84,8 +84,4 @@ class HostNodes:
         rows = (buffers.batch_host_rows if self.beside_device else buffers.batch_rows)[:size]
         with self.context.stage(f"place {name}"):
             for stage in stages_filled:
-                buffers.batch_masks[stage, :size].copy_(buffers.masks_host[stage, :size], non_blocking=True)
-                buffers.batch_tags[stage, :size].copy_(buffers.tags_host[stage, :size], non_blocking=True)
                 mask_upload.place_masks(buffers, rows, stage)
-                if forced and stage < len(buffers.forced_host):
-                    buffers.batch_forced[stage, :size].copy_(buffers.forced_host[stage, :size], non_blocking=True)

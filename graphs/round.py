@@ -13,7 +13,7 @@ kernel or host node follows the chain and fills the masks of all its drafts, whi
 model runs before draft_prefill: a row drafts the tokens of its look-up chain as long as they are legal, and the draft model's from then
 on. A key without the draft model has the look-up as its proposer. The mask that guides draft i + 1 also verifies it in the next round:
 each of the K + 1 mask rows is filled once and used twice. `grammar_lane` has the side stream: one kernel per mask for grammars whose
-tables are in device memory, one host node with copies both ways for others.
+tables are in device memory, one host node for others.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Calibration:
         """Rounds of every draft length for batches like that of `key`, which is used for the first time: records their graphs."""
         if key.on_host:  # rounds of inert rows have no batch for the host nodes
             key = self._graphs.key_for(key.rows, False, False)
-        for each in self._lengths.costs.keys(key):
+        for each in map(key.with_drafting, self._lengths.choices):
             self._lengths.costs.calibrate(each, self._seconds(each))
 
     def _seconds(self, key: GraphKey) -> float:

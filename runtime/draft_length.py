@@ -221,10 +221,6 @@ class RoundCosts:
             measured = self._measured[key] = _Measured(dict(self._measured[_plain(key)].seconds), {}, {})
         return measured
 
-    def keys(self, key: GraphKey) -> tuple[GraphKey, ...]:
-        """`key` with every choice."""
-        return tuple(_with(key, choice) for choice in self._choices)
-
     def known(self, key: GraphKey) -> bool:
         """Whether `of` has an answer."""
         measured = self._measured.get(key) or self._measured.get(_plain(key))
@@ -232,7 +228,7 @@ class RoundCosts:
 
     def calibrate(self, key: GraphKey, seconds: float) -> None:
         """`key` with its drafting."""
-        costs = self._measured.setdefault(_with(key, FULL), _Measured({}, {}, {})).seconds
+        costs = self._measured.setdefault(key.with_drafting(FULL), _Measured({}, {}, {})).seconds
         costs[key.drafting] = seconds
         self._bound_plain(costs, key.drafting)
 
@@ -260,10 +256,6 @@ class RoundCosts:
 
 def _plain(key: GraphKey) -> GraphKey:
     return replace(key, constrained=False, sampled=False, device=False)
-
-
-def _with(key: GraphKey, drafting: Drafting) -> GraphKey:
-    return replace(key, draft_length=drafting.length, draft_model=drafting.model)
 
 
 def _nearest(drafting: Drafting, choices: Sequence[Drafting]) -> Drafting:

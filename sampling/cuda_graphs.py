@@ -111,6 +111,28 @@ def give_stream(stream: torch.cuda.Stream) -> None:
     (_free_streams[device] if workspaces is None else _free_capture_streams[device, workspaces.made_with]).append(stream)
 
 
+class Streams(dict[str, torch.cuda.Stream]):
+    """The streams of one backend by name, taken on first use."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __missing__(self, name: str) -> torch.cuda.Stream:
+        return self.setdefault(name, take_stream(self._device))
+
+    def release(self) -> None:
+        while self:
+            give_stream(self.popitem()[1])
+
+
+class CaptureStreams(Streams):
+    """The streams on which the steps of one backend are captured. They run on its other streams."""
+
+    def __missing__(self, name: str) -> torch.cuda.Stream:
+        return self.setdefault(name, take_capture_stream(self._device))
+
+
 def hold_workspaces(streams: Iterable[torch.cuda.Stream]) -> None:
     """Immediately before a capture, by its thread: its products on these capture streams use workspaces that are never freed."""
     with one_at_a_time:

@@ -99,6 +99,7 @@ PARSED = {  # the others, and why they do not run here
     "python -m pytest -m stub_cuda tests/stub_cuda": "needs a CUDA build of torch",
     "python -m tools.bench_grammar --rows 1 64 --rounds 1600 --library xgrammar llguidance": "minutes long",
     "python -m tests.helpers.architecture --write": "tests/test_architecture.py compares what it writes",
+    "python -m tests.helpers.long_runs formats --json FILE": "minutes long; test_formats.py runs its parts",
     "python -m tests.helpers.long_runs masks --json FILE": "minutes long; tests/laws/test_draft_chains.py runs its parts",
     "python -m tests.fuzz": "tests/laws/test_fuzz.py runs it",
     "python -m tools.bench": "minutes long; tests/tools/bench runs its parts",

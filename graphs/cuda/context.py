@@ -16,22 +16,7 @@ from stepgraph.graphs.cuda.driver import Driver
 from stepgraph.graphs.cuda.host_callback import HostCallback
 from stepgraph.graphs.errors import HostErrors, Site, call_site, fail
 from stepgraph.graphs.spans import STEP, MakeRange, StageRun
-from stepgraph.sampling import cuda_graphs
-
-
-class Streams(dict[str, torch.cuda.Stream]):
-    """The streams of one backend by name, taken on first use."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-
-    def __missing__(self, name: str) -> torch.cuda.Stream:
-        return self.setdefault(name, cuda_graphs.take_stream(self._device))
-
-    def release(self) -> None:
-        while self:
-            cuda_graphs.give_stream(self.popitem()[1])
+from stepgraph.sampling.cuda_graphs import Streams
 
 
 class CudaStreamEvent(NamedTuple):

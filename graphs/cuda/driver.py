@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from typing import Any
 
-from stepgraph.graphs.cuda.driver_calls import SIGNATURES
+from stepgraph.graphs.cuda.driver_calls import SIGNATURES, declared
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY, the result of a query
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING; waits spin, for low latency
@@ -29,14 +29,7 @@ class Driver:
 
     def declare(self, signatures: Mapping[str, tuple[Any, ...]], version: str) -> None:
         """Make these calls, which the drivers from this version of CUDA on have."""
-        for name, signature in signatures.items():
-            try:
-                call: Any = self._library[name]
-            except AttributeError as error:
-                raise RuntimeError(
-                    f"the CUDA driver library has no {name}: {error}; expected a driver for CUDA {version} or newer"
-                ) from error
-            call.restype, call.argtypes = c_int, signature
+        for name, call in declared(self._library, signatures, version).items():
             setattr(self, name, call)
             if name != "cuGetErrorName":
                 call.errcheck = self._check

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
@@ -40,3 +41,16 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuGraphNodeGetType": (c_void_p, POINTER(c_int)),
     "cuGraphKernelNodeGetParams_v2": (c_void_p, c_void_p),
 }
+
+
+def declared(library: ctypes.CDLL, signatures: Mapping[str, tuple[Any, ...]], version: str) -> dict[str, Any]:
+    """The functions of the library by their names. RuntimeError if it is older than this version of CUDA."""
+    calls = dict[str, Any]()
+    for name, signature in signatures.items():
+        try:
+            call: Any = library[name]
+        except AttributeError as error:
+            raise RuntimeError(f"the CUDA driver library has no {name}: {error}; expected a driver for CUDA {version} or newer") from error
+        call.restype, call.argtypes = c_int, signature
+        calls[name] = call
+    return calls

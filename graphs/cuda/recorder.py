@@ -15,7 +15,7 @@ from stepgraph.graphs.backup import Backup
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Step, refusing_threads
 from stepgraph.graphs.context import MAIN, use_context
-from stepgraph.graphs.cuda.context import CudaCaptureContext, Streams
+from stepgraph.graphs.cuda.context import CudaCaptureContext
 from stepgraph.graphs.cuda.driver import Driver
 from stepgraph.graphs.cuda.driver_calls import KernelParams
 from stepgraph.graphs.cuda.host_callback import HostCallback
@@ -23,7 +23,7 @@ from stepgraph.graphs.cuda.loop import Loops
 from stepgraph.graphs.errors import CaptureError, HostErrors, Site, fail, site_of_error
 from stepgraph.graphs.spans import GraphNode, MakeRange, RecordedReport, stage_runs
 from stepgraph.graphs.tape.recorder import Recorder, first_difference
-from stepgraph.sampling.cuda_graphs import GraphPool, capturing, empty_cache, hold_workspaces
+from stepgraph.sampling.cuda_graphs import CaptureStreams, GraphPool, Streams, capturing, empty_cache, hold_workspaces
 
 _NODE_KINDS = (  # in the order of CUgraphNodeType; shared kinds have the names that the tape uses
     *("kernel", "copy", "fill", "host", "graph", "empty", "wait", "record", "semaphore-signal", "semaphore-wait"),
@@ -55,7 +55,7 @@ class CudaRecorder:
         self,
         driver: Driver,
         streams: Streams,
-        capture_streams: Streams,
+        capture_streams: CaptureStreams,
         pool: GraphPool,
         errors: HostErrors,
         ranges: MakeRange | None = None,

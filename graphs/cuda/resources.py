@@ -8,18 +8,10 @@ import functools
 import torch
 
 from stepgraph.graphs.context import MAIN
-from stepgraph.graphs.cuda.context import Streams
 from stepgraph.graphs.cuda.driver import Driver
 from stepgraph.graphs.cuda.events import EventPool
 from stepgraph.graphs.cuda.recorder import Recording
-from stepgraph.sampling.cuda_graphs import GraphPool, driver_library, take_capture_stream
-
-
-class CaptureStreams(Streams):
-    """The streams on which the steps of one backend are captured. They run on its other streams."""
-
-    def __missing__(self, name: str) -> torch.cuda.Stream:
-        return self.setdefault(name, take_capture_stream(self._device))
+from stepgraph.sampling.cuda_graphs import CaptureStreams, GraphPool, Streams, driver_library
 
 
 class DeviceResources:

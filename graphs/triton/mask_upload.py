@@ -15,21 +15,40 @@ _TAG_FIELDS = tl.constexpr(TAG_FIELDS)
 
 
 @triton.jit
-def scatter_row(rows, tags, masks, row_tags, row_masks, positions, words, TILE: tl.constexpr):
-    """A part of one mask, and with the first part its tag. A tag of an unknown position is not written."""
+def scatter_row(
+    rows,  # [B] int64
+    tags,  # [B, TAG_FIELDS] int64, pinned, as masks and forced: a host node before this launch wrote them
+    masks,  # [B, words] int32
+    batch_tags,  # as tags, written, as all the next
+    batch_masks,  # as masks
+    row_tags,  # [R, positions, TAG_FIELDS] int64
+    row_masks,  # [R, positions, words] int32
+    forced,  # [B] int64, or None, as the next
+    batch_forced,  # [B] int64
+    positions,
+    words,
+    TILE: tl.constexpr,
+):
+    """A part of one mask, and with the first part its tag. What has a tag of an unknown position is not written into a row."""
     place, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
-    position = tl.load(tags + place * _TAG_FIELDS + 2)
+    position = tl.load(tags + place * _TAG_FIELDS + 2, volatile=True)
     known = (position >= 0) & (position < positions)
     to = tl.load(rows + place) * positions + position
-    inside = column < tl.where(known, words, 0)
-    tl.store(row_masks + to * words + column, tl.load(masks + place * words + column, mask=inside, other=0), mask=inside)
+    mask = tl.load(masks + place * words + column, mask=column < words, other=0, volatile=True)
+    tl.store(batch_masks + place * words + column, mask, mask=column < words)
+    tl.store(row_masks + to * words + column, mask, mask=column < tl.where(known, words, 0))
     if tl.program_id(1) == 0:
         field = tl.arange(0, _TAG_FIELDS)
-        tag = tl.load(tags + place * _TAG_FIELDS + field)
+        tag = tl.load(tags + place * _TAG_FIELDS + field, volatile=True)
+        tl.store(batch_tags + place * _TAG_FIELDS + field, tag)
         tl.store(row_tags + to * _TAG_FIELDS + field, tag, mask=field < tl.where(known, _TAG_FIELDS, 0))
+        if forced is not None:
+            tl.store(batch_forced + place, tl.load(forced + place, volatile=True))
 
 
-def scatter_masks(rows: Tensor, tags: Tensor, masks: Tensor, row_tags: Tensor, row_masks: Tensor) -> None:
-    words = masks.shape[1]
-    grid = (len(rows), triton.cdiv(words, MASK_TILE))
-    scatter_row[grid](rows, tags, masks, row_tags, row_masks, row_masks.shape[1], words, TILE=MASK_TILE, num_warps=4)
+def scatter_masks(*tensors: Tensor | None) -> None:
+    """The arguments of mask_upload.scatter_masks, in the order of the program."""
+    _, _, masks, _, _, _, row_masks, *_ = tensors
+    assert masks is not None and row_masks is not None
+    (batch, words), positions = masks.shape, row_masks.shape[1]
+    scatter_row[(batch, triton.cdiv(words, MASK_TILE))](*tensors, positions, words, TILE=MASK_TILE, num_warps=4)

@@ -116,7 +116,7 @@ def test_free_graphs_have_no_host_nodes_and_constrained_ones_k_plus_one(backend:
         assert len(constrained.report.host_nodes) == expected
 
 
-@pytest.mark.parametrize(("native", "nodes"), [(True, [396, 423]), (False, [396, 423])])
+@pytest.mark.parametrize(("native", "nodes"), [(True, [396, 415]), (False, [396, 415])])
 def test_greedy_graph_contains_no_sampling_nodes(
     backend: TapeBackend, native: bool, nodes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -302,8 +302,8 @@ VALID: dict[str, Callable[[str], bool]] = {
 
 # Where the validator accepts more than a format: the texts of `NARROWED`.
 NARROWED_TEXTS: dict[str, Callable[[str], bool]] = {
-    "time": lambda text: re.search(r":60.*[+-](?!\d\d:00)", text) is not None,
-    "date-time": lambda text: re.search(r":60.*[+-](?!\d\d:00)", text) is not None,
+    "time": lambda text: re.search(r":60.*[+-](?!00:00)", text) is not None,
+    "date-time": lambda text: re.search(r":60.*[+-](?!00:00)", text) is not None,
     "hostname": lambda text: (
         any(label[:4].lower() == "xn--" for label in text.split("."))
         or len(text.split(".")) > 6

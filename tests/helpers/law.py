@@ -215,11 +215,11 @@ class Law:
     def _fill_masks(self, batch: Batch, index: int, previous: Tensor, legal: Tensor) -> None:
         """Act as a host node: write the masks of one position, which depend on the previous token."""
         b, size = self.buffers, len(batch.rows)
-        b.batch_masks[index].copy_(self.packed[batch.column(Column.LENGTH) - 1 + index, previous.clamp(min=0)])
+        masks = self.packed[batch.column(Column.LENGTH) - 1 + index, previous.clamp(min=0)]
         status = torch.where(legal, int(MaskStatus.OK), int(MaskStatus.ILLEGAL))
-        tags = [batch.column(Column.OWNER), batch.column(Column.GENERATED), torch.full_like(status, index), status]
-        b.batch_tags[index].copy_(torch.stack(tags, 1))
-        mask_upload.place_masks(b, b.batch_rows[:size], index)
+        tags = torch.stack([batch.column(Column.OWNER), batch.column(Column.GENERATED), torch.full_like(status, index), status], 1)
+        of_batch = b.batch_tags[index, :size], b.batch_masks[index, :size]
+        mask_upload.scatter_masks(b.batch_rows[:size], tags, masks, *of_batch, b.row_tags, b.row_masks)
 
     def tally(self, rounds: int) -> HistogramBuilder:
         """Count the results of at least `rounds` rounds of every setting."""

@@ -66,9 +66,11 @@ def replay_every_key_twice(engine: Engine, drafting: tuple[Drafting, ...] = (FUL
     return len(keys)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_every_key_of_every_drafter_is_captured_twice(backend: Backend, name: str) -> None:
-    engine = make(name, backend)
+@pytest.mark.parametrize(
+    ("name", "masked"), [(name, masked) for name in DRAFTERS for masked in (True, False) if masked or name != "forced"]
+)
+def test_every_key_of_every_drafter_is_captured_twice(backend: Backend, name: str, masked: bool) -> None:
+    engine = make(name, backend, draft_masks=masked)
     assert replay_every_key_twice(engine) == 5
     engine.close()
     assert not counters.take_messages()
@@ -139,7 +141,7 @@ COMMIT = [("accept", "show commit"), ("place commit", "choose_draft 1")]
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("drafts", [0, 1, 3])
+@pytest.mark.parametrize("drafts", [0, 1, 3, 5, 8])
 def test_streams_wait_for_each_other_where_round_describes_it(backend: Backend, drafts: int, sampled: bool) -> None:
     """Each mask is filled after the stage before it, beside the model, and awaited by the stage that reads it; nothing else is."""
     engine = make("own vocabulary", backend, num_speculative_tokens=max(drafts, 1), forced_drafts=False)
@@ -162,6 +164,23 @@ def test_device_grammars_wait_in_the_same_places(backend: Backend) -> None:
     engine = make("own vocabulary", backend, **lane)
     expected = [("read_batch", "fill head"), ("fill head", "accept"), ("accept", "fill commit"), ("fill commit", "choose_draft 1")]
     assert edges_between_streams(engine, GraphKey(2, True, device=True)) == Counter(expected)
+    engine.close()
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_masks_of_host_nodes_reach_the_device_without_a_copy(backend: Backend, name: str) -> None:
+    """A kernel reads them where the host node wrote them."""
+    engine = make(name, backend)
+    recorded: Any = backend.capture(engine._graphs._recorder.step_of(GraphKey(2, True)), engine.buffers)
+    nodes = counters.graph_nodes(recorded._recording.graph.raw_cuda_graph())
+    buffers = {each: engine.buffers[each] for each in engine.buffers}
+    memory = {each: range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for each, tensor in buffers.items()}
+    pinned = [addresses for each, addresses in memory.items() if each.endswith("_host")]
+    copies = [node for node in nodes if node.type == "copy"]
+    assert copies and not [node for node in copies if any(node.fields["source"] in addresses for addresses in pinned)]
+    uploads = [node for node in nodes if node.name == "scatter_row"]
+    assert len(uploads) == engine.limits.positions and len(recorded.report.host_nodes) <= len(uploads)
+    assert all(node.pointer(1) in memory["tags_host"] and node.pointer(2) in memory["masks_host"] for node in uploads)
     engine.close()
 
 

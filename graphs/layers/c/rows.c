@@ -64,19 +64,23 @@ EXPORTED int stepgraph_rope_angles(const argument *given) {
     return 0;
 }
 
-/* rows [batch]; tags [batch, TAG_FIELDS], with the index of each mask in its row; masks [batch, words]; row_tags, row_masks
-   [table_rows, positions, ...]. */
+/* rows [batch]; tags [batch, TAG_FIELDS], with the index of each mask in its row; masks [batch, words]; batch_tags, batch_masks: as these;
+   row_tags, row_masks [table_rows, positions, ...]; forced, batch_forced [batch], or NULL. */
 EXPORTED int stepgraph_scatter_masks(const argument *given) {
     const int64_t *rows = given[0].data, *tags = given[1].data;
     const int32_t *masks = given[2].data;
-    int64_t *row_tags = given[3].data, words = given[2].size[1], table_rows = given[4].size[0], positions = given[4].size[1];
-    int32_t *row_masks = given[4].data;
-    for (int64_t i = 0; i < given[0].size[0]; i++) {
+    int64_t *row_tags = given[5].data, words = given[2].size[1], table_rows = given[6].size[0], positions = given[6].size[1];
+    int32_t *row_masks = given[6].data;
+    size_t batch = (size_t)given[0].size[0], mask_bytes = (size_t)words * sizeof *masks, tag_bytes = TAG_FIELDS * sizeof *tags;
+    memcpy(given[3].data, tags, batch * tag_bytes);
+    memcpy(given[4].data, masks, batch * mask_bytes);
+    if (given[7].data && given[8].data) memcpy(given[8].data, given[7].data, batch * sizeof(int64_t));
+    for (size_t i = 0; i < batch; i++) {
         int64_t row = rows[i], index = tags[i * TAG_FIELDS + 2];
         if (row < 0 || row >= table_rows || index < 0 || index >= positions) return 1;
         int64_t to = row * positions + index;
-        memcpy(row_masks + to * words, masks + i * words, (size_t)words * sizeof *masks);
-        memcpy(row_tags + to * TAG_FIELDS, tags + i * TAG_FIELDS, TAG_FIELDS * sizeof *tags);
+        memcpy(row_masks + to * words, masks + (int64_t)i * words, mask_bytes);
+        memcpy(row_tags + to * TAG_FIELDS, tags + i * TAG_FIELDS, tag_bytes);
     }
     return 0;
 }

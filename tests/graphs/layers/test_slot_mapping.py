@@ -83,13 +83,18 @@ def test_masks_and_tags_are_scattered_by_tag_position(index: int) -> None:
     rows, masks = torch.tensor([3, 0]), random(made, -(2**31), 2**31, 2, 6).to(torch.int32)
     tags = random(made, 0, 9, 2, TAG_FIELDS)
     tags[:, 2] = index
-    found, expected = ((torch.zeros(4, 3, TAG_FIELDS, dtype=torch.int64), torch.zeros(4, 3, 6, dtype=torch.int32)) for _ in range(2))
-    mask_upload.scatter_masks(rows, tags, masks, *found)
-    mask_upload.scatter_masks.reference(rows, tags, masks, *expected)
-    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]) and bool(found[1].any())
+    forced, both = torch.tensor([-1, 8]), list[list[torch.Tensor]]()
+    scatters: tuple[Any, ...] = (mask_upload.scatter_masks, mask_upload.scatter_masks.reference)
+    for scatter in scatters:
+        batch = [torch.zeros_like(tags), torch.zeros_like(masks)]
+        in_rows = [torch.zeros(4, 3, TAG_FIELDS, dtype=torch.int64), torch.zeros(4, 3, 6, dtype=torch.int32)]
+        both.append([*batch, *in_rows, torch.zeros_like(forced)])
+        scatter(rows, tags, masks, *batch, *in_rows, forced, both[-1][-1])
+    assert all(map(torch.equal, *both)) and torch.equal(both[0][-1], forced)
+    assert torch.equal(both[0][1], masks) and torch.equal(both[0][3][rows, index], masks)
     tags[1, 2] = 3
     with pytest.raises(IndexError):
-        mask_upload.scatter_masks(rows, tags, masks, *found)
+        mask_upload.scatter_masks(rows, tags, masks, *both[0][:4])
 
 
 def settling_case(seed: int, batch: int, constrained: bool, looked_up: bool, forced: bool, by_row: bool = False) -> tuple[Any, ...]:
@@ -152,7 +157,8 @@ def test_operations_pass_opcheck() -> None:
     opcheck(slot_mapping.shift_entries.out, (positions, positions, positions, PAGE, 1, positions.clone(), positions.clone()))
     opcheck(slot_mapping.rope_angles.out, (torch.arange(3), torch.ones(2), torch.float32, 1.0, torch.empty(3, 1, 4), torch.empty(3, 1, 4)))
     tags, masks = torch.ones(2, TAG_FIELDS, dtype=torch.int64), torch.ones(2, 6, dtype=torch.int32)
-    opcheck(mask_upload.scatter_masks.out, (torch.arange(2), tags, masks, tags[:, None].repeat(1, 3, 1), masks[:, None].repeat(1, 3, 1)))
+    in_rows = (tags[:, None].repeat(1, 3, 1), masks[:, None].repeat(1, 3, 1))
+    opcheck(mask_upload.scatter_masks.out, (torch.arange(2), tags, masks, tags.clone(), masks.clone(), *in_rows, None, None))
     call = write_emission(torch.device("cpu"), 4, 2)
     opcheck(call.operation.out, (*call.inputs, *call.outputs))
     some = torch.arange(2)

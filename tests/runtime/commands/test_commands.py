@@ -403,11 +403,18 @@ def test_baked_in_state_is_found_only_with_between(capsys: pytest.CaptureFixture
             "enforced by automaton; fewer texts are generated than the schema accepts",
         ),
         (
-            {"properties": {"d": {"minProperties": 3, "type": "object"}, "n": {"not": {"format": "date"}}}},
+            {"properties": {"d": {"minProperties": 3, "type": "object"}, "n": {"not": {"propertyNames": {"format": "date"}}}}},
             1,
             [
                 ["#/properties/d", "minProperties", "3", "refused", "two may have one name", "declare more of them"],
-                ["#/properties/n/not", "not", '{"format": "date"}', "refused", "not enforced with a format", "write a pattern"],
+                [
+                    "#/properties/n/not",
+                    "not",
+                    '{"propertyNames": {"format": "date"}}',
+                    "refused",
+                    "names of a format",
+                    "write the properties out",
+                ],
             ],
             "not enforced: 2 parts are refused",
         ),

@@ -225,7 +225,8 @@ class RoundBench:
 
         def place_masks(b: StaticBuffers) -> None:
             b.batch_tags[1, :, 2].copy_(b.batch_rows % 4)
-            b.batch_masks[1].copy_(b.row_masks[:ROWS, 0])
+            b.tags_host[1].copy_(b.batch_tags[1], non_blocking=True)
+            b.masks_host[1].copy_(b.row_masks[:ROWS, 0].contiguous(), non_blocking=True)
             mask_upload.place_masks(b, b.batch_rows[:ROWS], 1)
 
         return {step.__name__: step for step in (target_verify, accept, draft_prefill, draft_decode, place_masks)}

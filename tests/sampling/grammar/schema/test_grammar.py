@@ -384,3 +384,20 @@ def test_approximate_is_checked() -> None:
         Constraint.json_schema({}, approximate=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Constraint\.approximate: got True for regex, expected False: for json_schema only"):
         Constraint("regex", "a", approximate=True)
+
+
+def test_alternatives_inside_one_that_follows_are_left_out() -> None:
+    """Each case of oneOf without the other one: any other text of the first property includes the cases in which another is absent."""
+    cases = [{"properties": {"kind": {"enum": [kind]}, kind: {}}, "required": ["kind", kind]} for kind in ("x", "y")]
+    rules = schema_grammar({"type": "object", "oneOf": cases}, Options(objects="standard")).splitlines()
+    assert sum(rule.count('\\"kind\\"') for rule in rules) == 2
+
+
+@pytest.mark.parametrize("backend", [AUTOMATON])
+def test_alternatives_of_a_pattern_take_no_states_together(backend: BackendChoice) -> None:
+    """Which of 20 words were found before would be over a million states."""
+    words = [f"{chr(97 + index)}{index:02}" for index in range(20)]
+    text = schema_grammar({"type": "string", "pattern": "|".join(words)}, Options(objects="standard"))
+    assert len(text) < 5_000
+    grammar = GrammarCompiler(BYTES, max_threads=1, isolation="none", backend=backend).compile(Constraint.ebnf(text))
+    assert accepts(grammar.matcher(), '"-e04-"') and accepts(grammar.matcher(), '"t19a00"') and not accepts(grammar.matcher(), '"a01"')
