@@ -68,7 +68,7 @@ BUDGETS = {
     # gpu_check (100)
     # from 16,512: bench_capture (147), first calls of masks and values of check_value in their pages
     # from 16,715: the grouped choice of experts among the programs compiled ahead of time, budgets
-    "tools": 16_729,
+    "tools": 16_730,
     # raised from 41,566: entry points with wrong values, draft heads, kept records, quantised weights, the server with real clients,
     # prompt graphs, switching between drafters, lanes that change; from 43,219: nineteen families of transformers, forced tokens on the
     # device, random walks over schemas, calls of tools, packaging; from 44,130: the first hour of a user, wheels without extras, grammars
