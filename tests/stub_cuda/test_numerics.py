@@ -12,6 +12,12 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from triton.runtime import interpreter
+
+if not hasattr(interpreter, "_LangPatchScope"):
+    pytest.skip(
+        "the interpreter of Triton 3.4 has no scope for what it replaces, in which these values are computed", allow_module_level=True
+    )
 
 from stepgraph.graphs import BufferSpec, StaticBuffers
 from tests.stub_cuda import counters, numerics
