@@ -86,7 +86,7 @@ BUDGETS = {
     # the server, quantised experts
     # from 53,419: errors of users' models and files, refusals of schemas, products on several threads, records of random examples
     # from 54,122: families with latent attention and grouped experts (about 220), keys and edges on the stub CUDA, formats (about 100)
-    "tests": 54_566,
+    "tests": 54_572,
 }
 # raised from 6,198: grammars are followed by kernels now, so the list has their files, those of the other Triton programs, and the choice
 # of the draft length, but not the host link; lowered from 7,056: what a steady round does not run has modules of its own, and of the limits
