@@ -70,7 +70,7 @@ static int32_t count_characters(const uint8_t *text, int32_t size) {
     return (int32_t)std::count_if(text, text + size, [](uint8_t byte) { return (byte & 0xC0) != 0x80; });
 }
 
-// Groups of bytes that grammars mostly treat alike; those of all others are not told apart.
+// Groups of bytes that grammars mostly treat alike; all other bytes are one group.
 struct ByteGroups {
     static constexpr int OTHERS = 63, WORDS[] = {1, 3, 4, 0, 2}; // WORDS: the groups of letters and digits, the ones with most tokens first
     uint8_t of[256];
