@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
-import multiprocessing.connection
 import os
 import pickle
 import shutil
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepgraph.graphs.layers.parallel import RankGroups, gather, register_group
+from stepgraph.runtime.parallel.messages import Link, MessageWriter, anonymous_file
 
 TIMEOUT_SECONDS = 60.0  # where EngineConfig.round_timeout_seconds is None
 START_SECONDS = 600.0  # for a process to start, and to load its part of the model
@@ -31,7 +31,6 @@ COMPARED_STEPS = 16  # results are compared every so many steps, where the first
 _GROUPS = ("graph", "eager", "control")
 CAPTURE = "capture"  # a message: record all graphs
 RANK_MODULE = "stepgraph.runtime.parallel.rank"
-Link = multiprocessing.connection.Connection
 
 
 class RankError(RuntimeError):
@@ -41,15 +40,16 @@ class RankError(RuntimeError):
 class Ranks:
     """This process among `size` of them. `groups`: of recorded sums, and of others; a third group compares what the ranks do.
 
-    links, processes: to the other ranks, and theirs, if this is the first one and has started them. decided: whether the first rank
-    decides each step, as under `start`; otherwise every rank runs the same program.
+    writer, processes: of messages to the other ranks, and theirs, if this is the first one and has started them. decided: whether the first
+    rank decides each step, as under `start`; otherwise every rank runs the same program.
     """
 
     def __init__(self, rank: int, groups: Sequence[dist.ProcessGroup], seconds: float, decided: bool = True) -> None:
         graph, eager, self._control = groups
         self.rank, self.size, self.seconds, self.decided = rank, graph.size(), seconds, decided
         self.groups, self._notes = RankGroups(register_group(graph, seconds), register_group(eager, seconds)), hashlib.sha256()
-        self.links, self.processes = list[Link](), list[subprocess.Popen[bytes]]()
+        self.writer: MessageWriter | None = None
+        self.processes = list[subprocess.Popen[bytes]]()
         self.close: Callable[[], object] = lambda: None
 
     @classmethod
@@ -67,16 +67,20 @@ class Ranks:
     def start(cls, size: int, seconds: float, arguments: object) -> Ranks:
         """Starts a process for every further rank, which loads its part of the model as `arguments` describe."""
         folder, processes, links = tempfile.mkdtemp(prefix="stepgraph-ranks-"), list[subprocess.Popen[bytes]](), list[Link]()
+        file = anonymous_file()
         try:
             for rank in range(1, size):
-                processes.append(_start(links, pickle.dumps((rank, size, seconds, folder, torch.get_num_threads(), arguments)), seconds))
+                started = pickle.dumps((rank, size, seconds, folder, torch.get_num_threads(), arguments))
+                processes.append(_start(links, file, started, seconds))
             for link in links:
                 _wait_for_start(link)
-            ranks = cls.meet(0, size, seconds, folder)
+            writer, ranks = MessageWriter(file, links, seconds), cls.meet(0, size, seconds, folder)
         except BaseException:
             _end(os.getpid(), processes, links, folder)
             raise
-        ranks.links, ranks.processes = links, processes
+        finally:
+            os.close(file)
+        ranks.writer, ranks.processes = writer, processes
         ranks.close = weakref.finalize(ranks, _end, os.getpid(), processes, links, folder)
         return ranks
 
@@ -89,13 +93,11 @@ class Ranks:
 
     def publish(self, message: object) -> None:
         """Send a message to the ranks that this one has started."""
-        if not self.links:
+        if self.writer is None:
             return
-        contents = pickle.dumps(message)
         try:
-            for link in self.links:
-                link.send_bytes(contents)
-        except OSError as error:
+            self.writer.send(pickle.dumps(message))
+        except (OSError, EOFError) as error:
             raise RankError(f"rank 0 of {self.size}: another rank is lost, or does not read: {error}") from error
 
     def gather(self, values: Tensor, seconds: float = START_SECONDS) -> Tensor:
@@ -139,7 +141,7 @@ def _lost(rank: int, size: int, seconds: float) -> Iterator[None]:
         raise RankError(f"rank {rank} of {size}: another rank is lost, or did not answer within {seconds:g} s: {error}") from error
 
 
-def _start(links: list[Link], arguments: bytes, seconds: float) -> subprocess.Popen[bytes]:
+def _start(links: list[Link], file: int, arguments: bytes, seconds: float) -> subprocess.Popen[bytes]:
     """A process that follows the link that is appended. It ends with the link, also if this process is killed."""
     own, other = socket.socketpair()
     with other:
@@ -147,8 +149,9 @@ def _start(links: list[Link], arguments: bytes, seconds: float) -> subprocess.Po
         own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds) + 1, 0))
         links.append(Link(own.detach()))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-m", RANK_MODULE, str(other.fileno())]
-        process = subprocess.Popen(command, env=environment, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+        passed = [other.fileno(), file]
+        command = [sys.executable, "-m", RANK_MODULE, *map(str, passed)]
+        process = subprocess.Popen(command, env=environment, pass_fds=passed, stdin=subprocess.DEVNULL, start_new_session=True)
     links[-1].send_bytes(arguments)
     return process
 
