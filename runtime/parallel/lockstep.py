@@ -88,7 +88,7 @@ class LockstepScheduler(Scheduler):
 
     def finish_all(self, reason: FinishReason, error: str) -> None:
         if reason == FinishReason.ERROR:
-            self._ranks.close()  # a sum in flight fails at once, where another rank does not answer
+            self._ranks.abort()  # a sum in flight fails at once, where another rank does not answer
         super().finish_all(reason, error)
 
     def _held_back(self, queued: QueuedRequest) -> bool:

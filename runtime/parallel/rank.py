@@ -22,7 +22,7 @@ from stepgraph.runtime.request import Job
 
 
 def follow(link: Link, file: int) -> None:
-    rank, size, seconds, folder, threads, arguments = pickle.loads(link.recv_bytes())
+    rank, size, seconds, folder, on_cuda, threads, arguments = pickle.loads(link.recv_bytes())
     threading.Thread(target=_end_with, args=(link,), daemon=True).start()
     messages = MessageReader(file, link)
     os.close(file)
@@ -30,9 +30,9 @@ def follow(link: Link, file: int) -> None:
 
     def join() -> Ranks:
         link.send_bytes(b"started")
-        return Ranks.meet(rank, size, seconds, folder)
+        return Ranks.meet(rank, size, seconds, folder, on_cuda)
 
-    loaded = load_rank(join, *arguments)
+    loaded = load_rank(join, rank if on_cuda else None, *arguments)
     engine = Engine(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, config=loaded.config)
     jobs: dict[int, Job] = {}  # by the ids of the first rank
     while True:

@@ -22,13 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepgraph.graphs.layers.parallel import RankGroups, gather, register_group
+from stepgraph.graphs.layers.rank_sums import choose_sums
 from stepgraph.runtime.parallel.messages import Link, MessageWriter, anonymous_file
 
 TIMEOUT_SECONDS = 60.0  # where EngineConfig.round_timeout_seconds is None
 START_SECONDS = 600.0  # for a process to start, and to load its part of the model
 END_SECONDS = 2.0  # for a process to end by itself
 COMPARED_STEPS = 16  # results are compared every so many steps, where the first rank decides what a step does
-_GROUPS = ("graph", "eager", "control")
+_GROUPS = ("graph", "eager", "control")  # on GPUs the first two are NCCL's
 CAPTURE = "capture"  # a message: record all graphs
 RANK_MODULE = "stepgraph.runtime.parallel.rank"
 
@@ -45,36 +46,38 @@ class Ranks:
     """
 
     def __init__(self, rank: int, groups: Sequence[dist.ProcessGroup], seconds: float, decided: bool = True) -> None:
-        graph, eager, self._control = groups
+        self._graph, self._eager, self._control = graph, eager, _ = groups
         self.rank, self.size, self.seconds, self.decided = rank, graph.size(), seconds, decided
         self.groups, self._notes = RankGroups(register_group(graph, seconds), register_group(eager, seconds)), hashlib.sha256()
         self.writer: MessageWriter | None = None
         self.processes = list[subprocess.Popen[bytes]]()
         self.close: Callable[[], object] = lambda: None
+        self.note_of_sums = ""  # where they were chosen
 
     @classmethod
-    def join(cls, size: int, seconds: float) -> Ranks:
+    def join(cls, size: int, seconds: float, on_cuda: bool = False) -> Ranks:
         """Among the processes of torchrun. ValueError for a size other than their number."""
         timeout = datetime.timedelta(seconds=max(seconds, START_SECONDS))
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timeout)
         if (found := dist.get_world_size()) != size:
             raise ValueError(f"tensor_parallel: got {size} with {found} processes, expected {found}")
-        groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in _GROUPS]
+        with _errors_only():
+            groups = [dist.new_group(backend="nccl" if on_cuda and name != "control" else "gloo", timeout=timeout) for name in _GROUPS]
         return cls(dist.get_rank(), groups, seconds, decided=False)
 
     @classmethod
-    def start(cls, size: int, seconds: float, arguments: object) -> Ranks:
+    def start(cls, size: int, seconds: float, arguments: object, on_cuda: bool = False) -> Ranks:
         """Starts a process for every further rank, which loads its part of the model as `arguments` describe."""
         folder, processes, links = tempfile.mkdtemp(prefix="stepgraph-ranks-"), list[subprocess.Popen[bytes]](), list[Link]()
         file = anonymous_file()
         try:
             for rank in range(1, size):
-                started = pickle.dumps((rank, size, seconds, folder, torch.get_num_threads(), arguments))
+                started = pickle.dumps((rank, size, seconds, folder, on_cuda, torch.get_num_threads(), arguments))
                 processes.append(_start(links, file, started, seconds))
             for link in links:
                 _wait_for_start(link)
-            writer, ranks = MessageWriter(file, links, seconds), cls.meet(0, size, seconds, folder)
+            writer, ranks = MessageWriter(file, links, seconds), cls.meet(0, size, seconds, folder, on_cuda)
         except BaseException:
             _end(os.getpid(), processes, links, folder)
             raise
@@ -85,11 +88,35 @@ class Ranks:
         return ranks
 
     @classmethod
-    def meet(cls, rank: int, size: int, seconds: float, folder: str) -> Ranks:
+    def meet(cls, rank: int, size: int, seconds: float, folder: str, on_cuda: bool = False) -> Ranks:
         """Connects the ranks through a file in this folder. RankError if one is lost or late."""
-        with _lost(rank, size, seconds):
-            groups = [gloo_group(f"{folder}/{name}", rank, size, max(seconds, START_SECONDS)) for name in _GROUPS]
+        with _lost(rank, size, seconds), _errors_only():
+            groups = [
+                (nccl_group if on_cuda and name != "control" else gloo_group)(f"{folder}/{name}", rank, size, max(seconds, START_SECONDS))
+                for name in _GROUPS
+            ]
         return cls(rank, groups, seconds)
+
+    def choose_sums(self, like: Tensor) -> None:
+        """Of tensors on a GPU. Every rank calls this. RankError if none works."""
+        with _lost(self.rank, self.size, START_SECONDS):
+            self.note_of_sums = f"sums over ranks: {choose_sums(self, self.groups, like)}"
+
+    def exchange(self, value: object) -> list[Any]:
+        """`value` of every rank; pickle copies it."""
+        contents = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = self.gather(torch.tensor([len(contents)])).flatten().tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(contents)] = contents
+        found = self.gather(padded)
+        return [pickle.loads(bytes(each[:length].numpy())) for each, length in zip(found, lengths, strict=True)]
+
+    def abort(self) -> None:
+        """Close, and end sums that wait on a GPU for a rank that is lost."""
+        self.close()
+        for group in (self._graph, self._eager):
+            if hasattr(group, "abort"):  # NCCL's
+                group.abort()
 
     def publish(self, message: object) -> None:
         """Send a message to the ranks that this one has started."""
@@ -131,6 +158,28 @@ def gloo_group(path: str, rank: int, size: int, seconds: float) -> dist.ProcessG
     untyped: Any = dist
     group: dist.ProcessGroup = untyped.ProcessGroupGloo(untyped.FileStore(path, size), rank, size, datetime.timedelta(seconds=seconds))
     return group
+
+
+def nccl_group(path: str, rank: int, size: int, seconds: float) -> dist.ProcessGroup:
+    """The same among GPUs: this process uses its present one."""
+    untyped: Any = dist
+    options = untyped.ProcessGroupNCCL.Options()
+    options._timeout = datetime.timedelta(seconds=seconds)
+    group: dist.ProcessGroup = untyped.ProcessGroupNCCL(untyped.FileStore(path, size), rank, size, options)
+    return group
+
+
+@contextlib.contextmanager
+def _errors_only() -> Iterator[None]:
+    """For new groups of NCCL: by default a sum that is late ends the process."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = before or "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
 
 
 @contextlib.contextmanager
