@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from stepgraph.graphs.tape.small_operations import small_operation
 from stepgraph.sampling.kernels.operation import OPERATIONS
 
 _EMPTY = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::empty_permuted", "aten::new_empty", "aten::new_empty_strided"}
@@ -124,6 +125,10 @@ def repeat(call: Call, result: object, results: Sequence[Tensor], fresh: Sequenc
     if name in _EMPTY or (not fresh and not mutable and results):
         return Repeat("view", None)
     kind = "copy" if name in _COPIES else "fill" if name in _FILLS else "kernel"
+    if call.operation is None and len(results) == 1 and (not fresh or not mutable):
+        small = small_operation(name, call.values, results[0])
+        if small is not None and (not fresh or _repeats_exactly(small, fresh, compare=True)):
+            return Repeat(kind, small)
     if not fresh:  # mutates its arguments, or is an assertion
         return Repeat(kind, call.native or functools.partial(func, *args, **kwargs))
     if name == "aten::_to_copy":

@@ -28,12 +28,12 @@ class CKernel(NamedTuple):
         if function is None or not self.supports(*inputs) or not all([output.is_contiguous() for output in outputs]):
             return None
         use_threads(torch.get_num_threads())
-        run = functools.partial(function, b"".join([_pack(value) for value in arguments]))
+        run = functools.partial(function, b"".join([pack_argument(value) for value in arguments]))
         run.__dict__["arguments"] = arguments  # the kernel reads their memory
         return run
 
 
-def _pack(value: Tensor | float | torch.dtype | None) -> bytes:
+def pack_argument(value: Tensor | float | torch.dtype | None) -> bytes:
     """An argument as C reads it."""
     if isinstance(value, Tensor):
         padding = (0,) * (4 - value.dim())
