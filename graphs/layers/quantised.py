@@ -60,6 +60,8 @@ KINDS = {  # by the name of the type in a file
     "Q6_K": Kind(8, 128, wide=True, group=16, together=4),
     "INT4": Kind(4, ranged=True, wide=True),
     "INT4_128": Kind(4, ranged=True, wide=True, group=128),
+    "INT8": Kind(8, 128),  # without minimums, scales in float16
+    "INT8_RANGED": Kind(8, 128, ranged=True, wide=True),
     "FP8": Kind(8, wide=True, group=128, float8=True),
 }
 _KIND_OF = {kind.block_bytes: kind for kind in (*KINDS.values(), MIXED)}

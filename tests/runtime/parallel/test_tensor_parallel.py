@@ -27,7 +27,8 @@ from safetensors.torch import load_file, save_file
 
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReason, Job, LogitsProcessor, ProcessorInput, SamplingParams
 from stepgraph.graphs import BufferSpec, StaticBuffers, capture, run_eager
-from stepgraph.graphs.layers import parallel
+from stepgraph.graphs.layers import parallel, rank_sums
+from stepgraph.graphs.layers.dense import Residual, add_rms_norm
 from stepgraph.graphs.layers.parallel import RankGroups, register_group, sum_over_ranks
 from stepgraph.runtime.models.draft_llama import DraftLlama
 from stepgraph.runtime.models.files.weights import SafetensorsSource
@@ -311,6 +312,31 @@ def require_equal_tokens(target: Path, draft: str | Path, size: int, weights: st
     return accepted
 
 
+def test_layers_whose_sums_include_the_norm_give_the_tokens_of_one_process() -> None:
+    """As FlashInfer's do on a GPU; here on the first rank, with the messages of the others."""
+
+    class WithNorm:
+        def __init__(self, number: int) -> None:
+            self.number, self.calls = number, 0
+
+        def add(self, states: torch.Tensor) -> None:
+            group, seconds = parallel._GROUPS[self.number]
+            parallel.add_gathered(group, states, seconds)
+
+        def fused(self, states: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, epsilon: float) -> Residual:
+            self.calls += 1
+            sum_over_ranks.out(part, self.number)
+            return add_rms_norm(states, part, weight, epsilon)
+
+    with open_engine(model_folder(), "ngram", 2) as engine:
+        groups = ranks_of(engine).groups
+        sums = [WithNorm(number) for number in (groups.graph, groups.eager)]
+        parallel.set_sums(groups, sums)
+        found = results(engine)
+        assert found["jobs"] == alone("ngram")["jobs"] and not found["error"]
+        assert sums[0].calls and not sums[0].calls % (2 * len(target_of(engine).layers))
+
+
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=soak)])
 def test_priorities_and_tenants_have_the_order_of_one_process(size: int) -> None:
     """Requests arrive in parts, between steps, while rows are taken."""
@@ -348,6 +374,33 @@ def test_sums_are_added_in_the_order_of_the_ranks(tmp_path: Path) -> None:
         thread.join()
     assert not torch.equal(expected, (row[3] + row[2]) + (row[1] + row[0]))
     assert all(torch.equal(each, expected.expand(33, -1)) for each in found)
+
+
+def test_ranks_exchange_values_and_a_failure_on_one_fails_an_attempt_on_all(tmp_path: Path) -> None:
+    """Also where the others exchange more values in it."""
+    size, found = 3, dict[int, Any]()
+
+    def run(rank: int) -> None:
+        ranks = Ranks(rank, [gloo_group(f"{tmp_path}/{name}", rank, size, SECONDS) for name in "abc"], SECONDS)
+
+        def attempt(share: Callable[[Any], list[Any]]) -> list[Any]:
+            first = share("x" * rank)
+            if rank == 1:
+                raise RuntimeError("no memory")
+            return [first, share(rank), share(rank)]
+
+        def equal(share: Callable[[Any], list[Any]]) -> list[Any]:
+            return share([rank, None])
+
+        found[rank] = ranks.exchange({rank: "y" * 1000 * rank}), rank_sums._attempt(ranks, attempt), rank_sums._attempt(ranks, equal)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    values = [{rank: "y" * 1000 * rank} for rank in range(size)]
+    assert found == {rank: (values, (None, "rank 1: no memory"), ([[0, None], [1, None], [2, None]], "")) for rank in range(size)}
 
 
 def test_recorded_steps_have_a_group_of_their_own() -> None:
@@ -540,7 +593,10 @@ def unpicklable(logits: torch.Tensor, given: ProcessorInput) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"backend": "cuda"}, "EngineConfig.backend: got 'cuda' with tensor_parallel=2 and a GPU, expected 'tape'"),
+        (
+            {"backend": "cuda"},
+            "EngineConfig.backend: got 'cuda' with tensor_parallel=2, expected a GPU for each of 2 processes, of which there are 0",
+        ),
         ({"save_hidden_states": "states"}, "EngineConfig.save_hidden_states: got 'states' with tensor_parallel, expected None"),
         ({"max_loras": 1}, "EngineConfig.max_loras: got 1 with tensor_parallel, expected 0"),
         (
