@@ -315,7 +315,7 @@ def shard_draft(draft: StoredDraft | None, ranks: Ranks) -> StoredDraft | None:
     ranks.require_equal("the configs and tensor tables of the drafts", repr((own.config, own.packed, tensors)).encode())
 
     def make(around: object, device: str | torch.device) -> DraftLlama:
-        return own.make_room(ShardedDraft(own.config, draft.token_map, ranks, device))
+        return ShardedDraft(own.config, draft.token_map, ranks, device)
 
     changed = {"source": own.source, "slices": own.slices, "packed": own.packed, "make": make}
     kept = {each.name: getattr(draft, each.name) for each in fields(draft)}
