@@ -104,7 +104,7 @@ class Engine(EngineCore, OfOneProcess):
         implementation: "native" for the families of docs/models.md; "transformers" for a folder of any causal language model of that
         package (`pip install 'stepgraph[transformers]'`); "auto" is "native" where it implements the model's config.
         progress: print the memory required, and show a progress bar. record: the file that `stepgraph replay` reads.
-        tensor_parallel: the number of processes, each with a part of the layers, which are started here; on the CPU only.
+        tensor_parallel: the number of processes, each with a part of the layers, which are started here.
         ValueError for a wrong file, field or tensor. Downloads nothing and runs no code of the folder.
         """
         options: dict[str, Any] = {"dtype": dtype, "weights": weights, "feature_layers": feature_layers, "implementation": implementation}

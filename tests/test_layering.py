@@ -14,6 +14,7 @@ from tools.lines import BUDGETS, DECODE_RING, DECODE_RING_BUDGET, Count, over_bu
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("sampling", "graphs", "runtime")  # each may import the previous ones
 FOLDERS = (*LAYERS, "tools", "tests")
+COMMANDS = ("runtime/commands/", "runtime/cli.py")
 DEVICE_FILES = (
     "graphs/attention/paged.py",
     "graphs/attention/row_tables.py",
@@ -62,6 +63,8 @@ def import_faults(root: Path) -> list[str]:
                 faults.append(f"{path}:{line}: relative import {name}")
             elif parts[0] in LAYERS:
                 faults.append(f"{path}:{line}: {name} without stepgraph in front: a second copy of the module")
+            elif layer == "runtime" and parts[1:3] == ["runtime", "commands"] and not path.startswith(COMMANDS):
+                faults.append(f"{path}:{line}: the library imports {name} of the commands")
             elif layer in LAYERS and (parts[0] in ("tools", "tests") or parts[:2] in above(layer)):
                 faults.append(f"{path}:{line}: {layer} imports {name}")
             if layer in ("sampling", "graphs") and name in PUBLIC_NAMES:
@@ -105,6 +108,8 @@ def test_device_files_do_not_ask_the_host(path: str) -> None:
         ("runtime/a.py", "from graphs.buffers import StaticBuffers", False),
         ("tests/test_a.py", "import sampling", False),
         ("runtime/a.py", "from .engine import Engine", False),
+        ("runtime/models/a.py", "from stepgraph.runtime.commands import terminal", False),
+        ("runtime/commands/a.py", "from stepgraph.runtime.commands import terminal", True),
         ("runtime/a.py", "from stepgraph.graphs.buffers import StaticBuffers", True),
         ("graphs/a.py", "from stepgraph.sampling.params import SamplingParams", True),
         ("sampling/a.py", "from stepgraph.sampling import params\nfrom stepgraph import __version__", True),

@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
 
 from tools import train_head
 
-MOST_BYTES = 12_000_000  # of the head, in a wheel
+MOST_BYTES = 6_500_000  # of the head in 8 bits, in a wheel
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -45,13 +45,15 @@ def run(options: argparse.Namespace) -> int:
     from tools.train.demo.card import card
     from tools.train.demo.collect import collect
     from tools.train.demo.measure import measure
+    from tools.train.quantised import quantise_head
 
-    target, states, head = target_path(), options.work / "states", options.work / "head"
+    target, states, trained, head = target_path(), options.work / "states", options.work / "trained", options.work / "head"
     options.work.mkdir(parents=True, exist_ok=True)
     collect(target, states, options.prompts, options.answers, not options.quiet)
-    code = train_head.main(training_flags(options, target, states, head))
+    code = train_head.main(training_flags(options, target, states, trained))
     if code:
         return code
+    quantise_head(trained, head)
     weight = (head / "model.safetensors").stat().st_size
     if weight > MOST_BYTES:
         raise ValueError(f"{head}: got {weight:,} bytes, expected at most {MOST_BYTES:,}; lower --draft-vocab or --intermediate-size")
@@ -59,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         "command": recipe(options),
         "answers": options.answers,
         "bytes": weight,
-        "training": json.loads((head / "training" / "report.json").read_text(encoding="utf-8")),
+        "training": json.loads((trained / "training" / "report.json").read_text(encoding="utf-8")),
         "measured": measure(target, head, options.measured, not options.quiet),
     }
     (options.work / "report.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

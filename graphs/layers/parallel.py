@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,10 +13,23 @@ from torch import Tensor
 
 from stepgraph.graphs.backends import EagerContext
 from stepgraph.graphs.context import current_context
+from stepgraph.graphs.layers.dense import Residual
 from stepgraph.sampling.kernels.operation import operation
 
 # An operation's schema has numbers and tensors, so it names a group by its index here.
 _GROUPS: list[tuple[dist.ProcessGroup, float]] = []
+_SUMS: dict[int, Sums] = {}  # where an implementation was chosen
+
+
+class Sums(Protocol):
+    """An implementation of sums: rank_sums.py."""
+
+    @property
+    def fused(self) -> Callable[[Tensor, Tensor, Tensor, float], Residual] | None:
+        """Of states [N, H], part, weight and epsilon: add_rms_norm with the sum of the parts."""
+
+    def add(self, states: Tensor) -> None:
+        """Replace `states` by its sum over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +47,20 @@ class RankGroups:
             return self.eager if isinstance(current_context(), EagerContext) else self.graph
         except RuntimeError:  # outside of a step, as chunks of a prompt
             return self.eager
+
+    @property
+    def members(self) -> tuple[tuple[dist.ProcessGroup, float], ...]:
+        return _GROUPS[self.graph], _GROUPS[self.eager]
+
+    @property
+    def sums(self) -> Sums | None:
+        """The chosen implementation of the present step's sums."""
+        return _SUMS.get(self.current)
+
+
+def set_sums(groups: RankGroups, sums: Sequence[Sums]) -> None:
+    """Of recorded steps, and of others."""
+    _SUMS[groups.graph], _SUMS[groups.eager] = sums
 
 
 def register_group(group: dist.ProcessGroup, seconds: float) -> int:
@@ -53,18 +82,38 @@ def gather(group: dist.ProcessGroup, values: Tensor, seconds: float) -> Tensor:
     return found.view(group.size(), *values.shape)
 
 
+def add_gathered(group: dist.ProcessGroup, states: Tensor, seconds: float) -> None:
+    """Replace `states` by its sum over a group, added in the order of the ranks."""
+    # Not all_reduce: the order of its additions depends on the position in the tensor, so the bits of a row would depend on the batch.
+    first, second, *others = gather(group, states, seconds).unbind()
+    torch.add(first, second, out=states)
+    for part in others:
+        states.add_(part)
+
+
+def all_reduce(group: dist.ProcessGroup, states: Tensor, seconds: float) -> None:
+    """Replace `states` by its sum over a group, added in an order that the library chooses."""
+    from torch.distributed.distributed_c10d import AllreduceOptions
+
+    options = AllreduceOptions()
+    options.timeout, options.asyncOp = datetime.timedelta(seconds=seconds), False
+    work = group.allreduce([states], options)
+    if work is not None:
+        work.wait()
+
+
 def _no_outputs(states: Tensor, *_: object) -> None:
     assert states.is_contiguous(), f"strides {states.stride()}"
 
 
 @operation(_no_outputs, writes=("states",))
 def sum_over_ranks(states: Tensor, group: int) -> None:
-    """Replace `states` by its sum over the ranks of a group, added in the order of the ranks. Every rank calls it in the same order"""
-    # Not all_reduce: the order of its additions depends on the position in the tensor, so the bits of a row would depend on the batch.
-    first, second, *others = gather(_GROUPS[group][0], states, _GROUPS[group][1]).unbind()
-    torch.add(first, second, out=states)
-    for part in others:
-        states.add_(part)
+    """Replace `states` by its sum over the ranks of a group, added in their order unless another implementation was chosen. Every rank
+    calls it in the same order"""
+    if sums := _SUMS.get(group):
+        sums.add(states)
+    else:
+        add_gathered(_GROUPS[group][0], states, _GROUPS[group][1])
 
 
 @operation(_no_outputs, writes=("found",))

@@ -18,6 +18,7 @@ from stepgraph.graphs.capture import Recorded, Step
 from stepgraph.graphs.errors import CaptureError
 from stepgraph.graphs.tape.replay_ops import same_bits
 from stepgraph.runtime.commands import terminal
+from stepgraph.runtime.printing import print_error
 from stepgraph.sampling.fields import clip_repr, takes
 
 MODULE_AND_NAME = "a module and a name in it, such as my_step:make"
@@ -35,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         terminal.print_json(document)
     elif code:
-        terminal.print_error(text)
+        print_error(text)
     else:
         terminal.print_text(text)
     return code

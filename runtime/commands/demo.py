@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from stepgraph.runtime.commands import engines, terminal
-from stepgraph.runtime.demo import report
+from stepgraph.runtime.commands import demo_report, engines, terminal
 from stepgraph.runtime.demo.scenarios import SCENARIOS, Scenario
 from stepgraph.runtime.demo.variants import Case, Pair, open_pair, tokens_per_second, toy_pair, variants
 from stepgraph.runtime.request import Job, StepEvent
@@ -78,8 +77,8 @@ class Demonstration:
         if not self.options.no_timeline:
             document["timeline"] = self.timeline()
         if self.options.html:
-            shown = [report.Answer(each.name, each.user, self.pieces[each.name]) for each in self.scenarios]
-            Path(self.options.html).write_text(report.page(self.pair.name, shown, head, rows, self.traced), encoding="utf-8")
+            shown = [demo_report.Answer(each.name, each.user, self.pieces[each.name]) for each in self.scenarios]
+            Path(self.options.html).write_text(demo_report.page(self.pair.name, shown, head, rows, self.traced), encoding="utf-8")
             self._print(f"{self.options.html}: answers, table and timeline as a page")
         return document
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from stepgraph.runtime.commands import terminal
 from stepgraph.runtime.commands.doctor_probe import PROBES
+from stepgraph.runtime.printing import print_error
 
 PROBE = [sys.executable, "-m", "stepgraph.runtime.commands.doctor_probe"]
 PROBE_SECONDS = 300
@@ -67,7 +68,7 @@ class Finding:
 
 def run(options: argparse.Namespace) -> int:
     if terminal.shows_progress():
-        terminal.print_error("loading torch and decoding a text, some seconds ...")
+        print_error("loading torch and decoding a text, some seconds ...")
     findings = [*_installed(), *_machine(), *_probed(run_probes())]
     works = all(finding.state == "ok" for finding in findings if finding.required)
     if options.json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from stepgraph.runtime.check_models import FORCED, NGRAM
 from stepgraph.runtime.commands import terminal
 from stepgraph.runtime.demo.pair import path_of
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED, Checkpoint
-from stepgraph.runtime.models.files.draft import OWN_MTP, open_draft
+from stepgraph.runtime.models.files.draft import OWN_MTP, DraftCheckpoint, StoredDraft, open_draft
 from stepgraph.runtime.models.files.gguf import GgufSource
 from stepgraph.runtime.models.files.target import NATIVE, TRANSFORMERS, Target, open_target
 from stepgraph.runtime.models.files.weights import FLOATS, read_json
@@ -51,14 +52,14 @@ def _inspected(path: str | Path, draft: str | None) -> dict[str, Any]:
         return {"model": str(path), "runs": [], "refused": refused}
     first = next(iter(opened.values()))
     runs = [
-        {"implementation": implementation, "weights": weights, "bytes": dict(_bytes_by_kind(target.outline()))}
+        {"implementation": implementation, "weights": weights, "bytes": dict(_bytes_by_kind(target.outline().parameters()))}
         for (implementation, weights), target in opened.items()
     ]
     drafters = [NGRAM, FORCED]
     for name in [OWN_MTP] * bool(first.mtp_modules) + ([] if draft is None else [draft]):
         try:
             found = open_draft(name, first)
-            drafters.insert(0, f"{name} ({getattr(found, 'kind', 'draft')}, up to {found.max_drafts} drafts)")
+            drafters.insert(0, f"{name} ({getattr(found, 'kind', 'draft')}, up to {found.max_drafts} drafts{_draft_bytes(found)})")
         except ValueError as error:
             refused["draft" if name == draft else OWN_MTP] = str(error)
     config = first.config
@@ -86,12 +87,21 @@ def _has_quantised(target: Target | None) -> bool:
     return isinstance(target, Checkpoint) and any(tensor.kind not in FLOATS for tensor in target.source.tensors.values())
 
 
-def _bytes_by_kind(outline: nn.Module) -> Counter[str]:
+def _draft_bytes(draft: StoredDraft) -> str:
+    """Without the weights that are the target's."""
+    return f"; {_listed(_bytes_by_kind(draft.own_weights()))}" if isinstance(draft, DraftCheckpoint) else ""
+
+
+def _bytes_by_kind(parameters: Iterable[nn.Parameter]) -> Counter[str]:
     """Of the weights in memory."""
     found: Counter[str] = Counter()
-    for parameter in outline.parameters():
+    for parameter in parameters:
         found[kind_name(parameter)] += parameter.nbytes
     return found
+
+
+def _listed(nbytes: Mapping[str, int]) -> str:
+    return ", ".join(f"{count / 2**20:,.1f} MiB in {kind}" for kind, count in nbytes.items())
 
 
 def _lines(document: dict[str, Any]) -> list[str]:
@@ -104,8 +114,7 @@ def _lines(document: dict[str, Any]) -> list[str]:
     if stored := document.get("stored"):
         lines.append("stored: " + ", ".join(f"{count} tensors in {kind}" for kind, count in stored.items()))
     for way in document["runs"]:
-        parts = ", ".join(f"{nbytes / 2**20:,.1f} MiB in {kind}" for kind, nbytes in way["bytes"].items())
-        lines.append(f"runs: implementation={way['implementation']}, weights={way['weights']}: {parts}")
+        lines.append(f"runs: implementation={way['implementation']}, weights={way['weights']}: {_listed(way['bytes'])}")
     if drafters := document.get("drafters"):
         lines.append("drafters: " + ", ".join(drafters) + "; an EAGLE-3 head or a smaller model that --draft names")
     return lines + [f"refused: {name}: {reason}" for name, reason in document["refused"].items()]

@@ -10,17 +10,17 @@ import contextlib
 import io
 import json
 import os
-import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn, TextIO
 
+from stepgraph.runtime.printing import CONTROL, print_error, printable
+
 FAILED, BAD_INPUT, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
 ORIGINS = {"draft": "from the draft", "look_up": "looked up in the text", "forced": "forced by the grammar", "target": "from the target"}
 COLOURS = {"draft": "\x1b[32m", "look_up": "\x1b[36m", "forced": "\x1b[35m", "target": "\x1b[1m"}
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all control characters except tab and newline
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,14 +40,6 @@ def shows_progress() -> bool:
     return sys.stderr.isatty()
 
 
-def printable(text: str, stream: TextIO) -> str:
-    """`text` with control characters written as escapes (\\x1b) if the stream is a terminal, otherwise unchanged.
-
-    Model output and quoted input could otherwise retitle or clear the terminal, or write to its clipboard.
-    """
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text) if stream.isatty() else text
-
-
 def coloured(text: str, origin: str) -> str:
     """`text` in the colour of tokens of this origin."""
     return f"{COLOURS[origin]}{text}\x1b[0m"
@@ -57,11 +49,6 @@ def print_text(text: str, end: str = "\n", origin: str = "") -> None:
     """Print to stdout, in the colour of `origin` if it is given."""
     text = printable(text, sys.stdout)
     print(coloured(text, origin) if origin and text else text, end=end, flush=True)
-
-
-def print_error(text: str) -> None:
-    """Print to stderr."""
-    print(printable(text, sys.stderr), file=sys.stderr)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -99,7 +86,7 @@ def waiting(message: str) -> Iterator[None]:
 def print_json(document: object) -> None:
     """Values without a JSON type become strings."""
     text = json.dumps(document, indent=2, default=str, ensure_ascii=not _encodes_everything(sys.stdout))
-    print(_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))  # json.dumps leaves U+007F to U+009F
+    print(CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))  # json.dumps leaves U+007F to U+009F
 
 
 def _repair_streams() -> None:

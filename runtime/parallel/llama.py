@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.layers.dense import Residual
 from stepgraph.graphs.layers.parallel import RankGroups, sum_over_ranks
 from stepgraph.graphs.layers.quantised import Grouped, pack
 from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard, part_of
@@ -39,6 +40,10 @@ _ADDED = ("o_proj.bias", "experts.down_proj_bias")  # to a sum over the ranks: o
 _SUMMED = ("output", "down")  # products with some columns of a weight: their sum over the ranks is the whole product
 
 
+def unchanged(name: str, states: Tensor, product: Tensor) -> Tensor:
+    return product
+
+
 LEAST_LAYER_WEIGHTS = 7_000_000  # of a draft model that is divided; measured, see docs/tensor-parallel.md
 
 
@@ -55,18 +60,39 @@ class ShardedExperts(ExpertMlp):
         return found
 
 
+class ShardedLayer(LlamaLayer):
+    def __init__(self, config: LlamaConfig, index: int, like: Tensor, groups: RankGroups) -> None:
+        super().__init__(config, index, like)
+        self._groups = groups
+
+    @property
+    def fused(self) -> Callable[[Tensor, Tensor, Tensor, float], Residual] | None:
+        """A sum with the residual connection and the norm behind it, where one was chosen, and nothing is between them."""
+        sums, between = self._groups.sums, self.attention_output_norm is not None or self.experts is not None or self.config.norm_offset
+        return None if sums is None or between else sums.fused
+
+    def finish(self, states: Tensor, attended: Tensor, next_norm: Tensor, adapted: Adapted = unchanged) -> Residual:
+        if (fused := self.fused) is None:
+            return super().finish(states, attended, next_norm, adapted)
+        states, normed = fused(states, attended, self.mlp_norm, self.config.norm_epsilon)
+        return fused(states, self.mlp(normed, adapted), next_norm, self.config.norm_epsilon)
+
+
 class ShardedLayers(Llama):
     """config: with the heads and the intermediate size of one rank. A base class, before others of the family."""
 
     def divide(self, ranks: Ranks) -> None:
         """Called once, at the end of `__init__`."""
         self.lora_weights, self.ranks = {}, ranks
-        for index, layer in enumerate(self.layers):
+        for index in range(len(self.layers)):
+            layer = self.layers[index] = ShardedLayer(self.config, index, self.norm, ranks.groups)
             if (experts := self.config.experts_of(index)) is not None:
                 layer.experts = ShardedExperts(self.config, experts, self.norm, ranks.groups)
 
     def adapted(self, index: int, inputs: ModelInput, buffers: StaticBuffers) -> Adapted:
-        return self._summed
+        layer = self.layers[index]
+        assert isinstance(layer, ShardedLayer)
+        return self._summed if layer.fused is None else unchanged
 
     def _summed(self, name: str, states: Tensor, product: Tensor) -> Tensor:
         if name in _SUMMED:
@@ -97,6 +123,11 @@ class ShardedLlama(ShardedLayers):
         self.embedding = empty_weight(self.norm, len(self.token_ids), config.hidden_size)
         self.embedding.lookup = self.shard.lookup  # type: ignore[attr-defined]  # drafts may use the parameter too
         self.head = None if config.tied else empty_weight(self.norm, len(self.token_ids), config.hidden_size)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For the capture report."""
+        return tuple(filter(None, [self.ranks.note_of_sums]))
 
 
 PartSource: TypeAlias = SafetensorsSource | QuantisedSource
@@ -212,7 +243,7 @@ def require_equal_weights(stored: StoredModel, model: Llama, ranks: Ranks, next_
 
 
 def checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
 
 
 def check_divisible(checkpoint: object, size: int) -> Checkpoint:
@@ -284,7 +315,7 @@ def shard_draft(draft: StoredDraft | None, ranks: Ranks) -> StoredDraft | None:
     ranks.require_equal("the configs and tensor tables of the drafts", repr((own.config, own.packed, tensors)).encode())
 
     def make(around: object, device: str | torch.device) -> DraftLlama:
-        return own.make_room(ShardedDraft(own.config, draft.token_map, ranks, device))
+        return ShardedDraft(own.config, draft.token_map, ranks, device)
 
     changed = {"source": own.source, "slices": own.slices, "packed": own.packed, "make": make}
     kept = {each.name: getattr(draft, each.name) for each in fields(draft)}

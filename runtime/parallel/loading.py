@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,10 +12,12 @@ from types import NoneType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.models.files.draft import StoredDraft
-from stepgraph.runtime.models.files.loading import Loaded, load_models
+from stepgraph.runtime.models.files.loading import Loaded, load_models, uses_cuda
+from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.parallel.llama import ShardedCheckpoint, check_divisible, checksum, shard, shard_draft
 from stepgraph.runtime.parallel.ranks import TIMEOUT_SECONDS, Ranks, under_torchrun
 from stepgraph.sampling.fields import clip_repr
@@ -36,8 +39,11 @@ def load_part(path: str | Path, draft: object, config: EngineConfig | None, size
     if not isinstance(draft, (str, Path, NoneType)):
         raise ValueError(f"draft: got {clip_repr(draft)} with {wanted}, expected None, a folder or a name")
     backend = "auto" if config is None else config.backend
-    if backend == "cuda" or (backend == "auto" and torch.cuda.is_available()):
-        raise ValueError(f"EngineConfig.backend: got {backend!r} with {wanted} and a GPU, expected 'tape'")
+    on_cuda, own = uses_cuda(backend), int(os.environ.get("LOCAL_RANK", 0)) if under_torchrun() else 0
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size)) if under_torchrun() else size
+    if on_cuda and torch.cuda.device_count() < here:
+        expected = f"a GPU for each of {here} processes, of which there are {torch.cuda.device_count()}, or 'tape'"
+        raise ValueError(f"EngineConfig.backend: got {backend!r} with {wanted}, expected {expected}")
     for name, accepted in _ACCEPTED.items() if config is not None else ():
         if getattr(config, name) not in accepted:
             names = " or ".join(map(repr, accepted))
@@ -47,15 +53,23 @@ def load_part(path: str | Path, draft: object, config: EngineConfig | None, size
     seconds = (config and config.round_timeout_seconds) or TIMEOUT_SECONDS
     arguments = size, path, draft, config
     following = (*arguments, options | {"progress": False})
-    join = functools.partial(Ranks.join, size, seconds) if under_torchrun() else functools.partial(Ranks.start, size, seconds, following)
-    return load_rank(join, *arguments, options)
+    connect = functools.partial(Ranks.join, size, seconds) if under_torchrun() else functools.partial(Ranks.start, size, seconds, following)
+    return load_rank(functools.partial(connect, on_cuda=on_cuda), own if on_cuda else None, *arguments, options)
 
 
 def load_rank(
-    join: Callable[[], Ranks], size: int, path: str | Path, draft: Any, config: EngineConfig | None, options: dict[str, Any]
+    join: Callable[[], Ranks],
+    gpu: int | None,
+    size: int,
+    path: str | Path,
+    draft: Any,
+    config: EngineConfig | None,
+    options: dict[str, Any],
 ) -> Loaded:
-    """join: called when the files are checked."""
+    """join: called when the files are checked. gpu: which one becomes the present one of this thread."""
     joined, options = list[Ranks](), dict(options)
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
     vocabulary = options.pop("vocabulary", lambda found: found)
 
     def divide(target: object, drafts: StoredDraft | None) -> tuple[ShardedCheckpoint, StoredDraft | None]:
@@ -65,11 +79,20 @@ def load_rank(
 
     try:
         loaded = load_models(path, draft, config, divide=divide, **options)
+        if gpu is not None:
+            joined[0].choose_sums(_largest_round(loaded))
         return _in_step(loaded._replace(vocabulary=vocabulary(loaded.vocabulary)), joined[0])
     except BaseException:
         for ranks in joined:
             ranks.close()
         raise
+
+
+def _largest_round(loaded: Loaded) -> Tensor:
+    """[N, H]: hidden states of the largest round."""
+    assert isinstance(loaded.target, Llama)
+    rows = loaded.config.max_rows * (loaded.config.num_speculative_tokens + 1)
+    return loaded.target.norm.new_empty(rows, loaded.target.config.hidden_size)
 
 
 def _in_step(loaded: Loaded, ranks: Ranks) -> Loaded:

@@ -69,7 +69,7 @@ class LockstepScheduler(Scheduler):
 
     def pop_cancelled(self) -> list[tuple[Job, ActiveRequest | None]]:
         cancelled = super().pop_cancelled()
-        if self._ranks.links:
+        if self._ranks.writer:
             self._publish([job.id for job, _ in cancelled])
         self._steps += 1
         if not self._ranks.decided or self._steps % COMPARED_STEPS == 0:
@@ -88,7 +88,7 @@ class LockstepScheduler(Scheduler):
 
     def finish_all(self, reason: FinishReason, error: str) -> None:
         if reason == FinishReason.ERROR:
-            self._ranks.close()  # a sum in flight fails at once, where another rank does not answer
+            self._ranks.abort()  # a sum in flight fails at once, where another rank does not answer
         super().finish_all(reason, error)
 
     def _held_back(self, queued: QueuedRequest) -> bool:

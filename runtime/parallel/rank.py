@@ -5,37 +5,41 @@ from __future__ import annotations
 import multiprocessing.connection
 import os
 import pickle
-import queue
+import select
 import sys
 import threading
 import time
 import traceback
-from typing import Any
 
 import torch
 
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.parallel.loading import load_rank
 from stepgraph.runtime.parallel.lockstep import Decided, LockstepQueue
-from stepgraph.runtime.parallel.ranks import CAPTURE, Link, RankError, Ranks
+from stepgraph.runtime.parallel.messages import Link, MessageReader
+from stepgraph.runtime.parallel.ranks import CAPTURE, RankError, Ranks
 from stepgraph.runtime.request import Job
 
 
-def follow(link: Link) -> None:
-    rank, size, seconds, folder, threads, arguments = pickle.loads(link.recv_bytes())
-    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(link, messages), daemon=True).start()
+def follow(link: Link, file: int) -> None:
+    rank, size, seconds, folder, on_cuda, threads, arguments = pickle.loads(link.recv_bytes())
+    threading.Thread(target=_end_with, args=(link,), daemon=True).start()
+    messages = MessageReader(file, link)
+    os.close(file)
     torch.set_num_threads(threads)
 
     def join() -> Ranks:
         link.send_bytes(b"started")
-        return Ranks.meet(rank, size, seconds, folder)
+        return Ranks.meet(rank, size, seconds, folder, on_cuda)
 
-    loaded = load_rank(join, *arguments)
+    loaded = load_rank(join, rank if on_cuda else None, *arguments)
     engine = Engine(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, config=loaded.config)
     jobs: dict[int, Job] = {}  # by the ids of the first rank
     while True:
-        message = messages.get()
+        try:
+            message = pickle.loads(messages.receive())
+        except (EOFError, ConnectionError):  # the first rank has ended
+            os._exit(0)
         if message == CAPTURE:
             engine.capture()
             continue
@@ -63,18 +67,17 @@ def _apply(engine: Engine, decided: Decided, jobs: dict[int, Job], seconds: floa
         engine.queue.admissible.add(queued.job.id)
 
 
-def _read(link: Link, messages: queue.SimpleQueue[Any]) -> None:
-    """Also ends the process with the link, whatever the main thread waits for."""
-    try:
-        while True:
-            messages.put(pickle.loads(link.recv_bytes()))
-    except (EOFError, OSError):
-        os._exit(0)
+def _end_with(link: Link) -> None:
+    """Ends the process with the link, whatever the main thread waits for."""
+    hung_up = select.poll()
+    hung_up.register(link, 0)  # what poll() always reports: the other end is closed
+    hung_up.poll()
+    os._exit(0)
 
 
 if __name__ == "__main__":
     try:
-        follow(multiprocessing.connection.Connection(int(sys.argv[1])))
+        follow(multiprocessing.connection.Connection(int(sys.argv[1])), int(sys.argv[2]))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
-import multiprocessing.connection
 import os
 import pickle
 import shutil
@@ -23,15 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepgraph.graphs.layers.parallel import RankGroups, gather, register_group
+from stepgraph.graphs.layers.rank_sums import choose_sums
+from stepgraph.runtime.parallel.messages import Link, MessageWriter, anonymous_file
 
 TIMEOUT_SECONDS = 60.0  # where EngineConfig.round_timeout_seconds is None
 START_SECONDS = 600.0  # for a process to start, and to load its part of the model
 END_SECONDS = 2.0  # for a process to end by itself
 COMPARED_STEPS = 16  # results are compared every so many steps, where the first rank decides what a step does
-_GROUPS = ("graph", "eager", "control")
+_GROUPS = ("graph", "eager", "control")  # on GPUs the first two are NCCL's
 CAPTURE = "capture"  # a message: record all graphs
 RANK_MODULE = "stepgraph.runtime.parallel.rank"
-Link = multiprocessing.connection.Connection
 
 
 class RankError(RuntimeError):
@@ -41,61 +41,90 @@ class RankError(RuntimeError):
 class Ranks:
     """This process among `size` of them. `groups`: of recorded sums, and of others; a third group compares what the ranks do.
 
-    links, processes: to the other ranks, and theirs, if this is the first one and has started them. decided: whether the first rank
-    decides each step, as under `start`; otherwise every rank runs the same program.
+    writer, processes: of messages to the other ranks, and theirs, if this is the first one and has started them. decided: whether the first
+    rank decides each step, as under `start`; otherwise every rank runs the same program.
     """
 
     def __init__(self, rank: int, groups: Sequence[dist.ProcessGroup], seconds: float, decided: bool = True) -> None:
-        graph, eager, self._control = groups
+        self._graph, self._eager, self._control = graph, eager, _ = groups
         self.rank, self.size, self.seconds, self.decided = rank, graph.size(), seconds, decided
         self.groups, self._notes = RankGroups(register_group(graph, seconds), register_group(eager, seconds)), hashlib.sha256()
-        self.links, self.processes = list[Link](), list[subprocess.Popen[bytes]]()
+        self.writer: MessageWriter | None = None
+        self.processes = list[subprocess.Popen[bytes]]()
         self.close: Callable[[], object] = lambda: None
+        self.note_of_sums = ""  # where they were chosen
 
     @classmethod
-    def join(cls, size: int, seconds: float) -> Ranks:
+    def join(cls, size: int, seconds: float, on_cuda: bool = False) -> Ranks:
         """Among the processes of torchrun. ValueError for a size other than their number."""
         timeout = datetime.timedelta(seconds=max(seconds, START_SECONDS))
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timeout)
         if (found := dist.get_world_size()) != size:
             raise ValueError(f"tensor_parallel: got {size} with {found} processes, expected {found}")
-        groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in _GROUPS]
+        with _errors_only():
+            groups = [dist.new_group(backend="nccl" if on_cuda and name != "control" else "gloo", timeout=timeout) for name in _GROUPS]
         return cls(dist.get_rank(), groups, seconds, decided=False)
 
     @classmethod
-    def start(cls, size: int, seconds: float, arguments: object) -> Ranks:
+    def start(cls, size: int, seconds: float, arguments: object, on_cuda: bool = False) -> Ranks:
         """Starts a process for every further rank, which loads its part of the model as `arguments` describe."""
         folder, processes, links = tempfile.mkdtemp(prefix="stepgraph-ranks-"), list[subprocess.Popen[bytes]](), list[Link]()
+        file = anonymous_file()
         try:
             for rank in range(1, size):
-                processes.append(_start(links, pickle.dumps((rank, size, seconds, folder, torch.get_num_threads(), arguments)), seconds))
+                started = pickle.dumps((rank, size, seconds, folder, on_cuda, torch.get_num_threads(), arguments))
+                processes.append(_start(links, file, started, seconds))
             for link in links:
                 _wait_for_start(link)
-            ranks = cls.meet(0, size, seconds, folder)
+            writer, ranks = MessageWriter(file, links, seconds), cls.meet(0, size, seconds, folder, on_cuda)
         except BaseException:
             _end(os.getpid(), processes, links, folder)
             raise
-        ranks.links, ranks.processes = links, processes
+        finally:
+            os.close(file)
+        ranks.writer, ranks.processes = writer, processes
         ranks.close = weakref.finalize(ranks, _end, os.getpid(), processes, links, folder)
         return ranks
 
     @classmethod
-    def meet(cls, rank: int, size: int, seconds: float, folder: str) -> Ranks:
+    def meet(cls, rank: int, size: int, seconds: float, folder: str, on_cuda: bool = False) -> Ranks:
         """Connects the ranks through a file in this folder. RankError if one is lost or late."""
-        with _lost(rank, size, seconds):
-            groups = [gloo_group(f"{folder}/{name}", rank, size, max(seconds, START_SECONDS)) for name in _GROUPS]
+        with _lost(rank, size, seconds), _errors_only():
+            groups = [
+                (nccl_group if on_cuda and name != "control" else gloo_group)(f"{folder}/{name}", rank, size, max(seconds, START_SECONDS))
+                for name in _GROUPS
+            ]
         return cls(rank, groups, seconds)
+
+    def choose_sums(self, like: Tensor) -> None:
+        """Of tensors on a GPU. Every rank calls this. RankError if none works."""
+        with _lost(self.rank, self.size, START_SECONDS):
+            self.note_of_sums = f"sums over ranks: {choose_sums(self, self.groups, like)}"
+
+    def exchange(self, value: object) -> list[Any]:
+        """`value` of every rank; pickle copies it."""
+        contents = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = self.gather(torch.tensor([len(contents)])).flatten().tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(contents)] = contents
+        found = self.gather(padded)
+        return [pickle.loads(bytes(each[:length].numpy())) for each, length in zip(found, lengths, strict=True)]
+
+    def abort(self) -> None:
+        """Close, and end sums that wait on a GPU for a rank that is lost."""
+        self.close()
+        for group in (self._graph, self._eager):
+            if hasattr(group, "abort"):  # NCCL's
+                group.abort()
 
     def publish(self, message: object) -> None:
         """Send a message to the ranks that this one has started."""
-        if not self.links:
+        if self.writer is None:
             return
-        contents = pickle.dumps(message)
         try:
-            for link in self.links:
-                link.send_bytes(contents)
-        except OSError as error:
+            self.writer.send(pickle.dumps(message))
+        except (OSError, EOFError) as error:
             raise RankError(f"rank 0 of {self.size}: another rank is lost, or does not read: {error}") from error
 
     def gather(self, values: Tensor, seconds: float = START_SECONDS) -> Tensor:
@@ -131,6 +160,28 @@ def gloo_group(path: str, rank: int, size: int, seconds: float) -> dist.ProcessG
     return group
 
 
+def nccl_group(path: str, rank: int, size: int, seconds: float) -> dist.ProcessGroup:
+    """The same among GPUs: this process uses its present one."""
+    untyped: Any = dist
+    options = untyped.ProcessGroupNCCL.Options()
+    options._timeout = datetime.timedelta(seconds=seconds)
+    group: dist.ProcessGroup = untyped.ProcessGroupNCCL(untyped.FileStore(path, size), rank, size, options)
+    return group
+
+
+@contextlib.contextmanager
+def _errors_only() -> Iterator[None]:
+    """For new groups of NCCL: by default a sum that is late ends the process."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = before or "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+
+
 @contextlib.contextmanager
 def _lost(rank: int, size: int, seconds: float) -> Iterator[None]:
     try:
@@ -139,7 +190,7 @@ def _lost(rank: int, size: int, seconds: float) -> Iterator[None]:
         raise RankError(f"rank {rank} of {size}: another rank is lost, or did not answer within {seconds:g} s: {error}") from error
 
 
-def _start(links: list[Link], arguments: bytes, seconds: float) -> subprocess.Popen[bytes]:
+def _start(links: list[Link], file: int, arguments: bytes, seconds: float) -> subprocess.Popen[bytes]:
     """A process that follows the link that is appended. It ends with the link, also if this process is killed."""
     own, other = socket.socketpair()
     with other:
@@ -147,8 +198,9 @@ def _start(links: list[Link], arguments: bytes, seconds: float) -> subprocess.Po
         own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds) + 1, 0))
         links.append(Link(own.detach()))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-m", RANK_MODULE, str(other.fileno())]
-        process = subprocess.Popen(command, env=environment, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+        passed = [other.fileno(), file]
+        command = [sys.executable, "-m", RANK_MODULE, *map(str, passed)]
+        process = subprocess.Popen(command, env=environment, pass_fds=passed, stdin=subprocess.DEVNULL, start_new_session=True)
     links[-1].send_bytes(arguments)
     return process
 

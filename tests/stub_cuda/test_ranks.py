@@ -107,3 +107,13 @@ def test_every_graph_of_a_divided_model_has_its_messages() -> None:
     found = Counter(len(messages(nodes)) for nodes in graphs)
     assert found == {2 * LAYERS + 2: len(reports[0].keys), 2 * LAYERS + 1: len(reports[0].prompts)}
     assert len({communicator(node) for nodes in graphs for node in messages(nodes)}) == 1
+
+
+def test_an_abort_ends_the_communicators() -> None:
+    """So kernels that wait for a lost rank end."""
+    ranks, x = Ranks(0, [group() for _ in range(3)], SECONDS), torch.zeros(4, device=DEVICE)
+    for number in (ranks.groups.graph, ranks.groups.eager):
+        sum_over_ranks.out(x, number)
+    with counted() as counts:
+        ranks.abort()
+    assert counts["ncclCommAbort"] == 2 and counts["live_nccl_communicators"] == -2

@@ -46,14 +46,14 @@ def save_eagle3(folder: str | Path, head: Eagle3, *, own_embedding: bool = False
         "norm_before_residual": config.norm_before_residual,
         "eagle_aux_hidden_state_layer_ids": list(config.feature_layers),
     }
-    return _write_folder(folder, fields, tensors)
+    return write_folder(folder, fields, tensors)
 
 
 def save_mtp(folder: str | Path, draft: Mtp, *, first: int) -> Path:
     """Like `save_eagle3`, for MTP modules. They are stored as layers `first`, `first + 1`, ...; first: the target's number of layers."""
     count = len(draft.depths)
     fields = layer_fields(draft.config) | {"num_hidden_layers": first, "num_nextn_predict_layers": count, "layer_types": None}
-    return _write_folder(folder, fields, extract_tensors(draft, mtp_slices(draft.config, first)))
+    return write_folder(folder, fields, extract_tensors(draft, mtp_slices(draft.config, first)))
 
 
 def layer_fields(config: LlamaConfig) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def layer_fields(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def _write_folder(folder: str | Path, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+def write_folder(folder: str | Path, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

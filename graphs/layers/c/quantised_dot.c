@@ -21,12 +21,16 @@ static const uint16_t FROM_ZERO[32] = TWICE(
 static const uint16_t CENTRED[32] = TWICE(
     0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0);
 
-/* Fields of eight bits, minus 128: float32 numbers of eight significant bits, cut off after them. */
+/* A field of eight bits, minus 128, as float32: as the lowest bits of 2^23, of which 2^23 + 128 is subtracted. */
+INLINED __m512i byte_number(__m512i shifted) {
+    __m512i found = _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi32(0xff), _mm512_set1_epi32(0x4b000000), 0xea); /* a & b | c */
+    return (__m512i)_mm512_sub_ps((__m512)found, _mm512_set1_ps(0x1p23f + 128));
+}
+
+/* Both numbers have eight significant bits, and are cut off after them. */
 INLINED __m512i from_bytes(__m512i raw, unsigned field) {
-    raw = _mm512_xor_si512(raw, _mm512_set1_epi8((char)0x80));
-    __m512 even = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(raw, 24 - field), 24));
-    __m512 odd = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(raw, 8 - field), 24));
-    return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32((__m512i)even, 16), (__m512i)odd);
+    __m512i even = byte_number(_mm512_srli_epi32(raw, field)), odd = byte_number(_mm512_srli_epi32(raw, field + 16));
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(even, 16), odd);
 }
 
 /* Fields in float8_e4m3fn: bfloat16 has the same bits with an exponent that is 120 larger, except for the eight numbers whose exponent is 0. */

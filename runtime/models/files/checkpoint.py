@@ -16,7 +16,7 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.files.config_fields import DTYPES, MTP_COUNT, count_field
 from stepgraph.runtime.models.files.gguf import GgufSource
 from stepgraph.runtime.models.files.llama_fields import read_config
-from stepgraph.runtime.models.files.quantised_folder import quantised_source
+from stepgraph.runtime.models.files.quantised_folder import quantised_source, without_scheme
 from stepgraph.runtime.models.files.weights import FLOATS, SafetensorsSource, Source, StoredModel, llama_slices, read_json
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
@@ -103,7 +103,7 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
         table = table_of_metadata(gguf.metadata, path, config.vocab_size)
     elif path.is_dir():
         fields = read_json(path / "config.json")
-        config = read_config({name: value for name, value in fields.items() if name != "quantization_config"})
+        config = read_config(without_scheme(fields))
         mtp_modules = count_field(fields, MTP_COUNT, 64, least=0, default=0)
         source = quantised_source(SafetensorsSource(path), fields)
         table = read_folder(path, fields, config.vocab_size)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import nn
 
 from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.draft_llama import DraftLlama, TokenMap, map_tokens
@@ -15,12 +16,15 @@ from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files import draft_layouts as layouts
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, MemoryNeed, memory_need
 from stepgraph.runtime.models.files.config_fields import MTP_COUNT, UnsupportedConfigError
+from stepgraph.runtime.models.files.quantised_folder import quantised_source, without_scheme
 from stepgraph.runtime.models.files.target import Target, open_target
 from stepgraph.runtime.models.files.transformers_folder import TransformersCheckpoint
 from stepgraph.runtime.models.files.transformers_mtp import MtpCheckpoint, open_transformers_mtp
 from stepgraph.runtime.models.files.weights import RenamedSource, SafetensorsSource, Source, StoredModel, read_json
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.mtp import Mtp
+from stepgraph.sampling.kernels.c_kernel import why_no_c
+from stepgraph.sampling.kernels.triton import why_no_triton
 
 if TYPE_CHECKING:
     from stepgraph.runtime.models.transformers_model import DraftTransformers, TransformersModel
@@ -58,6 +62,12 @@ class DraftCheckpoint(StoredModel):
         target, draft = self._outline()
         return memory_need(f"{self.path.name}: {self.kind}", draft, limits, shared=target)
 
+    def own_weights(self) -> list[nn.Parameter]:
+        """On the meta device."""
+        target, draft = self._outline()
+        shared = set(target.parameters())
+        return [parameter for parameter in draft.parameters() if parameter not in shared]
+
     @property
     def _target_source(self) -> Source:
         assert isinstance(self.target, Checkpoint)  # only MTP modules repeat tensors
@@ -65,7 +75,7 @@ class DraftCheckpoint(StoredModel):
 
     def _outline(self) -> tuple[Llama | TransformersModel, Draft]:
         target = self.target.outline(self.feature_layers)
-        return target, self.make(target, "meta")
+        return target, self.make_room(self.make(target, "meta"))
 
     def check(self, progress: bool = False) -> None:
         super().check(progress)
@@ -75,7 +85,7 @@ class DraftCheckpoint(StoredModel):
 
     def load(self, target: Llama | TransformersModel, device: Device, progress: bool = False) -> Draft:
         """Call `check` first. target: the loaded target."""
-        model = self.make(target, device)
+        model = self.make_room(self.make(target, device))
         self.fill(model, progress)
         return model
 
@@ -148,7 +158,7 @@ def _share_head(draft: D, target: object) -> D:
 
 
 def _open_eagle3(path: Path, fields: Mapping[str, object], target: Target) -> DraftCheckpoint:
-    stored = SafetensorsSource(path)
+    stored = quantised_source(SafetensorsSource(path), fields)
     names: dict[str, str] = {}
     for stored_name in stored.tensors:
         name = layouts.eagle3_name(stored_name)
@@ -156,7 +166,7 @@ def _open_eagle3(path: Path, fields: Mapping[str, object], target: Target) -> Dr
             raise ValueError(f"{name}: got it twice, as {names[name]} and as {stored_name}")
         names[name] = stored_name
     source = RenamedSource(stored, names)
-    config = layouts.read_eagle3(fields, target.config)
+    config = layouts.read_eagle3(without_scheme(fields), target.config)
     d2t = layouts.read_d2t(source, config)
     own_embedding, own_head = (name in source.tensors for name in ("embed_tokens.weight", "lm_head.weight"))
     same_width = config.layer.hidden_size == target.config.hidden_size
@@ -174,7 +184,10 @@ def _open_eagle3(path: Path, fields: Mapping[str, object], target: Target) -> Dr
         return made if own_head else _share_head(made, around)
 
     slices = layouts.eagle3_slices(config.layer, own_embedding, own_head)
-    return DraftCheckpoint(path, source, slices, "EAGLE-3 head", make, target, config.feature_layers).check_shapes()
+    head = DraftCheckpoint(path, source, slices, "EAGLE-3 head", make, target, config.feature_layers).check_shapes()
+    # Whatever the target's weights become: drafts change no text.
+    why_not = why_no_triton(torch.device("cuda")) if torch.cuda.is_available() else why_no_c(config.layer.dtype)
+    return head if why_not else replace(head, packed=head.packable())
 
 
 def _open_mtp(path: Path, stored: Source, fields: Mapping[str, object] | None, target: Checkpoint) -> DraftCheckpoint:
@@ -216,7 +229,7 @@ def _open_model(path: Path, target: Target, dtype: torch.dtype | None, weights: 
         return TransformersDraft(stored, token_map)
 
     def make(around: Llama | TransformersModel, device: Device) -> DraftLlama:
-        return stored.make_room(DraftLlama(stored.config, token_map, device=device))
+        return DraftLlama(stored.config, token_map, device=device)
 
     return DraftCheckpoint(
         path,

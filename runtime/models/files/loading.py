@@ -12,13 +12,13 @@ from stepgraph.graphs.errors import LESS
 from stepgraph.graphs.memory import check_memory
 from stepgraph.graphs.model import TargetModel
 from stepgraph.runtime.check_models import AUTO, DRAFTER_NAMES, NONE, Drafter, check_config, checked_drafter, named_proposer, without_drafts
-from stepgraph.runtime.commands.terminal import print_error
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.demo.pair import DEMO, DRAFTS, head_path, path_of
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED
 from stepgraph.runtime.models.files.draft import OWN_MTP, StoredDraft, open_draft
 from stepgraph.runtime.models.files.target import AUTO as AUTO_CLASS
 from stepgraph.runtime.models.files.target import Target, open_target
+from stepgraph.runtime.printing import print_error
 from stepgraph.sampling.fields import BOOL, Check, check_value, checked_path, is_int, one_of
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.kernels.triton import why_no_triton
@@ -62,7 +62,7 @@ def load_models(
     if path == DEMO:
         draft, dtype = head_path() if draft == AUTO else draft, dtype or torch.bfloat16
     backend = "auto" if config is None else config.backend
-    on_cuda = backend == "cuda" or (backend == "auto" and torch.cuda.is_available())
+    on_cuda = uses_cuda(backend)
     _check_weights(weights, on_cuda)
     checkpoint = open_target(path_of(path), dtype, weights, implementation)
     if draft in (None, NONE):
@@ -84,15 +84,20 @@ def load_models(
     needs = [part.memory(limits) for part in parts]  # raises ValueError if a model does not support these limits
     if progress:
         print_error("\n".join(need.note for need in needs))
-    device = "cuda:0" if on_cuda else "cpu"
+    device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0) if on_cuda else torch.device("cpu")
     remedy = f"; weights and cache, lower {LESS}, or load a smaller model"
-    check_memory("path", sum(need.nbytes for need in needs), torch.device(device), remedy)
+    check_memory("path", sum(need.nbytes for need in needs), device, remedy)
     for part in parts:
         part.check(progress)
     target = checkpoint.load(device, feature_layers, progress)
     if draft_checkpoint is not None:
         drafter = draft_checkpoint.load(target, device, progress)
     return Loaded(target, drafter, checkpoint.vocabulary, config)
+
+
+def uses_cuda(backend: str) -> bool:
+    """Whether an EngineConfig.backend is a GPU."""
+    return backend == "cuda" or (backend == "auto" and torch.cuda.is_available())
 
 
 def _check_weights(weights: str, on_cuda: bool) -> None:

@@ -1,4 +1,4 @@
-"""Quantised weights in safetensors files: FP8, and four bits as compressed-tensors, AWQ and GPTQ store them."""
+"""Quantised weights in safetensors files: FP8, four bits as compressed-tensors, AWQ and GPTQ store them, and eight as the first does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROWS_AT_ONCE = 16 * TILE
 _FP8_SCALES = ("weight_scale", "weight_scale_inv")
 _FP8_ACTIVATION_SCALES = ("input_scale",)
 _WORDS = {"pack-quantized": (0, 1), "awq": (1, 1), "gptq": (1, 0)}  # dimensions of words: of the rows, and the one that is packed
-_INT4_PARTS = {
+_WORD_PARTS = {
     "pack-quantized": ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape"),
     "awq": ("qweight", "scales", "qzeros"),
     "gptq": ("qweight", "scales", "qzeros", "g_idx"),
@@ -27,9 +27,10 @@ _INT4_PARTS = {
 
 
 class Scheme(NamedTuple):
-    layout: str  # "fp8", or one of _INT4_PARTS
+    layout: str  # "fp8", or one of _WORD_PARTS
     group: int = -1  # inner indices with one scale; -1: all of a row
     zero_offset: int = 0  # added to stored zero points
+    bits: int = 4  # of a number in a word
 
 
 def read_scheme(config: object) -> Scheme:
@@ -73,10 +74,11 @@ def _read_compressed_tensors(fields: Fields) -> Scheme:
         return Scheme("fp8")
     group.one_of("input_activations", None)
     weights.one_of("type", "int")
-    weights.one_of("num_bits", 4)
+    bits = weights.one_of("num_bits", 4, 8)
+    assert isinstance(bits, int)
     weights.one_of("actorder", None, "static", "weight")
     grouped = weights.one_of("strategy", "group", "channel") == "group"
-    return Scheme("pack-quantized", weights.group_size() if grouped else -1)
+    return Scheme("pack-quantized", weights.group_size() if grouped else -1, bits=bits)
 
 
 class Fields(NamedTuple):
@@ -110,7 +112,7 @@ class QuantisedSource:
     def __init__(self, source: SafetensorsSource, scheme: Scheme) -> None:
         self._source, self._scheme = source, scheme
         self.tensors: dict[str, Stored] = dict(source.tensors)
-        find = self._find_fp8 if scheme.layout == "fp8" else self._find_int4
+        find = self._find_fp8 if scheme.layout == "fp8" else self._find_words
         self._quantised = {name for stored in source.tensors if (name := find(stored))}
         if not self._quantised:
             raise ValueError(f"config.quantization_config: got {scheme.layout}, and no tensor is quantised in this way")
@@ -126,7 +128,8 @@ class QuantisedSource:
 
     def _dense(self, weight: Grouped) -> Tensor:
         numbers, scales, minimums = weight
-        values = numbers.view(torch.float8_e4m3fn).float() if self._scheme.layout == "fp8" else numbers.float()
+        number_type = torch.float8_e4m3fn if self._scheme.layout == "fp8" else torch.uint8 if self._scheme.bits == 4 else torch.int8
+        values = numbers.view(number_type).float()
         groups = values.view(len(values), scales.shape[1], -1)
         groups = groups * scales[:, :, None]
         return (groups if minimums is None else groups + minimums[:, :, None]).view(values.shape)
@@ -143,7 +146,7 @@ class QuantisedSource:
 
     def _read_numbers(self, name: str, dim: int = 0, part: slice | None = None) -> Grouped:
         """part: some rows (dim 0), or some inner indices (dim 1), which may make groups smaller."""
-        read = self._read_fp8 if self._scheme.layout == "fp8" else self._read_int4
+        read = self._read_fp8 if self._scheme.layout == "fp8" else self._read_words
         numbers, scales, minimums = read(name, dim, part)
         if part is not None:
             inner = self.tensors[name].shape[1]
@@ -175,45 +178,52 @@ class QuantisedSource:
             scale = scale.repeat_interleave(_FP8_BLOCK, 0)[:rows]
         return Grouped(numbers, scale.reshape(-1, 1).expand(rows, 1) if scale.numel() in (1, rows) else scale)
 
-    def _find_int4(self, stored: str) -> str:
-        scheme, (words, scales, *others) = self._scheme, _INT4_PARTS[self._scheme.layout]
+    def _find_words(self, stored: str) -> str:
+        scheme, (words, scales, *others) = self._scheme, _WORD_PARTS[self._scheme.layout]
         module, _, part = stored.rpartition(".")
         if part != words:
             return ""
         if f"{module}.{scales}" not in self.tensors:
             raise ValueError(f"{module}.{scales} is missing, expected it with {stored}")
-        first, second = self._source.tensors[stored].shape
-        rows, inner = {"pack-quantized": (first, second * 8), "awq": (second * 8, first), "gptq": (second, first * 8)}[scheme.layout]
+        (first, second), fields = self._source.tensors[stored].shape, 32 // scheme.bits
+        rows, inner = {"pack-quantized": (first, second * fields), "awq": (second * fields, first), "gptq": (second, first * fields)}[
+            scheme.layout
+        ]
         group = inner if scheme.group == -1 else scheme.group
         shape = (rows, inner // group) if scheme.layout == "pack-quantized" else (inner // group, rows)
         if self.tensors[f"{module}.{scales}"].shape != shape or inner % group:
             found = self.tensors[f"{module}.{scales}"].shape
             raise ValueError(f"{module}.{scales}: got shape {found}, expected {shape} for {stored} and groups of {group}")
+        kind = "INT4" if group % _FP8_BLOCK else "INT4_128"
+        if scheme.bits == 8:
+            narrow = self.tensors[f"{module}.{scales}"].kind == "F16" and f"{module}.{others[0]}" not in self.tensors
+            kind = "INT8" if narrow else "INT8_RANGED"
         for suffix in (words, scales, *others):
             self.tensors.pop(f"{module}.{suffix}", None)
-        self.tensors[f"{module}.weight"] = Stored((rows, inner), "INT4" if group % _FP8_BLOCK else "INT4_128", True)
+        self.tensors[f"{module}.weight"] = Stored((rows, inner), kind, True)
         return f"{module}.weight"
 
     def _read(self, stored: str, dim: int, part: slice | None) -> Tensor:
         return self._source.read(stored) if part is None else self._source.read_part(stored, dim, part)
 
-    def _read_int4(self, name: str, dim: int, part: slice | None) -> Grouped:
+    def _read_words(self, name: str, dim: int, part: slice | None) -> Grouped:
         """Numbers of the part, all scales and minimums."""
         module, scheme, shape = name.removesuffix(".weight"), self._scheme, self.tensors[name].shape
-        words, *others = _INT4_PARTS[scheme.layout]
+        words, *others = _WORD_PARTS[scheme.layout]
         found = {each: self._source.read(stored) for each in others if (stored := f"{module}.{each}") in self._source.tensors}
         of_rows, packed = _WORDS[scheme.layout]
         stored_dim = of_rows if dim == 0 else 1 - of_rows
-        wanted = slice(part.start // 8, -(-part.stop // 8)) if part is not None and stored_dim == packed else part
+        width = 32 // scheme.bits
+        wanted = slice(part.start // width, -(-part.stop // width)) if part is not None and stored_dim == packed else part
         found[words] = self._read(f"{module}.{words}", stored_dim, wanted)
         if scheme.layout == "pack-quantized":
-            numbers, scales = _fields(found["weight_packed"]), found["weight_scale"].float()
+            numbers, scales = _fields(found["weight_packed"], scheme.bits), found["weight_scale"].float()
             stored_zeros = found.get("weight_zero_point")
-            zeros = torch.tensor(8) if stored_zeros is None else _fields(stored_zeros.T.contiguous()).T
+            zeros = torch.tensor(1 << scheme.bits - 1) if stored_zeros is None else _fields(stored_zeros.T.contiguous(), scheme.bits).T
             if found["weight_shape"].tolist() != list(shape):
                 raise ValueError(f"{module}.weight_shape: got {found['weight_shape'].tolist()}, expected {list(shape)}")
         elif scheme.layout == "awq":
-            numbers, zeros = (_fields(found[each], _AWQ_COLUMNS).T for each in ("qweight", "qzeros"))
+            numbers, zeros = (_fields(found[each], places=_AWQ_COLUMNS).T for each in ("qweight", "qzeros"))
             scales = found["scales"].float().T
         else:
             numbers, zeros = _fields(found["qweight"].T.contiguous()), _fields(found["qzeros"]).T + scheme.zero_offset
@@ -222,7 +232,11 @@ class QuantisedSource:
             if "g_idx" in found and not torch.equal(found["g_idx"].long(), order):
                 raise ValueError(f"{module}.g_idx: got another order, expected the groups one after another (desc_act=False)")
         if part is not None and stored_dim == packed:
-            numbers = numbers.narrow(dim, part.start % 8, part.stop - part.start)
+            numbers = numbers.narrow(dim, part.start % width, part.stop - part.start)
+        if scheme.bits == 8:  # kept as signed numbers
+            numbers, zeros = numbers - 128, zeros - 128.0
+            if self.tensors[name].kind == "INT8":
+                return Grouped(numbers.contiguous(), scales.to(torch.float16).contiguous())
         return Grouped(numbers.contiguous(), scales.contiguous(), (-scales * zeros).contiguous())
 
 
@@ -235,9 +249,9 @@ def _cut(values: Tensor, inner: int, dim: int, part: slice) -> Tensor:
     return values.repeat_interleave(group // smaller, 1)[:, part.start // smaller : part.stop // smaller]
 
 
-def _fields(words: Tensor, places: list[int] | None = None) -> Tensor:
-    """Numbers of four bits, eight of each word in the last dimension, the lowest bits first."""
-    found = (words[..., None] >> torch.arange(0, 32, 4, dtype=torch.int32) & 15).to(torch.uint8)
+def _fields(words: Tensor, bits: int = 4, places: list[int] | None = None) -> Tensor:
+    """The numbers of each word in the last dimension, the lowest bits first."""
+    found = (words[..., None] >> torch.arange(0, 32, bits, dtype=torch.int32) & (1 << bits) - 1).to(torch.uint8)
     return (found if places is None else found[..., places]).flatten(-2)
 
 
@@ -245,3 +259,8 @@ def quantised_source(source: SafetensorsSource, fields: Mapping[str, Any]) -> So
     """fields: of the config.json of its folder."""
     config = fields.get("quantization_config")
     return source if not config else QuantisedSource(source, read_scheme(config))
+
+
+def without_scheme(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The other fields of a config.json."""
+    return {name: value for name, value in fields.items() if name != "quantization_config"}

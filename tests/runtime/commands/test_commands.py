@@ -223,7 +223,7 @@ def test_inspect_prints_the_bytes_of_loaded_weights_without_reading_any(
         ("transformers", "dequantised"),
     ]
     assert [sum(way["bytes"].values()) for way in document["runs"]] == [expected, expected]
-    assert document["drafters"] == ["model (draft, up to 8 drafts)", "ngram", "forced"]
+    assert document["drafters"] == ["model (draft, up to 8 drafts; 0.1 MiB in float32)", "ngram", "forced"]
 
 
 def test_inspect_names_what_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

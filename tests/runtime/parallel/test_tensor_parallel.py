@@ -27,11 +27,14 @@ from safetensors.torch import load_file, save_file
 
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReason, Job, LogitsProcessor, ProcessorInput, SamplingParams
 from stepgraph.graphs import BufferSpec, StaticBuffers, capture, run_eager
-from stepgraph.graphs.layers import parallel
+from stepgraph.graphs.layers import parallel, rank_sums
+from stepgraph.graphs.layers.dense import Residual, add_rms_norm
 from stepgraph.graphs.layers.parallel import RankGroups, register_group, sum_over_ranks
 from stepgraph.runtime.models.draft_llama import DraftLlama
 from stepgraph.runtime.models.files.weights import SafetensorsSource
-from stepgraph.runtime.parallel.ranks import COMPARED_STEPS, RankError, Ranks, gloo_group
+from stepgraph.runtime.parallel.loading import load_part
+from stepgraph.runtime.parallel.ranks import COMPARED_STEPS, RANK_MODULE, RankError, Ranks, gloo_group
+from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.serve.http import Bounds
 from tests.helpers import parallel_program
 from tests.helpers.c_library import needs_c
@@ -311,6 +314,31 @@ def require_equal_tokens(target: Path, draft: str | Path, size: int, weights: st
     return accepted
 
 
+def test_layers_whose_sums_include_the_norm_give_the_tokens_of_one_process() -> None:
+    """As FlashInfer's do on a GPU; here on the first rank, with the messages of the others."""
+
+    class WithNorm:
+        def __init__(self, number: int) -> None:
+            self.number, self.calls = number, 0
+
+        def add(self, states: torch.Tensor) -> None:
+            group, seconds = parallel._GROUPS[self.number]
+            parallel.add_gathered(group, states, seconds)
+
+        def fused(self, states: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, epsilon: float) -> Residual:
+            self.calls += 1
+            sum_over_ranks.out(part, self.number)
+            return add_rms_norm(states, part, weight, epsilon)
+
+    with open_engine(model_folder(), "ngram", 2) as engine:
+        groups = ranks_of(engine).groups
+        sums = [WithNorm(number) for number in (groups.graph, groups.eager)]
+        parallel.set_sums(groups, sums)
+        found = results(engine)
+        assert found["jobs"] == alone("ngram")["jobs"] and not found["error"]
+        assert sums[0].calls and not sums[0].calls % (2 * len(target_of(engine).layers))
+
+
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=soak)])
 def test_priorities_and_tenants_have_the_order_of_one_process(size: int) -> None:
     """Requests arrive in parts, between steps, while rows are taken."""
@@ -348,6 +376,33 @@ def test_sums_are_added_in_the_order_of_the_ranks(tmp_path: Path) -> None:
         thread.join()
     assert not torch.equal(expected, (row[3] + row[2]) + (row[1] + row[0]))
     assert all(torch.equal(each, expected.expand(33, -1)) for each in found)
+
+
+def test_ranks_exchange_values_and_a_failure_on_one_fails_an_attempt_on_all(tmp_path: Path) -> None:
+    """Also where the others exchange more values in it."""
+    size, found = 3, dict[int, Any]()
+
+    def run(rank: int) -> None:
+        ranks = Ranks(rank, [gloo_group(f"{tmp_path}/{name}", rank, size, SECONDS) for name in "abc"], SECONDS)
+
+        def attempt(share: Callable[[Any], list[Any]]) -> list[Any]:
+            first = share("x" * rank)
+            if rank == 1:
+                raise RuntimeError("no memory")
+            return [first, share(rank), share(rank)]
+
+        def equal(share: Callable[[Any], list[Any]]) -> list[Any]:
+            return share([rank, None])
+
+        found[rank] = ranks.exchange({rank: "y" * 1000 * rank}), rank_sums._attempt(ranks, attempt), rank_sums._attempt(ranks, equal)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    values = [{rank: "y" * 1000 * rank} for rank in range(size)]
+    assert found == {rank: (values, (None, "rank 1: no memory"), ([[0, None], [1, None], [2, None]], "")) for rank in range(size)}
 
 
 def test_recorded_steps_have_a_group_of_their_own() -> None:
@@ -455,6 +510,38 @@ def test_a_rank_lost_at_any_step_ends_all_jobs_in_time(size: int, how: signal.Si
 
 
 @soak
+@pytest.mark.parametrize("delay", [0.05, 1.0, 2.0, 3.0, 4.0, 6.0])
+def test_a_rank_killed_at_any_time_of_the_start_is_an_error(delay: float) -> None:
+    """While it imports, loads, connects, compares weights, captures or decodes. No process is left."""
+
+    def kill() -> None:
+        while not (found := children()):
+            time.sleep(0.01)
+        time.sleep(delay)
+        os.kill(found[-1], signal.SIGKILL)
+
+    def work() -> None:
+        with open_engine(model_folder(), "ngram", 4, round_timeout_seconds=SECONDS) as engine:
+            engine.capture()
+            while True:
+                engine.generate([[1, 2, 3], [4, 5]], max_new_tokens=40)
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    with pytest.raises(RankError):
+        work()
+    killing.join()
+    assert not children()
+
+
+def children() -> list[int]:
+    """The ranks that this process has started."""
+    command = ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [int(line.split()[0]) for line in lines if RANK_MODULE in line]
+
+
+@soak
 @pytest.mark.parametrize("delay", [0.0, 0.05, 0.3])
 def test_no_rank_outlives_a_killed_first_rank(delay: float) -> None:
     with programs([model_folder()], "none", size=4) as (first,):
@@ -471,8 +558,10 @@ def test_no_rank_outlives_a_killed_first_rank(delay: float) -> None:
 
 
 @soak
-def test_cancellations_compiles_and_several_threads() -> None:
-    """Every job that was not cancelled has the tokens of one process."""
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_cancellations_compiles_and_several_threads(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every job that was not cancelled has the tokens of one process. On each rank grammars are ready after random times of its own."""
+    monkeypatch.setattr(RequestQueue, "_compiled", RequestQueue._compiled)  # restored after the test
 
     async def decode_all(engine: Engine) -> list[list[int]]:
         rng = random.Random(7)
@@ -491,11 +580,15 @@ def test_cancellations_compiles_and_several_threads() -> None:
 
             return await asyncio.gather(*(one(index) for index in range(24)))
 
+    def divided() -> Engine:
+        config = EngineConfig(max_rows=4, max_length=64, num_speculative_tokens=3, draft_length=3, compile_isolation="none")
+        loaded = load_part(model_folder(), "ngram", config, ranks, vocabulary=parallel_program.delay_compiles)
+        return Engine(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, config=loaded.config)
+
     found = []
-    for size in (1, 2):
-        with open_engine(model_folder(), "ngram", size) as engine:
-            if size > 1:
-                engine.capture()
+    for opened in (functools.partial(open_engine, model_folder(), "ngram", 1), divided):
+        with opened() as engine:
+            engine.capture()
             found.append(asyncio.run(decode_all(engine)))
     assert found[0] == found[1] and sum(map(len, found[0])) > 100
 
@@ -540,7 +633,10 @@ def unpicklable(logits: torch.Tensor, given: ProcessorInput) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"backend": "cuda"}, "EngineConfig.backend: got 'cuda' with tensor_parallel=2 and a GPU, expected 'tape'"),
+        (
+            {"backend": "cuda"},
+            "EngineConfig.backend: got 'cuda' with tensor_parallel=2, expected a GPU for each of 2 processes, of which there are 0",
+        ),
         ({"save_hidden_states": "states"}, "EngineConfig.save_hidden_states: got 'states' with tensor_parallel, expected None"),
         ({"max_loras": 1}, "EngineConfig.max_loras: got 1 with tensor_parallel, expected 0"),
         (

@@ -230,6 +230,8 @@ int cudaDeviceGetPCIBusId(char* out, int size, int) {
     return SUCCESS;
 }
 
+int cudaDeviceReset() { return done(801); }  // not supported; FlashInfer looks the name up
+
 int cudaDeviceSynchronize() {
     STUB_ENTER_RUNTIME();
     return done(synchronize_device(__func__));

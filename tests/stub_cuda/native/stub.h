@@ -4,6 +4,7 @@
 // functions that tests call. All of it but those last three lives in libcuda.so.1, which the others link against.
 #pragma once
 
+#include <functional>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -105,6 +106,7 @@ struct Node {
     std::vector<std::vector<uint8_t>> arguments;
     std::vector<void*> argument_pointers;  // for the driver's kernelParams
     const void* workspace = nullptr;       // of a call of cuBLAS
+    std::function<void()> values;          // of a collective of NCCL
     // copy: `height` lines of `width` bytes; fill: of `width` elements
     char* destination = nullptr;
     const char* source = nullptr;
@@ -216,7 +218,8 @@ int invalidate(Capture& capture, int code, const char* why);
 
 int issue(void* stream, std::shared_ptr<Node> node);
 std::shared_ptr<Node> kernel_node(Function* function, const unsigned shape[7], void** arguments);
-int launch_kernel(void* stream, Function* function, const unsigned shape[7], void** arguments, const void* workspace = nullptr);
+int launch_kernel(void* stream, Function* function, const unsigned shape[7], void** arguments, const void* workspace = nullptr,
+                  std::function<void()> values = {});
 int copy(void* stream, void* destination, const void* source, size_t width, size_t height, size_t destination_pitch, size_t source_pitch);
 int fill(void* stream, void* destination, unsigned value, unsigned element, size_t width, size_t height, size_t pitch);
 int host_call(void* stream, void (*callback)(void*), void* data);

@@ -99,6 +99,7 @@ void run(const Node& node) {
             break;
         case NodeType::kernel:
             if (node.workspace) illegal(node.workspace);
+            if (node.values) node.values();
             break;
         default:
             break;
@@ -191,7 +192,8 @@ std::shared_ptr<Node> kernel_node(Function* function, const unsigned shape[7], v
     return node;
 }
 
-int launch_kernel(void* stream, Function* function, const unsigned shape[7], void** arguments, const void* workspace) {
+int launch_kernel(
+    void* stream, Function* function, const unsigned shape[7], void** arguments, const void* workspace, std::function<void()> values) {
     for (int axis = 0; axis < 6; ++axis)
         if (!shape[axis]) {
             message("launch of %s with an empty grid or block", function->symbol.c_str());
@@ -203,6 +205,7 @@ int launch_kernel(void* stream, Function* function, const unsigned shape[7], voi
     }
     auto node = kernel_node(function, shape, arguments);
     node->workspace = workspace;
+    node->values = std::move(values);
     return issue(stream, std::move(node));
 }
 

@@ -91,7 +91,7 @@ def test_card_has_the_measured_figures() -> None:
         "trained": {"steps": 3000},
         "held_out": {"losses": [1.0, 1.5, 2.0, 2.5], "hits": [0.7, 0.6, 0.5, 0.4]},
     }
-    text = card({"training": training, "measured": measured, "bytes": 11_900_000, "answers": 112, "command": "python tools/train_demo.py"})
+    text = card({"training": training, "measured": measured, "bytes": 6_300_000, "answers": 112, "command": "python tools/train_demo.py"})
     for sentence in (
         "2,944",
         "2,500 answers",

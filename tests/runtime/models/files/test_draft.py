@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stepgraph import Engine, EngineConfig
+from stepgraph.graphs.layers.quantised import unpack
+from stepgraph.runtime.cli import main
 from stepgraph.runtime.models.draft_llama import map_tokens
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
@@ -21,14 +23,20 @@ from stepgraph.runtime.models.files.draft_layouts import read_eagle3
 from stepgraph.runtime.models.files.weights import read_json
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from stepgraph.sampling.grammar import Vocabulary
+from tests.helpers.c_library import needs_c
 from tests.helpers.draft_engines import D2T, DRAFTERS, EAGLE_LAYERS, Drafter, change_json
 from tests.helpers.families import folder_of
 from tests.runtime.models.files.test_checkpoint import watch_models
+from tools.quantise_head import main as quantise_main
 from tools.random_weights import randomised
 from tools.train.saving import save_eagle3
 
 EAGLE3, MTP, MANY, MODEL = DRAFTERS
 IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def quantise(*arguments: str) -> int:
+    return quantise_main(list(arguments))
 
 
 def changed(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -90,6 +98,99 @@ def test_a_head_without_embedding_and_lm_head_uses_the_targets(tmp_path: Path) -
     loaded = opened.load(target, "cpu")
     assert isinstance(loaded, Eagle3) and loaded.embedding is target.embedding and loaded.head is target.embedding and loaded.d2t is None
     assert torch.equal(loaded.layer.qkv, fitting.layer.qkv) and loaded.vocab_size == target.vocab_size
+
+
+PACKED = {f"midlayer.self_attn.{part}_proj.weight" for part in "qkvo"} | {f"midlayer.mlp.{part}_proj.weight" for part in ("gate", "up")}
+
+
+@needs_c
+def test_a_head_in_eight_bits_has_the_values_of_its_formula(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Matrices of whole groups: fc has rows of 144 numbers, down_proj of 40. q, k and v are one matrix of the model."""
+    assert quantise(str(EAGLE3.folder), str(tmp_path / "head")) == 0
+    assert f"{(tmp_path / 'head' / 'model.safetensors').stat().st_size:,} bytes" in capsys.readouterr().out
+    before, stored = (load_file(folder / "model.safetensors") for folder in (EAGLE3.folder, tmp_path / "head"))
+    plain, kept = load(EAGLE3, EAGLE3.folder), load(EAGLE3, tmp_path / "head")
+    dense = dict(before)
+    for name in PACKED | {"lm_head.weight"}:
+        module = name.removesuffix("weight")
+        scales = stored.pop(f"{module}weight_scale").double().repeat_interleave(32, 1)
+        numbers = stored.pop(f"{module}weight_packed").view(torch.uint8).double() - 128  # four of a word, the lowest bits first
+        assert stored.pop(f"{module}weight_shape").tolist() == list(before[name].shape) and int(numbers.abs().max()) == 127
+        dense[name] = (numbers * scales).float()
+        assert ((dense[name] - before[name]).abs() <= scales * 0.51 + 2**-24).all(), name  # half a step, and the rounding of the scale
+    assert all(torch.equal(stored[name], before[name]) for name in stored)
+    joined = {
+        "layer.qkv": torch.cat([dense[f"midlayer.self_attn.{part}_proj.weight"] for part in "qkv"]),
+        "layer.output": dense["midlayer.self_attn.o_proj.weight"],
+    }
+    for name, expected in joined.items():
+        assert torch.equal(unpack(kept.get_parameter(name)), expected), name
+    own = {name for name, parameter in kept.named_parameters() if parameter.dtype is torch.uint8}
+    assert own == set(joined)  # gate and up have 40 rows, lm_head has 54: no whole tiles
+    assert torch.equal(kept.head, dense["lm_head.weight"])
+    assert torch.equal(kept.layer.gate_up, torch.cat([dense[f"midlayer.mlp.{part}_proj.weight"] for part in ("gate", "up")]))
+    assert torch.equal(kept.fuse, plain.fuse)
+
+
+@needs_c
+def test_a_head_in_eight_bits_changes_no_text_and_no_row_of_a_batch(tmp_path: Path) -> None:
+    """Whether the target is quantised or not, the head stays so."""
+    quantise(str(EAGLE3.folder), str(tmp_path / "head"))
+    prompts, made = [[1, 2, 3, 4], [9, 8, 7], [20, 21, 22, 23, 24]], []
+    for draft, rows in (("none", 3), (tmp_path / "head", 3), (tmp_path / "head", 1)):
+        drafts = 0 if draft == "none" else 3
+        config = EngineConfig(max_rows=rows, num_speculative_tokens=drafts, draft_length=drafts, max_length=64)
+        with Engine.from_pretrained(EAGLE3.target, draft, config=config) as engine:
+            jobs = [engine.submit(prompt, max_new_tokens=30) for prompt in prompts]
+            list(engine.stream())
+            made.append([(job.tokens, job.rounds) for job in jobs])
+    plain, batch, alone = made
+    assert [tokens for tokens, _ in batch] == [tokens for tokens, _ in plain]
+    assert alone == batch  # the drafts are the same, so each request has as many rounds
+
+
+@needs_c
+def test_inspect_reports_the_kept_bytes_of_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantise(str(EAGLE3.folder), str(tmp_path / "head"))
+    capsys.readouterr()
+    kept = load(EAGLE3, tmp_path / "head")
+    nbytes = sum(parameter.nbytes for parameter in kept.parameters() if parameter.dtype is torch.uint8)
+    assert main(["inspect", str(EAGLE3.target), "--draft", str(tmp_path / "head")]) == 0
+    found = " ".join(capsys.readouterr().out.split())
+    assert "(EAGLE-3 head, up to 8 drafts; " in found and f"{nbytes / 2**20:,.1f} MiB in 8 bits in groups of 32" in found
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (config(quantization_config={"quant_method": "bitsandbytes"}), "head: config.quantization_config.quant_method: got 'bitsandbytes'"),
+        (config(quantization_config={}), r"head: lm_head.weight is missing, expected it with shape \(54, 32\)"),
+        (
+            tensors(lambda held: held.update({"lm_head.weight_scale": held["lm_head.weight_scale"][:, :0]})),
+            r"head: lm_head.weight_scale: got shape \(\d+, 0\), expected \(\d+, 1\) for lm_head.weight_packed and groups of 32",
+        ),
+        (
+            tensors(lambda held: held["midlayer.self_attn.o_proj.weight_scale"].fill_(torch.inf)),
+            "head: midlayer.self_attn.o_proj.weight holds NaN or infinity",
+        ),
+    ],
+)
+def test_broken_heads_in_eight_bits_are_refused(tmp_path: Path, change: Callable[[Path], object], message: str) -> None:
+    quantise(str(EAGLE3.folder), str(tmp_path / "head"))
+    change(tmp_path / "head")
+    with pytest.raises(ValueError, match=message):
+        Engine.from_pretrained(EAGLE3.target, tmp_path / "head")
+
+
+def test_quantise_head_names_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "head"
+    assert quantise(str(tmp_path), str(out)) == 2 and not out.exists()
+    assert quantise(str(EAGLE3.folder), str(EAGLE3.folder)) == 2
+    quantise(str(EAGLE3.folder), str(out))
+    assert quantise(str(out), str(tmp_path / "again")) == 2
+    errors = capsys.readouterr().err
+    for part in (f"{tmp_path / 'config.json'}: ", "the folder of the head, expected another one", "expected a head that is not quantised"):
+        assert part in errors
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,10 @@ Written = tuple[dict[str, Tensor], Tensor]  # tensors by the ends of their names
 
 
 def words_of(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """The documented packing: eight numbers of four bits along the last dimension; number order[i] in bits 4 * i and up."""
-    words = torch.zeros(*numbers.shape[:-1], numbers.shape[-1] // 8, dtype=torch.int64)
-    for bits, column in enumerate(order):
-        words += numbers[..., column::8].long() << 4 * bits
+    """The documented packing: numbers of 32 / len(order) bits along the last dimension; number order[i] in the i-th field from below."""
+    words = torch.zeros(*numbers.shape[:-1], numbers.shape[-1] // len(order), dtype=torch.int64)
+    for field, column in enumerate(order):
+        words += numbers[..., column :: len(order)].long() << 32 // len(order) * field
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
@@ -47,31 +47,34 @@ def fp8(weight: Tensor, rows: int, columns: int, name: str = "weight_scale") -> 
     return {"weight": numbers, name: scales[0] if scales.numel() == 1 else scales}, dense
 
 
-def four_bits(weight: Tensor, group: int, symmetric: bool, most: int = 15) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Numbers, scales, zero points [out, groups], and the weight."""
-    groups = weight.view(len(weight), -1, group)
-    scales = ((groups.amax(2) - groups.amin(2)) / 15).half()
-    zeros = torch.full_like(scales, 8) if symmetric else (-groups.amin(2) / scales).round().clamp(0, most)
-    numbers = (groups / scales[:, :, None] + zeros[:, :, None]).round().clamp(0, 15)
+def integers(
+    weight: Tensor, group: int, symmetric: bool, bits: int = 4, scale_type: torch.dtype = torch.float16
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Numbers, scales, zero points [out, groups], and the weight. Some numbers are cut off, so that the least and the largest occur."""
+    groups, most = weight.view(len(weight), -1, group), (1 << bits) - 1
+    scales = ((groups.amax(2) - groups.amin(2)) / most).to(scale_type)
+    zeros = torch.full_like(scales, 1 << bits - 1) if symmetric else (-groups.amin(2) / scales).round().clamp(0, most)
+    numbers = (groups / scales[:, :, None] + zeros[:, :, None]).round().clamp(0, most)
     dense = (numbers.double() - zeros.double()[:, :, None]) * scales.double()[:, :, None]
     return numbers.view(weight.shape), scales, zeros, dense.view(weight.shape).float()
 
 
-def pack_quantized(weight: Tensor, group: int, symmetric: bool) -> Written:
-    numbers, scales, zeros, dense = four_bits(weight, group, symmetric)
-    tensors = {"weight_packed": words_of(numbers), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
-    return tensors | ({} if symmetric else {"weight_zero_point": words_of(zeros.T).T.contiguous()}), dense
+def pack_quantized(weight: Tensor, group: int, symmetric: bool, bits: int = 4, scale_type: torch.dtype = torch.float16) -> Written:
+    numbers, scales, zeros, dense = integers(weight, group, symmetric, bits, scale_type)
+    order = tuple(range(32 // bits))
+    tensors = {"weight_packed": words_of(numbers, order), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+    return tensors | ({} if symmetric else {"weight_zero_point": words_of(zeros.T, order).T.contiguous()}), dense
 
 
 def awq(weight: Tensor) -> Written:
-    numbers, scales, zeros, dense = four_bits(weight, 128, False)
+    numbers, scales, zeros, dense = integers(weight, 128, False)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     return {"qweight": words_of(numbers.T, order), "qzeros": words_of(zeros.T, order), "scales": scales.T.contiguous()}, dense
 
 
 def gptq(weight: Tensor, group: int, less: int) -> Written:
     """less: what stored zero points are less by."""
-    numbers, scales, zeros, dense = four_bits(weight, group, False)
+    numbers, scales, zeros, dense = integers(weight, group, False)
     zeros = zeros.clamp(min=less)
     dense = ((numbers.view(len(weight), -1, group).double() - zeros.double()[:, :, None]) * scales.double()[:, :, None]).float()
     order = torch.arange(weight.shape[1], dtype=torch.int32) // group
@@ -84,7 +87,7 @@ def compressed(layout: str, inputs: object = None, **weights: object) -> dict[st
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
-FLOAT8, INT4 = {"num_bits": 8, "type": "float"}, {"num_bits": 4, "type": "int"}
+FLOAT8, INT4, INT8 = {"num_bits": 8, "type": "float"}, {"num_bits": 4, "type": "int"}, {"num_bits": 8, "type": "int"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "desc_act": False, "sym": False}
 LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
     "FP8 per tensor": (compressed("float-quantized", FLOAT8, strategy="tensor", **FLOAT8), lambda weight: fp8(weight, *weight.shape)),
@@ -105,6 +108,22 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
     "pack-quantized per channel": (
         compressed("pack-quantized", strategy="channel", **INT4),
         lambda weight: pack_quantized(weight, weight.shape[1], True),
+    ),
+    "pack-quantized, 8 bits": (
+        compressed("pack-quantized", strategy="group", group_size=32, **INT8),
+        lambda weight: pack_quantized(weight, 32, True, 8),
+    ),
+    "pack-quantized, 8 bits per channel": (
+        compressed("pack-quantized", strategy="channel", **INT8),
+        lambda weight: pack_quantized(weight, weight.shape[1], True, 8),
+    ),
+    "pack-quantized, 8 bits, zero points": (
+        compressed("pack-quantized", strategy="group", group_size=64, symmetric=False, **INT8),
+        lambda weight: pack_quantized(weight, 64, False, 8),
+    ),
+    "pack-quantized, 8 bits, scales in bfloat16": (
+        compressed("pack-quantized", strategy="group", group_size=128, **INT8),
+        lambda weight: pack_quantized(weight, 128, True, 8, torch.bfloat16),
     ),
     "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}, awq),
     "GPTQ": (GPTQ | {"group_size": 64}, lambda weight: gptq(weight, 64, 1)),
@@ -144,6 +163,8 @@ def test_quantised_folders_have_the_weights_of_their_formula(tmp_path: Path, lay
     for name in kept.packed:
         assert torch.equal(unpack(model.get_parameter(name)), plain.get_parameter(name)), name
     bits = 8.25 if "FP8" in layout else 6 if layout in ("GPTQ", "pack-quantized, zero points") else 4.5
+    if "8 bits" in layout:
+        bits = 8.5 if layout in ("pack-quantized, 8 bits", "pack-quantized, 8 bits per channel") else 10
     assert all(model.get_parameter(name).nbytes == plain.get_parameter(name).nbytes * bits / 32 for name in kept.packed)
     tokens = torch.arange(40)[None]
     torch.testing.assert_close(Cached(model).run(tokens, 0, 40), Cached(plain).run(tokens, 0, 40), rtol=1e-4, atol=1e-4)
@@ -239,7 +260,7 @@ def test_a_folder_as_deepseek_publishes_it_runs_with_its_own_module(tmp_path: Pa
     assert main(["inspect", str(tmp_path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [(way["implementation"], way["weights"]) for way in document["runs"]] == [("native", "dequantised"), ("native", "quantised")]
-    assert document["drafters"][0] == "mtp (MTP, up to 8 drafts)"
+    assert document["drafters"][0] == "mtp (MTP, up to 8 drafts; 1.4 MiB in float32)"
     assert "quantization_config" in document["refused"]["transformers, dequantised"]
 
 
@@ -283,7 +304,7 @@ def changed(config: dict[str, Any], path: str, value: object) -> dict[str, Any]:
         ("FP8 per tensor", "config_groups.group_0.targets", ["Linear", "Embedding"]),
         ("FP8 per tensor", "config_groups.group_0.weights.strategy", "token"),
         ("FP8 in blocks", "config_groups.group_0.weights.block_structure", [128, 64]),
-        ("pack-quantized", "config_groups.group_0.weights.num_bits", 8),
+        ("pack-quantized", "config_groups.group_0.weights.num_bits", 2),
         ("pack-quantized", "config_groups.group_0.weights.actorder", "group"),
         ("pack-quantized", "config_groups.group_0.input_activations", {"num_bits": 8}),
         ("pack-quantized", "transform_config", {"config_groups": {"rotation": {}}}),
@@ -308,6 +329,13 @@ def test_other_schemes_are_refused_by_field(layout: str, field: str, value: obje
         ("AWQ", "down_proj.scales", lambda tensor: None, r"down_proj.scales is missing, expected it with .*down_proj.qweight"),
         ("AWQ", "down_proj.scales", lambda tensor: tensor / 0, r"down_proj.weight holds NaN or infinity"),
         ("GPTQ", "down_proj.g_idx", lambda tensor: tensor.flip(0), r"down_proj.g_idx: got another order, expected the groups one after"),
+        (
+            "pack-quantized, 8 bits",
+            "k_proj.weight_scale",
+            lambda tensor: tensor[:, :2],
+            r"k_proj.weight_scale: got shape \(64, 2\), expected \(64, 4\)",
+        ),
+        ("pack-quantized, 8 bits", "k_proj.weight_scale", lambda tensor: tensor * torch.nan, r"k_proj.weight holds NaN or infinity"),
         ("pack-quantized", "k_proj.weight_shape", lambda tensor: tensor + 1, r"k_proj.weight_shape: got \[65, 129\], expected \[64, 128\]"),
         (
             "FP8 in blocks",

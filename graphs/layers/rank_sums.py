@@ -1,0 +1,235 @@
+"""How ranks add on GPUs, chosen by a probe in which all of them take part.
+
+gather: NCCL's all-gather; every rank adds the parts in the order of the ranks, so that the bits of a row do not depend on its batch.
+nccl: NCCL's all-reduce.
+flashinfer: one kernel of FlashInfer, over memory that the GPUs of one machine map from each other. Where a residual connection and a norm
+follow the sum, it includes them. A sum of more rows than its memory is for is NCCL's.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import zlib
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stepgraph.graphs.layers.dense import Residual, add_rms_norm
+from stepgraph.graphs.layers.parallel import RankGroups, add_gathered, all_reduce, set_sums
+from stepgraph.sampling.cuda_graphs import replayed
+from stepgraph.sampling.fields import reason
+
+SUMS_IN_GRAPH, TURNS = 16, 7  # of a measurement
+EPSILON, TOLERANCE = 1e-5, {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}
+FLASHINFER_TYPES = (torch.float16, torch.bfloat16)
+T = TypeVar("T")
+Share = Callable[[Any], list[Any]]
+
+
+class Exchange(Protocol):
+    """The ranks of a model."""
+
+    rank: int
+    size: int
+
+    def exchange(self, value: object) -> list[Any]:
+        """`value` of every rank."""
+
+
+class Gathered:
+    fused: Callable[[Tensor, Tensor, Tensor, float], Residual] | None = None
+
+    def __init__(self, group: dist.ProcessGroup, seconds: float, ranks: Exchange, share: Share, like: Tensor) -> None:
+        self._group, self._seconds = group, seconds
+
+    def add(self, states: Tensor) -> None:
+        add_gathered(self._group, states, self._seconds)
+
+
+class Reduced(Gathered):
+    def add(self, states: Tensor) -> None:
+        all_reduce(self._group, states, self._seconds)
+
+
+class FlashInfer(Reduced):
+    def __init__(self, group: dist.ProcessGroup, seconds: float, ranks: Exchange, share: Share, like: Tensor) -> None:
+        super().__init__(group, seconds, ranks, share, like)
+        if like.dtype not in FLASHINFER_TYPES:
+            raise RuntimeError(f"it adds bfloat16 and float16, not {str(like.dtype).removeprefix('torch.')}")
+        if like.device.index != ranks.rank:
+            raise RuntimeError(f"its memory is that of GPU {ranks.rank} for rank {ranks.rank}, which has {like.device}")
+        from flashinfer import comm
+
+        self._comm, self._rows, self.fused = comm, len(like), self._fused
+        self._workspace = comm.create_allreduce_fusion_workspace(
+            "trtllm", ranks.size, ranks.rank, len(like), like.shape[1], like.dtype, comm_backend=_comm_backend(ranks, share)
+        )
+
+    def add(self, states: Tensor) -> None:
+        if states.numel() > self._rows * self._workspace.metadata["hidden_dim"] or states.dtype not in FLASHINFER_TYPES:
+            super().add(states)
+            return
+        found, pattern = torch.empty_like(states), self._comm.AllReduceFusionPattern.kAllReduce
+        self._comm.allreduce_fusion(states.flatten(0, -2), self._workspace, pattern, output=found.flatten(0, -2), fp32_acc=True)
+        states.copy_(found)
+
+    def _fused(self, states: Tensor, part: Tensor, weight: Tensor, epsilon: float) -> Residual:
+        if len(states) > self._rows:
+            super().add(part)
+            return add_rms_norm(states, part, weight, epsilon)
+        found = Residual(torch.empty_like(states), torch.empty_like(states))
+        self._comm.allreduce_fusion(
+            part,
+            self._workspace,
+            self._comm.AllReduceFusionPattern.kARResidualRMSNorm,
+            residual_in=states,
+            residual_out=found.states,
+            norm_out=found.normed,
+            rms_gamma=weight,
+            rms_eps=epsilon,
+            fp32_acc=True,
+        )
+        return found
+
+
+SUMS: dict[str, type[Gathered]] = {"gather": Gathered, "nccl": Reduced, "flashinfer": FlashInfer}
+
+
+def choose_sums(ranks: Exchange, groups: RankGroups, like: Tensor) -> str:
+    """Use the fastest implementation that works on every rank for the sums of both groups. Returns its name and the reasons.
+
+    like: [N, H], with as many rows as the largest round has. Every rank calls this. RuntimeError if none works.
+    """
+    times, made, passed_over = dict[str, float](), dict[str, list[Gathered]](), list[str]()
+    for name, kind in SUMS.items():
+        attempted, why_not = _attempt(ranks, functools.partial(_made_and_measured, kind, ranks, groups, like))
+        if attempted is None:
+            passed_over.append(f"no {name}: {why_not}")
+        else:
+            made[name], times[name] = attempted
+    if not times:
+        raise RuntimeError(f"no sum over ranks works here: {'; '.join(passed_over)}")
+    chosen = min(times, key=times.__getitem__)
+    set_sums(groups, made[chosen])
+    return "; ".join((chosen, *(f"{name} {taken:.1f} us" for name, taken in times.items()), *passed_over))
+
+
+class _Refused(RuntimeError):
+    """What failed, on any rank."""
+
+
+def _attempt(ranks: Exchange, run: Callable[[Share], T]) -> tuple[T | None, str]:
+    """The result of `run`, or why it failed, the same on all ranks. `run` may exchange values: a rank whose `run` has failed takes part
+    with its reason, by which it fails on the others."""
+
+    def shared(why: str, value: object = None) -> list[Any]:
+        found = ranks.exchange((why, value))
+        for rank, (other, _) in enumerate(found):
+            if other:
+                raise _Refused(f"rank {rank}: {other}")
+        return [each for _, each in found]
+
+    try:
+        try:
+            result = run(lambda value: shared("", value))
+        except _Refused:
+            raise
+        except Exception as error:  # of a compiler, a loader, a driver, or a wrong result
+            shared(str(error) if type(error) is RuntimeError else reason(error))
+            raise
+        shared("")
+    except _Refused as refused:
+        return None, str(refused)
+    return result, ""
+
+
+def _integers(rank: int, like: Tensor) -> Tensor:
+    """The sums of a few ranks' values are exact in every type and order."""
+    made = torch.randint(-8, 9, like.shape, generator=torch.Generator().manual_seed(rank))
+    return made.to(like.dtype).to(like.device)
+
+
+def _made_and_measured(
+    kind: type[Gathered], ranks: Exchange, groups: RankGroups, like: Tensor, share: Share
+) -> tuple[list[Gathered], float]:
+    """For both groups; and the microseconds of a sum in a graph, of the slowest rank. RuntimeError for a sum that is wrong, or differs
+    between ranks."""
+    both = [kind(*group, ranks, share, like) for group in groups.members]
+    for sums in both:
+        for some in (like[:1], like):
+            _check(sums, some, ranks, share)
+    work, part, add = torch.empty_like(like), _integers(ranks.rank, like), both[0].add
+
+    def step() -> None:
+        for _ in range(SUMS_IN_GRAPH):
+            work.copy_(part)
+            add(work)
+
+    replay, times = replayed(step, like.device), list[float]()
+    for _ in range(TURNS):
+        share(None)  # so that the ranks start together
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        replay()
+        ended.record()
+        ended.synchronize()
+        times.append(1e3 * begun.elapsed_time(ended) / SUMS_IN_GRAPH)
+    _require_close("a sum in a graph", work, _total(ranks.size, like), 0.0)
+    slowest: float = max(share(statistics.median(times)))
+    return both, slowest
+
+
+def _total(size: int, like: Tensor) -> Tensor:
+    return torch.stack([_integers(rank, like) for rank in range(size)]).sum(0, dtype=like.dtype)
+
+
+def _check(sums: Gathered, like: Tensor, ranks: Exchange, share: Share) -> None:
+    total, part = _total(ranks.size, like), _integers(ranks.rank, like)
+    found = part.clone()
+    sums.add(found)
+    _require_close("a sum", found, total, 0.0)
+    if sums.fused is not None:
+        states, weight = _integers(ranks.size, like), _integers(ranks.size + 1, like[0])
+        expected, found_both = add_rms_norm.reference(states, total, weight, EPSILON), sums.fused(states, part, weight, EPSILON)
+        _require_close("a sum with the residual connection", found_both.states, expected.states, 0.0)
+        _require_close("the norm behind a sum", found_both.normed, expected.normed, 8 * TOLERANCE[like.dtype])
+    drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(ranks.rank)).to(like)
+    sums.add(drawn)
+    if len(set(share(zlib.crc32(drawn.cpu().view(torch.uint8).numpy().data)))) > 1:
+        raise RuntimeError("ranks have different bits of a sum")
+
+
+def _require_close(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
+    wrong = ~((found.float() - expected.float()).abs() <= tolerance)  # also for NaN
+    if count := int(wrong.sum()):
+        raise RuntimeError(f"{what} is wrong in {count} of {wrong.numel()} values")
+
+
+def _comm_backend(ranks: Exchange, share: Share) -> Any:
+    """What FlashInfer exchanges handles with."""
+    from flashinfer.comm.mnnvl import CommBackend
+
+    class Backend(CommBackend):  # type: ignore[misc]  # without types
+        def Get_rank(self) -> int:
+            return ranks.rank
+
+        def Get_size(self) -> int:
+            return ranks.size
+
+        def allgather(self, data: Any) -> list[Any]:
+            return share(data)
+
+        def bcast(self, data: Any, root: int) -> Any:
+            return share(data)[root]
+
+        def barrier(self) -> None:
+            share(None)
+
+        def Split(self, color: int, key: int) -> Backend:
+            return self  # one machine
+
+    return Backend()

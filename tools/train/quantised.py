@@ -1,0 +1,54 @@
+"""EAGLE-3 heads in 8 bits, in the layout `pack-quantized` of compressed-tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepgraph.runtime.models.files.weights import FLOATS, SafetensorsSource, read_json
+from tools.train.saving import write_folder
+
+GROUP, MOST = 32, 127  # inner indices with one scale, and the largest number
+SCHEME: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True},
+            "input_activations": None,
+            "output_activations": None,
+        }
+    },
+    "ignore": [],
+}
+
+
+def quantise_head(head: Path, out: Path) -> None:
+    """Write the head of the folder `head` into the folder `out`. Raises ValueError that names the file, and the field or tensor."""
+    fields, source = read_json(head / "config.json"), SafetensorsSource(head)
+    if fields.get("quantization_config"):
+        raise ValueError(f"{head / 'config.json'}: quantization_config: got one, expected a head that is not quantised")
+    if out.resolve() == head.resolve():
+        raise ValueError(f"OUT: got {str(out)!r}, the folder of the head, expected another one")
+    found: dict[str, Tensor] = {}
+    for name, stored in source.tensors.items():
+        tensor = source.read(name)
+        matrix = len(stored.shape) == 2 and not stored.shape[1] % GROUP and not name.endswith("embed_tokens.weight")
+        if not matrix or stored.kind not in FLOATS:
+            found[name] = tensor
+            continue
+        found |= {f"{name.removesuffix('weight')}{part}": each for part, each in packed(tensor).items()}
+    write_folder(out, fields | {"quantization_config": SCHEME}, found)
+
+
+def packed(weight: Tensor) -> dict[str, Tensor]:
+    """The tensors that stand for a weight [out, in], by the ends of their names: number - 128, times the scale of its group."""
+    groups = weight.float().view(len(weight), -1, GROUP)
+    scales = (groups.abs().amax(2) / MOST).half()
+    numbers = (groups / scales.float().clamp(min=torch.finfo(torch.float16).tiny)[:, :, None]).round().clamp(-MOST, MOST) + 128
+    words = numbers.to(torch.uint8).view(len(weight), -1).view(torch.int32)  # four of them, the lowest bits first
+    return {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
