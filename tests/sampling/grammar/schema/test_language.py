@@ -108,9 +108,9 @@ def test_operations_on_random_patterns_are_those_on_sets(left: str, right: str) 
     for name, (term, expected) in combined.items():
         for text in TEXTS:
             assert accepts(term, text) == expected(bool(first.fullmatch(text)), bool(second.fullmatch(text))), (name, text)
-        text = shortest(term)
-        assert is_empty(term) == (text is None), name
-        assert text is None or expected(bool(first.fullmatch(text)), bool(second.fullmatch(text))), (name, text)
+        found = shortest(term)
+        assert is_empty(term) == (found is None), name
+        assert found is None or expected(bool(first.fullmatch(found)), bool(second.fullmatch(found))), (name, found)
 
 
 @pytest.mark.parametrize(
