@@ -234,14 +234,14 @@ def test_a_divided_model_uses_the_sum_with_the_norm(times: dict[str, float]) -> 
     local = replace(whole, num_heads=2, num_kv_heads=1, intermediate_size=64)
     with torch.no_grad():
         target = ShardedLlama(local, ranks, len(vocabulary.tokens), (), DEVICE)
-    choose_sums(Twins(), ranks.groups, like())
-    ranks.note_of_sums = "sums over ranks: flashinfer"
+    ranks.exchange = Twins().exchange  # type: ignore[method-assign]  # the other rank is no process
+    ranks.choose_sums(like())
     config = EngineConfig(max_rows=2, max_length=64, num_speculative_tokens=0, draft_length=0, greedy_only=True, compile_isolation="none")
     CALLS.clear()
     with Engine(target, None, vocabulary=vocabulary, config=config) as engine:
         notes = list[str]()
         graphs = added(lambda: notes.extend(engine.capture().notes))
-    assert "sums over ranks: flashinfer" in notes
+    assert "sums over ranks: flashinfer; gather 100.0 us; nccl 100.0 us; flashinfer 50.0 us" in notes
     found = Counter(len(messages(nodes)) for nodes in graphs)
     assert set(found) <= {0, 1}, "the choice of tokens"
     assert CALLS[1] == 2 * LAYERS * CALLS[0], "each call of the model adds embeddings once"
