@@ -56,8 +56,12 @@ def calls(device: torch.device) -> tuple[Call, ...]:
 def programs(device: torch.device) -> dict[str, Callable[[], bool]]:
     """Kernel name to its comparison with the reference."""
     equal = {call.operation.name: partial(_is_equal, call) for call in calls(device)}
-    equal |= rings.programs(device)
-    return {**equal, "attention": partial(_attention_is_close, device), "signal_and_spin": partial(_spin_ends, device)}
+    return {
+        **equal,
+        **rings.programs(device),
+        "attention": partial(_attention_is_close, device),
+        "signal_and_spin": partial(_spin_ends, device),
+    }
 
 
 def compare(device: torch.device, names: Collection[str]) -> dict[str, str]:
