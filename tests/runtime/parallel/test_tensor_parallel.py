@@ -272,8 +272,9 @@ def test_parts_of_less_than_a_group_stay_quantised_on_one_rank_only(tmp_path: Pa
 @pytest.mark.parametrize(("size", "name"), [(2, "eagle3"), (4, "model"), (2, "mtp")])
 def test_draft_models(size: int, name: str) -> None:
     drafter = Drafter(name, "qwen3")
-    accepted = require_equal_tokens(drafter.target, drafter.draft, size)
-    assert accepted[0] == accepted[1]
+    for constraint in (None, Constraint.regex("[a-f0-9]{6,30}")):
+        accepted = require_equal_tokens(drafter.target, drafter.draft, size, constraint=constraint)
+        assert accepted[0] == accepted[1]
 
 
 @soak

@@ -207,6 +207,23 @@ def test_replicas_are_added_for_requests_and_for_pages(requests_at_once: int, ch
     asyncio.run(main())
 
 
+def test_requests_with_one_prefix_go_to_one_replica() -> None:
+    """One after another, so that the load of the replicas does not matter."""
+    handle = run()
+
+    async def main() -> None:
+        pool, found = await ReplicaPool.open(handle, replicas=2), list[set[str]]()
+        for prefix in range(5):
+            names = set[str]()
+            for end in range(4):
+                _, (job,) = await read(pool, [([10 + prefix] * 64 + [end], {"max_new_tokens": 4})])
+                names.update(job.replicas)
+            found.append(names)
+        assert all(len(names) == 1 for names in found) and len(await processes(handle)) == 2, found
+
+    asyncio.run(main())
+
+
 def test_wrong_requests_and_metrics_of_every_replica() -> None:
     handle = run()
 
