@@ -47,7 +47,7 @@ PYTEST ?= pytest
 STUB_VENV ?= .venv-stub
 STUB_BIN := $(STUB_VENV)/bin
 STUB_TORCH ?= torch==2.11.0
-STUB_TRITON ?= triton==3.6.0
+STUB_TRITON := import importlib.metadata as m; print(next(r.split(";")[0] for r in m.requires("torch") if r.startswith("triton")))
 STUB_LIBRARIES := xgrammar==0.2.8 flashinfer-python==0.6.6
 
 .PHONY: demo test slow coverage lint soak bench models clients replicas browser stub-cuda stub-cuda-versions no-compiler clean format
@@ -94,10 +94,14 @@ stub-cuda: $(STUB_VENV)/.ready
 	$(STUB_BIN)/python -m tests.stub_cuda.build
 	$(STUB_BIN)/pytest -q -m stub_cuda tests/stub_cuda $(ARGS)
 
+# All three run, and it fails if any of them did. The newest torch is looked up again each time.
 stub-cuda-versions:
-	$(MAKE) stub-cuda STUB_VENV=$(STUB_VENV)-2.8 STUB_TORCH=torch==2.8.0 STUB_TRITON=triton==3.4.0
-	$(MAKE) stub-cuda STUB_VENV=$(STUB_VENV)-newest STUB_TORCH=torch STUB_TRITON=triton
-	$(MAKE) no-compiler
+	@rm -f $(STUB_VENV)-newest/.stub-cuda
+	@failed=; \
+	$(MAKE) stub-cuda STUB_VENV=$(STUB_VENV)-2.8 STUB_TORCH=torch==2.8.0 || failed+=" torch-2.8"; \
+	$(MAKE) stub-cuda STUB_VENV=$(STUB_VENV)-newest STUB_TORCH=torch || failed+=" newest-torch"; \
+	$(MAKE) no-compiler || failed+=" no-compiler"; \
+	[ -z "$$failed" ] || { echo "stub-cuda-versions failed:$$failed" >&2; exit 1; }
 
 no-compiler: $(VENV)/.ready-test
 	$(BIN)/python -m tests.helpers.no_compiler -q -n $(WORKERS) --dist worksteal $(ARGS)
@@ -135,8 +139,9 @@ $(STUB_VENV)/.stub-cuda: tests/stub_cuda/requirements.txt
 	$(STUB_BIN)/pip install $(QUIET) -r tests/stub_cuda/requirements.txt
 	@echo "2 of 3: $(STUB_LIBRARIES) (about 20 MB)"
 	$(STUB_BIN)/pip install $(QUIET) --no-deps $(STUB_LIBRARIES)
-	@echo "3 of 3: the CUDA build of $(STUB_TORCH) (531 MB) and $(STUB_TRITON) (188 MB), without CUDA libraries"
-	$(STUB_BIN)/pip install $(QUIET) --no-deps '$(STUB_TORCH)' '$(STUB_TRITON)'
+	@echo "3 of 3: the CUDA build of $(STUB_TORCH) (531 MB) and its Triton (188 MB), without CUDA libraries"
+	$(STUB_BIN)/pip install $(QUIET) -U --no-deps '$(STUB_TORCH)'
+	$(STUB_BIN)/pip install $(QUIET) --no-deps "$$($(STUB_BIN)/python -c '$(STUB_TRITON)')"
 	@ls $(STUB_VENV)/lib/python*/site-packages/torch/lib/libtorch_cuda.so >/dev/null || { echo "STUB_TORCH: '$(STUB_TORCH)' gave a build without CUDA; set STUB_TORCH to a CUDA build" >&2; exit 1; }
 	@touch $@
 

@@ -3,6 +3,7 @@
     python tools/bench_demo.py                   the table, one JSON document last; under 8 minutes on an idle machine
     python tools/bench_demo.py --prompts 1 --legal 100      and 500 answers validated against their schemas
     python tools/bench_demo.py --acceptance 20              instead: tokens per round by drafters, on five schemas that training never saw
+    python tools/bench_demo.py --grammar-rounds 1000        instead: a constrained round over an unconstrained one, by turns
 
 Tokens per second count from a request's first token on, since prefill costs all variants the same. Greedy decoding.
 """
@@ -25,6 +26,7 @@ from tqdm import tqdm
 from stepgraph import Constraint, Engine, EngineConfig, FinishReason
 from stepgraph.runtime.demo.pair import DRAFTS, head_path, target_path
 from stepgraph.runtime.demo.variants import LOOK_UP, Case, Pair, Variant, open_pair, tokens_per_second, variants
+from tools.bench import constrained_round
 from tools.origin import origin
 from tools.train.demo.collect import LONGEST_PROMPT, encoded
 from tools.train.demo.measure import VARIANTS, measure
@@ -34,6 +36,7 @@ from tools.train.demo.schemas import MEASURED, SCHEMAS
 FIRST_SEED = 1000  # after those of the model card
 TRAINING_PROMPTS = 400  # of which the kinds are listed
 FREE = "talk"
+ROUND_DRAFTS = 3  # of the round with and without a grammar
 NEW_TOKENS = 160
 BASELINE = "transformers + grammar"
 
@@ -240,19 +243,24 @@ def main(arguments: list[str] | None = None) -> int:
     add("--repeats", type=int, default=2, metavar="N", help="repeats (default: %(default)s)")
     add("--legal", type=int, default=0, metavar="N", help="validated prompts of each schema, 0 for none (default: %(default)s)")
     add("--acceptance", type=int, default=0, metavar="N", help="only tokens per round, of N prompts of each schema (default: the table)")
+    add("--grammar-rounds", type=int, default=0, metavar="N", help="only N turns of a constrained and a free round (default: the table)")
     add("--threads", type=int, default=1, metavar="N", help="torch threads, for every variant (default: %(default)s)")
     add("--no-baseline", action="store_true", help="leave transformers out")
     options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    show = acceptance_lines if options.acceptance else constrained_round.lines if options.grammar_rounds else lines
     try:
         if options.acceptance:
-            torch.set_num_threads(options.threads)
             found = acceptance(options.acceptance)
+        elif options.grammar_rounds:
+            pair = open_pair(ROUND_DRAFTS, sys.stderr.isatty())
+            found = origin() | constrained_round.report(pair, ROUND_DRAFTS, options.grammar_rounds)
         else:
             found = report(options.drafts, options.prompts, options.repeats, options.legal, options.threads, not options.no_baseline)
     except ValueError as error:
         print(f"bench_demo: {error}", file=sys.stderr)
         return 2
-    print("\n".join((acceptance_lines if options.acceptance else lines)(found)))
+    print("\n".join(show(found)))
     print(json.dumps(found, indent=2))
     return 0
 

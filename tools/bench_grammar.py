@@ -38,6 +38,7 @@ from tools.origin import origin
 
 LIBRARIES = ("xgrammar", "llguidance")
 BATCHES = (1, 8, 32, 64)
+BLOCKS = 8  # of rounds of one variant
 FROM_C, FORCING, TABLES = "native link, called from C", "native link, forced drafts", "native link, automata"  # all called from C
 
 
@@ -136,6 +137,9 @@ class Bench:
                 shares.append(calls.take_seconds() / whole)
         return round(statistics.median(shares), 3)
 
+    def keep_only(self, name: str) -> None:
+        self.loops, self.links = [], [link for link in self.links if link.name == name]
+
     def bytecodes(self) -> dict[str, int]:
         """Number of Python bytecodes in the host node of one round."""
         counts = {}
@@ -177,17 +181,37 @@ def count_bytecodes(call: Callable[[], object]) -> int:
     return count
 
 
+def alone(make: Callable[[], Bench], rounds: int) -> dict[str, float]:
+    """Median microseconds of a round if no other variant runs between two rounds, as in a process that uses one of them: its tables and
+    masks stay in the caches. By turns, in blocks of rounds of the same documents."""
+    cases = {name: make() for name in (FROM_C, TABLES)}
+    for name, case in cases.items():
+        case.keep_only(name)
+    for block in range(1 + BLOCKS):
+        for case in cases.values():
+            for index in range(max(20, rounds // BLOCKS)):
+                case.round(keep=block > 0 and index >= 10, compare=False)
+    found = {name: round(statistics.median(case.figures.seconds[name]) * 1e6, 2) for name, case in cases.items()}
+    for case in cases.values():
+        case.links[0].link.close()
+    return found
+
+
 def rounds_for(rows: int, rounds: int) -> int:
     return max(rounds // max(1, rows // 8), 100)
 
 
 def measure(rows: int, rounds: int, drafts: int, table: Vocabulary, documents: Any, backend: str, automata: Any) -> dict[str, object]:
-    bench = Bench(rows, drafts, table, documents, backend, automata)
+    def make() -> Bench:
+        return Bench(rows, drafts, table, documents, backend, automata)
+
+    bench = make()
     warm_up = max(20, rounds // 10)
     gc.collect()
     gc.disable()
     for index in tqdm(range(warm_up + rounds), desc=f"{rows} rows", unit="round", disable=not sys.stderr.isatty(), leave=False):
         bench.round(keep=index >= warm_up, compare=index < warm_up)
+    by_itself = alone(make, rounds) if TABLES in bench.figures.seconds else None
     gc.enable()
     seconds, loop, link = bench.figures.seconds, bench.loops[0].name, bench.links[0].name
     processor = bench.figures.processor_seconds
@@ -202,6 +226,8 @@ def measure(rows: int, rounds: int, drafts: int, table: Vocabulary, documents: A
         "over_python_link": {name: ratio_of(spent, seconds[link])["p50"] for name, spent in seconds.items() if name.startswith("native")},
         "forcing_over_native_link": ratio_of(seconds[FORCING], seconds[FROM_C])["p50"] if FORCING in seconds else None,
         "automata_over_native_link": ratio_of(seconds[TABLES], seconds[FROM_C])["p50"] if TABLES in seconds else None,
+        "us_per_round_alone": by_itself,
+        "automata_over_native_link_alone": round(by_itself[TABLES] / by_itself[FROM_C], 3) if by_itself else None,
         "bytecodes_in_the_host_node": bench.bytecodes(),
     }
     links = bench.links
@@ -242,7 +268,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         if (share := batch["library_calls_over_python_loop"]) is not None:
             yield f"  inside xgrammar's functions, all threads together: {share} of the python loop"
         if (share := batch["automata_over_native_link"]) is not None:
-            yield f"  automata over the native link: {share}"
+            times = ", ".join(f"{name} {figure} us" for name, figure in batch["us_per_round_alone"].items())
+            yield f"  automata over the native link: {share}; each alone {batch['automata_over_native_link_alone']} ({times})"
         yield f"  {'us per round':<28}{'p50':>10}{'p99':>10}{'p99.9':>10}{'x python loop':>15}{'x python link':>15}{'bytecodes':>11}"
         for name, figures in batch["us_per_round"].items():
             times = batch["over_python_loop"].get(name, 1.0)

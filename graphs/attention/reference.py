@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepgraph.graphs.attention.float8 import from_entries
-from stepgraph.graphs.layers.dense import LEAST_ROWS
+from stepgraph.graphs.layers.reference import LEAST_ROWS
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.sampling.kernels.operation import Contiguous, empty_as, operation
 

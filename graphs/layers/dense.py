@@ -7,12 +7,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from stepgraph.graphs.layers.reference import matrix_product, sigmoid
 from stepgraph.sampling.kernels.c_kernel import CKernel, same_float_type
 from stepgraph.sampling.kernels.operation import Contiguous, empty_as, operation
-
-LEAST_ROWS = 4  # of a matrix product in torch on the CPU: with fewer rows, MKL and oneDNN sum in another order
 
 
 def _product_in_c(states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -29,10 +27,7 @@ def _product_outputs(states: Tensor, weight: Tensor, *_: object) -> Tensor:
 def product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """[N, in] by [out, in] -> [N, out], plus `bias`. On the CPU a row has the same bits in any batch; on a GPU the program for a vocabulary
     has that property, cuBLAS for other products has not."""
-    rows = len(states)
-    if rows < LEAST_ROWS and states.device.type == "cpu":
-        states = functional.pad(states, (0, 0, 0, LEAST_ROWS - rows))
-    return functional.linear(states, weight, bias)[:rows]
+    return matrix_product(states, weight, bias)
 
 
 def _norm_in_c(states: Tensor, weight: Tensor, *_: float) -> bool:
@@ -89,10 +84,10 @@ def _activated_in_c(pairs: Tensor, activation: int) -> bool:
 def activate_and_mul(pairs: Contiguous, activation: int = Activation.SILU) -> Tensor:
     """An Activation of the first half of the last dimension, times the second half; LIMITED: limited, and plus one."""
     gate, up = pairs.chunk(2, -1)
-    if activation == Activation.SILU:
-        return functional.silu(gate) * up
-    wide = gate.float()
+    wide = steep = gate.float()
     if activation == Activation.GELU_TANH:
-        return (wide * torch.sigmoid(1.5957691216057308 * (wide + 0.044715 * wide.pow(3)))).to(up.dtype) * up
-    wide = wide.clamp(max=7.0)
-    return (wide * torch.sigmoid(1.702 * wide)).to(up.dtype) * (up.clamp(-7.0, 7.0) + 1)
+        steep = 1.5957691216057308 * (wide + 0.044715 * wide.pow(3))
+    if activation == Activation.LIMITED:
+        wide, up = wide.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
+        steep = 1.702 * wide
+    return (wide * sigmoid(steep)).to(up.dtype) * up

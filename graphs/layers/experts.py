@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.dense import product
+from stepgraph.graphs.layers.reference import sigmoid
 from stepgraph.sampling.kernels.c_kernel import FLOATS, CKernel, is_contiguous, same_float_type
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
 
@@ -50,7 +51,7 @@ def choose_grouped_experts(
     correction [experts] is added to scores in comparisons only. The experts of some groups compete: those with the largest sums of two
     scores. Of equal ones the first. normalised: the scores of a token are divided by their sum.
     """
-    scores = logits.float().sigmoid()
+    scores = sigmoid(logits.float())
     compared = scores + correction
     pairs = compared.view(len(logits), groups, -1).topk(2, -1).values.sum(-1)
     taken = pairs.sort(dim=-1, descending=True, stable=True).indices[:, :groups_taken]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.layers.dense import LEAST_ROWS
+from stepgraph.graphs.layers.reference import LEAST_ROWS
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.sampling.kernels.c_kernel import CKernel, same_float_type

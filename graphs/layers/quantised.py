@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from stepgraph.graphs.layers.dense import LEAST_ROWS
+from stepgraph.graphs.layers.reference import matrix_product
 from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous, same_float_type
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
 
@@ -171,10 +170,7 @@ def _product_outputs(states: Tensor, weight: Tensor, *_: object) -> Tensor:
 @operation(_product_outputs, triton=True, c=CKernel("quantised_product", _product_in_c))
 def quantised_product(states: Dense, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`product` with packed weights, in float32. On the CPU a row has the same bits in any batch."""
-    rows = len(states)
-    states_padded = functional.pad(states, (0, 0, 0, max(0, LEAST_ROWS - rows)))
-    found = functional.linear(states_padded.float(), unpack(weight), None if bias is None else bias.float())
-    return found[:rows].to(states.dtype)
+    return matrix_product(states.float(), unpack(weight), None if bias is None else bias.float()).to(states.dtype)
 
 
 def _rows_outputs(indices: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -44,7 +44,7 @@ class Gathered:
     fused: Callable[[Tensor, Tensor, Tensor, float], Residual] | None = None
 
     def __init__(self, group: dist.ProcessGroup, seconds: float, ranks: Exchange, share: Share, like: Tensor) -> None:
-        self._group, self._seconds = group, seconds
+        self._group, self._seconds, self._rows, self._width, self._type = group, seconds, len(like), like.shape[1], like.dtype
 
     def add(self, states: Tensor) -> None:
         add_gathered(self._group, states, self._seconds)
@@ -52,7 +52,10 @@ class Gathered:
 
 class Reduced(Gathered):
     def add(self, states: Tensor) -> None:
-        all_reduce(self._group, states, self._seconds)
+        if states.dtype != self._type or states.shape[1:] != (self._width,):  # as counts of weights, whose order decides draws
+            super().add(states)
+        else:
+            all_reduce(self._group, states, self._seconds)
 
 
 class FlashInfer(Reduced):
@@ -64,17 +67,17 @@ class FlashInfer(Reduced):
             raise RuntimeError(f"its memory is that of GPU {ranks.rank} for rank {ranks.rank}, which has {like.device}")
         from flashinfer import comm
 
-        self._comm, self._rows, self.fused = comm, len(like), self._fused
+        self._comm, self.fused = comm, self._fused
         self._workspace = comm.create_allreduce_fusion_workspace(
             "trtllm", ranks.size, ranks.rank, len(like), like.shape[1], like.dtype, comm_backend=_comm_backend(ranks, share)
         )
 
     def add(self, states: Tensor) -> None:
-        if states.numel() > self._rows * self._workspace.metadata["hidden_dim"] or states.dtype not in FLASHINFER_TYPES:
+        if len(states) > self._rows or states.dtype != self._type or states.shape[1:] != (self._width,):
             super().add(states)
             return
         found, pattern = torch.empty_like(states), self._comm.AllReduceFusionPattern.kAllReduce
-        self._comm.allreduce_fusion(states.flatten(0, -2), self._workspace, pattern, output=found.flatten(0, -2), fp32_acc=True)
+        self._comm.allreduce_fusion(states, self._workspace, pattern, output=found, fp32_acc=True)
         states.copy_(found)
 
     def _fused(self, states: Tensor, part: Tensor, weight: Tensor, epsilon: float) -> Residual:

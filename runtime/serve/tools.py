@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import NoneType
 from typing import Any
 
 from stepgraph.runtime.serve.calls import CallFormat, CallStyle, TextParameters
@@ -94,6 +95,8 @@ def _check_tool(tool: Any, name: str) -> None:
         raise HttpError(400, f"{field}.{unknown[:100]}: the field is not supported", f"{field}.{unknown[:100]}")
     if not isinstance(function.get("name"), str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", function["name"]):
         raise HttpError(400, f"{field}.name: got {json.dumps(function.get('name'))[:60]}, expected up to 64 letters, digits, _ or -", field)
+    if not isinstance(function.get("strict"), (bool, NoneType)):  # calls match their schemas in any case
+        raise HttpError(400, f"{field}.strict: got {json.dumps(function['strict'])[:60]}, expected true or false", f"{field}.strict")
     if not isinstance(function.get("parameters") or {}, dict):
         got = type(function["parameters"]).__name__
         raise HttpError(400, f"{field}.parameters: got {got}, expected a JSON schema", f"{field}.parameters")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import threading
 import time
@@ -15,8 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, LogitsProcessor, ProcessorInput, SamplingParams
+from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, LogitsProcessor, ProcessorInput, SamplingParams, Vocabulary
 from stepgraph.runtime.models.llama import Llama
+from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
+from stepgraph.sampling.grammar.compile.compiler import Claim
 
 
 def requests() -> list[dict[str, Any]]:
@@ -63,6 +66,18 @@ def hang(logits: Tensor, given: ProcessorInput) -> Tensor:
     if (str(os.getpid()) == pid) == (which == "first") and Path(flag).exists():
         RELEASED.wait(600)
     return logits
+
+
+def delay_compiles(found: Vocabulary) -> Vocabulary:
+    """In each process that loads a part of a model, grammars are ready after random times of its own."""
+    dice, compiled = random.Random(os.getpid()), RequestQueue._compiled
+
+    def delayed(queue: RequestQueue, queued: QueuedRequest, claim: Claim) -> None:
+        time.sleep(dice.random() / 5)
+        compiled(queue, queued, claim)
+
+    RequestQueue._compiled = delayed  # type: ignore[method-assign,assignment]
+    return found
 
 
 OPTIONS: dict[str, Any] = {"max_bad_words": 6, "max_bad_word_tokens": 3, "relaxed_acceptance": True, "max_top_logprobs": 100}

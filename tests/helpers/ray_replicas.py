@@ -39,13 +39,26 @@ class BreakableTarget(ToyTarget):
         raise RuntimeError("the device has failed")
 
 
-def make_engine(flag: Path | None = None, max_queued: int = 4096) -> Engine:
-    """Eager with a flag, since a replay calls no `forward`."""
-    target = ToyTarget(VOCABULARY.logits_width, seed=3) if flag is None else BreakableTarget(flag)
-    sizes: dict[str, Any] = {"max_rows": ROWS, "max_length": 512, "num_speculative_tokens": 2, "draft_length": 2, "max_queued": max_queued}
-    config = EngineConfig(**sizes, buckets=(ROWS,), eager=flag is not None, compile_isolation="none")
+class SlowTarget(ToyTarget):
+    """Each call takes `seconds` more."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(VOCABULARY.logits_width, seed=3)
+        self.seconds = seconds
+
+    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+        time.sleep(self.seconds)
+        return super().forward(inputs, buffers)
+
+
+def make_engine(flag: Path | None = None, seconds: float = 0.0, **changes: Any) -> Engine:
+    """Eager with a flag or seconds, since a replay calls no `forward`."""
+    target = BreakableTarget(flag) if flag else SlowTarget(seconds) if seconds else ToyTarget(VOCABULARY.logits_width, seed=3)
+    eager = bool(flag or seconds)
+    sizes: dict[str, Any] = {"max_rows": ROWS, "max_length": 512, "num_speculative_tokens": 2, "draft_length": 2, "max_queued": 4096}
+    config = EngineConfig(**sizes | changes, buckets=(ROWS,), eager=eager, compile_isolation="none")
     engine = Engine(target, ToyDraft(target, 0.8), vocabulary=VOCABULARY, config=config)
-    if flag is None:
+    if not eager:
         engine.capture()
     return engine
 

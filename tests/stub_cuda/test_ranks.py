@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
+import itertools
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -19,20 +19,17 @@ from stepgraph.graphs.layers.parallel import RankGroups, register_group, sum_ove
 from stepgraph.graphs.recording import CaptureReport
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.parallel.llama import ShardedLlama
-from stepgraph.runtime.parallel.ranks import Ranks
+from stepgraph.runtime.parallel.ranks import Ranks, nccl_group
 from stepgraph.sampling.cuda_graphs import replayed
 from tests.stub_cuda.counters import Node, counted, graph_nodes, live_graphs, take_messages
 
 pytestmark = pytest.mark.stub_cuda
+FOLDER, NUMBERS = tempfile.TemporaryDirectory(), itertools.count()
 DEVICE, SIZE, SECONDS, LAYERS = torch.device("cuda", 0), 2, 30.0, 3
 
 
 def group() -> dist.ProcessGroup:
-    untyped: Any = dist
-    options = untyped.ProcessGroupNCCL.Options()
-    options._timeout = datetime.timedelta(seconds=SECONDS)
-    made: dist.ProcessGroup = untyped.ProcessGroupNCCL(untyped.HashStore(), 0, SIZE, options)
-    return made
+    return nccl_group(f"{FOLDER.name}/{next(NUMBERS)}", 0, SIZE, SECONDS)
 
 
 def added(record: Callable[[], object]) -> list[list[Node]]:

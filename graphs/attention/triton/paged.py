@@ -125,7 +125,7 @@ def attend_part(
     pages,
     cache_stride,
     part,  # keys of one part
-    window,  # 0: none
+    window,  # or None
     scale,  # see `score`
     cap,  # or None
     size: tl.constexpr,
@@ -152,7 +152,7 @@ def attend_part(
     last = last_position(positions + batch * count, slots + batch * count, count, PAGE).to(tl.int32)
 
     end = tl.minimum(tl.minimum(last, tl.max(position, 0)) + 1, begin + part)
-    if window > 0:
+    if window is not None:
         oldest = tl.min(tl.where(real, position, last), 0) - window + 1
         begin = tl.maximum(begin, oldest // KEYS * KEYS)
         page = load_pages(table, begin, end, KEYS, PAGE)
@@ -166,7 +166,7 @@ def attend_part(
         value = tl.load(values + entry[:, None] + column[None, :], mask=held[:, None] & (column < size)[None, :], other=0)
         page = load_pages(table, start + KEYS, end, KEYS, PAGE)
         seen = held[None, :] & (place[None, :] <= position[:, None])
-        if window > 0:
+        if window is not None:
             seen = seen & (place[None, :] > position[:, None] - window)
         scores = tl.where(seen, score(asked, as_read(key, asked), scale, cap, WIDE), float("-inf"))
         peak, total, summed = weigh(scores, as_read(value, asked), peak, total, summed, WIDE)
@@ -219,7 +219,7 @@ def paged_attention(*arguments: Any, least_part: int = LEAST_PART) -> None:
     lines, sizes = batch * count * heads, (tile.size, 1, 1)  # of sums, peaks and totals
     found = [torch.empty(lines, parts, each, dtype=torch.float32, device=query.device) if parts > 1 else None for each in sizes]
     scales = scale * _LOG2_E.value * (2 / softcap if softcap else 1), softcap * _LOG2_E.value if softcap else None
-    numbers = count, heads, pages, keys.stride(0), part, window, *scales
+    numbers = count, heads, pages, keys.stride(0), part, window or None, *scales
     constants = {"size": size, "GROUPS": groups, "PAGE": page_size, "ROWS": tile.rows, "KEYS": tile.keys, "SIZE": tile.size}
     constants |= {"WIDE": query.device.type == "cpu", "num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
     grid = (batch, kv_heads, triton.cdiv(groups * count, tile.rows) * parts)

@@ -144,4 +144,4 @@ def gate_tile(pairs, output, size, TILE: tl.constexpr, ACTIVATION: tl.constexpr)
 def activate_and_mul(pairs: Tensor, activation: int, output: Tensor) -> None:
     size = output.shape[-1]
     grid = (output.numel() // size, triton.cdiv(size, ACTIVATED_TILE))
-    gate_tile[grid](pairs, output, size, TILE=ACTIVATED_TILE, ACTIVATION=activation, num_warps=4, enable_fp_fusion=False)
+    gate_tile[grid](pairs, output, size, TILE=ACTIVATED_TILE, ACTIVATION=int(activation), num_warps=4, enable_fp_fusion=False)

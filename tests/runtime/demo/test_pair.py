@@ -15,6 +15,7 @@ from stepgraph.runtime.models.forced import ForcedDrafts
 from stepgraph.runtime.models.ngram import NgramLookup
 from tests.helpers.application_schemas import APPLICATIONS, in_json_schema, large
 from tools import bench_demo
+from tools.bench import constrained_round
 from tools.train.demo.collect import LONGEST_PROMPT, encoded
 from tools.train.demo.prompts import prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS
@@ -118,6 +119,12 @@ def test_bench_demo_reports_ratios_and_legality() -> None:
     assert set(found["ratios"]) and json.dumps(found)
     assert all(row["legal_of_complete"] == row["complete"] for row in found["legality"].values())
     assert found["throughput"]["variants"]["speculative + grammar"]["host_syncs"] == 0
+
+
+def test_bench_demo_compares_rounds_with_and_without_a_grammar(pair: Pair) -> None:
+    found = constrained_round.report(pair, bench_demo.ROUND_DRAFTS, turns=5)
+    assert found["masks_filled_on_the_host"] == 0 < found["constrained_over_free"]["p50"] and len(found["ms_per_round"]) == 2
+    assert f"goal {found['goal']}" in "".join(constrained_round.lines(found))
 
 
 def test_the_pair_has_a_name() -> None:

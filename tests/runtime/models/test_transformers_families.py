@@ -72,7 +72,8 @@ def judge(family: str) -> Any:
     kind = getattr(transformers, f"{family}ForCausalLM")
     torch.manual_seed(len(family))
     transformers.utils.logging.set_verbosity_error()
-    model = kind(kind.config_class(**{**BASE, **FAMILIES[family]})).eval()
+    config = kind.config_class(**{**BASE, **FAMILIES[family]}, attn_implementation="eager")  # others leave out soft-caps in some versions
+    model = kind(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:

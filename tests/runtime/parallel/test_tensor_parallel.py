@@ -32,7 +32,9 @@ from stepgraph.graphs.layers.dense import Residual, add_rms_norm
 from stepgraph.graphs.layers.parallel import RankGroups, register_group, sum_over_ranks
 from stepgraph.runtime.models.draft_llama import DraftLlama
 from stepgraph.runtime.models.files.weights import SafetensorsSource
-from stepgraph.runtime.parallel.ranks import COMPARED_STEPS, RankError, Ranks, gloo_group
+from stepgraph.runtime.parallel.loading import load_part
+from stepgraph.runtime.parallel.ranks import COMPARED_STEPS, RANK_MODULE, RankError, Ranks, gloo_group
+from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.serve.http import Bounds
 from tests.helpers import parallel_program
 from tests.helpers.c_library import needs_c
@@ -270,8 +272,9 @@ def test_parts_of_less_than_a_group_stay_quantised_on_one_rank_only(tmp_path: Pa
 @pytest.mark.parametrize(("size", "name"), [(2, "eagle3"), (4, "model"), (2, "mtp")])
 def test_draft_models(size: int, name: str) -> None:
     drafter = Drafter(name, "qwen3")
-    accepted = require_equal_tokens(drafter.target, drafter.draft, size)
-    assert accepted[0] == accepted[1]
+    for constraint in (None, Constraint.regex("[a-f0-9]{6,30}")):
+        accepted = require_equal_tokens(drafter.target, drafter.draft, size, constraint=constraint)
+        assert accepted[0] == accepted[1]
 
 
 @soak
@@ -508,6 +511,38 @@ def test_a_rank_lost_at_any_step_ends_all_jobs_in_time(size: int, how: signal.Si
 
 
 @soak
+@pytest.mark.parametrize("delay", [0.05, 1.0, 2.0, 3.0, 4.0, 6.0])
+def test_a_rank_killed_at_any_time_of_the_start_is_an_error(delay: float) -> None:
+    """While it imports, loads, connects, compares weights, captures or decodes. No process is left."""
+
+    def kill() -> None:
+        while not (found := children()):
+            time.sleep(0.01)
+        time.sleep(delay)
+        os.kill(found[-1], signal.SIGKILL)
+
+    def work() -> None:
+        with open_engine(model_folder(), "ngram", 4, round_timeout_seconds=SECONDS) as engine:
+            engine.capture()
+            while True:
+                engine.generate([[1, 2, 3], [4, 5]], max_new_tokens=40)
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    with pytest.raises(RankError):
+        work()
+    killing.join()
+    assert not children()
+
+
+def children() -> list[int]:
+    """The ranks that this process has started."""
+    command = ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [int(line.split()[0]) for line in lines if RANK_MODULE in line]
+
+
+@soak
 @pytest.mark.parametrize("delay", [0.0, 0.05, 0.3])
 def test_no_rank_outlives_a_killed_first_rank(delay: float) -> None:
     with programs([model_folder()], "none", size=4) as (first,):
@@ -524,8 +559,10 @@ def test_no_rank_outlives_a_killed_first_rank(delay: float) -> None:
 
 
 @soak
-def test_cancellations_compiles_and_several_threads() -> None:
-    """Every job that was not cancelled has the tokens of one process."""
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_cancellations_compiles_and_several_threads(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every job that was not cancelled has the tokens of one process. On each rank grammars are ready after random times of its own."""
+    monkeypatch.setattr(RequestQueue, "_compiled", RequestQueue._compiled)  # restored after the test
 
     async def decode_all(engine: Engine) -> list[list[int]]:
         rng = random.Random(7)
@@ -544,11 +581,15 @@ def test_cancellations_compiles_and_several_threads() -> None:
 
             return await asyncio.gather(*(one(index) for index in range(24)))
 
+    def divided() -> Engine:
+        config = EngineConfig(max_rows=4, max_length=64, num_speculative_tokens=3, draft_length=3, compile_isolation="none")
+        loaded = load_part(model_folder(), "ngram", config, ranks, vocabulary=parallel_program.delay_compiles)
+        return Engine(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, config=loaded.config)
+
     found = []
-    for size in (1, 2):
-        with open_engine(model_folder(), "ngram", size) as engine:
-            if size > 1:
-                engine.capture()
+    for opened in (functools.partial(open_engine, model_folder(), "ngram", 1), divided):
+        with opened() as engine:
+            engine.capture()
             found.append(asyncio.run(decode_all(engine)))
     assert found[0] == found[1] and sum(map(len, found[0])) > 100
 

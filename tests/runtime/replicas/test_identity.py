@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from stepgraph import EngineConfig
 from stepgraph.runtime.replicas import identity
@@ -29,7 +31,8 @@ def identity_with(**settings: Any) -> str:
 
 
 def test_equal_engines_have_equal_identities_in_every_process() -> None:
-    found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, check=True)
     assert found.stdout.strip() == identity_with() == identity_with(max_queued=7) == identity_with(num_pages=40)
 
 

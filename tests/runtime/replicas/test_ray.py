@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import os
 import statistics
 import time
@@ -16,8 +17,10 @@ import pytest
 pytest.importorskip("ray")
 from ray import serve
 
+from stepgraph import SamplingParams
 from stepgraph.runtime.replicas.ray_serve import ReplicaPool, deployment
 from tests.helpers.ray_replicas import LENGTH, ROWS, Bare, Canned, Request, cluster, expected, make_engine, requests
+from tools.scale_simulation import Costs, Load, Pool, Simulation
 
 pytestmark = pytest.mark.replicas
 STREAMS, KILLS = 100, 4
@@ -33,6 +36,12 @@ def ray_cluster() -> Iterator[None]:
 
 def run(make: Callable[[], Any] = make_engine, replicas: int = 2) -> Any:
     return serve.run(deployment(make, replicas=replicas, rows=ROWS, cpus=0.5, drain_seconds=300), name="test", route_prefix=None)
+
+
+def delete(name: str) -> None:
+    """That of the tests before."""
+    if name in serve.status().applications:
+        serve.delete(name)
 
 
 async def processes(handle: Any) -> dict[str, int]:
@@ -162,6 +171,59 @@ def test_scaling_to_one_replica_drains_the_other() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("requests_at_once", "changes", "wanted"),
+    [
+        pytest.param(3 * ROWS, {}, 2, id="more requests than rows"),
+        pytest.param(3, {"num_pages": 32}, 2, id="no free pages"),  # of which each request needs 31
+        pytest.param(3, {}, 1, id="few requests"),
+    ],
+)
+def test_replicas_are_added_for_requests_and_for_pages(requests_at_once: int, changes: dict[str, Any], wanted: int) -> None:
+    """The requests follow each other until Ray has decided, or for as long as it takes at most here."""
+    delete("test")
+    make = functools.partial(make_engine, seconds=0.02, **changes)
+    handle = serve.run(deployment(make, replicas=(1, 2), rows=ROWS, cpus=0.5), name="test", route_prefix=None)
+
+    async def main() -> None:
+        pool, started, asks = await ReplicaPool.open(handle, replicas=2), time.monotonic(), requests(requests_at_once, 480)
+        assert len(await processes(handle)) == 1
+        seconds, most = 0.0, 150.0 if wanted > 1 else 90.0
+
+        async def one(index: int) -> None:
+            while not seconds and time.monotonic() < started + most:
+                ((_, reason),), _ = await read(pool, asks[index : index + 1])
+                assert reason
+
+        reading = asyncio.gather(*(one(index) for index in range(len(asks))))
+        while not seconds and not reading.done():
+            await asyncio.sleep(0.5)
+            if len(await processes(handle)) == 2:
+                seconds = time.monotonic() - started
+        await reading
+        print(f"{len(asks)} requests at once, {changes}: a second replica after {seconds:.0f} s (0: none)")
+        assert bool(seconds) == (wanted == 2)
+
+    asyncio.run(main())
+
+
+def test_requests_with_one_prefix_go_to_one_replica() -> None:
+    """One after another, so that the load of the replicas does not matter."""
+    handle = run()
+
+    async def main() -> None:
+        pool, found = await ReplicaPool.open(handle, replicas=2), list[set[str]]()
+        for prefix in range(5):
+            names = set[str]()
+            for end in range(4):
+                _, (job,) = await read(pool, [([10 + prefix] * 64 + [end], {"max_new_tokens": 4})])
+                names.update(job.replicas)
+            found.append(names)
+        assert all(len(names) == 1 for names in found) and len(await processes(handle)) == 2, found
+
+    asyncio.run(main())
+
+
 def test_wrong_requests_and_metrics_of_every_replica() -> None:
     handle = run()
 
@@ -179,8 +241,7 @@ def test_wrong_requests_and_metrics_of_every_replica() -> None:
 
 def test_the_overhead_is_bounded() -> None:
     """Requests of 1 token and of 200 through a pool, and as many through Ray alone, in turns. The parts need no engine."""
-    if "test" in serve.status().applications:  # of the tests before
-        serve.delete("test")
+    delete("test")
     canned = serve.deployment(Canned).options(**options_of(deployment(make_engine, rows=ROWS, cpus=0.5)))
     handle = serve.run(canned.bind(), name="canned", route_prefix=None)
     options = {"max_ongoing_requests": ROWS + 2, "ray_actor_options": {"num_cpus": 0.5}}
@@ -224,3 +285,54 @@ def options_of(application: Any) -> dict[str, Any]:
     """The settings of a deployment that its calls pass through."""
     config = application._bound_deployment._deployment_config
     return {"max_ongoing_requests": config.max_ongoing_requests, "request_router_config": config.request_router_config}
+
+
+def round_seconds(make: Callable[[], Any], rows: int) -> float:
+    """The median, of one engine in this process."""
+    with make() as engine:
+        jobs = [engine.submit([1 + row], max_new_tokens=24, sampling=SamplingParams(ignore_eos=True)) for row in range(rows)]
+        while not all(job.tokens for job in jobs):
+            engine.step()
+        times = list[float]()
+        for _ in range(16):
+            started = time.perf_counter()
+            engine.step()
+            times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_simulation_predicts_replicas(replicas: int) -> None:
+    """Throughput, and the times to the first and the last token, from measured round times."""
+    delete("test")
+    count, length, gap = 20 * replicas, 40, 0.25
+    make = functools.partial(make_engine, seconds=0.05, num_speculative_tokens=0, draft_length=0)
+    one, full = (round_seconds(make, rows) for rows in (1, ROWS))
+    row = max(0.0, full - one) / (ROWS - 1)
+    load = Load(count, math.inf, prompt_tokens=1, prefix_tokens=0, output_tokens=length, spread=0)
+    predicted = Simulation(Pool(replicas, ROWS), load, Costs(one - row, row, 0.0)).run()
+    handle = run(make, replicas)
+
+    async def main() -> None:
+        pool = await ReplicaPool.open(handle, replicas=replicas)
+        sampling = SamplingParams(ignore_eos=True)
+
+        async def ask(index: int) -> tuple[float, float]:
+            first = 0.0
+            async for _ in await pool.generate([1 + index], max_new_tokens=length, sampling=sampling):
+                first = first or time.perf_counter() - started
+            return first, time.perf_counter() - started
+
+        started = time.perf_counter()
+        firsts, lasts = map(sorted, zip(*await asyncio.gather(*map(ask, range(count))), strict=True))
+        pairs = {
+            "tokens per second": (count * length / lasts[-1], predicted.tokens_per_second),
+            "p99 of the first token": (firsts[int(0.99 * count)], predicted.first_token_p99),
+            "p50 of requests": (lasts[count // 2], predicted.request_p50),
+            "p99 of requests": (lasts[int(0.99 * count)], predicted.request_p99),
+        }
+        for name, (real, simulated) in pairs.items():
+            print(f"{replicas} replicas, {name}: {real:.2f}, predicted {simulated:.2f}, {real / simulated:.2f}")
+        assert all(abs(real / simulated - 1) < gap for real, simulated in pairs.values())
+
+    asyncio.run(main())

@@ -218,6 +218,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"response_format": {"type": "yaml"}}, "response_format"),
     ({"response_format": FORMAT, "tools": TOOLS}, "response_format"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "strict": "yes"}}]}, "tools[0].function.strict"),
     ({"tools": TOOLS[:1] * 2}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),

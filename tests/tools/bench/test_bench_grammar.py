@@ -31,7 +31,7 @@ def test_every_variant_is_reported(library: str, monkeypatch: pytest.MonkeyPatch
         assert batch["rows"] == rows and batch["fills_per_round"] == 3 * rows and 2 * rows < batch["accepts_per_round"] <= 3 * rows
         assert set(batch["us_per_round"]) == {"python loop", "library batch", "python link", *NATIVE}
         assert all(figures["p50"] <= figures["p99"] <= figures["p99.9"] for figures in batch["us_per_round"].values())
-        assert batch["automata_over_native_link"] > 0
+        assert batch["automata_over_native_link"] > 0 and batch["automata_over_native_link_alone"] > 0
         assert batch["processor_time_over_python_loop"].keys() == batch["over_python_loop"].keys()
         inside = batch["library_calls_over_python_loop"]
         assert inside is None if library != "xgrammar" or which("cc") is None else 0 < inside < batch["over_python_loop"]["python link"]

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from stepgraph.sampling.grammar.link.library import NativeLibrary
+from stepgraph.sampling.kernels.operation import OPERATIONS
 from tests.helpers.c_library import needs_c
 from tools.gpu.checks import link, short_kernels, smoke
 from tools.gpu.checks.catalogue import CATALOGUE, FULL_SECONDS, QUICK_SECONDS, QUICK_SHARE, SMOKE, Entry
@@ -166,6 +167,13 @@ def test_the_smoke_stage_reports_programs_without_a_result(monkeypatch: pytest.M
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     assert smoke.every_program_equals_its_reference(context) == {"masked_argmax": "exit code 1: "}
     assert context.failed == ["masked_argmax: exit code 1: "]
+
+
+def test_the_smoke_stage_has_every_operation_with_a_program() -> None:
+    """paged_attention is compared with a tolerance, under a name of its own."""
+    names = set(short_kernels.programs(torch.device("cpu")))
+    expected = {operation.name for operation in OPERATIONS.values() if operation.triton} - {"paged_attention"}
+    assert {"scatter_masks", "choose_grouped_experts", "end_round"} <= expected <= names and "attention" in names
 
 
 def test_a_check_repeats_as_often_as_its_budget_allows() -> None:

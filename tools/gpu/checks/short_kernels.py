@@ -26,7 +26,7 @@ if __name__ == "__main__":
 import torch
 import triton
 
-from tools.gpu.checks import grammar_rows, layers, operations, spin
+from tools.gpu.checks import grammar_rows, layers, operations, rings, spin
 from tools.gpu.checks.llama import attention_call, rope_call
 from tools.gpu.checks.operations import Call
 from tools.gpu.checks.timing import answering
@@ -56,7 +56,12 @@ def calls(device: torch.device) -> tuple[Call, ...]:
 def programs(device: torch.device) -> dict[str, Callable[[], bool]]:
     """Kernel name to its comparison with the reference."""
     equal = {call.operation.name: partial(_is_equal, call) for call in calls(device)}
-    return {**equal, "attention": partial(_attention_is_close, device), "signal_and_spin": partial(_spin_ends, device)}
+    return {
+        **equal,
+        **rings.programs(device),
+        "attention": partial(_attention_is_close, device),
+        "signal_and_spin": partial(_spin_ends, device),
+    }
 
 
 def compare(device: torch.device, names: Collection[str]) -> dict[str, str]:

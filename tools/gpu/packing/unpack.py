@@ -28,8 +28,11 @@ CACHE_KEYS = "made_by.json"
 PRINT_CACHE_KEYS = """
 import hashlib, json, platform, sys
 from triton.runtime.build import platform_key
-from triton.runtime.cache import triton_key
 import triton
+try:
+    from triton.runtime.cache import triton_key
+except ImportError:  # up to Triton 3.4
+    from triton.compiler.compiler import triton_key
 python = ".".join(map(str, sys.version_info[:2]))
 key = hashlib.sha256(triton_key().encode()).hexdigest()
 print(json.dumps({"python": python, "triton": triton.__version__, "key": key, "platform": platform_key()}))

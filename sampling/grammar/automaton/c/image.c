@@ -8,6 +8,7 @@ enum { OK = 1, COMPLETE = 2, TERMINATED = 3, DEAD_END = 4, FAULT = 6 }; /* mask 
 enum { TARGET, PUSH, COUNTER, LAST_TARGET, SETS, LAST_SETS = 8 }; /* of a move */
 enum { CAN_END = -2 }; /* in IMAGE_LEAVE */
 enum { TOO_DEEP = -1 };
+enum { AHEAD = 8 }; /* crossing tokens by which memory is requested before it is read: the tokens are far apart */
 
 image_place image_start(const int32_t *image) {
     image_place place = {.state = image[IMAGE_START], .depth = 0};
@@ -152,6 +153,8 @@ int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, con
     const int32_t *word = image + image[IMAGE_CHANGE_WORD], *value = image + image[IMAGE_CHANGE_VALUE];
     for (int32_t at = range[0]; at < range[1]; at++) mask[word[at]] = value[at];
     for (; crossing > 0; crossing--, tokens++) {
+        if (crossing > 2 * AHEAD) __builtin_prefetch(vocabulary->starts + tokens[2 * AHEAD]);
+        if (crossing > AHEAD) __builtin_prefetch(vocabulary->text + vocabulary->starts[tokens[AHEAD]]);
         image_walk walk = image_begin(place, stack);
         if (follow_token(image, vocabulary, &walk, *tokens) <= 0) continue;
         mask[*tokens / 32] |= (int32_t)(1u << (*tokens % 32));

@@ -11,7 +11,7 @@
 #include <string.h>
 
 /* Rows that look masks up, per item of the pool: with fewer the hand-off to another thread costs more than it saves. */
-enum { LOOK_UPS = 64 };
+enum { LOOK_UPS = 8 };
 
 struct host_link {
     link_shape shape;

@@ -7,6 +7,8 @@ import re
 from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stepgraph.sampling.grammar.constraints.charset import EVERY, charset
 from stepgraph.sampling.grammar.schema import automata, patterns
@@ -65,6 +67,50 @@ def test_operations_on_languages_are_those_on_sets(left: str, right: str) -> Non
         assert accepts(both(one, other), text) == (first and second)
         assert accepts(either(one, other), text) == (first or second)
         assert accepts(both(one, complement(other)), text) == (first and not second)
+
+
+ATOMS = st.sampled_from(["a", "b", "[^a]", "[^b]", "[ab]", ""])
+PATTERN = st.recursive(
+    ATOMS,
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map(lambda pair: f"(?:{pair[0]}|{pair[1]})"),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,3}"])).map(lambda pair: f"(?:{pair[0]}){pair[1]}"),
+    ),
+    max_leaves=6,
+)
+
+
+def shortest(term: Term) -> str | None:
+    """A shortest text that the automaton accepts; None if there is none."""
+    found = automaton(term)
+    order, texts = [0] if found.edges else [], {0: ""}
+    for state in order:  # grows
+        if found.accepts[state]:
+            return texts[state]
+        for ranges, target in found.edges[state]:
+            if target not in texts:
+                order.append(target)
+                texts[target] = texts[state] + chr(ranges[-1][1])
+    return None
+
+
+@given(PATTERN, PATTERN)
+def test_operations_on_random_patterns_are_those_on_sets(left: str, right: str) -> None:
+    one, other = patterns.full(left), patterns.full(right)
+    first, second = re.compile(left), re.compile(right)
+    combined = {
+        "product": (both(one, other), lambda x, y: x and y),
+        "union": (either(one, other), lambda x, y: x or y),
+        "complement": (complement(one), lambda x, y: not x),
+        "difference": (both(one, complement(other)), lambda x, y: x and not y),
+    }
+    for name, (term, expected) in combined.items():
+        for text in TEXTS:
+            assert accepts(term, text) == expected(bool(first.fullmatch(text)), bool(second.fullmatch(text))), (name, text)
+        found = shortest(term)
+        assert is_empty(term) == (found is None), name
+        assert found is None or expected(bool(first.fullmatch(found)), bool(second.fullmatch(found))), (name, found)
 
 
 @pytest.mark.parametrize(

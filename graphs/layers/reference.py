@@ -1,0 +1,25 @@
+"""What references compute with torch so that, on the CPU, a row has the same bits in any batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+LEAST_ROWS = 4  # of a matrix product on the CPU: with fewer rows, MKL and oneDNN sum in another order
+
+
+def matrix_product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear`. Also with one column, and with rows that are not whole multiples of 16 bytes, MKL sums in an order of its own."""
+    rows, columns, extra = len(states), len(weight), -states.shape[1] % 4
+    if states.device.type == "cpu":
+        if extra or rows < LEAST_ROWS:
+            states, weight = functional.pad(states, (0, extra, 0, max(0, LEAST_ROWS - rows))), functional.pad(weight, (0, extra))
+        if columns == 1:
+            weight, bias = weight.expand(2, -1), None if bias is None else bias.expand(2)
+    return functional.linear(states, weight, bias)[:rows, :columns]
+
+
+def sigmoid(values: Tensor) -> Tensor:
+    """torch.sigmoid and silu round the last numbers of a tensor in another way."""
+    return 1 / (1 + torch.exp(-values.clamp(min=-80.0)))  # of an infinite power the gradient would be NaN
