@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime import interpreter
+
+if not hasattr(interpreter, "_LangPatchScope"):
+    pytest.skip("values of kernels need a newer Triton than 3.4: see test_numerics.py", allow_module_level=True)
 
 from stepgraph import Engine, EngineConfig, Vocabulary
 from stepgraph.graphs import BufferSpec, StaticBuffers
