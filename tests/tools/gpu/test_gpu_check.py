@@ -169,6 +169,7 @@ def test_the_smoke_stage_reports_programs_without_a_result(monkeypatch: pytest.M
     assert context.failed == ["masked_argmax: exit code 1: "]
 
 
+@needs_c  # for the grammar of one of the calls
 def test_the_smoke_stage_has_every_operation_with_a_program() -> None:
     """paged_attention is compared with a tolerance, under a name of its own."""
     names = set(short_kernels.programs(torch.device("cpu")))
