@@ -88,6 +88,11 @@ def submit(**changes: Any) -> None:
     ENGINE.generate([1], max_new_tokens=1)
 
 
+def wait(**changes: Any) -> None:
+    ENGINE.queue.wake.notify()  # accepted values do not block
+    ENGINE.wait(**changes)
+
+
 graph_set = valid(GraphSet, TapeBackend(), BUFFERS, lambda key: step, (1,))
 
 
@@ -124,7 +129,7 @@ ENTRIES: dict[str, tuple[Callable[..., Any], Iterable[str]]] = {
     "Engine": (engine_of, names(Engine)),
     "from_pretrained": (load, names(Engine.from_pretrained)),
     "submit": (submit, names(Engine.submit)),
-    "wait": (ENGINE.wait, ["seconds"]),
+    "wait": (wait, ["seconds"]),
     "metrics": (ENGINE.metrics, ["labels"]),
     "trace": (ENGINE.trace, ["rounds"]),
     **{kind.__name__: (kind, [field.name for field in fields(kind)]) for kind in (EngineConfig, SamplingParams, GrammarLimits)},
