@@ -181,7 +181,6 @@ class Attended(NamedTuple):
     alone: bool = False  # in one part
     capped: bool = False
     sinks: bool = False
-    windowed: bool = False
     float8: bool = False  # the cache
 
 
@@ -192,8 +191,8 @@ def attention_variants() -> list[Variant]:
 
     launched = [Attended("bf16", size, 16) for size in paged.HEAD_SIZES] + [Attended("bf16", size, 64) for size in (64, 256)]
     launched += [Attended("bf16", 96, 16, 3, 64, True), Attended("fp16", 128, 64, 1, 32)]
-    launched.append(Attended("bf16", 256, 64, capped=True, windowed=True))  # Gemma 2
-    launched += [Attended("bf16", 64, rows, 8, sinks=True, windowed=rows == 16) for rows in (16, 64)]  # GPT-OSS
+    launched.append(Attended("bf16", 256, 64, capped=True))  # Gemma 2
+    launched += [Attended("bf16", 64, rows, 8, sinks=True) for rows in (16, 64)]  # GPT-OSS
     launched += [Attended("bf16", size, rows, float8=True) for size, rows in ((64, 16), (128, 16), (128, 64), (256, 32))]
     found = []
     for one in launched:
@@ -206,20 +205,13 @@ def attention_variants() -> list[Variant]:
             kind if one.sinks else None,
             kind,
             *[sums] * 3,
-            *["i32"] * 5,
-            "i32" if one.windowed else None,
+            *["i32"] * 6,
             "fp32",
             cap,
         ]
         shape = {"size": one.size, "GROUPS": one.groups, "PAGE": one.page, "ROWS": tile.rows, "KEYS": tile.keys, "SIZE": tile.size}
         where = f"{one.groups} to a cache head, pages of {one.page}"
-        where += (
-            ", one part" * one.alone
-            + ", soft-capped" * one.capped
-            + ", sinks" * one.sinks
-            + ", window" * one.windowed
-            + ", float8" * one.float8
-        )
+        where += ", one part" * one.alone + ", soft-capped" * one.capped + ", sinks" * one.sinks + ", float8" * one.float8
         label = f"attend_part {one.dtype} {one.size}, {tile.rows} rows, {where}"
         variant = _variant(label, paged_programs.attend_part, types, shape | {"WIDE": False}, tile.warps)
         found.append(variant._replace(stages=tile.stages))
