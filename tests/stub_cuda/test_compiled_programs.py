@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import triton
 
-from tools.aot_kernels import ARCHS, usage, variants
+from tools.aot_kernels import ARCHS, attention_variants, usage, variants
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_grammar_program_for_rows_of_any_width_does_not_spill(arch: int) -> None:
+def test_programs_with_branches_compile_and_do_not_spill(arch: int) -> None:
+    """A grammar's for rows of any width, and attention with a window."""
     (widest,) = (variant for variant in variants() if variant.label.endswith("any width, forced by longest match in a chain"))
-    assert usage(widest, arch).spill_bytes == 0
+    assert [usage(each, arch).spill_bytes for each in (widest, attention_variants()[0])] == [0, 0]
 
 
 @pytest.mark.skipif(triton.__version__.startswith("3.4."), reason="Triton 3.4, of torch 2.8: one of them spills on sm_90")
 def test_products_with_packed_weights_do_not_spill() -> None:
     packed = [variant for variant in variants() if variant.label.startswith("packed_")]
-    assert packed
-    assert [(variant.label, arch) for variant in packed for arch in (80, 90) if usage(variant, arch).spill_bytes] == []
+    assert packed and [(variant.label, arch) for variant in packed for arch in (80, 90) if usage(variant, arch).spill_bytes] == []

@@ -21,7 +21,7 @@ LEAST_PART = 128  # keys
 MOST_HEAD_SIZE = 256
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # Triton 3.4 does not compile a branch at run time that changes tensors: there, attention without a window is a program of its own.
-_BRANCHES = tuple(map(int, triton.__version__.split(".")[:2])) > (3, 4)
+_TWO_PROGRAMS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 4))
 _COUNTED = tl.constexpr(128)  # positions loaded at a time to find the last one
 
 
@@ -155,7 +155,7 @@ def attend_part(
 
     end = tl.minimum(tl.minimum(last, tl.max(position, 0)) + 1, begin + part)
     if window is not None:  # noqa: SIM102  # of the program; the next one is of the launch
-        if window > 0:
+        if _TWO_PROGRAMS or window > 0:
             begin = tl.maximum(begin, (tl.min(tl.where(real, position, last), 0) - window + 1) // KEYS * KEYS)
             page = load_pages(table, begin, end, KEYS, PAGE)
     peak, total = first_weights(sinks, head * GROUPS + row % GROUPS, row < tl.where(number == 0, count * GROUPS, 0), ROWS)
@@ -169,7 +169,7 @@ def attend_part(
         page = load_pages(table, start + KEYS, end, KEYS, PAGE)
         seen = held[None, :] & (place[None, :] <= position[:, None])
         if window is not None:  # noqa: SIM102
-            if window > 0:
+            if _TWO_PROGRAMS or window > 0:
                 seen = seen & (place[None, :] > position[:, None] - window)
         scores = tl.where(seen, score(asked, as_read(key, asked), scale, cap, WIDE), float("-inf"))
         peak, total, summed = weigh(scores, as_read(value, asked), peak, total, summed, WIDE)
@@ -222,7 +222,7 @@ def paged_attention(*arguments: Any, least_part: int = LEAST_PART) -> None:
     lines, sizes = batch * count * heads, (tile.size, 1, 1)  # of sums, peaks and totals
     found = [torch.empty(lines, parts, each, dtype=torch.float32, device=query.device) if parts > 1 else None for each in sizes]
     scales = scale * _LOG2_E.value * (2 / softcap if softcap else 1), softcap * _LOG2_E.value if softcap else None
-    numbers = count, heads, pages, keys.stride(0), part, window if _BRANCHES else window or None, *scales
+    numbers = count, heads, pages, keys.stride(0), part, window or None if _TWO_PROGRAMS.value else window, *scales
     constants = {"size": size, "GROUPS": groups, "PAGE": page_size, "ROWS": tile.rows, "KEYS": tile.keys, "SIZE": tile.size}
     constants |= {"WIDE": query.device.type == "cpu", "num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
     grid = (batch, kv_heads, triton.cdiv(groups * count, tile.rows) * parts)
