@@ -56,7 +56,8 @@ class TargetModel(Protocol):
 
     Optional attributes: `notes`, a tuple of sentences for the capture report; `attends`, a tuple of AttentionShape, from which the
     attention kernel is chosen before anything is captured; `embedding_size`, the width of `inputs.embeddings`, if it accepts
-    them (their dtype is `feature_dtype`); `lora_weights`, a LoraWeight by the name of its buffers, if it calls `add_lora` with them.
+    them (their dtype is `feature_dtype`); `lora_weights`, a LoraWeight by the name of its buffers, if it calls `add_lora` with them;
+    `batch_invariant = True` if on the CPU a row has the same bits in any batch, so that another replica can continue its stream.
     """
 
     @property
@@ -86,7 +87,8 @@ class DraftModel(Protocol):
     name: entries up to position - step belong to the text, up to position - 1 where positions do not advance.
 
     Optional attributes: `advances = False` for a draft without a cache, all of whose drafts are made at the position of the last token
-    of the text; `shares_embeddings = True` if its token embeddings are the target's, so that `prompt_embeddings` replace them as well.
+    of the text; `shares_embeddings = True` if its token embeddings are the target's, so that `prompt_embeddings` replace them as well;
+    `batch_invariant` as of a target.
     """
 
     @property

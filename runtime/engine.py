@@ -20,7 +20,6 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine_core import EngineCore
 from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.loras import LoraTable
-from stepgraph.runtime.metrics import prometheus_text
 from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.other_names import ENGINE_NAMES, REQUEST_NAMES
 from stepgraph.runtime.parallel.loading import load_part
@@ -285,7 +284,11 @@ class Engine(EngineCore, OfOneProcess):
 
     def metrics(self, labels: Mapping[str, str] | None = None) -> str:
         """stats() in the Prometheus text format, with these labels on every sample."""
-        return prometheus_text(self.stats(), labels)
+        try:
+            from stepgraph.runtime.metrics import engine_metrics, prometheus_text
+        except ModuleNotFoundError as error:
+            raise ValueError(f"metrics: {error.name} is not installed: pip install 'stepgraph[serve]'") from None
+        return prometheus_text(engine_metrics([(labels, self.stats())]))
 
     def trace(self, rounds: int = 20) -> Trace:
         """Within the block, record the timeline of the next `rounds` rounds; then read `.timeline`. For the stepping thread."""

@@ -34,6 +34,7 @@ OPTIONAL = {
     "flashinfer-python": ("on a GPU prompts and filters run as Triton", "pip install 'stepgraph[cuda]'"),
     "gguf": ("GGUF files cannot be read", "pip install 'stepgraph[gguf]'"),
     "tokenizers": ("prompts must be given as token ids", "pip install 'stepgraph[text]'"),
+    "prometheus-client": ("Engine.metrics() is refused, and stepgraph serve does not start", "pip install 'stepgraph[serve]'"),
     "uvicorn": ("stepgraph serve does not start", "pip install 'stepgraph[serve]'"),
     "transformers": (
         "models without a native class cannot be loaded, nor the less common tokenizers",

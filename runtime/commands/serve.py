@@ -16,7 +16,7 @@ from stepgraph.runtime.serve.serving import EngineServing
 
 def run(options: argparse.Namespace) -> int:
     extra = "serve" if options.replicas is None else "ray"
-    needed = ("starlette", "uvicorn", *(("ray",) if extra == "ray" else ()))
+    needed = ("starlette", "uvicorn", "prometheus_client", *(("ray",) if extra == "ray" else ()))
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise ValueError(f"the server needs {' and '.join(missing)}: pip install 'stepgraph[{extra}]'")
     if options.log:

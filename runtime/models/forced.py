@@ -16,6 +16,7 @@ from stepgraph.graphs.proposer import History
 class ForcedDrafts:
     """A proposer of empty chains, so that a chain ends where the grammar forces no token."""
 
+    batch_invariant = True
     notes = ("draft: tokens forced by grammars",)
 
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:

@@ -37,6 +37,7 @@ class LlamaBase(nn.Module):
 
     embedding: nn.Parameter
     head: nn.Parameter | None
+    batch_invariant = True
 
     def __init__(self, layer_config: LlamaConfig, device: str | torch.device) -> None:
         super().__init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -31,6 +32,7 @@ class NgramLookup:
 
     max_ngram: int = ANCHOR
     min_ngram: int = 1
+    batch_invariant: ClassVar[bool] = True
     why: str = ""  # the reason for the choice of this drafter, for the capture report
 
     def __post_init__(self) -> None:

@@ -24,6 +24,8 @@ _GATE = 0x5851F42D
 class ToyTarget(nn.Module):
     """A target whose logits depend on all previous tokens. biases: added to the logits of some tokens, by id."""
 
+    batch_invariant = True
+
     def __init__(self, vocab_size: int, seed: int = 0, biases: Mapping[int, float] | None = None) -> None:
         super().__init__()
         self.vocab_size, self.seed = vocab_size, seed
@@ -51,6 +53,8 @@ class ToyDraft(nn.Module):
     agreement: that share; for other prefixes it uses another hash. d2t: the target ids of the draft's tokens; None for the
     target's vocabulary.
     """
+
+    batch_invariant = True
 
     def __init__(self, target: ToyTarget, agreement: float = 1.0, d2t: Sequence[int] | None = None, seed: int = 1) -> None:
         super().__init__()

@@ -38,7 +38,8 @@ async def answer(serving: AsyncEngine, ask: Ask, replica: str, identity: str) ->
 
 
 def info_of(engine: Engine, replica: str, identity: str) -> Info:
-    config = engine.config
+    config, models = engine.config, engine._parts.models
+    fixed, exact = (getattr(model, "batch_invariant", False) for model in (models.drafter, models.target))
     return Info(
         max_rows=config.max_rows,
         max_length=engine.limits.max_length,
@@ -46,8 +47,8 @@ def info_of(engine: Engine, replica: str, identity: str) -> Info:
         vocabulary=vocabulary_of(engine),
         lora_names=tuple(engine.list_loras()),
         num_drafts=config.num_speculative_tokens,
-        fixed_drafts=config.draft_length != "auto",
-        exact=engine.backend.device.type == "cpu",
+        fixed_drafts=config.draft_length != "auto" and fixed,
+        exact=exact and engine.backend.device.type == "cpu",
         identity=identity,
         replica=replica,
         device=device_name(engine),

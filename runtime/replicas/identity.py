@@ -13,6 +13,7 @@ import torch
 
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.extras.record import model_fingerprints, versions, vocabulary_fingerprint
+from stepgraph.sampling import native
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 _NO_EFFECT = ("max_rows", "buckets", "num_pages", "prefix_cache_pages", "max_queued", "save_hidden_states", "round_timeout_seconds")
@@ -24,7 +25,7 @@ def device_name(engine: Engine) -> str:
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         return f"{found.name}, capability {found.major}.{found.minor}, CUDA {torch.version.cuda}"
-    return f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    return f"{_processor('model name')}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
 def identity_of(engine: Engine) -> str:
@@ -32,6 +33,8 @@ def identity_of(engine: Engine) -> str:
     settings = {name: value for name, value in asdict(engine.config).items() if name not in _NO_EFFECT}
     facts: dict[str, Any] = {
         "device": device_name(engine),
+        "instructions": _processor("flags", "Features", "cpu family", "model", "stepping", "cache size"),
+        "native": not native.why_not(),
         "versions": versions(),
         "models": model_fingerprints(engine._parts.models),
         "vocabulary": vocabulary_fingerprint(vocabulary_of(engine)),
@@ -50,9 +53,9 @@ def _stable(value: object) -> str:
     return str(getattr(value, "__qualname__", value))
 
 
-def _processor() -> str:
-    """With the model of an x86 processor, of which two with equal instruction sets may differ in caches and so in block sizes."""
+def _processor(*fields: str) -> str:
+    """These fields of all cores: two processors with equal instruction sets may differ in caches and so in block sizes."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
-    names = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
+    names = {line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() in fields}
     return " ".join([platform.machine(), *sorted(names)])

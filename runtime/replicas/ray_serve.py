@@ -20,6 +20,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
+from prometheus_client.metrics_core import Metric
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
@@ -28,14 +29,15 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from stepgraph.runtime.aio import AsyncEngine
 from stepgraph.runtime.engine import Engine
+from stepgraph.runtime.metrics import counter, engine_metrics
 from stepgraph.runtime.replicas.answer import answer, info_of
 from stepgraph.runtime.replicas.identity import identity_of
-from stepgraph.runtime.replicas.metrics import counts_text, merged_text
 from stepgraph.runtime.replicas.router import PrefixRouter
 from stepgraph.runtime.replicas.scaling import FREE_PAGES, scale
 from stepgraph.runtime.replicas.streams import Counts, ReplicaLost, ResumedStream, Resumption
 from stepgraph.runtime.replicas.wire import Ask, Info, Part
 from stepgraph.runtime.request_queue import QueueFullError
+from stepgraph.runtime.stats import EngineStats
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.fields import check_value, whole
 
@@ -66,8 +68,8 @@ class Replica:
     async def describe(self) -> Info:
         return info_of(self._engine, self._name, self._identity)
 
-    async def metrics(self) -> str:
-        return await asyncio.to_thread(self._engine.metrics, {"replica": self._name})
+    async def labelled_stats(self) -> tuple[dict[str, str], EngineStats]:
+        return {"replica": self._name}, await asyncio.to_thread(self._engine.stats)
 
     async def generate(self, ask: Ask) -> AsyncIterator[Part]:
         """Ray closes the generator when its caller leaves, which cancels the job."""
@@ -224,10 +226,16 @@ class ReplicaPool:
     def _closed(self) -> None:
         self._open -= 1
 
-    async def metrics(self) -> str:
+    async def metrics(self) -> list[Metric]:
         """Of every replica, with its label, and of the streams."""
-        found = await self._handle.broadcast("metrics").results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
-        return merged_text(text for text in found if isinstance(text, str)) + counts_text(self.counts)  # others end in this moment
+        found = await self._handle.broadcast("labelled_stats").results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
+        return [
+            *engine_metrics(pair for pair in found if isinstance(pair, tuple)),  # others end in this moment
+            counter("streams_retried", "Requests sent to another replica before their first token.", self.counts.retried),
+            counter("streams_continued", "Times that a stream was continued on another replica.", self.counts.continued),
+            counter("streams_refused", "Streams that could not be continued.", self.counts.refused),
+            counter("streams_recomputed_tokens", "Tokens that another replica computed again.", self.counts.skipped),
+        ]
 
     async def close(self, drain: bool = True) -> None:
         """The replicas belong to Ray Serve, and the streams to their readers."""

@@ -82,6 +82,10 @@ class Resumption:
         if not 0 <= self.backoff_seconds < 3600:
             raise ValueError(f"Resumption.backoff_seconds: got {self.backoff_seconds!r}, expected a number from 0 to 3600")
 
+    def continues(self, info: Info) -> bool:
+        """Whether a stream of such an engine goes on after its first token."""
+        return self.policy == "same-hardware" or (self.policy == "exact" and info.exact)
+
 
 class ResumedStream:
     """The events of one request, from one replica after another."""
@@ -104,8 +108,8 @@ class ResumedStream:
         drafts = options.get("num_speculative_tokens")
         drafts = info.num_drafts if drafts is None else drafts
         by_drafts = bool(drafts) and (not sampling.greedy or sampling.relaxed_top_n > 0)  # its tokens depend on where rounds begin
-        if by_drafts and not info.fixed_drafts and how.policy != "never":
-            options = options | {"num_speculative_tokens": 0}  # rounds of "auto" differ from run to run
+        if by_drafts and not info.fixed_drafts and how.continues(info):
+            options = options | {"num_speculative_tokens": 0}  # where the next run may have other drafts
             by_drafts = False
         self._repeats = by_drafts
         options = options | {"sampling": sampling}
@@ -168,8 +172,8 @@ class ResumedStream:
             why = f"{lost} replicas in a row gave no new token"
         elif self.job.tokens and self._how.policy == "never":
             why = "Resumption.policy is 'never'"
-        elif self.job.tokens and self._how.policy == "exact" and not self._info.exact:
-            why = f"on {self._info.device} a near tie may end differently; Resumption.policy 'same-hardware' accepts that"
+        elif self.job.tokens and not self._how.continues(self._info):
+            why = f"with this model on {self._info.device} a near tie may end differently; Resumption.policy 'same-hardware' accepts that"
         if why:
             self._fail(f"{why} ({error.args[0]})", error)
 

@@ -65,8 +65,8 @@ class Info:
     vocabulary: Vocabulary | None
     lora_names: tuple[str, ...]
     num_drafts: int  # most drafts of a round
-    fixed_drafts: bool  # every round has as many
-    exact: bool  # the device's results depend on no sizes of batches and chunks
+    fixed_drafts: bool  # a request that runs again has the same ones, at any load
+    exact: bool  # the target's results depend on no sizes of batches and chunks
     identity: str  # replicas with equal ones compute the same bits
     replica: str
     device: str

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -20,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from stepgraph.runtime.metrics import CONTENT_TYPE
+from stepgraph.runtime.metrics import gauge, prometheus_text
 from stepgraph.runtime.request import EngineClosedError, FinishReason, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.calls import Delta, call_style
@@ -82,10 +83,8 @@ class App:
                 await asyncio.wait_for(serving, 1.0)  # a client that does not read is not waited for
 
     async def _metrics(self, request: Request) -> Response:
-        engine = await self._serving.metrics()
-        name = "stepgraph_http_waiting"
-        waiting = f"# HELP {name} Answers that wait to be submitted.\n# TYPE {name} gauge\n{name} {self._gate.waiting}\n"
-        return Response(engine + waiting, media_type=CONTENT_TYPE)
+        waiting = gauge("http_waiting", "Answers that wait to be submitted.", self._gate.waiting)
+        return Response(prometheus_text([*await self._serving.metrics(), waiting]), media_type=CONTENT_TYPE_LATEST)
 
     async def _health(self, request: Request) -> Response:
         if self._serving.failure is None and not self.leaving:

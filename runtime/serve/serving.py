@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from stepgraph.runtime.aio import AsyncEngine, JobStream
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.request import FinishReason, StepEvent
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
 
 
 class AnswerError(RuntimeError):
@@ -54,8 +57,7 @@ class Serving(Protocol):
 
     def list_loras(self) -> Sequence[str]: ...
 
-    async def metrics(self) -> str:
-        """As Prometheus text."""
+    async def metrics(self) -> list[Metric]: ...
 
     async def generate(self, prompt_ids: list[int], **options: Any) -> AnswerStream:
         """ValueError, QueueFullError and EngineClosedError as of Engine.submit(); AnswerError."""
@@ -97,8 +99,10 @@ class EngineServing:
     def list_loras(self) -> Sequence[str]:
         return self._serving.engine.list_loras()
 
-    async def metrics(self) -> str:
-        return await asyncio.to_thread(self._serving.engine.metrics)
+    async def metrics(self) -> list[Metric]:
+        from stepgraph.runtime.metrics import engine_metrics  # needs the extra
+
+        return engine_metrics([({}, await asyncio.to_thread(self._serving.engine.stats))])
 
     async def generate(self, prompt_ids: list[int], **options: Any) -> EngineStream:
         return EngineStream(self._serving.generate(prompt_ids, **options), self._serving.engine)

@@ -14,6 +14,7 @@ import torch
 from stepgraph import EngineConfig
 from stepgraph.runtime.replicas import identity
 from stepgraph.runtime.replicas.identity import identity_of
+from stepgraph.sampling import native
 from tests.helpers.toy_engines import Setup, make_engine
 
 SETUP = Setup(k=2, buckets=(4,))
@@ -48,7 +49,10 @@ def test_hardware_and_weights_change_the_identity(monkeypatch: pytest.MonkeyPatc
         changed = identity_of(engine)
         engine._parts.models.target.bias[3] -= 1  # type: ignore[attr-defined]
         assert identity_of(engine) == before != changed
-        monkeypatch.setattr(identity, "_processor", lambda: "another processor")
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "why_not", lambda: "no C compiler")
+            assert identity_of(engine) != before
+        monkeypatch.setattr(identity, "_processor", lambda *fields: "another processor")
         assert identity_of(engine) != before
 
 

@@ -18,6 +18,7 @@ pytest.importorskip("ray")
 from ray import serve
 
 from stepgraph import SamplingParams
+from stepgraph.runtime.metrics import prometheus_text
 from stepgraph.runtime.replicas.ray_serve import ReplicaPool, deployment
 from tests.helpers.ray_replicas import LENGTH, ROWS, Bare, Canned, Request, cluster, expected, make_engine, requests
 from tools.scale_simulation import Costs, Load, Pool, Simulation
@@ -231,7 +232,7 @@ def test_wrong_requests_and_metrics_of_every_replica() -> None:
         pool = await ReplicaPool.open(handle, replicas=2)
         with pytest.raises(ValueError, match=r"max_new_tokens: got 0, expected"):
             await pool.generate([1], max_new_tokens=0)
-        text, running = await pool.metrics(), await processes(handle)
+        text, running = prometheus_text(await pool.metrics()), await processes(handle)
         for name in running:
             assert f'stepgraph_pages{{replica="{name}"}}' in text
         assert len(running) == 2 and text.count("# TYPE stepgraph_pages ") == 1

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, SamplingParams
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.replicas.answer import answer, info_of
 from stepgraph.runtime.replicas.streams import Counts, ReplicaLost, ResumedStream, Resumption
 from stepgraph.runtime.replicas.wire import Ask, End, Part, Refused, Tokens
@@ -121,8 +122,19 @@ def test_sampled_requests_have_no_drafts_where_their_number_varies() -> None:
     found = run(engine, [4], info={"fixed_drafts": False}, **options)
     assert [ask.options["num_speculative_tokens"] for ask in found.replicas.asks] == [0, 0] and found.counts.skipped == 0
     assert found.tokens == engine.generate(PROMPT, num_speculative_tokens=0, **options).tokens
-    kept = run(engine, [], Resumption("never"), info={"fixed_drafts": False}, **options)
-    assert "num_speculative_tokens" not in kept.replicas.asks[0].options
+    for how, exact in ((Resumption("never"), True), (Resumption("exact"), False)):  # neither continues
+        kept = run(engine, [], how, info={"fixed_drafts": False, "exact": exact}, **options)
+        assert "num_speculative_tokens" not in kept.replicas.asks[0].options
+
+
+def test_equal_tokens_are_promised_only_of_models_that_declare_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = shared_engine(DRAFTED)
+    assert info_of(engine, "a", "x").exact and info_of(engine, "a", "x").fixed_drafts
+    monkeypatch.delattr(ToyDraft, "batch_invariant")
+    assert info_of(engine, "a", "x").exact and not info_of(engine, "a", "x").fixed_drafts
+    monkeypatch.delattr(ToyTarget, "batch_invariant")
+    with pytest.raises(AnswerError, match="with this model on .* a near tie may end differently"):
+        run(engine, [4], sampling=SamplingParams(ignore_eos=True), max_new_tokens=TOKENS)
 
 
 def test_other_hardware_is_refused_and_equal_hardware_is_looked_for() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections.abc import Iterator
 from typing import Literal
 
@@ -52,15 +51,3 @@ def test_pydantic_ai(server: Running, native: bool) -> None:
     output = library.NativeOutput(Person) if native else Person
     found = library.Agent(models.OpenAIChatModel("toy", provider=provider), output_type=output).run_sync("who is it?").output
     assert isinstance(found, Person)
-
-
-def test_prometheus_reads_the_metrics(server: Running) -> None:
-    """With the parser of prometheus_client."""
-    parser = pytest.importorskip("prometheus_client.parser")
-    with server.client as client:
-        client.completions.create(model="toy", prompt="abc", max_tokens=4)
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as answer:
-        families = {family.name: family for family in parser.text_string_to_metric_families(answer.read().decode())}
-    finished = {sample.labels["reason"]: sample.value for sample in families["stepgraph_finished"].samples}
-    assert finished == dict(server.engine.stats().finished) and sum(finished.values()) > 0
-    assert families["stepgraph_first_token_seconds"].type == "histogram" and families["stepgraph_pages"].type == "gauge"

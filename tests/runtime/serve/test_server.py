@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import threading
+import urllib.request
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.parser import text_string_to_metric_families
 
 from stepgraph import Engine, Job, SamplingParams
 from stepgraph.runtime import cli
@@ -465,6 +468,17 @@ def test_tenants_take_turns() -> None:
         return entered + leave()
 
     assert asyncio.run(order()) == "ababcacaca"
+
+
+def test_metrics_are_those_of_the_engine(server: Running) -> None:
+    with server.client as client:
+        client.completions.create(model="toy", prompt="abc", max_tokens=4)
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as answer:
+        assert answer.headers["content-type"] == CONTENT_TYPE_LATEST
+        families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+    finished = {sample.labels["reason"]: sample.value for sample in families["stepgraph_finished"].samples}
+    assert finished == dict(server.engine.stats().finished) and sum(finished.values()) > 0
+    assert families["stepgraph_first_token_seconds"].type == "histogram" and families["stepgraph_http_waiting"].type == "gauge"
 
 
 def counts_of(server: Running) -> tuple[int, int]:
