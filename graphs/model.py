@@ -54,10 +54,9 @@ def cache_specs(name: str, layers: int, limits: Limits, heads: int, size: int, d
 class TargetModel(Protocol):
     """The model whose output distribution is preserved. Accepts any B and Q, keeps no allocation after a call, never synchronises.
 
-    Optional attributes: `notes`, a tuple of sentences for the capture report; `attends`, a tuple of AttentionShape, from which the
-    attention kernel is chosen before anything is captured; `embedding_size`, the width of `inputs.embeddings`, if it accepts
-    them (their dtype is `feature_dtype`); `lora_weights`, a LoraWeight by the name of its buffers, if it calls `add_lora` with them;
-    `batch_invariant = True` if on the CPU a row has the same bits in any batch, so that another replica can continue its stream.
+    Optional attributes: `notes`, sentences for the capture report; `attends`, a tuple of AttentionShape, from which attention is chosen
+    before a capture; `embedding_size`, the width of `inputs.embeddings`, if it accepts them (of dtype `feature_dtype`); `lora_weights`, a
+    LoraWeight by the name of its buffers, if it calls `add_lora`; `batch_invariant = True` if a row has the same bits in any batch on CPUs.
     """
 
     @property
@@ -87,8 +86,7 @@ class DraftModel(Protocol):
     name: entries up to position - step belong to the text, up to position - 1 where positions do not advance.
 
     Optional attributes: `advances = False` for a draft without a cache, all of whose drafts are made at the position of the last token
-    of the text; `shares_embeddings = True` if its token embeddings are the target's, so that `prompt_embeddings` replace them as well;
-    `batch_invariant` as of a target.
+    of the text; `shares_embeddings = True` if embeddings are the target's, which `prompt_embeddings` replace; `batch_invariant`, as above.
     """
 
     @property

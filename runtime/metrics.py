@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.runtime.counters import Loss
@@ -21,18 +21,15 @@ Labels = Mapping[str, object]
 Sample = tuple[Labels, float]
 
 
-class _Given(Collector):
-    def __init__(self, metrics: Iterable[Metric]) -> None:
-        self._metrics = metrics
+class _Collector(NamedTuple):
+    metrics: Iterable[Metric]
 
     def collect(self) -> Iterable[Metric]:
-        return self._metrics
+        return self.metrics
 
 
 def prometheus_text(metrics: Iterable[Metric]) -> str:
-    registry = CollectorRegistry()
-    registry.register(_Given(metrics))
-    return generate_latest(registry).decode()
+    return generate_latest(_Collector(metrics)).decode()
 
 
 def engine_metrics(engines: Iterable[tuple[Labels | None, EngineStats]]) -> list[Metric]:

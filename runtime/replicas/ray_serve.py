@@ -86,6 +86,8 @@ class Replica:
 class PrefixRequestRouter(RequestRouter):
     """Ray's order of replicas: by the prefix of the request, with bounded load."""
 
+    queue_len_response_deadline_s = 1.0  # by default 0.1: replicas on a busy machine answer later, and others would get their requests
+
     def initialize_state(self, **options: Any) -> None:
         self._prefixes = PrefixRouter(**options)
 

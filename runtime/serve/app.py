@@ -119,7 +119,16 @@ class App:
         return found
 
     async def _generate(self, request: Request) -> ASGIApp:
-        started, key = time.perf_counter(), self._authorize(request)
+        started = time.perf_counter()
+        try:
+            return await self._accept(request, started)
+        except HttpError as error:
+            _log(started, error.status_code, {"param": error.field, "code": error.code})
+            raise
+
+    async def _accept(self, request: Request, started: float) -> ASGIApp:
+        """HttpError where the request is refused before it is submitted."""
+        key = self._authorize(request)
         body = await read_json(request, self._bounds)
         chat = request.scope["path"] == "/v1/chat/completions"
         parsed = parse_request(body, chat, self._codec, self._names, self._serving.max_length, self._style)
@@ -157,7 +166,7 @@ class App:
             finally:
                 for ticket in tickets:
                     self._gate.leave(ticket)
-                self._log(parsed, answer_id, replies, status, time.perf_counter() - started, key)
+                _log(started, status, _log_fields(parsed, answer_id, replies, key))
 
         return answer
 
@@ -296,22 +305,21 @@ class App:
         kind = ("chat.completion" + (".chunk" if request.stream else "")) if request.chat else "text_completion"
         return {"id": answer_id, "object": kind, "created": int(time.time()), "model": request.model}
 
-    def _log(
-        self, request: GenerationRequest, answer_id: str, replies: Sequence[Reply], status: int | str, seconds: float, key: str
-    ) -> None:
-        jobs = [reply.job for reply in replies if reply.job is not None]
-        first = [job.first_token_seconds for job in jobs if job.first_token_seconds is not None]
-        line = {
-            "time": round(time.time(), 3),
-            "id": answer_id,
-            "model": request.model,
-            "status": status,
-            "stream": request.stream,
-            "prompt_tokens": len(request.prompt_ids),
-            "completion_tokens": sum(reply.tokens for reply in replies),
-            "finish_reasons": [str(job.finish_reason) for job in jobs],
-            "first_token_seconds": round(min(first), 4) if first else None,
-            "seconds": round(seconds, 4),
-            "key": key[:8],  # of its hash
-        }
-        LOG.info(json.dumps(line))
+
+def _log(started: float, status: int | str, fields: dict[str, Any]) -> None:
+    LOG.info(json.dumps({"time": round(time.time(), 3), "status": status, **fields, "seconds": round(time.perf_counter() - started, 4)}))
+
+
+def _log_fields(request: GenerationRequest, answer_id: str, replies: Sequence[Reply], key: str) -> dict[str, Any]:
+    jobs = [reply.job for reply in replies if reply.job is not None]
+    first = [job.first_token_seconds for job in jobs if job.first_token_seconds is not None]
+    return {
+        "id": answer_id,
+        "model": request.model,
+        "stream": request.stream,
+        "prompt_tokens": len(request.prompt_ids),
+        "completion_tokens": sum(reply.tokens for reply in replies),
+        "finish_reasons": [str(job.finish_reason) for job in jobs],
+        "first_token_seconds": round(min(first), 4) if first else None,
+        "key": key[:8],  # of its hash
+    }

@@ -24,18 +24,21 @@ Request = tuple[list[int], dict[str, Any]]
 
 
 class BreakableTarget(ToyTarget):
-    """Raises in the first process that finds the file `flag`, and writes the time into another one."""
+    """Raises, or does not return, in the first process that finds the file `flag`, and writes the time into another one."""
 
-    def __init__(self, flag: Path) -> None:
+    def __init__(self, flag: Path, hangs: bool) -> None:
         super().__init__(VOCABULARY.logits_width, seed=3)
-        self.flag = flag
+        self.flag, self.hangs = flag, hangs
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+        found = self.flag.with_suffix(".found")
         try:
-            self.flag.rename(self.flag.with_suffix(".found"))
+            self.flag.rename(found)
         except FileNotFoundError:
             return super().forward(inputs, buffers)
-        self.flag.with_suffix(".time").write_text(f"{os.getpid()} {time.time()}", encoding="ascii")
+        found.write_text(f"{os.getpid()} {time.time()}", encoding="ascii")
+        found.rename(self.flag.with_suffix(".time"))
+        time.sleep(600 * self.hangs)
         raise RuntimeError("the device has failed")
 
 
@@ -51,9 +54,9 @@ class SlowTarget(ToyTarget):
         return super().forward(inputs, buffers)
 
 
-def make_engine(flag: Path | None = None, seconds: float = 0.0, **changes: Any) -> Engine:
+def make_engine(flag: Path | None = None, seconds: float = 0.0, hangs: bool = False, **changes: Any) -> Engine:
     """Eager with a flag or seconds, since a replay calls no `forward`."""
-    target = BreakableTarget(flag) if flag else SlowTarget(seconds) if seconds else ToyTarget(VOCABULARY.logits_width, seed=3)
+    target = BreakableTarget(flag, hangs) if flag else SlowTarget(seconds) if seconds else ToyTarget(VOCABULARY.logits_width, seed=3)
     eager = bool(flag or seconds)
     sizes: dict[str, Any] = {"max_rows": ROWS, "max_length": 512, "num_speculative_tokens": 2, "draft_length": 2, "max_queued": 4096}
     config = EngineConfig(**sizes | changes, buckets=(ROWS,), eager=eager, compile_isolation="none")

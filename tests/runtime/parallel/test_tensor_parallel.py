@@ -30,6 +30,7 @@ from stepgraph.graphs import BufferSpec, StaticBuffers, capture, run_eager
 from stepgraph.graphs.layers import parallel, rank_sums
 from stepgraph.graphs.layers.dense import Residual, add_rms_norm
 from stepgraph.graphs.layers.parallel import RankGroups, register_group, sum_over_ranks
+from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard
 from stepgraph.runtime.models.draft_llama import DraftLlama
 from stepgraph.runtime.models.files.weights import SafetensorsSource
 from stepgraph.runtime.parallel.loading import load_part
@@ -122,8 +123,9 @@ def ranks_of(engine: Engine) -> Ranks:
 @pytest.mark.parametrize(
     ("size", "draft"), [(2, "ngram"), *(pytest.param(*case, marks=soak) for case in ((2, "none"), (4, "ngram"), (4, "none")))]
 )
-def test_ranks_give_the_tokens_of_one_process(size: int, draft: str) -> None:
+def test_ranks_give_the_tokens_of_one_process(size: int, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain, sampled and with grammars, with and without drafts; twice, so that prompts share pages; then other results on one rank."""
+    monkeypatch.setattr(VocabularyShard, "whole", None)  # no rank gathers the logits of all tokens
     with open_engine(model_folder(), draft, size) as engine:
         processes = ranks_of(engine).processes
         for _ in range(2):
@@ -600,6 +602,16 @@ def test_two_programs_of_torchrun_give_the_tokens_of_one_process() -> None:
         found = [result(process) for process in started]
     expected = json.loads(json.dumps(alone("ngram")["jobs"]))
     assert found[0]["jobs"] == found[1]["jobs"] == expected and not found[0]["error"]
+
+
+@soak
+@pytest.mark.parametrize(("lost", "how"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_a_lost_program_of_torchrun_ends_the_jobs_of_the_other(lost: int, how: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOST", f"{lost} {how.value}")
+    with programs([model_folder()] * 2, "ngram", round_timeout_seconds=SECONDS) as started:
+        found = result(started[1 - lost])
+    assert "another rank is lost, or did not answer within 5 s" in found["error"], found
+    assert all(reason == "error" for _, reason, _ in found["jobs"])
 
 
 @soak

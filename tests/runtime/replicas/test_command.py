@@ -18,10 +18,12 @@ from typing import Any
 import openai
 import pytest
 
+from stepgraph import Engine
 from stepgraph.runtime import cli
 from stepgraph.runtime.parallel.ranks import RANK_MODULE
 from stepgraph.runtime.serve.http import Bounds
 from tests.helpers.command_models import model_folder
+from tests.helpers.documents import ROOT
 from tests.helpers.running_server import FORMAT, ON, engine_of, running
 
 ASKS: list[dict[str, Any]] = [
@@ -29,6 +31,7 @@ ASKS: list[dict[str, Any]] = [
     {"prompt": "abd", "max_tokens": 300, "temperature": 0.9, "seed": 4, "extra_body": ON},
     {"prompt": "who is it?", "max_tokens": 60, "temperature": 0.3, "seed": 1, "extra_body": {"response_format": FORMAT}},
 ]
+REPLICA = "ray::ServeReplica:stepgraph"
 FLAGS = "serve toy --eager -k 2 --draft-length 2 --max-rows 4 --max-length 1024 --no-log".split()
 
 
@@ -57,10 +60,10 @@ def test_wrong_flags_are_refused(flags: str, message: str, capsys: pytest.Captur
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[str]:
+def serving(*flags: str, cpus: float = 0.5) -> Iterator[str]:
     """The address of a server with two replicas."""
     pytest.importorskip("ray")
-    command = [sys.executable, "-m", "stepgraph", *flags, "--port", "0", "--replicas", "2", "--replica-cpus", "0.5"]
+    command = [sys.executable, "-m", "stepgraph", *flags, "--port", "0", "--replicas", "2", "--replica-cpus", str(cpus)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -74,7 +77,7 @@ def serving(*flags: str) -> Iterator[str]:
 def require_the_texts_of_one_engine(
     url: str, flags: Sequence[str], asks: Sequence[dict[str, Any]], victims: Callable[[], list[int]]
 ) -> None:
-    """While one of the two processes `victims` is killed, and after it."""
+    """While the first of the two processes `victims` is killed, and after it."""
     with engine_of(flags) as engine, running(engine, Bounds()) as alone, alone.client as client:
         wanted = [client.completions.create(model="toy", **ask).choices[0].text for ask in asks]
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=600) as client:
@@ -107,10 +110,57 @@ def test_the_address_of_a_killed_cluster_is_not_used(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.replicas
+def test_the_documented_deployment_runs(tmp_path: Path) -> None:
+    """It has at most 300 lines."""
+    source = Path(pytest.importorskip("stepgraph.runtime.replicas.ray_serve").__file__)
+    assert len(source.read_text(encoding="utf-8").splitlines()) <= 300
+    program = (ROOT / "docs/scale.md").read_text(encoding="utf-8").rpartition("```text\n")[2].partition("```")[0]
+    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+    (tmp_path / "model").symlink_to(model_folder())
+    found = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    tokens = re.findall(r"\d+", " ".join(re.findall(r"^\([\d, ]+\)$", found.stdout, re.MULTILINE)))
+    with Engine.from_pretrained(model_folder()) as engine:
+        assert [*map(int, tokens)] == engine.generate([1, 2, 3], max_new_tokens=20).tokens
+
+
+@pytest.mark.replicas
 def test_streams_over_http_survive_a_kill() -> None:
     """The texts are those of a server without replicas."""
     with serving(*FLAGS) as url:
-        require_the_texts_of_one_engine(url, FLAGS, ASKS, lambda: processes("ray::ServeReplica:stepgraph"))
+        require_the_texts_of_one_engine(url, FLAGS, ASKS, lambda: processes(REPLICA))
+
+
+@pytest.mark.replicas
+def test_a_cluster_of_ray_loses_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of Ray's nodes on loopback, each with room for one replica. The command uses them unchanged and leaves the cluster running."""
+    cluster = pytest.importorskip("ray.cluster_utils").Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        nodes = [cluster.add_node(num_cpus=1), cluster.head_node]
+        raylets = [node.all_processes["raylet"][0].process.pid for node in nodes]
+
+        def end_one() -> list[int]:
+            of_replicas = ",".join(map(str, processes(REPLICA)))
+            found = subprocess.run(["ps", "-o", "ppid=,pid=", "-p", of_replicas], capture_output=True, text=True, check=True).stdout
+            replicas = {int(line.split()[0]): int(line.split()[1]) for line in found.splitlines()}
+            assert replicas.keys() == {*raylets}
+            os.kill(replicas[raylets[0]], signal.SIGKILL)  # it would go on for a moment
+            return raylets
+
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        with serving(*FLAGS, cpus=1) as url:
+            require_the_texts_of_one_engine(url, FLAGS, ASKS, end_one)
+            assert continued(url)
+        assert cluster.head_node.all_processes["raylet"][0].process.poll() is None and not processes(REPLICA)
+    finally:
+        cluster.shutdown()
+
+
+def continued(url: str) -> int:
+    """Streams that went on on another replica."""
+    with urllib.request.urlopen(f"{url.removesuffix('/v1')}/metrics", timeout=60) as answer:
+        found = re.search(r"^stepgraph_streams_continued_total (\d+)\.0$", answer.read().decode(), re.MULTILINE)
+    assert found
+    return int(found[1])
 
 
 @pytest.mark.replicas
@@ -122,9 +172,7 @@ def test_streams_survive_a_lost_rank_of_a_divided_model() -> None:
     asks = [{"prompt": f"ab{index}", "max_tokens": 900, **draws[index % 2], "extra_body": ON} for index in range(4)]  # two on each replica
     with serving(*flags) as url:
         require_the_texts_of_one_engine(url, flags, asks, lambda: processes(RANK_MODULE))
-        with urllib.request.urlopen(f"{url.removesuffix('/v1')}/metrics", timeout=60) as answer:
-            found = re.search(r"^stepgraph_streams_continued_total (\d+)\.0$", answer.read().decode(), re.MULTILINE)
-        assert found and int(found[1]) > 0
+        assert continued(url)
     end = time.monotonic() + 30
     while processes(RANK_MODULE):
         assert time.monotonic() < end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import functools
 import math
 import os
@@ -20,6 +21,7 @@ from ray import serve
 from stepgraph import SamplingParams
 from stepgraph.runtime.metrics import prometheus_text
 from stepgraph.runtime.replicas.ray_serve import ReplicaPool, deployment
+from stepgraph.runtime.request_queue import QueueFullError
 from tests.helpers.ray_replicas import LENGTH, ROWS, Bare, Canned, Request, cluster, expected, make_engine, requests
 from tools.scale_simulation import Costs, Load, Pool, Simulation
 
@@ -121,9 +123,11 @@ def test_a_rolling_update_loses_nothing() -> None:
     asyncio.run(main())
 
 
-def test_an_unhealthy_engine_leaves_routing_and_its_streams_continue(tmp_path: Path) -> None:
+@pytest.mark.parametrize("timeout", [None, 3.0], ids=["raises", "hangs"])
+def test_an_unhealthy_engine_leaves_routing_and_its_streams_continue(timeout: float | None, tmp_path: Path) -> None:
+    """timeout: of a round that does not return."""
     flag, asks = tmp_path / "flag", requests(12, 200)
-    handle = run(functools.partial(make_engine, flag))
+    handle = run(functools.partial(make_engine, flag, hangs=timeout is not None, round_timeout_seconds=timeout))
 
     async def main() -> None:
         wanted = await expected(asks)
@@ -143,9 +147,9 @@ def test_an_unhealthy_engine_leaves_routing_and_its_streams_continue(tmp_path: P
             return int(pid) not in (await processes(handle)).values()
 
         await until(left, "the failed engine still gets requests")
-        seconds = time.time() - float(at)
+        seconds = time.time() - float(at) - (timeout or 0.0)
         found, _ = await reading
-        print(f"out of routing {seconds:.1f} s after the failure, {pool.counts}")
+        print(f"out of routing {seconds:.1f} s after the failure or the limit of its round, {pool.counts}")
         assert found == wanted and pool.counts.continued > 0 and seconds < UNHEALTHY_SECONDS
 
     asyncio.run(main())
@@ -232,6 +236,12 @@ def test_wrong_requests_and_metrics_of_every_replica() -> None:
         pool = await ReplicaPool.open(handle, replicas=2)
         with pytest.raises(ValueError, match=r"max_new_tokens: got 0, expected"):
             await pool.generate([1], max_new_tokens=0)
+        one = await ReplicaPool.open(handle, max_open=1)
+        stream = await one.generate([1], max_new_tokens=400, sampling=SamplingParams(ignore_eos=True))
+        with pytest.raises(QueueFullError, match="1 requests are open already, of at most 1"):
+            await one.generate([2])
+        await stream.aclose()
+        assert await one.generate([2])
         text, running = prometheus_text(await pool.metrics()), await processes(handle)
         for name in running:
             assert f'stepgraph_pages{{replica="{name}"}}' in text
@@ -315,13 +325,15 @@ def test_the_simulation_predicts_replicas(replicas: int) -> None:
     handle = run(make, replicas)
 
     async def main() -> None:
-        pool = await ReplicaPool.open(handle, replicas=replicas)
+        pool, served = await ReplicaPool.open(handle, replicas=replicas), collections.Counter[str]()
         sampling = SamplingParams(ignore_eos=True)
 
         async def ask(index: int) -> tuple[float, float]:
             first = 0.0
-            async for _ in await pool.generate([1 + index], max_new_tokens=length, sampling=sampling):
+            stream = await pool.generate([1 + index], max_new_tokens=length, sampling=sampling)
+            async for _ in stream:
                 first = first or time.perf_counter() - started
+            served.update(stream.job.replicas)
             return first, time.perf_counter() - started
 
         started = time.perf_counter()
@@ -332,6 +344,7 @@ def test_the_simulation_predicts_replicas(replicas: int) -> None:
             "p50 of requests": (lasts[count // 2], predicted.request_p50),
             "p99 of requests": (lasts[int(0.99 * count)], predicted.request_p99),
         }
+        print(f"requests by replica: {[*served.values()]}")
         for name, (real, simulated) in pairs.items():
             print(f"{replicas} replicas, {name}: {real:.2f}, predicted {simulated:.2f}, {real / simulated:.2f}")
         assert all(abs(real / simulated - 1) < gap for real, simulated in pairs.values())

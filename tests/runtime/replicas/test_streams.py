@@ -133,7 +133,7 @@ def test_equal_tokens_are_promised_only_of_models_that_declare_it(monkeypatch: p
     monkeypatch.delattr(ToyDraft, "batch_invariant")
     assert info_of(engine, "a", "x").exact and not info_of(engine, "a", "x").fixed_drafts
     monkeypatch.delattr(ToyTarget, "batch_invariant")
-    with pytest.raises(AnswerError, match="with this model on .* a near tie may end differently"):
+    with pytest.raises(AnswerError, match=r"with this model on .* a near tie may end differently"):
         run(engine, [4], sampling=SamplingParams(ignore_eos=True), max_new_tokens=TOKENS)
 
 

@@ -599,11 +599,15 @@ def test_each_request_is_one_line_of_the_log_without_its_text(server: Running, c
             client.completions.create(model="toy", prompt="secret", max_tokens=4, stream=stream, extra_body=ON) for stream in (False, True)
         ]
         ids = [found[0].id, next(iter({chunk.id for chunk in found[1]}))]
-        waited(lambda: len(caplog.records) == 2, "no line for a request")
+        for refused in ({"extra_body": {"min_p": "secret"}}, {"max_tokens": 99999}):
+            with pytest.raises(openai.BadRequestError):
+                client.completions.create(model="toy", prompt="secret", **refused)
+        waited(lambda: len(caplog.records) == 4, "no line for a request")
     assert "secret" not in caplog.text and found[0].choices[0].text not in caplog.text
     lines = [json.loads(record.message) for record in caplog.records]
-    assert [line["id"] for line in lines] == ids
-    for line in lines:
+    assert [(line["status"], line["param"]) for line in lines[2:]] == [(400, "min_p"), (400, "max_tokens")]
+    assert [line["id"] for line in lines[:2]] == ids
+    for line in lines[:2]:
         assert (line["status"], line["prompt_tokens"], line["completion_tokens"], line["finish_reasons"]) == (200, 6, 4, ["length"])
 
 
