@@ -288,7 +288,7 @@ class Engine(EngineCore, OfOneProcess):
             from stepgraph.runtime.metrics import engine_metrics, prometheus_text
         except ModuleNotFoundError as error:
             raise ValueError(f"metrics: {error.name} is not installed: pip install 'stepgraph[serve]'") from None
-        return prometheus_text(engine_metrics([(labels, self.stats())]))
+        return prometheus_text(engine_metrics([({} if labels is None else labels, self.stats())]))
 
     def trace(self, rounds: int = 20) -> Trace:
         """Within the block, record the timeline of the next `rounds` rounds; then read `.timeline`. For the stepping thread."""

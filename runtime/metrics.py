@@ -32,7 +32,7 @@ def prometheus_text(metrics: Iterable[Metric]) -> str:
     return generate_latest(_Collector(metrics)).decode()
 
 
-def engine_metrics(engines: Iterable[tuple[Labels | None, EngineStats]]) -> list[Metric]:
+def engine_metrics(engines: Iterable[tuple[Labels, EngineStats]]) -> list[Metric]:
     """Each metric once, with the samples of all engines. ValueError for a label name that is malformed or used by a metric itself."""
     found: dict[str, Metric] = {}
     for labels, stats in engines:
@@ -153,8 +153,6 @@ def _by_position(values: Iterable[int]) -> list[Sample]:
 
 
 def _checked_labels(labels: object) -> Mapping[str, str]:
-    if labels is None:
-        return {}
     if not isinstance(labels, Mapping):
         raise ValueError(f"labels: got {type(labels).__name__}, expected a mapping of names to strings, or None")
     for name, text in labels.items():
