@@ -60,12 +60,16 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str, seconds: fl
         await asyncio.sleep(0.1)
 
 
-async def read(pool: ReplicaPool, asks: list[Request], delay: float = 0) -> tuple[list[tuple[list[int], str]], list[Any]]:
-    """Tokens and ends as the callers see them, and the jobs. delay: after each event."""
+async def read(
+    pool: ReplicaPool, asks: list[Request], delay: float = 0, opened: asyncio.Semaphore | None = None
+) -> tuple[list[tuple[list[int], str]], list[Any]]:
+    """Tokens and ends as the callers see them, and the jobs. delay: after each event. opened: released for each stream that has tokens."""
 
     async def one(ask: Request) -> tuple[tuple[list[int], str], Any]:
         prompt, options = ask
         stream, tokens, reason = await pool.generate(prompt, **options), list[int](), ""
+        if opened:
+            opened.release()
         async for event in stream:
             tokens += event.tokens
             reason = str(event.finish_reason or "")
@@ -126,14 +130,15 @@ def test_a_rolling_update_loses_nothing() -> None:
 @pytest.mark.parametrize("timeout", [None, 3.0], ids=["raises", "hangs"])
 def test_an_unhealthy_engine_leaves_routing_and_its_streams_continue(timeout: float | None, tmp_path: Path) -> None:
     """timeout: of a round that does not return."""
-    flag, asks = tmp_path / "flag", requests(12, 200)
+    flag, asks, opened = tmp_path / "flag", requests(12, LENGTH), asyncio.Semaphore(0)
     handle = run(functools.partial(make_engine, flag, hangs=timeout is not None, round_timeout_seconds=timeout))
 
     async def main() -> None:
         wanted = await expected(asks)
         pool = await ReplicaPool.open(handle, replicas=2)
-        reading = asyncio.ensure_future(read(pool, asks))
-        await asyncio.sleep(1)
+        reading = asyncio.ensure_future(read(pool, asks, opened=opened))
+        for _ in asks:
+            await opened.acquire()
         flag.touch()
         mark = flag.with_suffix(".time")
 
