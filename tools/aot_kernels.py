@@ -146,7 +146,7 @@ def _grammar_variants(every: bool) -> list[Variant]:
         forced = f", forced by {'merging' if merges else 'longest match'}{' in a chain' * chain}"
         label += forced if forces else ", after forced ones" * follows
         variant = _variant(label, advance.advance_rows, [*types, *given], {**flags, "ALIGNED": aligned, **tiles}, advance.WARPS)
-        found.append(variant._replace(registers=advance.REGISTERS[aligned]))
+        found.append(variant._replace(registers=advance.REGISTERS[aligned and not merges]))
     return found
 
 

@@ -44,7 +44,7 @@ _OK = tl.constexpr(int(MaskStatus.OK))
 _ILLEGAL = tl.constexpr(int(MaskStatus.ILLEGAL))
 
 WARPS = 8
-REGISTERS = (168, 128)  # of a thread, by alignment: with 136, or without a bound, ptxas of Triton 3.6 spills; 129 to 255 leave one block
+REGISTERS = (168, 128)  # of a thread; 128: aligned words, no merges. With others ptxas of Triton 3.6 spills; 129 to 255 leave one block
 WORDS = 4096  # of a mask at a time
 LEGAL_WORDS = 512  # the same, where its tokens are compared with a forced text
 LANES = 512  # crossing tokens, changed words or symbols at a time
@@ -244,5 +244,5 @@ def advance_fill(*tensors: Any, tile: int = WORDS, lanes: int = LANES) -> None:
     flags = {"FILL_NEW": fill_new, "BY_ROW": by_row, "MERGES": merges, "TAKES_FORCED": takes_forced, "ALIGNED": aligned, "LANES": lanes}
     width = triton.next_power_of_2(words)
     tiles = {"WORDS": min(tile, width), "LEGAL_WORDS": min(tile, LEGAL_WORDS, width)}
-    options = {"num_warps": WARPS, "maxnreg": REGISTERS[aligned]}
+    options = {"num_warps": WARPS, "maxnreg": REGISTERS[aligned and not merges]}
     advance_rows[(len(rows),)](*arguments, texts, slots, forced, *sizes, *strides, **flags, **tiles, **options)
