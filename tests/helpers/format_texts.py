@@ -18,7 +18,7 @@ from fqdn import FQDN
 from rfc3339_validator import validate_rfc3339
 from rfc3986_validator import validate_rfc3986
 
-from stepgraph.sampling.grammar.schema.formats import FORMATS
+from stepgraph.sampling.grammar.schema.formats import BOUNDED, FORMATS
 
 try:
     import re._parser as parser  # type: ignore[import-not-found]
@@ -35,6 +35,7 @@ def python_regex(pattern: str) -> re.Pattern[str]:
 
 
 REGEXES = {name: python_regex(pattern) for name, pattern in FORMATS.items()}
+REGEXES |= {f"bounded {name}": python_regex(pattern) for name, (_, pattern) in BOUNDED.items()}
 
 
 def accepts(name: str, text: str) -> bool:
@@ -306,8 +307,10 @@ NARROWED_TEXTS: dict[str, Callable[[str], bool]] = {
     "date-time": lambda text: re.search(r":60.*[+-](?!00:00)", text) is not None,
     "hostname": lambda text: (
         any(label[:4].lower() == "xn--" for label in text.split("."))
-        or len(text.split(".")) > 6
-        or any(len(label) > 37 for label in text.split(".")[1:])
+        or not any(
+            text.count(".") < count and all(len(label) <= size for label in text.split(".")[size > 5 :])
+            for count, size in ((6, 37), (11, 18), (42, 5))
+        )
     ),
     "regex": lambda text: True,
 }

@@ -60,8 +60,11 @@ def _label(longest: int) -> str:
     )
 
 
-# At most 253 characters in all: 63 + 5 * 38. Without a limit on the single labels, all lengths of the name would be states.
-_HOSTNAME = rf"{_label(63)}(?:\.{_label(37)}){{0,5}}"
+# At most 253 characters in all: 63 + 5 * 38 = 63 + 10 * 19, 5 + 41 * 6. With all labels up to 63 characters, each length of a name would be
+# a state beside each length of a label: 24,550 states, which take 1 to 2 s to compile.
+_HOSTNAME = "|".join(
+    rf"{_label(first)}(?:\.{_label(longest)}){{0,{count}}}" for first, longest, count in ((63, 37, 5), (63, 18, 10), (5, 5, 41))
+)
 
 # Mailboxes: RFC 5321, and RFC 6531 for those that are not ASCII.
 _NON_ASCII = r"\u{80}-\u{d7ff}\u{e000}-\u{10ffff}"
@@ -112,17 +115,22 @@ _URI_TEMPLATE = rf"(?:[!#$&-;=?-\[\]_a-z~{_UCSCHAR}{_IPRIVATE}]|%{_HEX}{{2}}|\{{
 _POINTER = r"(?:/(?:[^~/]|~[01])*)*"
 
 
-def _regex(depth: int) -> str:
-    """Regular expressions with groups inside each other up to a depth, in the common part of JavaScript (with the flag "u") and Python."""
+def _regex(depth: int, is_short: bool = False) -> str:
+    """Regular expressions with groups inside each other up to a depth, in the common part of JavaScript (with the flag "u") and Python.
+    Short ones are without look-around and with fewer counts, as each state is one of each length where the length is limited."""
     escape = rf"\\(?:[dDwWsSfnrtv^$\\.*+?()\[\]{{}}|/]|x{_HEX}{{2}}|u{_HEX}{{4}})"
     ranges = "a-[a-z]|[a-z]-z|A-[A-Z]|[A-Z]-Z|0-[0-9]|[0-9]-9"
     members = rf"\[\^?(?:[^\\\[\]\-\^\x00-\x1f&~|]|\\-|{escape}|{ranges})+\]"
     atom = rf"[^\^$\\.*+?()\[\]{{}}|\x00-\x1f]|\.|{escape}|{members}"
-    repeat = r"(?:[*+?]|\{(?:(?:0|[1-9]\d{0,2}),?|[01],[1-9]\d{0,2})\})\??"
+    # Of two counts that ascend from 10 on, a digit of the tens or the hundreds does.
+    ascending = [f"{low},(?:[{low}-9]|[1-9]\\d{{1,2}})" for low in range(2, 10)] + [f"{ten}\\d,[{ten + 1}-9]\\d" for ten in range(1, 9)]
+    more = "" if is_short else rf"|{'|'.join(ascending)}|[1-9]\d,[1-9]\d\d"
+    repeat = rf"(?:[*+?]|\{{(?:(?:0|[1-9]\d{{0,2}}),?|[01],[1-9]\d{{0,2}}{more})\}})\??"
     found = ""
     for level in range(depth + 1):
         group = rf"|\((?:\?:)?{found}\)" if level else ""
-        found = rf"(?:[|^$]|\\[bB]|(?:{atom}{group})(?:{repeat})?)*"
+        look = rf"|\(\?(?:[=!]{found}|<[=!](?:{atom})*)\)" if level == depth and not is_short else ""
+        found = rf"(?:[|^$]|\\[bB]{look}|(?:{atom}{group})(?:{repeat})?)*"
     return found
 
 
@@ -146,14 +154,17 @@ FORMATS = {
     "regex": _regex(2),
     "uri-template": _URI_TEMPLATE,
 }
+# What is generated instead beside a maxLength of at most so many characters.
+BOUNDED = {"hostname": (252, rf"{_label(63)}(?:\.{_label(63)})*"), "regex": (10**9, _regex(2, is_short=True))}
 NARROWED = {
     "date": "without the year 0000",
     "time": "a leap second with the offsets Z and 00:00 only",
     "date-time": "without the year 0000, a leap second with the offsets Z and 00:00 only",
-    "hostname": 'without labels that begin with "xn--", up to 6 labels, those after the first of at most 37 characters',
+    "hostname": 'without labels that begin with "xn--"; unless a maxLength is below 253, of up to 6 labels of at most 37 characters or '
+    "11 of 18, the first one of up to 63, or 42 of 5",
     "idn-email": "with a domain of ASCII characters",
-    "regex": "groups up to 2 deep, without look-around, back-references, names and properties, counts below 1,000, "
-    "ranges from or to an end of a-z, A-Z or 0-9",
+    "regex": "groups up to 2 deep, look-around outside groups only and beside no maxLength, without back-references, names and properties, "
+    "counts below 1,000, two of which ascend by a digit of the tens or hundreds, ranges from or to an end of a-z, A-Z or 0-9",
 }
 _ANY_DATE, _ANY_TIME = r"\d{4}-\d\d-\d\d", r"\d\d:\d\d:\d\d(?:\.\d+)?(?:[Zz]|[+-]\d\d:\d\d)"
 AT_MOST = {

@@ -13,7 +13,7 @@ from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, Unsu
 from stepgraph.sampling.grammar.schema import patterns
 from stepgraph.sampling.grammar.schema.automata import TooComplexError, is_empty
 from stepgraph.sampling.grammar.schema.combine import complemented, meet, possible_array, possible_object
-from stepgraph.sampling.grammar.schema.formats import AT_MOST, FORMATS, NARROWED
+from stepgraph.sampling.grammar.schema.formats import AT_MOST, BOUNDED, FORMATS, NARROWED
 from stepgraph.sampling.grammar.schema.forms import (
     ANYTHING,
     NEVER,
@@ -260,7 +260,8 @@ class Normaliser:
         if name in FORMATS:
             if name in NARROWED:
                 self.narrowed[Unsupported(node.where, "format", f"{name}: {NARROWED[name]}")] = None
-            texts = patterns.full(FORMATS[name])
+            most, bounded = BOUNDED.get(name, (-1, ""))
+            texts = patterns.full(bounded if node.keywords.get("maxLength", most + 1) <= most else FORMATS[name])
             return Strings(texts, texts, patterns.full(AT_MOST.get(name, FORMATS[name])))
         if self._unknown_formats == "refuse":
             refuse_format(node)

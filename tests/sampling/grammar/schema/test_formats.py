@@ -11,7 +11,7 @@ from stepgraph.sampling.grammar import Constraint, GrammarCompiler
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.schema import patterns
 from stepgraph.sampling.grammar.schema.automata import is_empty
-from stepgraph.sampling.grammar.schema.formats import AT_MOST, FORMATS, NARROWED
+from stepgraph.sampling.grammar.schema.formats import AT_MOST, BOUNDED, FORMATS, NARROWED
 from stepgraph.sampling.grammar.schema.language import both, complement
 from tests.helpers.c_library import EACH_BACKEND
 from tests.helpers.format_texts import FORMAT_TEXTS, VALID, accepts, compared, python_regex, texts
@@ -75,6 +75,24 @@ def generates(backend: BackendChoice, schema: dict[str, Any], values: list[str])
 def test_grammars_accept_the_texts_of_a_format(backend: BackendChoice, name: str) -> None:
     values = [value for value in texts(name, 40, 3) if value.isprintable()]
     assert generates(backend, {"type": "string", "format": name}, values) == [accepts(name, value) for value in values]
+
+
+@pytest.mark.filterwarnings("ignore:Possible:FutureWarning")
+@pytest.mark.parametrize("name", BOUNDED)
+def test_format_beside_a_length_agrees_with_a_validator(name: str) -> None:
+    found = [text for text in texts(f"bounded {name}", 1000, 6) if len(text) <= BOUNDED[name][0]]
+    accepted = [text for text in found if accepts(f"bounded {name}", text)]
+    assert len(found) > len(accepted) > 300 and all(map(VALID[name], accepted))
+    values = [text for text in found if text.isprintable()][:40]
+    expected = [accepts(f"bounded {name}", text) and len(text) <= 6 for text in values]
+    assert any(expected) and not all(expected)
+    assert generates("llguidance", {"type": "string", "format": name, "maxLength": 6}, values) == expected
+
+
+def test_hostname_of_any_labels_beside_a_length() -> None:
+    values = ["a." * 31 + "b", f"{'a' * 30}.{'b' * 29}.cd", f"{'a' * 30}.{'b' * 29}.cde", "xn--a", f"{'a' * 62}-", "", "a..b"]
+    schema = {"type": "string", "format": "hostname", "maxLength": 63}
+    assert generates("llguidance", schema, values) == [True, True, False, False, False, False, False]
 
 
 def test_a_format_beside_a_pattern_is_enforced() -> None:
