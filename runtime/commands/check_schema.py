@@ -9,9 +9,7 @@ from typing import Any
 from stepgraph.runtime.commands import terminal
 from stepgraph.sampling.grammar import Constraint, coverage
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported
-from stepgraph.sampling.grammar.schema.grammar import narrowed_parts
-from stepgraph.sampling.grammar.schema.options import Options
-from stepgraph.sampling.grammar.schema.reader import parsed, shown, value_of
+from stepgraph.sampling.grammar.schema.reader import shown, value_of
 
 HEAD = ("place", "keyword", "value", "result", "reason", "suggestion")
 MAX_VALUE = 40  # characters of a value in the table
@@ -30,10 +28,7 @@ def _checked(schema: dict[str, Any], objects: Any) -> dict[str, Any]:
     constraint = Constraint.json_schema(schema, objects=objects)
     with terminal.waiting("compiling ..."):
         found = coverage(constraint)
-    if found.enforced:
-        parts = narrowed_parts(parsed(constraint.payload), Options(objects=objects))
-    else:
-        parts = list(found.unenforced or next(iter(found.unsupported.values())))
+    parts = found.narrowed if found.enforced else found.unenforced or next(iter(found.unsupported.values()))
     result = "narrowed" if found.enforced else "refused"
     rows = [_row(part, schema, result) for part in sorted(set(parts), key=lambda part: (part.where, part.keyword))]
     return {"enforced": found.enforced, "backend": found.backend, "reason": found.reason, "objects": objects, "parts": rows}

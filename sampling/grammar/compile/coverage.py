@@ -26,7 +26,8 @@ from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, Gramm
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError
-from stepgraph.sampling.grammar.schema.grammar import without
+from stepgraph.sampling.grammar.schema.grammar import narrowed_parts, without
+from stepgraph.sampling.grammar.schema.reader import parsed
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 MAX_UNSUPPORTED = 100
@@ -40,6 +41,7 @@ class Coverage:
     backend: str | None  # the library that would be used; None where compiling it raises an error
     unsupported: Mapping[str, tuple[Unsupported, ...]]  # by library
     reason: str = ""  # why that is not the first library that enforces all of it
+    narrowed: tuple[Unsupported, ...] = ()  # parts of a schema that are enforced, but of which not all texts are generated
 
     @property
     def enforced(self) -> bool:
@@ -86,7 +88,9 @@ def coverage(constraint: Constraint, limits: GrammarLimits | None = None) -> Cov
     finally:
         worker.close()
     later = {name: why for name, why in later.items() if name != backend and not unsupported[name]}
-    return Coverage(backend, unsupported, "; ".join(f"{name}: {why}" for name, why in later.items()))
+    is_schema = backend is not None and constraint.kind == "json_schema"  # compiled in the worker, so that this ends too
+    narrowed = narrowed_parts(parsed(constraint.payload), constraint.schema_options) if is_schema else ()
+    return Coverage(backend, unsupported, "; ".join(f"{name}: {why}" for name, why in later.items()), narrowed)
 
 
 def check_constraints(constraints: Iterable[Constraint]) -> None:
@@ -115,10 +119,10 @@ def _unsupported(
         except UnsupportedError as error:
             final = final or is_final(error, name, kind)
             found.append(error.unsupported)
-            rest = _without(constraint.payload, error.unsupported) if kind == "json_schema" else None
+            rest = without(json.loads(constraint.payload), error.unsupported) if kind == "json_schema" else None
             if rest is None:
                 break
-            constraint = replace(constraint, payload=rest)
+            constraint = replace(constraint, payload=json.dumps(rest, separators=(",", ":")))
         except CompileAbortedError as error:
             found.append(Unsupported("#", kind, str(error)))
             return tuple(found), final or (len(found) == 1 and is_final(error, name, kind)), None
@@ -129,8 +133,3 @@ def _unsupported(
         else:
             break
     return tuple(found), final, unfit
-
-
-def _without(payload: str, part: Unsupported) -> str | None:
-    rest = without(json.loads(payload), part)
-    return None if rest is None else json.dumps(rest, separators=(",", ":"))

@@ -53,10 +53,9 @@ def _label(longest: int) -> str:
     def inner(used: int) -> str:
         return f"{_OR_HYPHEN}{{0,{longest - 1 - used}}}{_ALPHANUMERIC}"
 
-    no_n = f"[A-MO-Za-mo-z0-9-]{inner(2)}"
     return (
         f"(?:[A-WYZa-wyz0-9](?:{inner(1)})?"
-        f"|[Xx](?:{_ALPHANUMERIC}|{no_n}|[Nn](?:{_ALPHANUMERIC}(?:{inner(3)})?|-{_ALPHANUMERIC}(?:{inner(4)})?))?)"
+        f"|[Xx](?:{_ALPHANUMERIC}|[A-MO-Za-mo-z0-9-]{inner(2)}|[Nn](?:{_ALPHANUMERIC}(?:{inner(3)})?|-{_ALPHANUMERIC}(?:{inner(4)})?))?)"
     )
 
 

@@ -13,7 +13,7 @@ from stepgraph.sampling.grammar.schema.automata import TooComplexError, is_empty
 from stepgraph.sampling.grammar.schema.conflicts import contradiction
 from stepgraph.sampling.grammar.schema.forms import Array, Expr, Form, Object, all_of, expr, of_one_type
 from stepgraph.sampling.grammar.schema.items import counted_items, has_counts, items_text
-from stepgraph.sampling.grammar.schema.language import ANY_TEXT, NOTHING, Term, both, either, matches
+from stepgraph.sampling.grammar.schema.language import ANY_TEXT, Term, both, either, matches
 from stepgraph.sampling.grammar.schema.members import members_texts
 from stepgraph.sampling.grammar.schema.normalise import Normaliser, text_keyword
 from stepgraph.sampling.grammar.schema.numbers import Numbers
@@ -24,9 +24,7 @@ from stepgraph.sampling.grammar.schema.spelling import Speller, generated, liter
 MAX_WHITESPACE = 32  # the longest run of blanks between JSON tokens under any_whitespace
 MAX_RULES = 50_000
 MAX_LEFT_OUT = 100
-MAX_STATES = 2_000  # of an array or object with counts
 MAX_INLINE = 60  # characters
-MAX_UNIQUE = 6  # values in any order; more are generated in the order of the schema
 
 _SHORTER = "with the pattern takes too many states, so that shorter texts are generated; write a smaller maxLength, or none"
 _HEX = "[0-9A-Fa-f]"
@@ -57,19 +55,28 @@ def schema_grammar(schema: Any, options: Options, prefix: str = "", writer: type
 
     Names of rules start with the prefix. Numbers of the schema are int and Decimal.
     """
+    rules = _enforced(schema, options, prefix, writer or GrammarWriter)[1].rules
+    return "".join(f"{name} ::= {rule}\n" for name, rule in rules.items())
+
+
+def narrowed_parts(schema: Any, options: Options) -> tuple[Unsupported, ...]:
+    """The parts that are enforced, but of which not all texts are generated, with the reasons."""
+    return tuple(_enforced(schema, options, "", GrammarWriter)[0].narrowed)
+
+
+def _enforced(schema: Any, options: Options, prefix: str, writer: type[WriterType]) -> tuple[Normaliser, WriterType]:
+    """What is written of a schema: all of it, or of an approximate one what is enforced."""
     left = MAX_LEFT_OUT if options.approximate else 0
     while True:
         try:
             normaliser = Normaliser(Document(schema, options.unknown_keywords), options.unknown_formats)
-            rules = written(normaliser, options, prefix, writer or GrammarWriter).rules
+            return normaliser, written(normaliser, options, prefix, writer)
         except UnsupportedError as error:
             rest = without(schema, error.unsupported) if left and error.unsupported.keyword in LEFT_OUT else None
             if rest is None:
                 with naming_values(schema):
                     raise
             schema, left = rest, left - 1
-        else:
-            return "".join(f"{name} ::= {rule}\n" for name, rule in rules.items())
 
 
 def without(schema: Any, part: Unsupported) -> Any | None:
@@ -81,13 +88,6 @@ def without(schema: Any, part: Unsupported) -> Any | None:
             del node[part.keyword]
             return changed
     return None
-
-
-def narrowed_parts(schema: Any, options: Options) -> list[Unsupported]:
-    """The parts of a schema that is enforced of which not all texts are generated, with the reasons."""
-    normaliser = Normaliser(Document(schema, options.unknown_keywords), options.unknown_formats)
-    written(normaliser, options, "", GrammarWriter)
-    return list(normaliser.narrowed)
 
 
 def written(normaliser: Normaliser, options: Options, prefix: str, writer_type: type[WriterType]) -> WriterType:
@@ -172,15 +172,12 @@ class GrammarWriter:
                 yield from (all_of(witness.value, keys.value) for keys in one.others)
 
     def _is_satisfied(self, part: Expr, form: Form) -> bool:
-        try:
-            return self._has_value(form)
-        except TooComplexError as error:
-            reject(part[-1].node.where, text_keyword(part[-1].node), str(error))
-
-    def _has_value(self, form: Form) -> bool:
         if form.null or form.booleans or form.numbers or any(map(self._array_has_value, form.arrays)):
             return True
-        return not is_empty(generated(form.strings.exact)) or any(map(self._object_has_value, form.objects))
+        try:
+            return not is_empty(generated(form.strings.exact)) or any(map(self._object_has_value, form.objects))
+        except TooComplexError as error:
+            reject(part[-1].node.where, text_keyword(part[-1].node), str(error))
 
     def _array_has_value(self, array: Array) -> bool:
         if not all(self._alive[array.item(index)] for index in range(min(array.low, len(array.prefix) + 1))):
@@ -270,10 +267,8 @@ class GrammarWriter:
 
     def strings(self, form: Form) -> Term:
         exact, narrow, _ = form.strings
-        term = generated(narrow) if self.is_closed else NOTHING
-        wanted = exact if is_empty(term) else narrow
-        term = generated(exact) if is_empty(term) else term
-        if term is not wanted:
+        wanted = narrow if self.is_closed and not is_empty(generated(narrow)) else exact
+        if (term := generated(wanted)) is not wanted:
             self.narrow("maxLength", _SHORTER)
         return term
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError, reject
 from stepgraph.sampling.grammar.schema import patterns
 from stepgraph.sampling.grammar.schema.automata import TooComplexError, is_empty
-from stepgraph.sampling.grammar.schema.combine import complemented, meet, possible_array, possible_object
+from stepgraph.sampling.grammar.schema.combine import complemented, meet, meet_arrays, meet_objects, possible_array, possible_object
 from stepgraph.sampling.grammar.schema.formats import AT_MOST, BOUNDED, FORMATS, NARROWED
 from stepgraph.sampling.grammar.schema.forms import (
     ANYTHING,
@@ -359,22 +359,17 @@ class Normaliser:
             for item in form.objects:
                 rest = Keys(complement(item.evaluated), value)
                 rule = Object(others=tuple(keys for keys in (rest, Keys(item.evaluated, TRUE, True)) if not is_empty(keys.names)))
-                met = self._both_objects(item, rule, node.where)
+                met = meet_objects(item, rule, self.simplify)
                 found += [replace(met, evaluated=ANY_TEXT, is_subset=item.is_subset or several)] if met else []
             return replace(form, objects=tuple(found))
         for array in form.arrays:
             if array.evaluated is not None:
                 limit = Array(tuple(TRUE for _ in range(array.evaluated)), value)
-                form_of = replace(NOTHING_AT_ALL, arrays=(array,))
-                met_form = self.meet(form_of, replace(NOTHING_AT_ALL, arrays=(limit,)), node.where)
-                found += [replace(one, evaluated=None, is_subset=array.is_subset or several) for one in met_form.arrays]
+                met_array = meet_arrays(array, limit, self.simplify)
+                found += [replace(met_array, evaluated=None, is_subset=array.is_subset or several)] if met_array else []
             else:
                 found.append(array)
         return replace(form, arrays=tuple(found))
-
-    def _both_objects(self, left: Object, right: Object, where: str) -> Object | None:
-        met = self.meet(replace(NOTHING_AT_ALL, objects=(left,)), replace(NOTHING_AT_ALL, objects=(right,)), where)
-        return met.objects[0] if met.objects else None
 
 
 def _describes_no_property(part: tuple[str, Form]) -> bool:

@@ -22,7 +22,7 @@ from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.constraints.unsupported import UnsupportedError
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.schema import automata, reader
-from stepgraph.sampling.grammar.schema.grammar import narrowed_parts, schema_grammar
+from stepgraph.sampling.grammar.schema.grammar import schema_grammar
 from stepgraph.sampling.grammar.schema.options import Options
 from stepgraph.sampling.grammar.schema.parameters import parameters_grammar
 from stepgraph.sampling.grammar.schema.reader import parsed
@@ -328,8 +328,8 @@ def test_required_names_follow_described_ones_in_their_order(schema: Any) -> Non
     ],
 )
 def test_parts_of_which_not_all_texts_are_generated_are_listed(schema: Any, keyword: str) -> None:
-    found = narrowed_parts({"items": schema}, Options(objects="standard"))
-    assert [(part.where, part.keyword) for part in found] == [("#/items", keyword)] * bool(keyword)
+    found = coverage(Constraint.json_schema({"items": schema}, objects="standard"))
+    assert found.enforced and [(part.where, part.keyword) for part in found.narrowed] == [("#/items", keyword)] * bool(keyword)
 
 
 def test_many_properties_in_any_order_are_refused() -> None:
@@ -356,7 +356,9 @@ def test_approximate_grammar_leaves_out_what_is_not_enforced() -> None:
     assert found.backend == BACKEND and not found.enforced
     left_out = {(part.where, part.keyword) for part in found.unenforced}
     assert left_out == {("#", "uniqueItems"), ("#/not", "not"), ("#/items/properties/pattern", "pattern")}
-    assert coverage(Constraint.json_schema({"minItems": 1}, approximate=True)).enforced
+    assert found.narrowed == () and coverage(Constraint.json_schema({"minItems": 1}, approximate=True)).enforced
+    found = coverage(Constraint.json_schema({"format": "regex", "pattern": "(?<=a)b"}, approximate=True))
+    assert {part.keyword for part in found.unenforced} == {"pattern"} and [part.keyword for part in found.narrowed] == ["format"]
     for wrong in ({"type": "text", "uniqueItems": True}, {"allOf": [{"type": "string"}, {"type": "null"}]}):
         with pytest.raises(ValueError, match=r"type: got|schema: got .*: no value"):
             matcher_of(wrong, approximate=True)
