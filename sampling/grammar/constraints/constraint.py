@@ -118,7 +118,7 @@ class Constraint:
         """A JSON value that the schema accepts, read as its draft says (3 to 2020-12): a keyword restricts values of its type only, and
         schemas for one value are combined exactly. Declared properties come in their order and before others, of which a name may occur
         twice. `submit` refuses malformed keywords, patterns and references (of up to 3,000 schemas); a contradiction, or what is not
-        enforced in combination, is found by compiling, and ends the job with an error. `coverage` lists what is not enforced.
+        enforced in combination, is found by compiling, and ends the job with an error. `coverage` lists it, and what is narrowed.
 
         objects="closed": an object with `properties` has no others, unless the schema describes or requires them, and a pattern matches
         the whole text of a string. "standard": other properties are allowed unless the schema forbids them, and a pattern is searched.
