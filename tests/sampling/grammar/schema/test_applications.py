@@ -26,10 +26,11 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(BYTES, max_threads=1, isolation="none")
 
 
-def random_text(schema: Any, draw: random.Random, objects: Any) -> str:
-    """Legal bytes at random, mostly those that end a string, an array or an object."""
+def random_text(schema: Any, draw: random.Random, objects: Any, start: bytes = b"") -> str:
+    """Legal bytes at random after the start of a text, mostly those that end a string, an array or an object."""
     matcher = compiler().compile(Constraint.json_schema(schema, objects=objects)).matcher()
-    mask, text = torch.zeros(1, BYTES.mask_words, dtype=torch.int32), bytearray()
+    mask, text = torch.zeros(1, BYTES.mask_words, dtype=torch.int32), bytearray(start)
+    assert all(map(matcher.accept_token, text)), start
     while len(text) < MAX_BYTES:
         assert matcher.fill_next_token_bitmask(mask, 0) in (MaskStatus.OK, MaskStatus.COMPLETE), bytes(text)
         legal = np.flatnonzero(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little"))
