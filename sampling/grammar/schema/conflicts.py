@@ -33,7 +33,8 @@ def contradiction(normaliser: Normaliser, has_value: Callable[[Any, str], bool])
 def _candidates(schema: Any) -> Iterator[tuple[_Part, ...]]:
     if not isinstance(schema, dict):
         return
-    words = sorted((word for word in schema if word in KNOWN), key=lambda word: word != "type")  # pairs with the type first
+    words = [word for word in schema if word in KNOWN and word not in ("then", "else")]
+    words.sort(key=lambda word: word != "type")  # pairs with the type first
     parts = [(word, index) for word in words for index in range(len(schema["allOf"]) if word == "allOf" else 1)]
     if len(parts) <= MAX_PARTS:
         yield from ((part,) for part in parts)
@@ -44,7 +45,7 @@ def _candidates(schema: Any) -> Iterator[tuple[_Part, ...]]:
 def _with_only(root: Any, where: str, parts: tuple[_Part, ...]) -> Any:
     """A schema that has, at a place, only these parts and its type."""
     schema, words = value_at(root, where), {word for word, _ in parts}
-    typed = words | {"type"} if len(parts) > 1 else words
+    typed = words | ({"type"} if len(parts) > 1 else set()) | ({"then", "else"} if "if" in words else set())
     kept = {word: value for word, value in schema.items() if word not in KNOWN or word in typed}
     if "allOf" in words:
         kept["allOf"] = [schema["allOf"][index] for word, index in parts if word == "allOf"]

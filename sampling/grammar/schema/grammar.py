@@ -206,7 +206,9 @@ class GrammarWriter:
         form = self.form(part)
         if form not in self._names:
             simple, where = not form.arrays and not form.objects, part[-1].node.where if part else self.where
-            text = self._simple(form, where) if simple else ""
+            before, self.where = self.where, where
+            text = self._alternatives(form) if simple else ""
+            self.where = before
             if simple and len(text) <= MAX_INLINE:
                 self._names[form] = f"({text})" if "|" in text else text
             else:
@@ -223,12 +225,6 @@ class GrammarWriter:
                 if f"{self._prefix}{other}" in rule.split():
                     self._basic(other)
         return f"{self._prefix}{name}"
-
-    def _simple(self, form: Form, where: str) -> str:
-        before, self.where = self.where, where
-        text = self._alternatives(form)
-        self.where = before
-        return text
 
     def _alternatives(self, form: Form) -> str:
         cases = list[str]()
@@ -249,7 +245,8 @@ class GrammarWriter:
                 self.where, "minProperties", "counts properties that are not declared, of which two may have one name; declare more of them"
             )
         if not cases:
-            reject(self.where, "uniqueItems", "asks for counts of items that no array has; write bounds that go together")
+            both_of = f"{self.where}: uniqueItems and {self.where}: minItems"
+            reject(self.where, "uniqueItems", f"asks for more values than there are: no value satisfies both {both_of}; change one of them")
         return " | ".join(dict.fromkeys(cases))
 
     def _numbers(self, numbers: tuple[Numbers, ...]) -> list[str]:

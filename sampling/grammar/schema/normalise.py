@@ -150,19 +150,25 @@ class Normaliser:
             parts.append((f"{where}: disallow", complemented(self._types(node, "disallow"), self.simplify, where)))
         parts += self._dependent(node)
         if "anyOf" in words_of:
-            branches = [child(node, "anyOf", index) for index in range(len(words_of["anyOf"]))]
-            parts.append((f"{where}/anyOf", join(*(self.form(expr(branch)) for branch in branches))))
+            parts.append((f"{where}/anyOf", self._any_of([expr(child(node, "anyOf", index)) for index in range(len(words_of["anyOf"]))])))
         if "oneOf" in words_of:
             parts.append((f"{where}/oneOf", self._exactly_one([child(node, "oneOf", index) for index in range(len(words_of["oneOf"]))])))
         if "if" in words_of and {"then", "else"} & words_of.keys():
             parts.append((f"{where}/if", self._conditional(node)))
         order = {keyword: index for index, keyword in enumerate(node.schema)}  # also that of the properties
         parts.sort(key=lambda part: order.get(part[0][len(where) + 1 :].strip(" /").partition("/")[0], 0))
-        parts.sort(key=_describes_no_property)
+        parts.sort(key=lambda part: not any(item.closable for item in part[1].objects))  # names that are only required after described ones
         found = self._met([form for _, form in parts], where)
         for keyword in ("unevaluatedProperties", "unevaluatedItems"):
             if keyword in words_of:
                 found = self._without_unevaluated(found, node, keyword)
+        return found
+
+    def _any_of(self, parts: list[Expr], known: int | None = None) -> Form:
+        """The values of any of these; with some, contradictions after those known before say nothing about all of them."""
+        known, found = len(self.conflicts) if known is None else known, join(*map(self.form, parts))
+        if not found.is_nothing:
+            del self.conflicts[known:]
         return found
 
     def _conditional(self, node: Node) -> Form:
@@ -170,11 +176,11 @@ class Normaliser:
         for positive, keyword in ((True, "then"), (False, "else")):
             then = expr(self.document.child(node, keyword)) if keyword in node.keywords else TRUE
             cases.append(all_of(expr(condition, positive), then))
-        return join(*map(self.form, cases))
+        return self._any_of(cases)
 
     def _exactly_one(self, branches: list[Node]) -> Form:
         """Each branch without the others, as far as they have values in common."""
-        parts = [expr(branch) for branch in branches]
+        parts, known = [expr(branch) for branch in branches], len(self.conflicts)
         cases = list[Expr]()
         for index, part in enumerate(parts):
             overlapping = [
@@ -183,7 +189,7 @@ class Normaliser:
                 if other != index and (part == parts[other] or self.simplify(all_of(part, parts[other])) != NEVER)
             ]
             cases.append(all_of(part, *overlapping))
-        return join(*map(self.form, cases))
+        return self._any_of(cases, known)
 
     def _simple(self, node: Node) -> Iterator[tuple[str, Form]]:
         """The keywords about one type, and lists of values."""
@@ -370,11 +376,6 @@ class Normaliser:
             else:
                 found.append(array)
         return replace(form, arrays=tuple(found))
-
-
-def _describes_no_property(part: tuple[str, Form]) -> bool:
-    """Names that are only required come after those that are described."""
-    return not any(item.closable for item in part[1].objects)
 
 
 def _requiring(names: list[str]) -> Object:
