@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stepgraph.graphs.layers.huge_pages import empty_in_huge_pages
 from stepgraph.graphs.layers.reference import matrix_product
 from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous, same_float_type
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
@@ -111,7 +112,7 @@ def _words(kind: Kind, numbers: Tensor) -> Tensor:
 def empty_packed(kind: Kind, like: Tensor) -> Tensor:
     """Uninitialised memory for a weight of the shape [out, in] of `like`, on its device."""
     rows, inner = like.shape
-    return like.new_empty(rows // TILE, inner // kind.block_size, kind.block_bytes, dtype=torch.uint8)
+    return empty_in_huge_pages(like, (rows // TILE, inner // kind.block_size, kind.block_bytes), torch.uint8)
 
 
 def kind_of(packed: Tensor) -> Kind:
