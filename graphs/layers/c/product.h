@@ -78,6 +78,12 @@ INLINED void tile(const product_call *call, int64_t row, int64_t column, int tal
 INLINED void few_rows(const product_call *call, int64_t row, int64_t rows, int64_t first, int64_t end, int64_t bfloat16) {
     int64_t line = call->inner * (bfloat16 ? 2 : 4), column = first;
     int share = row ? 0 : rows == 4 || rows == 2 ? 4 : 2;
+    if (rows == MOST_ROWS && line > 2048)
+        for (; column + 32 <= end; column += 32) { /* the first cache holds four rows of states beside four columns, and not eight */
+            const char *next = (const char *)call->weight + (column + 32) * line;
+            for (int64_t four = 0; four < 16; four++, next += 2 * line)
+                tile(call, row + four / 8 * 4, column + four % 8 * 4, 4, 4, next, share, bfloat16);
+        }
     for (; column + 4 <= end; column += 4) {
         const char *next = (const char *)call->weight + (column + 8) * line;
         int64_t at = row, left = rows;

@@ -66,7 +66,7 @@ INLINED quantised_kind kind_of(const argument *weight) {
 static FOR_EACH_PROCESSOR void some_tiles(const void *given, int64_t first, int64_t end) {
     const quantised_call *call = given;
 #ifdef HAS_DOT_PRODUCTS
-    if (call->bfloat16 && __builtin_cpu_supports("avx512bf16")) {
+    if (call->bfloat16 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) {
         quantised_by_pairs(call, first, end);
         return;
     }

@@ -156,6 +156,13 @@ def test_products_are_correct_and_independent_of_the_batch(inner: int, outer: in
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_eight_wide_rows_have_the_bits_of_one(dtype: torch.dtype) -> None:
+    """Eight rows take weights of more than 2 KiB a column in another order."""
+    states, weight = random(8, 1100, dtype=dtype), random(70, 1100, dtype=dtype, seed=1)
+    assert torch.equal(product(states, weight), torch.cat([product(row[None], weight) for row in states]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [33, 576])
 def test_residual_connection_equals_a_sum_and_its_norm(size: int, dtype: torch.dtype) -> None:
     states, update, weight = random(11, size, dtype=dtype), random(11, 2 * size, dtype=dtype, seed=1)[:, :size], random(size, dtype=dtype)
