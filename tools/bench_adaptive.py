@@ -183,13 +183,23 @@ def figures(samples: Mapping[Drafting | str, Sequence[Sample]]) -> dict[str, Any
             "over_plain_first_turn": round(turns[0].rate / samples[PLAIN][0].rate, 3),
         }
     best = max((variant for variant in samples if variant != AUTO), key=lambda variant: found[str(variant)]["over_plain"])
-    return {"variants": found, "best_fixed": str(best), "auto_over_best_fixed": _ratio(samples[AUTO], samples[best])}
+    return {"variants": found, "best_fixed": str(best), "auto_over_best_fixed": _over_best_fixed(samples)}
 
 
-def _ratio(turns: Sequence[Sample], others: Sequence[Sample]) -> float:
-    """The median over turns, without the first."""
-    pairs = list(zip(turns, others, strict=True))
-    return round(statistics.median(one.rate / other.rate for one, other in pairs[1:] or pairs), 3)
+def _over_best_fixed(samples: Mapping[Drafting | str, Sequence[Sample]]) -> float:
+    """The median over turns, without the first, of "auto" over the fixed choice that is best in the other turns. The best one of the same
+    turns would be the luckiest of those that are about equal: a choice as good as they are would seem slower."""
+    fixed, later, ratios = [variant for variant in samples if variant != AUTO], range(len(samples[AUTO]))[1:] or range(1), list[float]()
+    for turn in later:
+        others = [each for each in later if each != turn] or [0]
+        best = max(fixed, key=lambda variant: _ratio(samples[variant], samples[PLAIN], others))
+        ratios.append(samples[AUTO][turn].rate / samples[best][turn].rate)
+    return round(statistics.median(ratios), 3)
+
+
+def _ratio(turns: Sequence[Sample], others: Sequence[Sample], measured: Sequence[int] = ()) -> float:
+    """The median over the measured turns, by default all without the first."""
+    return round(statistics.median(turns[each].rate / others[each].rate for each in measured or range(len(turns))[1:] or [0]), 3)
 
 
 def toy_workloads(pair: Pair) -> dict[str, Workload]:

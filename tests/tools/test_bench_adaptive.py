@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
+import statistics
 from pathlib import Path
 
 import pytest
 
-from stepgraph.graphs.graph_key import Drafting
+from stepgraph.graphs.graph_key import PLAIN, Drafting
 from stepgraph.runtime.demo.variants import toy_pair
-from tools.bench_adaptive import Bench, main, toy_workloads
+from tools.bench_adaptive import AUTO, Bench, Sample, figures, main, toy_workloads
 
 
 def test_report_of_one_workload(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,3 +47,16 @@ def test_plot_and_goals_of_switching_text(tmp_path: Path, capsys: pytest.Capture
 def test_unknown_workload_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--only", "nothing"]) == 2
     assert "--only: got 'nothing', expected some of 'never right', 'json'" in capsys.readouterr().err
+
+
+def test_equal_choices_with_noise_have_a_ratio_of_one() -> None:
+    """The best fixed choice of the measured turns would be 2% faster, by chance alone."""
+    noise = random.Random(1)
+
+    def turns() -> list[Sample]:
+        return [Sample(100, 100, {}, noise.gauss(1, 0.03)) for _ in range(4)]
+
+    found = [figures({drafting: turns() for drafting in (PLAIN, Drafting(1), Drafting(2), AUTO)}) for _ in range(500)]
+    ratios = [each["auto_over_best_fixed"] for each in found]
+    luckiest = [max(each["variants"][name]["over_plain"] for name in ("0", "1", "2")) for each in found]
+    assert abs(statistics.mean(ratios) - 1) < 0.005 and statistics.mean(luckiest) > 1.015
