@@ -30,8 +30,7 @@ BUDGETS = {
     # from 15,993: weights of GGUF files read without dequantising them (72), checks of what models and functions of users return
     # from 16,057: DeepSeek-V3 and GLM-4.5 natively, with MTP modules and FP8 folders (about 260)
     # from 16,326: steps of ranks in shared memory (81), ranks on GPUs with norms in their sums (about 100), quantised draft heads (64)
-    # from 16,575: memory of weights in huge pages (2)
-    "runtime": 16_577,
+    "runtime": 16_575,
     # raised from 7,588: products with quantised weights (376), batch and result rings inside the graph (180), a prompt chunk is a graph,
     # rounds without the draft model; from 8,372: soft-caps and sinks of attention, memory shared by tapes, and the headers of fifteen
     # modules that were split off files of the decode ring (about 180); from 8,889: four more kinds of quantised weights, copies on a
