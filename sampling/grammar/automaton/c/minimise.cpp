@@ -1,81 +1,16 @@
-// Minimisation of states and stack symbols together, after Valmari and Lehtinen, "Efficient minimization of DFAs with partial transition
-// functions" (2008): partition refinement over states ("blocks") and over edges ("cords").
+// Minimisation of states and stack symbols together, by partition refinement.
 
 #include "automaton.h"
 #include "interned.h"
 
 #include <algorithm>
-#include <map>
 #include <numeric>
-#include <tuple>
 #include <unordered_map>
 #include <utility>
 
 namespace stepgraph {
 
 namespace {
-
-class Partition { // of 0..size-1 into sets; elements are marked, then each set is split into its marked and unmarked part
-public:
-    struct Element { int32_t at, set; }; // its place in `elements`
-    struct Set { int32_t first, past, marked; }; // elements[first .. past], of which the first are marked
-    Ints elements;
-    std::vector<Element> element;
-    std::vector<Set> sets;
-
-    // One set for each key, 0 to keys-1, that an element has.
-    Partition(const Ints &key_of, int32_t keys) : elements(key_of.size()), element(key_of.size()) {
-        Ints start(keys + 1, 0);
-        for (int32_t key : key_of) start[key + 1]++;
-        std::partial_sum(start.begin(), start.end(), start.begin());
-        Ints fill(start.begin(), start.end() - 1), number(keys, -1);
-        for (int32_t key = 0; key < keys; key++)
-            if (start[key] < start[key + 1]) number[key] = (int32_t)sets.size(), sets.push_back({start[key], start[key + 1], 0});
-        for (int32_t index = 0; index < (int32_t)key_of.size(); index++) {
-            int32_t key = key_of[index], at = fill[key]++;
-            elements[at] = index;
-            element[index] = {at, number[key]};
-        }
-    }
-
-    void mark(int32_t index) {
-        auto [from, number] = element[index];
-        Set &set = sets[number];
-        int32_t to = set.first + set.marked, other = elements[to];
-        elements[from] = other;
-        element[other].at = from;
-        elements[to] = index;
-        element[index].at = to;
-        if (!set.marked++) touched.push_back(number);
-    }
-
-    void split() {
-        for (; !touched.empty(); touched.pop_back()) {
-            Set &set = sets[touched.back()];
-            int32_t middle = set.first + std::exchange(set.marked, 0), number = (int32_t)sets.size();
-            if (middle == set.past) continue;
-            Set smaller; // gets the new number
-            if (middle - set.first <= set.past - middle) {
-                smaller = {set.first, middle, 0};
-                set.first = middle;
-            } else {
-                smaller = {middle, set.past, 0};
-                set.past = middle;
-            }
-            for (int32_t at = smaller.first; at < smaller.past; at++) element[elements[at]].set = number;
-            sets.push_back(smaller);
-        }
-    }
-
-private:
-    Ints touched;
-};
-
-struct Edges { // from, label, to
-    Ints from, label, to;
-    int32_t labels; // all are below this
-    void add(int32_t source, int32_t name, int32_t target) { from.push_back(source), label.push_back(name), to.push_back(target); }
-};
 
 // One byte class for all bytes with equal columns: found by hashes of the columns, which are sums over spans, and compared.
 void merge_classes(Automaton &automaton) {
@@ -126,12 +61,14 @@ void merge_classes(Automaton &automaton) {
     for (uint8_t &value : automaton.class_of) value = (uint8_t)renamed[value];
 }
 
-// Kinds of states and symbols (numbered from `states` on): equivalent ones have the same kind. A kind is a hash of the texts of some bytes
-// that can be read. Those that are alone in their kind are equivalent to no other.
-class Kinds {
+// Blocks of equivalent states and symbols (numbered from `states` on). First the nodes are left out that have a hash of their own of the texts
+// of some bytes that can be read: they are equivalent to no other. The rest is divided into blocks, until all nodes of a block lead to the
+// same blocks. The largest part of a divided block keeps its number, and only nodes that lead to the other parts are looked at again.
+class Blocks {
 public:
-    explicit Kinds(const Automaton &automaton)
-        : automaton(automaton), factors(1, 0), hashes((size_t)(automaton.states + automaton.symbols), 1), next(hashes.size()), open(hashes.size()) {
+    explicit Blocks(const Automaton &automaton)
+        : automaton(automaton), factors(1, 0), hashes((size_t)(automaton.states + automaton.symbols), 1), next(hashes.size()),
+          open(hashes.size()), place(hashes.size()), block_of(hashes.size()) {
         for (int32_t at = 0; at < automaton.classes; at++) factors.push_back(factors.back() + mixed((uint64_t)at + 1));
         for (const Move &move : automaton.moves) {
             uint64_t hash = mixed((uint64_t)move.counter << 2 | (uint64_t)(move.push >= 0) << 1 | (move.last_target >= 0));
@@ -148,24 +85,28 @@ public:
             }
             leave_out_lone();
         }
+        find_blocks();
+        find_sources();
+        for (int32_t node : open) mark(node);
+        while (!touched.empty()) {
+            changed.clear();
+            for (; !touched.empty(); touched.pop_back()) divide(touched.back());
+            for (auto [node, block] : changed) set_block(node, block);
+            for (auto [node, block] : changed)
+                for (int32_t at = source_start[(size_t)node]; at < source_start[(size_t)node + 1]; at++) mark(sources[(size_t)at]);
+        }
+        count = (int32_t)blocks.size();
+        for (int32_t &block : block_of)
+            if (block < 0) block = count++;
     }
 
-    // [nodes] the kind; `kinds` is set to their number.
-    Ints numbered(int32_t &kinds) const {
-        Ints kind_of(hashes.size(), -1);
-        std::unordered_map<uint64_t, int32_t> numbers;
-        for (int32_t node : open) kind_of[(size_t)node] = numbers.emplace(hashes[(size_t)node], (int32_t)numbers.size()).first->second;
-        kinds = (int32_t)numbers.size();
-        for (int32_t &kind : kind_of)
-            if (kind < 0) kind = kinds++;
-        return kind_of;
-    }
+    int32_t operator[](int32_t node) const { return block_of[(size_t)node]; }
+    size_t size() const { return (size_t)count; }
 
-    // Those that are not alone in their kind, in order.
-    const Ints &several() const { return open; }
 
-private:
     static constexpr int ROUNDS = 3;
+
+    struct Block { int32_t first, past, marked; }; // elements[first .. past], of which the first are marked
 
     uint64_t hash_after(int32_t state) const { return state < 0 ? 3 : hashes[(size_t)state]; }
 
@@ -176,11 +117,12 @@ private:
         return mixed(move_hashes[(size_t)(entry - SPECIAL)] + hash_after(move.target)) + pushed + mixed(hash_after(move.last_target) + 2);
     }
 
+    int32_t go(int32_t finish, int32_t symbol) const { return automaton.go[(size_t)finish * (size_t)automaton.symbols + (size_t)symbol]; }
+
     uint64_t hash_of(int32_t node) const {
         if (int32_t symbol = node - automaton.states; symbol >= 0) {
             uint64_t sum = 1;
-            for (int32_t finish = 0; finish < automaton.finish_sets; finish++)
-                sum += mixed(hash_after(automaton.go[(size_t)finish * (size_t)automaton.symbols + (size_t)symbol]) + (uint64_t)finish);
+            for (int32_t finish = 0; finish < automaton.finish_sets; finish++) sum += mixed(hash_after(go(finish, symbol)) + (uint64_t)finish);
             return mixed(sum);
         }
         uint64_t sum = (uint64_t)automaton.accepts[(size_t)node] << 32 | (uint32_t)automaton.pop[(size_t)node];
@@ -206,84 +148,142 @@ private:
         open.erase(std::remove_if(open.begin(), open.end(), [&](int32_t node) { return slot_of(node).count == 1; }), open.end());
     }
 
+    void set_block(int32_t node, int32_t block) {
+        block_of[(size_t)node] = block;
+        hashes[(size_t)node] = mixed((uint32_t)block);
+    }
+
+    void put(int32_t at, int32_t node) {
+        elements[(size_t)at] = node;
+        place[(size_t)node] = at;
+    }
+
+    // One for each hash of the open nodes. Each other node has a negative number of its own.
+    void find_blocks() {
+        elements.resize(open.size());
+        for (int32_t node : open) sorted.push_back({hashes[(size_t)node], node});
+        std::sort(sorted.begin(), sorted.end());
+        for (int32_t node = 0; node < (int32_t)hashes.size(); node++) set_block(node, -2 - node);
+        for (int32_t at = 0; at < (int32_t)sorted.size(); at++) {
+            if (!at || sorted[(size_t)at].first != sorted[(size_t)at - 1].first) blocks.push_back({at, at, 0});
+            blocks.back().past++;
+            set_block(sorted[(size_t)at].second, (int32_t)blocks.size() - 1);
+            put(at, sorted[(size_t)at].second);
+        }
+    }
+
+    template <class Found> void each_target(int32_t node, const Found &found) const {
+        auto find = [&](int32_t to) { if (to >= 0 && block_of[(size_t)to] >= 0) found(to); };
+        if (node >= automaton.states) {
+            for (int32_t finish = 0; finish < automaton.finish_sets; finish++) find(go(finish, node - automaton.states));
+            return;
+        }
+        for (const Span &span : automaton.spans_of(node)) {
+            if (span.entry < SPECIAL) {
+                find(span.entry);
+                continue;
+            }
+            const Move &move = automaton.moves[(size_t)(span.entry - SPECIAL)];
+            for (int32_t to : {move.target, move.last_target, move.push < 0 ? DEAD : automaton.states + move.push}) find(to);
+        }
+    }
+
+    void find_sources() {
+        source_start.assign(hashes.size() + 1, 0);
+        for (int32_t node : open) each_target(node, [&](int32_t to) { source_start[(size_t)to + 1]++; });
+        std::partial_sum(source_start.begin(), source_start.end(), source_start.begin());
+        Ints fill(source_start.begin(), source_start.end() - 1);
+        sources.resize((size_t)source_start.back());
+        for (int32_t node : open) each_target(node, [&](int32_t to) { sources[(size_t)fill[(size_t)to]++] = node; });
+    }
+
+    void mark(int32_t node) {
+        Block &block = blocks[(size_t)block_of[(size_t)node]];
+        int32_t from = place[(size_t)node], to = block.first + block.marked;
+        if (from < to || block.past - block.first == 1) return;
+        put(from, elements[(size_t)to]);
+        put(to, node);
+        if (!block.marked++) touched.push_back(block_of[(size_t)node]);
+    }
+
+    int32_t block_after(int32_t state) const { return state < 0 ? -1 : block_of[(size_t)state]; }
+
+    bool is_equal_entry(int32_t entry, int32_t other) const {
+        if (entry < SPECIAL || other < SPECIAL) return std::max(entry, other) < SPECIAL && block_after(entry) == block_after(other);
+        const Move &left = automaton.moves[(size_t)(entry - SPECIAL)], &right = automaton.moves[(size_t)(other - SPECIAL)];
+        auto pushed = [&](const Move &move) { return block_after(move.push < 0 ? DEAD : automaton.states + move.push); };
+        return left.counter == right.counter && left.sets == right.sets && left.last_sets == right.last_sets && pushed(left) == pushed(right) &&
+               block_after(left.target) == block_after(right.target) && block_after(left.last_target) == block_after(right.last_target);
+    }
+
+    bool is_equal(int32_t node, int32_t other) const {
+        if (int32_t states = automaton.states; node >= states || other >= states) {
+            bool equal = std::min(node, other) >= states;
+            for (int32_t finish = 0; equal && finish < automaton.finish_sets; finish++)
+                equal = block_after(go(finish, node - states)) == block_after(go(finish, other - states));
+            return equal;
+        }
+        if (automaton.accepts[(size_t)node] != automaton.accepts[(size_t)other] || automaton.pop[(size_t)node] != automaton.pop[(size_t)other]) return false;
+        auto [left, left_end] = automaton.spans_of(node);
+        auto [right, right_end] = automaton.spans_of(other);
+        for (int32_t at = 0; left < left_end && right < right_end;) {
+            if (std::max(at, left->low) != std::max(at, right->low) || !is_equal_entry(left->entry, right->entry)) return false;
+            at = std::min(left->end, right->end);
+            left += left->end == at;
+            right += right->end == at;
+        }
+        return left == left_end && right == right_end;
+    }
+
+    // Nodes that are not marked lead to the same blocks as before.
+    void divide(int32_t number) {
+        Block block = blocks[(size_t)number];
+        int32_t middle = block.first + block.marked;
+        sorted.clear();
+        for (int32_t at = block.first; at < middle; at++) sorted.push_back({hash_of(elements[(size_t)at]), elements[(size_t)at]});
+        std::sort(sorted.begin(), sorted.end());
+        Ints starts; // of the parts
+        for (size_t at = 0; at < sorted.size(); at++) {
+            auto [hash, node] = sorted[at];
+            if (!at || hash != sorted[at - 1].first || !is_equal(node, sorted[at - 1].second)) starts.push_back(block.first + (int32_t)at);
+            put(block.first + (int32_t)at, node);
+        }
+        if (middle < block.past) starts.push_back(middle);
+        starts.push_back(block.past);
+        size_t largest = 0;
+        for (size_t part = 1; part + 1 < starts.size(); part++)
+            if (starts[part + 1] - starts[part] > starts[largest + 1] - starts[largest]) largest = part;
+        blocks[(size_t)number] = {starts[largest], starts[largest + 1], 0};
+        for (size_t part = 0; part + 1 < starts.size(); part++) {
+            if (part == largest) continue;
+            for (int32_t at = starts[part]; at < starts[part + 1]; at++) changed.push_back({elements[(size_t)at], (int32_t)blocks.size()});
+            blocks.push_back({starts[part], starts[part + 1], 0});
+        }
+    }
+
     const Automaton &automaton;
     std::vector<uint64_t> factors; // [classes + 1] sums of those of the classes before
-    std::vector<uint64_t> move_hashes, hashes, next; // of moves; of nodes, and the next ones
+    std::vector<uint64_t> move_hashes, hashes, next; // of moves; of nodes, and the next ones; once there are blocks, of their numbers
     Ints open; // nodes that are not alone
+    Ints elements, place; // open nodes by block; [nodes] where in `elements`
+    Ints block_of; // [nodes]
+    std::vector<Block> blocks;
+    Ints source_start, sources; // [nodes + 1] into the nodes that lead to each
+    Ints touched; // blocks with marked nodes
+    std::vector<std::pair<int32_t, int32_t>> changed; // nodes, and their new blocks
+    std::vector<std::pair<uint64_t, int32_t>> sorted; // nodes by hash
+    int32_t count = 0; // of blocks
 };
-
-// The edges of these states and symbols.
-Edges edges_of(const Automaton &automaton, const Ints &nodes) {
-    Edges edges;
-    Interned labels; // beyond those of plain moves, which are the byte classes
-    auto label = [&](const Ints &key) { return automaton.classes + labels.add(key).number; };
-    for (int32_t state : nodes) {
-        if (int32_t symbol = state - automaton.states; symbol >= 0) {
-            for (int32_t finish = 0; finish < automaton.finish_sets; finish++) {
-                int32_t to = automaton.go[(size_t)finish * (size_t)automaton.symbols + (size_t)symbol];
-                if (to >= 0) edges.add(state, label({3, finish}), to);
-            }
-            continue;
-        }
-        for (const Span &span : automaton.spans_of(state))
-            for (int32_t at = span.low; at < span.end; at++) {
-                if (span.entry < SPECIAL) {
-                    edges.add(state, at, span.entry);
-                    continue;
-                }
-                const Move &move = automaton.moves[(size_t)(span.entry - SPECIAL)];
-                Ints key{0, at, move.counter, move.push >= 0, move.last_target >= 0};
-                key.insert(key.end(), move.sets.begin(), move.sets.end());
-                key.insert(key.end(), move.last_sets.begin(), move.last_sets.end());
-                edges.add(state, label(key), move.target);
-                if (move.push >= 0) edges.add(state, label({1, at}), automaton.states + move.push);
-                if (move.last_target >= 0) edges.add(state, label({2, at}), move.last_target);
-            }
-    }
-    edges.labels = automaton.classes + labels.size();
-    return edges;
-}
-
-// Blocks of equivalent states and symbols (numbered from `states` on).
-Partition equivalent(const Automaton &automaton) {
-    Kinds found(automaton);
-    Edges edges = edges_of(automaton, found.several());
-    int32_t nodes = automaton.states + automaton.symbols, count = (int32_t)edges.from.size(), kinds = 0;
-    Ints start((size_t)nodes + 1, 0), from((size_t)count), label((size_t)count); // edges by where they lead, so that those into a node are neighbours
-    for (int32_t to : edges.to) start[(size_t)to + 1]++;
-    std::partial_sum(start.begin(), start.end(), start.begin());
-    Ints fill(start.begin(), start.end() - 1);
-    for (size_t edge = 0; edge < (size_t)count; edge++) {
-        auto at = (size_t)fill[(size_t)edges.to[edge]]++;
-        from[at] = edges.from[edge];
-        label[at] = edges.label[edge];
-    }
-    Ints kind_of = found.numbered(kinds);
-    Partition blocks(kind_of, kinds), cords(label, edges.labels);
-    size_t block = 1; // all edges with a label that do not lead to other blocks lead to the first
-    for (size_t cord = 0; cord < cords.sets.size(); cord++) {
-        for (int32_t at = cords.sets[cord].first; at < cords.sets[cord].past; at++) blocks.mark(from[(size_t)cords.elements[(size_t)at]]);
-        blocks.split();
-        for (; block < blocks.sets.size(); block++) {
-            for (int32_t at = blocks.sets[block].first; at < blocks.sets[block].past; at++) {
-                auto node = (size_t)blocks.elements[(size_t)at];
-                for (int32_t edge = start[node]; edge < start[node + 1]; edge++) cords.mark(edge);
-            }
-            cords.split();
-        }
-    }
-    return blocks;
-}
 
 } // namespace
 
 Automaton minimise(Automaton automaton) {
     merge_classes(automaton);
-    Partition blocks = equivalent(automaton);
-    Ints number(blocks.sets.size(), -1), kept;
+    Blocks blocks(automaton);
+    Ints number(blocks.size(), -1), kept;
     auto keep = [&](int32_t state) {
         if (state < 0) return;
-        int32_t &known = number[blocks.element[state].set];
+        int32_t &known = number[blocks[state]];
         if (known < 0) known = (int32_t)kept.size(), kept.push_back(state);
     };
     keep(automaton.start); // breadth first: states that follow each other are close in memory
@@ -299,12 +299,12 @@ Automaton minimise(Automaton automaton) {
         if (at + 1 == kept.size())
             for (int32_t state : automaton.go) keep(state);
     }
-    Ints symbol_number(blocks.sets.size(), -1), symbols;
+    Ints symbol_number(blocks.size(), -1), symbols;
     for (int32_t symbol = 0; symbol < automaton.symbols; symbol++) {
-        int32_t &known = symbol_number[blocks.element[automaton.states + symbol].set];
+        int32_t &known = symbol_number[blocks[automaton.states + symbol]];
         if (known < 0) known = (int32_t)symbols.size(), symbols.push_back(symbol);
     }
-    auto renamed = [&](int32_t state) { return state < 0 ? DEAD : number[blocks.element[state].set]; };
+    auto renamed = [&](int32_t state) { return state < 0 ? DEAD : number[blocks[state]]; };
     Automaton smaller;
     smaller.states = (int32_t)kept.size();
     smaller.classes = automaton.classes;
@@ -320,7 +320,7 @@ Automaton minimise(Automaton automaton) {
         Move move = automaton.moves[(size_t)(entry - SPECIAL)];
         move.target = renamed(move.target);
         move.last_target = renamed(move.last_target);
-        if (move.push >= 0) move.push = symbol_number[(size_t)blocks.element[(size_t)(automaton.states + move.push)].set];
+        if (move.push >= 0) move.push = symbol_number[(size_t)blocks[automaton.states + move.push]];
         Ints key{move.target, move.push, move.counter, move.last_target};
         key.insert(key.end(), move.sets.begin(), move.sets.end());
         key.insert(key.end(), move.last_sets.begin(), move.last_sets.end());
