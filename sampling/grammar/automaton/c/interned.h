@@ -23,7 +23,7 @@ public:
     };
 
     Found add(const int32_t *values, size_t length) {
-        uint64_t hash = hash_of(values, length);
+        auto hash = (uint32_t)hash_of(values, length);
         size_t at = (size_t)hash & (slots.size() - 1);
         for (; slots[at].number >= 0; at = (at + 1) & (slots.size() - 1))
             if (slots[at].hash == hash && is_equal(slots[at].number, values, length)) return {slots[at].number, false};
@@ -42,7 +42,7 @@ public:
 
 private:
     struct Slot {
-        uint64_t hash = 0;
+        uint32_t hash = 0;
         int32_t number = -1;
     };
 

@@ -129,6 +129,7 @@ static Trie make_trie(const std::vector<Entry> &sorted) {
         node.below_token = at;
         node.first_child = (int32_t)nodes.size();
         nodes[number] = node;
+        trie.leaf_token.push_back(at == node.end_token && at == node.first_token + 1 ? node.first_token : -1);
         while (at < node.end_token) {
             uint8_t byte = sorted[(size_t)at].text[size];
             int32_t first = at;
@@ -243,8 +244,14 @@ struct Row {
         for (size_t begin = 0; begin < bits.size(); begin += BLOCK) {
             uint32_t any = 0;
             for (size_t at = begin; at < begin + BLOCK; at++) any |= bits[at];
-            for (size_t at = begin; any && at < begin + BLOCK; at++)
-                if (bits[at]) touched.push_back((int32_t)at);
+            if (!any) continue;
+            size_t count = touched.size();
+            touched.resize(count + BLOCK);
+            for (size_t at = begin; at < begin + BLOCK; at++) { // without a branch that is hard to predict
+                touched[count] = (int32_t)at;
+                count += bits[at] != 0;
+            }
+            touched.resize(count);
         }
     }
 
@@ -439,6 +446,7 @@ private:
                     } else if (std::find(work.begin(), work.end(), std::make_pair(to, to_inside)) == work.end()) {
                         work.push_back({to, to_inside});
                     }
+                    if (some[state] && !all[state]) break; // the states after it are not used
                 }
             }
             std::sort(after[state].begin(), after[state].end());
@@ -549,7 +557,7 @@ private:
             return move ? move->push + 1 : 0;
         };
         auto after_quote = [&](int32_t state) -> int64_t {
-            int32_t entry = before && quote >= 0 ? entry_of(state, quote) : DEAD, to = entry < 0 ? entry : target_of(entry);
+            int32_t entry = before ? table.left_out_entries[(size_t)state] : DEAD, to = entry < 0 ? entry : target_of(entry);
             return to < 0 ? -1 : before->class_of[to] | (int64_t)push_of(entry) << 32;
         };
         auto class_after = [&](int32_t entry, int32_t state) -> int64_t { // SELF: the state itself
@@ -873,9 +881,14 @@ private:
             return;
         }
         steps += end - begin;
-        for (int32_t child = begin; child < end; child++)
-            if (int32_t entry = next[automaton.class_of[trie.bytes[(size_t)child]]]; entry >= 0)
-                visit(trie, child, size + 1, entry, known, covers, found, crosses);
+        const bool may_repeat = std::is_same_v<Found, SetOrdered> || known < 0; // tokens that are known may be found
+        for (int32_t child = begin; child < end; child++) {
+            int32_t entry = next[automaton.class_of[trie.bytes[(size_t)child]]];
+            if (entry < 0) continue;
+            bool is_plain = may_repeat && entry < SPECIAL && (!automaton.symbols || steps_of[(size_t)entry].pop < 0);
+            if (int32_t leaf = trie.leaf_token[(size_t)child]; leaf >= 0 && is_plain) found(leaf);
+            else visit(trie, child, size + 1, entry, known, covers, found, crosses);
+        }
     }
 
     // The tokens at a node and below it, to which `entry` leads. `size`: bytes up to the node.
@@ -883,6 +896,8 @@ private:
     void visit(const Trie &trie, int32_t number, int32_t size, int32_t entry, int32_t known, bool covers, const Found &found, const Crosses &crosses) {
         const Trie::Node &node = trie.nodes[(size_t)number];
         if (node.reach <= known) return;
+        __builtin_prefetch(trie.bytes.data() + node.first_child);
+        __builtin_prefetch(trie.leaf_token.data() + node.first_child);
         int32_t to = target_of(entry), top = 0;
         bool below = false; // whether the move leaves a part that the token did not begin
         if (automaton.symbols) {
@@ -1121,11 +1136,10 @@ private:
     }
 
     int32_t add_row(int32_t base) {
-        bool any_text = false, any_stop = false;
-        for (int32_t word : row.touched) {
-            any_text |= (row.bits[word] & ~(uint32_t)vocabulary.stop_words[word]) != 0;
-            any_stop |= (row.bits[word] & (uint32_t)vocabulary.stop_words[word]) != 0;
-        }
+        auto is_text = [&](int32_t word) { return (row.bits[(size_t)word] & ~(uint32_t)vocabulary.stop_words[(size_t)word]) != 0; };
+        auto is_set = [&](int32_t token) { return row.bits[(size_t)token / 32] >> token % 32 & 1; };
+        bool any_text = std::any_of(row.touched.begin(), row.touched.end(), is_text);
+        bool any_stop = std::any_of(vocabulary.stops.begin(), vocabulary.stops.end(), is_set);
         status_of.push_back(any_text || base != -1 ? 1 : any_stop ? 2 : 4); // MaskStatus OK, COMPLETE, DEAD_END
         built_on.push_back(base);
         built_size.push_back((int32_t)row.touched.size());

@@ -4,6 +4,7 @@
 #include "interned.h"
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 #include <unordered_map>
 #include <utility>
@@ -160,16 +161,21 @@ public:
 
     // One for each hash of the open nodes. Each other node has a negative number of its own.
     void find_blocks() {
-        elements.resize(open.size());
-        for (int32_t node : open) sorted.push_back({hashes[(size_t)node], node});
-        std::sort(sorted.begin(), sorted.end());
-        for (int32_t node = 0; node < (int32_t)hashes.size(); node++) set_block(node, -2 - node);
-        for (int32_t at = 0; at < (int32_t)sorted.size(); at++) {
-            if (!at || sorted[(size_t)at].first != sorted[(size_t)at - 1].first) blocks.push_back({at, at, 0});
-            blocks.back().past++;
-            set_block(sorted[(size_t)at].second, (int32_t)blocks.size() - 1);
-            put(at, sorted[(size_t)at].second);
+        for (int32_t node = 0; node < (int32_t)hashes.size(); node++) block_of[(size_t)node] = -2 - node;
+        Interned numbers;
+        for (int32_t node : open) {
+            uint64_t hash = hashes[(size_t)node];
+            const int32_t key[] = {(int32_t)hash, (int32_t)(hash >> 32)};
+            auto [number, is_new] = numbers.add(key, std::size(key));
+            if (is_new) blocks.push_back({0, 0, 0});
+            blocks[(size_t)number].past++; // first their sizes
+            block_of[(size_t)node] = number;
         }
+        int32_t first = 0;
+        for (Block &block : blocks) block.first = std::exchange(first, first + block.past), block.past = block.first;
+        elements.resize(open.size());
+        for (int32_t node : open) put(blocks[(size_t)block_of[(size_t)node]].past++, node);
+        for (int32_t node = 0; node < (int32_t)hashes.size(); node++) set_block(node, block_of[(size_t)node]);
     }
 
     template <class Found> void each_target(int32_t node, const Found &found) const {

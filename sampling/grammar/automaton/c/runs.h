@@ -14,6 +14,7 @@ struct Runs {
     };
     std::vector<Run> runs;
     std::vector<int32_t> start = {0}; // [rows + 1]
+    std::vector<int32_t> left_out_entries; // [rows]
 
     // The column `left_out` is in no run; -1: there is none.
     Runs(int32_t columns, int32_t left_out) : columns(columns), left_out(left_out), factors(1, 0) {
@@ -22,7 +23,9 @@ struct Runs {
 
     void add_row(Automaton::Spans spans) {
         int32_t at = 0;
+        left_out_entries.push_back(DEAD);
         for (const Span &span : spans) {
+            if (span.low <= left_out && left_out < span.end) left_out_entries.back() = span.entry;
             add(at, span.low, DEAD);
             add(span.low, span.end, span.entry);
             at = span.end;
