@@ -159,7 +159,6 @@ constexpr int64_t ALIKE_STEPS = 50'000'000; // moves that are compared to find s
 // Followed before states that are alike are searched for, and before parts of the tree are shared, which takes longer where few states are alike.
 constexpr int64_t MOVES_PER_STEP = 8, STEPS_PER_MOVE = 2;
 constexpr size_t MAX_BELOW = 8'000'000; // words
-constexpr size_t FEW_WORDS = 256; // with their bits
 
 static Ints bits_of(const Ints &tokens, int32_t words) {
     Ints row((size_t)words, 0);
@@ -244,13 +243,9 @@ struct Row {
         for (size_t begin = 0; begin < bits.size(); begin += BLOCK) {
             uint32_t any = 0;
             for (size_t at = begin; at < begin + BLOCK; at++) any |= bits[at];
-            if (!any) continue;
             size_t count = touched.size();
-            touched.resize(count + BLOCK);
-            for (size_t at = begin; at < begin + BLOCK; at++) { // without a branch that is hard to predict
-                touched[count] = (int32_t)at;
-                count += bits[at] != 0;
-            }
+            touched.resize(count + (any ? BLOCK : 0));
+            for (size_t at = begin; any && at < begin + BLOCK; count += bits[at++] != 0) touched[count] = (int32_t)at; // no branch per word
             touched.resize(count);
         }
     }
@@ -301,7 +296,7 @@ struct SparseRow {
 class Masks {
 public:
     Masks(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits)
-        : automaton(automaton), vocabulary(vocabulary), limits(limits), narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(bytes_by_class(automaton)), quote(bytes_of[automaton.class_of['"']].size() == 1 ? automaton.class_of['"'] : -1), table(automaton.classes, quote), row((size_t)vocabulary.words), part_row((size_t)vocabulary.words),
+        : automaton(automaton), vocabulary(vocabulary), limits(limits), narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(bytes_by_class(automaton)), quote(bytes_of[automaton.class_of['"']].size() == 1 ? automaton.class_of['"'] : -1), table(automaton.classes, quote), row((size_t)vocabulary.words),
           ordered(vocabulary.starts.size() / 32 + 1), top_at((size_t)vocabulary.longest + 1), pushed((size_t)vocabulary.longest + 1) {
         find_steps();
         find_closed();
@@ -760,23 +755,9 @@ private:
         crossed->insert(crossed->end(), begin + (int64_t)found.crossed.begin, begin + (int64_t)found.crossed.end);
     }
 
-    // Set the tokens of one tree, a number in `below_bits`. Many tokens are kept as words of the row: other rows have the same.
+    // Set the tokens of one tree, a number in `below_bits`.
     void set_part(size_t part, int32_t number) {
-        const Trie &trie = vocabulary.tries[part];
-        auto set_each = [&] { each_word(number, [&](int32_t word, uint32_t bits) { set_ordered(trie, word, bits); }); };
-        if (below_bits.length(number) < FEW_WORDS) return set_each();
-        Ints &words = part_words[(uint64_t)number * NUM_PARTS + part]; // and their bits, by turns
-        if (words.empty() && part_words_size > MAX_BELOW) return set_each();
-        if (words.empty()) {
-            std::swap(row, part_row);
-            set_each();
-            row.list_touched();
-            for (int32_t word : row.touched) words.push_back(word), words.push_back((int32_t)row.bits[(size_t)word]);
-            row.clear();
-            std::swap(row, part_row);
-            part_words_size += words.size();
-        }
-        for (size_t at = 0; at < words.size(); at += 2) row.set(words[at], (uint32_t)words[at + 1]);
+        each_word(number, [&](int32_t word, uint32_t bits) { set_ordered(vocabulary.tries[part], word, bits); });
     }
 
     // Set tokens that are given by their place in the order of a tree.
@@ -1297,9 +1278,7 @@ private:
     Ints below_crossed, *crossed = nullptr; // tokens whose legality depends on the stack; of the state or the part that is being walked
     std::deque<SparseRow> spares; // of the parts of the tree that are being walked
     size_t level = 0; // of these
-    std::unordered_map<uint64_t, Ints> part_words; // by number in `below_bits` and tree
-    size_t part_words_size = 0; // of all of them
-    Row row, part_row; // being built, and the tokens of one tree for it
+    Row row; // being built
     SparseRow ordered; // the tokens of a tree, in its order: those below a node are neighbours
     struct Pushed { int32_t symbol, below, size; }; // a symbol, the one below it as in top_at, and the number with those below
     Ints top_at; // [bytes] where in `pushed` the top of the stack is after so many bytes; 0: it is empty

@@ -71,11 +71,11 @@ public:
         : automaton(automaton), factors(1, 0), hashes((size_t)(automaton.states + automaton.symbols), 1), next(hashes.size()),
           open(hashes.size()), place(hashes.size()), block_of(hashes.size()) {
         for (int32_t at = 0; at < automaton.classes; at++) factors.push_back(factors.back() + mixed((uint64_t)at + 1));
+        Interned shapes;
         for (const Move &move : automaton.moves) {
-            uint64_t hash = mixed((uint64_t)move.counter << 2 | (uint64_t)(move.push >= 0) << 1 | (move.last_target >= 0));
-            for (const auto *sets : {&move.sets, &move.last_sets})
-                for (int32_t value : *sets) hash = mixed(hash + (uint32_t)value);
-            move_hashes.push_back(hash);
+            Ints shape{move.counter, move.push >= 0, move.last_target >= 0};
+            for (const auto *sets : {&move.sets, &move.last_sets}) shape.insert(shape.end(), sets->begin(), sets->end());
+            shape_of.push_back(shapes.add(shape).number);
         }
         std::iota(open.begin(), open.end(), 0);
         for (size_t before = 2 * open.size(); open.size() * 10 < before * 9;) {
@@ -114,10 +114,11 @@ public:
     uint64_t hash_after_entry(int32_t entry) const {
         if (entry < SPECIAL) return hash_after(entry);
         const Move &move = automaton.moves[(size_t)(entry - SPECIAL)];
-        uint64_t pushed = move.push < 0 ? 0 : mixed(hashes[(size_t)(automaton.states + move.push)] + 1);
-        return mixed(move_hashes[(size_t)(entry - SPECIAL)] + hash_after(move.target)) + pushed + mixed(hash_after(move.last_target) + 2);
+        uint64_t pushed = mixed(hash_after(symbol_node(move)) + 1);
+        return mixed(mixed((uint64_t)shape_of[(size_t)(entry - SPECIAL)] + 1) + hash_after(move.target)) + pushed + mixed(hash_after(move.last_target) + 2);
     }
 
+    int32_t symbol_node(const Move &move) const { return move.push < 0 ? DEAD : automaton.states + move.push; }
     int32_t go(int32_t finish, int32_t symbol) const { return automaton.go[(size_t)finish * (size_t)automaton.symbols + (size_t)symbol]; }
 
     uint64_t hash_of(int32_t node) const {
@@ -131,22 +132,26 @@ public:
         return mixed(sum);
     }
 
-    void leave_out_lone() {
-        struct Slot { uint64_t hash = 0; int32_t count = 0; };
-        size_t size = 16;
-        while (size < open.size() * 2) size *= 2;
-        std::vector<Slot> slots(size);
-        auto slot_of = [&](int32_t node) -> Slot & {
-            size_t at = (size_t)hashes[(size_t)node] & (size - 1);
-            while (slots[at].count && slots[at].hash != hashes[(size_t)node]) at = (at + 1) & (size - 1);
-            return slots[at];
-        };
+    // For each open node the number of its hash, and how many nodes have each.
+    std::pair<Ints, Ints> numbers() const {
+        Interned numbers;
+        Ints number_of, sizes;
         for (int32_t node : open) {
-            Slot &slot = slot_of(node);
-            slot.hash = hashes[(size_t)node];
-            slot.count++;
+            const int32_t hash[] = {(int32_t)hashes[(size_t)node], (int32_t)(hashes[(size_t)node] >> 32)};
+            auto [number, is_new] = numbers.add(hash, std::size(hash));
+            if (is_new) sizes.push_back(0);
+            number_of.push_back(number);
+            sizes[(size_t)number]++;
         }
-        open.erase(std::remove_if(open.begin(), open.end(), [&](int32_t node) { return slot_of(node).count == 1; }), open.end());
+        return {number_of, sizes};
+    }
+
+    void leave_out_lone() {
+        auto [number_of, sizes] = numbers();
+        size_t kept = 0;
+        for (size_t at = 0; at < open.size(); at++)
+            if (sizes[(size_t)number_of[at]] > 1) open[kept++] = open[at];
+        open.resize(kept);
     }
 
     void set_block(int32_t node, int32_t block) {
@@ -161,21 +166,15 @@ public:
 
     // One for each hash of the open nodes. Each other node has a negative number of its own.
     void find_blocks() {
-        for (int32_t node = 0; node < (int32_t)hashes.size(); node++) block_of[(size_t)node] = -2 - node;
-        Interned numbers;
-        for (int32_t node : open) {
-            uint64_t hash = hashes[(size_t)node];
-            const int32_t key[] = {(int32_t)hash, (int32_t)(hash >> 32)};
-            auto [number, is_new] = numbers.add(key, std::size(key));
-            if (is_new) blocks.push_back({0, 0, 0});
-            blocks[(size_t)number].past++; // first their sizes
-            block_of[(size_t)node] = number;
-        }
-        int32_t first = 0;
-        for (Block &block : blocks) block.first = std::exchange(first, first + block.past), block.past = block.first;
+        auto [number_of, sizes] = numbers();
         elements.resize(open.size());
-        for (int32_t node : open) put(blocks[(size_t)block_of[(size_t)node]].past++, node);
-        for (int32_t node = 0; node < (int32_t)hashes.size(); node++) set_block(node, block_of[(size_t)node]);
+        int32_t first = 0;
+        for (int32_t size : sizes) blocks.push_back({first, first, 0}), first += size;
+        for (int32_t node = 0; node < (int32_t)hashes.size(); node++) set_block(node, -2 - node);
+        for (size_t at = 0; at < open.size(); at++) {
+            put(blocks[(size_t)number_of[at]].past++, open[at]);
+            set_block(open[at], number_of[at]);
+        }
     }
 
     template <class Found> void each_target(int32_t node, const Found &found) const {
@@ -185,12 +184,9 @@ public:
             return;
         }
         for (const Span &span : automaton.spans_of(node)) {
-            if (span.entry < SPECIAL) {
-                find(span.entry);
-                continue;
-            }
-            const Move &move = automaton.moves[(size_t)(span.entry - SPECIAL)];
-            for (int32_t to : {move.target, move.last_target, move.push < 0 ? DEAD : automaton.states + move.push}) find(to);
+            const Move *move = span.entry < SPECIAL ? nullptr : &automaton.moves[(size_t)(span.entry - SPECIAL)];
+            find(move ? move->target : span.entry);
+            if (move) find(move->last_target), find(symbol_node(*move));
         }
     }
 
@@ -217,8 +213,7 @@ public:
     bool is_equal_entry(int32_t entry, int32_t other) const {
         if (entry < SPECIAL || other < SPECIAL) return std::max(entry, other) < SPECIAL && block_after(entry) == block_after(other);
         const Move &left = automaton.moves[(size_t)(entry - SPECIAL)], &right = automaton.moves[(size_t)(other - SPECIAL)];
-        auto pushed = [&](const Move &move) { return block_after(move.push < 0 ? DEAD : automaton.states + move.push); };
-        return left.counter == right.counter && left.sets == right.sets && left.last_sets == right.last_sets && pushed(left) == pushed(right) &&
+        return shape_of[(size_t)(entry - SPECIAL)] == shape_of[(size_t)(other - SPECIAL)] && block_after(symbol_node(left)) == block_after(symbol_node(right)) &&
                block_after(left.target) == block_after(right.target) && block_after(left.last_target) == block_after(right.last_target);
     }
 
@@ -269,7 +264,8 @@ public:
 
     const Automaton &automaton;
     std::vector<uint64_t> factors; // [classes + 1] sums of those of the classes before
-    std::vector<uint64_t> move_hashes, hashes, next; // of moves; of nodes, and the next ones; once there are blocks, of their numbers
+    Ints shape_of; // [moves] what they do, without where they lead
+    std::vector<uint64_t> hashes, next; // of nodes, and the next ones; once there are blocks, of their numbers
     Ints open; // nodes that are not alone
     Ints elements, place; // open nodes by block; [nodes] where in `elements`
     Ints block_of; // [nodes]
