@@ -296,8 +296,8 @@ struct SparseRow {
 class Masks {
 public:
     Masks(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits)
-        : automaton(automaton), vocabulary(vocabulary), limits(limits), narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(bytes_by_class(automaton)), quote(bytes_of[automaton.class_of['"']].size() == 1 ? automaton.class_of['"'] : -1), table(automaton.classes, quote), row((size_t)vocabulary.words),
-          ordered(vocabulary.starts.size() / 32 + 1), top_at((size_t)vocabulary.longest + 1), pushed((size_t)vocabulary.longest + 1) {
+        : automaton(automaton), vocabulary(vocabulary), limits(limits), narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(bytes_by_class(automaton)), quote(bytes_of[automaton.class_of['"']].size() == 1 ? automaton.class_of['"'] : -1), table(automaton.classes, quote),
+          row((size_t)vocabulary.words), ordered(vocabulary.starts.size() / 32 + 1), top_at((size_t)vocabulary.longest + 1), pushed((size_t)vocabulary.longest + 1) {
         find_steps();
         find_closed();
     }
@@ -877,8 +877,6 @@ private:
     void visit(const Trie &trie, int32_t number, int32_t size, int32_t entry, int32_t known, bool covers, const Found &found, const Crosses &crosses) {
         const Trie::Node &node = trie.nodes[(size_t)number];
         if (node.reach <= known) return;
-        __builtin_prefetch(trie.bytes.data() + node.first_child);
-        __builtin_prefetch(trie.leaf_token.data() + node.first_child);
         int32_t to = target_of(entry), top = 0;
         bool below = false; // whether the move leaves a part that the token did not begin
         if (automaton.symbols) {

@@ -62,9 +62,9 @@ void merge_classes(Automaton &automaton) {
     for (uint8_t &value : automaton.class_of) value = (uint8_t)renamed[value];
 }
 
-// Blocks of equivalent states and symbols (numbered from `states` on). First the nodes are left out that have a hash of their own of the texts
-// of some bytes that can be read: they are equivalent to no other. The rest is divided into blocks, until all nodes of a block lead to the
-// same blocks. The largest part of a divided block keeps its number, and only nodes that lead to the other parts are looked at again.
+// Blocks of equivalent states and symbols (numbered from `states` on). Nodes have hashes of the texts of some bytes that can be read. Those
+// with a hash of their own are equivalent to no other. The rest is divided into blocks, until all nodes of a block lead to the same blocks.
+// The largest part of a divided block keeps its number, and only nodes that lead to the other parts are looked at again.
 class Blocks {
 public:
     explicit Blocks(const Automaton &automaton)
@@ -104,7 +104,7 @@ public:
     int32_t operator[](int32_t node) const { return block_of[(size_t)node]; }
     size_t size() const { return (size_t)count; }
 
-
+private:
     static constexpr int ROUNDS = 3;
 
     struct Block { int32_t first, past, marked; }; // elements[first .. past], of which the first are marked
@@ -115,7 +115,8 @@ public:
         if (entry < SPECIAL) return hash_after(entry);
         const Move &move = automaton.moves[(size_t)(entry - SPECIAL)];
         uint64_t pushed = mixed(hash_after(symbol_node(move)) + 1);
-        return mixed(mixed((uint64_t)shape_of[(size_t)(entry - SPECIAL)] + 1) + hash_after(move.target)) + pushed + mixed(hash_after(move.last_target) + 2);
+        uint64_t shape = mixed((uint64_t)shape_of[(size_t)(entry - SPECIAL)] + 1);
+        return mixed(shape + hash_after(move.target)) + pushed + mixed(hash_after(move.last_target) + 2);
     }
 
     int32_t symbol_node(const Move &move) const { return move.push < 0 ? DEAD : automaton.states + move.push; }
@@ -213,18 +214,20 @@ public:
     bool is_equal_entry(int32_t entry, int32_t other) const {
         if (entry < SPECIAL || other < SPECIAL) return std::max(entry, other) < SPECIAL && block_after(entry) == block_after(other);
         const Move &left = automaton.moves[(size_t)(entry - SPECIAL)], &right = automaton.moves[(size_t)(other - SPECIAL)];
-        return shape_of[(size_t)(entry - SPECIAL)] == shape_of[(size_t)(other - SPECIAL)] && block_after(symbol_node(left)) == block_after(symbol_node(right)) &&
-               block_after(left.target) == block_after(right.target) && block_after(left.last_target) == block_after(right.last_target);
+        auto is_same = [&](int32_t after, int32_t with) { return block_after(after) == block_after(with); };
+        return shape_of[(size_t)(entry - SPECIAL)] == shape_of[(size_t)(other - SPECIAL)] && is_same(symbol_node(left), symbol_node(right)) &&
+               is_same(left.target, right.target) && is_same(left.last_target, right.last_target);
     }
 
     bool is_equal(int32_t node, int32_t other) const {
         if (int32_t states = automaton.states; node >= states || other >= states) {
-            bool equal = std::min(node, other) >= states;
-            for (int32_t finish = 0; equal && finish < automaton.finish_sets; finish++)
-                equal = block_after(go(finish, node - states)) == block_after(go(finish, other - states));
-            return equal;
+            if (std::min(node, other) < states) return false;
+            for (int32_t finish = 0; finish < automaton.finish_sets; finish++)
+                if (block_after(go(finish, node - states)) != block_after(go(finish, other - states))) return false;
+            return true;
         }
-        if (automaton.accepts[(size_t)node] != automaton.accepts[(size_t)other] || automaton.pop[(size_t)node] != automaton.pop[(size_t)other]) return false;
+        auto kind = [&](int32_t state) { return std::make_pair(automaton.accepts[(size_t)state], automaton.pop[(size_t)state]); };
+        if (kind(node) != kind(other)) return false;
         auto [left, left_end] = automaton.spans_of(node);
         auto [right, right_end] = automaton.spans_of(other);
         for (int32_t at = 0; left < left_end && right < right_end;) {
