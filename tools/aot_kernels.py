@@ -161,12 +161,13 @@ def _filter_variants() -> list[Variant]:
     found = [_variant("tile_maxima fp32", filters.tile_maxima, ["*fp32", "*i64", "*i64", *["i32"] * 4], {"TILE": tile}, 8)]
     found.append(_variant("bucket_sums fp32", filters.bucket_sums, [*inputs, *["i32"] * 5], shape, 8))
     digits = {"BITS": filters.DIGIT_BITS, "WINDOW": filters.FIND_WINDOW // shape["TILES"]}
-    found.append(_variant("find_least fp32", filters.find_least, [*inputs, "*i32", "*i32", "*i64", *["i32"] * 6], digits | shape, 8))
+    types = [*inputs, "*i32", "*i32", "*i64", *["i32"] * 6]
+    found.append(_variant("find_least fp32", filters.find_least, types, digits | shape, 8)._replace(registers=filters.FIND_REGISTERS))
     for draws in (False, True):
         flags = {"HAS_IDS": draws, "DRAWS": draws, "SALT": signed(Purpose.DRAFT * GOLDEN)}
         types = ["*fp32", "*fp32", *["*i64"] * 7, "*fp32", *["i32"] * 6]
-        variant = _variant(f"keep {'and draw' if draws else 'only'}", filters.keep, types, flags | shape, 8)
-        found.append(variant._replace(registers=filters.KEEP_REGISTERS))
+        label = f"keep {'and draw' if draws else 'only'}"
+        found.append(_variant(label, filters.keep, types, flags | shape, 8)._replace(registers=filters.KEEP_REGISTERS))
     return found
 
 
@@ -214,7 +215,7 @@ def attention_variants() -> list[Variant]:
         where += ", one part" * one.alone + ", soft-capped" * one.capped + ", sinks" * one.sinks + ", float8" * one.float8
         label = f"attend_part {one.dtype} {one.size}, {tile.rows} rows, {where}"
         variant = _variant(label, paged_programs.attend_part, types, shape | {"WIDE": False}, tile.warps)
-        found.append(variant._replace(stages=tile.stages))
+        found.append(variant._replace(stages=tile.stages, registers=tile.registers))
     types = [*["*fp32"] * 3, "*bf16", "i32", "i32"]
     found.append(_variant("combine_parts", paged_programs.combine_parts, types, {"PARTS": paged_programs.MOST_PARTS, "SIZE": 256}, 2))
     types = [*["*bf16"] * 5, "*i64", *["*bf16"] * 3, *["i32"] * 7]

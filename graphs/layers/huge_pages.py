@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # of Linux
-_PAGE = 1 << 21
-_MAPPING = 16 * _PAGE  # for several tensors; memory that none of them uses is not taken
+_PAGE, _MAPPING = 1 << 21, 1 << 25  # a mapping is for several tensors; memory that none of them uses is not taken
 _LEAST_BYTES = 1 << 16
 
 
@@ -40,8 +39,7 @@ def empty_in_huge_pages(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype
         mapping = mmap.mmap(-1, max(_MAPPING, nbytes) + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             mapping.madvise(_ADVICE)
-        address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
-        _latest.mapping, _latest.used = weakref.ref(mapping), -address % _PAGE
+        _latest.mapping, _latest.used = weakref.ref(mapping), -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % _PAGE
     found = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=_latest.used)  # keeps the mapping
     _latest.used += -(-nbytes // 64) * 64
     return found.view(dtype).view(shape)

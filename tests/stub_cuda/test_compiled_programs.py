@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import triton
 
-from tools.aot_kernels import ARCHS, attention_variants, usage, variants
+from tools.aot_kernels import ARCHS, usage, variants
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_programs_with_branches_compile_and_do_not_spill(arch: int) -> None:
-    """Grammars with forced tokens, and attention with a window."""
-    programs = [attention_variants()[0], *(variant for variant in variants() if variant.label.endswith("in a chain"))]
-    assert [usage(each, arch).spill_bytes for each in programs] == [0] * 3
+def test_programs_that_spilled_or_did_not_compile(arch: int) -> None:
+    ends = "in a chain", "find_least fp32", "32 rows, 4 to a cache head, pages of 16"
+    programs = [variant for variant in variants() if variant.label.endswith(ends)]
+    assert programs and [each.label for each in programs if usage(each, arch).spill_bytes] == []
 
 
 @pytest.mark.skipif(triton.__version__.startswith("3.4."), reason="Triton 3.4, of torch 2.8: one of them spills on sm_90")

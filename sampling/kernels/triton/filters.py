@@ -23,7 +23,7 @@ from stepgraph.sampling.sampler import Param
 
 FILTER_TILE = 2048  # tokens per program
 RACE_TILE = 1024
-KEEP_REGISTERS = 64  # no spills; sm_100 would take more
+KEEP_REGISTERS, FIND_REGISTERS = 64, 144  # sm_100 would take more than 64; without the other bound, ptxas of Triton 3.6 spills on sm_80
 FIND_WINDOW = 512  # listed weights at a time
 DIGIT_BITS = 5  # of the smallest kept weight, found at a time
 
@@ -400,6 +400,7 @@ def _filter(
         listed.stride(0),
         BITS=digit_bits,
         WINDOW=max(1, FIND_WINDOW // shape["TILES"]),
+        maxnreg=FIND_REGISTERS,
         **shape,
         **options,
     )
