@@ -164,6 +164,7 @@ def test_the_c_library_compiles_without_warnings(level: str, tmp_path: Path, mon
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @needs_c
 def test_the_command_that_tests_each_built_wheel_passes(tmp_path: Path) -> None:
     (command,) = re.findall(r'^test-command = "(.*)"$', PROJECT, re.MULTILINE)
@@ -202,6 +203,7 @@ def test_public_names_do_not_import_transformers() -> None:
     assert printed == "set() False\n"
 
 
+@pytest.mark.slow
 def test_an_sdist_holds_all_that_a_clone_has_and_its_tests_run(tmp_path: Path) -> None:
     with tarfile.open(build("sdist", tmp_path)) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}

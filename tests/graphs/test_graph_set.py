@@ -262,6 +262,7 @@ print(sum(one.nbytes + one.host_bytes for _, one in report.keys), report.residen
 """
 
 
+@pytest.mark.slow
 def test_process_grows_by_what_the_report_counts() -> None:
     """In a process of its own: the growth of this one includes what other tests free."""
     done = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True)

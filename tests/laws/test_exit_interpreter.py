@@ -8,6 +8,8 @@ import sys
 import weakref
 from pathlib import Path
 
+import pytest
+
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs import TapeBackend
 from stepgraph.sampling.grammar import GrammarLimits
@@ -55,6 +57,7 @@ while not all(one.stats().grammars.running for one in engines):
 """
 
 
+@pytest.mark.slow
 def test_interpreter_exits_cleanly_during_rounds_and_compiles(tmp_path: Path) -> None:
     """One grammar takes minutes in its worker process, one about a second in this process; nothing was closed."""
     ran = subprocess.run(

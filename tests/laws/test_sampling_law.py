@@ -60,7 +60,9 @@ def test_parts_cover_all_triples_and_all_combinations() -> None:
             assert len({tuple(BITS[index][column] for column in columns) for index in part}) == 8
 
 
-@pytest.mark.parametrize("part", [0, 1, 2, 3, 6, *(pytest.param(part, marks=pytest.mark.soak) for part in (4, 5, 7))])
+@pytest.mark.parametrize(
+    "part", [0, 1, *(pytest.param(part, marks=pytest.mark.slow if part in (2, 3, 6) else pytest.mark.soak) for part in range(2, 8))]
+)
 def test_emitted_tokens_follow_the_target_distribution(part: int) -> None:
     """All parts: every setting once; for each number of drafts and kind of vocabulary, every combination of any three values."""
     k, d2t = SHAPES[part]

@@ -112,6 +112,7 @@ def _valid(validator: jsonschema.Draft202012Validator, text: bytes) -> bool:
         return True  # a schema that only refers to itself accepts everything
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_accepted_schemas_are_enforced(backend: BackendChoice) -> None:
     positions, found = faults(backend, 1, 700)

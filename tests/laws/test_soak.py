@@ -30,6 +30,7 @@ from stepgraph.sampling.grammar import Claim
 from tests.helpers.toy_engines import COMPILER, Setup, make_engine
 from tools.soak import __main__ as soak
 from tools.soak import checker, load
+from tools.soak import report as soak_report
 from tools.soak.engines import KINDS, EngineKind
 from tools.soak.process import PROCESS, Sample, TypeCounts, heap_bytes, resident_bytes, sample
 from tools.soak.report import ALLOWED, MIB, Trend, fit, grown, lines, report
@@ -178,6 +179,7 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 }
 
 
+@pytest.mark.slow
 @has_process_figures
 def test_four_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for planted in ("matchers are kept", "memory is kept", "allocations are kept", "an event is late"):
@@ -280,10 +282,11 @@ def test_noise_is_not_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     assert growing(0.0) <= 3 and growing(0.8) <= 8, "of 200"
     found = [resident(26e6, 3e6, 22.5, 37.5, 0.8, seed).flat for seed in range(100)]
     assert found.count(True) <= 5, "growth within noise is not found"
-    monkeypatch.setattr("tools.soak.report.LAGS", 0)  # independent points
+    monkeypatch.setattr(soak_report, "LAGS", 0)  # independent points
     assert growing(0.8) >= 30
 
 
+@pytest.mark.slow
 def test_what_idle_engines_hold_is_not_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of twelve engines keeps a random amount from one of its acts to the next, a turn of all engines later."""
 
@@ -299,7 +302,7 @@ def test_what_idle_engines_hold_is_not_growth(monkeypatch: pytest.MonkeyPatch) -
         return found
 
     assert growing() <= 2 and growing(26e6) >= 54, "of 60"
-    monkeypatch.setattr("tools.soak.report.LAGS", 0)
+    monkeypatch.setattr(soak_report, "LAGS", 0)
     assert growing() >= 6
 
 

@@ -139,7 +139,13 @@ def test_outputs_follow_the_target_distribution_at_random_draft_lengths(setup: S
 
 @needs_c
 @pytest.mark.parametrize(
-    ("setup", "name"), [(crowd(3), "free"), (crowd(2, "random", False), "penalties"), (replace(crowd(2), eager=True), "filtered")], ids=str
+    ("setup", "name"),
+    [
+        (crowd(3), "free"),
+        pytest.param(crowd(2, "random", False), "penalties", marks=pytest.mark.slow),
+        pytest.param(replace(crowd(2), eager=True), "filtered", marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_outputs_follow_the_target_distribution_when_batches_change_between_lanes(setup: Setup, name: str) -> None:
     """Most rounds have all grammars on the device; a few requests with a grammar on the host join them and leave again."""
@@ -151,7 +157,7 @@ def test_outputs_follow_the_target_distribution_when_batches_change_between_lane
 
 
 @needs_c
-@pytest.mark.parametrize("planted", [False, True], ids=["", "forced drafts verified as drawn ones"])
+@pytest.mark.parametrize("planted", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "forced drafts verified as drawn ones"])
 def test_drafts_forced_on_the_device_keep_the_target_distribution(monkeypatch: pytest.MonkeyPatch, planted: bool) -> None:
     if planted:
         forget_certain_drafts(monkeypatch)
@@ -176,6 +182,7 @@ def rounds_by_length(engine: Engine) -> Counter[int]:
     return Counter({length: rounds for length, rounds in found.items() if rounds})
 
 
+@pytest.mark.slow
 def test_negative_control_penalties_ignore_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a planted bug, every position counts only tokens emitted before the round."""
     real = processors.apply_settings

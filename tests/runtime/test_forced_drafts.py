@@ -309,9 +309,13 @@ def engine_of(source: Source, **options: Any) -> Engine:
     return Engine(TARGET, draft, vocabulary=VOCABULARY, config=replace(config, **options))
 
 
-@pytest.mark.parametrize(
-    "source", [pytest.param(SOURCES[name], id=name, marks=[needs_c] if name.startswith("device") else []) for name in SOURCES]
-)
+EACH_SOURCE = [
+    pytest.param(source, id=name, marks=[*([needs_c] if "device" in name else []), *([] if "4" in name else [pytest.mark.slow])])
+    for name, source in SOURCES.items()
+]
+
+
+@pytest.mark.parametrize("source", EACH_SOURCE)
 def test_random_switching_with_looked_up_and_forced_drafts_keeps_the_tokens(source: Source) -> None:
     modelled = not isinstance(source[0], str)
     with engine_of(source, draft_length="auto") as made:
@@ -327,9 +331,9 @@ def test_random_switching_with_looked_up_and_forced_drafts_keeps_the_tokens(sour
     ("source", "name", "wrong"),
     [
         ("ngram 2", "follow", advance),
-        ("model 2", "follow", advance),
+        pytest.param("model 2", "follow", advance, marks=pytest.mark.slow),
         ("ngram 2", "fill_next", lambda stage: advance(stage)),
-        ("model 2", "fill_next", lambda stage: advance(stage)),
+        pytest.param("model 2", "fill_next", lambda stage: advance(stage), marks=pytest.mark.slow),
     ],
 )
 def test_random_requests_detect_a_wrong_grammar_step(

@@ -38,7 +38,8 @@ def texts(family: str, k: int, implementation: str = "native") -> list[tuple[lis
 
 
 NATIVE = (
-    *("smollm2", "qwen3-moe", "deepseek-v3"),
+    "smollm2",
+    *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3-moe", "deepseek-v3")),
     *(pytest.param(family, marks=pytest.mark.soak) for family in ("mistral", "qwen3", "gemma-3")),
 )
 
@@ -77,7 +78,7 @@ def exact(family: str) -> Any:
     return copy.deepcopy(judge(family, HALF)).float()
 
 
-@pytest.mark.parametrize("family", NEAR)
+@pytest.mark.parametrize("family", ["smollm2", *(pytest.param(family, marks=pytest.mark.slow) for family in NEAR if family != "smollm2")])
 def test_each_difference_to_transformers_is_a_near_tie(family: str) -> None:
     """Texts with drafts, against decoding by transformers in bfloat16 without a cache, whose products sum in another order."""
     gaps = []

@@ -51,7 +51,9 @@ def make_engine(family: str, k: int, noise: float = 0.1, **changes: Any) -> Engi
             ("qwen3-moe", 3),
             ("gpt-oss", 3),
         ),
-        *(("glm-4.5", 2), ("deepseek-v3", 3), ("deepseek-v3, queries of the hidden state", 1)),
+        pytest.param("glm-4.5", 2, marks=pytest.mark.slow),
+        ("deepseek-v3", 3),
+        pytest.param("deepseek-v3, queries of the hidden state", 1, marks=pytest.mark.slow),
     ],
 )
 def test_texts_equal_plain_greedy_decoding(family: str, k: int) -> None:

@@ -50,6 +50,7 @@ from tests.runtime.models.files.test_quantised_folder import write as write_quan
 PROGRAM = "tests.helpers.parallel_program"
 SECONDS = 5.0
 soak = pytest.mark.soak
+slow = pytest.mark.slow
 
 
 @contextlib.contextmanager
@@ -164,6 +165,7 @@ def decode_options(draft: str, size: int) -> list[Job]:
     return jobs
 
 
+@slow
 @pytest.mark.parametrize(
     ("size", "draft"), [(2, "ngram"), *(pytest.param(*case, marks=soak) for case in ((2, "none"), (4, "ngram"), (4, "none")))]
 )
@@ -182,7 +184,7 @@ def test_options_of_sampled_rounds_give_what_one_process_gives(size: int, draft:
 @pytest.mark.parametrize(
     ("size", "family"),
     [
-        (2, "gpt-oss"),
+        pytest.param(2, "gpt-oss", marks=slow),
         *(pytest.param(2, family, marks=soak) for family in ("mistral", "qwen2", "phi-3, with a window", "qwen3-moe, shares as they are")),
         *(pytest.param(2, family, marks=soak) for family in ("deepseek-v3", "deepseek-v3, queries of the hidden state", "glm-4.5")),
         *(
@@ -202,7 +204,7 @@ LAYERS = BASE | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layer
 @pytest.mark.parametrize(
     ("layout", "weights", "size"),
     [
-        ("AWQ", "quantised", 2),
+        pytest.param("AWQ", "quantised", 2, marks=slow),
         *(pytest.param(layout, "quantised", 2, marks=soak) for layout in LAYOUTS if layout != "AWQ"),
         *(pytest.param(layout, "dequantised", 4, marks=soak) for layout in LAYOUTS),
     ],
@@ -221,6 +223,7 @@ def test_quantised_folders(layout: str, weights: str, size: int, tmp_path: Path)
         assert kept[1] == {name: nbytes // size for name, nbytes in kept[0].items()} and len(kept[1]) == 8
 
 
+@slow
 def test_a_server_over_ranks_answers_as_one_over_one_process(tmp_path: Path) -> None:
     """With a template whose <think> is a control token, which the server makes text on every rank, and a grammar after it."""
     folder = Path(shutil.copytree(model_folder(), tmp_path / "model"))
@@ -317,6 +320,7 @@ def require_equal_tokens(target: Path, draft: str | Path, size: int, weights: st
     return accepted
 
 
+@slow
 def test_layers_whose_sums_include_the_norm_give_the_tokens_of_one_process() -> None:
     """As FlashInfer's do on a GPU; here on the first rank, with the messages of the others."""
 
@@ -342,7 +346,7 @@ def test_layers_whose_sums_include_the_norm_give_the_tokens_of_one_process() -> 
         assert sums[0].calls and not sums[0].calls % (2 * len(target_of(engine).layers))
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=soak)])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=slow), pytest.param(4, marks=soak)])
 def test_priorities_and_tenants_have_the_order_of_one_process(size: int) -> None:
     """Requests arrive in parts, between steps, while rows are taken."""
     asks = [(index % 3 - 1, "aab"[index % 3] if index < 9 else "c") for index in range(15)]
@@ -422,7 +426,7 @@ def test_recorded_steps_have_a_group_of_their_own() -> None:
     assert used == [5, 3, 5]
 
 
-@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=soak)])
+@pytest.mark.parametrize("eager", [pytest.param(True, marks=slow), pytest.param(False, marks=soak)])
 def test_messages_of_graphs_and_of_eager_work_use_different_groups(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank does the same: a message in another group would have no partner. Prompts are eager here."""
     used, real = set[Any](), parallel.gather
@@ -446,7 +450,7 @@ def test_a_killed_rank_ends_all_jobs() -> None:
         lose(engine, jobs, signal.SIGKILL, 0)
 
 
-@pytest.mark.parametrize("which", ["others", pytest.param("first", marks=soak)])
+@pytest.mark.parametrize("which", [pytest.param("others", marks=slow), pytest.param("first", marks=soak)])
 def test_a_round_that_hangs_on_one_rank_ends_all_jobs_in_time(which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process runs on, as with a device that does not answer."""
     flag = tmp_path / "flag"
@@ -683,6 +687,7 @@ def test_recordings_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         Engine.from_pretrained(model_folder(), tensor_parallel=2, record=tmp_path / "run.jsonl")
 
 
+@slow
 def test_requests_with_embeddings_are_refused_and_others_continue() -> None:
     with open_engine(model_folder(), "none", 2) as engine:
         image = {0: torch.zeros(1, target_of(engine).embedding_size)}

@@ -31,6 +31,7 @@ def identity_with(**settings: Any) -> str:
         return identity_of(engine)
 
 
+@pytest.mark.slow
 def test_equal_engines_have_equal_identities_in_every_process() -> None:
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, check=True)

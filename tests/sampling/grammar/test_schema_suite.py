@@ -36,6 +36,7 @@ TABLE = kept()
 ROOT = Path(__file__).parent.parent.parent.parent
 
 
+@pytest.mark.slow
 def test_outcomes_equal_the_table() -> None:
     found = outcomes()
     changed = differences(TABLE, found)

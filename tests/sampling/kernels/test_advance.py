@@ -101,7 +101,7 @@ def test_reference_and_c_equal_the_host_link(drafts: int, rounds: int) -> None:
     assert set(counts) == set(MaskStatus) - ({MaskStatus.ILLEGAL} if drafts == 0 else set())
 
 
-@pytest.mark.parametrize("seed", [2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seed", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.soak)])
 def test_forced_tokens_equal_those_of_the_host_link(seed: int) -> None:
     """Drafts chosen one by one, and proposed chains."""
     world = World(forcing_grammars(), 7, 4, seed, [advance_reference, advance_fill.out], forced=True)

@@ -45,6 +45,7 @@ def run(*command: str, interpret: bool) -> str:
 
 
 @needs_triton
+@pytest.mark.slow
 @pytest.mark.parametrize("suites", [SUITES[::2], SUITES[1::2]], ids=" ".join)
 def test_programs_equal_the_references_in_the_interpreter(suites: list[str]) -> None:
     """Several suites share a process: importing torch and triton takes as long as half a suite."""

@@ -13,6 +13,7 @@ from tools import bench_parallel
 from tools.bench_parallel import ROWS
 
 
+@pytest.mark.slow
 def test_ranks_are_measured_by_the_step(capsys: pytest.CaptureFixture[str]) -> None:
     before = parallel.gather, Ranks.publish
     assert bench_parallel.main([str(model_folder()), "--tokens", "40", "--turns", "1"]) == 0

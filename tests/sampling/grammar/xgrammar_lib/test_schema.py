@@ -186,7 +186,7 @@ def test_number_bounds_of_many_digits_are_exact(backend: str, value: float) -> N
             assert (matcher is not None and matcher.accept_token(STOP)) == expected, other
 
 
-@both
+@pytest.mark.parametrize("backend", ["xgrammar", pytest.param("llguidance", marks=pytest.mark.slow)])
 def test_number_ranges_are_exact(backend: str) -> None:
     random, tried = Random(3), 0
     while tried < 150:
