@@ -101,10 +101,10 @@ def _mask_variants(every: bool) -> list[Variant]:
     types = [*["*i64"] * 4, "i32", "*i64", "*i64", "*i1", *["i32"] * 6]
     found = [_variant("check_tags", chain.check_tags, types, {"POSITIONS": 16}, 1)]
     for dtype, has_masks, has_ids in itertools.product(("fp32", "bf16", "fp16"), (True, False), (True, False)):
-        types = [f"*{dtype}", "*i32", "*i64", "*i1", *["*i64"] * 3, "*fp32", "*i64", "*fp32", "*i64", "*i1", "*i32", "*i64", "*i64"]
-        types += ["*fp32", "*i32", *["i32"] * 15]
-        flags = {"HAS_MASKS": has_masks, "HAS_MASK_ROWS": has_masks, "HAS_IDS": has_ids, "HAS_ROWS": True}
-        constants = {**flags, "WORDS": processors.PROCESS_TILE // 32, "BIASES": 256}
+        of_mask = ["*i32", "*i64", "*i1", "*i64"] if has_masks else [None] * 4
+        types = [f"*{dtype}", *of_mask, "*i64" if has_ids else None, "*i64", "*fp32", "*i64", "*fp32", "*i64", "*i1", "*i32"]
+        types += ["*i64", "*i64", "*fp32", "*i32", *["i32"] * 15]
+        constants = {"WORDS": processors.PROCESS_TILE // 32, "BIASES": 256}
         label = f"{'mapped ' if has_ids else ''}process_tile {dtype} {'masked' if has_masks else 'free'}"
         found.append(_variant(label, processors.process_tile, types, constants, 4))
     found.append(_variant("sum_tile bf16", processors.sum_tile, ["*bf16", "*fp32", *["i32"] * 4], {"TILE": processors.SUM_TILE}, 8))
@@ -113,9 +113,8 @@ def _mask_variants(every: bool) -> list[Variant]:
     types = ["*bf16", "*fp32", "*i64", "*fp32", "*i64", "*i32", "*fp32", *["i32"] * 12]
     found.append(_variant("rank_tokens bf16", alternatives.rank_tokens, types, {"TILE": alternatives.TOP_TILE}, 8))
     for has_status in (True, False):
-        types = ["*i32", "*i64" if has_status else "*i1", "*i1", "*i64", "i32"]
-        constants = {"HAS_STATUS": has_status, "TILES": 512}
-        found.append(_variant(f"judge_positions {has_status}", processors.judge_positions, types, constants, 1))
+        types = ["*i32", "*i64" if has_status else None, "*i1", "*i64", "i32"]
+        found.append(_variant(f"judge_positions {has_status}", processors.judge_positions, types, {"TILES": 512}, 1))
     return found + _grammar_variants(every) + _filter_variants() + attention_variants() + _packed_variants(every)
 
 
@@ -164,8 +163,8 @@ def _filter_variants() -> list[Variant]:
     types = [*inputs, "*i32", "*i32", "*i64", *["i32"] * 6]
     found.append(_variant("find_least fp32", filters.find_least, types, digits | shape, 8)._replace(registers=filters.FIND_REGISTERS))
     for draws in (False, True):
-        flags = {"HAS_IDS": draws, "DRAWS": draws, "SALT": signed(Purpose.DRAFT * GOLDEN)}
-        types = ["*fp32", "*fp32", *["*i64"] * 7, "*fp32", *["i32"] * 6]
+        flags = {"DRAWS": draws, "SALT": signed(Purpose.DRAFT * GOLDEN)}
+        types = ["*fp32", "*fp32", "*i64", "*i64", "*i64" if draws else None, *["*i64"] * 4, "*fp32", *["i32"] * 6]
         label = f"keep {'and draw' if draws else 'only'}"
         found.append(_variant(label, filters.keep, types, flags | shape, 8)._replace(registers=filters.KEEP_REGISTERS))
     return found

@@ -16,8 +16,7 @@ from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn
 from stepgraph.sampling.kernels import advance
 from stepgraph.sampling.kernels.advance import PlaceColumn
 from stepgraph.sampling.kernels.triton.automaton import fill, follow, symbol_at
-from stepgraph.sampling.kernels.triton.forced import draft_or_forced, follow_text, write_forced_token
-from stepgraph.sampling.kernels.triton.marker import within_limit
+from stepgraph.sampling.kernels.triton.forced import draft_or_forced, follow_text, within_limit, write_forced_token
 
 _VERSION = tl.constexpr(IMAGE_VERSION)
 _HEADER_INTS = tl.constexpr(advance.HEADER_INTS)
@@ -233,7 +232,6 @@ def advance_rows(
 
 
 def advance_fill(*tensors: Any, tile: int = WORDS, lanes: int = LANES) -> None:
-    """The arguments of kernels.advance.advance_fill."""
     *arguments, first, last, fill_new, by_row, texts, slots, forced, merges, takes_forced = tensors
     state, images, rows, drafts, arena, _, starts, _, _, _, stacks, masks, _, statuses = arguments
     _, positions, words = masks.shape

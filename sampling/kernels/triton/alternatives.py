@@ -90,7 +90,6 @@ def top_logprobs(
     *,
     tile: int = TOP_TILE,
 ) -> None:
-    """The arguments of kernels.alternatives.top_logprobs."""
     batch, positions, width = logits.shape
     rank_tokens[(batch * positions,)](
         logits,

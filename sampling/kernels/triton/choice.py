@@ -106,7 +106,6 @@ def masked_candidates(
 
 @triton.jit
 def is_finite(ranked):
-    """Whether the value with this rank is finite."""
     return (ranked > _BOTTOM) & (ranked < _TOP)
 
 

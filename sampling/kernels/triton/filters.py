@@ -291,7 +291,7 @@ def keep(
     row_params,  # [B, >= 4] float32
     maxima,  # [B * Q, tiles] int64
     least,  # [B * Q, 2] int64, of find_least
-    token_of,  # [width] int64, the index of each probability; not read unless HAS_IDS
+    token_of,  # [width] int64, the index of each probability; None: its own
     rows,  # [B * Q] int64, where the probabilities go; this and the next three only where DRAWS
     seed,  # [B * Q] int64
     position,  # [B * Q] int64
@@ -303,7 +303,6 @@ def keep(
     position_stride,
     row_params_stride,
     probs_stride,
-    HAS_IDS: tl.constexpr,
     DRAWS: tl.constexpr,
     SALT: tl.constexpr,
     TILE: tl.constexpr,
@@ -323,7 +322,7 @@ def keep(
             weight = _weight(_logits(logits, positions, width, row_stride, position_stride, TILE), temperature, best)
             kept = tl.where(weight >= low, weight.to(tl.float32, bitcast=True), 0.0)
             rates = tl.math.div_rn(kept, held.to(tl.float32) * _FROM_UNIT)
-    tokens = tl.load(token_of + ids, mask=ids < width, other=0).to(tl.int32) if HAS_IDS else ids
+    tokens = tl.load(token_of + ids, mask=ids < width, other=0).to(tl.int32) if token_of is not None else ids
     target = tl.load(rows + line) if DRAWS else line
     tl.store(probs + target * probs_stride + tokens, rates, mask=ids < width)
     if DRAWS:
@@ -357,7 +356,6 @@ def distribution(logits: Tensor, params: Tensor, probs: Tensor, *, tile: int = F
 
 
 def draw(logits: Tensor, params: Tensor, *others: Any, tile: int = FILTER_TILE, digit_bits: int = DIGIT_BITS) -> None:
-    """The arguments and outputs of kernels.filters.draw."""
     *race, row_probs, ids, token = others
     listed = torch.empty(logits.shape, dtype=torch.int32, device=logits.device)
     candidates = _filter(logits[:, None], params, row_probs, listed, (*race, ids), tile, digit_bits)
@@ -410,7 +408,7 @@ def _filter(
         params,
         maxima,
         least,
-        maxima if ids is None else ids,
+        ids,
         rows,
         seed,
         position,
@@ -419,7 +417,6 @@ def _filter(
         *sizes,
         params.stride(0),
         probs.stride(0),
-        HAS_IDS=ids is not None,
         DRAWS=race is not None,
         SALT=signed(purpose * GOLDEN),
         maxnreg=KEEP_REGISTERS,

@@ -1,4 +1,7 @@
-"""Forced tokens in the Triton program of advance_fill: the text that must come next, and its tokens. `forced.c` has the same rules."""
+"""Forced tokens in the Triton program of advance_fill: the text that must come next, and its tokens. `forced.c` has the same rules.
+
+Also the limit of the free text before a marker, of which `image_within_limit` of image.h has the same rule.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,9 @@ _CLASS_TILE = tl.constexpr(256)
 _CLASSES = tl.constexpr(int(Field.CLASSES))
 _BYTE_OF = tl.constexpr(int(Field.BYTE_OF))
 _LEAVE = tl.constexpr(int(Field.LEAVE))
+_FREE = tl.constexpr(int(Field.FREE))
+_LIMIT = tl.constexpr(int(Field.LIMIT))
+_LIMITED = tl.constexpr(int(Field.LIMITED))
 _LANE_BITS = tl.constexpr(7)  # of an index into _BYTES
 _NO_PAIR = tl.constexpr(1 << 62)
 
@@ -291,3 +297,12 @@ def write_forced_token(
                     known, image, vocabulary, token_slots, slot_bits, position, mask, words, place, stack, scratch, MERGES, WORDS
                 )
             tl.store(column + out, token.to(tl.int64))
+
+
+@triton.jit
+def within_limit(image, place, tokens):
+    """The place after so many tokens: one in free text is replaced if the text has reached its limit."""
+    state, counters, stack = place
+    free, limited = tl.load(image + _FREE), tl.load(image + _LIMITED)
+    replaced = (tokens >= tl.load(image + _LIMIT)) & (state >= free) & (state < limited)
+    return tl.where(replaced, state + limited - free, state), counters, stack

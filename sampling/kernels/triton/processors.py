@@ -30,17 +30,17 @@ _LAST_ID = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def _table_row(row, rows, HAS_ROWS: tl.constexpr):
+def _table_row(row, rows):
     """The table row of a batch row."""
-    if HAS_ROWS:
+    if rows is not None:
         row = tl.load(rows + row)
     return row
 
 
 @triton.jit
-def _allowed(mask, covered, closed, words, ids, tokens, inside, HAS_IDS: tl.constexpr):
+def _allowed(mask, covered, closed, words, ids, tokens, inside, token_of):
     """Which logits of a tile a mask of `covered` tokens allows, none if it is closed; and which are under a word with any bit."""
-    if HAS_IDS:
+    if token_of is not None:
         bits = tl.where(closed, 0, tl.load(mask + (tokens >> 5), mask=ids < covered, other=-1))
     else:
         bits = tl.where(closed, 0, tl.load(mask + words, mask=words * 32 < covered, other=-1))[:, None]
@@ -101,12 +101,12 @@ def _penalised(values, counts, seen, inside, repetition, presence, frequency):
 @triton.jit
 def process_tile(
     logits,  # [B, Q, >= width]
-    masks,  # [R, Q, words] int32; this and the next three are not read unless HAS_MASKS
-    mask_rows,  # [B] int64; not read unless HAS_MASK_ROWS
+    masks,  # [R, Q, words] int32, or None, like the next three
+    mask_rows,  # [B] int64; None also where masks are by batch row
     constrained,  # [B] bool
     status,  # [B, Q] int64
-    token_of,  # [width] int64, the target's token of each logit; not read unless HAS_IDS
-    rows,  # [B] int64, the table row of each batch row; not read unless HAS_ROWS
+    token_of,  # [width] int64, the target's token of each logit; None: its index
+    rows,  # [B] int64, the table row of each batch row; None: the same
     row_params,  # [R, columns] float32
     bias_ids,  # [R, biases] int64
     biases,  # [R, biases] float32
@@ -132,10 +132,6 @@ def process_tile(
     generated_step,
     before_row_step,
     before_position_step,
-    HAS_MASKS: tl.constexpr,
-    HAS_MASK_ROWS: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
     WORDS: tl.constexpr,
     BIASES: tl.constexpr,
 ):
@@ -147,20 +143,20 @@ def process_tile(
     inside = ids < width
     whole = (tl.program_id(1) + 1) * WORDS * 32 <= width  # no edge in this tile: wide loads and stores
     tokens = ids
-    if HAS_IDS:
+    if token_of is not None:
         tokens = tl.load(token_of + ids, mask=inside, other=0).to(tl.int32)
     legal, marked = inside, (words >= 0)[:, None]
-    if HAS_MASKS:
-        mask = masks + _table_row(row, mask_rows, HAS_MASK_ROWS) * masks_row_step + position.to(tl.int64) * masks_position_step
+    if masks is not None:
+        mask = masks + _table_row(row, mask_rows) * masks_row_step + position.to(tl.int64) * masks_position_step
         rule = tl.load(constrained + row).to(tl.int32)
         closed = (rule != 0) & (tl.load(status + line) != _OK)
-        legal, marked = _allowed(mask, rule * width, closed, words, ids, tokens, inside, HAS_IDS)
+        legal, marked = _allowed(mask, rule * width, closed, words, ids, tokens, inside, token_of)
     source = logits + row * logits_row_stride + position.to(tl.int64) * logits_position_stride + ids
-    values = _legal(source, legal, marked, whole & (HAS_IDS == 0))
+    values = _legal(source, legal, marked, whole & (token_of is None))
     peak = peaks + (line.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * 2
     tl.store(peak, tl.max(tl.max(rank(values), 1), 0))
 
-    table_row = _table_row(row, rows, HAS_ROWS)
+    table_row = _table_row(row, rows)
     at, own = first + position, row_params + table_row * columns
     if tl.load(bias_ids + table_row * num_biases) >= 0:
         values = _biased(values, tokens, bias_ids + table_row * num_biases, biases + table_row * num_biases, num_biases, BIASES)
@@ -180,13 +176,13 @@ def process_tile(
 
 
 @triton.jit
-def judge_positions(peaks, status, finite, judged, tiles, HAS_STATUS: tl.constexpr, TILES: tl.constexpr):
+def judge_positions(peaks, status, finite, judged, tiles, TILES: tl.constexpr):
     """processors.judge for one position, and whether its best processed logit is finite. TILES is a power of two >= tiles."""
     line = tl.program_id(0)
     peak = peaks + (line.to(tl.int64) * tiles + tl.minimum(tl.arange(0, TILES), tiles - 1)) * 2
     allowed, left = tl.max(tl.load(peak), 0), tl.max(tl.load(peak + 1), 0)
     known = tl.full((), _OK, tl.int64)
-    if HAS_STATUS:
+    if status is not None:
         known = tl.load(status + line)
     banned = is_finite(allowed) & (left == _BOTTOM)
     tl.store(judged + line, tl.where(banned & (known == _OK), _DEAD_END, known))
@@ -240,13 +236,13 @@ def report_token(
 
 def process_logits(*arguments: Any, tile: int = PROCESS_TILE) -> None:
     """The arguments and outputs of kernels.processors.process_logits; the program takes the inputs in the same order."""
-    logits, masks, mask_rows, _, status, ids, rows, params, bias_ids, _, stop_ids, _, output_counts, *others = arguments
+    logits, masks, _, _, status, _, _, params, bias_ids, _, stop_ids, _, output_counts, *others = arguments
     generated, before, first, processed, finite, judged = others
     (batch, positions, width), inputs = logits.shape, arguments[:-4]
     lines, tiles = batch * positions, triton.cdiv(width, tile)
     peaks = torch.empty(lines, tiles, 2, dtype=torch.int32, device=logits.device)
     process_tile[(lines, tiles)](
-        *(generated if tensor is None else tensor for tensor in inputs),  # in place of None: not read
+        *inputs,
         processed,
         peaks,
         positions,
@@ -261,29 +257,15 @@ def process_logits(*arguments: Any, tile: int = PROCESS_TILE) -> None:
         *((0, 0) if masks is None else masks.stride()[:2]),
         generated.stride(0),
         *before.stride(),
-        HAS_MASKS=masks is not None,
-        HAS_MASK_ROWS=mask_rows is not None,
-        HAS_IDS=ids is not None,
-        HAS_ROWS=rows is not None,
         WORDS=tile // 32,
         BIASES=triton.next_power_of_2(bias_ids.shape[1]),
         num_warps=4,
         enable_fp_fusion=False,
     )
-    judge_positions[(lines,)](
-        peaks,
-        finite if status is None else status,
-        finite,
-        judged,
-        tiles,
-        HAS_STATUS=status is not None,
-        TILES=triton.next_power_of_2(tiles),
-        num_warps=1,
-    )
+    judge_positions[(lines,)](peaks, status, finite, judged, tiles, TILES=triton.next_power_of_2(tiles), num_warps=1)
 
 
 def log_probabilities(logits: Tensor, probs: Tensor, tokens: Tensor, found: Tensor, *, tile: int = SUM_TILE) -> None:
-    """The arguments of kernels.processors.log_probabilities."""
     (batch, positions, width), strides = logits.shape, logits.stride()[:2]
     assert found.stride()[1:] == (2, 1), f"found has strides {found.stride()}"
     lines, tiles = batch * positions, triton.cdiv(width, tile)
