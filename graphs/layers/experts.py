@@ -1,16 +1,22 @@
-"""Experts: MLPs of which every token takes a few. All shapes are static; which experts a token takes is read on the device."""
+"""Experts: MLPs of which every token takes a few. All shapes are static; which experts a token takes is read on the device.
+
+Weights of experts may stay quantised in memory: only those of the experts that a token takes are read.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.dense import product
+from stepgraph.graphs.layers.quantised import TILE, is_packed, quantised_product
 from stepgraph.graphs.layers.reference import sigmoid
 from stepgraph.sampling.kernels.c_kernel import FLOATS, CKernel, is_contiguous, same_float_type
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
 
-_MOST_EXPERTS, MOST_BYTES = 1024, 1 << 17  # of a row of states; as in experts.c
+_MOST_EXPERTS, _MOST_BYTES = 1024, 1 << 17  # of a row of states; as in experts.c
 
 
 def _choice_outputs(logits: Tensor, count: int, normalised: bool) -> tuple[Tensor, Tensor]:
@@ -64,13 +70,14 @@ def choose_grouped_experts(
 
 def _product_outputs(states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None = None) -> Tensor:
     assert experts.numel() % len(states) == 0 and len(weights) % num_experts == 0, f"states {states.shape}, experts {experts.shape}"
-    return states.new_empty(experts.numel(), len(weights) // num_experts)
+    return states.new_empty(experts.numel(), len(weights) // num_experts * (TILE if weights.dtype is torch.uint8 else 1))
 
 
 def _product_in_c(states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None) -> bool:
-    others = [weights] if biases is None else [weights, biases]
-    dense = all(each.is_contiguous() for each in others) and is_contiguous(torch.int64, experts)
-    return dense and same_float_type(states, *others) and states.shape[1] * states.element_size() <= MOST_BYTES
+    packed = weights.dtype is torch.uint8
+    others = [each for each in (None if packed else weights, biases) if each is not None]
+    dense = all(each.is_contiguous() for each in others) and is_contiguous(torch.int64, experts) and (not packed or is_packed(weights))
+    return dense and same_float_type(states, *others) and states.shape[1] * states.element_size() <= _MOST_BYTES
 
 
 @operation(_product_outputs, triton=True, c=CKernel("expert_product", _product_in_c))
@@ -80,13 +87,32 @@ def expert_product(states: Dense, experts: Contiguous, weights: Tensor, num_expe
     states [N, in], or [N * count, in] with a row for each expert of a token; experts [N, count]; weights [num_experts * out, in];
     biases [num_experts * out].
     """
-    chosen = experts.flatten()
+    return _products(product.reference, states, experts, weights, num_experts, biases)
+
+
+@operation(
+    _product_outputs, triton="stepgraph.graphs.layers.triton.quantised_experts", c=CKernel("quantised_expert_product", _product_in_c)
+)
+def quantised_expert_product(states: Dense, experts: Contiguous, weights: Tensor, num_experts: int, biases: Tensor | None = None) -> Tensor:
+    """`expert_product` with the packed weights of all experts, [num_experts * out / 16, blocks, bytes], in float32."""
+    return _products(quantised_product.reference, states, experts, weights, num_experts, biases)
+
+
+def _products(
+    multiply: Callable[..., Tensor], states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None
+) -> Tensor:
+    found, chosen = _product_outputs(states, experts, weights, num_experts).zero_(), experts.flatten()
     states = states.repeat_interleave(len(chosen) // len(states), 0)
-    found = states.new_zeros(len(chosen), len(weights) // num_experts)
     parts = zip(weights.chunk(num_experts), [None] * num_experts if biases is None else biases.chunk(num_experts), strict=True)
     for index, (weight, bias) in enumerate(parts):
-        found = torch.where((chosen == index)[:, None], product.reference(states, weight, bias), found)
+        found = torch.where((chosen == index)[:, None], multiply(states, weight, bias), found)
     return found
+
+
+def expert_linear(states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None = None) -> Tensor:
+    """`expert_product`, or `quantised_expert_product` with packed weights."""
+    run = quantised_expert_product if weights.dtype is torch.uint8 else expert_product
+    return run(states, experts, weights, num_experts, biases)
 
 
 def _combined_outputs(parts: Tensor, shares: Tensor) -> Tensor:

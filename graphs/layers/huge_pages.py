@@ -11,7 +11,7 @@ import threading
 import weakref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # of Linux
 _PAGE, _MAPPING = 1 << 21, 1 << 25  # a mapping is for several tensors; memory that none of them uses is not taken
@@ -43,3 +43,8 @@ def empty_in_huge_pages(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype
     found = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=_latest.used)  # keeps the mapping
     _latest.used += -(-nbytes // 64) * 64
     return found.view(dtype).view(shape)
+
+
+def empty_weight(like: Tensor, *shape: int) -> nn.Parameter:
+    """An uninitialised parameter with the dtype and device of `like`."""
+    return nn.Parameter(empty_in_huge_pages(like, shape), requires_grad=False)

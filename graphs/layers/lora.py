@@ -6,7 +6,7 @@ all zeros, for rows without an adapter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,8 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.sampling.kernels.c_kernel import CKernel, same_float_type
 from stepgraph.sampling.kernels.operation import Contiguous, operation
+
+Adapted = Callable[[str, Tensor, Tensor], Tensor]  # the name of a weight, its input and its product -> the result
 
 
 class LoraWeight(NamedTuple):

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph.graphs.layers.dense import activate_and_mul
-from stepgraph.graphs.layers.experts import choose_experts, choose_grouped_experts, combine_experts
+from stepgraph.graphs.layers.experts import choose_experts, choose_grouped_experts, combine_experts, expert_linear
+from stepgraph.graphs.layers.huge_pages import empty_weight
 from stepgraph.graphs.layers.linear import linear
-from stepgraph.graphs.layers.quantised_experts import expert_linear
+from stepgraph.graphs.layers.lora import Adapted
 from stepgraph.runtime.models.llama_config import ExpertsConfig, LlamaConfig
-from stepgraph.runtime.models.parts import Adapted, empty_weight
 
 
 class ExpertMlp(nn.Module):

@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from stepgraph.graphs.layers.experts import choose_experts, choose_grouped_experts, combine_experts, expert_product
+from stepgraph.graphs.layers.experts import (
+    choose_experts,
+    choose_grouped_experts,
+    combine_experts,
+    expert_product,
+    quantised_expert_product,
+)
 from stepgraph.graphs.layers.quantised import KINDS, Kind, quantised_product
-from stepgraph.graphs.layers.quantised_experts import quantised_expert_product
 from stepgraph.sampling import native
 from tests.graphs.layers.test_quantised import every_kind, made
 from tests.helpers.torch_threads import torch_threads
@@ -124,9 +129,8 @@ def test_an_expert_outside_of_the_weights_is_refused() -> None:
 
 def test_many_choices_are_taken_in_several_parts() -> None:
     chosen, states, weights = torch.randint(0, EXPERTS, (700, COUNT), generator=MADE), random(700, 8), random(EXPERTS * 3, 8)
-    torch.testing.assert_close(
-        expert_product(states, chosen, weights, EXPERTS), expert_product.reference(states, chosen, weights, EXPERTS), rtol=1e-5, atol=1e-5
-    )
+    given = states, chosen, weights, EXPERTS
+    torch.testing.assert_close(expert_product(*given), expert_product.reference(*given), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -140,8 +144,8 @@ def test_sums_are_weighted_in_float32(dtype: torch.dtype) -> None:
 
 def test_operations_pass_opcheck() -> None:
     experts = torch.tensor([[1, 0], [1, 2]])
-    opcheck(choose_experts.out, (random(2, 5), 2, True, torch.empty(2, 2), torch.empty(2, 2, dtype=torch.int64)))
     chosen = torch.empty(2, 2), torch.empty(2, 2, dtype=torch.int64)
+    opcheck(choose_experts.out, (random(2, 5), 2, True, *chosen))
     opcheck(choose_grouped_experts.out, (random(2, 8), random(8), 2, 4, 2, True, 2.5, *chosen))
     opcheck(expert_product.out, (random(2, 8), experts, random(15, 8), 3, None, torch.empty(4, 5)))
     opcheck(quantised_expert_product.out, (random(2, 32), experts, PACKED, EXPERTS, None, torch.empty(4, 16)))

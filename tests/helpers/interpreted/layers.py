@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.graphs import drafting, mask_upload
-from stepgraph.graphs.layers import dense, experts, lora, quantised, quantised_experts, slot_mapping
+from stepgraph.graphs.layers import dense, experts, lora, quantised, slot_mapping
 from stepgraph.graphs.layers.triton import dense as dense_programs
 from stepgraph.graphs.layers.triton import experts as expert_programs
 from stepgraph.graphs.layers.triton import lora as lora_programs
@@ -144,7 +144,7 @@ def test_products_of_packed_experts_equal_the_reference(name: str) -> None:
             near = inner * 2**-24 * float((states.double().abs() @ weights.double().abs().T).max())
             near += 2**-10 if dtype is torch.float16 else 0
             given = states, chosen, packed, number, bias
-            compare(quantised_experts.quantised_expert_product, packed_expert_programs.quantised_expert_product, *given, near=near)
+            compare(experts.quantised_expert_product, packed_expert_programs.quantised_expert_product, *given, near=near)
 
 
 def test_activations_of_large_numbers() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs import drafting, mask_upload
-from stepgraph.graphs.layers import dense, experts, lora, quantised, quantised_experts, slot_mapping
+from stepgraph.graphs.layers import dense, experts, lora, quantised, slot_mapping
 from stepgraph.sampling import bitmask, native
 from stepgraph.sampling.grammar.automaton import library as automaton_library
 from stepgraph.sampling.grammar.status import TAG_FIELDS, MaskStatus
@@ -73,7 +73,7 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
     ),
     "combine_experts": (experts.combine_experts, [numbers(4, 8), numbers(2, 2)], [torch.zeros(2, 8)]),
     "quantised_expert_product": (
-        quantised_experts.quantised_expert_product,
+        experts.quantised_expert_product,
         [numbers(2, 32), torch.tensor([[1, 0], [1, 2]]), PACKED.repeat(3, 1, 1), 3, numbers(48)],
         [torch.zeros(4, 16)],
     ),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs import drafting, mask_upload, sampled_stages, skipped_tokens, stages
-from stepgraph.graphs.layers import dense, experts, lora, quantised, quantised_experts, slot_mapping
+from stepgraph.graphs.layers import dense, experts, lora, quantised, slot_mapping
 from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode
 from tools.gpu.checks.operations import Call, numbers
@@ -97,7 +97,7 @@ def _packed_calls(device: torch.device, tokens: int, size: int, dtype: torch.dty
         output, read = torch.full_like(states, 7.5), weight.nbytes + 2 * states.nbytes
         yield Call(quantised.quantised_product, shape, (states, weight, None), (output,), read, near=near)
         chosen = torch.arange(2 * tokens, device=device).view(tokens, 2) % 3  # of three experts with a third of the columns each
-        third, product = weight[: len(weight) // 3 * 3], quantised_experts.quantised_expert_product
+        third, product = weight[: len(weight) // 3 * 3], experts.quantised_expert_product
         output = states.new_empty(2 * tokens, len(third) // 3 * quantised.TILE)
         read = states.nbytes + len(chosen.unique()) * third.nbytes // 3 + output.nbytes
         yield Call(product, shape, (states, chosen, third, 3, None), (output,), read, near=near)
