@@ -78,8 +78,6 @@ class RoundShape:
 
 @dataclass(frozen=True)
 class DeviceTables:
-    """Grammars in device memory."""
-
     buffers: StaticBuffers
     context: CaptureContext
     tokens: TokenTensors

@@ -13,8 +13,6 @@ LONGEST = -1  # as a draft length: num_speculative_tokens
 
 
 class Drafting(NamedTuple):
-    """How a round drafts."""
-
     length: int = LONGEST  # drafts that it verifies and makes
     model: bool = True  # False: the draft model does not run, and all drafts are looked up or forced by a grammar
 

@@ -19,8 +19,6 @@ from stepgraph.sampling.grammar.status import HostColumn
 
 @dataclass(frozen=True)
 class HostNodes:
-    """Matchers on the host."""
-
     buffers: StaticBuffers
     context: CaptureContext
     link: HostLink

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from stepgraph.graphs.ring_specs import Control, Counter
+from stepgraph.graphs.round_specs import Control, Counter
 from stepgraph.graphs.row_layout import ResultLayout
 from stepgraph.sampling.grammar.status import FinishCode
 from stepgraph.sampling.kernels.operation import Contiguous, operation

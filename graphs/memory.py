@@ -47,7 +47,6 @@ def resident_bytes() -> int | None:
 
 
 def _own_bytes() -> list[int]:
-    """Bytes of this process: mapped, and resident."""
     return [int(pages) * os.sysconf("SC_PAGE_SIZE") for pages in Path("/proc/self/statm").read_text().split()[:2]]
 
 

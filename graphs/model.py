@@ -33,8 +33,6 @@ class NoCache:
 
 
 class AttentionShape(NamedTuple):
-    """The shape of one model's attention."""
-
     dtype: torch.dtype
     heads: int
     kv_heads: int

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.looping import end_round
-from stepgraph.graphs.ring_specs import Counter
+from stepgraph.graphs.round_specs import Counter
 from stepgraph.sampling.kernels.c_kernel import CKernel
 from stepgraph.sampling.kernels.operation import Contiguous, operation
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from enum import IntEnum
 
 import torch
 
@@ -14,6 +15,7 @@ from stepgraph.sampling.kernels.advance import PLACE_INTS, TEXT_INTS
 from stepgraph.sampling.sampler import Param
 
 MAX_SKIPPED = 32  # tokens of rounds in which the draft model does not run, before it processes them
+TOP_RINGS = {"ids": torch.int32, "logprobs": torch.float32}  # written by kernels.top_logprobs
 IMAGE_CHUNKS, IMAGE_CHUNK = 8, 1 << 16  # of one upload, in int32: 2 MiB are copied beside a round
 
 
@@ -54,6 +56,45 @@ def grammar_specs(limits: Limits, arena: int, depth: int, forced: bool = False) 
         BufferSpec("row_stacks", (rows, places, depth), int32),
         BufferSpec("image_ring_host", (IMAGE_CHUNKS, min(arena, IMAGE_CHUNK)), int32, "pinned"),
     )
+
+
+class Control(IntEnum):
+    """`loop_control_host`: when a launch ends besides the end of all its rows."""
+
+    STOP_BEFORE = 0  # launches with a smaller number end after one more round
+    WAITING = 1  # 1: end when a row has finished, as a request waits for one
+    READ = 2  # rounds that the host has read: a launch ends while the ring is full
+
+
+class Counter(IntEnum):
+    """`round_counters`, and the header of each slot."""
+
+    LAUNCH = 0  # with loops: number of the launch, from 1 on, which selects the batch
+    PUBLISHED = 1  # rounds published so far, in a header the one in the slot included
+
+
+def ring_specs(limits: Limits) -> tuple[BufferSpec, ...]:
+    """In addition to `round_specs`: rings in pinned memory that connect rounds with the host.
+
+    Without them `batch_rows` is the batch, and `results` are for the caller to read. The host never writes a slot that the device still
+    has to read, and never reads one that the device still writes.
+    """
+    slots, results = limits.max_rows, ResultLayout(limits.num_speculative_tokens).width
+    rings: tuple[BufferSpec, ...] = (
+        BufferSpec("round_counters", (len(Counter),), torch.int64),
+        BufferSpec("batch_rows_ring_host", (limits.ring_depth, slots), torch.int64, "pinned", fill=limits.dummy_row),
+        BufferSpec("results_ring_host", (limits.result_slots, slots, results), torch.int64, "pinned"),
+        BufferSpec("logprobs_ring_host", (limits.result_slots, slots, limits.positions, 2), torch.float32, "pinned"),
+    )
+    if limits.max_top_logprobs:
+        shape = (limits.result_slots, slots, limits.positions, 2 * limits.max_top_logprobs)
+        rings += tuple(BufferSpec(f"top_{name}_ring_host", shape, dtype, "pinned") for name, dtype in TOP_RINGS.items())
+    loops = (
+        BufferSpec("loop_done", (1,), torch.int32),  # whether the launch ends after this round
+        BufferSpec("loop_control_host", (len(Control),), torch.int64, "pinned"),
+        BufferSpec("results_header_ring_host", (limits.result_slots, len(Counter)), torch.int64, "pinned"),
+    )
+    return (*rings, *loops) if limits.loops else rings
 
 
 def option_specs(limits: Limits, relaxed: bool, processors: int) -> tuple[BufferSpec, ...]:

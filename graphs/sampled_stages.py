@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import sampled_options
-from stepgraph.graphs.accept_options import AcceptOptions
+from stepgraph.graphs import accept_options
+from stepgraph.graphs.accept_options import AcceptOptions, after_accepted, force_accepted
 from stepgraph.graphs.batch import Batch, Choice
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.forced_acceptance import after_accepted, force_accepted
 from stepgraph.graphs.layers.vocabulary_shard import Operations
-from stepgraph.graphs.ring_specs import Counter
+from stepgraph.graphs.round_specs import Counter
 from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling import kernels, rng, sampler
 from stepgraph.sampling.kernels import GrammarMask, processors
@@ -22,10 +21,10 @@ def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: G
     """Masks and logit processors, then rejection sampling against the distributions of the drafts."""
     own, forced, ops, columns = logits, options.forced, options.shard or kernels, options.shard or sampler.ALL
     if options.processors:
-        own = sampled_options.apply_processors(buffers, batch, logits, options.processors, columns)
+        own = accept_options.apply_processors(buffers, batch, logits, options.processors, columns)
     processed = ops.process(own, row_settings(buffers, batch), batch.rows, batch.drafts, mask=mask)
     if "row_bad_words" in buffers:
-        processed = sampled_options.ban_words(buffers, batch, processed, columns)
+        processed = accept_options.ban_words(buffers, batch, processed, columns)
     masked, finite, status = processed
     params = params_of(buffers, batch)
     probs = ops.distribution(masked, params)
@@ -37,7 +36,7 @@ def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: G
         probs, buffers.row_draft_probs[:, :drafts], batch.rows, certain, finite, batch.drafts, draft_count, status, seed, length
     )
     if "row_relaxed" in buffers and drafts:
-        tokens, accepted = sampled_options.relax(buffers, batch, processed, probs, tokens, accepted, columns)
+        tokens, accepted = accept_options.relax(buffers, batch, processed, probs, tokens, accepted, columns)
     if forced is not None:
         accepted = force_accepted(batch, finite, status, forced)
         index = accepted[:, None, None].expand(-1, 1, probs.shape[2])
@@ -54,7 +53,7 @@ def record_output(buffers: StaticBuffers, rows: Tensor, tokens: Tensor, emitted:
     """What later rounds need of the emitted tokens."""
     count_output(rows, tokens, emitted, buffers.row_output_counts)
     if "row_recent" in buffers:
-        sampled_options.remember_output(rows, tokens, emitted, buffers.row_recent)
+        accept_options.remember_output(rows, tokens, emitted, buffers.row_recent)
 
 
 @operation(lambda *_: None, writes=("output_counts",), triton=True)

@@ -36,8 +36,6 @@ class GraphNode(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordedReport:
-    """Contents of one recording."""
-
     nodes: Mapping[str, int]  # by kind: kernel, copy, fill, host, ...
     host_nodes: tuple[str, ...]
     nbytes: int  # memory of the intermediates that earlier recordings of the backend had not taken

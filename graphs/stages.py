@@ -12,10 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.accept_options import PLAIN_ACCEPT, AcceptOptions
+from stepgraph.graphs.accept_options import PLAIN_ACCEPT, AcceptOptions, after_accepted, force_accepted
 from stepgraph.graphs.batch import Batch, Choice, model_input, model_logits
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.forced_acceptance import after_accepted, force_accepted
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import TargetModel
 from stepgraph.graphs.model_call import check_shape, run_model

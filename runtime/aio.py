@@ -16,10 +16,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.other_names import REQUEST_NAMES
 from stepgraph.runtime.parallel.lockstep import LockstepQueue
 from stepgraph.runtime.request import NO_DRAFTS, EngineClosedError, Job, StepEvent
-from stepgraph.runtime.request_options import Prompt, RequestOptions
+from stepgraph.runtime.request_options import REQUEST_NAMES, Prompt, RequestOptions
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.sampling.fields import check_value, instance_of
 from stepgraph.sampling.keywords import checked_keywords
@@ -197,8 +196,12 @@ class JobStream:
             try:
                 await buffer.changed.wait()
             except asyncio.CancelledError:
-                self._stepper.engine.cancel(self.job)
+                self.cancel()
                 raise
+
+    def cancel(self) -> None:
+        """Cancel the job without waiting; the last event says so. Idempotent."""
+        self._stepper.engine.cancel(self.job)
 
     async def text(self) -> AsyncIterator[str]:
         """The text piece by piece: `async for piece in stream.text()`. An error is in `job.error`."""
@@ -217,7 +220,7 @@ class JobStream:
         """Cancel the job if it is running, and wait until its row is free."""
         self._serving.check("JobStream.aclose")
         if not self._buffer.ended:
-            self._stepper.engine.cancel(self.job)
+            self.cancel()
         await self.result()
 
     async def __aenter__(self) -> JobStream:

@@ -27,9 +27,17 @@ from stepgraph.graphs.limits import UNTIL_EVENT
 from stepgraph.graphs.model import ModelPair, TargetModel
 from stepgraph.graphs.prefill import Prompts, prompt_specs
 from stepgraph.graphs.proposing import text_specs
-from stepgraph.graphs.ring_specs import ring_specs
 from stepgraph.graphs.round import Round
-from stepgraph.graphs.round_specs import forced_specs, grammar_specs, look_up_specs, option_specs, round_specs, skipped_specs, state_specs
+from stepgraph.graphs.round_specs import (
+    forced_specs,
+    grammar_specs,
+    look_up_specs,
+    option_specs,
+    ring_specs,
+    round_specs,
+    skipped_specs,
+    state_specs,
+)
 from stepgraph.graphs.skipped_tokens import process_skipped
 from stepgraph.runtime.check_models import Drafter, check_models, checked_vocabulary_size, devices_of, forces_drafts, resolve_drafter
 from stepgraph.runtime.config import EngineConfig

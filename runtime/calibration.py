@@ -6,7 +6,7 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.graph_set import GraphSet
-from stepgraph.graphs.ring_specs import Counter
+from stepgraph.graphs.round_specs import Counter
 from stepgraph.runtime.draft_length import DraftLengthChooser
 
 CALIBRATING_ROUNDS = 3  # the first replay of a graph takes longer, and one of the others may be interrupted

@@ -18,8 +18,7 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import AttentionShape, DraftModel, ModelPair, TargetModel
 from stepgraph.graphs.proposer import Proposer
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.host_drafts import DraftFunction, FunctionProposer
-from stepgraph.runtime.models.forced import ForcedDrafts
+from stepgraph.runtime.host_drafts import DraftFunction, ForcedDrafts, FunctionProposer
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.sampling.fields import BOOL, Check, check_members, check_value, clip_repr, instance_of, whole
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -64,7 +63,6 @@ def resolve_drafter(target: TargetModel, draft: Drafter | str | None, config: En
 
 
 def check_config(config: object) -> None:
-    """ValueError unless `config` is an EngineConfig or None."""
     if config is not None and not isinstance(config, EngineConfig):
         raise ValueError(f"Engine.config: got {type(config).__name__}, expected an EngineConfig")
 

@@ -47,8 +47,6 @@ class HistogramBuilder:
 
 
 class Counters:
-    """Counts of jobs, tokens and drafts."""
-
     def __init__(self, num_drafts: int) -> None:
         self.tokens = self.prompt_tokens = self.drafting_tokens = 0
         self.drafts = NO_DRAFTS

@@ -29,7 +29,6 @@ class DeviceGrammars:
 
     @property
     def note(self) -> str:
-        """For the capture report."""
         size = self.arena.size * INT_BYTES
         return f"host, {self.off}" if self.off else f"device, for grammars with tables, in an arena of {size:,} bytes"
 
@@ -72,7 +71,6 @@ class DeviceGrammars:
         return self._host.row(job.id, matcher, len(job.given_output))
 
     def release(self, request: ActiveRequest) -> None:
-        """The request has ended."""
         if request.block is not None:
             self.arena.release(request.block)
 

@@ -21,11 +21,10 @@ from stepgraph.runtime.engine_core import EngineCore
 from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.loras import LoraTable
 from stepgraph.runtime.models.files.loading import load_models
-from stepgraph.runtime.other_names import ENGINE_NAMES, REQUEST_NAMES
 from stepgraph.runtime.parallel.loading import load_part
 from stepgraph.runtime.preemption import PreemptingScheduler, admit
 from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
-from stepgraph.runtime.request_options import Prompt, Prompts, RequestOptions, TokenIds
+from stepgraph.runtime.request_options import ENGINE_NAMES, REQUEST_NAMES, Prompt, Prompts, RequestOptions, TokenIds
 from stepgraph.runtime.request_queue import QueuedRequest
 from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.text import Message, TextCodec

@@ -1,4 +1,7 @@
-"""A user's host function as a drafter. It is called between two rounds, with all earlier tokens known."""
+"""Drafters without a model or a search: tokens that grammars force, and a user's host function.
+
+The function is called between two rounds, with all earlier tokens known.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.model import NoCache
 from stepgraph.graphs.proposer import History
 from stepgraph.graphs.row_layout import Column
 from stepgraph.runtime.request import ActiveRequest, Job
@@ -21,7 +25,19 @@ from stepgraph.runtime.validate import checked_count
 DraftFunction = Callable[[Job], Sequence[int]]
 
 
-class FunctionProposer:
+class _EmptyChains(NoCache):
+    def propose(self, history: History, buffers: StaticBuffers) -> Tensor:
+        return torch.full((len(history.length), history.num_drafts), -1, dtype=torch.int64, device=history.length.device)
+
+
+class ForcedDrafts(_EmptyChains):
+    """Proposes nothing, so that a chain ends where the grammar forces no token."""
+
+    batch_invariant = True
+    notes = ("draft: tokens forced by grammars",)
+
+
+class FunctionProposer(_EmptyChains):
     """The device side: proposes nothing, since drafts are uploaded before the round that verifies them."""
 
     notes = ("draft: a function, called on the host between rounds",)
@@ -35,9 +51,6 @@ class FunctionProposer:
             BufferSpec("function_drafts", (size,), torch.int64),
             BufferSpec("function_drafts_ring_host", (limits.ring_depth, size), torch.int64, "pinned"),
         )
-
-    def propose(self, history: History, buffers: StaticBuffers) -> Tensor:
-        return torch.full((len(history.length), history.num_drafts), -1, dtype=torch.int64, device=history.length.device)
 
 
 class FunctionDrafts:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from stepgraph.graphs.graph_key import GraphKey
-from stepgraph.graphs.ring_specs import Control, Counter
+from stepgraph.graphs.round_specs import Control, Counter
 from stepgraph.graphs.row_layout import ResultRecord
 from stepgraph.runtime.in_flight import InFlight, LaunchedRound
 from stepgraph.runtime.request import ActiveRequest

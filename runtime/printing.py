@@ -18,5 +18,4 @@ def printable(text: str, stream: TextIO) -> str:
 
 
 def print_error(text: str) -> None:
-    """Print to stderr."""
     print(printable(text, sys.stderr), file=sys.stderr)

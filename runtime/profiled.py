@@ -36,8 +36,6 @@ _first = threading.Lock()  # acquired by the engine that is profiled
 
 
 class ProfileRange(NamedTuple):
-    """The environment variables."""
-
     first: int
     last: int
     tool: str

@@ -112,8 +112,6 @@ class StepEvent:
 
 
 class Lora(NamedTuple):
-    """A loaded LoRA adapter."""
-
     name: str
     slot: int  # from 1
     serial: int  # never used twice: the prefixes that it computed are found under the same one only

@@ -111,7 +111,6 @@ class TextCodec(OfOneProcess):
         return self._template is not None and self._template.mentions(word)
 
     def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:
-        """The ids of a text, or of a conversation."""
         return self.encode(prompt) if isinstance(prompt, str) else self.chat(prompt)
 
     def decode(self, token_ids: Iterable[int]) -> str:
@@ -130,6 +129,12 @@ class TextCodec(OfOneProcess):
         except UnicodeEncodeError as error:
             raise ValueError(f"{name}: got half of a surrogate pair at position {error.start}, expected valid text") from None
         return list(self._encode(text, begins))
+
+
+def held_back(text: str, delimiters: Sequence[str]) -> int:
+    """Characters at the end of a text that may begin a delimiter."""
+    sizes = range(min(max(map(len, delimiters), default=1) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if any(each.startswith(text[-size:]) for each in delimiters)), 0)
 
 
 class TextStream:
@@ -166,12 +171,7 @@ class TextStream:
         text = "" if self.stopped else self._kept + text
         found = [index for stop in self._stop if (index := text.find(stop)) >= 0]
         self.stopped = self.stopped or bool(found)
-        if found:
-            end = min(found)
-        else:
-            longest = max(map(len, self._stop)) - 1
-            starts = range(max(0, len(text) - longest), len(text))
-            end = next((start for start in starts if any(stop.startswith(text[start:]) for stop in self._stop)), len(text))
+        end = min(found) if found else len(text) - held_back(text, self._stop)
         self._kept = "" if found else text[end:]
         return text[:end]
 

@@ -98,7 +98,6 @@ class Timeline:
 
     @property
     def rounds(self) -> tuple[int, ...]:
-        """The numbers of the traced rounds."""
         return tuple(sorted({span.round for span in self.spans if span.kind != "launch"} - {OUTSIDE}))
 
     @property

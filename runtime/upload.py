@@ -1,8 +1,12 @@
-"""Host to device copies between rounds: block tables and settings, prompt chunks, row state."""
+"""Host to device copies between rounds: block tables and settings, prompt chunks, row state.
+
+Settings that few requests have, in tables of their own (round_specs.option_specs), share one ring.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,7 +28,6 @@ from stepgraph.graphs.proposing import ANCHOR, given_from
 from stepgraph.graphs.row_layout import Column
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.request import ActiveRequest, Job
-from stepgraph.runtime.upload_options import float_bits, floats, uploaded_options
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.automaton.arena import ArenaBlock
 from stepgraph.sampling.grammar.status import FinishCode
@@ -150,7 +153,7 @@ class Uploader:
         table = [*request.pages, *[0] * (limits.pages_per_row - len(request.pages))]
         biases, resumed = request.job.sampling.biases, request.job.resumed_host
         unused = limits.max_bias_ids - len(biases)
-        bias_ids, bias_bits = [*biases, *[-1] * unused], float_bits([*biases.values(), *[0.0] * unused])
+        bias_ids, bias_bits = [*biases, *[-1] * unused], _float_bits([*biases.values(), *[0.0] * unused])
 
         def copy(slot: Tensor) -> None:
             buffers.admission.copy_(slot, non_blocking=True)
@@ -159,7 +162,7 @@ class Uploader:
             buffers.row_stop_ids[row].copy_(stop_part)
             buffers.row_block_tables[row].copy_(table_part)
             buffers.row_bias_ids[row].copy_(ids_part)
-            buffers.row_biases[row].copy_(floats(bits_part))
+            buffers.row_biases[row].copy_(_floats(bits_part))
             buffers.row_prompt_seen[row].zero_()
             counts = buffers.row_output_counts[row].zero_()
             if resumed is not None and request.sampled:
@@ -168,7 +171,7 @@ class Uploader:
 
         self._admissions.send([*stops, *table, *bias_ids, *bias_bits], copy)
         if self._options is not None:
-            self._options.send(*uploaded_options(buffers, limits, self._processors, request.job, row))
+            self._options.send(*_uploaded_options(buffers, limits, self._processors, request.job, row))
         if request.job.sampling.repetition_penalty != 1:  # otherwise the prompt's tokens have no effect
             self._upload_seen(request)
         if self._texts is not None:
@@ -227,10 +230,10 @@ class Uploader:
                     buffers.row_looked_up[row].fill_(True)
             buffers.row_tags[row].fill_(0)
             state_part, bits_part = buffers.admission[: len(Column) + len(Param)].split([len(Column), len(Param)])
-            buffers.row_params[row].copy_(floats(bits_part))
+            buffers.row_params[row].copy_(_floats(bits_part))
             buffers.row_state[row].copy_(state_part)
 
-        self._admissions.send([*[state.get(column, 0) for column in Column], *float_bits(params)], copy)
+        self._admissions.send([*[state.get(column, 0) for column in Column], *_float_bits(params)], copy)
 
 
 def _spans(job: Job, start: int, count: int) -> Iterator[tuple[int, Tensor]]:
@@ -243,3 +246,60 @@ def _spans(job: Job, start: int, count: int) -> Iterator[tuple[int, Tensor]]:
 
 def _copy_start(to: Tensor, slot: Tensor) -> None:
     to.copy_(slot[: len(to)], non_blocking=True)
+
+
+def _bad_words(job: Job, limits: Limits) -> list[int]:
+    """Each word at the end of its line."""
+    size, words = limits.max_bad_word_tokens, [[int(token) for token in word] for word in job.sampling.bad_words]
+    words += [[]] * (limits.max_bad_words - len(words))
+    return [token for word in words for token in (*[-1] * (size - len(word)), *word)]
+
+
+def _recent_tokens(job: Job, limits: Limits) -> list[int]:
+    """The end of the output so far."""
+    size = limits.max_bad_word_tokens - 1
+    return [*[-1] * size, *job.given_ids[len(job.prompt_ids) :]][-size:]
+
+
+def _relaxed(job: Job, _: Limits) -> list[int]:
+    return _float_bits([job.sampling.relaxed_top_n, job.sampling.relaxed_delta])
+
+
+def _processor_settings(processors: Sequence[LogitsProcessor], job: Job, _: Limits) -> list[int]:
+    settings = list[float]()
+    for processor in processors:
+        arguments = job.sampling.logits_processors.get(processor.name)
+        settings += [float(arguments is not None), *(arguments or [0.0] * processor.num_arguments)]
+    return _float_bits(settings)
+
+
+def _uploaded_options(
+    buffers: StaticBuffers, limits: Limits, processors: Sequence[LogitsProcessor], job: Job, row: int
+) -> tuple[list[int], Callable[[Tensor], None]]:
+    """The line of the ring for a request, and what copies it to the tables."""
+    makers: dict[str, Callable[[Job, Limits], list[int]]] = {
+        "row_bad_words": _bad_words,
+        "row_recent": _recent_tokens,
+        "row_relaxed": _relaxed,
+        "row_processors": functools.partial(_processor_settings, processors),
+    }
+    parts = {name: make(job, limits) for name, make in makers.items() if name in buffers}
+
+    def copy(slot: Tensor) -> None:
+        line = slot.to(buffers.device, non_blocking=True)
+        for name, part in zip(parts, line.split([len(part) for part in parts.values()]), strict=True):
+            table = buffers[name][row]
+            table.copy_((_floats(part) if table.is_floating_point() else part).view_as(table))
+
+    return list(itertools.chain.from_iterable(parts.values())), copy
+
+
+def _float_bits(values: Sequence[float]) -> list[int]:
+    """The bits of float32 values as integers, for rings of int64."""
+    bits: list[int] = np.array(values, dtype=np.float32).view(np.int32).tolist()
+    return bits
+
+
+def _floats(bits: Tensor) -> Tensor:
+    """The inverse of _float_bits, on the device."""
+    return bits.to(torch.int32).view(torch.float32)

@@ -71,18 +71,15 @@ def number(low: float, high: float, *, above: bool = False) -> Check:
 
 
 def one_of(choices: Iterable[str]) -> Check:
-    """One of these strings."""
     accepted = tuple(choices)
     return Check(lambda value: isinstance(value, str) and value in accepted, f"one of {', '.join(map(repr, accepted))}")
 
 
 def optional(check: Check) -> Check:
-    """`check`, or None."""
     return Check(lambda value: value is None or check.accepts(value), f"{check.expected}, or None")
 
 
 def instance_of(kind: type, expected: str) -> Check:
-    """An object of this class."""
     return Check(lambda value: isinstance(value, kind), expected)
 
 

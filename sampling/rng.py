@@ -24,8 +24,6 @@ BELOW_ONE = 1 - 2.0**-24
 
 
 class Purpose(IntEnum):
-    """What a random number is used for."""
-
     DRAFT = 1  # which token the draft proposes
     ACCEPT = 2  # whether the proposal is accepted
     TARGET = 3  # which token the target emits after the accepted proposals

@@ -20,7 +20,7 @@ import torch
 import triton
 
 from stepgraph.graphs import looping, publishing
-from stepgraph.graphs.ring_specs import Control, Counter
+from stepgraph.graphs.round_specs import Control, Counter
 from stepgraph.graphs.row_layout import ResultLayout
 from tools.bench_attention import counting
 from tools.gpu.checks import grammar_rows, layers, operations

@@ -63,8 +63,6 @@ class CudaEvent:
 
 
 class CudaGraph:
-    """A captured step."""
-
     def __init__(self, launcher: CudaLauncher, recording: Recording, buffers: StaticBuffers) -> None:
         self._launcher, self._recording, self._buffers, self.report = launcher, recording, buffers, recording.report
         # The graph may be running when the last reference is dropped; its callbacks must outlive the run.

@@ -35,8 +35,6 @@ _tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
 
 
 class Tape:
-    """A recorded step."""
-
     def __init__(self, backend: TapeBackend, recorder: Recorder, nbytes: int, seconds: float) -> None:
         self._backend = backend
         self._memory = [tensor for tensor, *_ in recorder.memory.made.values()]
@@ -301,7 +299,6 @@ class TapeBackend:
         return self._workers[stream]
 
     def raise_pending(self) -> None:
-        """Raise the oldest error of the device thread, once."""
         if self._errors:
             raise self._errors.popleft()
 

@@ -222,7 +222,6 @@ def _latest_name(program: Sequence[Item]) -> str:
 
 
 def report(recorder: Recorder, nbytes: int, seconds: float) -> RecordedReport:
-    """Report on the recording."""
     return RecordedReport(
         nodes=dict(Counter(node.kind for node in recorder.nodes if node.kind not in ("view", "record"))),
         host_nodes=tuple(node.name for node in recorder.nodes if node.kind == "host"),

@@ -55,7 +55,6 @@ def region_of(tensor: Tensor) -> Region | None:
 
 
 def overlap(a: Region, b: Region) -> bool:
-    """Whether two regions of one storage share a byte."""
     if a == b:
         return True
     if a.end <= b.start or b.end <= a.start:

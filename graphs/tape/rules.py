@@ -100,8 +100,6 @@ def has_rule(func: Callable[..., Any]) -> bool:
 
 
 class Rules:
-    """The rules of one capture."""
-
     def __init__(self, memory: Memory, generators: Sequence[torch.Generator]) -> None:
         self.memory = memory
         self.generators = {generator_key(generator): generator for generator in generators}
@@ -130,7 +128,6 @@ class Rules:
             raise fail("mixed-residence", f"{self.memory.name(args[0])}.to(device) allocates; copy_ it into a device buffer instead")
 
     def check_operation(self, call: Call) -> None:
-        """Check an operation before it runs."""
         name, schema = call.schema.name, call.schema
         if name == "aten::lift_fresh":
             self._check_lift(call.args[0])

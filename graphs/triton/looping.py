@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from stepgraph.graphs.looping import FINISH
-from stepgraph.graphs.ring_specs import Control, Counter
+from stepgraph.graphs.round_specs import Control, Counter
 from stepgraph.sampling.grammar.status import FinishCode
 
 _RUNNING, _FINISH = tl.constexpr(int(FinishCode.RUNNING)), tl.constexpr(FINISH)

@@ -18,7 +18,6 @@ def count_row(rows, tokens, emitted, output_counts, positions, vocabulary, POSIT
 
 
 def count_output(rows: Tensor, tokens: Tensor, emitted: Tensor, output_counts: Tensor) -> None:
-    """The arguments of stages.count_output."""
     (batch, positions), vocabulary = tokens.shape, output_counts.shape[1]
     padded = triton.next_power_of_2(positions)
     count_row[(batch,)](rows, tokens, emitted, output_counts, positions, vocabulary, POSITIONS=padded, num_warps=1)

@@ -42,7 +42,6 @@ def keep_tile(
 
 
 def keep_skipped(*tensors: Tensor) -> None:
-    """The arguments of skipped_tokens.keep_skipped."""
     _, skipped, _, _, features, row_tokens, _, row_skipped = tensors
     batch, positions, width = features.shape
     keep_tile[(batch, positions, triton.cdiv(width, FEATURE_TILE))](

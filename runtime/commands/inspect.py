@@ -17,7 +17,7 @@ from stepgraph.runtime.demo.pair import path_of
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED, Checkpoint
 from stepgraph.runtime.models.files.draft import OWN_MTP, DraftCheckpoint, StoredDraft, open_draft
 from stepgraph.runtime.models.files.gguf import GgufSource
-from stepgraph.runtime.models.files.target import NATIVE, TRANSFORMERS, Target, open_target
+from stepgraph.runtime.models.files.transformers_folder import NATIVE, TRANSFORMERS, Target, open_target
 from stepgraph.runtime.models.files.weights import FLOATS, read_json
 from stepgraph.sampling.fields import clip_repr
 
@@ -93,7 +93,6 @@ def _draft_bytes(draft: StoredDraft) -> str:
 
 
 def _bytes_by_kind(parameters: Iterable[nn.Parameter]) -> Counter[str]:
-    """Of the weights in memory."""
     found: Counter[str] = Counter()
     for parameter in parameters:
         found[kind_name(parameter)] += parameter.nbytes

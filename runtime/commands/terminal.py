@@ -41,7 +41,6 @@ def shows_progress() -> bool:
 
 
 def coloured(text: str, origin: str) -> str:
-    """`text` in the colour of tokens of this origin."""
     return f"{COLOURS[origin]}{text}\x1b[0m"
 
 

@@ -40,7 +40,6 @@ class TokenMapped(nn.Module):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """For the capture report."""
         tokens = "the target's vocabulary" if self.d2t is None else f"{self.vocab_size} tokens with the bytes of a target token"
         layers = cast("TargetSizes", self.config).num_layers
         return (f"draft: a model of {layers} layers with {tokens}", *getattr(super(), "notes", ()))
@@ -56,8 +55,6 @@ class TokenMapped(nn.Module):
 
 
 class DraftLlama(TokenMapped, Llama):
-    """A model of the Llama family."""
-
     def __init__(self, config: LlamaConfig, token_map: TokenMap | None = None, *, device: str | torch.device = "cpu") -> None:
         super().__init__(config, name="draft", device=device)
         self.set_token_map(token_map, device)

@@ -16,6 +16,7 @@ from stepgraph.graphs.attention.reference import by_reference
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.dense import rms_norm
+from stepgraph.graphs.layers.huge_pages import empty_weight
 from stepgraph.graphs.layers.linear import linear
 from stepgraph.graphs.layers.slot_mapping import shift_entries
 from stepgraph.graphs.limits import Limits
@@ -23,7 +24,6 @@ from stepgraph.graphs.model import cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, embed
 from stepgraph.runtime.models.llama_config import Eagle3Config
-from stepgraph.runtime.models.parts import empty_weight
 
 
 class Eagle3(LlamaBase):
@@ -66,7 +66,6 @@ class Eagle3(LlamaBase):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """For the capture report."""
         config = self.config
         layers = ", ".join(map(str, config.feature_layers))
         proposed = f"{config.draft_vocab_size} of {config.layer.vocab_size} tokens"

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph.graphs.layers.dense import rms_norm
+from stepgraph.graphs.layers.huge_pages import empty_weight
 from stepgraph.graphs.layers.linear import linear
+from stepgraph.graphs.layers.lora import Adapted
 from stepgraph.runtime.models.llama_config import LatentConfig, LlamaConfig
-from stepgraph.runtime.models.parts import Adapted, empty_weight
 
 _EPSILON = 1e-6  # of both norms, whatever the config says of others
 

@@ -17,8 +17,9 @@ from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.dense import Residual, activate_and_mul, add_rms_norm, rms_norm
+from stepgraph.graphs.layers.huge_pages import empty_weight
 from stepgraph.graphs.layers.linear import linear, lookup
-from stepgraph.graphs.layers.lora import add_lora
+from stepgraph.graphs.layers.lora import Adapted, add_lora
 from stepgraph.graphs.layers.slot_mapping import rope_angles
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import cache_specs
@@ -26,7 +27,6 @@ from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.experts import ExpertMlp
 from stepgraph.runtime.models.latent import LatentProjection
 from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.runtime.models.parts import Adapted, empty_weight
 from stepgraph.sampling.fields import is_int
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines of `rope_angles`
@@ -123,7 +123,7 @@ class Llama(LlamaBase):
 
     def adapted(self, index: int, inputs: ModelInput, buffers: StaticBuffers) -> Adapted:
         """What the products of a layer become."""
-        return _unchanged if inputs.lora_slots is None else functools.partial(_add_lora, f"{self.name}_{index}_", inputs, buffers)
+        return unchanged if inputs.lora_slots is None else functools.partial(_add_lora, f"{self.name}_{index}_", inputs, buffers)
 
 
 def embed(inputs: ModelInput, table: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -135,7 +135,7 @@ def embed(inputs: ModelInput, table: Tensor, dtype: torch.dtype, scale: float = 
     return torch.where(inputs.embeddings.given.flatten()[:, None], inputs.embeddings.values.flatten(0, 1), states)
 
 
-def _unchanged(name: str, states: Tensor, product: Tensor) -> Tensor:
+def unchanged(name: str, states: Tensor, product: Tensor) -> Tensor:
     return product
 
 
@@ -177,12 +177,12 @@ class LlamaLayer(nn.Module):
         keys: Tensor,
         values: Tensor,
         next_norm: Tensor,
-        adapted: Adapted = _unchanged,
+        adapted: Adapted = unchanged,
     ) -> Residual:
         """normed: the input of attention. next_norm: the weight of the norm after this layer, whose output is returned as `normed`."""
         return self.finish(states, self.attend(normed, rotation, inputs, keys, values, adapted), next_norm, adapted)
 
-    def finish(self, states: Tensor, attended: Tensor, next_norm: Tensor, adapted: Adapted = _unchanged) -> Residual:
+    def finish(self, states: Tensor, attended: Tensor, next_norm: Tensor, adapted: Adapted = unchanged) -> Residual:
         """The residual connection around attention, the MLP and its residual connection."""
         scales = self.config.norm_epsilon, self.config.norm_offset
         if self.attention_output_norm is not None:
@@ -198,7 +198,7 @@ class LlamaLayer(nn.Module):
         return adapted("down", gated, linear(gated, self.down))
 
     def attend(
-        self, states: Tensor, rotation: Rotation, inputs: ModelInput, keys: Tensor, values: Tensor, adapted: Adapted = _unchanged
+        self, states: Tensor, rotation: Rotation, inputs: ModelInput, keys: Tensor, values: Tensor, adapted: Adapted = unchanged
     ) -> Tensor:
         """The attention output of normalised states."""
         config, heads, kv_heads, size = self.config, self.config.num_heads, self.config.num_kv_heads, self.config.head_size

@@ -130,8 +130,6 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes and options of one model."""
-
     vocab_size: int
     hidden_size: int
     intermediate_size: int

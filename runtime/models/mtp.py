@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.dense import Residual, rms_norm
+from stepgraph.graphs.layers.huge_pages import empty_weight
 from stepgraph.graphs.layers.linear import linear
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import cache_specs
@@ -26,7 +28,9 @@ from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.eagle3 import shift_inputs
 from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, embed
 from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.runtime.models.parts import empty_weight
+
+if TYPE_CHECKING:
+    from stepgraph.runtime.models.transformers_model import TransformersModel
 
 
 class MtpModules(nn.Module):
@@ -42,7 +46,6 @@ class MtpModules(nn.Module):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """For the capture report."""
         count = len(self.depths)
         return (f"draft: MTP, {'one module for every draft' if count == 1 else f'{count} modules, one per draft'}",)
 
@@ -106,6 +109,30 @@ class Mtp(MtpModules, LlamaBase):
         return states
 
 
+class TransformersMtp(MtpModules):
+    """Modules whose layers are those of a family of `transformers`, with experts or latent attention: DeepSeek-V3, GLM-4.5.
+
+    decoders: of one layer each, with names of their own; their last norms are the modules'. Other weights are uninitialised.
+    """
+
+    def __init__(self, decoders: Sequence[TransformersModel], epsilon: float, embedding: nn.Parameter, head: nn.Parameter) -> None:
+        super().__init__()
+        self.embedding, self.head = embedding, head
+        self.vocab_size, self.hidden_size = head.shape
+        self.attends = tuple(shape for decoder in decoders for shape in decoder.attends)
+        self._in_order = tuple(DecoderModule(decoder, epsilon) for decoder in decoders)
+        self.depths = nn.ModuleList(self._in_order)
+
+    def entry_specs(self, count: int, limits: Limits) -> Sequence[BufferSpec]:
+        return [spec for module in self._in_order[:count] for spec in module.decoder.cache_specs(limits)]
+
+    def run_module(self, index: int, previous: Tensor, embedded: Tensor, entries: ModelInput, buffers: StaticBuffers) -> Tensor:
+        return self._in_order[index].forward(previous, embedded, entries, buffers)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return linear(hidden.reshape(-1, hidden.shape[-1]), self.head).view(*hidden.shape[:-1], -1)
+
+
 class Join(nn.Module):
     """Joins a state and a token embedding: the input of a module's layer."""
 
@@ -119,6 +146,17 @@ class Join(nn.Module):
     def joined(self, states: Tensor, embedded: Tensor) -> Tensor:
         pair = [rms_norm(embedded, self.token_norm, self.epsilon), rms_norm(states, self.state_norm, self.epsilon)]
         return linear(torch.cat(pair, -1), self.join)
+
+
+class DecoderModule(Join):
+    def __init__(self, decoder: TransformersModel, epsilon: float) -> None:
+        weight = next(decoder.decoder.parameters())
+        super().__init__(decoder.hidden_size, epsilon, torch.empty(0, dtype=decoder.config.dtype, device=weight.device))
+        self.decoder = decoder
+
+    def forward(self, previous: Tensor, embedded: Tensor, entries: ModelInput, buffers: StaticBuffers) -> Tensor:
+        joined = self.joined(previous, embedded).view(*entries.tokens.shape, -1)
+        return self.decoder.decode({"inputs_embeds": joined}, entries, buffers)[0].flatten(0, 1)
 
 
 class MtpModule(Join):

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.look_up import look_up
+from stepgraph.graphs.model import NoCache
 from stepgraph.graphs.proposer import History
 from stepgraph.graphs.proposing import ANCHOR
 from stepgraph.sampling.fields import is_int
 
 
 @dataclass(frozen=True)
-class NgramLookup:
+class NgramLookup(NoCache):
     """Searches the history, and the request's `draft_ids`, for the last tokens of the history. Runs on the device.
 
     The longest match wins, of at most `max_ngram` and at least `min_ngram` tokens. Among matches of equal length, one in
@@ -45,9 +43,6 @@ class NgramLookup:
     def notes(self) -> tuple[str, ...]:
         reason = f" ({self.why})" if self.why else ""
         return (f"draft: n-gram look-up, {self.min_ngram} to {self.max_ngram} tokens{reason}",)
-
-    def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
-        return ()
 
     def propose(self, history: History, buffers: StaticBuffers) -> Tensor:
         text, length, generated, start, count = history

@@ -31,8 +31,6 @@ _STEP = 40_001  # between the positions compared: far apart, so that whatever de
 
 
 class LayerAttention(NamedTuple):
-    """The attention of one layer."""
-
     heads: int
     kv_heads: int
     size: int  # of queries and keys

@@ -182,7 +182,6 @@ class TransformersModel(nn.Module):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """For the capture report."""
         varies = "" if self.batch_invariant else "; the last bits of its results may depend on the batch"
         return (f"{self.name}: {self.family} of transformers{varies}",)
 
@@ -196,7 +195,6 @@ class TransformersModel(nn.Module):
 
     @property
     def unembedding(self) -> nn.Parameter:
-        """[vocab_size, hidden_size], the matrix of the logits."""
         return self.head.get_parameter(f"{self._output}.weight")
 
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
@@ -258,8 +256,6 @@ class TransformersModel(nn.Module):
 
 
 class DraftTransformers(TokenMapped, TransformersModel):
-    """A model as a draft."""
-
     def __init__(self, model: PreTrainedModel, sizes: ModelSizes, token_map: TokenMap | None = None) -> None:
         super().__init__(model, sizes, name="draft")
         self.set_token_map(token_map, model.device)

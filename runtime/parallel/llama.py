@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.dense import Residual
+from stepgraph.graphs.layers.huge_pages import empty_weight
+from stepgraph.graphs.layers.lora import Adapted
 from stepgraph.graphs.layers.parallel import RankGroups, sum_over_ranks
 from stepgraph.graphs.layers.quantised import Grouped, pack
 from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard, part_of
@@ -22,9 +24,8 @@ from stepgraph.runtime.models.files.checkpoint import Checkpoint, kept_quantised
 from stepgraph.runtime.models.files.draft import Draft, DraftCheckpoint, StoredDraft
 from stepgraph.runtime.models.files.quantised_folder import QuantisedSource
 from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, Stored, StoredModel, llama_slices
-from stepgraph.runtime.models.llama import Llama, LlamaLayer
+from stepgraph.runtime.models.llama import Llama, LlamaLayer, unchanged
 from stepgraph.runtime.models.llama_config import ExpertsConfig, LlamaConfig
-from stepgraph.runtime.models.parts import Adapted, empty_weight
 from stepgraph.runtime.parallel.ranks import Ranks
 
 _ROWS = (
@@ -38,12 +39,6 @@ _COLUMNS = ("o_proj.weight", "down_proj.weight", ".w2.weight", "experts.down_pro
 _LAST = "experts.gate_up_proj"  # [experts, hidden, 2 * size], gate and up in turns
 _ADDED = ("o_proj.bias", "experts.down_proj_bias")  # to a sum over the ranks: on the first one; zeros on others
 _SUMMED = ("output", "down")  # products with some columns of a weight: their sum over the ranks is the whole product
-
-
-def unchanged(name: str, states: Tensor, product: Tensor) -> Tensor:
-    return product
-
-
 LEAST_LAYER_WEIGHTS = 7_000_000  # of a draft model that is divided; measured, see docs/tensor-parallel.md
 
 
@@ -126,7 +121,6 @@ class ShardedLlama(ShardedLayers):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """For the capture report."""
         return tuple(filter(None, [self.ranks.note_of_sums]))
 
 
@@ -290,17 +284,7 @@ def shard(checkpoint: Checkpoint, ranks: Ranks) -> ShardedCheckpoint:
     tensors = sorted(checkpoint.source.tensors.items())
     ranks.require_equal("the configs and tensor tables of the models", repr((checkpoint.config, checkpoint.packed, tensors)).encode())
     own, following = _own_and_next(checkpoint, ranks)
-    return ShardedCheckpoint(
-        own.path,
-        own.source,
-        own.slices,
-        own.config,
-        own.vocabulary,
-        own.mtp_modules,
-        packed=own.packed,
-        ranks=ranks,
-        next_source=following.source,
-    )
+    return ShardedCheckpoint(**vars(own), ranks=ranks, next_source=following.source)
 
 
 def shard_draft(draft: StoredDraft | None, ranks: Ranks) -> StoredDraft | None:
@@ -318,8 +302,7 @@ def shard_draft(draft: StoredDraft | None, ranks: Ranks) -> StoredDraft | None:
         return ShardedDraft(own.config, draft.token_map, ranks, device)
 
     changed = {"source": own.source, "slices": own.slices, "packed": own.packed, "make": make}
-    kept = {each.name: getattr(draft, each.name) for each in fields(draft)}
-    return ShardedDraftCheckpoint(**kept | changed, ranks=ranks, next_source=following.source)
+    return ShardedDraftCheckpoint(**vars(draft) | changed, ranks=ranks, next_source=following.source)
 
 
 def _own_and_next(checkpoint: Checkpoint, ranks: Ranks, tokens: bool = True) -> tuple[Checkpoint, Checkpoint]:

@@ -30,10 +30,8 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from stepgraph.runtime.aio import AsyncEngine
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.metrics import counter, engine_metrics
-from stepgraph.runtime.replicas.answer import answer, info_of
-from stepgraph.runtime.replicas.identity import identity_of
-from stepgraph.runtime.replicas.router import PrefixRouter
-from stepgraph.runtime.replicas.scaling import FREE_PAGES, scale
+from stepgraph.runtime.replicas.replica import answer, identity_of, info_of
+from stepgraph.runtime.replicas.router import FREE_PAGES, PrefixRouter, scale
 from stepgraph.runtime.replicas.streams import Counts, ReplicaLost, ResumedStream, Resumption
 from stepgraph.runtime.replicas.wire import Ask, Info, Part
 from stepgraph.runtime.request_queue import QueueFullError
@@ -184,7 +182,7 @@ class ReplicaPool:
 
     def __init__(self, handle: Any, info: Info, codec: TextCodec, replicas: int, how: Resumption, max_open: int) -> None:
         """Use open()."""
-        self._handle, self._transport, self._info, self._how, self._max_open = handle, RayTransport(handle), info, how, max_open
+        self._handle, self._transport, self.info, self._how, self._max_open = handle, RayTransport(handle), info, how, max_open
         self.codec, self.max_rows, self.max_length = codec, info.max_rows * replicas, info.max_length
         self.failure: BaseException | None = None
         self.counts, self._open = Counts(), 0
@@ -206,12 +204,8 @@ class ReplicaPool:
         info = await handle.describe.remote()
         return cls(handle, info, codec(info) if codec else TextCodec.of_bytes(info.vocabulary), replicas, how or Resumption(), max_open)
 
-    @property
-    def info(self) -> Info:
-        return self._info
-
     def list_loras(self) -> Sequence[str]:
-        return self._info.lora_names
+        return self.info.lora_names
 
     async def generate(self, prompt_ids: Sequence[int], **options: Any) -> ResumedStream:
         """Submit a request to the best replica; options as for Engine.submit(), with a prompt of token ids.
@@ -220,7 +214,7 @@ class ReplicaPool:
         """
         if self._open >= self._max_open:
             raise QueueFullError(f"{self._open} requests are open already, of at most {self._max_open}")
-        stream = ResumedStream(self._transport, self._info, self._how, self.counts, self._closed, tuple(prompt_ids), options)
+        stream = ResumedStream(self._transport, self.info, self._how, self.counts, self._closed, tuple(prompt_ids), options)
         self._open += 1
         await stream.open()
         return stream

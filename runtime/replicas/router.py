@@ -1,4 +1,7 @@
-"""The order in which replicas are tried: one that holds a request's prefix first, unless it has too many requests. Needs no Ray."""
+"""The order in which replicas are tried: one that holds a request's prefix first, unless it has too many requests.
+
+Also how many replicas Ray Serve runs: by requests, running and queued, and by the cache pages that are free. Needs no Ray.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,26 @@ import math
 import random
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 MAX_PAGES = 256  # of a prompt that are compared: 4,096 tokens at the default size
 MAX_HOLDERS = 8  # replicas that are remembered for a page
+FREE_PAGES = "free_pages"  # share of a replica's cache pages that a request can get
+LEAST_FREE = 0.1  # where all replicas have less, another one is started
+
+
+def wanted_replicas(requests: float, target: float, running: int, free_pages: Mapping[Any, float]) -> int:
+    """target: requests per replica. free_pages: by replica."""
+    wanted = math.ceil(requests / target)
+    if free_pages and len(free_pages) >= running and max(free_pages.values()) < LEAST_FREE:
+        wanted = max(wanted, running + 1)  # requests wait for pages, however few they are
+    return max(wanted, 1)
+
+
+def scale(context: Any) -> tuple[int, dict[str, Any]]:
+    """The policy of an AutoscalingConfig, in Ray's controller: the number of replicas, and no state. Ray applies the limits and delays."""
+    found = (context.aggregated_metrics or {}).get(FREE_PAGES, {})
+    return wanted_replicas(context.total_num_requests, context.config.target_ongoing_requests, context.current_num_replicas, found), {}
 
 
 def page_hashes(prompt_ids: Sequence[int], page_size: int, salt: Iterable[str]) -> tuple[bytes, ...]:
@@ -39,7 +59,6 @@ class PrefixRouter:
         return len(self._holders)
 
     def note(self, hashes: Sequence[bytes], replica: str) -> None:
-        """The replica got a request with these pages."""
         for page in reversed(hashes):  # the first page is used last, so that no page is forgotten before those that follow it
             holders = self._holders.pop(page, [])
             self._holders[page] = [replica, *(each for each in holders if each != replica)][:MAX_HOLDERS]

@@ -58,8 +58,6 @@ class RemoteJob:
 
 @dataclass
 class Counts:
-    """Of all streams."""
-
     retried: int = 0  # sent to another replica before the first token
     continued: int = 0
     refused: int = 0  # could not be continued

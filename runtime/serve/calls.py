@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
-from stepgraph.runtime.text import TextCodec
+from stepgraph.runtime.text import TextCodec, held_back
 from stepgraph.sampling.grammar.schema.parameters import PARAMETER_END
 
 Delta = dict[str, Any]  # content or reasoning_content: some text, or tool_calls: the next part of one call
@@ -235,12 +235,6 @@ class CallParser:
         size = len(text) if self._pending.startswith(text) else len(self._pending) if text.startswith(self._pending) else 0
         self._pending = self._pending[size:]
         return size == len(text)
-
-
-def held_back(text: str, delimiters: Sequence[str]) -> int:
-    """Characters at the end of a text that may begin a delimiter."""
-    sizes = range(min(max(map(len, delimiters), default=1) - 1, len(text)), 0, -1)
-    return next((size for size in sizes if any(each.startswith(text[-size:]) for each in delimiters)), 0)
 
 
 class _ObjectEnd:

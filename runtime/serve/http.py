@@ -109,7 +109,6 @@ def server_config(app: Any, bounds: Bounds) -> uvicorn.Config:
 
 
 async def read_json(request: Request, bounds: Bounds) -> dict[str, Any]:
-    """The JSON object in a request's body."""
     try:
         value = json.loads(await asyncio.wait_for(_body(request, bounds.body_bytes), bounds.read_seconds), parse_constant=_no_constant)
     except asyncio.TimeoutError:

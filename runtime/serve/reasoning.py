@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stepgraph.runtime.serve.calls import FORMATS, call_style, held_back
-from stepgraph.runtime.text import TextCodec
+from stepgraph.runtime.serve.calls import FORMATS, call_style
+from stepgraph.runtime.text import TextCodec, held_back
 
 OPENING, CLOSING = "<think>", "</think>"
 CHANNEL, MESSAGE, MESSAGE_END = "<|channel|>", "<|message|>", "<|end|>"

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stepgraph.runtime.aio import AsyncEngine, JobStream
-from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.request import FinishReason, StepEvent
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
@@ -65,29 +64,7 @@ class Serving(Protocol):
     async def close(self, drain: bool = True) -> None: ...
 
 
-class EngineStream:
-    """The events of a JobStream."""
-
-    def __init__(self, stream: JobStream, engine: Engine) -> None:
-        self._stream, self._engine = stream, engine
-
-    @property
-    def job(self) -> AnswerJob:
-        return self._stream.job
-
-    def __aiter__(self) -> EngineStream:
-        return self
-
-    async def __anext__(self) -> StepEvent:
-        return await self._stream.__anext__()
-
-    def cancel(self) -> None:
-        self._engine.cancel(self._stream.job)
-
-
 class EngineServing:
-    """One engine in this process."""
-
     def __init__(self, serving: AsyncEngine) -> None:
         self._serving, engine = serving, serving.engine
         self.codec, self.max_rows, self.max_length = engine.tokenizer, engine.config.max_rows, engine.limits.max_length
@@ -104,8 +81,8 @@ class EngineServing:
 
         return engine_metrics([({}, await asyncio.to_thread(self._serving.engine.stats))])
 
-    async def generate(self, prompt_ids: list[int], **options: Any) -> EngineStream:
-        return EngineStream(self._serving.generate(prompt_ids, **options), self._serving.engine)
+    async def generate(self, prompt_ids: list[int], **options: Any) -> JobStream:
+        return self._serving.generate(prompt_ids, **options)
 
     async def close(self, drain: bool = True) -> None:
         await self._serving.close(drain)

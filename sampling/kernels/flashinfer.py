@@ -33,7 +33,6 @@ def distribution(logits: Tensor, params: Tensor, probs: Tensor) -> None:
 
 
 def draw(logits: Tensor, params: Tensor, *others: Any) -> None:
-    """The arguments and outputs of kernels.filters.draw."""
     seed, position, purpose, rows, row_probs, ids, token = others
     probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     distribution(logits[:, None], params, probs[:, None])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from stepgraph.runtime.models.files.target import open_target
+from stepgraph.runtime.models.files.transformers_folder import open_target
 
 
 def anonymous() -> int:

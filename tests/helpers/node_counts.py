@@ -24,9 +24,8 @@ from stepgraph.graphs.layers.lora import lora_specs
 from stepgraph.graphs.layers.quantised import Kind, empty_packed
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
-from stepgraph.graphs.ring_specs import ring_specs
 from stepgraph.graphs.round import Round
-from stepgraph.graphs.round_specs import forced_specs, grammar_specs, round_specs, skipped_specs
+from stepgraph.graphs.round_specs import forced_specs, grammar_specs, ring_specs, round_specs, skipped_specs
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors

@@ -13,7 +13,7 @@ from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, SamplingPar
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.runtime.replicas.answer import info_of
+from stepgraph.runtime.replicas.replica import info_of
 from stepgraph.runtime.replicas.wire import Ask, End, Info, Opened, Part, Tokens
 from stepgraph.runtime.request import FinishReason
 

@@ -14,7 +14,7 @@ import pytest
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs import TapeBackend
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.ring_specs import Control, Counter
+from stepgraph.graphs.round_specs import Control, Counter
 from stepgraph.runtime.build import capture_notes
 from stepgraph.runtime.profiled import ROUNDS
 from stepgraph.runtime.watchdog import RoundTimeoutError

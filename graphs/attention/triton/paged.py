@@ -208,7 +208,6 @@ def combine_parts(sums, peaks, totals, output, parts, size, PARTS: tl.constexpr,
 
 
 def paged_attention(*arguments: Any, least_part: int = LEAST_PART) -> None:
-    """The arguments of paged.paged_attention, and its output."""
     *tensors, page_size, window, scale, softcap, sinks, output = arguments
     query, keys, values, _, _, tables = tensors
     if query.dtype is torch.float32 and query.is_cuda:  # its products are made without tensor cores, and spill

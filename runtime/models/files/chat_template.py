@@ -45,7 +45,6 @@ class ChatTemplate:
             raise ValueError(f"chat_template: not a Jinja template: {error}") from None
 
     def mentions(self, word: str) -> bool:
-        """Whether the word occurs in the template."""
         return word in self._source
 
     def render(

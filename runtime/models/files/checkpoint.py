@@ -68,8 +68,6 @@ class Outline(Protocol):
 
 
 class MemoryNeed(NamedTuple):
-    """Memory of a model's weights and cache."""
-
     nbytes: int
     note: str  # one line for the user
 

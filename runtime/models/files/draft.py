@@ -17,8 +17,7 @@ from stepgraph.runtime.models.files import draft_layouts as layouts
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, MemoryNeed, memory_need
 from stepgraph.runtime.models.files.config_fields import MTP_COUNT, UnsupportedConfigError
 from stepgraph.runtime.models.files.quantised_folder import quantised_source, without_scheme
-from stepgraph.runtime.models.files.target import Target, open_target
-from stepgraph.runtime.models.files.transformers_folder import TransformersCheckpoint
+from stepgraph.runtime.models.files.transformers_folder import Target, TransformersCheckpoint, open_target
 from stepgraph.runtime.models.files.transformers_mtp import MtpCheckpoint, open_transformers_mtp
 from stepgraph.runtime.models.files.weights import RenamedSource, SafetensorsSource, Source, StoredModel, read_json
 from stepgraph.runtime.models.llama import Llama
@@ -104,13 +103,16 @@ class TransformersDraft:
         return self.stored.config.max_positions
 
     def memory(self, limits: Limits) -> MemoryNeed:
-        return memory_need(f"{self.stored.path.name}: draft", self.stored.outline_draft(self.token_map), limits)
+        draft = self.stored.wrap("DraftTransformers", self.stored.outlined, token_map=self.token_map)
+        return memory_need(f"{self.stored.path.name}: draft", draft, limits)
 
     def check(self, progress: bool = False) -> None:
         self.stored.check(progress)
 
     def load(self, target: object, device: Device, progress: bool = False) -> DraftTransformers:
-        return self.stored.load_draft(self.token_map, device, progress)
+        loaded = self.stored.load_wrapped(device, progress)
+        draft: DraftTransformers = self.stored.wrap("DraftTransformers", loaded, token_map=self.token_map)
+        return draft
 
 
 StoredDraft = DraftCheckpoint | TransformersDraft | MtpCheckpoint

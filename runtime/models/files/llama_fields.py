@@ -15,8 +15,7 @@ from stepgraph.runtime.models.files.config_fields import (
     number_field,
     require_off,
 )
-from stepgraph.runtime.models.files.deepseek_fields import latent_scale, read_grouped_experts, read_latent
-from stepgraph.runtime.models.files.rope_fields import ORIGINAL_LENGTH, read_ropes
+from stepgraph.runtime.models.files.rope_fields import ORIGINAL_LENGTH, read_ropes, yarn_scale
 from stepgraph.runtime.models.llama_config import (
     ARCHITECTURES,
     DEEPSEEK,
@@ -27,11 +26,15 @@ from stepgraph.runtime.models.llama_config import (
     PHI,
     QWEN_EXPERTS,
     ExpertsConfig,
+    LatentConfig,
     LlamaConfig,
+    Routing,
 )
 from stepgraph.sampling.fields import is_int
 
 _MAX_PARAMETERS = 1 << 42
+_MOST_HEAD = 1024
+_GROUPED_ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
 
 def read_config(config: Mapping[str, Any]) -> LlamaConfig:
@@ -46,7 +49,7 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     hidden = count_field(config, "hidden_size", 1 << 17)
     layers = count_field(config, "num_hidden_layers", 4096)
     heads = count_field(config, "num_attention_heads", 4096)
-    latent = read_latent(config) if deepseek else None
+    latent = _read_latent(config) if deepseek else None
     if latent is not None:
         require_off(config, {"num_key_value_heads": heads})
         config = {**config, "head_dim": latent.size, "num_key_value_heads": heads}
@@ -68,7 +71,7 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     )
     scale = number_field(config, "query_pre_attn_scalar", 0.0, 1e6, default=256.0) ** -0.5 if gemma else None
     if latent is not None:
-        rope, scale = replace(rope, rotated=latent.rotated), latent_scale(config, latent.size)
+        rope, scale = replace(rope, rotated=latent.rotated), _latent_scale(config, latent.size)
     found = LlamaConfig(
         vocab_size=count_field(config, "vocab_size", 1 << 24),
         hidden_size=hidden,
@@ -90,7 +93,7 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
         sinks=gpt_oss,
         attention_scale=scale,
         embedding_scale=hidden**0.5 if gemma else 1.0,
-        experts=read_grouped_experts(config, layers) if deepseek or glm else _experts(config, architecture, layers),
+        experts=_read_grouped_experts(config, layers) if deepseek or glm else _experts(config, architecture, layers),
         latent=latent,
         tied=flag_field(config, "tie_word_embeddings", default=gemma),
         max_positions=positions,
@@ -172,3 +175,48 @@ def _windows(config: Mapping[str, Any], architecture: str, layers: int) -> tuple
         return (None,) * layers
     window = count_field(config, "sliding_window", 1 << 30)
     return tuple(window if slides else None for slides in sliding)
+
+
+def _read_latent(config: Mapping[str, Any]) -> LatentConfig:
+    """The attention of models like DeepSeek-V3."""
+    require_off(config, {"attention_bias": False})
+    query_rank = None if config.get("q_lora_rank") is None else count_field(config, "q_lora_rank", 1 << 17)
+    rotated = count_field(config, "qk_rope_head_dim", _MOST_HEAD)
+    if rotated % 2:
+        raise ValueError(f"config.qk_rope_head_dim: got {rotated}, expected an even number")
+    plain = count_field(config, "qk_nope_head_dim", _MOST_HEAD)
+    value_size = count_field(config, "v_head_dim", plain + rotated)
+    rank = count_field(config, "kv_lora_rank", 1 << 17)
+    return LatentConfig(query_rank, rank, plain, rotated, value_size, flag_field(config, "rope_interleave", default=True))
+
+
+def _latent_scale(config: Mapping[str, Any], size: int) -> float:
+    """Of scores. With `mscale_all_dim` they grow with the logarithm of the factor of positions."""
+    fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if fields.get("rope_type", fields.get("type", "default")) == "default" or not fields.get("mscale_all_dim"):
+        return float(size**-0.5)
+    factor = number_field(fields, "factor", 0.0, 1e6)
+    return float(size**-0.5 * yarn_scale(factor, number_field(fields, "mscale_all_dim", 0.0, 1e3)) ** 2)
+
+
+def _read_grouped_experts(config: Mapping[str, Any], layers: int) -> ExpertsConfig:
+    """Of models like DeepSeek-V3 and GLM-4.5."""
+    require_off(config, _GROUPED_ONLY)
+    name = "n_routed_experts" if config.get("n_routed_experts") is not None else "num_local_experts"
+    count, size = count_field(config, name, 1024), count_field(config, "moe_intermediate_size", 1 << 20)
+    groups = count_field(config, "n_group", count)
+    if count % groups or count // groups < 2:
+        raise ValueError(f"config.n_group: got {groups}, expected a divisor of {name}={count}, with two experts or more in a group")
+    routing = Routing(
+        groups, count_field(config, "topk_group", groups), number_field(config, "routed_scaling_factor", 0.0, 1e6, default=1.0)
+    )
+    return ExpertsConfig(
+        count,
+        count_field(config, "num_experts_per_tok", routing.groups_taken * (count // groups)),
+        size,
+        flag_field(config, "norm_topk_prob", default=True),
+        ("mlp", "gate_proj", "up_proj", "down_proj"),
+        frozenset(range(min(layers, count_field(config, "first_k_dense_replace", 4096, least=0, default=0)))),
+        routing,
+        size * count_field(config, "n_shared_experts", 1024, least=0, default=0),
+    )

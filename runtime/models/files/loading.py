@@ -16,8 +16,8 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.demo.pair import DEMO, DRAFTS, head_path, path_of
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED
 from stepgraph.runtime.models.files.draft import OWN_MTP, StoredDraft, open_draft
-from stepgraph.runtime.models.files.target import AUTO as AUTO_CLASS
-from stepgraph.runtime.models.files.target import Target, open_target
+from stepgraph.runtime.models.files.transformers_folder import AUTO as AUTO_CLASS
+from stepgraph.runtime.models.files.transformers_folder import Target, open_target
 from stepgraph.runtime.printing import print_error
 from stepgraph.sampling.fields import BOOL, Check, check_value, checked_path, is_int, one_of
 from stepgraph.sampling.grammar.vocabulary import Vocabulary

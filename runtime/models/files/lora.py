@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stepgraph.graphs.layers.lora import LoraWeight
 from stepgraph.runtime.models.files.quantised_folder import Fields
-from stepgraph.runtime.models.files.weights import SafetensorsSource, read_json
+from stepgraph.runtime.models.files.weights import SafetensorsSource, read_json, require_finite
 from stepgraph.sampling.fields import is_int, is_number
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
@@ -94,9 +94,6 @@ def _read(folder: Path, source: SafetensorsSource, module: str, name: str | None
     if not stored.readable:
         raise ValueError(f"{folder}: {name}: got type {stored.kind}, which is not supported")
     try:
-        tensor = source.read(name)
+        return require_finite(folder, name, source.read(name))
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{folder}: {name}: {error}") from None
-    if not bool(torch.isfinite(tensor).all()):
-        raise ValueError(f"{folder}: {name} holds NaN or infinity")
-    return tensor

@@ -1,4 +1,7 @@
-"""A model folder for the implementation of `transformers`: checked on the meta device before its weights are loaded."""
+"""A model folder for the implementation of `transformers`: checked on the meta device before its weights are loaded.
+
+`open_target` opens any target, with the class that runs it: a native one, or that of `transformers`.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepgraph.graphs.limits import Limits
-from stepgraph.runtime.models.files.checkpoint import MemoryNeed, memory_need
+from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, MemoryNeed, memory_need, open_checkpoint
 from stepgraph.runtime.models.files.config_fields import DTYPES, MTP_COUNT, UnsupportedConfigError, count_field
-from stepgraph.runtime.models.files.weights import SafetensorsSource, read_json
-from stepgraph.sampling.fields import clip_error, clip_repr, reason
+from stepgraph.runtime.models.files.weights import SafetensorsSource, read_json, require_finite
+from stepgraph.sampling.fields import check_value, checked_path, clip_error, clip_repr, one_of, reason
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_folder
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from stepgraph.runtime.models.draft_llama import TokenMap
-    from stepgraph.runtime.models.transformers_model import DraftTransformers, ModelSizes, TransformersModel
+    from stepgraph.runtime.models.transformers_model import ModelSizes, TransformersModel
 
+AUTO, NATIVE, TRANSFORMERS = "auto", "native", "transformers"
 _EXPERTS = "batched_mm"  # the one for experts that reads nothing on the host
 _LAYERS = ("full_attention", "sliding_attention")
 _VARYING_ROPE = ("dynamic", "longrope")
@@ -40,8 +43,7 @@ class TransformersCheckpoint:
     mtp_modules: int = 0
 
     def outline(self, feature_layers: Sequence[int] = ()) -> TransformersModel:
-        """The model on the meta device."""
-        model: TransformersModel = _model_module().TransformersModel(self.outlined, self.config, feature_layers=feature_layers)
+        model: TransformersModel = self.wrap("TransformersModel", self.outlined, feature_layers=feature_layers)
         return model
 
     def memory(self, limits: Limits) -> MemoryNeed:
@@ -52,22 +54,15 @@ class TransformersCheckpoint:
 
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> TransformersModel:
         """ValueError names a tensor that is missing, does not fit, or holds NaN or infinity."""
-        loaded = self._load(device, progress)
-        model: TransformersModel = _model_module().TransformersModel(loaded, self.config, feature_layers=feature_layers)
+        model: TransformersModel = self.wrap("TransformersModel", self.load_wrapped(device, progress), feature_layers=feature_layers)
         model.origin = self.path.name
         return model
 
-    def outline_draft(self, token_map: TokenMap | None) -> DraftTransformers:
-        return self._as_draft(self.outlined, token_map)
+    def wrap(self, kind: str, model: Any, **options: Any) -> Any:
+        """A model of `transformers` as one of the classes in transformers_model."""
+        return getattr(_model_module(), kind)(model, self.config, **options)
 
-    def load_draft(self, token_map: TokenMap | None, device: str | torch.device, progress: bool = False) -> DraftTransformers:
-        return self._as_draft(self._load(device, progress), token_map)
-
-    def _as_draft(self, model: Any, token_map: TokenMap | None) -> DraftTransformers:
-        draft: DraftTransformers = _model_module().DraftTransformers(model, self.config, token_map)
-        return draft
-
-    def _load(self, device: str | torch.device, progress: bool) -> Any:
+    def load_wrapped(self, device: str | torch.device, progress: bool) -> Any:
         kind, options = type(self.outlined), {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
         return load_weights(kind, self.path, self.config.dtype, self.mtp_prefixes, progress, **options).to(device)
 
@@ -96,8 +91,7 @@ def load_weights(kind: Any, path: Path, dtype: torch.dtype, unused: tuple[str, .
     _check_report(path, report, unused)
     loaded.eval().requires_grad_(False)
     for name, tensor in loaded.named_parameters():
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{path}: {name} holds NaN or infinity")
+        require_finite(path, name, tensor)
     return loaded
 
 
@@ -123,7 +117,6 @@ def open_transformers(path: Path, dtype: torch.dtype | None = None) -> Transform
 
 
 def outline(path: Path, kind: Any, config: Any, dtype: torch.dtype) -> tuple[Any, ModelSizes]:
-    """A model on the meta device and its sizes. ValueError names the layer that is not supported."""
     module = _model_module()
     try:
         with _quiet(False), torch.device("meta"), torch.random.fork_rng(devices=[]):
@@ -210,3 +203,26 @@ def _quiet(progress: bool) -> Iterator[None]:
     finally:
         logging.set_verbosity(verbosity)
         (logging.enable_progress_bar if bar else logging.disable_progress_bar)()
+
+
+Target = Checkpoint | TransformersCheckpoint
+
+
+def open_target(path: str | Path, dtype: torch.dtype | None = None, weights: str = DEQUANTISED, implementation: str = AUTO) -> Target:
+    """Read and check everything except the weights. ValueError names the file and the field, tensor or layer.
+
+    implementation: AUTO is NATIVE if the native class implements the config, else TRANSFORMERS.
+    """
+    check_value("implementation", implementation, one_of((AUTO, NATIVE, TRANSFORMERS)))
+    if implementation == TRANSFORMERS:
+        if weights != DEQUANTISED:
+            raise ValueError(f"weights: got {weights!r} with implementation={TRANSFORMERS!r}, expected {DEQUANTISED!r}")
+        return open_transformers(checked_path("path", path), dtype)
+    try:
+        return open_checkpoint(path, dtype, weights)
+    except UnsupportedConfigError as error:
+        if implementation == NATIVE or weights != DEQUANTISED or not checked_path("path", path).is_dir():
+            raise
+        if why := why_no_transformers():
+            raise ValueError(f"{error}; other models need implementation={TRANSFORMERS!r}, and {why}") from None
+        return open_transformers(Path(path), dtype)

@@ -16,12 +16,12 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.files.checkpoint import MemoryNeed, memory_need
 from stepgraph.runtime.models.files.draft_layouts import MAX_DRAFTS, mtp_layers
 from stepgraph.runtime.models.files.transformers_folder import TransformersCheckpoint, load_weights, outline
-from stepgraph.runtime.models.files.weights import SafetensorsSource
+from stepgraph.runtime.models.files.weights import SafetensorsSource, require_finite
+from stepgraph.runtime.models.mtp import TransformersMtp
 
 if TYPE_CHECKING:
     from stepgraph.runtime.models.llama import Llama
     from stepgraph.runtime.models.transformers_model import ModelSizes, TransformersModel
-    from stepgraph.runtime.models.transformers_mtp import TransformersMtp
 
 _OWN = {"enorm.weight": "token_norm", "hnorm.weight": "state_norm", "eh_proj.weight": "join"}
 _REPEATED = {"embed_tokens.weight": "embedding", "shared_head.head.weight": "unembedding"}  # the target's
@@ -68,12 +68,9 @@ class MtpCheckpoint:
         return draft
 
     def _make(self, target: Llama | TransformersModel, model_of: Callable[[int], Any]) -> TransformersMtp:
-        models, modules = (importlib.import_module(f"stepgraph.runtime.models.transformers_{name}") for name in ("model", "mtp"))
+        models = importlib.import_module("stepgraph.runtime.models.transformers_model")
         decoders = [models.TransformersModel(model_of(layer), self.sizes, name=f"draft{layer}") for layer in self.layers]
-        made: TransformersMtp = modules.TransformersMtp(
-            decoders, float(self.outlined.config.rms_norm_eps), target.embedding, target.unembedding
-        )
-        return made
+        return TransformersMtp(decoders, float(self.outlined.config.rms_norm_eps), target.embedding, target.unembedding)
 
     def _load(self, layer: int, progress: bool) -> Any:
         """The decoder of a module. Its embedding and head have one token and no use."""
@@ -88,10 +85,8 @@ class MtpCheckpoint:
             raise ValueError(str(error).replace("model.layers.0.", _prefix(layer))) from None
 
     def _read(self, layer: int, name: str) -> Tensor:
-        tensor = self.source.read(f"{_prefix(layer)}{name}")
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{self.path}: {_prefix(layer)}{name} holds NaN or infinity")
-        return tensor
+        stored = f"{_prefix(layer)}{name}"
+        return require_finite(self.path, stored, self.source.read(stored))
 
 
 def open_transformers_mtp(path: Path, target: TransformersCheckpoint) -> MtpCheckpoint:

@@ -224,6 +224,13 @@ def whole_slices(parameters: Mapping[str, str], stored: str = "", module: str = 
     return {stored + name: ParameterSlice(module + parameter) for name, parameter in parameters.items()}
 
 
+def require_finite(path: Path, name: str, tensor: Tensor) -> Tensor:
+    ends = torch.stack(tensor.aminmax())  # of which NaN is both; one pass over the tensor
+    if not bool(torch.isfinite(ends).all()):
+        raise ValueError(f"{path}: {name} holds NaN or infinity")
+    return tensor
+
+
 @dataclass(frozen=True)
 class StoredModel:
     """The tensors of a model in files, and the parameters that they fill."""
@@ -252,9 +259,7 @@ class StoredModel:
     def check(self, progress: bool = False) -> None:
         """Raises ValueError for a tensor with NaN or infinity. A separate pass, so that memory is taken for good files only."""
         for name, tensor in self._read(progress, "check", self.source.read_scales):
-            ends = torch.stack(tensor.aminmax())  # of which NaN is both; one pass over the tensor
-            if not bool(torch.isfinite(ends).all()):
-                raise ValueError(f"{self.path}: {name} holds NaN or infinity")
+            require_finite(self.path, name, tensor)
 
     def packable(self) -> dict[str, Kind]:
         """The parameters whose tensors are all of one of KINDS, in whole tiles and groups."""

@@ -110,7 +110,6 @@ class Claim:
         self.entry: CacheEntry | None = None
 
     def take(self) -> None:
-        """Claim the grammar and start its compile if necessary; ValueError as by `GrammarCompiler.check`."""
         self._compiler.take(self)
 
     @property
@@ -312,7 +311,6 @@ class GrammarCompiler:
             thread.join(seconds)
 
     def take(self, claim: Claim) -> None:
-        """`Claim.take`."""
         constraint, entry = claim.constraint, CacheEntry(claim.constraint)
         with self._lock:
             if isinstance(constraint, Constraint) and self._cache.hold(claim):
@@ -339,7 +337,6 @@ class GrammarCompiler:
             raise
 
     def release(self, claim: Claim) -> None:
-        """`Claim.release`."""
         with self._lock:
             entry = claim.entry
             if entry is None or claim not in entry.claims or not self._cache.release(entry, claim):

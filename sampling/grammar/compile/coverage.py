@@ -50,7 +50,6 @@ class Coverage:
 
     @property
     def unenforced(self) -> tuple[Unsupported, ...]:
-        """The parts that no library enforces."""
         if self.enforced:
             return ()
         parts = [{(part.where, part.keyword) for part in found} for found in self.unsupported.values()]

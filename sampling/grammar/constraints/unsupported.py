@@ -32,5 +32,4 @@ class UnsupportedError(ValueError):
 
 
 def reject(where: str, keyword: str, reason: str) -> NoReturn:
-    """Raise UnsupportedError."""
     raise UnsupportedError(Unsupported(where, keyword, reason))

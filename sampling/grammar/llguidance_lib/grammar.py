@@ -98,7 +98,6 @@ class LLGuidanceMatcher:
         return self.vocabulary.classify(row)
 
     def rollback(self, num_tokens: int) -> None:
-        """Remove the last `num_tokens` accepted tokens, a stop token included."""
         if not 0 <= num_tokens <= self.num_accepted:
             raise ValueError(f"rollback.num_tokens: got {num_tokens}, expected 0..{self.num_accepted}, the number of accepted tokens")
         count = num_tokens - self._ended if num_tokens else 0
@@ -118,7 +117,6 @@ class LLGuidanceMatcher:
         self._burn(start, "rollback")
 
     def is_terminated(self) -> bool:
-        """Whether a stop token was accepted and not rolled back."""
         return self._ended
 
     def _compute(self, row: npt.NDArray[np.int32]) -> None:
@@ -182,8 +180,6 @@ class LLGuidanceGrammar:
 
 
 class LLGuidanceBuilder:
-    """Builds grammars over one vocabulary; safe to call from any thread."""
-
     name = "llguidance"
 
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits) -> None:

@@ -24,7 +24,6 @@ class CheckedMatcher:
 
     @property
     def fault(self) -> str:
-        """Why this matcher cannot be used any more; empty without a fault."""
         return self._inner.fault or self._disagreement
 
     def accept_token(self, token_id: int) -> bool:

@@ -139,7 +139,6 @@ class MarkerMatcher:
 
     @property
     def fault(self) -> str:
-        """Why this matcher cannot be used any more; empty without a fault."""
         return self.inner.fault
 
     @property
@@ -157,7 +156,6 @@ class MarkerMatcher:
         return self.state == self.marker.complete
 
     def accept_token(self, token_id: int) -> bool:
-        """Accept one token; False, and no change, if it is not legal here."""
         if self.begun:
             accepted = self.inner.accept_token(token_id)
             self._num_inner += accepted

@@ -76,7 +76,6 @@ class XGrammarMatcher:
         return self.vocabulary.classify(row)  # the library also sets bits beyond the vocabulary in the last word
 
     def rollback(self, num_tokens: int) -> None:
-        """Remove the last `num_tokens` accepted tokens, a stop token included."""
         if not 0 <= num_tokens <= self.num_accepted:
             raise ValueError(f"rollback.num_tokens: got {num_tokens}, expected 0..{self.num_accepted}, the number of accepted tokens")
         if num_tokens:
@@ -86,7 +85,6 @@ class XGrammarMatcher:
             self._burn(start)
 
     def forced_bytes(self) -> bytes:
-        """The bytes that must come next; the last character may be incomplete."""
         if self.fault or self.is_terminated():
             return b""
         start = time.thread_time()
@@ -101,7 +99,6 @@ class XGrammarMatcher:
         return b"" if self.fault else found
 
     def is_terminated(self) -> bool:
-        """Whether a stop token was accepted and not rolled back."""
         return bool(self.library_matcher.is_terminated())
 
     def _burn(self, start: float) -> None:
@@ -145,8 +142,6 @@ def check_text(constraint: Constraint, limits: GrammarLimits) -> None:
 
 
 class XGrammarBuilder:
-    """Builds grammars over one vocabulary; safe to call from any thread."""
-
     name = "xgrammar"
 
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits, max_threads: int) -> None:

@@ -17,7 +17,7 @@ from stepgraph.graphs.attention.reference import by_reference
 from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
-from stepgraph.runtime.models.files.target import open_target
+from stepgraph.runtime.models.files.transformers_folder import open_target
 from stepgraph.runtime.models.toy import ToyTarget
 from tests.graphs.attention.test_paged import make_case
 from tests.helpers.families import BASE, CONFIG, GRAMMAR, PROMPTS, VOCABULARY, Cached, random_model, save

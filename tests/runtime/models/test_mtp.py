@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from stepgraph.graphs.layers.huge_pages import empty_weight
 from stepgraph.runtime.models.files.draft_layouts import mtp_slices
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from stepgraph.runtime.models.mtp import Mtp
-from stepgraph.runtime.models.parts import empty_weight
 from tests.helpers.draft_oracles import Drafting, mtp_logits
 from tools.random_weights import randomised
 from tools.train.saving import extract_tensors

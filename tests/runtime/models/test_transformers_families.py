@@ -15,8 +15,7 @@ import torch
 import transformers
 
 from stepgraph import Constraint, Engine, Vocabulary
-from stepgraph.runtime.models.files.target import open_target
-from stepgraph.runtime.models.files.transformers_folder import open_transformers
+from stepgraph.runtime.models.files.transformers_folder import open_target, open_transformers
 from stepgraph.runtime.models.llama_config import ARCHITECTURES
 from stepgraph.runtime.models.transformers_layers import Attention, GatedMlp, Layer
 from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus

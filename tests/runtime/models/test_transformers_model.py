@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stepgraph import Engine, EngineConfig
-from stepgraph.runtime.models.files.target import open_target
+from stepgraph.runtime.models.files.transformers_folder import open_target
 from tests.helpers.draft_engines import DRAFTERS, EAGLE_LAYERS
 from tests.helpers.families import Cached, folder_of
 from tests.helpers.family_texts import CONFIG, CONSTRAINTS, PROMPTS, decode, plain

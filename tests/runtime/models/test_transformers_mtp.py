@@ -18,10 +18,8 @@ from transformers.modeling_layers import MtpModel
 from stepgraph import Engine
 from stepgraph.runtime.cli import main
 from stepgraph.runtime.models.files.draft import open_draft
-from stepgraph.runtime.models.files.target import NATIVE, TRANSFORMERS, open_target
-from stepgraph.runtime.models.files.transformers_folder import open_transformers
-from stepgraph.runtime.models.mtp import Mtp
-from stepgraph.runtime.models.transformers_mtp import TransformersMtp
+from stepgraph.runtime.models.files.transformers_folder import NATIVE, TRANSFORMERS, open_target, open_transformers
+from stepgraph.runtime.models.mtp import Mtp, TransformersMtp
 from tests.helpers.draft_engines import change_json
 from tests.helpers.draft_oracles import Drafting
 from tests.helpers.families import CONFIG, GRAMMAR, PROMPTS, random_model, save

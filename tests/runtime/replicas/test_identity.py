@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from stepgraph import EngineConfig
-from stepgraph.runtime.replicas import identity
-from stepgraph.runtime.replicas.identity import identity_of
+from stepgraph.runtime.replicas import replica
 from stepgraph.sampling import native
 from tests.helpers.toy_engines import Setup, make_engine
 
 SETUP = Setup(k=2, buckets=(4,))
 PROGRAM = """
-from stepgraph.runtime.replicas.identity import identity_of
+from stepgraph.runtime.replicas.replica import identity_of
 from tests.runtime.replicas.test_identity import SETUP, make_engine
 print(identity_of(make_engine(SETUP)))
 """
@@ -28,7 +27,7 @@ print(identity_of(make_engine(SETUP)))
 def identity_with(**settings: Any) -> str:
     of_setup = {name: settings.pop(name) for name in settings.keys() & Setup.__dataclass_fields__.keys()}
     with make_engine(replace(SETUP, **of_setup), **settings) as engine:
-        return identity_of(engine)
+        return replica.identity_of(engine)
 
 
 @pytest.mark.slow
@@ -45,17 +44,17 @@ def test_settings_that_may_change_a_bit_change_the_identity(settings: Any) -> No
 
 def test_hardware_and_weights_change_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     with make_engine(SETUP) as engine:
-        before = identity_of(engine)
+        before = replica.identity_of(engine)
         engine._parts.models.target.bias[3] += 1  # type: ignore[attr-defined]
-        changed = identity_of(engine)
+        changed = replica.identity_of(engine)
         engine._parts.models.target.bias[3] -= 1  # type: ignore[attr-defined]
-        assert identity_of(engine) == before != changed
+        assert replica.identity_of(engine) == before != changed
         with monkeypatch.context() as patch:
             patch.setattr(native, "why_not", lambda: "no C compiler")
-            assert identity_of(engine) != before
-        monkeypatch.setattr(identity, "_processor", lambda *fields: "another processor")
-        assert identity_of(engine) != before
+            assert replica.identity_of(engine) != before
+        monkeypatch.setattr(replica, "_processor", lambda *fields: "another processor")
+        assert replica.identity_of(engine) != before
 
 
 def test_every_setting_without_effect_exists() -> None:
-    assert {*identity._NO_EFFECT} <= {*EngineConfig.__dataclass_fields__}
+    assert {*replica._NO_EFFECT} <= {*EngineConfig.__dataclass_fields__}

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from stepgraph.runtime.replicas.router import MAX_PAGES, PrefixRouter, page_hashes
-from stepgraph.runtime.replicas.scaling import wanted_replicas
+from stepgraph.runtime.replicas.router import MAX_PAGES, PrefixRouter, page_hashes, wanted_replicas
 
 IDS = list(range(100))
 

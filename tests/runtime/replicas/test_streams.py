@@ -13,7 +13,7 @@ import pytest
 
 from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, SamplingParams
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.runtime.replicas.answer import answer, info_of
+from stepgraph.runtime.replicas.replica import answer, info_of
 from stepgraph.runtime.replicas.streams import Counts, ReplicaLost, ResumedStream, Resumption
 from stepgraph.runtime.replicas.wire import Ask, End, Part, Refused, Tokens
 from stepgraph.runtime.request_queue import QueueFullError
