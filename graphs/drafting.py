@@ -30,7 +30,7 @@ def draft_prefill(
 ) -> tuple[Tensor, Tensor]:
     """Run the draft model over the emitted tokens. Returns logits [B, num_tokens] and features [B, 1, F] at each row's last one."""
     inputs = model_input(before, limits, emission.tokens, 0, features=features, count=emission.emitted)
-    output = run_model("draft", model, inputs, buffers)
+    output = run_model("draft", model.forward, inputs, buffers)
     last = (emission.emitted - 1).clamp(min=0)[:, None, None]
     hidden = output.hidden.gather(1, last.expand(-1, 1, output.hidden.shape[2]))
     features = output.next_features
@@ -44,7 +44,7 @@ def draft_decode(
     """Run the draft model over its draft `step` (from 1). tokens [B], -1 for rows that stopped drafting. Returns as draft_prefill."""
     offset = step - 1 if getattr(model, "advances", True) else -1
     inputs = model_input(after, limits, tokens[:, None], offset, features=features)._replace(step=step + 1)
-    output = run_model("draft", model, inputs, buffers)
+    output = run_model("draft", model.forward, inputs, buffers)
     return model_logits("draft", model, output.hidden[:, 0], limits), output.next_features
 
 

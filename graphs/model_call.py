@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,15 +56,11 @@ class ModelOutput(NamedTuple):
         return states
 
 
-class Forward(Protocol):
-    """The method that target and draft models share."""
-
-    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput: ...
-
-
-def run_model(name: str, model: Forward, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+def run_model(
+    name: str, forward: Callable[[ModelInput, StaticBuffers], ModelOutput], inputs: ModelInput, buffers: StaticBuffers
+) -> ModelOutput:
     """The model's output. ValueError if it returned something else. Costs nothing in a replay, which runs no Python."""
-    output: object = model.forward(inputs, buffers)
+    output: object = forward(inputs, buffers)
     if not isinstance(output, ModelOutput):
         raise ValueError(f"{name}.forward: got {type(output).__name__}, expected a ModelOutput; its features may be None")
     for field, tensor in (("hidden", output.hidden), ("features", output.next_features)):

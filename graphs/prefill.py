@@ -116,7 +116,7 @@ class Prompts:
             part = None if embeddings is None else Embeddings(embeddings.values[:, :count], embeddings.given[:, :count])
             inputs = self._inputs(buffers, tokens[None, :count], Field.START, call())
             lora_slots = _field(buffers, Field.LORA) if limits.max_loras else None
-            output = run_model("target", target, inputs._replace(embeddings=part, lora_slots=lora_slots), buffers)
+            output = run_model("target", target.forward, inputs._replace(embeddings=part, lora_slots=lora_slots), buffers)
             if "prompt_states" in buffers:
                 states = buffers.prompt_states
                 states[:count].copy_(output.saved_states(states.shape[1])[0])
@@ -131,7 +131,7 @@ class Prompts:
         part = None
         if embeddings is not None and getattr(draft, "shares_embeddings", False):
             part = Embeddings(*(each.index_select(1, index) for each in embeddings))
-        run_model("draft", draft, inputs._replace(features=features.index_select(1, index), embeddings=part), buffers)
+        run_model("draft", draft.forward, inputs._replace(features=features.index_select(1, index), embeddings=part), buffers)
 
     def _inputs(self, buffers: StaticBuffers, tokens: Tensor, start: Field, attend: Attend | None) -> ModelInput:
         """Consecutive positions from the line's `start` on. Those beyond its end, which is the next field, use the scratch page."""

@@ -34,7 +34,7 @@ def target_verify(buffers: StaticBuffers, batch: Batch, model: TargetModel, limi
     inputs = model_input(batch, limits, tokens, -1, live=batch.live)
     if limits.max_loras:
         inputs = inputs._replace(lora_slots=batch.column(Column.LORA))
-    output = run_model("target", model, inputs, buffers)
+    output = run_model("target", model.forward, inputs, buffers)
     check_shape("target features", output.next_features, *tokens.shape, limits.feature_size)
     if "results_states" in buffers:
         states = buffers.results_states[: tokens.shape[0], : tokens.shape[1]]

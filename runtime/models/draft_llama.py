@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.llama_config import LlamaConfig, TargetSizes
+from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 
@@ -41,7 +41,7 @@ class TokenMapped(nn.Module):
     @property
     def notes(self) -> tuple[str, ...]:
         tokens = "the target's vocabulary" if self.d2t is None else f"{self.vocab_size} tokens with the bytes of a target token"
-        layers = cast("TargetSizes", self.config).num_layers
+        layers = cast("LlamaConfig", self.config).num_layers
         return (f"draft: a model of {layers} layers with {tokens}", *getattr(super(), "notes", ()))
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:

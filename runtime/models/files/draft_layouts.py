@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,8 +16,11 @@ from torch import Tensor
 from stepgraph.runtime.models.files.config_fields import count_field, flag_field, require_off
 from stepgraph.runtime.models.files.llama_fields import read_config
 from stepgraph.runtime.models.files.weights import Slices, Source, layer_slices, whole_slices
-from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig, TargetSizes
+from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig
 from stepgraph.sampling.fields import is_int
+
+if TYPE_CHECKING:
+    from stepgraph.runtime.models.transformers_model import ModelSizes
 
 MAX_DRAFTS = 8  # of modules that run for every draft
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -51,7 +54,7 @@ def is_eagle3(config: Mapping[str, Any]) -> bool:
     return "draft_vocab_size" in config or "eagle3" in str(kind).lower()
 
 
-def read_eagle3(config: Mapping[str, Any], target: TargetSizes) -> Eagle3Config:
+def read_eagle3(config: Mapping[str, Any], target: LlamaConfig | ModelSizes) -> Eagle3Config:
     """Takes the configs of EAGLE, SpecForge and ModelOpt, and those of speculators, which nest the layer's fields."""
     nested = config.get("eagle_config") or {}
     layer_config = config.get("transformer_layer_config") or {}
@@ -103,7 +106,7 @@ def read_mtp(config: Mapping[str, Any], target: LlamaConfig, count: int) -> Llam
     return replace(layer, windows=(target.windows[-1],) * count, dtype=target.dtype, tied=False)
 
 
-def _check_vocab_size(layer: LlamaConfig, target: TargetSizes) -> None:
+def _check_vocab_size(layer: LlamaConfig, target: LlamaConfig | ModelSizes) -> None:
     if layer.vocab_size != target.vocab_size:
         raise ValueError(f"config.vocab_size: got {layer.vocab_size}, expected the target's {target.vocab_size}")
 
