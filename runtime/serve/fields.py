@@ -17,18 +17,10 @@ from stepgraph.sampling.fields import is_int
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.params import SamplingParams
 
-_SAMPLING = {  # field of the request: field of SamplingParams; from top_k on they are vLLM's extensions
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "seed": "seed",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
+_SAMPLING = {  # field of the request: field of SamplingParams
+    **{name: name for name in ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")},
+    **{name: name for name in ("top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids")},  # vLLM's extensions
     "min_tokens": "min_new_tokens",
-    "ignore_eos": "ignore_eos",
-    "stop_token_ids": "stop_token_ids",
 }
 _BOTH = {*_SAMPLING, "model", "n", "stream", "stream_options", "max_tokens", "stop", "logit_bias", "logprobs", "response_format"}
 _BOTH |= {"priority"}

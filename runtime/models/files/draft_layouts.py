@@ -26,25 +26,16 @@ MAX_DRAFTS = 8  # of modules that run for every draft
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Options that are not implemented, with the values that turn them off.
 _UNSUPPORTED = {
-    "norm_before_fc": False,
-    "fc_norm": False,
-    "norm_output": False,
+    **dict.fromkeys(("norm_before_fc", "fc_norm", "norm_output", "parallel_drafting", "use_mtp_layernorm"), False),
+    **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"), True),
     "logit_scale": 1.0,
-    "parallel_drafting": False,
-    "use_aux_hidden_state": True,
-    "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True,
-    "use_mtp_layernorm": False,
     "num_hidden_layers": 1,
 }
 _INTEGERS = ("I64", "I32")
 # Parts of tensor names that only unsupported layers have.
 _OTHER_LAYERS = {
-    ".mlp.experts.": "a mixture of experts (MoE)",
-    ".mlp.gate.": "a mixture of experts (MoE)",
-    "_proj_with_mqa.": "latent attention (MLA)",
-    ".self_attn.kv_b_proj.": "latent attention (MLA)",
-    ".self_attn.q_b_proj.": "latent attention (MLA)",
+    **dict.fromkeys((".mlp.experts.", ".mlp.gate."), "a mixture of experts (MoE)"),
+    **dict.fromkeys(("_proj_with_mqa.", ".self_attn.kv_b_proj.", ".self_attn.q_b_proj."), "latent attention (MLA)"),
 }
 
 
