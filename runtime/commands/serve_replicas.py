@@ -15,7 +15,7 @@ import ray
 from ray import serve as ray_serve
 
 from stepgraph.runtime.commands import engines, terminal
-from stepgraph.runtime.commands.serve import open_codec, ready_engine, serve
+from stepgraph.runtime.commands.server import open_codec, ready_engine, serve
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.replicas.ray_serve import NAME, ReplicaPool, deployment
 from stepgraph.runtime.replicas.streams import Resumption
