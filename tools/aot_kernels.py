@@ -284,7 +284,7 @@ def _layer_variants() -> list[Variant]:
 def _packed_variants(every: bool) -> list[Variant]:
     """Of packed weights: the smallest and largest blocks, and float8. every: all kinds with all numbers of rows."""
     from stepgraph.graphs.layers.quantised import KINDS, MIXED
-    from stepgraph.graphs.layers.triton import quantised, quantised_experts
+    from stepgraph.graphs.layers.triton import experts, quantised
 
     kinds, found = {kind: name for name, kind in KINDS.items()} | {MIXED: "mixed"}, list[Variant]()
     few = [("Q4_1", 16), ("mixed", 32), ("INT4_128", 32), ("FP8", 16)]
@@ -295,8 +295,8 @@ def _packed_variants(every: bool) -> list[Variant]:
             types = ["*bf16", "*i32", scales, "*bf16", "*bf16", *["i32"] * 4]
             found.append(_variant(f"packed_product {name}, {rows} rows", quantised.packed_product, types, constants, quantised.WARPS))
             if rows == 16 or not every:
-                constants = {**quantised_experts.constants_of(kind), "WIDE": False}
-                program, types = quantised_experts.packed_expert_product, ["*bf16", "*i64", "*i32", scales, "*bf16", "*bf16", *["i32"] * 5]
+                constants = {**experts.constants_of(kind), "WIDE": False}
+                program, types = experts.packed_expert_product, ["*bf16", "*i64", "*i32", scales, "*bf16", "*bf16", *["i32"] * 5]
                 found.append(_variant(f"packed_expert_product {name}", program, types, constants, quantised.WARPS))
             if rows == 16:
                 types = ["*i64", "*i32", scales, "*bf16", "i32"]

@@ -90,9 +90,7 @@ def expert_product(states: Dense, experts: Contiguous, weights: Tensor, num_expe
     return _products(product.reference, states, experts, weights, num_experts, biases)
 
 
-@operation(
-    _product_outputs, triton="stepgraph.graphs.layers.triton.quantised_experts", c=CKernel("quantised_expert_product", _product_in_c)
-)
+@operation(_product_outputs, triton=True, c=CKernel("quantised_expert_product", _product_in_c))
 def quantised_expert_product(states: Dense, experts: Contiguous, weights: Tensor, num_experts: int, biases: Tensor | None = None) -> Tensor:
     """`expert_product` with the packed weights of all experts, [num_experts * out / 16, blocks, bytes], in float32."""
     return _products(quantised_product.reference, states, experts, weights, num_experts, biases)

@@ -7,7 +7,7 @@ INLINED void add_block(
 #define EVERY_HEIGHT 0
 #include "quantised.h"
 
-enum { GATHERED_BYTES = 1 << 17 }; /* as in quantised_experts.py */
+enum { GATHERED_BYTES = 1 << 17 }; /* as in experts.py */
 
 /* Fields as numbers; float8_e4m3fn: the bits in place of float32's, with an exponent that is 120 too small. */
 INLINED void numbers_of(words fields, int zero, lanes *to) {

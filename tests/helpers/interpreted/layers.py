@@ -17,7 +17,6 @@ from stepgraph.graphs.layers.triton import dense as dense_programs
 from stepgraph.graphs.layers.triton import experts as expert_programs
 from stepgraph.graphs.layers.triton import lora as lora_programs
 from stepgraph.graphs.layers.triton import quantised as quantised_programs
-from stepgraph.graphs.layers.triton import quantised_experts as packed_expert_programs
 from stepgraph.graphs.layers.triton import slot_mapping as slot_programs
 from stepgraph.graphs.triton import drafting as draft_programs
 from stepgraph.graphs.triton import looping, publishing
@@ -144,7 +143,7 @@ def test_products_of_packed_experts_equal_the_reference(name: str) -> None:
             near = inner * 2**-24 * float((states.double().abs() @ weights.double().abs().T).max())
             near += 2**-10 if dtype is torch.float16 else 0
             given = states, chosen, packed, number, bias
-            compare(experts.quantised_expert_product, packed_expert_programs.quantised_expert_product, *given, near=near)
+            compare(experts.quantised_expert_product, expert_programs.quantised_expert_product, *given, near=near)
 
 
 def test_activations_of_large_numbers() -> None:
