@@ -98,7 +98,7 @@ def _mask_variants(every: bool) -> list[Variant]:
     """Tags, and masks with every setting of a request."""
     from stepgraph.sampling.kernels.triton import alternatives, chain, processors
 
-    types = [*["*i64"] * 4, "i32", "*i64", "*i64", "*i1", *["i32"] * 6]
+    types: list[str | None] = [*["*i64"] * 4, "i32", "*i64", "*i64", "*i1", *["i32"] * 6]
     found = [_variant("check_tags", chain.check_tags, types, {"POSITIONS": 16}, 1)]
     for dtype, has_masks, has_ids in itertools.product(("fp32", "bf16", "fp16"), (True, False), (True, False)):
         of_mask = ["*i32", "*i64", "*i1", "*i64"] if has_masks else [None] * 4
@@ -160,7 +160,7 @@ def _filter_variants() -> list[Variant]:
     found = [_variant("tile_maxima fp32", filters.tile_maxima, ["*fp32", "*i64", "*i64", *["i32"] * 4], {"TILE": tile}, 8)]
     found.append(_variant("bucket_sums fp32", filters.bucket_sums, [*inputs, *["i32"] * 5], shape, 8))
     digits = {"BITS": filters.DIGIT_BITS, "WINDOW": filters.FIND_WINDOW // shape["TILES"]}
-    types = [*inputs, "*i32", "*i32", "*i64", *["i32"] * 6]
+    types: list[str | None] = [*inputs, "*i32", "*i32", "*i64", *["i32"] * 6]
     found.append(_variant("find_least fp32", filters.find_least, types, digits | shape, 8)._replace(registers=filters.FIND_REGISTERS))
     for draws in (False, True):
         flags = {"DRAWS": draws, "SALT": signed(Purpose.DRAFT * GOLDEN)}
