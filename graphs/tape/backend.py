@@ -52,7 +52,6 @@ class Tape:
         _tapes.add(self)
 
     def replay(self, *, until: Tensor | None = None, limit: int | None = None, is_round: bool = True) -> None:
-        """Run the recorded step on the current contents of the buffers: once, or until a flag is set (graphs/capture.py)."""
         run = self._run
         if until is not None or limit is not None:
             run = functools.partial(self._run_until, *checked_loop(self._buffers, until, limit, self._host_node, self._draws))

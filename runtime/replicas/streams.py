@@ -130,7 +130,6 @@ class ResumedStream:
         return first or await self._events.__anext__()
 
     def cancel(self) -> None:
-        """End the request, without waiting."""
         self._cancelling = asyncio.ensure_future(self._events.aclose())
 
     async def aclose(self) -> None:

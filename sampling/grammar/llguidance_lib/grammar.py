@@ -62,7 +62,6 @@ class LLGuidanceMatcher:
         return len(self._history) + self._ended
 
     def accept_token(self, token_id: int) -> bool:
-        """Append one token; False, and no change, where the grammar does not allow it."""
         vocabulary = self.vocabulary
         if not 0 <= token_id < len(vocabulary.tokens) or self._ended or self._dead_end or self.fault:
             return False
@@ -81,7 +80,6 @@ class LLGuidanceMatcher:
         return accepted
 
     def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
-        """Write row `index` of masks [rows, mask_words]: bit i of the row is set where token i may come next."""
         row = self.vocabulary.mask_row(masks, index)
         row.fill(0)
         if self.fault:

@@ -169,7 +169,6 @@ class MarkerMatcher:
         return True
 
     def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
-        """Write row `index` of masks [rows, mask_words]: bit i of the row is set if token i is legal next."""
         if self.begun:
             return self.inner.fill_next_token_bitmask(masks, index)
         row = self.marker.vocabulary.mask_row(masks, index)

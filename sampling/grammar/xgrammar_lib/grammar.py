@@ -43,7 +43,6 @@ class XGrammarMatcher:
         self._hidden_ids = (vocabulary.non_text_ids | vocabulary.xgrammar_unsafe_ids) - set(vocabulary.stop_token_ids)
 
     def accept_token(self, token_id: int) -> bool:
-        """Append one token; False, and no change, where the grammar does not allow it."""
         # The library truncates ids to 32 bits (2**32 + 5 is read as 5) and logs each rejected id of these kinds to stderr.
         if not 0 <= token_id < len(self.vocabulary.tokens) or token_id in self._hidden_ids or self.fault or self.is_terminated():
             return False
@@ -58,7 +57,6 @@ class XGrammarMatcher:
         return accepted
 
     def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
-        """Write row `index` of masks [rows, mask_words]: bit i of the row is set where token i may come next."""
         row = self.vocabulary.mask_row(masks, index)
         if not self.fault and self.is_terminated():
             row.fill(0)
@@ -148,11 +146,9 @@ class XGrammarBuilder:
         self._vocabulary, self._limits, self._max_threads = vocabulary, limits, max_threads
 
     def check(self, constraint: Constraint) -> None:
-        """ValueError, an UnsupportedError where the part is known, for what would not be enforced, as far as that is found quickly."""
         check_text(constraint, self._limits)
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> XGrammar:
-        """Compile in the worker, or in this process without one. ValueError as by `check`, or with the library's message."""
         if constraint.kind == "lark":
             self.check(constraint)
         with library_errors():
