@@ -205,37 +205,38 @@ class _Measured(NamedTuple):
 
 
 class RoundCosts:
-    """Seconds of a round by graph key: measured at capture for unconstrained greedy batches, then for the rounds of the engine."""
+    """Seconds of a round by graph key and context, with which drafts cost more: measured at capture, without one, then in all rounds."""
 
     def __init__(self, choices: Sequence[Drafting], weight: float = 0.05) -> None:
         self._choices, self._weight = choices, weight
-        self._measured: dict[GraphKey, _Measured] = {}  # by key, with FULL drafts
+        self._measured: dict[tuple[GraphKey, int], _Measured] = {}  # by key, with FULL drafts, and binary digits of the context
 
-    def of(self, key: GraphKey) -> Costs:
-        """For batches like that of `key`, at first those of unconstrained greedy batches. Current also after later calls of `add`."""
-        return self._of(key).seconds
+    def of(self, key: GraphKey, context: int = 0) -> Costs:
+        """For batches like that of `key`, at first those of the most similar ones. Current also after later calls of `add`."""
+        return self._of(key, context).seconds
 
-    def _of(self, key: GraphKey) -> _Measured:
-        measured = self._measured.get(key)
+    def _of(self, key: GraphKey, context: int) -> _Measured:
+        digits = context.bit_length()
+        measured = self._measured.get((key, digits))
         if measured is None:
-            measured = self._measured[key] = _Measured(dict(self._measured[_plain(key)].seconds), {}, {})
+            nearest = min(self._measured, key=lambda each: (each[0] != key, each[0] != _plain(key), abs(each[1] - digits)))
+            measured = self._measured[key, digits] = _Measured(dict(self._measured[nearest].seconds), {}, {})
         return measured
 
     def known(self, key: GraphKey) -> bool:
         """Whether `of` has an answer."""
-        measured = self._measured.get(key) or self._measured.get(_plain(key))
-        return measured is not None and len(measured.seconds) == len(self._choices)
+        return any(len(self._measured[each, 0].seconds) == len(self._choices) for each in (key, _plain(key)) if (each, 0) in self._measured)
 
     def calibrate(self, key: GraphKey, seconds: float) -> None:
         """`key` with its drafting."""
-        costs = self._measured.setdefault(key.with_drafting(FULL), _Measured({}, {}, {})).seconds
+        costs = self._measured.setdefault((key.with_drafting(FULL), 0), _Measured({}, {}, {})).seconds
         costs[key.drafting] = seconds
         self._bound_plain(costs, key.drafting)
 
-    def add(self, key: GraphKey, drafting: Drafting, seconds: float) -> None:
+    def add(self, key: GraphKey, drafting: Drafting, seconds: float, context: int = 0) -> None:
         """A round of `key` with this drafting. What made it slower or faster, as a longer context or a busy machine, concerns all choices:
         half of the change is applied to them. After other choices, it is that of this one alone, and counts more after many of them."""
-        costs, counts, latest = self._of(key)
+        costs, counts, latest = self._of(key, context)
         before, rounds = sum(counts.values()), counts.get(drafting, 0) + 1
         others, counts[drafting], latest[drafting] = before - latest.get(drafting, 0), rounds, before + 1
         if rounds == 1:
@@ -268,6 +269,8 @@ class _Batch(NamedTuple):
 
     requests: tuple[ActiveRequest, ...]
     key: GraphKey
+    context: int  # tokens of all requests, when the first one had `first` tokens of output
+    first: int
     costs: Costs
     choices: Sequence[Drafting]  # with graphs for such batches
     required: Drafting | None  # of all rounds; None if the rule chooses
@@ -300,7 +303,7 @@ class DraftLengthChooser:
     def choose(self, requests: tuple[ActiveRequest, ...], key: GraphKey) -> Drafting:
         """For a round of these requests with the graph of `key`, whatever its drafts."""
         batch = self._batch
-        if batch is None or batch.requests != requests or self.given:
+        if batch is None or batch.requests != requests or self.given or len(requests[0].job.tokens) > batch.first + DEFAULT_RULE.stale:
             batch = self._batch = self._batch_of(requests, key)
         drafting = batch.required if self.fixed is None else _nearest(self.fixed, batch.choices)
         self._in_flight.append((batch, drafting is None))
@@ -336,11 +339,11 @@ class DraftLengthChooser:
                     self._rows[request] = row, Drafting(most, drafting.model)
         if free:
             if seconds is not None:
-                self.costs.add(batch.key, drafting, seconds)
+                self.costs.add(batch.key, drafting, seconds, batch.context)
             self._choice.add(drafting, outcomes, batch.costs)
 
     def _batch_of(self, requests: tuple[ActiveRequest, ...], key: GraphKey) -> _Batch:
-        """Called when the requests of the rounds change: a request that left does not come back."""
+        """Called when the requests or costs of the rounds change: a request that left does not come back."""
         self._rows = {request: self._rows.get(request) or (self._choice.row(request.constrained), PLAIN) for request in requests}
         if given := self.given:
             self._rows = {request: (row, Drafting(given(request))) for request, (row, _) in self._rows.items()}
@@ -349,4 +352,5 @@ class DraftLengthChooser:
         choices = self._on_host if key.on_host else self.choices
         required = _nearest(Drafting(most), choices) if most else None
         rows = [(self._rows[request][0], given(request) if given else request.job.num_speculative_tokens) for request in requests]
-        return _Batch(requests, key, self.costs.of(key), choices, required, rows)
+        context = sum(len(job.given_ids) + len(job.tokens) for job in (request.job for request in requests))
+        return _Batch(requests, key, context, len(requests[0].job.tokens), self.costs.of(key, context), choices, required, rows)

@@ -401,6 +401,27 @@ def test_slower_machine_is_seen_in_the_costs_of_all_lengths() -> None:
     assert list(costs.of(key).values()) == pytest.approx([2.0, 3.0], rel=0.03)
 
 
+def test_costs_are_those_of_contexts_of_about_the_same_length() -> None:
+    """Requests with short and long contexts by turns: with a long one, seven drafts take twice as long, and three are the best length."""
+    choices = PLAIN, Drafting(3), Drafting(7)
+    key, costs, lengths = GraphKey(1, False), RoundCosts(choices), DraftLengths(choices)
+    times = {100: (2.0, 2.4, 2.5), 900: (2.2, 2.9, 5.0)}
+    for drafting, seconds in zip(choices, times[100], strict=True):
+        costs.calibrate(replace(key, draft_length=drafting.length), seconds)
+    chosen = dict[int, list[Drafting]]({100: [], 900: []})
+    for context in (100, 900) * 12:
+        row, before = lengths.row(), 0
+        for context_now in range(context, context + 60):
+            drafting = lengths.choose([(row, 7)], costs.of(key, context_now))
+            costs.add(key, drafting, times[context][choices.index(drafting)], context_now)
+            offered, before = min(before, drafting.length), drafting.length
+            lengths.add(drafting, [of_model(row, offered, min(offered, 4))], costs.of(key, context_now))
+            chosen[context].append(drafting)
+    for context, best in ((100, Drafting(7)), (900, Drafting(3))):
+        later = chosen[context][180:]
+        assert later.count(best) > 0.9 * len(later), (context, collections.Counter(later))
+
+
 def test_costs_that_fall_do_not_stop_drafting() -> None:
     """Each round in flight is at risk for the time that it was launched with. All drafts are right."""
     lengths = DraftLengths([PLAIN, Drafting(3)])

@@ -3,7 +3,8 @@
 #include "kernels.h"
 
 INLINED void add_block(
-    lanes *parts, const char *states, int64_t row_bytes, const char *words_at, int tall, int bits, int zero, int64_t bfloat16);
+    lanes *parts, const char *states, int64_t row_bytes, const char *words_at, int64_t apart, int tall, int wide, int bits, int zero,
+    int64_t bfloat16);
 #define EVERY_HEIGHT 0
 #include "quantised.h"
 
@@ -25,9 +26,10 @@ INLINED void fields(words raw, int at, int bits, int zero, lanes pair[2]) {
 }
 
 INLINED void add_block(
-    lanes *parts, const char *states, int64_t row_bytes, const char *words_at, int tall, int bits, int zero, int64_t bfloat16) {
+    lanes *parts, const char *states, int64_t row_bytes, const char *words_at, int64_t apart, int tall, int wide, int bits, int zero,
+    int64_t bfloat16) {
 #pragma GCC unroll 16
-    for (int pair = 0; pair < taken_at_once(bits) / 2; pair++) {
+    for (int pair = 0; pair < taken_at_once(bits) / 2; pair++) { /* of one tile: `wide` is 1 */
         lanes both[2];
         fields(*(const words *)(words_at + pair * bits / 16 * 64), pair * bits % 16, bits, zero, both);
 #pragma GCC unroll 8
@@ -49,11 +51,17 @@ INLINED void in_numbers(const quantised_call *call, int64_t first, int64_t end, 
     tiles_of(&same, first, end, bits, zero);
 }
 
-INLINED float total(const quantised_call *call, int64_t row, int64_t block) {
-    float sum = 0;
+/* Of every block of the row. MOST_BLOCKS are whole LANES. */
+INLINED void add_up(const quantised_call *call, int64_t row, float *totals) {
     int64_t group = call->kind.group;
-    for (int64_t i = 0; i < group; i++) sum += number(call->states, row * call->step + block * group + i, call->bfloat16);
-    return sum;
+    for (int64_t block = 0; block < call->blocks; block += LANES) {
+        lanes parts[LANES] = {0}, taken;
+        for (int64_t one = 0; one < LANES && block + one < call->blocks; one++)
+            for (int64_t i = 0; i < group; i += LANES, parts[one] += taken)
+                read_numbers((float *)&taken, call->states, row * call->step + (block + one) * group + i, LANES, call->bfloat16);
+        summed_up(parts);
+        memcpy(totals + block, parts, sizeof *parts);
+    }
 }
 
 /* By the last dimension of a packed weight. */
@@ -78,8 +86,7 @@ static FOR_EACH_PROCESSOR void some_tiles(const void *given, int64_t first, int6
 static FOR_EACH_PROCESSOR void rows_at_once(quantised_call call) {
     float totals[ROWS_AT_ONCE][MOST_BLOCKS];
     call.totals = totals;
-    for (int64_t one = 0; call.kind.ranged && one < call.rows; one++)
-        for (int64_t block = 0; block < call.blocks; block++) totals[one][block] = total(&call, one, block);
+    for (int64_t one = 0; call.kind.ranged && one < call.rows; one++) add_up(&call, one, totals[one]);
     divide_work(some_tiles, &call, call.tiles, call.tiles * call.blocks * block_bytes(call.kind));
 }
 

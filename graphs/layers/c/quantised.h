@@ -63,55 +63,68 @@ INLINED void read_scales(lanes *to, const char *from, int wide_ones) {
 /* Inner indices that add_block takes: those of the smallest group with fields of this size. */
 INLINED int taken_at_once(int bits) { return bits == 8 ? 16 : 32; }
 
-/* `tall` rows by the columns of one tile. `bits` and `zero` are the kind's, as constants. */
-INLINED void tile_of_rows(const quantised_call *call, int64_t row, int64_t tile, int tall, int bits, int zero) {
+/* `tall` rows by the columns of `wide` tiles. `bits` and `zero` are the kind's, as constants. */
+INLINED void tiles_of_rows(const quantised_call *call, int64_t row, int64_t tile, int tall, int wide, int bits, int zero) {
     int64_t number_bytes = call->bfloat16 ? 2 : 4, scaled = scale_bytes(call->kind), words_end = word_bytes(call->kind);
-    int64_t bytes = block_bytes(call->kind), parts_bytes = bits * taken_at_once(bits) * LANES / 8;
-    const char *states = call->states + row * call->step * number_bytes, *block = call->weight + tile * call->blocks * bytes;
+    int64_t bytes = block_bytes(call->kind), parts_bytes = bits * taken_at_once(bits) * LANES / 8, apart = call->blocks * bytes;
+    const char *states = call->states + row * call->step * number_bytes, *block = call->weight + tile * apart;
+    const char *next = block + (wide > 1 ? 4 * apart : AHEAD); /* for the second cache, if tiles are so far away */
     lanes sums[8] = {0};
-    for (int64_t index = 0; index < call->blocks; index++, block += bytes) {
+    for (int64_t index = 0; index < call->blocks; index++, block += bytes, next += wide * bytes) {
         if (row == 0)
-            for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(block + AHEAD + line);
+            for (int64_t line = 0; line < wide * bytes; line += 64) __builtin_prefetch(next + line, 0, wide > 1 ? 2 : 3);
         lanes parts[8] = {0};
         for (int64_t at = 0; at < words_end; at += parts_bytes, states += taken_at_once(bits) * number_bytes)
-            add_block(parts, states, call->step * number_bytes, block + at, tall, bits, zero, call->bfloat16);
-        lanes scale, minimum;
-        read_scales(&scale, block + words_end, call->kind.wide);
-        if (call->kind.ranged) read_scales(&minimum, block + words_end + scaled, call->kind.wide);
+            add_block(parts, states, call->step * number_bytes, block + at, apart, tall, wide, bits, zero, call->bfloat16);
 #pragma GCC unroll 8
-        for (int one = 0; one < tall; one++) {
+        for (int one = 0; one < tall * wide; one++) {
+            const char *scales = block + one % wide * apart + words_end;
+            lanes scale, minimum;
+            read_scales(&scale, scales, call->kind.wide);
+            if (call->kind.ranged) read_scales(&minimum, scales + scaled, call->kind.wide);
             sums[one] += parts[one] * scale;
-            if (call->kind.ranged) sums[one] += minimum * call->totals[row + one][index];
+            if (call->kind.ranged) sums[one] += minimum * call->totals[row + one / wide][index];
         }
     }
-    for (int one = 0; one < tall; one++) {
+    for (int one = 0; one < tall * wide; one++) {
         float found[LANES];
+        int64_t column = tile + one % wide, place = call->places ? call->places[row + one / wide] : row + one / wide;
         memcpy(found, sums + one, sizeof found);
         if (call->bias)
-            for (int lane = 0; lane < LANES; lane++) found[lane] += number(call->bias, tile * LANES + lane, call->bfloat16);
-        int64_t place = call->places ? call->places[row + one] : row + one;
-        write_numbers(call->output, (place * call->tiles + tile) * LANES, found, LANES, call->bfloat16);
+            for (int lane = 0; lane < LANES; lane++) found[lane] += number(call->bias, column * LANES + lane, call->bfloat16);
+        write_numbers(call->output, (place * call->tiles + column) * LANES, found, LANES, call->bfloat16);
     }
 }
 
 /* All rows take the same tile in turn: the first of them reads it from memory. Where EVERY_HEIGHT is 0, rows are taken by eight, four, two and
-   one: half the time to compile. */
+   one: half the time to compile. Otherwise up to four rows take two tiles of fields of four bits: one row's sums wait for each other. */
 INLINED void tiles_of(const quantised_call *call, int64_t tile, int64_t end, int bits, int zero) {
+#define ROWS(tall) case tall: tiles_of_rows(call, row, tile, tall, 1, bits, zero); break
+#define WIDE_ROWS(tall) case tall: tiles_of_rows(call, 0, tile, tall, 2, bits, zero); break
+#if EVERY_HEIGHT
+    for (; bits == 4 && call->rows <= 4 && tile + 2 <= end; tile += 2)
+        switch (call->rows) {
+            WIDE_ROWS(1);
+            WIDE_ROWS(2);
+            WIDE_ROWS(3);
+            WIDE_ROWS(4);
+        }
+#endif
     for (; tile < end; tile++)
         for (int64_t row = 0, tall; row < call->rows; row += tall) {
             tall = call->rows - row < 8 ? call->rows - row : 8;
             if (!EVERY_HEIGHT) tall = tall == 8 ? 8 : tall >= 4 ? 4 : tall >= 2 ? 2 : 1;
             switch (tall) {
-            case 1: tile_of_rows(call, row, tile, 1, bits, zero); break;
-            case 2: tile_of_rows(call, row, tile, 2, bits, zero); break;
-            case 4: tile_of_rows(call, row, tile, 4, bits, zero); break;
+                ROWS(1);
+                ROWS(2);
+                ROWS(4);
 #if EVERY_HEIGHT
-            case 3: tile_of_rows(call, row, tile, 3, bits, zero); break;
-            case 5: tile_of_rows(call, row, tile, 5, bits, zero); break;
-            case 6: tile_of_rows(call, row, tile, 6, bits, zero); break;
-            case 7: tile_of_rows(call, row, tile, 7, bits, zero); break;
+                ROWS(3);
+                ROWS(5);
+                ROWS(6);
+                ROWS(7);
 #endif
-            default: tile_of_rows(call, row, tile, 8, bits, zero);
+                ROWS(8);
             }
         }
 }

@@ -8,7 +8,8 @@
 #include <immintrin.h>
 
 INLINED void add_block(
-    lanes *parts, const char *states, int64_t row_bytes, const char *words_at, int tall, int bits, int zero, int64_t bfloat16);
+    lanes *parts, const char *states, int64_t row_bytes, const char *words_at, int64_t apart, int tall, int wide, int bits, int zero,
+    int64_t bfloat16);
 #define EVERY_HEIGHT 1
 #define FROM_FLOAT16(from) ((lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from))))
 #include "quantised.h"
@@ -70,22 +71,27 @@ INLINED __m512i from_float8_fields(__m512i raw, unsigned field) {
 }
 
 INLINED void add_block(
-    lanes *parts, const char *states, int64_t row_bytes, const char *words_at, int tall, int bits, int zero, int64_t bfloat16) {
+    lanes *parts, const char *states, int64_t row_bytes, const char *words_at, int64_t apart, int tall, int wide, int bits, int zero,
+    int64_t bfloat16) {
     (void)bfloat16;
     __m512i low = _mm512_loadu_si512(zero == 8 ? CENTRED : FROM_ZERO);
 #pragma GCC unroll 16
     for (int pair = 0; pair < taken_at_once(bits) / 2; pair++) {
-        __m512i raw = _mm512_loadu_si512(words_at + pair * bits / 16 * 64);
         unsigned field = (unsigned)(pair * bits % 16);
-        __m512i right = zero == FLOAT8 ? from_float8_fields(raw, field)
-                        : bits == 8    ? (tall > 4 ? from_bytes(raw, field) : from_tables(raw, field))
-                                       : _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, field), low);
+        __m512i right[2];
+#pragma GCC unroll 2
+        for (int side = 0; side < wide; side++) {
+            __m512i raw = _mm512_loadu_si512(words_at + side * apart + pair * bits / 16 * 64);
+            right[side] = zero == FLOAT8 ? from_float8_fields(raw, field)
+                          : bits == 8    ? (tall > 4 ? from_bytes(raw, field) : from_tables(raw, field))
+                                         : _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, field), low);
+        }
 #pragma GCC unroll 8
-        for (int row = 0; row < tall; row++) {
+        for (int one = 0; one < tall * wide; one++) {
             int32_t two;
-            memcpy(&two, states + row * row_bytes + pair * 4, sizeof two);
+            memcpy(&two, states + one / wide * row_bytes + pair * 4, sizeof two);
             __m512bh left = (__m512bh)_mm512_set1_epi32(two);
-            parts[row] = (lanes)_mm512_dpbf16_ps((__m512)parts[row], left, (__m512bh)right);
+            parts[one] = (lanes)_mm512_dpbf16_ps((__m512)parts[one], left, (__m512bh)right[one % wide]);
         }
     }
 }
