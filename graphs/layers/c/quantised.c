@@ -1,10 +1,5 @@
 /* Products of states and quantised weights, and rows of quantised weights as numbers. */
 
-#include "kernels.h"
-
-INLINED void add_block(
-    lanes *parts, const char *states, int64_t row_bytes, const char *words_at, int64_t apart, int tall, int wide, int bits, int zero,
-    int64_t bfloat16);
 #define EVERY_HEIGHT 0
 #include "quantised.h"
 
@@ -26,12 +21,11 @@ INLINED void fields(words raw, int at, int bits, int zero, lanes pair[2]) {
 }
 
 INLINED void add_block(
-    lanes *parts, const char *states, int64_t row_bytes, const char *words_at, int64_t apart, int tall, int wide, int bits, int zero,
-    int64_t bfloat16) {
+    lanes *parts, const char *states, int64_t row_bytes, const char *from, int64_t apart, int tall, int wide, int bits, int zero, int64_t bfloat16) {
 #pragma GCC unroll 16
     for (int pair = 0; pair < taken_at_once(bits) / 2; pair++) { /* of one tile: `wide` is 1 */
         lanes both[2];
-        fields(*(const words *)(words_at + pair * bits / 16 * 64), pair * bits % 16, bits, zero, both);
+        fields(*(const words *)(from + pair * bits / 16 * 64), pair * bits % 16, bits, zero, both);
 #pragma GCC unroll 8
         for (int row = 0; row < tall; row++) {
             parts[row] += both[0] * number(states + row * row_bytes, 2 * pair, bfloat16);
@@ -43,12 +37,9 @@ INLINED void add_block(
 INLINED void in_numbers(const quantised_call *call, int64_t first, int64_t end, int bits, int zero) {
     quantised_call same = *call;
     same.bfloat16 = 1; /* a constant in each of the two */
-    if (call->bfloat16) {
-        tiles_of(&same, first, end, bits, zero);
-        return;
-    }
+    if (call->bfloat16) tiles_of(&same, first, end, bits, zero);
     same.bfloat16 = 0;
-    tiles_of(&same, first, end, bits, zero);
+    if (!call->bfloat16) tiles_of(&same, first, end, bits, zero);
 }
 
 /* Of every block of the row. MOST_BLOCKS are whole LANES. */

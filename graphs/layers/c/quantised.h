@@ -63,6 +63,10 @@ INLINED void read_scales(lanes *to, const char *from, int wide_ones) {
 /* Inner indices that add_block takes: those of the smallest group with fields of this size. */
 INLINED int taken_at_once(int bits) { return bits == 8 ? 16 : 32; }
 
+/* Of `wide` tiles, `apart` bytes each. Defined by the file that includes this one. */
+INLINED void add_block(
+    lanes *parts, const char *states, int64_t row_bytes, const char *from, int64_t apart, int tall, int wide, int bits, int zero, int64_t bfloat16);
+
 /* `tall` rows by the columns of `wide` tiles. `bits` and `zero` are the kind's, as constants. */
 INLINED void tiles_of_rows(const quantised_call *call, int64_t row, int64_t tile, int tall, int wide, int bits, int zero) {
     int64_t number_bytes = call->bfloat16 ? 2 : 4, scaled = scale_bytes(call->kind), words_end = word_bytes(call->kind);
@@ -87,9 +91,8 @@ INLINED void tiles_of_rows(const quantised_call *call, int64_t row, int64_t tile
         }
     }
     for (int one = 0; one < tall * wide; one++) {
-        float found[LANES];
+        float *found = (float *)(sums + one);
         int64_t column = tile + one % wide, place = call->places ? call->places[row + one / wide] : row + one / wide;
-        memcpy(found, sums + one, sizeof found);
         if (call->bias)
             for (int lane = 0; lane < LANES; lane++) found[lane] += number(call->bias, column * LANES + lane, call->bfloat16);
         write_numbers(call->output, (place * call->tiles + column) * LANES, found, LANES, call->bfloat16);
@@ -99,34 +102,17 @@ INLINED void tiles_of_rows(const quantised_call *call, int64_t row, int64_t tile
 /* All rows take the same tile in turn: the first of them reads it from memory. Where EVERY_HEIGHT is 0, rows are taken by eight, four, two and
    one: half the time to compile. Otherwise up to four rows take two tiles of fields of four bits: one row's sums wait for each other. */
 INLINED void tiles_of(const quantised_call *call, int64_t tile, int64_t end, int bits, int zero) {
-#define ROWS(tall) case tall: tiles_of_rows(call, row, tile, tall, 1, bits, zero); break
-#define WIDE_ROWS(tall) case tall: tiles_of_rows(call, 0, tile, tall, 2, bits, zero); break
-#if EVERY_HEIGHT
-    for (; bits == 4 && call->rows <= 4 && tile + 2 <= end; tile += 2)
-        switch (call->rows) {
-            WIDE_ROWS(1);
-            WIDE_ROWS(2);
-            WIDE_ROWS(3);
-            WIDE_ROWS(4);
-        }
-#endif
-    for (; tile < end; tile++)
+#define TAKE(tall, wide) case tall: tiles_of_rows(call, row, tile, tall, wide, bits, zero); break;
+    for (int64_t wide = EVERY_HEIGHT && bits == 4 && call->rows <= 4 ? 2 : 1; tile < end; tile += wide) {
+        if (tile + wide > end) wide = 1;
         for (int64_t row = 0, tall; row < call->rows; row += tall) {
             tall = call->rows - row < 8 ? call->rows - row : 8;
             if (!EVERY_HEIGHT) tall = tall == 8 ? 8 : tall >= 4 ? 4 : tall >= 2 ? 2 : 1;
-            switch (tall) {
-                ROWS(1);
-                ROWS(2);
-                ROWS(4);
-#if EVERY_HEIGHT
-                ROWS(3);
-                ROWS(5);
-                ROWS(6);
-                ROWS(7);
-#endif
-                ROWS(8);
-            }
+            if (EVERY_HEIGHT && wide > 1) switch (tall) { TAKE(1, 2) TAKE(2, 2) TAKE(3, 2) TAKE(4, 2) }
+            else if (EVERY_HEIGHT) switch (tall) { TAKE(1, 1) TAKE(2, 1) TAKE(3, 1) TAKE(4, 1) TAKE(5, 1) TAKE(6, 1) TAKE(7, 1) TAKE(8, 1) }
+            else switch (tall) { TAKE(1, 1) TAKE(2, 1) TAKE(4, 1) TAKE(8, 1) }
         }
+    }
 }
 
 /* By the fields that the kind has. */

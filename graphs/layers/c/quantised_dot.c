@@ -7,9 +7,6 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512bf16,avx512vbmi,fma,f16c")
 #include <immintrin.h>
 
-INLINED void add_block(
-    lanes *parts, const char *states, int64_t row_bytes, const char *words_at, int64_t apart, int tall, int wide, int bits, int zero,
-    int64_t bfloat16);
 #define EVERY_HEIGHT 1
 #define FROM_FLOAT16(from) ((lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from))))
 #include "quantised.h"
@@ -71,8 +68,7 @@ INLINED __m512i from_float8_fields(__m512i raw, unsigned field) {
 }
 
 INLINED void add_block(
-    lanes *parts, const char *states, int64_t row_bytes, const char *words_at, int64_t apart, int tall, int wide, int bits, int zero,
-    int64_t bfloat16) {
+    lanes *parts, const char *states, int64_t row_bytes, const char *from, int64_t apart, int tall, int wide, int bits, int zero, int64_t bfloat16) {
     (void)bfloat16;
     __m512i low = _mm512_loadu_si512(zero == 8 ? CENTRED : FROM_ZERO);
 #pragma GCC unroll 16
@@ -81,7 +77,7 @@ INLINED void add_block(
         __m512i right[2];
 #pragma GCC unroll 2
         for (int side = 0; side < wide; side++) {
-            __m512i raw = _mm512_loadu_si512(words_at + side * apart + pair * bits / 16 * 64);
+            __m512i raw = _mm512_loadu_si512(from + side * apart + pair * bits / 16 * 64);
             right[side] = zero == FLOAT8 ? from_float8_fields(raw, field)
                           : bits == 8    ? (tall > 4 ? from_bytes(raw, field) : from_tables(raw, field))
                                          : _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, field), low);
