@@ -56,7 +56,7 @@ INLINED void tile(const product_call *call, int64_t row, int64_t column, int tal
         add_products(sums, states + i * bytes, call->step * bytes, weight + i * bytes, inner * bytes, tall, wide, bfloat16);
     }
     if (whole < inner) {
-        char left[4][64] = {{0}}, right[8][64] = {{0}};
+        char left[4][64] = {{0}}, right[16][64] = {{0}};
         for (int one = 0; one < tall; one++) memcpy(left[one], states + (one * call->step + whole) * bytes, (size_t)((inner - whole) * bytes));
         for (int one = 0; one < wide; one++) memcpy(right[one], weight + (one * inner + whole) * bytes, (size_t)((inner - whole) * bytes));
         add_products(sums, left[0], 64, right[0], 64, tall, wide, bfloat16);
@@ -100,7 +100,8 @@ INLINED void few_rows(const product_call *call, int64_t row, int64_t rows, int64
 
 INLINED void one_row(const product_call *call, int64_t row, int64_t first, int64_t end, int64_t bfloat16) {
     int64_t line = call->inner * (bfloat16 ? 2 : 4), column = first;
-    for (; column + 8 <= end; column += 8) tile(call, row, column, 1, 8, (const char *)call->weight + (column + 8) * line, row ? 0 : 8, bfloat16);
+    for (; column + 16 <= end; column += 16)
+        tile(call, row, column, 1, 16, (const char *)call->weight + (column + 16) * line, row ? 0 : 16, bfloat16);
     for (; column < end; column++) tile(call, row, column, 1, 1, (const char *)0, 0, bfloat16);
 }
 
