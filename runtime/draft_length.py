@@ -220,7 +220,8 @@ class RoundCosts:
         measured = self._measured.get((key, digits))
         if measured is None:
             nearest = min(self._measured, key=lambda each: (each[0] != key, each[0] != _plain(key), abs(each[1] - digits)))
-            measured = self._measured[key, digits] = _Measured(dict(self._measured[nearest].seconds), {}, {})
+            seconds, *counts = map(dict, self._measured[nearest])
+            measured = self._measured[key, digits] = _Measured(seconds, *(counts if nearest[0] == key else ({}, {})))
         return measured
 
     def known(self, key: GraphKey) -> bool:
