@@ -217,11 +217,10 @@ class RoundCosts:
 
     def _of(self, key: GraphKey, context: int) -> _Measured:
         digits = context.bit_length()
-        measured = self._measured.get((key, digits))
-        if measured is None:
+        if (measured := self._measured.get((key, digits))) is None:
             nearest = min(self._measured, key=lambda each: (each[0] != key, each[0] != _plain(key), abs(each[1] - digits)))
-            seconds, *counts = map(dict, self._measured[nearest])
-            measured = self._measured[key, digits] = _Measured(seconds, *(counts if nearest[0] == key else ({}, {})))
+            counts = self._measured[nearest][1:] if nearest[0] == key else ({}, {})
+            measured = self._measured[key, digits] = _Measured(dict(self._measured[nearest].seconds), *map(dict, counts))
         return measured
 
     def known(self, key: GraphKey) -> bool:
