@@ -8,10 +8,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.look_up import look_up
 from stepgraph.graphs.model import NoCache
 from stepgraph.graphs.proposer import History
-from stepgraph.graphs.proposing import ANCHOR
+from stepgraph.graphs.proposing import ANCHOR, look_up
 from stepgraph.sampling.fields import is_int
 
 

@@ -191,7 +191,7 @@ EXPORTED int stepgraph_select_draft(const argument *given) {
 }
 
 /* text [batch, width] int32; length, generated [batch] of any stride; start of the given text, count, longest, shortest; chain [batch, count].
-   As the reference in look_up.py: the longest match wins, then the latest one, or the one that is nearest in the given text. */
+   As the reference in proposing.py: the longest match wins, then the latest one, or the one that is nearest in the given text. */
 EXPORTED int stepgraph_look_up(const argument *given) {
     const int32_t *text = given[0].data;
     int64_t width = given[0].size[1], start = given[3].integer, count = given[4].integer, longest = given[5].integer, shortest = given[6].integer;

@@ -11,9 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stepgraph.graphs import Limits, StaticBuffers
-from stepgraph.graphs.look_up import look_up
 from stepgraph.graphs.proposer import History
-from stepgraph.graphs.proposing import ANCHOR, given_from, text_specs
+from stepgraph.graphs.proposing import ANCHOR, given_from, look_up, text_specs
 from stepgraph.runtime.models.ngram import NgramLookup
 from tests.helpers.c_library import needs_c
 from tests.helpers.oracles import looked_up
