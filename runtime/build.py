@@ -26,6 +26,7 @@ from stepgraph.graphs.layers.lora import lora_specs
 from stepgraph.graphs.limits import UNTIL_EVENT
 from stepgraph.graphs.model import ModelPair, TargetModel
 from stepgraph.graphs.prefill import Prompts, prompt_specs
+from stepgraph.graphs.proposed_round import process_skipped
 from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import (
@@ -38,7 +39,6 @@ from stepgraph.graphs.round_specs import (
     skipped_specs,
     state_specs,
 )
-from stepgraph.graphs.skipped_tokens import process_skipped
 from stepgraph.runtime.check_models import Drafter, check_models, checked_vocabulary_size, devices_of, forces_drafts, resolve_drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.device_grammars import INT_BYTES, DeviceGrammars, why_no_device_grammars

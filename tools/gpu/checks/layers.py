@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import drafting, mask_upload, sampled_stages, skipped_tokens, stages
+from stepgraph.graphs import drafting, mask_upload, proposed_round, sampled_stages, stages
 from stepgraph.graphs.layers import dense, experts, lora, quantised, slot_mapping
 from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode
@@ -176,4 +176,4 @@ def keep_skipped(device: torch.device, batch: int, k: int) -> Call:
         row_features,
         numbers(device, batch + 2, 3)[:, 2],
     )
-    return Call(skipped_tokens.keep_skipped, f"B={batch} K={k}", inputs, (), writes=(5, 6, 7))
+    return Call(proposed_round.keep_skipped, f"B={batch} K={k}", inputs, (), writes=(5, 6, 7))
