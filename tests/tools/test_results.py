@@ -84,7 +84,6 @@ def quoted() -> list[tuple[str, str]]:
     variants, compiled, soak = kept("demo")["throughput"]["variants"], kept("automata")["compile"], kept("soak")
     adaptive, measured = kept("adaptive"), kept("quantised")
     packed, on_two = ([value for value, _ in found["ratios"].values()] for found in (measured, measured["two_threads"]))
-    later = [round(one["tokens_per_second"]) for run in [*measured["huge_pages"].values()][:2] for one in run["variants"].values()]
     chains = {name: each["json"]["tokens_per_round"] for name, each in kept("acceptance")["acceptance"].items() if isinstance(each, dict)}
     trends, late = soak["trends"], soak["trends"]["resident_bytes, last half"]
     speed = {name: math.floor(each["tokens_per_second"] + 0.5) for name, each in variants.items()}
@@ -186,7 +185,6 @@ def quoted() -> list[tuple[str, str]]:
         ("docs/models.md", f"with plain decoding and {packed[1]:.2f} times with drafts"),
         ("docs/models.md", f"is exceeded by {packed[2]:.2f} and {packed[3]:.2f} times"),
         ("docs/models.md", "By the clock on two threads these are {:.2f}, {:.2f}, {:.2f} and {:.2f}".format(*on_two[:4])),
-        ("docs/models.md", "without drafts and {} with them, bfloat16 {} and {}; on two threads {}, {}, {} and {}".format(*later[1:])),
         ("tools/README.md", f"{sum(goal['met'] for goal in adaptive['goals'])} of {len(adaptive['goals'])} goals are met"),
         ("docs/constrain.md", f"{sum(each['num_masks'] for each in walked):,} masks of three libraries and three vocabularies"),
         (
