@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 TAG_FIELDS = 4  # owner, committed tokens, index, MaskStatus
-CONTENT_FIELDS = 2  # of a mask: mask_content of link/c/host_link.h
+CONTENT_FIELDS = 17  # of a mask: mask_content of link/c/host_link.h
 BITS_PER_WORD = 32  # of a packed mask
 
 

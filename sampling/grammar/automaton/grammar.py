@@ -23,7 +23,7 @@ from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import MASK_DTYPE, Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import check_text, parse
 
-ERROR_BYTES = 480  # FAULT_BYTES of host_link.h
+ERROR_BYTES, WRITTEN = 480, 32  # FAULT_BYTES and WRITTEN of host_link.h
 MAX_FORCED = 128
 STATUSES = tuple(MaskStatus)
 
@@ -49,11 +49,13 @@ class AutomatonMatcher:
         self.fault = ""
         self.functions = Functions.in_dll(library, "stepgraph_automaton_functions")
         self._fill = self.functions.fill  # a new object with each access
-        self.handle: int | None = library.stepgraph_open_automaton(grammar.image.ctypes.data, addressof(grammar.table.view))
+        self.handle: int | None = library.stepgraph_open_automaton(
+            grammar.image.ctypes.data, addressof(grammar.table.view), grammar.crossing
+        )
         if not self.handle:
             raise MemoryError("AutomatonMatcher: out of memory")
         weakref.finalize(self, library.stepgraph_close_automaton, self.handle).atexit = False
-        self._error, self._written = ctypes.create_string_buffer(ERROR_BYTES), c_int32()
+        self._error, self._written = ctypes.create_string_buffer(ERROR_BYTES), (c_int32 * WRITTEN)()
         # What the first mask reads is then in the caches when a round needs it.
         self.fill_next_token_bitmask(torch.empty(1, self.vocabulary.mask_words, dtype=MASK_DTYPE), 0)
 
@@ -74,7 +76,7 @@ class AutomatonMatcher:
         if self.fault:
             masks[index] = 0
             return MaskStatus.FAULT
-        self._written.value = -1
+        self._written[0] = -1
         status: int = self._fill(None, self.handle, address, self.vocabulary.mask_words, self._written, self._error)
         return STATUSES[status]
 
@@ -106,6 +108,13 @@ class AutomatonGrammar:
     def number(self) -> int:
         """A positive number that no other image has: equal engines write equal buffers."""
         return int.from_bytes(hashlib.blake2b(self.image.tobytes(), digest_size=8).digest(), "little") >> 1 or 1
+
+    @functools.cached_property
+    def crossing(self) -> int | None:
+        """The address of the tokens whose legality depends on the stack, in the order in which a mask on the host reads them."""
+        address: int | None = functions().stepgraph_automaton_crossing(self.image.ctypes.data, addressof(self.table.view))
+        weakref.finalize(self, functions().stepgraph_automaton_free_image, address).atexit = False
+        return address
 
     @property
     def nbytes(self) -> int:

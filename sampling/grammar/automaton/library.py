@@ -23,40 +23,14 @@ REASON_BYTES = 400
 UNFIT = 1  # outcome of a call
 
 
-class Field(IntEnum):
-    """The header of an image, as in image.h. From CLASS_OF on: offsets of tables in the image."""
-
-    FORMAT = 0
-    SIZE = 1
-    STATES = 2
-    CLASSES = 3
-    SYMBOLS = 4
-    FINISH_SETS = 5
-    START = 6
-    START_COUNTERS = 7  # three
-    ROWS = 10
-    CROSSING = 11
-    DEPTH = 12
-    PUSHES = 13
-    FREE = 14
-    NARROW = 15
-    LIMIT = 16
-    LIMITED = 17
-    CLASS_OF = 18
-    BYTE_OF = 19
-    NEXT = 20
-    MOVES = 21
-    LEAVE = 22
-    RETURN = 23
-    ROW_OF = 24
-    BASE_OF = 25
-    STATUS_OF = 26
-    CHANGE_START = 27
-    CHANGE_WORD = 28
-    CHANGE_VALUE = 29
-    DENSE = 30
-    CROSS_START = 31
-    CROSS = 32
+# The header of an image, as in image.h. From CLASS_OF on: offsets of tables in the image.
+Field = IntEnum(
+    "Field",
+    "FORMAT SIZE STATES CLASSES SYMBOLS FINISH_SETS START START_COUNTERS SECOND_COUNTER THIRD_COUNTER ROWS CROSSING DEPTH PUSHES FREE "
+    "NARROW LIMIT LIMITED CLASS_OF BYTE_OF NEXT MOVES LEAVE RETURN ROW_OF BASE_OF STATUS_OF CHANGE_START CHANGE_WORD CHANGE_VALUE DENSE "
+    "CROSS_START CROSS",
+    start=0,
+)
 
 
 def next_entries(image: Image) -> npt.NDArray[Any]:
@@ -103,18 +77,19 @@ def functions() -> ctypes.CDLL:
     library = load()
     if isinstance(library, Unavailable):
         raise Unavailable(str(library))
-    library.stepgraph_automaton_vocabulary.restype = c_void_p
-    library.stepgraph_automaton_vocabulary.argtypes = (c_void_p, c_void_p, c_int, c_void_p, c_int, c_void_p, c_int, c_int)
-    library.stepgraph_automaton_free_vocabulary.restype = None
-    library.stepgraph_automaton_free_vocabulary.argtypes = (c_void_p,)
-    library.stepgraph_automaton_view_vocabulary.restype = None
-    library.stepgraph_automaton_view_vocabulary.argtypes = (c_void_p, POINTER(VocabularyStruct))
-    arguments = (POINTER(SourceStruct), c_void_p, POINTER(POINTER(c_int32)), POINTER(c_char), c_int64)
-    library.stepgraph_automaton_compile.argtypes = arguments
-    library.stepgraph_automaton_free_image.restype = None
-    library.stepgraph_automaton_free_image.argtypes = (c_void_p,)
-    library.stepgraph_open_automaton.restype, library.stepgraph_open_automaton.argtypes = c_void_p, (c_void_p, c_void_p)
-    library.stepgraph_close_automaton.restype, library.stepgraph_close_automaton.argtypes = None, (c_void_p,)
+    compiled = POINTER(POINTER(c_int32)), POINTER(c_char), c_int64
+    for name, result, arguments in (
+        ("automaton_vocabulary", c_void_p, (c_void_p, c_void_p, c_int, c_void_p, c_int, c_void_p, c_int, c_int)),
+        ("automaton_free_vocabulary", None, (c_void_p,)),
+        ("automaton_view_vocabulary", None, (c_void_p, POINTER(VocabularyStruct))),
+        ("automaton_compile", c_int, (POINTER(SourceStruct), c_void_p, *compiled)),
+        ("automaton_free_image", None, (c_void_p,)),
+        ("automaton_crossing", c_void_p, (c_void_p, c_void_p)),
+        ("open_automaton", c_void_p, (c_void_p, c_void_p, c_void_p)),
+        ("close_automaton", None, (c_void_p,)),
+    ):
+        function = getattr(library, f"stepgraph_{name}")
+        function.restype, function.argtypes = result, arguments
     return library
 
 
@@ -140,9 +115,12 @@ class TokenTable:
 
     def compile(self, grammar_json: str, limits: npt.NDArray[np.int64]) -> Image:
         """The image of a grammar that xgrammar has parsed and serialised; UnfitError with the reason where it has none."""
-        found, source = POINTER(c_int32)(), _Source(grammar_json, limits)
-        reason = ctypes.create_string_buffer(REASON_BYTES)
-        outcome = functions().stepgraph_automaton_compile(byref(source.struct), self.handle, byref(found), reason, REASON_BYTES)
+        parsed, found, reason = json.loads(grammar_json), POINTER(c_int32)(), ctypes.create_string_buffer(REASON_BYTES)
+        data, offsets = (np.array(parsed[name], np.int32) for name in ("grammar_expr_data", "grammar_expr_indptr"))
+        bodies = np.array([rule[1] for rule in parsed["rules"]], np.int32)
+        addresses = (array.ctypes.data for array in (data, offsets, bodies))
+        source = SourceStruct(*addresses, len(offsets), len(bodies), parsed["root_rule_id"], limits.ctypes.data)
+        outcome = functions().stepgraph_automaton_compile(byref(source), self.handle, byref(found), reason, REASON_BYTES)
         if outcome == UNFIT:
             raise UnfitError(reason.value.decode(errors="replace"), len(grammar_json))
         if outcome:
@@ -152,15 +130,3 @@ class TokenTable:
             return np.frombuffer(ctypes.string_at(found, found[Field.SIZE] * ctypes.sizeof(c_int32)), np.int32)
         finally:
             functions().stepgraph_automaton_free_image(found)
-
-
-class _Source:
-    """A parsed grammar and the limits of its automaton as C reads them."""
-
-    def __init__(self, grammar_json: str, limits: npt.NDArray[np.int64]) -> None:
-        parsed = json.loads(grammar_json)
-        data, offsets = (np.array(parsed[name], np.int32) for name in ("grammar_expr_data", "grammar_expr_indptr"))
-        bodies = np.array([rule[1] for rule in parsed["rules"]], np.int32)
-        self._arrays = data, offsets, bodies, limits  # the struct holds their addresses
-        addresses = (array.ctypes.data for array in (data, offsets, bodies))
-        self.struct = SourceStruct(*addresses, len(offsets), len(bodies), parsed["root_rule_id"], limits.ctypes.data)

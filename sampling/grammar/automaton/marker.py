@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stepgraph.sampling.grammar.automaton.library import MOVE_INTS, Field, Image, next_entries
+from stepgraph.sampling.grammar.automaton.library import Field, Image, next_entries
 from stepgraph.sampling.grammar.matchers.marker import Marker
 from stepgraph.sampling.grammar.status import MaskStatus
 
@@ -25,7 +25,7 @@ def with_marker(image: Image, marker: Marker) -> Image:
     """The image of the same grammar after a text marker. The new states follow those of the grammar, from Field.FREE on."""
     added, words = len(marker.mask_index), marker.vocabulary.mask_words
     states, rows = int(image[Field.STATES]), int(image[Field.ROWS])
-    text, tables = marker.vocabulary.text_words, _tables(image, words)
+    text, tables = marker.vocabulary.text_words, _tables(image)
     # Every byte of the marker gets a class of its own.
     pairs = np.where(np.isin(np.arange(256), marker.symbols), np.arange(256), OTHER) + tables[Field.CLASS_OF] * (OTHER + 1)
     found, class_of, counts = np.unique(pairs, return_inverse=True, return_counts=True)
@@ -78,22 +78,11 @@ def with_marker(image: Image, marker: Marker) -> Image:
     return _assembled(header, tables)
 
 
-def _tables(image: Image, words: int) -> Tables:
-    states, classes, symbols, rows = (int(image[field]) for field in (Field.STATES, Field.CLASSES, Field.SYMBOLS, Field.ROWS))
-
-    def table(field: Field, size: int) -> Ints:
-        found: Ints = image[image[field] : image[field] + size]
-        return found
-
-    entries, base_of = next_entries(image), table(Field.BASE_OF, rows)
-    moves, dense = max(-1 - int(entries.min()), 0), max(int(base_of.max()) + 1, 0)
-    changes = int(table(Field.CHANGE_START, rows + 1)[-1])
-    crossing = states + 1 if symbols else 0
-    finish_sets = int(image[Field.FINISH_SETS])
-    of_states = 256, classes, 0, moves * MOVE_INTS, states, finish_sets * symbols, states
-    sizes = *of_states, rows, rows, rows + 1, changes, changes, dense * words, crossing
-    tables = {field: table(field, size) for field, size in zip(TABLES, sizes, strict=False)}
-    return tables | {Field.CROSS: table(Field.CROSS, int(tables[Field.CROSS_START][-1]) if symbols else 0)}
+def _tables(image: Image) -> Tables:
+    """Each goes up to the next one; the compiler writes DENSE before the others."""
+    others = [field for field in TABLES if field is not Field.DENSE]
+    ends = {field: image[after] for field, after in zip([Field.DENSE, *others], [*others, Field.SIZE], strict=True)}
+    return {field: image[image[field] : ends[field]] for field in TABLES}
 
 
 def _assembled(header: Ints, tables: Tables) -> Image:

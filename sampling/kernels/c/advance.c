@@ -80,7 +80,8 @@ static void fill(const advance_row *row, int64_t index) {
     int64_t tokens = row->generated + index;
     image_place place = load_place(row, tokens);
     int32_t *mask = call->masks + (row->row * call->positions + index) * call->vocabulary.words;
-    int64_t status = image_fill(row->image, &call->vocabulary, &place, stack_at(row, tokens), mask, IMAGE_UNKNOWN);
+    image_written written = {.row = -1};
+    int64_t status = image_fill(row->image, &call->vocabulary, NULL, &place, stack_at(row, tokens), mask, &written);
     set_tag(row, row->owner, row->generated, index, status);
     if (!row->forced || index + 1 == call->positions || status != STATUS_OK) return;
     row_place at = {row, tokens};
@@ -93,7 +94,8 @@ static bool step(const advance_row *row, int64_t tokens, int64_t index, int64_t 
     const int32_t *mask = row->call->masks + (row->row * row->call->positions + index) * row->call->vocabulary.words;
     if (token < 0 || token >= row->call->vocabulary.num_tokens || !(mask[token / 32] >> (token % 32) & 1)) return false;
     image_place place = load_place(row, tokens);
-    image_walk walk = image_begin(&place, stack_at(row, tokens));
+    image_walk walk;
+    image_begin(&walk, &place, stack_at(row, tokens));
     if (!image_accept(row->image, &row->call->vocabulary, &walk, token)) return false;
     place = image_within_limit(row->image, walk.place, tokens + 1);
     memcpy(place_at(row, tokens + 1), &place, sizeof place);

@@ -8,7 +8,6 @@ enum { OK = 1, COMPLETE = 2, TERMINATED = 3, DEAD_END = 4, FAULT = 6 }; /* mask 
 enum { TARGET, PUSH, COUNTER, LAST_TARGET, SETS, LAST_SETS = 8 }; /* of a move */
 enum { CAN_END = -2 }; /* in IMAGE_LEAVE */
 enum { TOO_DEEP = -1 };
-enum { AHEAD = 8 }; /* crossing tokens by which memory is requested before it is read: the tokens are far apart */
 
 image_place image_start(const int32_t *image) {
     image_place place = {.state = image[IMAGE_START], .depth = 0};
@@ -113,61 +112,75 @@ static const int32_t *base_words(const int32_t *image, const image_vocabulary *v
     return base >= 0 ? image + image[IMAGE_DENSE] + base * vocabulary->words : vocabulary->plain + (-2 - base) * vocabulary->words;
 }
 
-static int64_t crossing_tokens(const int32_t *image, int32_t state, const int32_t **tokens) {
-    if (!image[IMAGE_SYMBOLS]) return 0;
-    const int32_t *range = image + image[IMAGE_CROSS_START] + state;
-    *tokens = image + image[IMAGE_CROSS] + range[0];
-    return range[1] - range[0];
-}
+static void set_word(int32_t *mask, int32_t word, const int32_t *source) { mask[word] = source ? source[word] : 0; }
 
-/* Write the base row to `mask`. If it holds the row of another state with this base, only the words that differ from it are written. */
-static void write_base(const int32_t *image, const image_vocabulary *vocabulary, int32_t base, int32_t *mask, int32_t written) {
-    const int32_t *source = base_words(image, vocabulary, base), *row_of = image + image[IMAGE_ROW_OF];
-    if (written < 0 || image[image[IMAGE_BASE_OF] + row_of[written]] != base) {
+/* Write the base row to `mask`. If it holds another row with this base, only the words that differ from it are written. */
+static void write_base(const int32_t *image, const image_vocabulary *vocabulary, int32_t base, int32_t *mask, const image_written *written) {
+    const int32_t *source = base_words(image, vocabulary, base);
+    if (written->row < 0 || written->crossed > IMAGE_CROSSED || image[image[IMAGE_BASE_OF] + written->row] != base) {
         if (source) memcpy(mask, source, (size_t)vocabulary->words * sizeof *mask);
         else memset(mask, 0, (size_t)vocabulary->words * sizeof *mask);
         return;
     }
-    const int32_t *range = image + image[IMAGE_CHANGE_START] + row_of[written], *word = image + image[IMAGE_CHANGE_WORD];
-    for (int32_t at = range[0]; at < range[1]; at++) mask[word[at]] = source ? source[word[at]] : 0;
-    const int32_t *tokens;
-    for (int64_t count = crossing_tokens(image, written, &tokens); count > 0; count--) {
-        int32_t crossed = tokens[count - 1] / 32;
-        mask[crossed] = source ? source[crossed] : 0;
+    const int32_t *range = image + image[IMAGE_CHANGE_START] + written->row, *word = image + image[IMAGE_CHANGE_WORD];
+    for (int32_t at = range[0]; at < range[1]; at++) set_word(mask, word[at], source);
+    for (int32_t at = 0; at < written->crossed; at++) set_word(mask, written->words[at], source);
+}
+
+static void set_crossing(int32_t *mask, int32_t token, image_written *written) {
+    mask[token / 32] |= (int32_t)(1u << (token % 32));
+    if (written->crossed < IMAGE_CROSSED) written->words[written->crossed] = token / 32;
+    written->crossed++;
+}
+
+/* Set the legal ones of the crossing tokens. */
+static void fill_crossing(const int32_t *image, const int32_t *text, const image_place *place, const int32_t *stack, int32_t *mask,
+                          image_written *written) {
+    for (int32_t followed = 0; text[TEXT_TOKEN] >= 0; text += TEXT_BYTES + (text[TEXT_SIZE] + 3) / 4) {
+        if (text[TEXT_SHARED] > followed) continue; /* the byte at which the token before this one was not legal is the same here */
+        image_walk walk;
+        image_begin(&walk, place, stack);
+        const uint8_t *bytes = (const uint8_t *)(text + TEXT_BYTES);
+        for (followed = 0; followed < text[TEXT_SIZE] && follow(image, &walk, bytes + followed, 1, image[IMAGE_PUSHES]) > 0;) followed++;
+        if (followed == text[TEXT_SIZE]) set_crossing(mask, text[TEXT_TOKEN], written);
     }
 }
 
-int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, const image_place *place, const int32_t *stack, int32_t *mask,
-                   int32_t written) {
+int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, const int32_t *texts, const image_place *place,
+                   const int32_t *stack, int32_t *mask, image_written *written) {
+    const image_written before = *written;
+    written->row = -1;
+    written->crossed = 0;
     if (place->state < 0) {
         memset(mask, 0, (size_t)vocabulary->words * sizeof *mask);
         return place->state == IMAGE_ENDED ? TERMINATED : FAULT;
     }
-    const int32_t row = image[image[IMAGE_ROW_OF] + place->state];
-    const int32_t *tokens = NULL;
-    int64_t crossing = crossing_tokens(image, place->state, &tokens);
-    int32_t status = image[image[IMAGE_STATUS_OF] + row];
-    if (!crossing && written >= 0 && image[image[IMAGE_ROW_OF] + written] == row && !crossing_tokens(image, written, &tokens)) return status;
-    write_base(image, vocabulary, image[image[IMAGE_BASE_OF] + row], mask, written);
-    const int32_t *range = image + image[IMAGE_CHANGE_START] + row;
-    const int32_t *word = image + image[IMAGE_CHANGE_WORD], *value = image + image[IMAGE_CHANGE_VALUE];
-    for (int32_t at = range[0]; at < range[1]; at++) mask[word[at]] = value[at];
-    for (; crossing > 0; crossing--, tokens++) {
-        if (crossing > 2 * AHEAD) __builtin_prefetch(vocabulary->starts + tokens[2 * AHEAD]);
-        if (crossing > AHEAD) __builtin_prefetch(vocabulary->text + vocabulary->starts[tokens[AHEAD]]);
-        image_walk walk = image_begin(place, stack);
-        if (follow_token(image, vocabulary, &walk, *tokens) <= 0) continue;
-        mask[*tokens / 32] |= (int32_t)(1u << (*tokens % 32));
-        status = OK;
+    const int32_t row = written->row = image[image[IMAGE_ROW_OF] + place->state];
+    if (before.row != row || before.crossed) {
+        write_base(image, vocabulary, image[image[IMAGE_BASE_OF] + row], mask, &before);
+        const int32_t *range = image + image[IMAGE_CHANGE_START] + row;
+        const int32_t *word = image + image[IMAGE_CHANGE_WORD], *value = image + image[IMAGE_CHANGE_VALUE];
+        for (int32_t at = range[0]; at < range[1]; at++) mask[word[at]] = value[at];
     }
-    return status;
+    if (texts) {
+        fill_crossing(image, texts + texts[place->state], place, stack, mask, written);
+    } else if (image[IMAGE_SYMBOLS]) {
+        const int32_t *range = image + image[IMAGE_CROSS_START] + place->state, *tokens = image + image[IMAGE_CROSS];
+        for (int32_t at = range[0]; at < range[1]; at++) {
+            image_walk walk;
+            image_begin(&walk, place, stack);
+            if (follow_token(image, vocabulary, &walk, tokens[at]) > 0) set_crossing(mask, tokens[at], written);
+        }
+    }
+    return written->crossed ? OK : image[image[IMAGE_STATUS_OF] + row];
 }
 
 int64_t image_forced(const int32_t *image, const image_place *place, const int32_t *stack, uint8_t *text, int64_t room) {
     const int32_t *byte_of = image + image[IMAGE_BYTE_OF], *next = image + image[IMAGE_NEXT], *leave = image + image[IMAGE_LEAVE];
     const int64_t classes = image[IMAGE_CLASSES];
     const int32_t narrow = image[IMAGE_NARROW];
-    image_walk walk = image_begin(place, stack);
+    image_walk walk;
+    image_begin(&walk, place, stack);
     const image_place *now = &walk.place;
     int64_t size = 0;
     for (; size < room && now->state >= 0 && leave[now->state] == -1; size++) {

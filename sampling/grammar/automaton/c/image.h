@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-enum { IMAGE_VERSION = 5, IMAGE_COUNTERS = 3, IMAGE_MOVE_INTS = 12, IMAGE_MAX_PUSHES = 64 };
+enum { IMAGE_VERSION = 5, IMAGE_COUNTERS = 3, IMAGE_MOVE_INTS = 12, IMAGE_MAX_PUSHES = 64, IMAGE_CROSSED = 30 };
 
 /* The header. Fields from IMAGE_CLASS_OF on are offsets of tables, in int32 from the start of the image. */
 enum image_field {
@@ -56,7 +56,6 @@ typedef struct {
 enum {
     IMAGE_ENDED = -1, /* a stop token ended the text */
     IMAGE_TOO_DEEP = -2, /* the text nests deeper than IMAGE_DEPTH */
-    IMAGE_UNKNOWN = -3,
 };
 
 /* Where a text is in a grammar. */
@@ -83,12 +82,10 @@ static inline image_place image_within_limit(const int32_t *image, image_place p
     return place;
 }
 
-static inline image_walk image_begin(const image_place *place, const int32_t *stack) {
-    image_walk walk;
-    walk.place = *place;
-    walk.stack = stack;
-    walk.kept = place->depth;
-    return walk;
+static inline void image_begin(image_walk *walk, const image_place *place, const int32_t *stack) {
+    walk->place = *place;
+    walk->stack = stack;
+    walk->kept = place->depth;
 }
 
 /* Append a token. 1, or 0 if it is not legal: then the walk is no longer at a place of the grammar. */
@@ -97,10 +94,22 @@ int image_accept(const int32_t *image, const image_vocabulary *vocabulary, image
 /* Write the stack of the walk's place. */
 void image_copy_stack(const image_walk *walk, int32_t *stack);
 
-/* Write the mask row [words] of a place and return its status. `written`: the state for which the row was last written, by this function
-   and with this image; IMAGE_UNKNOWN: it is overwritten whatever it holds. */
-int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, const image_place *place, const int32_t *stack, int32_t *mask,
-                   int32_t written);
+/* What a mask holds that image_fill wrote. */
+typedef struct {
+    int32_t row; /* or -1: unknown */
+    int32_t crossed; /* crossing tokens that are set; of at most IMAGE_CROSSED there are the words */
+    int32_t words[IMAGE_CROSSED];
+} image_written;
+
+/* Write the mask row [words] of a place and return its status. What the mask held of this image before need not be written again.
+   `texts`: as by the next function, or NULL. */
+int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, const int32_t *texts, const image_place *place,
+                   const int32_t *stack, int32_t *mask, image_written *written);
+
+/* The crossing tokens of all states with their texts, which are far apart in the vocabulary: the offset of each state's list, and lists of
+   tokens in the order of their texts, which end with a token of -1. Allocated by malloc. NULL: the grammar has none, or no memory. */
+__attribute__((visibility("default"))) int32_t *stepgraph_automaton_crossing(const int32_t *image, const image_vocabulary *vocabulary);
+enum { TEXT_TOKEN, TEXT_SIZE, TEXT_SHARED, TEXT_BYTES }; /* of a token: TEXT_SHARED bytes are those of the token before it */
 
 /* Write bytes that must come next, at most `room`; returns their number. The text may not end before them. */
 int64_t image_forced(const int32_t *image, const image_place *place, const int32_t *stack, uint8_t *text, int64_t room);

@@ -299,7 +299,6 @@ public:
         : automaton(automaton), vocabulary(vocabulary), limits(limits), narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(bytes_by_class(automaton)), quote(bytes_of[automaton.class_of['"']].size() == 1 ? automaton.class_of['"'] : -1), table(automaton.classes, quote),
           row((size_t)vocabulary.words), ordered(vocabulary.starts.size() / 32 + 1), top_at((size_t)vocabulary.longest + 1), pushed((size_t)vocabulary.longest + 1) {
         find_steps();
-        find_closed();
     }
 
     Image image() {
@@ -377,14 +376,11 @@ private:
         bool is_final = false; // whether the last of `alike` are the same for texts of any length
     };
 
-    static constexpr uint8_t MAX_FEW = 6;
     struct Step { // what a walk reads of a state
         uint64_t groups = 0; // of bytes: every text of these of at most `closed` bytes is legal, and does not leave the part of the grammar
         int32_t closed = 0;
         int32_t pop = -1;
         int32_t surely = 0; // every plain text of so many bytes is legal
-        uint8_t few = 0; // the number of bytes that it reads, or MAX_FEW + 1
-        std::array<uint8_t, MAX_FEW> bytes{}; // these bytes, where they are few: a node's children are searched for them
     };
 
     struct Range { size_t begin, end; };
@@ -420,12 +416,6 @@ private:
         std::vector<std::pair<int32_t, int8_t>> work;
         for (int32_t state = 0; state < states; state++) {
             if (automaton.pop[state] >= 0) continue;
-            const Step &step = steps_of[(size_t)state];
-            auto begins_plain = [&](uint8_t byte) { return plain_text.next[0][byte] >= 0; };
-            if (step.few <= MAX_FEW && std::none_of(step.bytes.begin(), step.bytes.begin() + step.few, begins_plain)) {
-                all[state] = 0;
-                continue;
-            }
             work.assign(1, {state, 0});
             for (size_t at = 0; at < work.size() && !(some[state] && !all[state]); at++) {
                 auto [from, inside] = work[at];
@@ -496,42 +486,18 @@ private:
         }
     }
 
-    // Strongly connected components of the states without the moves of quotes, after those that they lead to; by Tarjan's algorithm.
+    // Components of the states without the moves of quotes.
     void find_components() {
-        Ints order((size_t)automaton.states, -1), low((size_t)automaton.states), stack, at((size_t)automaton.states), work;
-        std::vector<char> on_stack((size_t)automaton.states, 0);
         component_start.push_back(0);
-        int32_t time = 0;
-        for (int32_t start = 0; start < automaton.states; start++) {
-            if (order[start] >= 0) continue;
-            auto open = [&](int32_t state) {
-                order[state] = low[state] = time++;
-                at[state] = run_start[state];
-                stack.push_back(state), work.push_back(state);
-                on_stack[state] = 1;
-            };
-            for (open(start); !work.empty();) {
-                int32_t state = work.back();
-                if (at[state] < run_start[state + 1]) {
-                    int32_t entry = runs[at[state]++].entry, to = entry < 0 ? entry : target_of(entry);
-                    if (to < 0 || to == state) continue;
-                    if (order[to] < 0) open(to);
-                    else if (on_stack[to]) low[state] = std::min(low[state], order[to]);
-                    continue;
-                }
-                work.pop_back();
-                if (!work.empty()) low[work.back()] = std::min(low[work.back()], low[state]);
-                if (low[state] != order[state]) continue;
-                int32_t member;
-                do {
-                    member = stack.back();
-                    stack.pop_back();
-                    on_stack[member] = 0;
-                    in_components.push_back(member);
-                } while (member != state);
-                component_start.push_back((int32_t)in_components.size());
-            }
-        }
+        auto count = [&](int32_t state) { return run_start[state + 1] - run_start[state]; };
+        auto target = [&](int32_t state, int32_t at) {
+            int32_t entry = runs[run_start[state] + at].entry;
+            return entry < 0 ? -1 : target_of(entry);
+        };
+        each_component(automaton.states, 0, automaton.states, count, target, [&](auto begin, auto end) {
+            in_components.insert(in_components.end(), std::make_reverse_iterator(end), std::make_reverse_iterator(begin));
+            component_start.push_back((int32_t)in_components.size());
+        });
     }
 
     // The classes of a level, given those of the level before, in which a text continues after a quote. Equal components have the same
@@ -692,9 +658,6 @@ private:
     // Whether a state reads the first byte of some token of a tree.
     bool reads_any(const Trie &trie, int32_t state) const {
         auto begin = trie.bytes.begin() + trie.nodes[Trie::ROOT].first_child, end = trie.bytes.begin() + trie.nodes[Trie::ROOT + 1].first_child;
-        const Step &step = steps_of[(size_t)state];
-        if (step.few <= MAX_FEW)
-            return std::any_of(step.bytes.begin(), step.bytes.begin() + step.few, [&](uint8_t byte) { return std::binary_search(begin, end, byte); });
         return std::any_of(begin, end, [&](uint8_t byte) { return entry_of(state, automaton.class_of[byte]) >= 0; });
     }
 
@@ -783,18 +746,7 @@ private:
 
     void find_steps() {
         steps_of.assign((size_t)automaton.states, {});
-        for (int32_t state = 0; state < automaton.states; state++) {
-            Step &step = steps_of[(size_t)state];
-            step.pop = automaton.pop[(size_t)state];
-            for (const Span &span : automaton.spans_of(state))
-                for (int32_t c = span.low; c < span.end && step.few <= MAX_FEW; c++)
-                    for (uint8_t byte : bytes_of[(size_t)c])
-                        if (step.few++ < MAX_FEW) step.bytes[(size_t)step.few - 1] = byte;
-                        else break;
-        }
-    }
-
-    void find_closed() {
+        for (size_t state = 0; state < steps_of.size(); state++) steps_of[state].pop = automaton.pop[state];
         std::array<Ints, ByteGroups::OTHERS> classes; // of each group
         for (int byte = 0; byte < 256; byte++)
             if (int group = byte_groups.of[byte]; group < ByteGroups::OTHERS) classes[(size_t)group].push_back(automaton.class_of[byte]);
@@ -811,7 +763,6 @@ private:
         };
         Ints next((size_t)automaton.states, DEAD), path; // next: where most letters or digits lead
         for (int32_t state = 0; state < automaton.states; state++) {
-            if (steps_of[(size_t)state].few <= MAX_FEW) continue;
             int32_t &to = next[(size_t)state];
             for (int word : ByteGroups::WORDS)
                 if (to < 0) to = target_of_group(state, (size_t)word);
@@ -849,18 +800,7 @@ private:
         int32_t begin = trie.nodes[(size_t)node].first_child, end = trie.nodes[(size_t)node + 1].first_child;
         if (begin == end) return;
         followed = std::max(followed, size + 1);
-        const Step &step = steps_of[(size_t)state];
         const int32_t *next = automaton.next.data() + (size_t)state * (size_t)automaton.classes;
-        if (step.few * 8 < end - begin && step.few <= MAX_FEW) {
-            for (int32_t at = 0; at < step.few; at++) {
-                auto first = trie.bytes.begin() + begin, last = trie.bytes.begin() + end;
-                auto child = std::lower_bound(first, last, step.bytes[(size_t)at]);
-                steps++;
-                if (child == last || *child != step.bytes[(size_t)at]) continue;
-                visit(trie, (int32_t)(child - trie.bytes.begin()), size + 1, next[automaton.class_of[*child]], known, covers, found, crosses);
-            }
-            return;
-        }
         steps += end - begin;
         const bool may_repeat = std::is_same_v<Found, SetOrdered> || known < 0; // tokens that are known may be found
         for (int32_t child = begin; child < end; child++) {

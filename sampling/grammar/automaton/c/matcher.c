@@ -16,6 +16,7 @@ typedef struct {
 typedef struct {
     const int32_t *image;
     const image_vocabulary *vocabulary;
+    const int32_t *crossing; /* of stepgraph_automaton_crossing */
     token_place *places; /* [room]; the last one is places[tokens] */
     int64_t tokens, room;
     int32_t *stack; /* [IMAGE_DEPTH] */
@@ -24,6 +25,7 @@ typedef struct {
 } automaton_matcher;
 
 enum { FIRST_ROOM = 64 };
+_Static_assert(sizeof(image_written) == WRITTEN * sizeof(int32_t), "of mask_content");
 
 static int no_memory(char *error) {
     snprintf(error, FAULT_BYTES, "the matcher is out of memory");
@@ -42,7 +44,8 @@ static int accept(const matcher_library *self, void *handle, int64_t token, char
     (void)self;
     automaton_matcher *matcher = handle;
     const image_place *before = &matcher->places[matcher->tokens].place;
-    image_walk walk = image_begin(before, matcher->stack);
+    image_walk walk;
+    image_begin(&walk, before, matcher->stack);
     if (!image_accept(matcher->image, matcher->vocabulary, &walk, token)) return 0;
     int32_t num_popped = before->depth - walk.kept;
     int32_t *popped = with_room(matcher->popped, &matcher->popped_room, matcher->num_popped + num_popped + 1, sizeof *popped);
@@ -63,9 +66,7 @@ static int fill(const matcher_library *self, void *handle, int32_t *words, int64
     (void)self, (void)count, (void)error;
     automaton_matcher *matcher = handle;
     const image_place *place = &matcher->places[matcher->tokens].place;
-    int32_t before = *written;
-    *written = place->state;
-    return image_fill(matcher->image, matcher->vocabulary, place, matcher->stack, words, before);
+    return image_fill(matcher->image, matcher->vocabulary, matcher->crossing, place, matcher->stack, words, (image_written *)written);
 }
 
 static int rollback(const matcher_library *self, void *handle, int64_t tokens, char *error) {
@@ -95,6 +96,14 @@ static int forced(const matcher_library *self, void *handle, char *text, int64_t
     return (int)image_forced(matcher->image, &matcher->places[matcher->tokens].place, matcher->stack, (uint8_t *)text, room);
 }
 
+static void expect(void *handle, int64_t token) {
+    const image_vocabulary *vocabulary = ((automaton_matcher *)handle)->vocabulary;
+    if (token < 0 || token >= vocabulary->num_tokens) return;
+    __builtin_prefetch(vocabulary->text + vocabulary->starts[token]);
+    __builtin_prefetch(vocabulary->stop_words + token / 32);
+    __builtin_prefetch(vocabulary->hidden_words + token / 32);
+}
+
 STEPGRAPH_API void stepgraph_close_automaton(void *handle) {
     automaton_matcher *matcher = handle;
     if (!matcher) return;
@@ -104,11 +113,11 @@ STEPGRAPH_API void stepgraph_close_automaton(void *handle) {
     free(matcher);
 }
 
-/* A matcher at the start of a text; it borrows image and vocabulary. NULL without memory. */
-STEPGRAPH_API void *stepgraph_open_automaton(const int32_t *image, const image_vocabulary *vocabulary) {
+/* A matcher at the start of a text; it borrows the arguments. NULL without memory. */
+STEPGRAPH_API void *stepgraph_open_automaton(const int32_t *image, const image_vocabulary *vocabulary, const int32_t *crossing) {
     automaton_matcher *matcher = calloc(1, sizeof *matcher);
     if (!matcher) return NULL;
-    *matcher = (automaton_matcher){.image = image, .vocabulary = vocabulary, .room = FIRST_ROOM};
+    *matcher = (automaton_matcher){.image = image, .vocabulary = vocabulary, .crossing = crossing, .room = FIRST_ROOM};
     matcher->places = malloc(FIRST_ROOM * sizeof *matcher->places);
     matcher->stack = malloc((size_t)(image[IMAGE_DEPTH] + 1) * sizeof *matcher->stack); /* not of 0 bytes */
     if (!matcher->places || !matcher->stack) {
@@ -119,4 +128,4 @@ STEPGRAPH_API void *stepgraph_open_automaton(const int32_t *image, const image_v
     return matcher;
 }
 
-STEPGRAPH_API const matcher_library stepgraph_automaton_functions = {accept, fill, rollback, is_terminated, forced, 0};
+STEPGRAPH_API const matcher_library stepgraph_automaton_functions = {accept, fill, rollback, is_terminated, forced, expect};

@@ -121,44 +121,16 @@ public:
 
     // Strongly connected components of the rules that the root reaches and that refer to themselves.
     std::vector<std::set<int32_t>> recursive_components(const std::set<int32_t> &cut) const {
-        int count = grammar.num_rules, time = 0;
-        std::vector<Ints> references(count);
-        for (int rule = 0; rule < count; rule++)
+        std::vector<Ints> references(grammar.num_rules);
+        for (int rule = 0; rule < grammar.num_rules; rule++)
             each_reference(grammar.bodies[rule], cut, [&](int32_t to) { references[rule].push_back(to); });
         std::vector<std::set<int32_t>> components;
-        Ints order(count, -1), low(count), stack;
-        std::vector<char> on_stack(count, 0);
-        std::vector<std::pair<int32_t, size_t>> work;
-        auto open = [&](int32_t rule) {
-            order[rule] = low[rule] = time++;
-            stack.push_back(rule);
-            on_stack[rule] = 1;
-            work.push_back({rule, 0});
-        };
-        open(grammar.root);
-        while (!work.empty()) {
-            auto &[rule, next] = work.back();
-            if (next < references[rule].size()) {
-                int32_t to = references[rule][next++];
-                if (order[to] < 0) open(to);
-                else if (on_stack[to]) low[rule] = std::min(low[rule], order[to]);
-                continue;
-            }
-            int32_t done = rule;
-            work.pop_back();
-            if (!work.empty()) low[work.back().first] = std::min(low[work.back().first], low[done]);
-            if (low[done] != order[done]) continue;
-            std::set<int32_t> component;
-            int32_t member;
-            do {
-                member = stack.back();
-                stack.pop_back();
-                on_stack[member] = 0;
-                component.insert(member);
-            } while (member != done);
-            const Ints &own = references[done];
-            if (component.size() > 1 || std::find(own.begin(), own.end(), done) != own.end()) components.push_back(component);
-        }
+        auto count = [&](int32_t rule) { return (int32_t)references[rule].size(); };
+        auto target = [&](int32_t rule, int32_t at) { return references[rule][at]; };
+        each_component(grammar.num_rules, grammar.root, grammar.root + 1, count, target, [&](auto begin, auto end) {
+            const Ints &own = references[*begin];
+            if (end - begin > 1 || std::find(own.begin(), own.end(), *begin) != own.end()) components.emplace_back(begin, end);
+        });
         return components;
     }
 

@@ -13,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { LAYOUT_VERSION = 15, FAULT_BYTES = 480, MAX_SLOTS = 4096, NODE_BOUNDS = 9 };
+enum { LAYOUT_VERSION = 16, FAULT_BYTES = 480, MAX_SLOTS = 4096, NODE_BOUNDS = 9, WRITTEN = 32 };
 
 /* Same values as in status.py. */
 enum { OWNER, GENERATED, LAST_TOKEN, ACCEPTED, FINISH, HOST_COLUMNS };
@@ -30,19 +30,21 @@ typedef struct matcher_library matcher_library;
 struct matcher_library {
     int (*accept)(const matcher_library *self, void *matcher, int64_t token, char *error); /* 1 accepted, 0 not legal here */
     /* Returns 0, and the caller clears illegal bits and derives the status; or a status, if the library has done both. A library may
-       write a number to `written`. The next fill of the same words for the same grammar gets that number if nothing else was written
-       there, and otherwise -1. */
+       write WRITTEN numbers to `written`. The next fill of the same words for the same grammar gets them if nothing else was written there,
+       and otherwise -1 as the first. */
     int (*fill)(const matcher_library *self, void *matcher, int32_t *words, int64_t count, int32_t *written, char *error);
     int (*rollback)(const matcher_library *self, void *matcher, int64_t tokens, char *error);
     int (*is_terminated)(const matcher_library *self, void *matcher, char *error);
     /* Writes the bytes that must come next, at most `room`, and returns their number. */
     int (*forced)(const matcher_library *self, void *matcher, char *text, int64_t room, char *error);
-    int computes; /* 0: a call is a look-up of less than a microsecond */
+    /* Requests the memory that accepting a token reads. NULL: a call is not a look-up of less than a microsecond. */
+    void (*expect)(void *matcher, int64_t token);
 };
 
-/* What a mask holds: the grammar for which it was filled, and the number that the library gave for it. Grammar 0: unknown. */
+/* What a mask holds: the grammar for which it was filled, and the numbers that the library gave for it. Grammar 0: unknown. */
 typedef struct {
-    int64_t grammar, written;
+    int64_t grammar;
+    int32_t written[WRITTEN];
 } mask_content;
 
 /* One constrained request. Only host nodes access it from its first round to its last. Python reads the fault with

@@ -115,17 +115,17 @@ static int32_t keep_legal(const matcher_row *row, int32_t *mask, int64_t words) 
 }
 
 static int32_t fill_inner_mask(matcher_row *row, int32_t *mask, int64_t words, mask_content *content) {
-    int32_t written = row->grammar && content->grammar == row->grammar ? (int32_t)content->written : -1;
+    if (!row->grammar || content->grammar != row->grammar) content->written[0] = -1;
     content->grammar = 0;
     int ended = faulted(row) ? 0 : terminated(row);
     if (!ended && !faulted(row)) {
         char error[FAULT_BYTES];
         double start = start_of_call(row);
-        int32_t status = row->library->fill(row->library, row->matcher, mask, words, &written, error);
+        int32_t status = row->library->fill(row->library, row->matcher, mask, words, content->written, error);
         if (status < 0) fail(row, "%s", error);
         else end_of_call(row, start);
         if (!faulted(row)) {
-            *content = (mask_content){row->grammar, written};
+            content->grammar = row->grammar;
             return status > 0 ? status : keep_legal(row, mask, words);
         }
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from ctypes import byref, c_int32
+from ctypes import c_int32
 from random import Random
 from typing import Any
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, Vocabulary
-from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar, AutomatonMatcher
+from stepgraph.sampling.grammar.automaton.grammar import WRITTEN, AutomatonGrammar, AutomatonMatcher
 from stepgraph.sampling.grammar.automaton.library import Field
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.status import MaskStatus
@@ -74,13 +74,13 @@ def test_masks_of_every_state_equal_those_of_xgrammar(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_masks_along_random_texts_equal_those_of_xgrammar(name: str) -> None:
-    draw, kept, written = Random(name), torch.zeros(VOCABULARY.mask_words, dtype=torch.int32), c_int32(-1)
+    draw, kept, written = Random(name), torch.zeros(VOCABULARY.mask_words, dtype=torch.int32), (c_int32 * WRITTEN)(-1)
     for _ in range(12):
         ours, library = automaton(name).matcher(), library_matcher(name)
         for _ in range(60):
             status, legal = mask(ours)
             assert (status, legal) == mask(library)
-            found = ours.functions.fill(None, ours.handle, kept.data_ptr(), len(kept), byref(written), None)
+            found = ours.functions.fill(None, ours.handle, kept.data_ptr(), len(kept), written, None)
             assert (found, tokens_of(kept)) == (status, legal), "a fill over another mask of the grammar"
             if not legal:
                 break
