@@ -111,7 +111,7 @@ class NativeMatcher:
     def __init__(self, row: NativeRow, vocabulary: Vocabulary) -> None:
         self._row, self._vocabulary = row, vocabulary
         functions = structs.llguidance_library.from_address(row.struct.library).functions
-        self._functions = {name: signature(getattr(functions, name)) for name, signature in callbacks.items()}
+        self._functions = {name: signature(at) for name, signature in callbacks.items() if (at := getattr(functions, name))}
         self._error = ctypes.create_string_buffer(constants.FAULT_BYTES)
 
     def _call(self, name: str, *values: int) -> int:
