@@ -25,7 +25,7 @@ from tools.bench_schemas import MASK_TIMES
 from tools.gpu_table import RESULTS
 
 SCHEMAS = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.schema.json")}
-QUIETER = "fills-2026-11-24.json", "adaptive-2026-11-25.json"  # beside the latest ones
+QUIETER = "fills-2026-11-24.json", "adaptive-2026-11-25.json", "adaptive-2026-11-26.json"  # beside the latest ones
 RECORDS = sorted(path for path in RESULTS.glob("*.json") if path.name not in SCHEMAS)
 
 
