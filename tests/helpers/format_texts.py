@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
+import idna
 import isoduration
 import jsonpointer
 import rfc3987_syntax
@@ -18,7 +19,7 @@ from fqdn import FQDN
 from rfc3339_validator import validate_rfc3339
 from rfc3986_validator import validate_rfc3986
 
-from stepgraph.sampling.grammar.schema.formats import BOUNDED, FORMATS
+from stepgraph.sampling.grammar.schema.formats import FEW_REGEXES, FORMATS, OLDER
 
 try:
     import re._parser as parser  # type: ignore[import-not-found]
@@ -35,7 +36,8 @@ def python_regex(pattern: str) -> re.Pattern[str]:
 
 
 REGEXES = {name: python_regex(pattern) for name, pattern in FORMATS.items()}
-REGEXES |= {f"bounded {name}": python_regex(pattern) for name, (_, pattern) in BOUNDED.items()}
+REGEXES |= {f"older {name}": python_regex(pattern) for name, pattern in OLDER.items()}
+REGEXES["few regexes"] = python_regex(FEW_REGEXES)
 
 
 def accepts(name: str, text: str) -> bool:
@@ -72,6 +74,8 @@ def _piece(kind: str, value: Any, random: Random) -> str:
             return _member(value, random)
         case "BRANCH":
             return _sampled(random.choice(value[1]), random)
+        case "ASSERT_NOT":
+            return ""
         case "SUBPATTERN":
             return _sampled(value[-1], random)
         case "MAX_REPEAT" | "MIN_REPEAT":
@@ -149,7 +153,7 @@ def _email(text: str, more: bool = False) -> bool:
     """A mailbox of RFC 5321, read from its end: the domain contains no "@" outside a literal."""
     local, at, domain = text.rpartition("@")
     others = (more and {char for char in local if ord(char) >= 0x80}) or set()
-    if not at or not domain.isascii():
+    if not at:
         return False
     if local[:1] == '"':
         if len(local) < 2 or local[-1] != '"':
@@ -168,7 +172,15 @@ def _email(text: str, more: bool = False) -> bool:
     if domain[:1] == "[" and domain[-1:] == "]":
         address = domain[1:-1]
         return _ipv6(address[5:]) if address[:5].lower() == "ipv6:" else _ipv4(address)
-    return all(label and set(label) <= {*_LETTERS, "-"} and label[0] != "-" and label[-1] != "-" for label in domain.split("."))
+    return all(_is_label(label) or (more and _is_u_label(label)) for label in domain.split("."))
+
+
+def _is_label(text: str) -> bool:
+    return text != "" and set(text) <= {*_LETTERS, "-"} and text[0] != "-" and text[-1] != "-"
+
+
+def _is_u_label(text: str) -> bool:
+    return not text.isascii() and _raises(idna.encode, idna.IDNAError)(text) and not re.search("[.\u3002\uff0e\uff61]", text)
 
 
 def _hostname(text: str) -> bool:
@@ -288,6 +300,7 @@ VALID: dict[str, Callable[[str], bool]] = {
     "email": _email,
     "idn-email": lambda text: _email(text, more=True),
     "hostname": _hostname,
+    "older hostname": _hostname,
     "ipv4": _ipv4,
     "ipv6": _ipv6,
     "uri": lambda text: _reference(text, False, True),
@@ -305,13 +318,8 @@ VALID: dict[str, Callable[[str], bool]] = {
 NARROWED_TEXTS: dict[str, Callable[[str], bool]] = {
     "time": lambda text: re.search(r":60.*[+-](?!00:00)", text) is not None,
     "date-time": lambda text: re.search(r":60.*[+-](?!00:00)", text) is not None,
-    "hostname": lambda text: (
-        any(label[:4].lower() == "xn--" for label in text.split("."))
-        or not any(
-            text.count(".") < count and all(len(label) <= size for label in text.split(".")[size > 5 :])
-            for count, size in ((6, 37), (11, 18), (42, 5))
-        )
-    ),
+    "idn-email": lambda text: not text.rpartition("@")[2].isascii(),
+    "hostname": lambda text: any(label[:4].lower() == "xn--" for label in text.split(".")),
     "regex": lambda text: True,
 }
 # Validators that accept more than the specification: only what they reject counts.

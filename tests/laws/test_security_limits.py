@@ -24,8 +24,8 @@ from stepgraph.runtime.serve.http import Bounds, HttpError, read_json
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits, MaskStatus
 from stepgraph.sampling.grammar.compile.limits import named
 from stepgraph.sampling.grammar.constraints.constraint import MAX_GIVEN_CHARS, MAX_MARKER
-from stepgraph.sampling.grammar.constraints.pattern import MAX_REPEAT
 from stepgraph.sampling.grammar.schema.grammar import MAX_WHITESPACE
+from stepgraph.sampling.grammar.schema.patterns import MAX_COUNT
 from stepgraph.sampling.grammar.schema.reader import MAX_DEPTH
 from stepgraph.sampling.grammar.tokenizers.gguf import MAX_GGUF_ENTRIES
 from stepgraph.sampling.grammar.tokenizers.table import MAX_IDS
@@ -44,7 +44,7 @@ UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
 FIXED = {
     "JSON text of a schema as given, including whitespace": MAX_GIVEN_CHARS,
     "levels of a schema": MAX_DEPTH,
-    "repetitions in a pattern": MAX_REPEAT,
+    "repetitions in a pattern": MAX_COUNT,
     "characters or ids of a marker": MAX_MARKER,
     "blanks in a row under `any_whitespace`": MAX_WHITESPACE,
     "bytes of a JSON file of a model": MAX_JSON_BYTES,
@@ -157,7 +157,7 @@ HUGE = {"hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "given": (lambda folder: Constraint.json_schema("{" + " " * MAX_GIVEN_CHARS + "}"), f"expected at most {MAX_GIVEN_CHARS}"),
     "levels": (lambda folder: COMPILER.compile(Constraint.json_schema(nested(MAX_DEPTH + 1))), f"more than {MAX_DEPTH} levels"),
-    "repetitions": (lambda folder: COMPILER.check(Constraint.regex(f"a{{{MAX_REPEAT + 1}}}")), f"at most {MAX_REPEAT} repetitions"),
+    "repetitions": (lambda folder: COMPILER.check(Constraint.regex(f"a{{{MAX_COUNT + 1}}}")), f"at most {MAX_COUNT} repetitions"),
     "marker": (lambda folder: Constraint.json_object().after("x" * (MAX_MARKER + 1)), f"expected at most {MAX_MARKER}"),
     "JSON file": (
         lambda folder: Vocabulary.from_tokenizer_json(large(folder / "t.json", MAX_JSON_BYTES + 1)),

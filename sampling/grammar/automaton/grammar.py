@@ -164,7 +164,7 @@ class AutomatonBuilder:
         with library_errors():
             if worker is None:
                 parsed = str(parse(constraint, self._limits).serialize_json())
-                image = token_table(self._vocabulary).compile(parsed, limits_of(asdict(self._limits)))
+                image = token_table(self._vocabulary).compile(parsed, limits_of(asdict(self._limits)), constraint.kind != "ebnf")
             else:
                 found = worker.call("automaton", constraint.kind, constraint.payload, asdict(constraint.schema_options))
                 image = np.frombuffer(found, np.int32)

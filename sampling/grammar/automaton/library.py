@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import re
 import weakref
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Structure, byref, c_char, c_int, c_int32, c_int64, c_void_p
@@ -21,6 +22,7 @@ Image = npt.NDArray[np.int32]
 IMAGE_VERSION, MOVE_INTS = 5, 12  # as in image.h
 REASON_BYTES = 400
 UNFIT = 1  # outcome of a call
+HOST_RULE = re.compile(r"(?:\w+_)?hostname(7?)_(\d+)")  # of draft 7, and the longest text: an automaton has all host names in its place
 
 
 # The header of an image, as in image.h. From CLASS_OF on: offsets of tables in the image.
@@ -65,7 +67,7 @@ class SourceStruct(Structure):
     """grammar_source of compile.cpp."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("data", "offsets", "bodies")),
+        *((name, c_void_p) for name in ("data", "offsets", "bodies", "hosts")),
         *((name, c_int) for name in ("num_expressions", "num_rules", "root")),
         ("limits", c_void_p),
     )
@@ -113,12 +115,16 @@ class TokenTable:
         self.view = VocabularyStruct()
         library.stepgraph_automaton_view_vocabulary(self.handle, byref(self.view))
 
-    def compile(self, grammar_json: str, limits: npt.NDArray[np.int64]) -> Image:
-        """The image of a grammar that xgrammar has parsed and serialised; UnfitError with the reason where it has none."""
+    def compile(self, grammar_json: str, limits: npt.NDArray[np.int64], has_formats: bool = False) -> Image:
+        """The image of a grammar that xgrammar has parsed and serialised; UnfitError with the reason where it has none. `has_formats`:
+        rules named as in `HOST_RULE` are formats."""
         parsed, found, reason = json.loads(grammar_json), POINTER(c_int32)(), ctypes.create_string_buffer(REASON_BYTES)
         data, offsets = (np.array(parsed[name], np.int32) for name in ("grammar_expr_data", "grammar_expr_indptr"))
         bodies = np.array([rule[1] for rule in parsed["rules"]], np.int32)
-        addresses = (array.ctypes.data for array in (data, offsets, bodies))
+        hosts = np.zeros(len(bodies), np.int32)
+        for index, host in enumerate(HOST_RULE.fullmatch(rule[0]) for rule in parsed["rules"] if has_formats):
+            hosts[index] = int(host[2]) * 2 + (not host[1]) if host else 0
+        addresses = (array.ctypes.data for array in (data, offsets, bodies, hosts))
         source = SourceStruct(*addresses, len(offsets), len(bodies), parsed["root_rule_id"], limits.ctypes.data)
         outcome = functions().stepgraph_automaton_compile(byref(source), self.handle, byref(found), reason, REASON_BYTES)
         if outcome == UNFIT:

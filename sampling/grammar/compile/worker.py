@@ -85,8 +85,8 @@ class Libraries:
         """The image of the automaton of a constraint."""
         from stepgraph.sampling.grammar.automaton.library import limits_of
 
-        parsed = self._parse(kind, payload, options)
-        image: bytes = self._table.compile(str(parsed.serialize_json()), limits_of(self._options["limits"])).tobytes()
+        parsed, limits = str(self._parse(kind, payload, options).serialize_json()), limits_of(self._options["limits"])
+        image: bytes = self._table.compile(parsed, limits, kind != "ebnf").tobytes()
         return image
 
     def xgrammar(self, kind: str, payload: str, options: dict[str, Any]) -> bytes:

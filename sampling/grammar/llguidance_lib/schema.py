@@ -39,6 +39,7 @@ class _Part(NamedTuple):
 def lark_rules(ebnf: str) -> str:
     """The same rules, under the same names."""
     rules = dict(line.split(" ::= ", 1) for line in ebnf.splitlines())
+    rules |= {name.removesuffix("_fewer"): rule for name, rule in rules.items() if name.endswith("_fewer")}  # terminals do not recurse
     return _Translation({name: _Parser(rule).part() for name, rule in rules.items()}).text(next(iter(rules)))
 
 

@@ -233,6 +233,8 @@ def listed(term: Term, most: int) -> list[str] | None:
 
 def is_empty(term: Term) -> bool:
     """Whether no text is in the language."""
-    if term.is_plain:
+    if term.is_plain or term.kind == "named":
         return term is NOTHING
+    if term.kind == "alt":
+        return all(map(is_empty, term.parts))
     return not (term.kind == "not" and term.parts[0].kind == "words") and not automaton(term).accepts

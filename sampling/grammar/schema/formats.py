@@ -7,6 +7,8 @@ specification allows, and others: a text that is none of the format is none of t
 
 from __future__ import annotations
 
+import itertools
+
 # Dates and times: RFC 3339. Year 0000 is left out: it is no year of the calendar, and most libraries refuse it.
 _YEAR = r"(?:\d{3}[1-9]|\d{2}[1-9]0|\d[1-9]00|[1-9]000)"
 _MULTIPLE_OF_4 = r"(?:0[48]|[2468][048]|[13579][26])"
@@ -59,23 +61,29 @@ def _label(longest: int) -> str:
     )
 
 
-# At most 253 characters in all: 63 + 5 * 38 = 63 + 10 * 19, 5 + 41 * 6. With all labels up to 63 characters, each length of a name would be
-# a state beside each length of a label: 24,550 states, which take 1 to 2 s to compile.
-_HOSTNAME = "|".join(
-    rf"{_label(first)}(?:\.{_label(longest)}){{0,{count}}}" for first, longest, count in ((63, 37, 5), (63, 18, 10), (5, 5, 41))
-)
+def few_hostnames(longest: int) -> str:
+    """Some host names of at most so many characters, without a state for each length of a name beside each of a label."""
+    shapes = [(min(63, (longest + 1) // labels - 1), labels) for labels in (4, 11, 42)]
+    some = [rf"{_label(size)}(?:\.{_label(size)}){{0,{labels - 1}}}" for size, labels in shapes if size >= 5]
+    return "|".join([f"{_ALPHANUMERIC}{{1,{min(63, longest)}}}", *some])
+
+
+_LONG_LABEL = f"{_ALPHANUMERIC}(?:{_OR_HYPHEN}{{0,61}}{_ALPHANUMERIC})?"
+_HOSTNAME_7 = rf"(?!.{{254}}){_LONG_LABEL}(?:\.{_LONG_LABEL})*"
 
 # Mailboxes: RFC 5321, and RFC 6531 for those that are not ASCII.
 _NON_ASCII = r"\u{80}-\u{d7ff}\u{e000}-\u{10ffff}"
 _LABEL = f"{_ALPHANUMERIC}(?:{_OR_HYPHEN}*{_ALPHANUMERIC})?"
-_DOMAIN = rf"{_LABEL}(?:\.{_LABEL})*"
+# Of alphabets of which any sequence is a label of IDNA, in normal form and from left to right: at most 57 characters in Punycode.
+_U_LETTERS = r"\u{e0}-\u{f6}\u{f8}-\u{ff}\u{3b1}-\u{3c9}\u{430}-\u{45f}\u{3041}-\u{3096}\u{30a1}-\u{30fa}\u{4e00}-\u{9fa5}\u{ac00}-\u{d7a3}"
+_U_LABEL = f"[a-z0-9]{{0,5}}[{_U_LETTERS}][a-z0-9{_U_LETTERS}]{{0,6}}"
 
 
-def _mailbox(more: str) -> str:
+def _mailbox(more: str, label: str) -> str:
     atom = rf"[A-Za-z0-9!#$%&'*+\-/=?^_`{{|}}~{more}]+"
     quoted = rf'"(?:[ !#-\[\]-~{more}]|\\[ -~])*"'
     literal = rf"\[(?:{_IPV4}|[Ii][Pp][Vv]6:{_IPV6})\]"
-    return rf"(?:{atom}(?:\.{atom})*|{quoted})@(?:{_DOMAIN}|{literal})"
+    return rf"(?:{atom}(?:\.{atom})*|{quoted})@(?:{label}(?:\.{label})*|{literal})"
 
 
 # RFC 3986 and RFC 3987.
@@ -114,23 +122,54 @@ _URI_TEMPLATE = rf"(?:[!#$&-;=?-\[\]_a-z~{_UCSCHAR}{_IPRIVATE}]|%{_HEX}{{2}}|\{{
 _POINTER = r"(?:/(?:[^~/]|~[01])*)*"
 
 
-def _regex(depth: int, is_short: bool = False) -> str:
-    """Regular expressions with groups inside each other up to a depth, in the common part of JavaScript (with the flag "u") and Python.
-    Short ones are without look-around and with fewer counts, as each state is one of each length where the length is limited."""
-    escape = rf"\\(?:[dDwWsSfnrtv^$\\.*+?()\[\]{{}}|/]|x{_HEX}{{2}}|u{_HEX}{{4}})"
-    ranges = "a-[a-z]|[a-z]-z|A-[A-Z]|[A-Z]-Z|0-[0-9]|[0-9]-9"
-    members = rf"\[\^?(?:[^\\\[\]\-\^\x00-\x1f&~|]|\\-|{escape}|{ranges})+\]"
-    atom = rf"[^\^$\\.*+?()\[\]{{}}|\x00-\x1f]|\.|{escape}|{members}"
-    # Of two counts that ascend from 10 on, a digit of the tens or the hundreds does.
-    ascending = [f"{low},(?:[{low}-9]|[1-9]\\d{{1,2}})" for low in range(2, 10)] + [f"{ten}\\d,[{ten + 1}-9]\\d" for ten in range(1, 9)]
-    more = "" if is_short else rf"|{'|'.join(ascending)}|[1-9]\d,[1-9]\d\d"
-    repeat = rf"(?:[*+?]|\{{(?:(?:0|[1-9]\d{{0,2}}),?|[01],[1-9]\d{{0,2}}{more})\}})\??"
-    found = ""
-    for level in range(depth + 1):
-        group = rf"|\((?:\?:)?{found}\)" if level else ""
-        look = rf"|\(\?(?:[=!]{found}|<[=!](?:{atom})*)\)" if level == depth and not is_short else ""
-        found = rf"(?:[|^$]|\\[bB]{look}|(?:{atom}{group})(?:{repeat})?)*"
-    return found
+# Regular expressions in the common part of JavaScript (with the flag "u") and Python.
+_ESCAPE = rf"\\(?:[dDwWsSfnrtv^$\\.*+?()\[\]{{}}|/]|x{_HEX}{{2}}|u{_HEX}{{4}})"
+_LITERAL = rf"[^\^$\\.*+?()\[\]{{}}|]|\.|{_ESCAPE}"
+
+
+def _members(ranges: str) -> str:
+    return rf"\[\^?(?:[^\\\[\]\-\^&~|]|\\[\-b]|{_ESCAPE}|{ranges})+\]"
+
+
+def _ranges() -> str:
+    """Ranges that ascend: from each character of ASCII, from those that alphabets begin with, and between codes of which a digit ascends
+    after zeros, or that have an equal digit after zeros, and then the first one zeros."""
+    found = [rf"\u{{{code:x}}}-[\u{{{code:x}}}-,.-Z_-~]" for code in range(32, 45) if chr(code) != "&"]
+    found += [rf"\u{{{code:x}}}-[\u{{{code:x}}}-Z_-~]" for code in range(46, 91)]
+    found += [rf"{char}-[{char}-~]" for char in "_abcdefghijklmnopqrstuvwxyz"]
+    found += [rf"{char}-[{char}-\u{{d7ff}}\u{{e000}}-\u{{10ffff}}]" for char in "\xa0ÀßàĀΑαЀАаאءぁァ一가"]
+    for kind, size, surrogate in (("x", 2, ""), ("u", 4, "dD")):
+        for zeros in range(size):
+            digits = [f"{digit:x}{digit:X}" for digit in range(16) if zeros or f"{digit:x}{digit:X}" != surrogate]
+            start, rest = rf"\\{kind}{'0' * zeros}", size - zeros - 1
+            for index, digit in enumerate(digits):
+                found.append(rf"{start}[{digit}]{'0' * rest}-{start}[{digit}]{_HEX}{{{rest}}}")
+                found += [rf"{start}[{digit}]{_HEX}{{{rest}}}-{start}[{''.join(digits[index + 1 :])}]{_HEX}{{{rest}}}"] * (digit != "fF")
+    return "|".join(found)
+
+
+def _counts() -> str:
+    """Counts below 10,000, and two that ascend: by their number of digits, by their first digit, or from zeros after it."""
+    found = [r"(?:0|[1-9]\d{0,3}),?|0,(?:0|[1-9]\d{0,3})", r"[1-9],[1-9]\d{1,3}|[1-9]\d,[1-9]\d{2,3}|[1-9]\d{2},[1-9]\d{3}"]
+    for first, size in itertools.product(range(1, 10), range(4)):
+        found += [rf"{first}{'0' * size},{first}\d{{{size}}}", *[rf"{first}\d{{{size}}},[{first + 1}-9]\d{{{size}}}"] * (first < 9)]
+    found += [f"{ten}{one},{ten}[{one}-9]" for ten, one in itertools.product(range(1, 10), repeat=2)]
+    return "|".join(found)
+
+
+_FEW_RANGES = "a-[a-z]|[a-z]-z|A-[A-Z]|[A-Z]-Z|0-[0-9]|[0-9]-9"
+_FEW_COUNTS = r"(?:0|[1-9]\d{0,2}),?|[01],[1-9]\d{0,2}"
+_ATOM, _FEWER_ATOMS = (f"{_LITERAL}|{_members(ranges)}" for ranges in (_ranges(), _FEW_RANGES))
+_REPEAT, _FEWER_REPEATS = (rf"(?:[*+?]|\{{(?:{counts})\}})\??" for counts in (_counts(), _FEW_COUNTS))
+_LOOK_BEHIND = rf"(?:{_ATOM})*"  # of one length
+
+
+def _regex(atom: str, repeat: str, depth: int, look_behind: str = "") -> str:
+    """With groups inside each other up to a depth, and with look-around."""
+    inside = _regex(atom, repeat, depth - 1, look_behind) if depth else ""
+    look = rf"|\(\?(?:[=!]{inside}|<[=!]{look_behind})\)" if depth and look_behind else ""
+    group = rf"|\((?:\?:)?{inside}\)" if depth else ""
+    return rf"(?:[|^$]|\\[bB]{look}|(?:{atom}{group})(?:{repeat})?)*"
 
 
 FORMATS = {
@@ -138,9 +177,9 @@ FORMATS = {
     "time": _TIME,
     "date-time": rf"{_DATE}[Tt]{_TIME}",
     "duration": _DURATION,
-    "email": _mailbox(""),
-    "idn-email": _mailbox(_NON_ASCII),
-    "hostname": _HOSTNAME,
+    "email": _mailbox("", _LABEL),
+    "idn-email": _mailbox(_NON_ASCII, f"(?:{_LABEL}|{_U_LABEL})"),
+    "hostname": _HOSTNAME_7.replace(_LONG_LABEL, f"(?![Xx][Nn]--){_LONG_LABEL}"),
     "ipv4": _IPV4,
     "ipv6": _IPV6,
     "uri": _reference("", "", True),
@@ -150,20 +189,24 @@ FORMATS = {
     "uuid": f"{_HEX}{{8}}-(?:{_HEX}{{4}}-){{3}}{_HEX}{{12}}",
     "json-pointer": _POINTER,
     "relative-json-pointer": rf"(?:0|[1-9]\d*)(?:#|{_POINTER})",
-    "regex": _regex(2),
+    "regex": _regex(_ATOM, _REPEAT, 1, _LOOK_BEHIND),
     "uri-template": _URI_TEMPLATE,
 }
-# What is generated instead beside a maxLength of at most so many characters.
-BOUNDED = {"hostname": (252, rf"{_label(63)}(?:\.{_label(63)})*"), "regex": (10**9, _regex(2, is_short=True))}
+OLDER = {"hostname": _HOSTNAME_7}  # of drafts 3 to 7
+LONGEST_HOSTNAME = 253
+# The rule of a grammar for any regular expressions: {0} is its name, {1} and so on are these expressions.
+REGEX_RULE = '"" | {1} {0} | "(" ("?:")? {0} ")" ({2})? {0} | "(?" ([=!] {0} | "<" [=!] {3}) ")" {0}'
+REGEX_PARTS = rf"[|^$]|\\[bB]|(?:{_ATOM})(?:{_REPEAT})?", _REPEAT, _LOOK_BEHIND
+FEW_REGEXES = _regex(_FEWER_ATOMS, _FEWER_REPEATS, 2)
 NARROWED = {
     "date": "without the year 0000",
     "time": "a leap second with the offsets Z and 00:00 only",
     "date-time": "without the year 0000, a leap second with the offsets Z and 00:00 only",
-    "hostname": 'without labels that begin with "xn--"; unless a maxLength is below 253, of up to 6 labels of at most 37 characters or '
-    "11 of 18, the first one of up to 63, or 42 of 5",
-    "idn-email": "with a domain of ASCII characters",
-    "regex": "groups up to 2 deep, look-around outside groups only and beside no maxLength, without back-references, names and properties, "
-    "counts below 1,000, two of which ascend by a digit of the tens or hundreds, ranges from or to an end of a-z, A-Z or 0-9",
+    "hostname": 'without labels that begin with "xn--", but in drafts up to 7; beside other keywords than maxLength, and with xgrammar and '
+    "llguidance, of one label, or up to 4 of 62 characters, 11 of 22, or 42 of 5, or of fewer beside a maxLength",
+    "idn-email": "labels of the domain beyond ASCII have up to 12 lowercase Latin, Greek or Cyrillic letters, Kana, Han or Hangul",
+    "regex": "without back-references, names and properties, look-behind of characters and classes only, ranges from and to few characters "
+    "beyond ASCII; beside other keywords, and with llguidance, groups up to 2 deep, without look-around, and few ranges and counts",
 }
 _ANY_DATE, _ANY_TIME = r"\d{4}-\d\d-\d\d", r"\d\d:\d\d:\d\d(?:\.\d+)?(?:[Zz]|[+-]\d\d:\d\d)"
 AT_MOST = {

@@ -17,13 +17,14 @@ from stepgraph.sampling.grammar.constraints.charset import EVERY, CharSet, union
 SURROGATES = 0xD800, 0xDFFF
 MAX_CASES = 8  # alternatives that `of_length` may make of one term, one for each length
 START, END = 0x110000, 0x110001  # before the first and after the last character: what `^` and `$` of a pattern match
-Kind = Literal["chars", "words", "cat", "alt", "and", "not", "repeat", "end", "multiple"]
+Kind = Literal["chars", "words", "cat", "alt", "and", "not", "repeat", "end", "multiple", "named"]
 Label = tuple[object, ...]
 
 
 class Term:
     """A regular language; created by the functions below. `values` are those of its kind:
 
+    named: name and rule of a grammar, and the longest text. The first part has some of its texts, and is used in its place in other terms.
     chars: a CharSet. words: texts, sorted. repeat: the least and the largest count. multiple: see `multiple_of`. end: the language that
     leads, with END appended, to a text of the part.
     """
@@ -33,7 +34,9 @@ class Term:
     def __init__(self, kind: Kind, parts: tuple[Term, ...], values: Label) -> None:
         self.kind, self.parts, self.values = kind, parts, values
         self.nullable = self._is_nullable()
-        self.is_plain: bool = kind not in ("and", "not", "end", "multiple") and all(part.is_plain for part in parts)  # a regular expression
+        self.is_plain: bool = kind not in ("and", "not", "end", "multiple", "named") and all(
+            part.is_plain for part in parts
+        )  # a regular expression
         self._steps: tuple[Sequence[int], Sequence[Term]] | None = None
 
     def _is_nullable(self) -> bool:
@@ -45,6 +48,8 @@ class Term:
                 return all(nullable)
             case "alt":
                 return any(nullable)
+            case "named":
+                return nullable[0]
             case "not":
                 return not nullable[0]
             case "repeat":
@@ -95,6 +100,8 @@ class Term:
                 return either(*(part.after(char) for part in self.parts))
             case "and":
                 return both(*(part.after(char) for part in self.parts))
+            case "named":
+                return self.parts[0].after(char)
             case "not":
                 return complement(self.parts[0].after(char))
             case "repeat":
@@ -284,6 +291,11 @@ def repeat(term: Term, low: int, high: int | None) -> Term:
     return _term("repeat", (term,), (low, high))
 
 
+def named(name: str, rule: str, parts: Sequence[Term], longest: int | None) -> Term:
+    """The texts of a rule, see `Term`. They are not empty texts where a longest one is known."""
+    return _term("named", tuple(parts), (name, rule, longest))
+
+
 ANY_TEXT = _term("repeat", (ANY_CHAR,), (0, None))
 MARKED_TEXT = _term("repeat", (ANY_MARKED,), (0, None))
 
@@ -335,6 +347,8 @@ def length_range(term: Term) -> tuple[int, int | None]:
             return min(least for least, _ in ranges), max(ends) if len(ends) == len(ranges) else None
         case "and":
             return max(least for least, _ in ranges), min((most for _, most in ranges if most is not None), default=None)
+        case "named":
+            return ranges[0][0], term.values[2]  # type: ignore[return-value]
         case "repeat":
             low, high = counts(term)
             (least, most) = ranges[0]

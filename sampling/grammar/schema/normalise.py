@@ -10,10 +10,19 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError, reject
-from stepgraph.sampling.grammar.schema import patterns
+from stepgraph.sampling.grammar.schema import language, patterns
 from stepgraph.sampling.grammar.schema.automata import TooComplexError, is_empty
 from stepgraph.sampling.grammar.schema.combine import complemented, meet, meet_arrays, meet_objects, possible_array, possible_object
-from stepgraph.sampling.grammar.schema.formats import AT_MOST, BOUNDED, FORMATS, NARROWED
+from stepgraph.sampling.grammar.schema.formats import (
+    AT_MOST,
+    FEW_REGEXES,
+    FORMATS,
+    LONGEST_HOSTNAME,
+    NARROWED,
+    REGEX_PARTS,
+    REGEX_RULE,
+    few_hostnames,
+)
 from stepgraph.sampling.grammar.schema.forms import (
     ANYTHING,
     NEVER,
@@ -43,6 +52,7 @@ _NUMBER_WORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "
 _ARRAY_WORDS = ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains")
 _OBJECT_WORDS = ("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties")
 _TEXT_WORDS = ("pattern", "patternProperties", "propertyNames", "format")
+_OLDER_NAMES = {"host-name": "hostname", "ip-address": "ipv4"}
 _IN_PLACE = frozenset("$ref $dynamicRef $recursiveRef allOf anyOf oneOf not if dependencies dependentSchemas extends".split())
 _OF_TYPE = {
     "null": replace(NOTHING_AT_ALL, null=True),
@@ -263,11 +273,19 @@ class Normaliser:
 
     def _format(self, node: Node, name: str) -> Strings | None:
         """The texts of a format; None where the format is only an annotation."""
+        draft = self.document.draft
+        name = _OLDER_NAMES.get(name, name) if draft in (0, 3) else name
         if name in FORMATS:
             if name in NARROWED:
                 self.narrowed[Unsupported(node.where, "format", f"{name}: {NARROWED[name]}")] = None
-            most, bounded = BOUNDED.get(name, (-1, ""))
-            texts = patterns.full(bounded if node.keywords.get("maxLength", most + 1) <= most else FORMATS[name])
+            if name == "hostname":
+                longest = min(node.keywords.get("maxLength", LONGEST_HOSTNAME), LONGEST_HOSTNAME)
+                rule = f"hostname{'7' * (3 <= draft <= 7)}_{longest}"
+                texts = language.named(rule, "{0}_fewer", (patterns.full(few_hostnames(longest)),), longest) if longest else NOTHING
+            elif name == "regex":
+                texts = language.named(name, REGEX_RULE, tuple(map(patterns.full, (FEW_REGEXES, *REGEX_PARTS))), None)
+            else:
+                texts = patterns.full(FORMATS[name])
             return Strings(texts, texts, patterns.full(AT_MOST.get(name, FORMATS[name])))
         if self._unknown_formats == "refuse":
             refuse_format(node)

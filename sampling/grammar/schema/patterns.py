@@ -6,12 +6,23 @@ import functools
 import re
 import sys
 import unicodedata
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
-from stepgraph.sampling.grammar.constraints.charset import EVERY, CharSet, charset, complement, intersection, union
+from stepgraph.sampling.grammar.constraints.charset import (
+    EVERY,
+    CharSet,
+    charset,
+    complement,
+    intersection,
+    readable_ebnf_class,
+    regex_class,
+    union,
+)
 from stepgraph.sampling.grammar.schema import language
 from stepgraph.sampling.grammar.schema.language import ANY_TEXT, END, EPSILON, MARKED_TEXT, START, Term, both, cat, chars, either
+from stepgraph.sampling.grammar.schema.spelling import bounds
 
 MAX_COUNT = 100_000
 MAX_CHECKED = 2_000  # characters of a pattern that `check` reads
@@ -76,6 +87,44 @@ def search(pattern: str) -> Term:
 def full(pattern: str) -> Term:
     """The texts that the pattern matches from their start to their end."""
     return either(*(_anchored([_STARTS, *sequence, _ENDS]) for sequence in _Parser(pattern).parsed()))
+
+
+def rewritten(pattern: str, where: str, spell: Callable[[CharSet], str], opening: str, empty: str, blank: str) -> str:
+    """What the pattern matches from start to end, in another notation; ValueError for what cannot be enforced."""
+    known = dict[CharSet, str]()
+
+    def alternatives(sequences: list[_Sequence]) -> str:
+        return f"{blank}|{blank}".join(blank.join([empty, *map(text, sequence)]) for sequence in sequences)
+
+    def text(item: _Item) -> str:
+        if isinstance(item, _Group):
+            return f"{opening}{blank}{alternatives(item.alternatives)}{blank})"
+        if isinstance(item, _Repeat):
+            return text(item.item) + bounds(item.low, item.high)
+        if isinstance(item, (int, _Look)):
+            raise PatternError(f"has {pattern[:40]!r}, expected anchors at its ends only, and no look-around")
+        if item not in known:
+            if not intersection(item, EVERY):
+                raise PatternError(f"has {pattern[:40]!r}, expected classes of at least one character")
+            known[item] = spell(intersection(item, EVERY))
+        return known[item]
+
+    try:
+        found = _Parser(pattern).parsed()
+        return alternatives([inner[inner[:1] == [START] : len(inner) - (inner[-1:] == [END])] for inner in found])
+    except PatternError as error:
+        raise ValueError(f"{where}: got {str(error).removeprefix('has ')}") from None
+
+
+def to_ebnf(pattern: str, where: str) -> str:
+    """The right-hand side of a rule. xgrammar's two own parsers are not used: one reads an escaped caret at the start of a class as a
+    negation, drops an anchor in the middle, and reads an unknown escape as its letter; the other accepts "b" for `(ab+)?`."""
+    return rewritten(pattern, where, readable_ebnf_class, "(", '""', " ")
+
+
+def to_regex(pattern: str, where: str) -> str:
+    """A regular expression in which every class has numbers, so that all libraries read it alike."""
+    return rewritten(pattern, where, regex_class, "(?:", "", "")
 
 
 def _searched(sequences: list[_Sequence]) -> Term:

@@ -6,7 +6,7 @@ import json
 
 from stepgraph.sampling.grammar.constraints.charset import IN_JSON, CharSet, charset, complement, intersection, readable_ebnf_class
 from stepgraph.sampling.grammar.schema.automata import Automaton, TooComplexError, automaton, is_empty, split_length
-from stepgraph.sampling.grammar.schema.language import ANY_CHAR, Term, both, counts, repeat, texts_of
+from stepgraph.sampling.grammar.schema.language import ANY_CHAR, Term, both, counts, either, repeat, texts_of
 
 MAX_PRINTED = 200  # texts of a finite language that are written out; more become an automaton, which shares what is equal
 _ESCAPED = complement(IN_JSON)
@@ -62,10 +62,22 @@ class Speller:
     def body(self, term: Term, in_string: bool) -> str:
         """The texts of a language, inside a JSON string or as they are."""
         key = term, in_string
+        if key not in self._bodies and (wide := [part for part in _cases(term) if part.kind == "named"]):
+            texts = [self._named(part, in_string) for part in wide]
+            if rest := [part for part in _cases(term) if part not in wide]:
+                texts.append(self.body(either(*rest), in_string))
+            self._bodies[key] = _alternatives(texts)
         if key not in self._bodies:
             simple = term.is_plain and not (term.kind == "words" and len(term.values) > MAX_PRINTED)
             self._bodies[key] = self._plain(term, in_string) if simple else self._automaton(term, in_string)
         return self._bodies[key]
+
+    def _named(self, term: Term, in_string: bool) -> str:
+        end, rule, _ = map(str, term.values)
+        name = f"{self._prefix}{'' if in_string else 'text_'}{end}"
+        self._rules[f"{name}_fewer"] = self.body(term.parts[0], in_string)
+        self._rules[name] = rule.format(name, *(self.body(part, in_string) for part in term.parts[1:]))
+        return name
 
     def _class(self, chars: CharSet, in_string: bool) -> str:
         if not in_string:
@@ -109,6 +121,10 @@ class Speller:
     def _edge(self, chars: CharSet, target: int, found: Automaton, name: str, in_string: bool) -> str:
         text = self._class(chars, in_string)
         return f"{text} {name}{target}" if found.edges[target] else text
+
+
+def _cases(term: Term) -> tuple[Term, ...]:
+    return term.parts if term.kind == "alt" else (term,)
 
 
 def _alternatives(texts: list[str]) -> str:

@@ -64,10 +64,10 @@ EXPORTED void stepgraph_automaton_free_image(int32_t *image) { free(image); }
 
 // A parsed grammar of xgrammar, and the limits of its automaton.
 struct grammar_source {
-    const int32_t *data, *offsets, *bodies;
+    const int32_t *data, *offsets, *bodies, *hosts;
     int32_t num_expressions, num_rules, root;
     const int64_t *limits; // the fields of Limits but the last
-    Grammar grammar() const { return {data, offsets, bodies, num_expressions, num_rules, root}; }
+    Grammar grammar() const { return {data, offsets, bodies, hosts, num_expressions, num_rules, root}; }
     Limits bounds(int64_t longest) const { return {limits[0], limits[1], limits[2], limits[3], longest}; }
 };
 

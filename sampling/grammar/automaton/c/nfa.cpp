@@ -11,7 +11,6 @@
 #include <map>
 #include <optional>
 #include <set>
-#include <string_view>
 #include <unordered_map>
 
 namespace stepgraph {
@@ -22,6 +21,7 @@ namespace {
 enum Expression { BYTES, CLASS, CLASS_STAR, EMPTY, RULE, SEQUENCE, CHOICES, TAGS, REPEAT, TOKEN, EXCLUDE_TOKEN, TOKEN_TAGS, REGEX };
 
 constexpr int64_t NFA_STATES_PER_STATE = 6; // two to three are usual; what takes more fails later, at a greater cost
+constexpr int MAX_HOST_NAMES = 3; // more are called
 constexpr size_t FEW_STATES = 40'000; // of an automaton in which rules are copied
 constexpr int MAX_DEPTH = 3000; // of expressions and rules inside each other: a level takes about 1,000 bytes of stack
 constexpr int32_t LAST_CODE_POINT = 0x10FFFF;
@@ -416,8 +416,46 @@ private:
         return once(~number, continuation, [&] {
             auto left = left_linear.find(number);
             if (left != left_linear.end()) return left_rule(number, continuation, left->second);
+            if (int32_t kind = graph.grammar.hosts[number]) return host_name(kind / 2, kind % 2, continuation);
             return expression(graph.grammar.bodies[number], continuation, false);
         });
+    }
+
+    // Labels of letters, digits and hyphens with points in between: up to 63 characters each, and so many in all, so that a state is one of
+    // each number of characters that are left of a label and of the name. Written out here, as rules for 24,550 states take a second to parse.
+    int32_t host_name(int longest, bool without_punycode, int32_t continuation) {
+        if (calls != Calls::STRINGS && ++host_names > MAX_HOST_NAMES) exceeded("states", limits.states);
+        constexpr int LABEL = 63;
+        enum Last { HYPHEN, WORD, X, XN, XN_HYPHEN, LASTS }; // the last characters; X to XN_HYPHEN: they begin a label
+        std::vector<std::array<std::array<int32_t, LASTS>, LABEL>> after((size_t)longest); // [left of the name][left of the label]
+        auto words = [&](int32_t from, int32_t to, std::initializer_list<int> others) { // letters and digits but these, which lead elsewhere
+            for (auto [low, high] : {Range{'0', '9'}, Range{'A', 'Z'}, Range{'a', 'z'}}) {
+                for (int other : others)
+                    if (low <= other && other <= high) edge(from, low, other - 1, to), low = other + 1;
+                edge(from, low, high, to);
+            }
+        };
+        Ints begin; // [left of the name] the start of a label
+        for (int left = 0; left <= longest; left++) {
+            for (int more = 0; more < std::min(left + 1, LABEL) && left < longest; more++) // of the label
+                for (int last = HYPHEN; last < LASTS; last++) {
+                    if (last >= X && !(without_punycode && more == std::min(left, LABEL - 1 - (last - X)))) continue;
+                    int32_t from = after[left][more][last] = state_before(continuation);
+                    if (last != HYPHEN && last != XN_HYPHEN) follow(from, continuation);
+                    if (last != HYPHEN && last != XN_HYPHEN && left > 1) edge(from, '.', '.', begin[left - 1]);
+                    if (!more) continue;
+                    const auto &next = after[left - 1][std::min(left - 1, more - 1)];
+                    if (more > 1 && last != XN_HYPHEN) edge(from, '-', '-', next[last == XN ? XN_HYPHEN : HYPHEN]);
+                    if (last == X) words(from, next[WORD], {'N', 'n'}), edge(from, 'N', 'N', next[XN]), edge(from, 'n', 'n', next[XN]);
+                    else words(from, next[WORD], {});
+                }
+            begin.push_back(state_before(continuation));
+            if (!left) continue;
+            const auto &first = after[left - 1][std::min(left - 1, LABEL - 1)];
+            for (int byte : {'X', 'x'}) edge(begin[left], byte, byte, first[without_punycode ? X : WORD]);
+            words(begin[left], first[WORD], {'X', 'x'});
+        }
+        return begin.back();
     }
 
     // A left-linear component: one state per rule that means "this rule is complete".
@@ -476,9 +514,8 @@ private:
         case CHOICES: return choices(at, continuation);
         case REPEAT:
             return repeat([&, repeated](int32_t after) { return rule(repeated, after); }, shortest[repeated], number, at.data[1], at.data[2], continuation);
-        case REGEX: return regex(at, number, continuation);
         case TAGS: return tags(at, continuation);
-        default: throw Unfit("it refers to token ids");
+        default: throw Unfit("it has a regular expression or refers to token ids");
         }
     }
 
@@ -609,72 +646,6 @@ private:
         return enter;
     }
 
-    // A regular expression of the one form that the JSON grammars contain: (?:[...]|[...]){low,high}
-    int32_t regex(const View &at, int32_t number, int32_t continuation) {
-        std::string text;
-        for (int index = 1; index < at.size; index++) text += (char)at.data[index];
-        std::string_view rest(text);
-        auto fail = [&] { return Unfit("it has the regular expression " + text.substr(0, 60)); };
-        auto take = [&](std::string_view prefix) {
-            if (rest.substr(0, prefix.size()) != prefix) throw fail();
-            rest.remove_prefix(prefix.size());
-        };
-        auto integer = [&]() -> int32_t {
-            int64_t value = -1;
-            for (; !rest.empty() && rest[0] >= '0' && rest[0] <= '9' && value < 100'000'000; rest.remove_prefix(1))
-                value = (value < 0 ? 0 : value * 10) + (rest[0] - '0');
-            return (int32_t)value;
-        };
-        take("(?:");
-        std::vector<Range> ranges;
-        while (true) {
-            take("[");
-            class_members(rest, ranges, fail);
-            take("]");
-            if (rest.empty() || rest[0] != '|') break;
-            take("|");
-        }
-        take("){");
-        int32_t low = integer();
-        take(",");
-        int32_t high = integer();
-        take("}");
-        if (low < 0 || !rest.empty() || (high >= 0 && high < low)) throw fail();
-        const Shape &shape = shape_of(merged(ranges));
-        auto body = [&](int32_t to) { return characters(state_before(to), shape, to); };
-        return repeat(body, 1, number, low, high, continuation);
-    }
-
-    template <class Fail> void class_members(std::string_view &rest, std::vector<Range> &ranges, const Fail &fail) {
-        auto code = [&]() -> int32_t {
-            if (rest.empty() || (rest[0] & 0x80)) throw fail();
-            if (rest[0] != '\\' || rest.size() < 2) {
-                int32_t found = rest[0];
-                rest.remove_prefix(1);
-                return found;
-            }
-            if (rest[1] != 'u') {
-                int32_t found = rest[1];
-                rest.remove_prefix(2);
-                return found;
-            }
-            bool braces = rest.size() > 2 && rest[2] == '{';
-            size_t begin = braces ? 3 : 2, end = braces ? rest.find('}') : 6;
-            if (end == std::string_view::npos || end > rest.size()) throw fail();
-            int32_t found = (int32_t)std::stol(std::string(rest.substr(begin, end - begin)), nullptr, 16);
-            rest.remove_prefix(end + braces);
-            return found;
-        };
-        while (!rest.empty() && rest[0] != ']') {
-            int32_t first = code(), last = first;
-            if (rest.size() > 1 && rest[0] == '-' && rest[1] != ']') {
-                rest.remove_prefix(1);
-                last = code();
-            }
-            ranges.push_back({first, last});
-        }
-    }
-
     // Free text; after each trigger its rule, then free text again. A trigger ends at its first occurrence.
     int32_t tags(const View &at, int32_t continuation) {
         struct Node { std::array<int32_t, 256> next; int32_t rule = -1, fail = 0; };
@@ -744,7 +715,7 @@ private:
     std::set<int32_t> called; // expressions with an automaton of their own
     std::map<int32_t, int32_t> automaton_of;
     std::map<int32_t, std::set<int32_t>> left_linear; // by rule
-    int depth = 0;
+    int depth = 0, host_names = 0;
 };
 
 } // namespace

@@ -34,9 +34,10 @@ struct Limits {
     int64_t longest_token; // bytes: no token goes through more iterations of a loop than that
 };
 
-// The parsed grammar of xgrammar: expressions as (kind, size, data...) at `offsets`, and the body of each rule.
+// The parsed grammar of xgrammar: expressions as (kind, size, data...) at `offsets`, and the body of each rule. `hosts`: 0, or host names in
+// place of the body: twice the length of the longest one, plus 1 if no label begins with "xn--".
 struct Grammar {
-    const int32_t *data, *offsets, *bodies;
+    const int32_t *data, *offsets, *bodies, *hosts;
     int32_t num_expressions, num_rules, root;
 };
 

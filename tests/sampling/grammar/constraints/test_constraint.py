@@ -145,10 +145,10 @@ def test_deep_nesting_raises() -> None:
 @pytest.mark.parametrize(
     ("constraint", "message"),
     [
-        (Constraint.regex("("), "constraint regex: cannot be compiled: .*parenthesis is not closed"),
-        (Constraint.regex("a$b"), r"constraint regex: .*got '\$' at position 1"),
-        (Constraint.regex("a(^b)"), r"constraint regex: .*got '\^' at position 2"),
-        (Constraint.regex("\\Aa"), r"constraint regex: .*got \\A at position 0"),
+        (Constraint.regex("("), "constraint regex: cannot be compiled: .*the end of a parenthesis"),
+        (Constraint.regex("a$b"), r"constraint regex: .*got 'a\$b', expected anchors at its ends"),
+        (Constraint.regex("a(^b)"), r"constraint regex: .*got 'a\(\^b\)', expected anchors at its ends"),
+        (Constraint.regex("\\Aa"), r"constraint regex: .*got '\\\\Aa' at position 0"),
         (Constraint.regex("a{1,1000000}"), "constraint regex: .*at most 100000 repetitions"),
         (Constraint.regex("(?=a)b"), "constraint regex: .*no look-around"),
         (Constraint.ebnf("root ::= "), "constraint ebnf: .*Expect element"),

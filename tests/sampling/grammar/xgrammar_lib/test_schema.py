@@ -146,8 +146,6 @@ def test_pattern_follows_javascript_where_engines_differ(backend: str) -> None:
         r"a**",
         r"a{1,2}+",
         r"a{2}{3}",
-        r"a{ 1}",
-        r"[\p{L}]",
         r"[\1]",
         r"\01",
         r"\ud83d",
@@ -161,7 +159,7 @@ def test_pattern_follows_javascript_where_engines_differ(backend: str) -> None:
     ],
 )
 def test_unsupported_patterns_raise(backend: str, pattern: str) -> None:
-    with pytest.raises(ValueError, match=r"pattern: (got .* at position \d+, expected|the parenthesis)"):
+    with pytest.raises(ValueError, match=r"pattern: got .*, expected "):
         compiled(Constraint.regex(pattern), backend)
 
 
