@@ -277,7 +277,7 @@ class Normaliser:
         name = _OLDER_NAMES.get(name, name) if draft in (0, 3) else name
         if name in FORMATS:
             if name in NARROWED:
-                self.narrowed[Unsupported(node.where, "format", f"{name}: {NARROWED[name]}")] = None
+                self.narrowed[Unsupported(node.where, "format", f"{name}: {NARROWED[name]}; write a pattern for others")] = None
             if name == "hostname":
                 longest = min(node.keywords.get("maxLength", LONGEST_HOSTNAME), LONGEST_HOSTNAME)
                 rule = f"hostname{'7' * (3 <= draft <= 7)}_{longest}"
