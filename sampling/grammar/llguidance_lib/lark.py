@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 from stepgraph.sampling.grammar.constraints.constraint import no_constants, unique_keys
+from stepgraph.sampling.grammar.constraints.pattern import pattern_to_regex
 from stepgraph.sampling.grammar.constraints.structural_tag import TagGroup, tag_groups
 from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.llguidance_lib.schema import lark_rules
-from stepgraph.sampling.grammar.schema import patterns
 from stepgraph.sampling.grammar.schema.grammar import schema_grammar
 from stepgraph.sampling.grammar.schema.options import Options
 from stepgraph.sampling.grammar.schema.reader import naming_values, parsed
@@ -53,7 +53,7 @@ def lark_text(kind: str, payload: str, options: Options) -> str:
     if kind == "ebnf":
         reject("#", "ebnf", "is a notation of xgrammar; llguidance expects lark")
     if kind == "regex":
-        text = f"start: TEXT\nTEXT: /(?:{patterns.to_regex(payload, 'pattern')})/\n"
+        text = f"start: TEXT\nTEXT: /(?:{pattern_to_regex(payload, 'pattern')})/\n"
     elif kind == "choice":
         text = f"start: {' | '.join(json.dumps(option) for option in json.loads(payload))}\n"
     elif kind == "structural_tag":
@@ -68,7 +68,7 @@ def _tagged(groups: Sequence[TagGroup], options: Options) -> str:
     """Free text with tags after each trigger, or tags only. The text after the last tag contains no trigger, which would lack its tag."""
     rules, triggers = list[str](), list[str]()
     for number, group in enumerate(groups):
-        trigger = patterns.to_regex(_quoted(group.trigger), "trigger")
+        trigger = pattern_to_regex(_quoted(group.trigger), "trigger")
         triggers.append(trigger)
         tags = list[str]()
         for index, tag in enumerate(group.tags):

@@ -202,8 +202,8 @@ NARROWED = {
     "date": "without the year 0000",
     "time": "a leap second with the offsets Z and 00:00 only",
     "date-time": "without the year 0000, a leap second with the offsets Z and 00:00 only",
-    "hostname": 'without labels that begin with "xn--", but in drafts up to 7, and beside other keywords than maxLength, and with xgrammar and '
-    "llguidance, of one label, or up to 4 of 62 characters, 11 of 22, or 42 of 5, or of fewer beside a maxLength",
+    "hostname": 'without labels that begin with "xn--", but in drafts up to 7, and beside other keywords than maxLength, and with xgrammar '
+    "and llguidance, of one label, or up to 4 of 62 characters, 11 of 22, or 42 of 5, or of fewer beside a maxLength",
     "idn-email": "labels of the domain beyond ASCII have up to 12 lowercase Latin, Greek or Cyrillic letters, Kana, Han or Hangul",
     "regex": "without back-references, names and properties, look-behind of characters and classes only, ranges from and to few characters "
     "beyond ASCII, and beside other keywords, and with llguidance, groups up to 2 deep, without look-around, and few ranges and counts",

@@ -6,7 +6,6 @@ import functools
 import re
 import sys
 import unicodedata
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
@@ -16,13 +15,10 @@ from stepgraph.sampling.grammar.constraints.charset import (
     charset,
     complement,
     intersection,
-    readable_ebnf_class,
-    regex_class,
     union,
 )
 from stepgraph.sampling.grammar.schema import language
 from stepgraph.sampling.grammar.schema.language import ANY_TEXT, END, EPSILON, MARKED_TEXT, START, Term, both, cat, chars, either
-from stepgraph.sampling.grammar.schema.spelling import bounds
 
 MAX_COUNT = 100_000
 MAX_CHECKED = 2_000  # characters of a pattern that `check` reads
@@ -43,39 +39,44 @@ class PatternError(ValueError):
 
 
 @dataclass(frozen=True)
-class _Look:
+class Look:
     """Look-ahead."""
 
-    alternatives: list[_Sequence]
+    alternatives: list[Pieces]
     negative: bool
 
 
-class _Group(NamedTuple):
-    alternatives: list[_Sequence]
+class Group(NamedTuple):
+    alternatives: list[Pieces]
 
 
-class _Repeat(NamedTuple):
-    item: _Item
+class Repeat(NamedTuple):
+    item: Item
     low: int
     high: int | None
 
 
-_Item = CharSet | int | _Look | _Group | _Repeat  # an int is START or END
-_Sequence = list[_Item]
+Item = CharSet | int | Look | Group | Repeat  # an int is START or END
+Pieces = list[Item]
 
 
 def check(pattern: str) -> None:
     """PatternError for a malformed pattern. Not checked: long patterns, and those with Unicode properties, whose characters take a second
     to find."""
     if len(pattern) <= MAX_CHECKED and not _PROPERTY.search(pattern):
-        _Parser(pattern).parsed()
+        read(pattern)
+
+
+def read(pattern: str) -> list[Pieces]:
+    """The alternatives of a pattern; PatternError."""
+    return _Parser(pattern).parsed()
 
 
 @functools.lru_cache(maxsize=256)
 def search(pattern: str) -> Term:
     """The texts in which the pattern is found; PatternError."""
-    found = dict[tuple[bool, bool, int], list[_Sequence]]()
-    for index, sequence in enumerate(_Parser(pattern).parsed()):
+    found = dict[tuple[bool, bool, int], list[Pieces]]()
+    for index, sequence in enumerate(read(pattern)):
         starts, ends = sequence[:1] == [START], sequence[-1:] == [END]
         inner = sequence[starts : len(sequence) - ends]
         alone = index if any(_has_mark(item) or _has_look(item) for item in inner) else -1
@@ -86,56 +87,18 @@ def search(pattern: str) -> Term:
 @functools.lru_cache(maxsize=256)
 def full(pattern: str) -> Term:
     """The texts that the pattern matches from their start to their end."""
-    return either(*(_anchored([_STARTS, *sequence, _ENDS]) for sequence in _Parser(pattern).parsed()))
+    return either(*(_anchored([_STARTS, *sequence, _ENDS]) for sequence in read(pattern)))
 
 
-def rewritten(pattern: str, where: str, spell: Callable[[CharSet], str], opening: str, empty: str, blank: str) -> str:
-    """What the pattern matches from start to end, in another notation; ValueError for what cannot be enforced."""
-    known = dict[CharSet, str]()
-
-    def alternatives(sequences: list[_Sequence]) -> str:
-        return f"{blank}|{blank}".join(blank.join([empty, *map(text, sequence)]) for sequence in sequences)
-
-    def text(item: _Item) -> str:
-        if isinstance(item, _Group):
-            return f"{opening}{blank}{alternatives(item.alternatives)}{blank})"
-        if isinstance(item, _Repeat):
-            return text(item.item) + bounds(item.low, item.high)
-        if isinstance(item, (int, _Look)):
-            raise PatternError(f"has {pattern[:40]!r}, expected anchors at its ends only, and no look-around")
-        if item not in known:
-            if not intersection(item, EVERY):
-                raise PatternError(f"has {pattern[:40]!r}, expected classes of at least one character")
-            known[item] = spell(intersection(item, EVERY))
-        return known[item]
-
-    try:
-        found = _Parser(pattern).parsed()
-        return alternatives([inner[inner[:1] == [START] : len(inner) - (inner[-1:] == [END])] for inner in found])
-    except PatternError as error:
-        raise ValueError(f"{where}: got {str(error).removeprefix('has ')}") from None
-
-
-def to_ebnf(pattern: str, where: str) -> str:
-    """The right-hand side of a rule. xgrammar's two own parsers are not used: one reads an escaped caret at the start of a class as a
-    negation, drops an anchor in the middle, and reads an unknown escape as its letter; the other accepts "b" for `(ab+)?`."""
-    return rewritten(pattern, where, readable_ebnf_class, "(", '""', " ")
-
-
-def to_regex(pattern: str, where: str) -> str:
-    """A regular expression in which every class has numbers, so that all libraries read it alike."""
-    return rewritten(pattern, where, regex_class, "(?:", "", "")
-
-
-def _searched(sequences: list[_Sequence]) -> Term:
+def _searched(sequences: list[Pieces]) -> Term:
     """The texts in which one of the sequences is found. All have the same anchors. Any text before and after is written once for all of
     them: an automaton would have a state for each set of the sequences that were found."""
     starts, ends = sequences[0][:1] == [START], sequences[0][-1:] == [END]
-    sequence = sequences[0] if len(sequences) == 1 else [_Group([inner[starts : len(inner) - ends] for inner in sequences])]
+    sequence = sequences[0] if len(sequences) == 1 else [Group([inner[starts : len(inner) - ends] for inner in sequences])]
     return _anchored([*([] if starts else [_ANYTHING]), *sequence, *([] if ends else [_ANYTHING])])
 
 
-def _anchored(sequence: _Sequence) -> Term:
+def _anchored(sequence: Pieces) -> Term:
     """The texts of a sequence in which START and END are the ends of the text. Those in other places need terms with marks."""
     inner = list(sequence)
     while inner[:1] in ([START], [_STARTS]):
@@ -147,32 +110,32 @@ def _anchored(sequence: _Sequence) -> Term:
     return language.unmarked(_term([_MARKED if item is _ANYTHING else item for item in sequence], EPSILON, MARKED_TEXT))
 
 
-def _has_mark(item: _Item) -> bool:
-    if isinstance(item, (_Look, _Group)):
+def _has_mark(item: Item) -> bool:
+    if isinstance(item, (Look, Group)):
         return any(any(map(_has_mark, sequence)) for sequence in item.alternatives)
-    return _has_mark(item.item) if isinstance(item, _Repeat) else isinstance(item, int)
+    return _has_mark(item.item) if isinstance(item, Repeat) else isinstance(item, int)
 
 
-def _has_look(item: _Item) -> bool:
-    if isinstance(item, _Group):
+def _has_look(item: Item) -> bool:
+    if isinstance(item, Group):
         return any(any(map(_has_look, sequence)) for sequence in item.alternatives)
-    return isinstance(item, _Look) or (isinstance(item, _Repeat) and _has_look(item.item))
+    return isinstance(item, Look) or (isinstance(item, Repeat) and _has_look(item.item))
 
 
-def _term(sequence: _Sequence, then: Term, anything: Term) -> Term:
+def _term(sequence: Pieces, then: Term, anything: Term) -> Term:
     """The texts of a sequence, followed by those of `then`: a look-ahead restricts all that follows it."""
     for item in reversed(sequence):
         if isinstance(item, int):
             then = cat(chars(((item, item),)), then)
-        elif isinstance(item, _Look):
+        elif isinstance(item, Look):
             ahead = cat(either(*(_term(inner, EPSILON, anything) for inner in item.alternatives)), anything)
             then = both(language.complement(ahead) if item.negative else ahead, then)
-        elif isinstance(item, _Group):
+        elif isinstance(item, Group):
             looks = _has_look(item)
             inner_then = then if looks else EPSILON
             group = either(*(_term(inner, inner_then, anything) for inner in item.alternatives))
             then = group if looks else cat(group, then)
-        elif isinstance(item, _Repeat):
+        elif isinstance(item, Repeat):
             if _has_look(item.item):
                 if item.low > 1 or item.high != 1:
                     raise PatternError("repeats a look-ahead; write it once, before or after what is repeated")
@@ -184,16 +147,16 @@ def _term(sequence: _Sequence, then: Term, anything: Term) -> Term:
     return then
 
 
-_ANYTHING = _Repeat(EVERY, 0, None)
-_STARTS, _ENDS = _Repeat(((START, START),), 0, None), _Repeat(((END, END),), 0, None)
-_MARKED = _Repeat(union((*EVERY, (START, END))), 0, None)
+_ANYTHING = Repeat(EVERY, 0, None)
+_STARTS, _ENDS = Repeat(((START, START),), 0, None), Repeat(((END, END),), 0, None)
+_MARKED = Repeat(union((*EVERY, (START, END))), 0, None)
 
 
 class _Parser:
     def __init__(self, pattern: str) -> None:
         self._pattern, self._at = pattern, 0
 
-    def parsed(self) -> list[_Sequence]:
+    def parsed(self) -> list[Pieces]:
         found = self._alternatives()
         if self._at < len(self._pattern):
             self._fail("a parenthesis that was opened")
@@ -207,8 +170,8 @@ class _Parser:
         self._at += len(text) if found else 0
         return found
 
-    def _alternatives(self) -> list[_Sequence]:
-        found: list[_Sequence] = [[]]
+    def _alternatives(self) -> list[Pieces]:
+        found: list[Pieces] = [[]]
         while self._at < len(self._pattern) and self._pattern[self._at] != ")":
             if self._took("|"):
                 found.append([])
@@ -216,7 +179,7 @@ class _Parser:
                 found[-1].append(self._repeated(self._item()))
         return found
 
-    def _item(self) -> _Item:
+    def _item(self) -> Item:
         start, char = self._at, self._pattern[self._at]
         if char in "*+?" or _COUNT.match(self._pattern, start):
             self._fail("an element before it")
@@ -236,7 +199,7 @@ class _Parser:
                 return self._group()
         return charset(char)
 
-    def _group(self) -> _Item:
+    def _group(self) -> Item:
         look = next((mark for mark in ("?=", "?!") if self._took(mark)), "")
         if not look and not self._took("?:"):
             if named := re.compile(r"\?P?<[A-Za-z_]\w*>").match(self._pattern, self._at):
@@ -246,9 +209,9 @@ class _Parser:
         alternatives = self._alternatives()
         if not self._took(")"):
             self._fail("the end of a parenthesis")
-        return _Look(alternatives, look == "?!") if look else _Group(alternatives)
+        return Look(alternatives, look == "?!") if look else Group(alternatives)
 
-    def _repeated(self, item: _Item) -> _Item:
+    def _repeated(self, item: Item) -> Item:
         found = _COUNT.match(self._pattern, self._at)
         char = self._pattern[self._at : self._at + 1]
         if found:
@@ -269,7 +232,7 @@ class _Parser:
         self._took("?")  # a lazy repetition matches the same texts
         if self._pattern[self._at : self._at + 1] in ("*", "+", "?") or _COUNT.match(self._pattern, self._at):
             self._fail("one repetition only")
-        return _Repeat(item, low, high)
+        return Repeat(item, low, high)
 
     def _set(self) -> CharSet:
         negated, found = self._took("^"), list[tuple[int, int]]()

@@ -12,8 +12,8 @@ import re
 from typing import Any
 
 from stepgraph.sampling.grammar.constraints.charset import EBNF_CHAR, LAST_ASCII, class_members, complement, readable_ebnf_class
+from stepgraph.sampling.grammar.constraints.pattern import pattern_to_ebnf
 from stepgraph.sampling.grammar.constraints.structural_tag import tag_groups
-from stepgraph.sampling.grammar.schema import patterns
 from stepgraph.sampling.grammar.schema.grammar import schema_grammar
 from stepgraph.sampling.grammar.schema.options import Options
 from stepgraph.sampling.grammar.schema.parameters import parameters_grammar
@@ -46,7 +46,7 @@ def ebnf_text(core: Any, kind: str, payload: str, options: Options) -> tuple[str
         root, grammar = json.loads(payload)
         return _with_readable_classes(core, grammar, root)
     if kind == "regex":
-        return f"root ::= {patterns.to_ebnf(payload, 'pattern')}", "root"
+        return f"root ::= {pattern_to_ebnf(payload, 'pattern')}", "root"
     if kind == "choice":
         return f"root ::= {' | '.join(map(literal, json.loads(payload)))}", "root"
     if kind == "structural_tag":

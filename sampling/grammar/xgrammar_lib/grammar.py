@@ -13,8 +13,8 @@ from torch import Tensor
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, library_errors
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.grammar.constraints.pattern import pattern_to_ebnf
 from stepgraph.sampling.grammar.constraints.unsupported import reject
-from stepgraph.sampling.grammar.schema import patterns
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.ebnf import parsed_grammar
@@ -133,7 +133,7 @@ def check_text(constraint: Constraint, limits: GrammarLimits) -> None:
     if kind == "lark":
         reject("#", "lark", "is a notation of llguidance; xgrammar expects ebnf")
     elif kind == "regex":
-        patterns.to_ebnf(payload, "pattern")
+        pattern_to_ebnf(payload, "pattern")
     elif kind == "ebnf" and len(payload) <= MAX_PARSED:
         with library_errors():
             parse(constraint, limits)

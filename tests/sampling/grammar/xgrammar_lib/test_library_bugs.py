@@ -13,9 +13,9 @@ import torch
 import xgrammar
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Vocabulary
+from stepgraph.sampling.grammar.constraints import pattern
 from stepgraph.sampling.grammar.constraints.charset import ebnf_class
 from stepgraph.sampling.grammar.schema import grammar as schema_grammar
-from stepgraph.sampling.grammar.schema import patterns as pattern
 from stepgraph.sampling.grammar.schema.options import Options
 from stepgraph.sampling.grammar.xgrammar_lib import ebnf
 from stepgraph.sampling.grammar.xgrammar_lib import grammar as xgrammar_grammar
