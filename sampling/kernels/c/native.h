@@ -11,7 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { KERNELS_VERSION = 12, WORD = 32, TAG_FIELDS = 4 };
+enum { KERNELS_VERSION = 13, WORD = 32, TAG_FIELDS = 4 };
 
 typedef struct {
     void *data; /* NULL for None */
