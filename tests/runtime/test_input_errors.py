@@ -188,7 +188,7 @@ def test_invalid_schema_is_refused_with_its_path(backend: Any, schema: dict[str,
 
 def test_invalid_constraint_payloads_are_refused() -> None:
     compiler = GrammarCompiler(PRINTABLE, 1)
-    with pytest.raises(ValueError, match=r"got \{3,2\} at position 1, expected bounds that ascend"):
+    with pytest.raises(ValueError, match=r"got '\{3,2\}' at position 1, expected bounds that ascend"):
         compiler.compile(Constraint.regex("a{3,2}"))
     with pytest.raises(ValueError, match=r"Constraint\.payload of ebnf: got '\[1\]', expected a payload that Constraint\.ebnf creates"):
         compiler.compile(replace(Constraint.ebnf('root ::= "a"'), payload="[1]"))

@@ -113,13 +113,13 @@ def in_items(schema: dict[str, Any]) -> dict[str, Any]:
 
 AT = "#/$defs/a~1b/anyOf/1"
 REFUSED = [
-    (Constraint.regex("a("), "constraint regex: cannot be compiled: pattern: the parenthesis is not closed"),
+    (Constraint.regex("a("), "constraint regex: cannot be compiled: pattern: got the end at position 2, expected a closing parenthesis"),
     (Constraint.ebnf("root ::= missing"), 'Rule "missing" is not defined'),
     (Constraint.ebnf('root ::= "a" root'), "no text of finite length satisfies it"),
     (Constraint.json_schema(in_items({"type": "strnig"})), f'{AT}: type: got "strnig", expected one or several of null, boolean, '),
     (
         Constraint.json_schema(in_items({"pattern": "(a"})),
-        f"{AT}: pattern: got \"(a\", which has '' at position 2, expected the end of a parenthesis",
+        f'{AT}: pattern: got "(a", which has the end at position 2, expected a closing parenthesis',
     ),
     (
         Constraint.json_schema(in_items({"patternProperties": {"a**": {}}})),

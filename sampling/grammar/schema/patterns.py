@@ -163,7 +163,8 @@ class _Parser:
         return found
 
     def _fail(self, expected: str) -> NoReturn:
-        raise PatternError(f"has {self._pattern[self._at : self._at + 10]!r} at position {self._at}, expected {expected}")
+        found = repr(self._pattern[self._at : self._at + 10]) if self._at < len(self._pattern) else "the end"
+        raise PatternError(f"has {found} at position {self._at}, expected {expected}")
 
     def _took(self, text: str) -> bool:
         found = self._pattern.startswith(text, self._at)
@@ -208,7 +209,7 @@ class _Parser:
                 self._fail("no look-behind and no flags")
         alternatives = self._alternatives()
         if not self._took(")"):
-            self._fail("the end of a parenthesis")
+            self._fail("a closing parenthesis")
         return Look(alternatives, look == "?!") if look else Group(alternatives)
 
     def _repeated(self, item: Item) -> Item:

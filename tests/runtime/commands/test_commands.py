@@ -273,7 +273,7 @@ def test_an_answer_cut_short_of_its_schema_fails(capsys: pytest.CaptureFixture[s
         ("generate model hi --grammar my_step.py", "--grammar: got 'my_step.py', expected a file with the suffix .ebnf, .gbnf, .lark"),
         ("generate model hi --grammar-kind lark", "--grammar-kind: got lark without --grammar"),
         ("generate model hi --after x", "--after: got 'x' without a constraint, expected --schema"),
-        ("generate nowhere hi --regex '('", "constraint regex: cannot be compiled: pattern: the parenthesis is not closed"),
+        ("generate nowhere hi --regex '('", "constraint regex: cannot be compiled: pattern: got the end at position 1, expected a closing"),
         ('generate nowhere hi --schema \'{"type": "strnig"}\'', '#: type: got "strnig", expected one or several of null'),
         ("generate nowhere hi --schema '{\"enum\": []}'", "no value satisfies #: enum"),
         ("generate model hi --stop-token-ids 1,x", "--stop-token-ids: got '1,x', expected token ids"),

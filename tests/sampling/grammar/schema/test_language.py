@@ -120,7 +120,7 @@ def test_operations_on_random_patterns_are_those_on_sets(left: str, right: str) 
         ("(?i)a", "flags"),
         (r"(a)\1", "an escape that is supported"),
         (r"\bword", "an escape that is supported"),
-        ("a(b", "end of a parenthesis"),
+        ("a(b", "closing parenthesis"),
         ("a)b", "parenthesis that was opened"),
         ("[b-a]", "ascends"),
         ("*a", "an element before it"),
