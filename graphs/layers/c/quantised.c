@@ -22,8 +22,9 @@ INLINED void fields(words raw, int at, int bits, int zero, lanes pair[2]) {
 
 INLINED void add_block(
     lanes *parts, const char *states, int64_t row_bytes, const char *from, int64_t apart, int tall, int wide, int bits, int zero, int64_t bfloat16) {
+    (void)apart, (void)wide; /* 1 */
 #pragma GCC unroll 16
-    for (int pair = 0; pair < taken_at_once(bits) / 2; pair++) { /* of one tile: `wide` is 1 */
+    for (int pair = 0; pair < taken_at_once(bits) / 2; pair++) {
         lanes both[2];
         fields(*(const words *)(from + pair * bits / 16 * 64), pair * bits % 16, bits, zero, both);
 #pragma GCC unroll 8

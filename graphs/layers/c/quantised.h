@@ -76,7 +76,10 @@ INLINED void tiles_of_rows(const quantised_call *call, int64_t row, int64_t tile
     lanes sums[8] = {0};
     for (int64_t index = 0; index < call->blocks; index++, block += bytes, next += wide * bytes) {
         if (row == 0)
-            for (int64_t line = 0; line < wide * bytes; line += 64) __builtin_prefetch(next + line, 0, wide > 1 ? 2 : 3);
+            for (int64_t line = 0; line < wide * bytes; line += 64) {
+                if (wide > 1) __builtin_prefetch(next + line, 0, 2);
+                else __builtin_prefetch(next + line);
+            }
         lanes parts[8] = {0};
         for (int64_t at = 0; at < words_end; at += parts_bytes, states += taken_at_once(bits) * number_bytes)
             add_block(parts, states, call->step * number_bytes, block + at, apart, tall, wide, bits, zero, call->bfloat16);

@@ -108,7 +108,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "object", "properties": {"a": {"type": "x"}}}, "#/properties/a: type"),
     ({"type": "object", "properties": 5}, "#: properties: got 5"),
     ({"type": "object", "properties": {"a": 5}}, "#/properties/a: schema: got 5"),
-    ({"type": "string", "pattern": "("}, "#: pattern: got \"(\", which has the end at position 1, expected a closing parenthesis"),
+    ({"type": "string", "pattern": "("}, '#: pattern: got "(", which has the end at position 1, expected a closing parenthesis'),
     ({"type": "string", "minLength": -1}, "#: minLength: got -1"),
     ({"type": "string", "minLength": 4, "maxLength": 3}, "no value satisfies both #: minLength and #: maxLength"),
     ({"type": "integer", "minimum": 5, "maximum": 1}, "no value satisfies both #: minimum and #: maximum"),
