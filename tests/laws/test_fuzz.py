@@ -65,7 +65,7 @@ def doors() -> Iterator[Callable[[str], Door]]:
         each.close()
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name == "schema" else []) for name in SAMPLE])
 def test_sample_of_inputs_is_refused_or_works(doors: Callable[[str], Door], name: str) -> None:
     report = fuzz(doors(name), SAMPLE[name])
     assert report.finds == [], report.finds[0]

@@ -255,6 +255,7 @@ def test_greedy_output_is_independent_of_the_draft_length(k: int) -> None:
         assert tokens[index] == plain([index, 7], 24, CONSTRAINTS[index % 3], sampling=SETTINGS[index]).tokens
 
 
+@pytest.mark.slow
 def test_greedy_rows_share_rounds_with_sampled_rows() -> None:
     """A greedy row's drafts may come from a round without draft distributions, and be verified in one with them."""
     engine = make_engine(Setup(k=4, greedy_only=False, drafter="fair"))

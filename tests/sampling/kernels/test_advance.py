@@ -91,7 +91,7 @@ def forcing_grammars(merges: bool = False) -> list[AutomatonGrammar]:
     return [compiler.compile(constraint).grammar for constraint in constraints]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("drafts", "rounds"), [(0, 150), (1, 100), (4, 50)])
+@pytest.mark.parametrize(("drafts", "rounds"), [(0, 150), (1, 100), pytest.param(4, 50, marks=pytest.mark.slow)])
 def test_reference_and_c_equal_the_host_link(drafts: int, rounds: int) -> None:
     counts = Counter[MaskStatus]()
     for seed in range(8):
