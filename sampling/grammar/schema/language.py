@@ -34,9 +34,8 @@ class Term:
     def __init__(self, kind: Kind, parts: tuple[Term, ...], values: Label) -> None:
         self.kind, self.parts, self.values = kind, parts, values
         self.nullable = self._is_nullable()
-        self.is_plain: bool = kind not in ("and", "not", "end", "multiple", "named") and all(
-            part.is_plain for part in parts
-        )  # a regular expression
+        # Whether it is a regular expression.
+        self.is_plain: bool = kind not in ("and", "not", "end", "multiple", "named") and all(part.is_plain for part in parts)
         self._steps: tuple[Sequence[int], Sequence[Term]] | None = None
 
     def _is_nullable(self) -> bool:
