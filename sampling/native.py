@@ -15,7 +15,7 @@ from ctypes import POINTER, c_char_p, c_int64
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-VERSION = 13  # of the argument struct and of what the kernels do; native.h has the same number
+VERSION = 14  # of the argument struct and of what the kernels do; native.h has the same number
 
 
 class Unavailable(Exception):
@@ -71,7 +71,7 @@ def why_not() -> str:
 
 
 def kernel(name: str) -> ctypes._NamedFuncPointer | None:
-    """The function stepgraph_`name`, which takes packed arguments; IndexError for an index outside of its table; None without library."""
+    """The function stepgraph_`name`, which takes packed arguments; CallError for an index outside of its table; None without library."""
     library = load()
     return None if isinstance(library, Unavailable) else _declared(library, name)
 
@@ -91,6 +91,14 @@ def _declared(library: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:
     return function
 
 
+class CallError(IndexError):
+    """An index outside of a kernel's table; `number`: of the call among those that ran as one."""
+
+    def __init__(self, name: str, number: int) -> None:
+        super().__init__(f"{name}: an index lies outside of its table")
+        self.number = number
+
+
 class _Codes(dict[int, int]):
     """The codes that a kernel may return: 0. A look-up, because a function in Python would take longer than some kernels."""
 
@@ -99,4 +107,4 @@ class _Codes(dict[int, int]):
         self._name = name
 
     def __missing__(self, code: int) -> int:
-        raise IndexError(f"{self._name}: an index lies outside of its table")
+        raise CallError(self._name, code - 1)

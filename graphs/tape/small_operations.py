@@ -6,14 +6,13 @@ Every call that makes a new tensor is compared with torch's result when it is re
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.kernels.c_kernel import NONE, pack_argument
+from stepgraph.sampling.kernels.c_kernel import NONE, PackedCall, joined, pack_argument
 from stepgraph.sampling.native import kernel
 
 Run = Callable[[], object]
@@ -119,17 +118,12 @@ def _moved(name: str, values: Mapping[str, Any], target: Tensor) -> Run | None:
 def _joined(target: Tensor, tensors: Sequence[Tensor], dim: int) -> Run | None:
     if not all(each.dtype is target.dtype and each.dim() == target.dim() and _is_plain(each) for each in tensors):
         return None
-    calls, start = list[Run](), 0
+    calls, start = list[PackedCall](), 0
     for each in tensors:
         if each.numel():
             calls.append(_call("copy", target.narrow(dim, start, each.shape[dim]), each))
         start += each.shape[dim]
-    return functools.partial(_all, tuple(calls))
-
-
-def _all(calls: Sequence[Run]) -> None:
-    for call in calls:
-        call()
+    return joined(calls) if calls else None
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -146,7 +140,7 @@ def _leading(index: Tensor, dims: int) -> Tensor:
     return index.view(*index.shape, *[1] * (dims - index.dim()))
 
 
-def _call(kind: str, target: Tensor, *given: Tensor | int, moved: Tensor | None = None, counted: bool = False) -> Run:
+def _call(kind: str, target: Tensor, *given: Tensor | int, moved: Tensor | None = None, counted: bool = False) -> PackedCall:
     """moved: its first two dimensions are those of the indices."""
     arguments: list[Tensor | int] = [_NUMBER[kind], _in_four(target, target)]
     arguments += [_in_four(each, target) if isinstance(each, Tensor) else int(each) for each in given]
@@ -154,9 +148,7 @@ def _call(kind: str, target: Tensor, *given: Tensor | int, moved: Tensor | None 
     places = (0, 0, 0, 0) if moved is None else (moved.stride(0), moved.shape[0], moved.stride(1), moved.shape[1])
     function = kernel("small_operation")
     assert function is not None
-    run = functools.partial(function, packed + b"".join(map(pack_argument, (*places, int(counted)))))
-    run.__dict__["arguments"] = target, *given  # the kernel uses their memory
-    return run
+    return PackedCall.of(function, packed + b"".join(map(pack_argument, (*places, int(counted)))), (target, *given))
 
 
 def _in_four(tensor: Tensor, target: Tensor) -> Tensor:

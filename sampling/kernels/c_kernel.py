@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ from torch import Tensor
 from stepgraph.sampling.native import ARGUMENT, kernel, use_threads, why_not
 
 NONE = bytes(ARGUMENT.size)
+_CALL = struct.Struct("=QQ")  # a kernel and its arguments, as `packed_call` in chain.c
 FLOATS = (torch.float32, torch.bfloat16)
 Run = Callable[[], object]
 
@@ -28,9 +31,33 @@ class CKernel(NamedTuple):
         if function is None or not self.supports(*inputs) or not all([output.is_contiguous() for output in outputs]):
             return None
         use_threads(torch.get_num_threads())
-        run = functools.partial(function, b"".join([pack_argument(value) for value in arguments]))
-        run.__dict__["arguments"] = arguments  # the kernel reads their memory
-        return run
+        return PackedCall.of(function, b"".join([pack_argument(value) for value in arguments]), arguments)
+
+
+class PackedCall(functools.partial[int]):
+    """A call of a kernel with packed arguments. Without a method `__call__`, which would take longer than some kernels."""
+
+    arguments: Sequence[object]  # whose memory the kernel uses
+
+    @classmethod
+    def of(cls, function: Callable[..., int], packed: bytes, arguments: Sequence[object]) -> PackedCall:
+        call = cls(function, packed)
+        call.arguments = arguments
+        return call
+
+
+def joined(calls: Sequence[PackedCall]) -> PackedCall:
+    """All of them, in order, with one call from Python. If one fails, the error has its number."""
+    if len(calls) == 1:
+        return calls[0]
+    function = kernel("run_kernels")
+    assert function is not None
+    table = b"".join([_CALL.pack(_address(call.func), _address(call.args[0])) for call in calls])
+    return PackedCall.of(function, ARGUMENT.pack(_address(table), len(calls), *[0] * 9, 0.0), (table, *calls))
+
+
+def _address(of: Any) -> int:
+    return ctypes.cast(of, ctypes.c_void_p).value or 0
 
 
 def pack_argument(value: Tensor | float | torch.dtype | None) -> bytes:

@@ -85,6 +85,19 @@ EXPORTED int stepgraph_chain_accept(const argument *given) {
     return 0;
 }
 
+typedef struct {
+    int (*kernel)(const argument *);
+    const argument *arguments;
+} packed_call;
+
+/* An array of calls, in order, up to one that fails. */
+EXPORTED int stepgraph_run_kernels(const argument *given) {
+    const packed_call *calls = given[0].data;
+    for (int at = 0; at < given[0].size[0]; at++)
+        if (calls[at].kernel(calls[at].arguments)) return at + 1;
+    return 0;
+}
+
 EXPORTED void stepgraph_kernel_layout(int64_t *values) {
     values[0] = KERNELS_VERSION;
     values[1] = sizeof(argument);

@@ -1,8 +1,8 @@
 /* What all kernels in C share. native.py holds the same struct, field by field, and compares version and size.
 
    A kernel takes an array of arguments in the order of the operation's signature, inputs and then outputs, and returns 0, or 1 if an
-   index lies outside of its table. Whether a kernel supports types and layouts is checked in Python, before it is called. A kernel knows
-   neither torch nor the interpreter and allocates no memory. Products divide their columns among threads, see threads.c. */
+   index lies outside of its table; run_kernels 1 more than the number of the call that failed. Whether a kernel supports types and layouts
+   is checked in Python, before it is called. A kernel knows neither torch nor the interpreter and allocates no memory. Products divide their columns among threads, see threads.c. */
 
 #pragma once
 
@@ -11,7 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { KERNELS_VERSION = 13, WORD = 32, TAG_FIELDS = 4 };
+enum { KERNELS_VERSION = 14, WORD = 32, TAG_FIELDS = 4 };
 
 typedef struct {
     void *data; /* NULL for None */

@@ -18,15 +18,17 @@ from torch import Tensor
 from stepgraph.graphs.backends import capture, make_backend, run_eager
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.context import current_context
+from stepgraph.graphs.context import MAIN, current_context
 from stepgraph.graphs.errors import CaptureError, HostNodeError
 from stepgraph.graphs.tape import backend as tape
 from stepgraph.graphs.tape.backend import TapeBackend
+from tests.helpers.c_library import needs_c
 
 SPECS = [
     BufferSpec("x", (4, 8), torch.float32, fill=1),
     BufferSpec("y", (4, 8), torch.float32),
     BufferSpec("index", (4,), torch.int64),
+    BufferSpec("counts", (2, 1), torch.int64),
     BufferSpec("x_host", (4, 8), torch.float32, memory="pinned"),
     BufferSpec("ring_host", (4, 8), torch.float32, memory="pinned"),
 ]
@@ -474,6 +476,27 @@ def test_operation_that_fails_in_a_replay_names_its_line(buffers: StaticBuffers)
     recorded.replay()
 
 
+@needs_c
+def test_consecutive_kernels_in_c_are_one_call_from_python(buffers: StaticBuffers) -> None:
+    """One that fails among them names its own line, after the ones before it ran."""
+
+    def step(b: StaticBuffers) -> None:
+        b.counts[0].copy_(b.index[:1] + 1)
+        b.x.copy_(b.y[b.index])  # out of range later
+        b.counts[1].copy_(b.index[:1] + 2)
+
+    recorded = TapeBackend().capture(step, buffers)
+    (segment,) = recorded._programs[MAIN]  # type: ignore[attr-defined]
+    recorded.replay()
+    assert buffers.counts[:, 0].tolist() == [1, 2]
+    buffers.index.fill_(99)
+    line = step.__code__.co_firstlineno + 2
+    with pytest.raises(RuntimeError, match=rf"index, recorded at .*test_backend.py:{line}, failed in a replay: .*outside of its table"):
+        recorded.replay()
+    assert buffers.counts[:, 0].tolist() == [100, 2]
+    assert len(segment.nodes) > len(segment._calls) == 1
+
+
 def test_undeclared_write_of_a_host_node(buffers: StaticBuffers) -> None:
     def work() -> None:
         doubling(buffers)()
@@ -571,7 +594,7 @@ def test_process_exits_cleanly_without_close() -> None:
     program = """
 import time, torch
 from stepgraph.graphs import BufferSpec, StaticBuffers
-from stepgraph.graphs.context import current_context
+from stepgraph.graphs.context import MAIN, current_context
 from stepgraph.graphs.tape.backend import TapeBackend
 def step(b):
     context = current_context()
