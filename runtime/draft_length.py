@@ -34,16 +34,18 @@ Costs = Mapping[Drafting, float]  # seconds of a round, for one kind of batch; P
 class DraftLengthRule:
     """Parameters of the choice. The same values for all models; tests/runtime/test_draft_length.py shows what they achieve."""
 
-    discount: float = 0.97  # of older rounds, per round
+    discount: float = 0.97  # of older rounds, per round with drafts
+    paused_discount: float = 0.95  # of a row's older rounds, per round without drafts: it is soon estimated from all rows again,
+    paused_discount_of_all: float = 0.98  # which are estimated from the prior only after long
     prior_acceptance: float = 0.55  # of each draft, before any result
     prior_without_model: float = 0.3  # the same in rounds without the model. Lower: rounds with it show what the look-up finds
-    prior_rounds: float = 3.0  # how many rounds the prior counts as; it regains weight while nothing is drafted
+    prior_rounds: float = 3.0  # how many rounds the prior counts as
     hysteresis: float = 0.02  # another length must be better by this share
     spell: int = 3  # minimum rounds with drafts in succession: the first one verifies none, and results arrive rounds later
     slack: float = 0.01  # share of each plain round that is credited to the account
     credit: float = 3.0  # initial account, in plain rounds
     max_credit: float = 16.0  # maximum account, in plain rounds
-    rest: int = 8  # rounds without drafts after a decision for them, unless the requests change
+    rest: int = 4  # rounds without drafts after a decision for them, unless the requests change
     stale: int = 64  # rounds after which a choice is made again, since its time may have been measured on a busier machine,
     near: float = 0.9  # if it is expected to have at least this share of the best one's tokens per second; its square after twice as many
 
@@ -73,23 +75,24 @@ class Acceptance:
         if not offered:
             self._undrafted += rounds
             return
-        self._discount(rounds + self._undrafted)
+        self._discount(self._rule.discount**rounds)
         for position in range(min(offered, accepted + 1)):
             self._accepted[position] += position < accepted
             self._reached[position] += 1
 
-    def _discount(self, rounds: float) -> None:
-        discount = self._rule.discount**rounds
+    def _discount(self, discount: float) -> None:
+        if self._undrafted:
+            discount *= (self._rule.paused_discount if isinstance(self._prior, Acceptance) else self._rule.paused_discount_of_all) ** self._undrafted
+            self._undrafted = 0.0
         self._accepted = [each * discount for each in self._accepted]
         self._reached = [each * discount for each in self._reached]
-        self._undrafted = 0.0
 
     @property
     def rates(self) -> list[float]:
         """The prior of a position is the mean of its own and the rate before it, so that longer drafts are tried where all are accepted."""
         if self._rates is None:
             if self._undrafted:
-                self._discount(self._undrafted)
+                self._discount(1.0)
             priors = self._prior.rates if isinstance(self._prior, Acceptance) else itertools.repeat(self._prior)
             weight, self._rates = self._rule.prior_rounds, list[float]()
             for accepted, reached, prior in zip(self._accepted, self._reached, priors, strict=False):
