@@ -6,6 +6,7 @@ model also shows what a round without it would have accepted: its drafts up to t
 
 An account holds the time that plain decoding would have needed for the emitted tokens, less the time that the rounds took. A
 round that could overdraw it is plain. So the total time is at most `1 + slack` times that of plain decoding, plus `credit` rounds.
+Batches with grammars have an account of their own, so that rejected drafts of the others do not stop their drafts.
 """
 
 from __future__ import annotations
@@ -81,9 +82,10 @@ class Acceptance:
             self._reached[position] += 1
 
     def _discount(self, discount: float) -> None:
-        if self._undrafted:
-            discount *= (self._rule.paused_discount if isinstance(self._prior, Acceptance) else self._rule.paused_discount_of_all) ** self._undrafted
-            self._undrafted = 0.0
+        is_row = isinstance(self._prior, Acceptance)
+        paused = self._rule.paused_discount if is_row else self._rule.paused_discount_of_all
+        discount *= paused**self._undrafted
+        self._undrafted = 0.0
         self._accepted = [each * discount for each in self._accepted]
         self._reached = [each * discount for each in self._reached]
 
@@ -136,8 +138,9 @@ class DraftLengths:
             constrained: {model: Acceptance(self._longest, rule, prior) for model, prior in sorted(priors.items())}
             for constrained in (False, True)
         }
-        self.account: float | None = None  # seconds; None before the first round
-        self._at_risk: collections.deque[float] = collections.deque()  # by round in flight: seconds beyond plain, if it accepts no draft
+        self._accounts: dict[bool, float] = {}  # seconds, of batches with and without grammars
+        # By round in flight: its account, and seconds beyond plain, if it accepts no draft
+        self._at_risk: collections.deque[tuple[bool, float]] = collections.deque()
         self._last = PLAIN  # the latest round
         self._rounds, self._made = 0, dict.fromkeys(choices, 0)  # and when each choice was made
         self._spell = 0  # rounds with drafts in succession
@@ -148,29 +151,28 @@ class DraftLengths:
         """The acceptance of a new row, with or without a grammar."""
         return {model: Acceptance(self._longest, self._rule, prior) for model, prior in self._all[constrained].items()}
 
-    def choose(self, rows: Sequence[tuple[Sources, int]], costs: Costs, choices: Sequence[Drafting] = ()) -> Drafting:
-        """For a round of rows, each with its most drafts. Counts the round as in flight until `add`. choices: of this round, if not all."""
+    def choose(
+        self, rows: Sequence[tuple[Sources, int]], costs: Costs, choices: Sequence[Drafting] = (), constrained: bool = False
+    ) -> Drafting:
+        """For a round of rows, each with its most drafts. Counts the round as in flight until `add`. choices: of this round, if not all.
+        constrained: with grammars."""
         if self._rest and rows == self._rows:
             self._rest -= 1
-            self._at_risk.append(0.0)
+            self._at_risk.append((constrained, 0.0))
             return PLAIN
-        if self.account is None:
-            self.account = self._rule.credit * costs[PLAIN]
         rounds = 1 if self._last.length else self._rule.spell  # a spell is only started if it can be paid
-        room = self.account - sum(self._at_risk)
+        room = self.account(constrained, costs) - sum(risk for kind, risk in self._at_risk if kind == constrained)
         paid = {each: costs[each] for each in choices or self._choices if rounds * (costs[each] - costs[PLAIN]) <= max(0.0, room)}
         chosen = self._best(rows, paid) if len(paid) > 1 else PLAIN
         self._last, self._spell = chosen, self._spell + 1 if chosen.length else 0
         self._rounds = self._made[chosen] = self._rounds + 1
         self._rest, self._rows = 0 if chosen.length else self._rule.rest, rows
-        self._at_risk.append(costs[chosen] - costs[PLAIN])
+        self._at_risk.append((constrained, costs[chosen] - costs[PLAIN]))
         return chosen
 
     def add(self, drafting: Drafting, results: Sequence[tuple[Sources, Counts]], costs: Costs) -> None:
         """The oldest round in flight has ended."""
-        assert self.account is not None, "chosen before"
-        plain = costs[PLAIN]
-        self._at_risk.popleft()
+        plain, (constrained, _) = costs[PLAIN], self._at_risk.popleft()
         for row, counts in results:
             for model, acceptance in row.items():
                 acceptance.add(*counts[model], len(results))
@@ -178,7 +180,11 @@ class DraftLengths:
             earned = (1 + sum(counts[True][1] for _, counts in results) / max(len(results), 1)) * plain - costs[drafting]
         else:
             earned = self._rule.slack * plain
-        self.account = min(self._rule.max_credit * plain, self.account + earned)
+        self._accounts[constrained] = min(self._rule.max_credit * plain, self.account(constrained, costs) + earned)
+
+    def account(self, constrained: bool, costs: Costs) -> float:
+        """Seconds that batches with or without grammars may lose."""
+        return self._accounts.setdefault(constrained, self._rule.credit * costs[PLAIN])
 
     def _best(self, rows: Sequence[tuple[Sources, int]], costs: Costs) -> Drafting:
         most = max((most for _, most in rows), default=0)
@@ -311,11 +317,11 @@ class DraftLengthChooser:
         drafting = batch.required if self.fixed is None else _nearest(self.fixed, batch.choices)
         self._in_flight.append((batch, drafting is None))
         if drafting is None:
-            drafting = self._choice.choose(batch.rows, batch.costs, batch.choices)
+            drafting = self._choice.choose(batch.rows, batch.costs, batch.choices, key.constrained)
         if self._chosen is not None:
             self._chosen(drafting)
         if self.log is not None:
-            self.log.append((drafting, self._choice.account or 0.0))
+            self.log.append((drafting, self._choice.account(key.constrained, batch.costs)))
         return drafting
 
     def needs_catch_up(self, drafting: Drafting) -> bool:

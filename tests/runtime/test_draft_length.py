@@ -593,6 +593,20 @@ def test_rejected_drafts_of_prose_do_not_slow_json_in_the_same_batch(monkeypatch
     assert rounds[0] < tokens / 3 and rounds[1] <= 1.05 * rounds[0]
 
 
+def test_rejected_drafts_of_prose_do_not_stop_those_of_json() -> None:
+    """Free text without a right draft has used up what it may lose. With grammars all drafts are right, and pay for less than a spell."""
+    lengths, costs = DraftLengths([PLAIN, Drafting(3)]), costs_of({0: 4.0, 3: 7.0})
+    for constrained, rounds in ((False, 200), (True, 20)):
+        row, chosen = lengths.row(constrained), list[Drafting]()
+        for _ in range(rounds):
+            chosen.append(lengths.choose([(row, 3)], costs, constrained=constrained))
+            offered = min(each.length for each in chosen[-2:])
+            lengths.add(chosen[-1], [of_model(row, offered, offered * constrained)], costs)
+        if not constrained:
+            assert lengths.account(False, costs) < 3 * (costs[Drafting(3)] - costs[PLAIN])
+    assert chosen[-18:] == [Drafting(3)] * 18
+
+
 def test_length_is_an_integer_or_chosen() -> None:
     """An integer below num_speculative_tokens is the same as both of that value."""
     config = EngineConfig(num_speculative_tokens=5, draft_length=2, max_rows=1, max_length=32, grammar_lane="host")
