@@ -99,7 +99,14 @@ struct View {
 
 class GrammarGraph { // which rules refer to which, and how
 public:
-    explicit GrammarGraph(const Grammar &grammar) : grammar(grammar) {}
+    explicit GrammarGraph(const Grammar &grammar) : grammar(grammar) {
+        reached.insert(grammar.root);
+        for (Ints left{grammar.root}; !left.empty();) {
+            int32_t rule = left.back();
+            left.pop_back();
+            each_reference(grammar.bodies[rule], {}, [&](int32_t to) { if (reached.insert(to).second) left.push_back(to); });
+        }
+    }
 
     View view(int32_t expression) const {
         auto found = sequences.find(expression);
@@ -119,7 +126,7 @@ public:
             for (int index = 1; index < at.size - 2; index += 2) found(at.data[index]);
     }
 
-    // Strongly connected components of the rules that the root reaches and that refer to themselves.
+    // Strongly connected components of the rules that the root reaches and that refer to themselves outside of `cut`.
     std::vector<std::set<int32_t>> recursive_components(const std::set<int32_t> &cut) const {
         std::vector<Ints> references(grammar.num_rules);
         for (int rule = 0; rule < grammar.num_rules; rule++)
@@ -127,9 +134,10 @@ public:
         std::vector<std::set<int32_t>> components;
         auto count = [&](int32_t rule) { return (int32_t)references[rule].size(); };
         auto target = [&](int32_t rule, int32_t at) { return references[rule][at]; };
-        each_component(grammar.num_rules, grammar.root, grammar.root + 1, count, target, [&](auto begin, auto end) {
+        each_component(grammar.num_rules, 0, grammar.num_rules, count, target, [&](auto begin, auto end) {
             const Ints &own = references[*begin];
-            if (end - begin > 1 || std::find(own.begin(), own.end(), *begin) != own.end()) components.emplace_back(begin, end);
+            bool recursive = end - begin > 1 || std::find(own.begin(), own.end(), *begin) != own.end();
+            if (recursive && reached.count(*begin)) components.emplace_back(begin, end);
         });
         return components;
     }
@@ -298,6 +306,7 @@ public:
 
 private:
     std::map<int32_t, Ints> sequences; // added, or changed, by `split`
+    std::set<int32_t> reached; // rules, by the root
 };
 
 class Memo { // (expression, or ~rule, and continuation) -> state, by open addressing
