@@ -61,7 +61,7 @@ def test_what_is_none_of_a_format_is_none_of_its_texts(name: str) -> None:
 COMPILER = {backend: GrammarCompiler(BYTES, max_threads=1, backend=backend) for backend in ("xgrammar", "llguidance", "automaton")}
 
 
-def generates(backend: BackendChoice, schema: dict[str, Any], values: list[str]) -> list[bool]:
+def generates(backend: BackendChoice, schema: dict[str, Any], values: list[Any]) -> list[bool]:
     """Whether a grammar accepts each value as JSON."""
     compiled = COMPILER[backend].compile(Constraint.json_schema(schema))
     found = []
@@ -114,6 +114,8 @@ def test_regular_expressions_nest_to_any_depth(backend: BackendChoice) -> None:
     assert generates(backend, {"type": "string", "format": "regex"}, values) == [True, True, False, False, False, False, True]
     names = {"type": "object", "propertyNames": {"format": "regex"}, "additionalProperties": {"type": "null"}}
     assert coverage(Constraint.json_schema(names)).enforced
+    node = {"type": "object", "properties": {"in": {"$ref": "#"}, "text": {"type": "string", "format": "regex"}}}
+    assert generates(backend, node, [{"in": {"in": {"text": "((((a))))"}}}, {"text": "((a)"}]) == [True, False], "two recursions"
 
 
 @pytest.mark.parametrize("longest", [6, 63, 100, 255])
