@@ -22,6 +22,7 @@ from stepgraph.graphs.context import MAIN, current_context
 from stepgraph.graphs.errors import CaptureError, HostNodeError
 from stepgraph.graphs.tape import backend as tape
 from stepgraph.graphs.tape.backend import TapeBackend
+from stepgraph.graphs.tape.player import Segment
 from tests.helpers.c_library import needs_c
 
 SPECS = [
@@ -486,7 +487,7 @@ def test_consecutive_kernels_in_c_are_one_call_from_python(buffers: StaticBuffer
         b.counts[1].copy_(b.index[:1] + 2)
 
     recorded = TapeBackend().capture(step, buffers)
-    (segment,) = recorded._programs[MAIN]  # type: ignore[attr-defined]
+    (segment,) = recorded._programs[MAIN]
     recorded.replay()
     assert buffers.counts[:, 0].tolist() == [1, 2]
     buffers.index.fill_(99)
@@ -494,7 +495,7 @@ def test_consecutive_kernels_in_c_are_one_call_from_python(buffers: StaticBuffer
     with pytest.raises(RuntimeError, match=rf"index, recorded at .*test_backend.py:{line}, failed in a replay: .*outside of its table"):
         recorded.replay()
     assert buffers.counts[:, 0].tolist() == [100, 2]
-    assert len(segment.nodes) > len(segment._calls) == 1
+    assert isinstance(segment, Segment) and len(segment.nodes) > len(segment._calls) == 1
 
 
 def test_undeclared_write_of_a_host_node(buffers: StaticBuffers) -> None:
