@@ -107,6 +107,7 @@ class Segment(Item):
     def __init__(self, stream: str, delay: Delay | None, nodes: Sequence[Node] = ()) -> None:
         self.nodes = list(nodes)
         self._stream, self._delay = stream, delay
+        self._calls: list[tuple[Sequence[Node], Callable[[], object]]] = []
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -116,19 +117,17 @@ class Segment(Item):
     @functools.cached_property
     def pieces(self) -> Sequence[Item]:
         stages = [list(nodes) for _, nodes in itertools.groupby(self.nodes, key=lambda node: node.stage)]
-        return [Segment(self._stream, None if number else self._delay, nodes) for number, nodes in enumerate(stages)]
+        return [Segment(self._stream, None if number else self._delay, nodes).finish() for number, nodes in enumerate(stages)]
 
-    @functools.cached_property
-    def _calls(self) -> Sequence[tuple[Sequence[Node], Callable[[], object]]]:
-        """Consecutive kernels of the C library are one call: many of them take less time than a call from Python."""
-        found: list[tuple[Sequence[Node], Callable[[], object]]] = []
+    def finish(self) -> Segment:
+        """All nodes are there. Consecutive kernels of the C library become one call: many take less time than a call from Python."""
         for in_c, group in itertools.groupby(self.nodes, key=lambda node: isinstance(node.call, PackedCall)):
             nodes = list(group)
             if in_c:
-                found.append((nodes, joined([node.call for node in nodes if isinstance(node.call, PackedCall)])))
+                self._calls.append((nodes, joined([node.call for node in nodes if isinstance(node.call, PackedCall)])))
             else:
-                found += [([node], node.call) for node in nodes if node.call is not None]
-        return found
+                self._calls += [([node], node.call) for node in nodes if node.call is not None]
+        return self
 
     def __call__(self, skip: bool) -> None:
         if skip:
@@ -221,6 +220,9 @@ def programs(recorder: Recorder, delay: Delay | None, verify: bool, stats: Backe
             segment = program[-1]
             assert isinstance(segment, Segment)
             segment.nodes.append(node)
+    for item in itertools.chain.from_iterable(result.values()):
+        if isinstance(item, Segment):
+            item.finish()
     return result
 
 
