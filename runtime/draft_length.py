@@ -6,7 +6,7 @@ model also shows what a round without it would have accepted: its drafts up to t
 
 An account holds the time that plain decoding would have needed for the emitted tokens, less the time that the rounds took. A
 round that could overdraw it is plain. So the total time is at most `1 + slack` times that of plain decoding, plus `credit` rounds.
-Batches with grammars have an account of their own, so that rejected drafts of the others do not stop their drafts.
+Batches with grammars have an account and `credit` of their own, so that rejected drafts of the others do not stop their drafts.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ BUDGETS = {
     # schemas that have no text, names of a format (about 90)
     # from 20,566: small operations of replays (98)
     # from 20,586: kernels in one call (46), recursion in called parts of a grammar, parsed numbers without int objects
-    "sampling": 20_652,
+    "sampling": 20_653,
     # raised from 14,438: percentiles of masks in bench_schemas, likeliest tokens in gpu_check; from 14,568: bench_weights, first_hour;
     # from 14,837: bytes of launches and occupancy (about 220), Triton caches in packs (about 110); from 15,185: two graphs simulated, and
     # fills of several libraries in one record; from 15,291: install_torch; from 15,347: reasons of budgets;

@@ -141,7 +141,7 @@ class TokenTable:
 
 
 def _cut_numbers(text: str, name: str) -> tuple[Image, str]:
-    """A list of numbers in a JSON object, and the object with an empty one: `json` would take a fifth of some compiles for it."""
+    """A list of numbers in a JSON object, and the object with an empty one: `json` would take a tenth of a compile for it."""
     start = text.index(f'"{name}":[') + len(name) + 4
     end = text.index("]", start)
     return np.fromstring(text[start:end], np.int32, sep=","), text[:start] + text[end:]

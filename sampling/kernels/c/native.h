@@ -2,7 +2,8 @@
 
    A kernel takes an array of arguments in the order of the operation's signature, inputs and then outputs, and returns 0, or 1 if an
    index lies outside of its table; run_kernels 1 more than the number of the call that failed. Whether a kernel supports types and layouts
-   is checked in Python, before it is called. A kernel knows neither torch nor the interpreter and allocates no memory. Products divide their columns among threads, see threads.c. */
+   is checked in Python, before it is called. A kernel knows neither torch nor the interpreter and allocates no memory. Products divide
+   their columns among threads, see threads.c. */
 
 #pragma once
 
