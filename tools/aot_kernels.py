@@ -283,24 +283,28 @@ def _layer_variants() -> list[Variant]:
 
 def _packed_variants(every: bool) -> list[Variant]:
     """Of packed weights: the smallest and largest blocks, and float8. every: all kinds with all numbers of rows."""
+    import torch
+
     from stepgraph.graphs.layers.quantised import KINDS, MIXED
     from stepgraph.graphs.layers.triton import experts, quantised
 
     kinds, found = {kind: name for name, kind in KINDS.items()} | {MIXED: "mixed"}, list[Variant]()
-    few = [("Q4_1", 16), ("mixed", 32), ("INT4_128", 32), ("FP8", 16)]
-    for (kind, name), rows in itertools.product(kinds.items(), (16, 32)):
+    few = [("Q4_1", 8), ("mixed", 16), ("INT4_128", 16), ("FP8", 16)]
+    for (kind, name), rows, tiles in itertools.product(kinds.items(), (8, quantised.MOST_ROWS), quantised.LEAST_TILES.values()):
         if every or (name, rows) in few:
-            layout, scales = quantised.layout_of(kind), "*fp32" if kind.wide else "*fp16"
-            constants = {**layout, "ROWS": rows, "BLOCKS": quantised.blocks_of(kind), "WIDE": False}
-            types = ["*bf16", "*i32", scales, "*bf16", "*bf16", *["i32"] * 4]
-            found.append(_variant(f"packed_product {name}, {rows} rows", quantised.packed_product, types, constants, quantised.WARPS))
-            if rows == 16 or not every:
-                constants = {**experts.constants_of(kind), "WIDE": False}
-                program, types = experts.packed_expert_product, ["*bf16", "*i64", "*i32", scales, "*bf16", "*bf16", *["i32"] * 5]
-                found.append(_variant(f"packed_expert_product {name}", program, types, constants, quantised.WARPS))
-            if rows == 16:
+            most, scales = quantised.most_tiles_of(kind), "*fp32" if kind.wide else "*fp16"
+            constants = quantised.plan_of(kind, torch.bfloat16, tiles, most, rows, False)
+            shape, types = f"{name}, {rows} rows, {constants['TILES']} tiles", ["*bf16", "*i32", scales, "*bf16", "*bf16", *["i32"] * 4]
+            found.append(_variant(f"packed_product {shape}", quantised.packed_product, types, constants, quantised.WARPS))
+            constants = quantised.plan_of(kind, torch.bfloat16, tiles, most // 2, rows, False) | {"SCANNED": experts.SCANNED_CHOICES}
+            shape, types = (
+                f"{name}, {rows} rows, {constants['TILES']} tiles",
+                ["*bf16", "*i64", "*i32", scales, "*bf16", "*bf16", *["i32"] * 5],
+            )
+            found.append(_variant(f"packed_expert_product {shape}", experts.packed_expert_product, types, constants, quantised.WARPS))
+            if (rows, tiles) == (quantised.MOST_ROWS, 1):
                 types = ["*i64", "*i32", scales, "*bf16", "i32"]
-                found.append(_variant(f"packed_rows {name}", quantised.packed_rows, types, layout, 1))
+                found.append(_variant(f"packed_rows {name}", quantised.packed_rows, types, quantised.layout_of(kind), 1))
     return found
 
 

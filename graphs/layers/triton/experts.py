@@ -5,30 +5,22 @@ Packed weights are read once for 16 rows that chose their expert.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from stepgraph.graphs.attention.triton.paged import product as matrix_product
-from stepgraph.graphs.layers.quantised import TILE, Kind, kind_of
-from stepgraph.graphs.layers.triton.quantised import WARPS, blocks_of, layout_of, tile_sums
+from stepgraph.graphs.layers.quantised import TILE, kind_of
+from stepgraph.graphs.layers.triton.quantised import WARPS, most_tiles_of, plan_of, tile_sums
 
 OUTER_TILE, COMBINED_TILE = 32, 1024
-ROWS_AT_ONCE = 16  # of one expert with packed weights; 32 would spill for some kinds of weights
 SCANNED_CHOICES = 128
 
 
 def tiles_of(number_bytes: int) -> dict[str, int]:
     """Of one product; larger ones in float32 would spill."""
     return {"ROWS": 64 // number_bytes, "OUTER": OUTER_TILE, "INNER": 128 // number_bytes, "SCANNED": SCANNED_CHOICES}
-
-
-def constants_of(kind: Kind) -> dict[str, Any]:
-    """Half the blocks of packed_product, for float8 a quarter: with more, sm_90 would spill."""
-    return {**layout_of(kind), "ROWS": ROWS_AT_ONCE, "BLOCKS": blocks_of(kind) // (4 if kind.float8 else 2), "SCANNED": SCANNED_CHOICES}
 
 
 @triton.jit
@@ -241,14 +233,16 @@ def packed_expert_product(
     SCALES: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    TILES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    dtype: tl.constexpr,
     SCANNED: tl.constexpr,  # choices read at a time
-    WIDE: tl.constexpr,
 ):
-    """A tile of columns of one expert, for all rows that chose it. The order of a row's sums does not depend on the others."""
-    expert, column, scanned = tl.program_id(1).to(tl.int64), tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, SCANNED)
-    tile = expert * (outer // TILE) + tl.program_id(0)
+    """Tiles of columns of one expert, for all rows that chose it. The order of a row's sums does not depend on the others."""
+    expert, scanned = tl.program_id(1).to(tl.int64), tl.arange(0, SCANNED)
+    column, tile = tl.program_id(0) * TILES * TILE + tl.arange(0, TILES * TILE), expert * (outer // TILE) + tl.program_id(0) * TILES
     matches = 0
     for start in range(0, choices, SCANNED):
         own = tl.load(chosen + start + scanned, mask=start + scanned < choices, other=-1) == expert
@@ -256,22 +250,22 @@ def packed_expert_product(
     for first in range(0, matches, ROWS):
         wanted = first + tl.arange(0, ROWS)
         rows = choices_of(chosen, expert, wanted, choices, ROWS, SCANNED)
-        live = (wanted < matches)[:, None]
-        at = (rows // per_state).to(tl.int64)[:, None] * state_stride
+        live, at = wanted < matches, (rows // per_state).to(tl.int64) * state_stride
         found = tile_sums(
             states, at, live, words, scales, tile, inner,
-            BITS, GROUP, ZERO, FLOAT8, RANGED, BLOCK, SCALES, SCALE_BLOCK, TILE, ROWS, BLOCKS, WIDE,
+            BITS, GROUP, ZERO, FLOAT8, RANGED, BLOCK, SCALES, SCALE_BLOCK, TILE, TILES, ROWS, BLOCKS, STAGES, dtype,
         )  # fmt: skip
         if biases is not None:
-            found += tl.load(biases + expert * outer + column).to(tl.float32)
-        tl.store(output + rows.to(tl.int64)[:, None] * outer + column, found.to(output.dtype.element_ty), mask=live)
+            found += tl.load(biases + expert * outer + column).to(tl.float32)[:, None]
+        tl.store(output + rows.to(tl.int64) * outer + column[:, None], found.to(output.dtype.element_ty), mask=live)
 
 
 def quantised_expert_product(
     states: Tensor, chosen: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None, output: Tensor
 ) -> None:
     kind, (choices, outer) = kind_of(weights), output.shape
-    packed_expert_product[(outer // TILE, num_experts)](
+    plan = plan_of(kind, states.dtype, outer // TILE, most_tiles_of(kind) // 2, choices, states.device.type == "cpu")
+    packed_expert_product[(outer // TILE // plan["TILES"], num_experts)](
         states,
         chosen,
         weights.view(torch.int32),
@@ -283,8 +277,8 @@ def quantised_expert_product(
         states.shape[1],
         outer,
         states.stride(0),
-        **constants_of(kind),
-        WIDE=states.device.type == "cpu",
+        **plan,
+        SCANNED=SCANNED_CHOICES,
         num_warps=WARPS,
     )
 

@@ -13,53 +13,87 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepgraph.graphs.attention.triton.paged import product as matrix_product
 from stepgraph.graphs.layers.quantised import TILE, Kind, kind_of
 
-MOST_ROWS = 32  # states of one instance; 64 would spill
+MOST_ROWS = 16  # states of one instance; with 32 it takes longer than two with 16
 WARPS = 4
+STAGES = 3  # turns of a loop whose loads are under way
+LEAST_TILES = {4: 1024, 2: 256, 1: 1}  # of a matrix, so that an instance takes several: enough instances for a large GPU are left
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-def rows_of(count: int) -> int:
-    """tl.dot takes at least 16."""
-    return 16 if count <= 16 else MOST_ROWS
+def _twice(bits: int) -> tl.constexpr:
+    """A number of 16 bits in both halves of an int32."""
+    return tl.constexpr((bits * 0x10001 ^ 1 << 31) - (1 << 31))
 
 
-def blocks_of(kind: Kind) -> int:
-    return WARPS if kind.group > 32 else 2 * WARPS
+# Numbers in float16 and bfloat16. With one that is negative, or-ing a number to the last bits subtracts it.
+_HALF_1, _HALF_256, _HALF_1024, _HALF_LESS_1024 = map(_twice, (0x3C00, 0x5C00, 0x6400, 0xE400))
+_BRAIN_1, _BRAIN_128, _BRAIN_LESS_128, _BRAIN_LESS_256, _BRAIN_2_120 = map(_twice, (0x3F80, 0x4300, 0xC300, 0xC380, 0x7B80))
 
 
 @triton.jit
-def load_fields(
-    words,  # packed weights as int32
-    at,  # [blocks, columns]: the first word of each
+def numbers_of(
+    words,  # [.., n] int32, packed weights
+    PAIR: tl.constexpr,  # which two fields of each word
     BITS: tl.constexpr,
-    GROUP: tl.constexpr,
     ZERO: tl.constexpr,
     FLOAT8: tl.constexpr,
-    TILE: tl.constexpr,
+    dtype: tl.constexpr,
 ):
-    """Numbers without their scales, [blocks, columns, GROUP] float32. A vector has one word of each column of its tile, see `pack`."""
-    PER_WORD: tl.constexpr = 32 // BITS
-    found = tl.load(words + at[:, :, None] + tl.arange(0, GROUP // PER_WORD) * TILE)
-    index = tl.arange(0, PER_WORD)
-    byte, field, odd = index // (PER_WORD // 2), index // 2 % (PER_WORD // 4), index % 2
-    fields = (found[:, :, :, None] >> ((odd * 2 + byte) * 8 + field * BITS)) & ((1 << BITS) - 1)
-    fields = tl.reshape(fields, [at.shape[0], at.shape[1], GROUP])
-    if FLOAT8:  # as float16, which has a bit more for the exponent: its bias is larger by eight
-        half = ((fields & 128) << 8) | ((fields & 127) << 7)
-        return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    return (fields - ZERO).to(tl.float32)
+    """Numbers without their scales, [.., n, 2]; exact. In 16 bits: two at a time, without a conversion between types.
+
+    There, a field becomes the low bits of a number whose last bit is one, and the number without the field is subtracted. A float8 gets
+    the wider exponent of the other type, and is multiplied by the power of two by which their biases differ.
+    """
+    fields = words >> (PAIR * BITS)
+    if dtype == tl.float32:
+        numbers = tl.join(fields, fields >> 16) & ((1 << BITS) - 1)
+        numbers = _float8(numbers) if FLOAT8 else (numbers - ZERO).to(tl.float32)
+    elif FLOAT8:
+        exponents = (fields & 0x007F007F) << (7 if dtype == tl.float16 else 4)
+        pairs = _multiply_add(((fields & 0x00800080) << 8) | exponents, _HALF_256 if dtype == tl.float16 else _BRAIN_2_120, 0, dtype)
+        numbers = _halves(pairs, dtype)
+    elif dtype == tl.float16:
+        pairs = (fields & (((1 << BITS) - 1) * 0x10001)) | _HALF_1024
+        numbers = _halves(_multiply_add(pairs, _HALF_1, _HALF_LESS_1024 + ZERO * 0x10001, dtype), dtype)
+    elif BITS == 4:
+        pairs = (fields & 0x000F000F) | _BRAIN_128
+        numbers = _halves(_multiply_add(pairs, _BRAIN_1, _BRAIN_LESS_128 + ZERO * 0x10001, dtype), dtype)
+    else:  # seven bits fit; the eighth decides what is subtracted
+        tl.static_assert(ZERO == 128)
+        pairs, added = (fields & 0x007F007F) | _BRAIN_128, (fields & 0x00800080) ^ _BRAIN_LESS_256
+        numbers = _halves(_multiply_add(pairs, _BRAIN_1, added, dtype), dtype)
+    return numbers
+
+
+@triton.jit
+def _halves(pairs, dtype: tl.constexpr):
+    return tl.join(pairs.to(tl.int16).to(dtype, bitcast=True), (pairs >> 16).to(tl.int16).to(dtype, bitcast=True))
+
+
+@triton.jit
+def _float8(fields):
+    """As float16, which has a bit more for the exponent: its bias is larger by eight."""
+    half = ((fields & 128) << 8) | ((fields & 127) << 7)
+    return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def _multiply_add(pairs, factors, added, dtype: tl.constexpr):
+    """Of two numbers of 16 bits in each int32."""
+    CODE: tl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;" if dtype == tl.float16 else "fma.rn.bf16x2 $0, $1, $2, $3;"
+    return tl.inline_asm_elementwise(CODE, "=r,r,r,r", [pairs, factors, added], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def tile_sums(
     states,
-    offsets,  # [ROWS, 1]: where each row of states begins
-    live,  # [ROWS, 1]
+    offsets,  # [ROWS]: where each row of states begins
+    live,  # [ROWS]: rows to load; others are zero
     words,
     scales,
-    tile,
+    first,  # of the tiles
     inner,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -70,25 +104,53 @@ def tile_sums(
     SCALES: tl.constexpr,  # where the scales of a block begin, and the size of a block, in units of their type
     SCALE_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    TILES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,  # at a time: each is a product of its own, so that the warps share them
-    WIDE: tl.constexpr,  # multiply in float32: Triton's interpreter takes bfloat16 for whole numbers
+    STAGES: tl.constexpr,
+    dtype: tl.constexpr,  # in which to multiply: float32 in Triton's interpreter, which takes bfloat16 for whole numbers
 ):
-    """[ROWS, TILE] float32: rows of states by a tile of packed weights."""
-    column, blocks, offsets = tl.arange(0, TILE), inner // GROUP, offsets + tl.arange(0, GROUP)
-    totals = tl.zeros([BLOCKS, ROWS, TILE], tl.float32)
-    for start in range(0, blocks, BLOCKS):
+    """[TILES * TILE, ROWS] float32: adjacent tiles of packed weights by rows of states.
+
+    A product takes two fields of each word, so that its operand is made of the words where a thread holds them.
+    """
+    WORDS: tl.constexpr = BITS * GROUP // 32
+    PER_WORD: tl.constexpr = 32 // BITS
+    COLUMNS: tl.constexpr = TILES * TILE
+    PAIRS: tl.constexpr = 2 if WORDS < 8 else 1  # in one product, which takes at least 16 numbers
+    blocks, number = inner // GROUP, tl.arange(0, 2 * WORDS * PAIRS)
+    words, scales = words + first * blocks * BLOCK, scales + first * blocks * SCALE_BLOCK + SCALES
+    tile, column = tl.arange(0, TILES) * blocks, tl.arange(0, COLUMNS)
+    tile_of_column, within = column // TILE * blocks, column % TILE
+    own = states + offsets[None, :, None] + number // (2 * PAIRS) * PER_WORD + number % (2 * PAIRS)
+    totals = tl.zeros([BLOCKS, COLUMNS, ROWS], tl.float32)
+    if dtype == tl.float32:
+        ones = tl.full([BLOCKS, COLUMNS, 2 * WORDS * PAIRS], 1.0, tl.float32)
+    else:  # by an instruction that the compiler does not evaluate: so the operand has the layout of the others
+        ones = _multiply_add(tl.zeros([BLOCKS, COLUMNS, WORDS * PAIRS], tl.int32), 0, _HALF_1 if dtype == tl.float16 else _BRAIN_1, dtype)
+        ones = tl.reshape(_halves(ones, dtype), [BLOCKS, COLUMNS, 2 * WORDS * PAIRS])
+    for start in tl.range(0, blocks, BLOCKS, num_stages=STAGES):
         block = start + tl.arange(0, BLOCKS)
-        wanted = (block < blocks)[:, None, None] & live
-        block = tl.minimum(block, blocks - 1)
-        state = tl.load(states + block[:, None, None] * GROUP + offsets, mask=wanted, other=0.0)
-        at = tile * blocks + block[:, None]
-        fields = load_fields(words, at * BLOCK + column, BITS, GROUP, ZERO, FLOAT8, TILE)
-        sums = matrix_product(state, tl.permute(fields.to(state.dtype), 0, 2, 1), WIDE)
-        scale = scales + at * SCALE_BLOCK + SCALES + column
-        totals += sums * tl.load(scale).to(tl.float32)[:, None, :]
+        known, block = (block < blocks)[:, None], tl.minimum(block, blocks - 1)
+        run = (tile + block[:, None]) * BLOCK
+        found = tl.reshape(tl.load(words + run[:, :, None] + tl.arange(0, WORDS * TILE)), [BLOCKS, TILES, WORDS, TILE])
+        found = tl.reshape(tl.permute(found, 0, 1, 3, 2), [BLOCKS, COLUMNS, WORDS])
+        sums = tl.zeros([BLOCKS, COLUMNS, ROWS], tl.float32)
+        state_sums = tl.zeros([BLOCKS, COLUMNS, ROWS], tl.float32)
+        for pair in tl.static_range(0, PER_WORD // 2, PAIRS):
+            numbers = numbers_of(found, pair, BITS, ZERO, FLOAT8, dtype)
+            if PAIRS == 2:
+                numbers = tl.permute(tl.join(numbers, numbers_of(found, pair + 1, BITS, ZERO, FLOAT8, dtype)), 0, 1, 2, 4, 3)
+            numbers = tl.reshape(numbers, [BLOCKS, COLUMNS, 2 * WORDS * PAIRS])
+            state = tl.load(own + (block * GROUP + 2 * pair)[:, None, None], mask=live[None, :, None], other=0.0)
+            state = tl.permute(state, 0, 2, 1).to(dtype)
+            sums = tl.dot(numbers, state, sums, input_precision="ieee")
+            if RANGED:  # in every column, so that the sums are where they are needed
+                state_sums = tl.dot(ones, state, state_sums, input_precision="ieee")
+        scale = scales + (tile_of_column + block[:, None]) * SCALE_BLOCK + within
+        totals += sums * tl.load(scale, mask=known, other=0.0).to(tl.float32)[:, :, None]
         if RANGED:
-            totals += tl.sum(state.to(tl.float32), 2)[:, :, None] * tl.load(scale + TILE).to(tl.float32)[:, None, :]
+            totals += state_sums * tl.load(scale + TILE, mask=known, other=0.0).to(tl.float32)[:, :, None]
     return tl.sum(totals, 0)
 
 
@@ -112,21 +174,22 @@ def packed_product(
     SCALES: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    TILES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
-    WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+    dtype: tl.constexpr,
 ):
-    """A tile of columns of up to ROWS states. The order of the sums does not depend on the other states."""
-    row, tile = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.program_id(0).to(tl.int64)
-    offsets, live = row.to(tl.int64)[:, None] * state_stride, (row < count)[:, None]
+    """TILES tiles of columns of up to ROWS states. The order of the sums does not depend on the other states, nor on TILES and ROWS."""
+    row, first = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.program_id(0).to(tl.int64) * TILES
     found = tile_sums(
-        states, offsets, live, words, scales, tile, inner,
-        BITS, GROUP, ZERO, FLOAT8, RANGED, BLOCK, SCALES, SCALE_BLOCK, TILE, ROWS, BLOCKS, WIDE,
+        states, row.to(tl.int64) * state_stride, row < count, words, scales, first, inner,
+        BITS, GROUP, ZERO, FLOAT8, RANGED, BLOCK, SCALES, SCALE_BLOCK, TILE, TILES, ROWS, BLOCKS, STAGES, dtype,
     )  # fmt: skip
-    columns = tile * TILE + tl.arange(0, TILE)
+    columns = first * TILE + tl.arange(0, TILES * TILE)
     if bias is not None:
-        found += tl.load(bias + columns).to(tl.float32)
-    tl.store(output + row.to(tl.int64)[:, None] * outer + columns, found.to(output.dtype.element_ty), mask=live)
+        found += tl.load(bias + columns).to(tl.float32)[:, None]
+    tl.store(output + row.to(tl.int64) * outer + columns[:, None], found.to(output.dtype.element_ty), mask=row < count)
 
 
 def layout_of(kind: Kind) -> dict[str, Any]:
@@ -145,10 +208,28 @@ def layout_of(kind: Kind) -> dict[str, Any]:
     }
 
 
+def plan_of(kind: Kind, number: torch.dtype, tiles: int, most_tiles: int, rows: int, interpreted: bool) -> dict[str, Any]:
+    """The constants of a product: what one instance does. BLOCKS, which decides the order of sums, depends on the kind only."""
+    blocks = (256 if kind.bits == 8 and kind.ranged else 512) // kind.group  # more of both would spill
+    return {
+        **layout_of(kind),
+        "TILES": next(each for each, least in LEAST_TILES.items() if each <= most_tiles and tiles % each == 0 and tiles >= least),
+        "ROWS": max(8, min(MOST_ROWS, triton.next_power_of_2(rows))),
+        "BLOCKS": max(WARPS, blocks),
+        "STAGES": STAGES,
+        "dtype": tl.float32 if interpreted else TYPES[number],
+    }
+
+
+def most_tiles_of(kind: Kind) -> int:
+    """More would spill."""
+    return 4 if kind.group == 128 else 2
+
+
 def quantised_product(states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
-    kind, (count, inner) = kind_of(weight), states.shape
-    rows = rows_of(count)
-    packed_product[(len(weight), triton.cdiv(count, rows))](
+    kind, (count, inner), tiles = kind_of(weight), states.shape, len(weight)
+    plan = plan_of(kind, states.dtype, tiles, most_tiles_of(kind), count, states.device.type == "cpu")
+    packed_product[(tiles // plan["TILES"], triton.cdiv(count, plan["ROWS"]))](
         states,
         weight.view(torch.int32),
         weight.view(kind.scale_type),
@@ -158,10 +239,7 @@ def quantised_product(states: Tensor, weight: Tensor, bias: Tensor | None, outpu
         inner,
         output.shape[1],
         states.stride(0),
-        **layout_of(kind),
-        ROWS=rows,
-        BLOCKS=blocks_of(kind),
-        WIDE=states.device.type == "cpu",
+        **plan,
         num_warps=WARPS,
     )
 
@@ -184,15 +262,19 @@ def packed_rows(
     TILE: tl.constexpr,
 ):
     """One block of one row."""
-    row, block, one = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, 1)
+    WORDS: tl.constexpr = BITS * GROUP // 32
+    PER_WORD: tl.constexpr = 32 // BITS
+    row, block, word, number = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WORDS), tl.arange(0, 2 * WORDS)
     index = tl.load(indices + row)
     at = index // TILE * (inner // GROUP) + block
-    fields = load_fields(words, at * BLOCK + index % TILE + one[:, None] + one, BITS, GROUP, ZERO, FLOAT8, TILE)
+    found = tl.load(words + at * BLOCK + index % TILE + word * TILE)
     scale = scales + at * SCALE_BLOCK + SCALES + index % TILE
-    values = tl.reshape(fields, [GROUP]) * tl.load(scale).to(tl.float32)
-    if RANGED:
-        values += tl.load(scale + TILE).to(tl.float32)
-    tl.store(output + row * inner + block * GROUP + tl.arange(0, GROUP), values.to(output.dtype.element_ty))
+    for pair in tl.static_range(PER_WORD // 2):
+        values = tl.reshape(numbers_of(found, pair, BITS, ZERO, FLOAT8, tl.float32), [2 * WORDS]) * tl.load(scale).to(tl.float32)
+        if RANGED:
+            values += tl.load(scale + TILE).to(tl.float32)
+        place = number // 2 * PER_WORD + 2 * pair + number % 2
+        tl.store(output + row * inner + block * GROUP + place, values.to(output.dtype.element_ty))
 
 
 def quantised_rows(indices: Tensor, weight: Tensor, dtype: torch.dtype, output: Tensor) -> None:

@@ -84,11 +84,12 @@ def _kind_of(tags, owner, generated, index, token, positions, running):
 def _accept(image, mask, vocabulary, stop_words, active, token, place, tokens):
     """Append a token to a place with this mask where `active`: whether it is legal, and the place as by `follow`, after so many tokens."""
     text, token_starts, num_tokens = vocabulary
-    active = active & (token >= 0) & (token < num_tokens) & (place[0] >= 0)
-    allowed = ((tl.load(mask + (token >> 5), mask=active, other=0) >> (token & 31).to(tl.int32)) & 1) != 0
-    begin, end = tl.load(token_starts + token, mask=active, other=0), tl.load(token_starts + token + 1, mask=active, other=0)
-    stop_word = tl.load(stop_words + (token >> 5), mask=active, other=0)
-    is_stop = ((stop_word >> (token & 31).to(tl.int32)) & 1) != 0
+    active, is_token = active & (place[0] >= 0), (token >= 0) & (token < num_tokens)
+    # Loads that do not wait for `active`, nor for the place.
+    allowed = ((tl.load(mask + (token >> 5), mask=is_token, other=0) >> (token & 31).to(tl.int32)) & 1) != 0
+    begin, end = tl.load(token_starts + token, mask=is_token, other=0), tl.load(token_starts + token + 1, mask=is_token, other=0)
+    is_stop = ((tl.load(stop_words + (token >> 5), mask=is_token, other=0) >> (token & 31).to(tl.int32)) & 1) != 0
+    begin, is_stop, allowed = tl.where(active, begin, end), active & is_stop, active & allowed
     legal, deep, place = follow(image, text, begin, tl.where(is_stop, begin, end), place, 0)
     state, counters, stack = place
     state = tl.where(deep, _TOO_DEEP, tl.where(is_stop, _ENDED, state))

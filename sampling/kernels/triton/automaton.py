@@ -55,6 +55,7 @@ _LAST_SETS = tl.constexpr(8)
 
 _SYMBOL_BITS = tl.constexpr(16)
 _SYMBOL = tl.constexpr(0xFFFF)
+_PLAIN, _SPECIAL = tl.constexpr(1), tl.constexpr(2)  # what a turn of `follow` has to do
 _AHEAD = tl.constexpr(8)  # bytes of a token whose classes are loaded at a time, into one int64
 
 
@@ -84,11 +85,20 @@ def symbol_at(pushed, below):
 
 
 @triton.jit
+def _most(number, LANES: tl.constexpr):
+    """The greatest number of any lane; of a scalar (LANES 0) itself."""
+    if LANES == 0:
+        return number
+    else:  # not compiled for a scalar
+        return tl.max(number, 0)
+
+
+@triton.jit
 def _any(condition, LANES: tl.constexpr):
     """Whether a condition holds in any lane; of a scalar (LANES 0) itself."""
     if LANES == 0:
         return condition
-    else:  # not compiled for a scalar
+    else:
         return tl.max(condition.to(tl.int32), 0) > 0
 
 
@@ -117,17 +127,17 @@ def _class_codes(class_of, text, at, end, live):
 @triton.jit
 def _special_move(image, move, special, live, deep, state, counters, kept, own, pushed):
     """A move that does more than enter a state, where `special`."""
-    counter = tl.load(move + _COUNTER, mask=special, other=-1)
+    counter, push = tl.load(move + _COUNTER, mask=special, other=-1), tl.load(move + _PUSH, mask=special, other=-1)
+    target, last_target = tl.load(move + _TARGET, mask=special, other=0), tl.load(move + _LAST_TARGET, mask=special, other=0)
     left = tl.where(counter == 0, counters[0], tl.where(counter == 1, counters[1], counters[2])) - 1
     counters = _set_counter(counter, left, counters, special)
     is_last = (counter >= 0) & (left == 0)
-    state = tl.where(special, tl.load(move + tl.where(is_last, _LAST_TARGET, _TARGET), mask=special, other=0), state)
+    state = tl.where(special, tl.where(is_last, last_target, target), state)
     sets = move + tl.where(is_last, _LAST_SETS, _SETS)
     for pair in tl.static_range(2):
         which = tl.load(sets + 2 * pair, mask=special, other=-1)
         value = tl.load(sets + 2 * pair + 1, mask=special, other=0)
         counters = _set_counter(which, value, counters, special)
-    push = tl.load(move + _PUSH, mask=special, other=-1)
     live = live & ~((push >= 0) & (own >= tl.load(image + _PUSHES)))
     deep = deep | (live & (push >= 0) & (kept + own >= tl.load(image + _DEPTH)))
     pushes = (push >= 0) & live & ~deep
@@ -137,25 +147,17 @@ def _special_move(image, move, special, live, deep, state, counters, kept, own, 
 
 
 @triton.jit
-def _leave(image, reads, live, state, kept, own, own_pushed, stack, LANES: tl.constexpr):
-    """Return from nested parts that have ended, where `reads`."""
+def _pop(pops, state, kept, own, own_pushed, finish_set, stack, return_of, symbols):
+    """Leave one nested part that has ended, where `pops`."""
     symbols_in_memory, stored, held, pushed = stack
-    leave_of, return_of, symbols = table(image, _LEAVE), table(image, _RETURN), tl.load(image + _SYMBOLS)
-    finish_set = tl.load(leave_of + state, mask=reads, other=-1)
-    leaving = reads & (finish_set >= 0)
-    while _any(leaving, LANES):
-        is_own, is_old = leaving & (own > 0), leaving & (own <= 0)
-        kept -= is_old.to(tl.int32)
-        symbol = tl.load(symbols_in_memory + kept, mask=is_old & (kept < stored), other=0)
-        symbol = tl.where(kept < stored, symbol, symbol_at(pushed, tl.maximum(stored + held - 1 - kept, 0)))
-        symbol = tl.where(is_own, (own_pushed & _SYMBOL).to(tl.int32), symbol)
-        own_pushed = tl.where(is_own, own_pushed >> _SYMBOL_BITS, own_pushed)
-        own -= is_own.to(tl.int32)
-        state = tl.where(leaving, tl.load(return_of + finish_set * symbols + symbol, mask=leaving, other=0), state)
-        live = live & (~leaving | (state >= 0))
-        finish_set = tl.load(leave_of + state, mask=leaving & live, other=-1)
-        leaving = leaving & (finish_set >= 0)
-    return live, state, kept, own, own_pushed
+    is_own, is_old = pops & (own > 0), pops & (own <= 0)
+    kept -= is_old.to(tl.int32)
+    symbol = tl.load(symbols_in_memory + kept, mask=is_old & (kept < stored), other=0)
+    symbol = tl.where(kept < stored, symbol, symbol_at(pushed, tl.maximum(stored + held - 1 - kept, 0)))
+    symbol = tl.where(is_own, (own_pushed & _SYMBOL).to(tl.int32), symbol)
+    own_pushed = tl.where(is_own, own_pushed >> _SYMBOL_BITS, own_pushed)
+    own -= is_own.to(tl.int32)
+    return tl.load(return_of + finish_set * symbols + symbol, mask=pops, other=0), kept, own, own_pushed
 
 
 @triton.jit
@@ -164,32 +166,42 @@ def follow(image, text, begin, end, place, LANES: tl.constexpr):
 
     Returns whether they are legal, whether they nest too deep, and the place after them. Of its stack, the first symbols are those of the
     stack before, and only the symbols that were pushed after these are in the register.
+
+    In each turn, a token reads a byte or leaves a nested part, so that a turn takes one reduction over the lanes.
     """
     state, counters, stack = place
     class_of, entries, moves, classes = table(image, _CLASS_OF), entries_of(image), table(image, _MOVES), tl.load(image + _CLASSES)
-    nests = tl.load(image + _SYMBOLS) > 0
+    leave_of, return_of, symbols = table(image, _LEAVE), table(image, _RETURN), tl.load(image + _SYMBOLS)
     live, deep = begin < end, begin > end  # never too deep yet
     at, kept, own = begin, state * 0 + stack[1] + stack[2], state * 0
-    own_pushed = own.to(tl.int64)
+    own_pushed, finish_set = own.to(tl.int64), own - 1
     while _any(live & (at < end), LANES):
         kinds = _class_codes(class_of, text, at, end, live)
         until = tl.minimum(at + _AHEAD, end)
         reads = live & (at < until)
-        while _any(reads, LANES):
-            entry = entry_at(entries, state * classes + (kinds & 255).to(tl.int32), reads, 0)
-            kinds = kinds >> 8
+        entry = entry_at(entries, state * classes + (kinds & 255).to(tl.int32), reads, 0)
+        work = _most(tl.where(reads & (entry < -1), _SPECIAL, tl.where(reads, _PLAIN, 0)), LANES)
+        while work > 0:
             live = live & (~reads | (entry != -1))
             special = reads & (entry < -1)
             state = tl.where(reads & live & ~special, entry, state)
-            if _any(special, LANES):
+            if work == _SPECIAL:
                 move = moves + (-2 - entry) * _MOVE_INTS
                 live, deep, state, counters, own, own_pushed = _special_move(
                     image, move, special, live, deep, state, counters, kept, own, own_pushed
                 )
-            if nests:
-                live, state, kept, own, own_pushed = _leave(image, reads & live, live, state, kept, own, own_pushed, stack, LANES)
             at += reads.to(tl.int32)
-            reads = reads & live & (at < until)
+            kinds = tl.where(reads, kinds >> 8, kinds)
+            if symbols > 0:
+                pops = live & (finish_set >= 0)
+                returned, kept, own, own_pushed = _pop(pops, state, kept, own, own_pushed, finish_set, stack, return_of, symbols)
+                state = tl.where(pops, returned, state)
+                live = live & (~pops | (state >= 0))
+                finish_set = tl.load(leave_of + state, mask=live & (reads | pops), other=-1)
+            may_read = live & (at < until)
+            entry = entry_at(entries, state * classes + (kinds & 255).to(tl.int32), may_read, 0)  # beside `finish_set`
+            reads, pops_next = may_read & (finish_set < 0), live & (finish_set >= 0)
+            work = _most(tl.where(reads & (entry < -1), _SPECIAL, tl.where(reads | pops_next, _PLAIN, 0)), LANES)
     return live, deep, (state, counters, (stack[0], kept, own, own_pushed))
 
 
@@ -201,6 +213,14 @@ def _copy_row(mask, source, source_words, words, WORDS: tl.constexpr):
         word = start + tl.arange(0, WORDS)
         tl.store(mask + word, tl.load(source + word, mask=word < source_words, other=0), mask=word < words)
         start += WORDS
+
+
+@triton.jit
+def _crossing_tokens(cross_of, token_starts, at, last):
+    """Tokens from a list, and where the text of each begins and ends: nowhere beyond the list."""
+    token = tl.load(cross_of + at, mask=at < last, other=0)
+    begin, end = tl.load(token_starts + token, mask=at < last, other=0), tl.load(token_starts + token + 1, mask=at < last, other=0)
+    return token, begin, end
 
 
 @triton.jit
@@ -218,8 +238,11 @@ def fill(
 ):
     """Write the mask row of a place and return its status."""
     text, token_starts, state, counters, stack = vocabulary[0], vocabulary[1], place[0], place[1], place[2]
-    known = state >= 0
+    known, nests, lane = state >= 0, tl.load(image + _SYMBOLS) > 0, tl.arange(0, LANES)
     line = tl.load(table(image, _ROW_OF) + state, mask=known, other=0)
+    crossing, cross_of = table(image, _CROSS_START) + state, table(image, _CROSS)
+    cross, last_cross = tl.load(crossing, mask=known & nests, other=0), tl.load(crossing + 1, mask=known & nests, other=0)
+    token, begin, end = _crossing_tokens(cross_of, token_starts, cross + lane, last_cross)  # ahead of the copy, which hides the wait
     base = tl.load(table(image, _BASE_OF) + line, mask=known, other=-1)
     status = tl.load(table(image, _STATUS_OF) + line, mask=known, other=_FAULT)
     status = tl.where(state == _ENDED, _TERMINATED, status)
@@ -229,25 +252,20 @@ def fill(
     plain = tl.maximum(-2 - base, 0).to(tl.int64) * words
     source = tl.where(base < -1, plain_rows + plain, arena + dense)
     _copy_row(mask, source, tl.where(base == -1, 0, words), words, WORDS)
-    lane = tl.arange(0, LANES)
     tl.debug_barrier()  # before another thread changes a word
     while change < last_change:
         at = change + lane
         word = tl.load(table(image, _CHANGE_WORD) + at, mask=at < last_change, other=0)
         tl.store(mask + word, tl.load(table(image, _CHANGE_VALUE) + at, mask=at < last_change, other=0), mask=at < last_change)
         change += LANES
-    if known & (tl.load(image + _SYMBOLS) > 0):
+    if cross < last_cross:
         tl.debug_barrier()
-        crossing, none = table(image, _CROSS_START) + state, tl.zeros((LANES,), tl.int32)
-        cross, last_cross = tl.load(crossing), tl.load(crossing + 1)
+        none = tl.zeros((LANES,), tl.int32)
         while cross < last_cross:
-            at = cross + lane
-            token = tl.load(table(image, _CROSS) + at, mask=at < last_cross, other=0)
-            begin = tl.load(token_starts + token, mask=at < last_cross, other=0)
-            end = tl.load(token_starts + token + 1, mask=at < last_cross, other=0)
             places = (none + state, (none + counters[0], none + counters[1], none + counters[2]), stack)
             legal, _, _ = follow(image, text, begin, end, places, LANES)
             tl.atomic_or(mask + (token >> 5), (none + 1) << (token & 31), mask=legal)
             status = tl.where(_any(legal, LANES), _OK, status)
             cross += LANES
+            token, begin, end = _crossing_tokens(cross_of, token_starts, cross + lane, last_cross)
     return status

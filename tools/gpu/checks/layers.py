@@ -83,16 +83,21 @@ def _expert_calls(device: torch.device, tokens: int, size: int, dtype: torch.dty
     yield Call(experts.combine_experts, shape, (parts, shares), (torch.empty_like(states),), parts.nbytes + states.nbytes, near=near)
 
 
+def random_weight(device: torch.device, name: str, outer: int, inner: int) -> Tensor:
+    """Packed weights of a kind, of three different tiles."""
+    kind, made = quantised.KINDS[name], torch.Generator().manual_seed(inner)
+    stored = torch.randint(0, 120, (48, inner), generator=made) % (1 << kind.bits) - kind.zero
+    scales, minimums = (torch.rand(48, inner // kind.group, generator=made).mul(inner**-0.5).half().float() for _ in range(2))
+    packed = quantised.pack(kind, quantised.Grouped(stored, scales / 128, -minimums / 2 if kind.ranged else None))
+    return packed.repeat(-(-outer // 48), 1, 1)[: outer // quantised.TILE].contiguous().to(device)
+
+
 def _packed_calls(device: torch.device, tokens: int, size: int, dtype: torch.dtype) -> Iterator[Call]:
     """Square matrices, rounded up to whole groups, of three different tiles. Least bytes: states, results and weights once each."""
     made, size = torch.Generator().manual_seed(size), -(-size // 128) * 128
     states, indices = torch.randn(tokens, size, generator=made).to(device, dtype), torch.arange(tokens, device=device) * 31 % size
     for name in ("Q4_1", "Q6_K", "INT4_128", "FP8"):
-        kind = quantised.KINDS[name]
-        stored = torch.randint(0, 120, (48, size), generator=made) % (1 << kind.bits) - kind.zero
-        scales, minimums = (torch.rand(48, size // kind.group, generator=made).mul(size**-0.5).half().float() for _ in range(2))
-        packed = quantised.pack(kind, quantised.Grouped(stored, scales / 128, -minimums / 2 if kind.ranged else None))
-        weight = packed.repeat(-(-size // 48), 1, 1)[: size // quantised.TILE].contiguous().to(device)
+        weight = random_weight(device, name, size, size)
         near, shape = _near_sum(dtype, size), f"N={tokens} size={size} {name} {str(dtype)[6:]}"
         output, read = torch.full_like(states, 7.5), weight.nbytes + 2 * states.nbytes
         yield Call(quantised.quantised_product, shape, (states, weight, None), (output,), read, near=near)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from stepgraph import SamplingParams
+from stepgraph.graphs.layers import quantised
 from stepgraph.graphs.spans import OUTSIDE
 from stepgraph.runtime.trace import Timeline
 from tools.gpu.checks import grammar_rows, layers, operations
 from tools.gpu.checks.cases import Case, Variant, case_of, cell, ratio, take_turns
 from tools.gpu.checks.context import Context, Figures, summary
+from tools.gpu.checks.layers import random_weight
 from tools.gpu.checks.llama import attention_call
 from tools.gpu.checks.operations import Call
 from tools.gpu.checks.shapes import shape_of
@@ -224,6 +228,38 @@ def kernels_against_floor(context: Context) -> Figures:
         figures = {"least_bytes": call.least_bytes, "floor_us": round(floor, 3), "us": micros}
         found[call.name] = {**figures, "over_floor": round(micros / floor, 3)}
     return {**found, "cut": cut}
+
+
+def packed_products(context: Context) -> Figures:
+    """Products with packed weights, which come from memory, over those of torch with bfloat16 weights; and torch's own of four bits."""
+    outer, inner = (48, 256) if context.rehearsal else (4096, 14336)
+    copies = 1 if context.rehearsal else 4  # more than caches hold
+    found: Figures = {}
+    wide = [torch.randn(outer, inner, device=context.device, dtype=torch.bfloat16) for _ in range(copies)]
+    kinds = {name: [random_weight(context.device, name, outer, inner) for _ in range(copies)] for name in ("INT4_128", "FP8", "Q8_0")}
+    four = [] if context.tape else [_four_bits(context.device, outer, inner) for _ in range(copies)]
+    zeros = torch.zeros(inner // 128, outer, 2, device=context.device, dtype=torch.bfloat16)
+    for rows in (1, 4, 16):
+        states = torch.randn(rows, inner, device=context.device, dtype=torch.bfloat16)
+        calls = {name: [partial(quantised.quantised_product, states, weight) for weight in weights] for name, weights in kinds.items()}
+        calls["torch, four bits"] = [partial(torch.ops.aten._weight_int4pack_mm, states, weight, 128, zeros) for weight in four]
+        base = _shared_us(context, [partial(functional.linear, states, weight) for weight in wide])
+        for name, each in calls.items():
+            if each and context.fits(f"{name}, {rows} rows"):
+                micros = _shared_us(context, each)
+                found[f"{name}, {rows} rows"] = {"us": micros, "bfloat16_us": base, "over_bfloat16": round(micros / base, 3)}
+    return found
+
+
+def _four_bits(device: torch.device, outer: int, inner: int) -> Tensor:
+    numbers = torch.randint(0, 256, (outer, inner // 2), device=device, dtype=torch.uint8)
+    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack(numbers, 8)
+    return packed
+
+
+def _shared_us(context: Context, calls: Sequence[Callable[[], object]]) -> float:
+    """Time of one of these calls, which run one after the other."""
+    return round(device_us(context, lambda: [call() for call in calls])["median"] / len(calls), 2)
 
 
 def _measured(context: Context) -> Iterator[Call]:
