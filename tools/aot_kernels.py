@@ -296,16 +296,13 @@ def _packed_variants(every: bool) -> list[Variant]:
             constants = quantised.plan_of(kind, torch.bfloat16, tiles, most, rows, False)
             shape, types = f"{name}, {rows} rows, {constants['TILES']} tiles", ["*bf16", "*i32", scales, "*bf16", "*bf16", *["i32"] * 4]
             found.append(_variant(f"packed_product {shape}", quantised.packed_product, types, constants, quantised.WARPS))
-            constants = quantised.plan_of(kind, torch.bfloat16, tiles, most // 2, rows, False) | {"SCANNED": experts.SCANNED_CHOICES}
-            shape, types = (
-                f"{name}, {rows} rows, {constants['TILES']} tiles",
-                ["*bf16", "*i64", "*i32", scales, "*bf16", "*bf16", *["i32"] * 5],
-            )
-            found.append(_variant(f"packed_expert_product {shape}", experts.packed_expert_product, types, constants, quantised.WARPS))
+            if tiles == 1:
+                constants, types = constants | {"SCANNED": experts.SCANNED_CHOICES}, ["*bf16", "*i64", *types[1:], "i32"]
+                found.append(_variant(f"packed_expert_product {shape}", experts.packed_expert_product, types, constants, quantised.WARPS))
             if (rows, tiles) == (quantised.MOST_ROWS, 1):
                 types = ["*i64", "*i32", scales, "*bf16", "i32"]
                 found.append(_variant(f"packed_rows {name}", quantised.packed_rows, types, quantised.layout_of(kind), 1))
-    return found
+    return [each if each.warps == 1 else each._replace(registers=quantised.REGISTERS) for each in found]
 
 
 def _variant(label: str, kernel: Any, types: Sequence[str | None], constants: Mapping[str, object], warps: int) -> Variant:

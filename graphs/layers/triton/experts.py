@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stepgraph.graphs.attention.triton.paged import product as matrix_product
 from stepgraph.graphs.layers.quantised import TILE, kind_of
-from stepgraph.graphs.layers.triton.quantised import WARPS, most_tiles_of, plan_of, tile_sums
+from stepgraph.graphs.layers.triton.quantised import REGISTERS, WARPS, plan_of, tile_sums
 
 OUTER_TILE, COMBINED_TILE = 32, 1024
 SCANNED_CHOICES = 128
@@ -264,7 +264,7 @@ def quantised_expert_product(
     states: Tensor, chosen: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None, output: Tensor
 ) -> None:
     kind, (choices, outer) = kind_of(weights), output.shape
-    plan = plan_of(kind, states.dtype, outer // TILE, most_tiles_of(kind) // 2, choices, states.device.type == "cpu")
+    plan = plan_of(kind, states.dtype, outer // TILE, 1, choices, states.device.type == "cpu")
     packed_expert_product[(outer // TILE // plan["TILES"], num_experts)](
         states,
         chosen,
@@ -280,6 +280,7 @@ def quantised_expert_product(
         **plan,
         SCANNED=SCANNED_CHOICES,
         num_warps=WARPS,
+        maxnreg=REGISTERS,
     )
 
 

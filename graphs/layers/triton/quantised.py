@@ -17,6 +17,7 @@ from stepgraph.graphs.layers.quantised import TILE, Kind, kind_of
 
 MOST_ROWS = 16  # states of one instance; with 32 it takes longer than two with 16
 WARPS = 4
+REGISTERS = 255  # of a thread; without a bound, ptxas of Triton 3.6 takes fewer for some kinds and spills
 STAGES = 3  # turns of a loop whose loads are under way
 LEAST_TILES = {4: 1024, 2: 256, 1: 1}  # of a matrix, so that an instance takes several: enough instances for a large GPU are left
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -223,7 +224,7 @@ def plan_of(kind: Kind, number: torch.dtype, tiles: int, most_tiles: int, rows: 
 
 def most_tiles_of(kind: Kind) -> int:
     """More would spill."""
-    return 4 if kind.group == 128 else 2
+    return {128: 4, 32: 2, 16: 1}[kind.group]
 
 
 def quantised_product(states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
@@ -241,6 +242,7 @@ def quantised_product(states: Tensor, weight: Tensor, bias: Tensor | None, outpu
         states.stride(0),
         **plan,
         num_warps=WARPS,
+        maxnreg=REGISTERS,
     )
 
 

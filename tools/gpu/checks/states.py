@@ -239,6 +239,7 @@ class RoundBench:
             start = self.contents()
             before_run()
             run_eager(step, self.buffers)
+            self.backend.synchronize()  # before pinned buffers are read, and written for the replay
             eager = self.contents()
             self.put(start)
             before_run()
