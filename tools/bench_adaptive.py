@@ -6,7 +6,8 @@
 
 Costs are processor times of the whole process, also those that the choice uses, since other processes may share the machine. Rounds,
 tokens per round and draft lengths are counts. Ratios are medians over turns; the first turn, in which "auto" learns, is listed apart.
-All workloads run once in each turn; turns from the third on begin only if `--seconds` leaves time for them.
+All workloads run once in each turn; turns from the third on begin only if `--seconds` leaves time for them. After the third, fixed
+lengths that are slower than nine tenths of the best one are left out.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ AUTO = "auto"
 PLOTTED = "switching"
 PLOTTED_ROUNDS = 400
 FEWEST_TURNS = 2
+ALL_TURNS = 3  # with every fixed length
+CONTENDS = 0.9  # of the best fixed length: slower ones do not run in later turns
 GAINS = {"json": 2.3, "free text": 1.1}  # over plain decoding, on the demonstration
 FIRST_SEED = 2000  # not used by other measurements
 PROSE = r"[A-Za-z ,.\n]{150,200}"
@@ -189,12 +192,20 @@ def figures(samples: Mapping[Drafting | str, Sequence[Sample]]) -> dict[str, Any
 def _over_best_fixed(samples: Mapping[Drafting | str, Sequence[Sample]]) -> float:
     """The median over turns, without the first, of "auto" over the fixed choice that is best in the other turns. The best one of the same
     turns would be the luckiest of those that are about equal: a choice as good as they are would seem slower."""
-    fixed, later, ratios = [variant for variant in samples if variant != AUTO], range(len(samples[AUTO]))[1:] or range(1), list[float]()
+    fixed, later, ratios = contenders(samples), range(len(samples[AUTO]))[1:] or range(1), list[float]()
     for turn in later:
         others = [each for each in later if each != turn] or [0]
         best = max(fixed, key=lambda variant: _ratio(samples[variant], samples[PLAIN], others))
         ratios.append(samples[AUTO][turn].rate / samples[best][turn].rate)
     return round(statistics.median(ratios), 3)
+
+
+def contenders(samples: Mapping[Drafting | str, Sequence[Sample]]) -> list[Drafting | str]:
+    """The fixed choices that run in every turn: those that were about the best in the first ones."""
+    turns = range(min(ALL_TURNS, len(samples[PLAIN])))
+    over_plain = {variant: _ratio(each, samples[PLAIN], turns[1:] or turns) for variant, each in samples.items() if variant != AUTO}
+    least = CONTENDS * max(over_plain.values())
+    return [variant for variant, ratio in over_plain.items() if ratio >= least]
 
 
 def _ratio(turns: Sequence[Sample], others: Sequence[Sample], measured: Sequence[int] = ()) -> float:
@@ -311,8 +322,11 @@ def report(demo: bool, drafts: int, turns: int, only: Sequence[str], seconds: fl
                 if key not in benches:
                     benches[key] = Bench(pair, drafts, key[0], 768 if demo else 512, key[1], LOOK_UP)
                 bench, asks = benches[key], workload.asks(done)
-                for offset in range(len(bench.variants)):  # each turn begins with another variant
-                    variant = bench.variants[(done + offset) % len(bench.variants)]
+                variants = bench.variants
+                if done >= ALL_TURNS:
+                    variants = tuple(variant for variant in variants if variant in {*contenders(samples[name]), PLAIN, AUTO})
+                for offset in range(len(variants)):  # each turn begins with another variant
+                    variant = variants[(done + offset) % len(variants)]
                     samples[name].setdefault(variant, []).append(bench.run(asks, workload.new_tokens, variant))
                 bar.update()
             done += 1

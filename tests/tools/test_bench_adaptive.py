@@ -11,7 +11,7 @@ import pytest
 
 from stepgraph.graphs.graph_key import PLAIN, Drafting
 from stepgraph.runtime.demo.variants import toy_pair
-from tools.bench_adaptive import AUTO, Bench, Sample, figures, main, toy_workloads
+from tools.bench_adaptive import AUTO, Bench, Sample, contenders, figures, main, toy_workloads
 
 
 def test_report_of_one_workload(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,3 +60,13 @@ def test_equal_choices_with_noise_have_a_ratio_of_one() -> None:
     ratios = [each["auto_over_best_fixed"] for each in found]
     luckiest = [max(each["variants"][name]["over_plain"] for name in ("0", "1", "2")) for each in found]
     assert abs(statistics.mean(ratios) - 1) < 0.005 and statistics.mean(luckiest) > 1.015
+
+
+def test_lengths_that_were_slow_are_not_compared_in_later_turns() -> None:
+    def turns(seconds: float, count: int) -> list[Sample]:
+        return [Sample(100, 100, {}, seconds)] * count
+
+    samples = {PLAIN: turns(1, 5), Drafting(1): turns(0.5, 5), Drafting(2): turns(0.54, 5), Drafting(3): turns(0.6, 3), AUTO: turns(0.5, 5)}
+    assert contenders(samples) == [Drafting(1), Drafting(2)]
+    found = figures(samples)
+    assert found["auto_over_best_fixed"] == 1 and found["variants"]["3"]["over_plain"] == 1.667

@@ -211,7 +211,7 @@ def layout_of(kind: Kind) -> dict[str, Any]:
 
 def plan_of(kind: Kind, number: torch.dtype, tiles: int, most_tiles: int, rows: int, interpreted: bool) -> dict[str, Any]:
     """The constants of a product: what one instance does. BLOCKS, which decides the order of sums, depends on the kind only."""
-    blocks = (256 if kind.bits == 8 and kind.ranged else 512) // max(kind.group, 32)  # more of both would spill
+    blocks = (256 if kind.ranged else 512) // max(kind.group, 32)  # more of both would spill
     return {
         **layout_of(kind),
         "TILES": next(each for each, least in LEAST_TILES.items() if each <= most_tiles and tiles % each == 0 and tiles >= least),
