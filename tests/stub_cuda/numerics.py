@@ -220,4 +220,6 @@ def _interpret(program: Any, grid: Any, args: Any, options: Any) -> None:
             _changes.extend(_patch(function) for function in (tl.standard.cdiv.fn, program.fn))
         if "WIDE" in options:  # the interpreter takes bfloat16 for whole numbers
             options = {**options, "WIDE": True}
+        if "dtype" in options:
+            options = {**options, "dtype": tl.float32}
         _Launch(_interpreted(program.fn), program.arg_names, grid)(*args, **options)
