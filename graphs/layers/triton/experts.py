@@ -14,6 +14,7 @@ from stepgraph.graphs.attention.triton.paged import product as matrix_product
 from stepgraph.graphs.layers.quantised import TILE, kind_of
 from stepgraph.graphs.layers.triton.quantised import REGISTERS, WARPS, plan_of, tile_sums
 
+_TILE = tl.constexpr(TILE)
 OUTER_TILE, COMBINED_TILE = 32, 1024
 SCANNED_CHOICES = 128
 
@@ -138,6 +139,16 @@ def choose_grouped_experts(
 
 
 @triton.jit
+def matches_of(chosen, expert, choices, SCANNED: tl.constexpr):
+    """How many of the choices are an expert."""
+    scanned, matches = tl.arange(0, SCANNED), 0
+    for start in range(0, choices, SCANNED):
+        own = tl.load(chosen + start + scanned, mask=start + scanned < choices, other=-1) == expert
+        matches += tl.sum(own.to(tl.int32), 0)
+    return matches
+
+
+@triton.jit
 def choices_of(chosen, expert, wanted, choices, ROWS: tl.constexpr, SCANNED: tl.constexpr):
     """[ROWS] int32: the choices of an expert with the numbers `wanted` among its own; 0 for numbers that it does not have."""
     scanned, rows, seen = tl.arange(0, SCANNED), tl.zeros([ROWS], tl.int32), 0
@@ -170,11 +181,8 @@ def multiply_by_expert(
     """A tile of columns of one expert, for all rows that chose it. The order of a row's sums does not depend on the others."""
     expert = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * OUTER + tl.arange(0, OUTER)
-    known, scanned = column < outer, tl.arange(0, SCANNED)
-    matches = 0
-    for start in range(0, choices, SCANNED):
-        own = tl.load(chosen + start + scanned, mask=start + scanned < choices, other=-1) == expert
-        matches += tl.sum(own.to(tl.int32), 0)
+    known = column < outer
+    matches = matches_of(chosen, expert, choices, SCANNED)
     for first in range(0, matches, ROWS):
         wanted = first + tl.arange(0, ROWS)
         rows = choices_of(chosen, expert, wanted, choices, ROWS, SCANNED)
@@ -229,31 +237,24 @@ def packed_expert_product(
     ZERO: tl.constexpr,
     FLOAT8: tl.constexpr,
     RANGED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SCALES: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr,
     dtype: tl.constexpr,
     SCANNED: tl.constexpr,  # choices read at a time
 ):
     """Tiles of columns of one expert, for all rows that chose it. The order of a row's sums does not depend on the others."""
-    expert, scanned = tl.program_id(1).to(tl.int64), tl.arange(0, SCANNED)
-    column, tile = tl.program_id(0) * TILES * TILE + tl.arange(0, TILES * TILE), expert * (outer // TILE) + tl.program_id(0) * TILES
-    matches = 0
-    for start in range(0, choices, SCANNED):
-        own = tl.load(chosen + start + scanned, mask=start + scanned < choices, other=-1) == expert
-        matches += tl.sum(own.to(tl.int32), 0)
+    expert = tl.program_id(1).to(tl.int64)
+    column, tile = tl.program_id(0) * TILES * _TILE + tl.arange(0, TILES * _TILE), expert * (outer // _TILE) + tl.program_id(0) * TILES
+    matches = matches_of(chosen, expert, choices, SCANNED)
     for first in range(0, matches, ROWS):
         wanted = first + tl.arange(0, ROWS)
         rows = choices_of(chosen, expert, wanted, choices, ROWS, SCANNED)
         live, at = wanted < matches, (rows // per_state).to(tl.int64) * state_stride
         found = tile_sums(
             states, at, live, words, scales, tile, inner,
-            BITS, GROUP, ZERO, FLOAT8, RANGED, BLOCK, SCALES, SCALE_BLOCK, TILE, TILES, ROWS, BLOCKS, STAGES, dtype,
+            BITS, GROUP, ZERO, FLOAT8, RANGED, WIDE, TILES, ROWS, BLOCKS, dtype,
         )  # fmt: skip
         if biases is not None:
             found += tl.load(biases + expert * outer + column).to(tl.float32)[:, None]

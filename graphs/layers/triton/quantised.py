@@ -15,10 +15,11 @@ from torch import Tensor
 
 from stepgraph.graphs.layers.quantised import TILE, Kind, kind_of
 
+_TILE = tl.constexpr(TILE)
+_STAGES = tl.constexpr(3)  # turns of a loop whose loads are under way
 MOST_ROWS = 16  # states of one instance; with 32 it takes longer than two with 16
 WARPS = 4
 REGISTERS = 255  # of a thread; without a bound, ptxas of Triton 3.6 takes fewer for some kinds and spills
-STAGES = 3  # turns of a loop whose loads are under way
 LEAST_TILES = {4: 1024, 2: 256, 1: 1}  # of a matrix, so that an instance takes several: enough instances for a large GPU are left
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -101,14 +102,10 @@ def tile_sums(
     ZERO: tl.constexpr,
     FLOAT8: tl.constexpr,
     RANGED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SCALES: tl.constexpr,  # where the scales of a block begin, and the size of a block, in units of their type
-    SCALE_BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,  # at a time: each is a product of its own, so that the warps share them
-    STAGES: tl.constexpr,
     dtype: tl.constexpr,  # in which to multiply: float32 in Triton's interpreter, which takes bfloat16 for whole numbers
 ):
     """[TILES * TILE, ROWS] float32: adjacent tiles of packed weights by rows of states.
@@ -117,12 +114,14 @@ def tile_sums(
     """
     WORDS: tl.constexpr = BITS * GROUP // 32
     PER_WORD: tl.constexpr = 32 // BITS
-    COLUMNS: tl.constexpr = TILES * TILE
+    COLUMNS: tl.constexpr = TILES * _TILE
     PAIRS: tl.constexpr = 2 if WORDS < 8 else 1  # in one product, which takes at least 16 numbers
+    BLOCK: tl.constexpr = (BITS * GROUP + (2 if RANGED else 1) * (32 if WIDE else 16)) * _TILE // 32  # words
+    SCALES: tl.constexpr = 1 if WIDE else 2  # in a word
     blocks, number = inner // GROUP, tl.arange(0, 2 * WORDS * PAIRS)
-    words, scales = words + first * blocks * BLOCK, scales + first * blocks * SCALE_BLOCK + SCALES
+    words, scales = words + first * blocks * BLOCK, scales + (first * blocks * BLOCK + WORDS * _TILE) * SCALES
     tile, column = tl.arange(0, TILES) * blocks, tl.arange(0, COLUMNS)
-    tile_of_column, within = column // TILE * blocks, column % TILE
+    tile_of_column, within = column // _TILE * blocks, column % _TILE
     own = states + offsets[None, :, None] + number // (2 * PAIRS) * PER_WORD + number % (2 * PAIRS)
     totals = tl.zeros([BLOCKS, COLUMNS, ROWS], tl.float32)
     if dtype == tl.float32:
@@ -130,11 +129,11 @@ def tile_sums(
     else:  # by an instruction that the compiler does not evaluate: so the operand has the layout of the others
         ones = _multiply_add(tl.zeros([BLOCKS, COLUMNS, WORDS * PAIRS], tl.int32), 0, _HALF_1 if dtype == tl.float16 else _BRAIN_1, dtype)
         ones = tl.reshape(_halves(ones, dtype), [BLOCKS, COLUMNS, 2 * WORDS * PAIRS])
-    for start in tl.range(0, blocks, BLOCKS, num_stages=STAGES):
+    for start in tl.range(0, blocks, BLOCKS, num_stages=_STAGES):
         block = start + tl.arange(0, BLOCKS)
         known, block = (block < blocks)[:, None], tl.minimum(block, blocks - 1)
         run = (tile + block[:, None]) * BLOCK
-        found = tl.reshape(tl.load(words + run[:, :, None] + tl.arange(0, WORDS * TILE)), [BLOCKS, TILES, WORDS, TILE])
+        found = tl.reshape(tl.load(words + run[:, :, None] + tl.arange(0, WORDS * _TILE)), [BLOCKS, TILES, WORDS, _TILE])
         found = tl.reshape(tl.permute(found, 0, 1, 3, 2), [BLOCKS, COLUMNS, WORDS])
         sums = tl.zeros([BLOCKS, COLUMNS, ROWS], tl.float32)
         state_sums = tl.zeros([BLOCKS, COLUMNS, ROWS], tl.float32)
@@ -148,10 +147,10 @@ def tile_sums(
             sums = tl.dot(numbers, state, sums, input_precision="ieee")
             if RANGED:  # in every column, so that the sums are where they are needed
                 state_sums = tl.dot(ones, state, state_sums, input_precision="ieee")
-        scale = scales + (tile_of_column + block[:, None]) * SCALE_BLOCK + within
+        scale = scales + (tile_of_column + block[:, None]) * (BLOCK * SCALES) + within
         totals += sums * tl.load(scale, mask=known, other=0.0).to(tl.float32)[:, :, None]
         if RANGED:
-            totals += state_sums * tl.load(scale + TILE, mask=known, other=0.0).to(tl.float32)[:, :, None]
+            totals += state_sums * tl.load(scale + _TILE, mask=known, other=0.0).to(tl.float32)[:, :, None]
     return tl.sum(totals, 0)
 
 
@@ -171,23 +170,19 @@ def packed_product(
     ZERO: tl.constexpr,
     FLOAT8: tl.constexpr,
     RANGED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SCALES: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr,
     dtype: tl.constexpr,
 ):
     """TILES tiles of columns of up to ROWS states. The order of the sums does not depend on the other states, nor on TILES and ROWS."""
     row, first = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.program_id(0).to(tl.int64) * TILES
     found = tile_sums(
         states, row.to(tl.int64) * state_stride, row < count, words, scales, first, inner,
-        BITS, GROUP, ZERO, FLOAT8, RANGED, BLOCK, SCALES, SCALE_BLOCK, TILE, TILES, ROWS, BLOCKS, STAGES, dtype,
+        BITS, GROUP, ZERO, FLOAT8, RANGED, WIDE, TILES, ROWS, BLOCKS, dtype,
     )  # fmt: skip
-    columns = first * TILE + tl.arange(0, TILES * TILE)
+    columns = first * _TILE + tl.arange(0, TILES * _TILE)
     if bias is not None:
         found += tl.load(bias + columns).to(tl.float32)[:, None]
     tl.store(output + row.to(tl.int64) * outer + columns[:, None], found.to(output.dtype.element_ty), mask=row < count)
@@ -195,29 +190,16 @@ def packed_product(
 
 def layout_of(kind: Kind) -> dict[str, Any]:
     """The constants that describe a block."""
-    scale_bytes, block_bytes = kind.scale_type.itemsize, kind.block_bytes // kind.together
-    return {
-        "BITS": kind.bits,
-        "GROUP": kind.group,
-        "ZERO": kind.zero,
-        "FLOAT8": kind.float8,
-        "RANGED": kind.ranged,
-        "BLOCK": block_bytes // 4,
-        "SCALES": kind.field_bytes // scale_bytes,
-        "SCALE_BLOCK": block_bytes // scale_bytes,
-        "TILE": TILE,
-    }
+    return {name.upper(): value for name, value in kind._asdict().items() if name != "together"}
 
 
 def plan_of(kind: Kind, number: torch.dtype, tiles: int, most_tiles: int, rows: int, interpreted: bool) -> dict[str, Any]:
     """The constants of a product: what one instance does. BLOCKS, which decides the order of sums, depends on the kind only."""
-    blocks = (256 if kind.ranged else 512) // max(kind.group, 32)  # more of both would spill
     return {
         **layout_of(kind),
         "TILES": next(each for each, least in LEAST_TILES.items() if each <= most_tiles and tiles % each == 0 and tiles >= least),
         "ROWS": max(8, min(MOST_ROWS, triton.next_power_of_2(rows))),
-        "BLOCKS": max(WARPS, blocks),
-        "STAGES": STAGES,
+        "BLOCKS": max(WARPS, (256 if kind.ranged else 512) // max(kind.group, 32)),  # more would spill
         "dtype": tl.float32 if interpreted else TYPES[number],
     }
 
@@ -258,23 +240,22 @@ def packed_rows(
     ZERO: tl.constexpr,
     FLOAT8: tl.constexpr,
     RANGED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SCALES: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """One block of one row."""
     WORDS: tl.constexpr = BITS * GROUP // 32
     PER_WORD: tl.constexpr = 32 // BITS
+    BLOCK: tl.constexpr = (BITS * GROUP + (2 if RANGED else 1) * (32 if WIDE else 16)) * _TILE // 32  # words
+    SCALES: tl.constexpr = 1 if WIDE else 2  # in a word
     row, block, word, number = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WORDS), tl.arange(0, 2 * WORDS)
     index = tl.load(indices + row)
-    at = index // TILE * (inner // GROUP) + block
-    found = tl.load(words + at * BLOCK + index % TILE + word * TILE)
-    scale = scales + at * SCALE_BLOCK + SCALES + index % TILE
+    at = index // _TILE * (inner // GROUP) + block
+    found = tl.load(words + at * BLOCK + index % _TILE + word * _TILE)
+    scale = scales + (at * BLOCK + WORDS * _TILE) * SCALES + index % _TILE
     for pair in tl.static_range(PER_WORD // 2):
         values = tl.reshape(numbers_of(found, pair, BITS, ZERO, FLOAT8, tl.float32), [2 * WORDS]) * tl.load(scale).to(tl.float32)
         if RANGED:
-            values += tl.load(scale + TILE).to(tl.float32)
+            values += tl.load(scale + _TILE).to(tl.float32)
         place = number // 2 * PER_WORD + 2 * pair + number % 2
         tl.store(output + row * inner + block * GROUP + place, values.to(output.dtype.element_ty))
 

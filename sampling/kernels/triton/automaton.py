@@ -94,15 +94,6 @@ def _most(number, LANES: tl.constexpr):
 
 
 @triton.jit
-def _any(condition, LANES: tl.constexpr):
-    """Whether a condition holds in any lane; of a scalar (LANES 0) itself."""
-    if LANES == 0:
-        return condition
-    else:
-        return tl.max(condition.to(tl.int32), 0) > 0
-
-
-@triton.jit
 def _set_counter(which, value, counters, when):
     """A (counter, value) pair of a move."""
     one, two, three = counters
@@ -175,7 +166,7 @@ def follow(image, text, begin, end, place, LANES: tl.constexpr):
     live, deep = begin < end, begin > end  # never too deep yet
     at, kept, own = begin, state * 0 + stack[1] + stack[2], state * 0
     own_pushed, finish_set = own.to(tl.int64), own - 1
-    while _any(live & (at < end), LANES):
+    while _most((live & (at < end)).to(tl.int32), LANES) > 0:
         kinds = _class_codes(class_of, text, at, end, live)
         until = tl.minimum(at + _AHEAD, end)
         reads = live & (at < until)
@@ -265,7 +256,7 @@ def fill(
             places = (none + state, (none + counters[0], none + counters[1], none + counters[2]), stack)
             legal, _, _ = follow(image, text, begin, end, places, LANES)
             tl.atomic_or(mask + (token >> 5), (none + 1) << (token & 31), mask=legal)
-            status = tl.where(_any(legal, LANES), _OK, status)
+            status = tl.where(_most(legal.to(tl.int32), LANES) > 0, _OK, status)
             cross += LANES
             token, begin, end = _crossing_tokens(cross_of, token_starts, cross + lane, last_cross)
     return status
