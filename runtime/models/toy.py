@@ -16,9 +16,9 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 
-_LIMBS = 3  # a hash of 42 bits as three floats of 14 bits each: exact in float32
-_HASH_BITS = 42
-_GATE = 0x5851F42D
+_LIMBS, _LIMB_BITS, _HASH_BITS = 3, 14, 42  # a hash as three floats, which are exact in float32
+_MASK = (1 << _HASH_BITS) - 1
+_FACTOR, _GATE = 0x2545F4914F6CDD1D, -0x71BA30AC78285ACA  # the second one: _salted(0x5851F42D)
 
 
 class ToyTarget(nn.Module):
@@ -30,11 +30,10 @@ class ToyTarget(nn.Module):
         super().__init__()
         self.vocab_size, self.seed = vocab_size, seed
         self.feature_size, self.hidden_size, self.feature_dtype = _LIMBS, _LIMBS, torch.float32
-        bias = torch.zeros(vocab_size)
-        for token, value in (biases or {}).items():
-            bias[token] = value
-        self.register_buffer("bias", bias)
+        self.register_buffer("bias", torch.tensor([(biases or {}).get(token, 0.0) for token in range(vocab_size)]))
+        self.register_buffer("salts", _salted(torch.arange(vocab_size) + seed * 1_000_003), persistent=False)
         self.bias: Tensor
+        self.salts: Tensor
 
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
         return (BufferSpec("toy_target_cache", (limits.cache_slots,), torch.int64),)
@@ -44,7 +43,7 @@ class ToyTarget(nn.Module):
         return ModelOutput(hidden, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return _logits(_from_limbs(hidden), self.vocab_size, self.seed) + self.bias
+        return _logits(_from_limbs(hidden)[..., None] * _FACTOR, self.salts) + self.bias
 
 
 class ToyDraft(nn.Module):
@@ -63,7 +62,9 @@ class ToyDraft(nn.Module):
         self.target, self.agreement, self.seed = target, agreement, seed
         self.vocab_size = target.vocab_size if d2t is None else len(d2t)
         self.register_buffer("d2t", None if d2t is None else torch.tensor(d2t, dtype=torch.int64))
+        self.register_buffer("salts", _salted(torch.arange(target.vocab_size) + seed * 1_000_003), persistent=False)
         self.d2t: Tensor | None
+        self.salts: Tensor
 
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
         return (BufferSpec("toy_draft_cache", (limits.cache_slots,), torch.int64),)
@@ -71,49 +72,48 @@ class ToyDraft(nn.Module):
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         assert inputs.features is not None
         own = _prefix_hash(inputs, buffers.toy_draft_cache)
-        expected = _fold(_from_limbs(inputs.features) + _mix(inputs.tokens, inputs.positions))
+        expected = (_from_limbs(inputs.features) + hash_pair(inputs.tokens, inputs.positions)) & _MASK
         hidden = _to_limbs(torch.where(own == expected, own, own ^ 1))  # a wrong feature or cache entry ends all agreement
         return ModelOutput(hidden, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        prefix = _from_limbs(hidden)
-        other = _logits(prefix, self.target.vocab_size, self.seed)
-        agrees = (_mix(prefix, torch.full_like(prefix, _GATE)) >> 12) % 1000 < round(self.agreement * 1000)
-        logits = torch.where(agrees[..., None], self.target.logits(hidden), other)
+        scaled = _from_limbs(hidden)[..., None] * _FACTOR
+        agrees = ((_mix(scaled + _GATE) & _MASK) >> 12) % 1000 < round(self.agreement * 1000)
+        logits = _logits(scaled, torch.where(agrees, self.target.salts, self.salts))
+        logits = torch.where(agrees, logits + self.target.bias, logits)
         return logits if self.d2t is None else logits[..., self.d2t]
 
 
 def _prefix_hash(inputs: ModelInput, cache: Tensor) -> Tensor:
     """[B, Q] hash of the cached tokens up to and including each position."""
     cache.index_put_((inputs.slots,), inputs.tokens)
-    pages, page_size = inputs.block_tables.shape[1], inputs.page_size
-    offsets = torch.arange(page_size, device=cache.device)
-    entries = cache[(inputs.block_tables[:, :, None] * page_size + offsets).flatten(1)]
-    positions = torch.arange(pages * page_size, device=cache.device)
-    return _fold(_mix(entries, positions).cumsum(1).gather(1, inputs.positions))
+    entries = cache.view(-1, inputs.page_size)[inputs.block_tables].flatten(1)
+    positions = torch.arange(entries.shape[1], device=cache.device)
+    return hash_pair(entries, positions).cumsum(1).gather(1, inputs.positions) & _MASK
 
 
-def _mix(values: Tensor, salt: Tensor) -> Tensor:
-    """Integer hash of a pair. Overflow wraps around on every device."""
-    mixed = values * 0x2545F4914F6CDD1D + salt * 0x1B873593CC9E2D51 + 0x165667B19E3779F9
-    mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
-    return (mixed ^ (mixed >> 32)) & ((1 << _HASH_BITS) - 1)
+def hash_pair(values: Tensor, salt: Tensor) -> Tensor:
+    """An integer hash, of which the low _HASH_BITS are kept. Overflow wraps around on every device."""
+    return _mix(values * _FACTOR + _salted(salt))
 
 
-def _fold(value: Tensor) -> Tensor:
-    return value & ((1 << _HASH_BITS) - 1)
+def _salted(salt: Tensor) -> Tensor:
+    return salt * 0x1B873593CC9E2D51 + 0x165667B19E3779F9
+
+
+def _mix(value: Tensor) -> Tensor:
+    mixed = (value ^ (value >> 29)) * 0x3F58476D1CE4E5B9
+    return mixed ^ (mixed >> 32)
 
 
 def _to_limbs(prefix: Tensor) -> Tensor:
-    shifts = torch.arange(_LIMBS, device=prefix.device) * (_HASH_BITS // _LIMBS)
-    return ((prefix[..., None] >> shifts) & ((1 << (_HASH_BITS // _LIMBS)) - 1)).to(torch.float32)
+    limbs = prefix[..., None] >> torch.arange(0, _HASH_BITS, _LIMB_BITS, device=prefix.device)
+    return (limbs & ((1 << _LIMB_BITS) - 1)).to(torch.float32)
 
 
 def _from_limbs(hidden: Tensor) -> Tensor:
-    shifts = torch.arange(_LIMBS, device=hidden.device) * (_HASH_BITS // _LIMBS)
-    return (hidden.to(torch.int64) << shifts).sum(-1)
+    return (hidden.to(torch.int64) << torch.arange(0, _HASH_BITS, _LIMB_BITS, device=hidden.device)).sum(-1)
 
 
-def _logits(prefix: Tensor, vocab_size: int, seed: int) -> Tensor:
-    tokens = torch.arange(vocab_size, device=prefix.device) + seed * 1_000_003
-    return ((_mix(prefix[..., None], tokens) >> 18) & 0xFFFFFF).to(torch.float32) / (1 << 21)
+def _logits(scaled: Tensor, salts: Tensor) -> Tensor:
+    return ((_mix(scaled + salts) >> 18) & 0xFFFFFF).to(torch.float32) / (1 << 21)

@@ -116,10 +116,8 @@ def test_free_graphs_have_no_host_nodes_and_constrained_ones_k_plus_one(backend:
         assert len(constrained.report.host_nodes) == expected
 
 
-@pytest.mark.parametrize(("native", "nodes"), [(True, [396, 415]), (False, [396, 415])])
-def test_greedy_graph_contains_no_sampling_nodes(
-    backend: TapeBackend, native: bool, nodes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_greedy_graph_contains_no_sampling_nodes(backend: TapeBackend, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native:
         monkeypatch.setattr(c_library, "load", lambda: Unavailable("not now"))
     elif c_library.why_not():
@@ -133,7 +131,7 @@ def test_greedy_graph_contains_no_sampling_nodes(
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("called for a greedy round"))
     bench = RoundBench(backend, 3)
     keys = [GraphKey(2, constrained) for constrained in (False, True)]
-    assert [sum(backend.capture(bench.round.step(key), bench.buffers).report.nodes.values()) for key in keys] == nodes
+    assert [sum(backend.capture(bench.round.step(key), bench.buffers).report.nodes.values()) for key in keys] == [274, 293]
 
 
 @pytest.mark.parametrize("draft_masks", [True, False])

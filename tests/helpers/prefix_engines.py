@@ -59,8 +59,8 @@ class AheadDraft(ToyDraft):
         entries = (inputs.block_tables[:, :, None] * size + torch.arange(size, device=positions.device)).flatten(1)
         indices = torch.arange(entries.shape[1], device=positions.device)
         text = torch.where(indices < ahead, buffers.ahead_first[entries], buffers.ahead_later[entries].roll(ahead, 1))
-        own = toy._fold(toy._mix(text, indices).cumsum(1).gather(1, positions))
-        expected = toy._fold(toy._from_limbs(inputs.features) + toy._mix(inputs.tokens, positions))
+        own = toy.hash_pair(text, indices).cumsum(1).gather(1, positions) & toy._MASK
+        expected = (toy._from_limbs(inputs.features) + toy.hash_pair(inputs.tokens, positions)) & toy._MASK
         hidden = toy._to_limbs(torch.where(own == expected, own, own ^ 1))
         return ModelOutput(hidden, hidden)
 
