@@ -32,7 +32,7 @@ def test_greedy_engine_captures_every_key(engine: Engine) -> None:
 
 def test_arguments_of_every_captured_kernel_are_known(engine: Engine) -> None:
     kernels = [node for graph in counters.live_graphs() for node in counters.graph_nodes(graph) if node.type == "kernel"]
-    assert len(kernels) > 1000
+    assert len(kernels) > 900
     assert {node.name for node in kernels if node.arguments is None} == set()
     of_triton = {node.name: node for node in kernels if "::" not in node.name}
     assert {"masked_candidates", "take_best", "accept_chain"} <= set(of_triton)
