@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,13 +34,18 @@ PUBLIC_NAMES = frozenset(f"stepgraph.{name}" for name in stepgraph.__all__)  # e
 SYNCING_METHODS = frozenset({"item", "tolist", "cpu", "nonzero", "numpy"})
 
 
-def sources(root: Path) -> Iterator[tuple[str, ast.Module]]:
+def sources(root: Path) -> Iterator[tuple[str, Path]]:
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
-            yield path.relative_to(root).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+            yield path.relative_to(root).as_posix(), path
 
 
-def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imported(path: Path) -> list[tuple[int, str]]:
+    return list(_imported(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def _imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -55,9 +61,9 @@ def above(layer: str) -> list[list[str]]:
 
 def import_faults(root: Path) -> list[str]:
     faults = []
-    for path, tree in sources(root):
+    for path, file in sources(root):
         layer = path.split("/")[0]
-        for line, name in imported(tree):
+        for line, name in imported(file):
             parts = name.split(".")
             if name.startswith("."):
                 faults.append(f"{path}:{line}: relative import {name}")
@@ -133,11 +139,11 @@ def test_a_planted_synchronisation_is_seen(call: str) -> None:
 
 def import_graph(root: Path) -> dict[str, set[str]]:
     """Modules of the core and the core modules that each imports anywhere, also inside functions and under TYPE_CHECKING."""
-    trees = {path: tree for path, tree in sources(root) if path.split("/")[0] in LAYERS}
-    names = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in trees}
+    files = {path: file for path, file in sources(root) if path.split("/")[0] in LAYERS}
+    names = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in files}
     graph: dict[str, set[str]] = {}
     for module, path in names.items():
-        found = (name.removeprefix("stepgraph.") for _, name in imported(trees[path]) if name.startswith("stepgraph."))
+        found = (name.removeprefix("stepgraph.") for _, name in imported(files[path]) if name.startswith("stepgraph."))
         targets = {name if name in names else name.rpartition(".")[0] for name in found}
         graph[module] = {target for target in targets if target in names and target != module}
     return graph

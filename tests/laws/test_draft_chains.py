@@ -47,6 +47,7 @@ MAX_HISTORY = 40
 MASKS = 20_000  # per library and vocabulary, of the long run
 _PUNCTUATION = frozenset([b'"', b"}", b"]", b")", b",", b"<", b"/", b"(", b"["])
 Words = npt.NDArray[np.int32]
+Ids = npt.NDArray[np.int64]
 
 
 def constraints(backend: str) -> list[Constraint]:
@@ -119,13 +120,13 @@ class ChainWalker:
             return self.random.choice(self.vocabulary.stop_token_ids)
         legal = ids_of(row)
         stop = self.vocabulary.stop_token_ids[0]
-        if not legal or (stop in legal and kind < 0.4):
+        if not len(legal) or (stop in legal and kind < 0.4):
             return stop
         return self.pick(legal)
 
-    def pick(self, legal: list[int]) -> int:
+    def pick(self, legal: Ids) -> int:
         """Prefers punctuation, which changes the grammar's state, over letters, of which there are many more."""
-        sample = self.random.choices(legal, k=12)
+        sample = [int(token) for token in self.random.choices(legal, k=12)]
         punctuation = [token for token in sample if self.vocabulary.tokens[token][:1] in _PUNCTUATION]
         return self.random.choice(punctuation or sample) if self.random.random() < 0.7 else sample[0]
 
@@ -141,9 +142,8 @@ class ChainWalker:
         return status, self.masks[0].numpy().copy()
 
 
-def ids_of(row: Words) -> list[int]:
-    found: list[int] = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
-    return found
+def ids_of(row: Words) -> Ids:
+    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
 
 
 def walk_all(name: str, backend: str, num_masks: int, seed: int, without: Sequence[Constraint] = ()) -> list[ChainWalker]:

@@ -83,7 +83,10 @@ def outcome(engine: Engine, name: str) -> str:
     return message
 
 
-@pytest.mark.parametrize("name", OUTCOMES)
+SLOW = ("schema: 3,000 properties", "ebnf: 29,000 that may be missing")  # three seconds each
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in OUTCOMES])
 def test_expensive_grammar_is_refused_or_served_without_affecting_others(engine: Engine, name: str) -> None:
     message = outcome(engine, name)
     assert re.search(OUTCOMES[name] or SERVED, message), message

@@ -123,7 +123,7 @@ asks = st.builds(
 )
 
 
-@pytest.mark.parametrize("draft_masks", [True, False])
+@pytest.mark.parametrize("draft_masks", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_a_stop_token_at_every_draft_position(k: int, draft_masks: bool) -> None:
     """A perfect drafter gives 1 token in the first round, then K + 1 per round: n tokens stop at position (n - 2) mod (K + 1)."""

@@ -19,12 +19,12 @@ from tests.helpers.toy_engines import CONSTRAINTS, STOP, TARGET, VOCABULARY, Set
 WIDTH = len(VOCABULARY.tokens)
 SETUPS = [
     Setup(k=0, greedy_only=False),
-    Setup(k=1, greedy_only=False, drafter="adversarial"),
-    Setup(k=2, greedy_only=False, drafter="fair", draft_masks=False),
+    Setup(k=1, greedy_only=False, drafter="adversarial", buckets=(4,)),
+    Setup(k=2, greedy_only=False, drafter="fair", draft_masks=False, buckets=(4,)),
     Setup(k=3, greedy_only=False, drafter="half"),
-    Setup(k=4, greedy_only=False, drafter="stopper"),
-    Setup(k=4, greedy_only=False, drafter="perfect"),
-    Setup(k=4, greedy_only=False, drafter="adversarial", draft_masks=False, rounds_in_flight=3),
+    Setup(k=4, greedy_only=False, drafter="stopper", buckets=(4,)),
+    Setup(k=4, greedy_only=False, drafter="perfect", buckets=(4,)),
+    Setup(k=4, greedy_only=False, drafter="adversarial", draft_masks=False, rounds_in_flight=3, buckets=(4,)),
 ]
 tokens = st.integers(0, WIDTH - 1)
 samplings = st.builds(

@@ -17,15 +17,15 @@ pytestmark = needs_c
 INNER = Constraint.json_schema({"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]})
 MARKERS: tuple[Any, ...] = ("</think>", "]]", [CONTROL])
 LIMITS, PROMPTS, MOST = (1, 2, 7, 16), 2, 60
-DEVICE = Setup(k=0, grammar_backend="automaton", grammar_lane="device")
+DEVICE = Setup(k=0, buckets=(4,), grammar_backend="automaton", grammar_lane="device")
 SETUPS = {
     "device": DEVICE,
     "device, masks after the drafts": replace(DEVICE, draft_masks=False),
     "device, forced": replace(DEVICE, forced_drafts=True),
-    "host": Setup(k=0, grammar_lane="host"),
-    "host, automaton": Setup(k=0, grammar_backend="automaton", grammar_lane="host"),
-    "host, Python": Setup(k=0, grammar_lane="host", host_link="python"),
-    "host, masks after the drafts": Setup(k=0, grammar_lane="host", draft_masks=False),
+    "host": replace(DEVICE, grammar_backend="auto", grammar_lane="host"),
+    "host, automaton": replace(DEVICE, grammar_lane="host"),
+    "host, Python": replace(DEVICE, grammar_backend="auto", grammar_lane="host", host_link="python"),
+    "host, masks after the drafts": replace(DEVICE, grammar_backend="auto", grammar_lane="host", draft_masks=False),
     "eager": replace(DEVICE, eager=True),
 }
 

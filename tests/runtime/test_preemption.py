@@ -94,10 +94,13 @@ def alone(prompt: tuple[int, ...], most: int, ask: int | None = None) -> Job:
     return shared_engine(PLAIN).generate(prompt, max_new_tokens=most, **({} if ask is None else ASKS[ask]))
 
 
-@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
-def test_preempted_requests_have_the_tokens_that_they_have_alone(setup: Setup) -> None:
+SLOW = ("unmasked", "Python link", "eager")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SETUPS])
+def test_preempted_requests_have_the_tokens_that_they_have_alone(name: str) -> None:
     preempted = [0] * len(ASKS)
-    with make_engine(setup, preemption=True) as engine:
+    with make_engine(SETUPS[name], preemption=True) as engine:
         for seed in range(3):
             jobs = [engine.submit([5, index, 7], max_new_tokens=MOST, priority=(index + seed) % 2, **ask) for index, ask in enumerate(ASKS)]
             urgent = run_with_arrivals(engine, jobs, seed)
@@ -171,7 +174,7 @@ def test_a_planted_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(PreemptingScheduler, "suspend", suspend)
     with pytest.raises((AssertionError, ValueError)):  # of tokens, or of a grammar that does not allow the first one
-        test_preempted_requests_have_the_tokens_that_they_have_alone(DRAFTED)
+        test_preempted_requests_have_the_tokens_that_they_have_alone("drafted")
 
 
 @pytest.mark.parametrize(("name", "value"), [("priority", 1.5), ("priority", True), ("priority", "high"), ("tenant", 3), ("tenant", None)])

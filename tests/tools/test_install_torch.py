@@ -28,12 +28,15 @@ def add_wheel(index: Path, name: str, version: str, *requirements: str) -> None:
 @pytest.mark.parametrize(
     ("needs_cuda", "cpu_index", "gpu", "installed", "said"),
     [
-        (False, "cpu", False, "torch-2.13.0", ""),
-        (True, "cpu", False, "torch-2.13.0+cpu", "has a build with CUDA libraries"),
-        (True, "missing", False, "torch-2.13.0", "no CPU build of torch==2.13.0 could be installed"),
-        (True, "cpu", True, "torch-2.13.0", ""),
+        pytest.param(False, "cpu", False, "torch-2.13.0", "", id="the default index has a CPU build", marks=pytest.mark.slow),
+        pytest.param(True, "cpu", False, "torch-2.13.0+cpu", "has a build with CUDA libraries", id="CPU index"),
+        pytest.param(
+            *(True, "missing", False, "torch-2.13.0", "no CPU build of torch==2.13.0 could be installed"),
+            id="the CPU index fails",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(True, "cpu", True, "torch-2.13.0", "", id="a GPU", marks=pytest.mark.slow),
     ],
-    ids=["the default index has a CPU build", "CPU index", "the CPU index fails", "a GPU"],
 )
 def test_the_build_that_is_installed(needs_cuda: bool, cpu_index: str, gpu: bool, installed: str, said: str, tmp_path: Path) -> None:
     requirements = ["nvidia-cublas", "filelock"] if needs_cuda else ["filelock"]

@@ -25,6 +25,7 @@ from tests.helpers.draft_oracles import Drafting
 from tests.helpers.families import CONFIG, GRAMMAR, PROMPTS, random_model, save
 from tests.runtime.models.test_transformers_families import BASE, FAMILIES
 
+slow = pytest.mark.slow
 CASES = tuple((family, implementation) for family in ("DeepseekV3", "Glm4Moe") for implementation in (NATIVE, TRANSFORMERS))
 LAYERS, HIDDEN = BASE["num_hidden_layers"], BASE["hidden_size"]
 DRAFTS = torch.tensor([[5, 9, 0, 59], [1, 1, 2, 30]])
@@ -96,7 +97,7 @@ def test_logits_equal_transformers_at_every_step(family: str, implementation: st
             torch.testing.assert_close(torch.stack([each[row] for each in chain]), torch.stack(after), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("case", "count"), [(CASES[0], 2), (CASES[1], 1), (CASES[2], 1), (CASES[3], 2)])
+@pytest.mark.parametrize(("case", "count"), [(CASES[0], 2), (CASES[3], 2), *(pytest.param(each, 1, marks=slow) for each in CASES[1:3])])
 def test_texts_equal_plain_decoding(case: tuple[str, str], count: int, tmp_path: Path) -> None:
     """Also with the modules in a folder of their own. `auto` takes those of the target's folder."""
     family, implementation = case

@@ -85,7 +85,7 @@ def run(engine: Engine, cuts: list[int], how: Resumption | None = None, info: An
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("setup", [PLAIN, DRAFTED], ids=["plain", "drafted"])
+@pytest.mark.parametrize("setup", [pytest.param(PLAIN, id="plain", marks=pytest.mark.slow), pytest.param(DRAFTED, id="drafted")])
 def test_a_stream_that_is_cut_anywhere_has_the_tokens_of_one_engine(setup: Setup, sampling: SamplingParams) -> None:
     """Sampled with drafts: the request is repeated, since draws depend on where rounds begin. Otherwise it continues after its tokens."""
     engine, continued = shared_engine(setup), 0

@@ -65,6 +65,7 @@ def test_nsys_command_has_the_flags_the_report_needs(capsys: pytest.CaptureFixtu
     assert (command.ROUNDS, command.FILE, command.TOOL) == (profiled.ROUNDS, profiled.FILE, profiled.TOOL)
 
 
+@pytest.mark.slow
 def test_profile_of_the_bench_end_to_end(tmp_path: Path) -> None:
     """The first example of --help, as a process, by the engine's own timeline: its report is as it is written down, and adds up."""
     out, first = tmp_path / "folder" / "bench", examples(nsys_profile.__doc__, "nsys_profile.py")[0]

@@ -59,7 +59,7 @@ def measured(path: Path, weights: str, copies: int = 1, implementation: str = "n
     [
         ("safetensors", "dequantised"),
         pytest.param("Q4_1.gguf", "dequantised", marks=pytest.mark.soak),
-        pytest.param("Q4_1.gguf", "quantised", marks=needs_c),
+        pytest.param("Q4_1.gguf", "quantised", marks=[needs_c, pytest.mark.slow]),
         pytest.param("Q8_0.gguf", "quantised", marks=[needs_c, pytest.mark.soak]),
         pytest.param("fp8", "quantised", marks=[needs_c, pytest.mark.soak]),
     ],

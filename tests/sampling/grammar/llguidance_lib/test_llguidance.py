@@ -71,13 +71,13 @@ def test_random_texts_satisfy_their_schemas() -> None:
         except ValueError:
             continue
         validator = jsonschema.Draft202012Validator(json.loads(json.dumps(schema), parse_float=Decimal))
-        for _ in range(4):
+        for _ in range(2):
             matcher.rollback(matcher.num_accepted)
             text = walked(matcher, random)
             if text is not None and not re.search(rb"[eE][+-]?\d{5}", text):  # beyond the exponents of Decimal
                 validator.validate(json.loads(text, parse_float=Decimal))
                 judged += 1
-    assert judged > 400
+    assert judged > 200
 
 
 @needs_c
