@@ -9,6 +9,7 @@ import pytest
 from tools.bench_capture import DRAFTS, FIGURES, in_a_process, lines, main
 
 
+@pytest.mark.slow
 def test_a_process_reports_graphs_times_and_memory() -> None:
     options = {"greedy_only": True, "draft_length": DRAFTS, "max_length": 64}
     found = in_a_process("", 1, False, options)
@@ -19,7 +20,6 @@ def test_a_process_reports_graphs_times_and_memory() -> None:
     assert table[-1].split()[-4:] == ["1.25"] * 4 and len(table) == 3
 
 
-@pytest.mark.slow
 def test_another_checkout_is_the_one_that_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "stepgraph").mkdir()
     (tmp_path / "stepgraph" / "__init__.py").write_text("raise SystemError('the other one')")

@@ -123,6 +123,7 @@ def test_a_check_that_hangs_takes_no_time_of_the_later_ones() -> None:
     assert results[2]["budget"] > 0.9, "all that it had before the hang"
 
 
+@pytest.mark.slow
 def test_the_start_of_a_worker_takes_no_time_of_a_check() -> None:
     """Here it takes longer than all checks may."""
     entries = [Entry(name, "none", 1.0) for name in ("exits", "answers")]

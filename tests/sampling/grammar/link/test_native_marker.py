@@ -118,7 +118,7 @@ def test_rows_with_markers_equal_the_python_links_in_long_runs(schedule: Schedul
     run_pair(schedule, 40)
 
 
-@pytest.mark.parametrize("vocabulary", [SMALL, VOCABULARY])
+@pytest.mark.parametrize("vocabulary", [SMALL, pytest.param(VOCABULARY, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("masked", [True, False])
 def test_markers_that_end_inside_drafts_are_rolled_back(vocabulary: Vocabulary, masked: bool) -> None:
     pair = run_pair((5, 4, masked, 2, vocabulary, 8), 140)

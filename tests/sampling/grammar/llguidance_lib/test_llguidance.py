@@ -59,25 +59,26 @@ def walked(matcher: Matcher, random: Random, longest: int = 100) -> bytes | None
     return None
 
 
-def test_random_texts_satisfy_their_schemas() -> None:
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2))])
+def test_random_texts_satisfy_their_schemas(part: int) -> None:
     """Checked by another implementation of JSON Schema. It reads patterns as Python does, so the suite's patterns are left to the table."""
     schemas: list[Any] = [group.schema for group in groups() if isinstance(group.schema, dict) and group.file != "pattern"]
     others = [*(case[0] for case in VALID), *SHAPES, *COMBINED * 3]
     schemas += [schema for schema in others if not schema.keys() & {"pattern", "nullable"}]  # nullable is a keyword of OpenAPI
     random, judged = Random(17), 0
-    for schema in schemas:
+    for schema in schemas[part::3]:
         try:
             matcher = matcher_of(Constraint.json_schema(schema))
         except ValueError:
             continue
         validator = jsonschema.Draft202012Validator(json.loads(json.dumps(schema), parse_float=Decimal))
-        for _ in range(2):
+        for _ in range(4):
             matcher.rollback(matcher.num_accepted)
             text = walked(matcher, random)
             if text is not None and not re.search(rb"[eE][+-]?\d{5}", text):  # beyond the exponents of Decimal
                 validator.validate(json.loads(text, parse_float=Decimal))
                 judged += 1
-    assert judged > 200
+    assert judged > 130
 
 
 @needs_c

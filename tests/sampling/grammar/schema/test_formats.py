@@ -100,7 +100,7 @@ def test_host_names_of_any_lengths(backend: BackendChoice) -> None:
     assert generates(backend, older, values) == [*expected[:-3], True, True, False]
 
 
-@pytest.mark.parametrize("backend", [AUTOMATON, "xgrammar"])
+@pytest.mark.parametrize("backend", [AUTOMATON, pytest.param("xgrammar", marks=pytest.mark.slow)])
 def test_regular_expressions_nest_to_any_depth(backend: BackendChoice) -> None:
     values = [
         r"(((((a|b)+c){2}?)|(?:d(?=e(?!f(g)))))*)$",
