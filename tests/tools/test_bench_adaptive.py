@@ -63,10 +63,13 @@ def test_equal_choices_with_noise_have_a_ratio_of_one() -> None:
 
 
 def test_lengths_that_were_slow_are_not_compared_in_later_turns() -> None:
+    measured = (1, 5), (0.5, 5), (0.54, 5), (0.6, 3)  # seconds and turns, by drafts
+
     def turns(seconds: float, count: int) -> list[Sample]:
         return [Sample(100, 100, {}, seconds)] * count
 
-    samples = {PLAIN: turns(1, 5), Drafting(1): turns(0.5, 5), Drafting(2): turns(0.54, 5), Drafting(3): turns(0.6, 3), AUTO: turns(0.5, 5)}
+    samples: dict[Drafting | str, list[Sample]] = {Drafting(drafts): turns(*each) for drafts, each in enumerate(measured)}
+    samples[AUTO] = turns(0.5, 5)
     assert contenders(samples) == [Drafting(1), Drafting(2)]
     found = figures(samples)
     assert found["auto_over_best_fixed"] == 1 and found["variants"]["3"]["over_plain"] == 1.667
