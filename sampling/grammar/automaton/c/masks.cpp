@@ -135,6 +135,7 @@ static Trie make_trie(const std::vector<Entry> &sorted) {
             int32_t first = at;
             while (at < node.end_token && sorted[(size_t)at].text[size] == byte) at++;
             nodes.push_back({0, 0, first, first, at, 0, 0, 0, 0});
+            if (!size) trie.first_of[byte] = (int32_t)nodes.size() - 1;
             trie.bytes.push_back(byte);
             sizes.push_back(size + 1);
         }
@@ -326,7 +327,8 @@ public:
                 auto [number, is_new] = parts_of_rows.add(parts.data(), parts.size());
                 if (is_new) row_of_parts.push_back(-1);
                 known = &row_of_parts[(size_t)number];
-                for (size_t part = 0; is_new && part < NUM_PARTS; part++) set_part(part, parts[part]);
+                for (size_t part = 0; is_new && part < NUM_PARTS; part++)
+                    each_word(parts[part], [&](int32_t word, uint32_t bits) { set_ordered(vocabulary.tries[part], word, bits); });
             } else if (int32_t number = suffix_key(state, base); number >= 0) {
                 known = &row_of_suffixes[(size_t)number];
                 Ints &crossed_by_all = crossing_of_suffixes[(size_t)number];
@@ -646,7 +648,9 @@ private:
             if (!known[bytes].empty() && (found = known[bytes][(size_t)level.alike[bytes][(size_t)like]]) >= 0) return found;
         followed = 1; // also in a state that reads no byte
         const Trie &trie = vocabulary.tries[part];
-        if (PARTS[part].quotes && !reads_any(trie, state)) return found = none >= 0 ? none : none = keep_below([] {});
+        bool reads_any = false;
+        each_first(trie, state, [&](int32_t, int32_t) { reads_any = true; });
+        if (!reads_any) return found = none >= 0 ? none : none = keep_below([] {});
         found = keep_below([&] { walk_tokens(trie, Trie::ROOT, 0, state, -1); });
         if (level.alike.empty() || (followed >= (int32_t)level.alike.size() && !level.is_final)) return found;
         size_t bytes = std::min((size_t)followed, level.alike.size() - 1);
@@ -655,10 +659,12 @@ private:
         return known[bytes][(size_t)level.alike[bytes][(size_t)like]] = found;
     }
 
-    // Whether a state reads the first byte of some token of a tree.
-    bool reads_any(const Trie &trie, int32_t state) const {
-        auto begin = trie.bytes.begin() + trie.nodes[Trie::ROOT].first_child, end = trie.bytes.begin() + trie.nodes[Trie::ROOT + 1].first_child;
-        return std::any_of(begin, end, [&](uint8_t byte) { return entry_of(state, automaton.class_of[byte]) >= 0; });
+    // Calls found(child, entry) for the first bytes of a tree that a state reads. Most states read few.
+    template <class Found> void each_first(const Trie &trie, int32_t state, const Found &found) const {
+        for (const Span &span : automaton.spans_of(state))
+            for (int32_t c = span.low; c < span.end; c++)
+                for (uint8_t byte : bytes_of[(size_t)c])
+                    if (trie.first_of[byte] && span.entry >= 0) found(trie.first_of[byte], span.entry);
     }
 
     // Whether tokens below a node are found for a class of states at a time.
@@ -716,11 +722,6 @@ private:
     void append_crossed(const Below &found) {
         auto begin = below_crossed.begin();
         crossed->insert(crossed->end(), begin + (int64_t)found.crossed.begin, begin + (int64_t)found.crossed.end);
-    }
-
-    // Set the tokens of one tree, a number in `below_bits`.
-    void set_part(size_t part, int32_t number) {
-        each_word(number, [&](int32_t word, uint32_t bits) { set_ordered(vocabulary.tries[part], word, bits); });
     }
 
     // Set tokens that are given by their place in the order of a tree.
@@ -790,8 +791,9 @@ private:
     // out. With `covers` tokens that are plain from some later byte on are set at once where all are legal.
     template <class Found, class Crosses>
     void walk(const Trie &trie, int32_t node, int32_t size, int32_t state, int32_t known, bool covers, const Found &found, const Crosses &crosses) {
-        if (!size) top_at[0] = 0;
-        walk_children(trie, node, size, state, known, covers, found, crosses);
+        if (!size) top_at[0] = 0, steps += trie.nodes[Trie::ROOT + 1].first_child - 1; // as many children of the root
+        if (!size) each_first(trie, state, [&](auto child, auto entry) { visit(trie, child, 1, entry, known, covers, found, crosses); });
+        else walk_children(trie, node, size, state, known, covers, found, crosses);
         if (steps > limits.steps) exceeded("steps", limits.steps);
     }
 
@@ -864,8 +866,7 @@ private:
 
     // Find the tokens below a node, after `size` bytes, that are legal in a state after it.
     void walk_tokens(const Trie &trie, int32_t node, int32_t size, int32_t state, int32_t known) {
-        SetOrdered found{ordered};
-        walk(trie, node, size, state, known, true, found, [&](int32_t at) { crossed->push_back(trie.tokens[at]); });
+        walk(trie, node, size, state, known, true, SetOrdered{ordered}, [&](int32_t at) { crossed->push_back(trie.tokens[at]); });
     }
 
     struct Suffixes {
@@ -879,15 +880,13 @@ private:
         auto [at, is_new] = suffixes[several].try_emplace(level.class_of[(size_t)state]);
         Suffixes &found = at->second;
         const Trie &trie = vocabulary.suffixes[several];
-        if (is_new)
-            walk(trie, Trie::ROOT, 0, state, -1, false, [&](int32_t place) { found.legal.push_back(trie.tokens[(size_t)place]); },
-                 [&](int32_t place) { found.crosses.push_back(trie.tokens[(size_t)place]); });
-        if (is_new) {
-            Ints all = found.legal;
-            all.push_back(-1);
-            all.insert(all.end(), found.crosses.begin(), found.crosses.end());
-            found.number = suffix_lists.add(all).number;
-        }
+        if (!is_new) return found;
+        walk(trie, Trie::ROOT, 0, state, -1, false, [&](int32_t place) { found.legal.push_back(trie.tokens[(size_t)place]); },
+             [&](int32_t place) { found.crosses.push_back(trie.tokens[(size_t)place]); });
+        Ints all = found.legal;
+        all.push_back(-1);
+        all.insert(all.end(), found.crosses.begin(), found.crosses.end());
+        found.number = suffix_lists.add(all).number;
         return found;
     }
 
@@ -1081,8 +1080,8 @@ private:
     // not known, and every byte that some move pushes for counts.
     int32_t most_pushes() const {
         std::vector<char> may_push(automaton.classes, 0), seen(vocabulary.starts.size(), 0);
-        for (size_t at = 0; at < automaton.next.size(); at++)
-            if (const Move *move = special(automaton.next[at]); move && move->push >= 0) may_push[at % automaton.classes] = 1;
+        for (const Span &span : automaton.spans)
+            if (const Move *move = special(span.entry); move && move->push >= 0) std::fill_n(&may_push[span.low], span.end - span.low, 1);
         int32_t most = pushes;
         for (const Ints &tokens : crossing)
             for (int32_t token : tokens) {

@@ -29,6 +29,7 @@ struct Trie {
     std::vector<Node> nodes; // and one behind the last
     std::vector<uint8_t> bytes; // [nodes] the last byte of each
     Ints leaf_token; // [nodes] the only token at a node without nodes below it, or -1: most nodes are never read
+    std::array<int32_t, 256> first_of{}; // the child of the root by its byte; 0: none
     Ints tokens;
     Ints plain_from; // [tokens] the text of a token is plain from this byte on
     std::vector<std::vector<uint32_t>> plain_after; // [bytes] one bit per token, in their order here, that is plain from that byte on
