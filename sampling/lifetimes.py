@@ -1,7 +1,7 @@
 """Closing threads and processes before the interpreter exits, and detaching objects from them in a forked process.
 
-A thread that returns from a library while the interpreter shuts down aborts the process. In a fork, the threads, devices, files and held
-locks of the parent are unusable.
+A thread that returns from a library, or from the release of a tensor, while the interpreter shuts down aborts the process. In a fork, the
+threads, devices, files and held locks of the parent are unusable.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import atexit
 import enum
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, NoReturn, Protocol
 
+THREADS = "stepgraph-"  # names of threads begin with it
 EXIT_SECONDS = 10.0  # how long the exiting interpreter waits for each resource
 FORKED = "the engine belongs to the parent process; call it there"
 
@@ -58,6 +60,9 @@ def _close_all() -> None:
     for resources in _open:
         for resource in tuple(resources):
             resource.close(EXIT_SECONDS)
+    for thread in threading.enumerate():  # their owners are gone, but they may release the last references to a model
+        if thread.name.startswith(THREADS) and thread is not threading.current_thread():
+            thread.join(EXIT_SECONDS)
 
 
 def _after_fork() -> None:

@@ -107,3 +107,24 @@ def test_unclosed_engine_ends_when_dropped(tmp_path: Path) -> None:
     waited(lambda: gone(pid), "the worker lives on")
     (text,) = SavedStates(tmp_path / "states")
     assert text.token_ids.tolist() == [1, *job.tokens], "what was held is lost"
+
+
+RELEASED_LATE = """
+import functools, time
+from stepgraph.graphs.tape.player import Worker
+
+class Model:
+    def __del__(self):
+        time.sleep(0.5)  # as the release of a tensor, without the GIL
+        print("released", flush=True)
+
+worker = Worker("test")
+worker.submit(functools.partial(str, Model()))
+worker.stop()
+del worker
+"""
+
+
+def test_interpreter_waits_for_threads_that_release_a_model_of_a_closed_engine() -> None:
+    ran = subprocess.run([sys.executable, "-c", RELEASED_LATE], capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "released\n", "")
