@@ -84,7 +84,7 @@ BUDGETS = {
     # from 17,052: the best fixed draft length is chosen in other turns than it is compared in; bounds of registers (1)
     # from 17,061: masks are compared for the grammar that xgrammar has; budgets
     # from 17,071: packed products against those of torch (42), lengths that contend (16), long graphs for short calls (9)
-    "tools": 17_143,
+    "tools": 17_144,
     # raised from 41,566: entry points with wrong values, draft heads, kept records, quantised weights, the server with real clients,
     # prompt graphs, switching between drafters, lanes that change; from 43,219: nineteen families of transformers, forced tokens on the
     # device, random walks over schemas, calls of tools, packaging; from 44,130: the first hour of a user, wheels without extras, grammars
