@@ -78,7 +78,7 @@ def test_random_texts_satisfy_their_schemas(part: int) -> None:
             if text is not None and not re.search(rb"[eE][+-]?\d{5}", text):  # beyond the exponents of Decimal
                 validator.validate(json.loads(text, parse_float=Decimal))
                 judged += 1
-    assert judged > 130
+    assert judged > 133  # of more than 400 in the three parts
 
 
 @needs_c
