@@ -108,8 +108,7 @@ BUDGETS = {
     # of metrics that is gone), formats beside a length and narrowed parts (28), contradictions (15)
     # from 55,785: huge pages (57), noise in bench_adaptive; from 55,872: slow cases, costs by context, host names and regexes (44)
     # from 55,981: kernels in one call (22), accounts of draft lengths (16), two recursions; from 56,021: more cases are slow, by name;
-    # from 56,041: lengths that contend (15), a thread that ends after its engine (21), calls counted where no round is waited for (2);
-    # from 56,079: a least number of captured kernels became their count (5)
+    # from 56,041: lengths that contend (15), a thread that ends after its engine (21), an exact count of kernels (5), calls without waits
     "tests": 56_084,
 }
 # raised from 6,198: grammars are followed by kernels now, so the list has their files, those of the other Triton programs, and the choice
