@@ -23,6 +23,7 @@ from stepgraph.graphs.graph_key import FULL
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.key_sets import draft_choices
 from stepgraph.graphs.layers.lora import lora_specs
+from stepgraph.graphs.layers.product_choice import choose_products
 from stepgraph.graphs.limits import UNTIL_EVENT
 from stepgraph.graphs.model import ModelPair, TargetModel
 from stepgraph.graphs.prefill import Prompts, prompt_specs
@@ -99,7 +100,7 @@ class EngineParts:
         tables = None if no_tables or vocabulary is None else token_tensors(vocabulary, device)
         split = split_tensors(vocabulary, device) if tables and vocabulary and forced else None
         self.buffers = buffers = make_buffers(self, saved, forced, tables, split)
-        self.attention = attention_for(device, config, models)
+        self.attention, self.products = attention_for(device, config, models), products_for(models, self.ranks)
         forcing = Forcing(token_table(vocabulary), buffers.forced_host) if vocabulary and forced else None
         pinned, contents = (buffers.state_host, buffers.drafts_host, buffers.masks_host, buffers.tags_host), buffers.contents_host
         self.host_link = open_host_link(config.host_link, *pinned, limits.ring_depth, forcing, config.check_masks, contents)
@@ -221,6 +222,13 @@ def attention_for(device: torch.device, config: EngineConfig, models: ModelPair)
         raise ValueError(f"EngineConfig.{error}") from None
 
 
+def products_for(models: ModelPair, ranks: Ranks | None) -> str:
+    """A note; empty without packed weights on a GPU."""
+    modules: list[object] = list(models)  # a member of the pair has none of the methods of a module for the type checker
+    weights = (each for module in modules if isinstance(module, nn.Module) for each in module.parameters())
+    return choose_products(models.target.feature_dtype, weights, ranks)
+
+
 def capture_notes(parts: EngineParts) -> tuple[str, ...]:
     """Notes of the capture report. Also chooses the implementation of the filters, before they are captured."""
     config, models, device = parts.config, parts.models, parts.backend.device
@@ -241,6 +249,7 @@ def capture_notes(parts: EngineParts) -> tuple[str, ...]:
         notes.append("cache: float8_e4m3fn")
     if parts.attention.rounds:
         notes.append(f"attention: {parts.attention}")
+    notes += [parts.products] if parts.products else []
     if not config.greedy_only:
         try:
             notes.append(f"filters: {kernels.choose_filters(device, config.filters)}")

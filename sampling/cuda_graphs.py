@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import statistics
 import sys
 import threading
 from collections import defaultdict
@@ -218,6 +219,20 @@ def replayed(step: Callable[[], object], device: torch.device) -> Callable[[], o
                 step()
         torch.cuda.current_stream().wait_stream(stream)
     return graph.replay
+
+
+def replay_us(replay: Callable[[], object], turns: int, before: Callable[[], object] = lambda: None) -> float:
+    """The median time on the device, in microseconds. `before` is called before each turn."""
+    times = list[float]()
+    for _ in range(turns):
+        before()
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        replay()
+        ended.record()
+        ended.synchronize()
+        times.append(1e3 * begun.elapsed_time(ended))
+    return statistics.median(times)
 
 
 def empty_cache() -> None:

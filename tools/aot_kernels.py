@@ -299,10 +299,13 @@ def _packed_variants(every: bool) -> list[Variant]:
             if tiles == 1:
                 constants, types = constants | {"SCANNED": experts.SCANNED_CHOICES}, ["*bf16", "*i64", *types[1:], "i32"]
                 found.append(_variant(f"packed_expert_product {shape}", experts.packed_expert_product, types, constants, quantised.WARPS))
-            if (rows, tiles) == (quantised.MOST_ROWS, 1):
-                types = ["*i64", "*i32", scales, "*bf16", "i32"]
-                found.append(_variant(f"packed_rows {name}", quantised.packed_rows, types, quantised.layout_of(kind), 1))
-    return [each if each.warps == 1 else each._replace(registers=quantised.REGISTERS) for each in found]
+    found = [each._replace(registers=quantised.REGISTERS) for each in found]
+    for (kind, name), (rows, warps) in itertools.product(kinds.items(), quantised.ROW_WARPS.items()):
+        if every or name in dict(few):
+            constants = {**quantised.layout_of(kind), "ROWS": rows}
+            given = ["*i64" if rows == 1 else None, "*i32", "*fp32" if kind.wide else "*fp16", "*bf16", "i32"]
+            found.append(_variant(f"packed_rows {name}, {rows} rows", quantised.packed_rows, given, constants, warps))
+    return found
 
 
 def _variant(label: str, kernel: Any, types: Sequence[str | None], constants: Mapping[str, object], warps: int) -> Variant:

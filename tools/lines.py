@@ -32,7 +32,8 @@ BUDGETS = {
     # from 16,326: steps of ranks in shared memory (81), ranks on GPUs with norms in their sums (about 100), quantised draft heads (64)
     # lowered from 16,575: small modules are merged into those that use them
     # from 16,360: an account of draft lengths for batches with grammars
-    "runtime": 16_369,
+    # from 16,369: the choice of products is noted
+    "runtime": 16_378,
     # raised from 7,588: products with quantised weights (376), batch and result rings inside the graph (180), a prompt chunk is a graph,
     # rounds without the draft model; from 8,372: soft-caps and sinks of attention, memory shared by tapes, and the headers of fifteen
     # modules that were split off files of the decode ring (about 180); from 8,889: four more kinds of quantised weights, copies on a
@@ -51,7 +52,8 @@ BUDGETS = {
     # fields of eight bits by tables, a fifth off the products of the draft head (21)
     # from 11,796: consecutive kernels of a replay are one call; from 11,804: packed weights become operands where a thread holds the words,
     # 1.3 to 4 times as fast on a GPU (61)
-    "graphs": 11_865,
+    # from 11,865: products of prompts with packed weights by cuBLAS where a probe finds it faster (109)
+    "graphs": 11_974,
     # raised from 17,265: constraints are checked when they are submitted, masks are filled by their changes, chains in one host node;
     # from 17,422: forced tokens found by kernels (560), likeliest tokens (160), libraries chosen by measured cost; from 18,332: automaton
     # states share mask rows; lowered from 18,391: the implementation of `advance_fill` in Python is a test's; from 18,288:
@@ -69,7 +71,8 @@ BUDGETS = {
     # from 20,586: kernels in one call (46), recursion in called parts of a grammar, parsed numbers without int objects
     # from 20,653: on a GPU, one reduction for each turn of crossing tokens: 155 us became 111 (10); threads of closed engines end
     # before the interpreter, which one run in ten of a short program aborted
-    "sampling": 20_668,
+    # from 20,668: times on the device, for two probes
+    "sampling": 20_683,
     # raised from 14,438: percentiles of masks in bench_schemas, likeliest tokens in gpu_check; from 14,568: bench_weights, first_hour;
     # from 14,837: bytes of launches and occupancy (about 220), Triton caches in packs (about 110); from 15,185: two graphs simulated, and
     # fills of several libraries in one record; from 15,291: install_torch; from 15,347: reasons of budgets;
@@ -84,7 +87,8 @@ BUDGETS = {
     # from 17,052: the best fixed draft length is chosen in other turns than it is compared in; bounds of registers (1)
     # from 17,061: masks are compared for the grammar that xgrammar has; budgets
     # from 17,071: packed products against those of torch (42), lengths that contend (16), long graphs for short calls (9)
-    "tools": 17_144,
+    # from 17,144: products of prompts in gpu_check
+    "tools": 17_164,
     # raised from 41,566: entry points with wrong values, draft heads, kept records, quantised weights, the server with real clients,
     # prompt graphs, switching between drafters, lanes that change; from 43,219: nineteen families of transformers, forced tokens on the
     # device, random walks over schemas, calls of tools, packaging; from 44,130: the first hour of a user, wheels without extras, grammars
@@ -109,7 +113,8 @@ BUDGETS = {
     # from 55,785: huge pages (57), noise in bench_adaptive; from 55,872: slow cases, costs by context, host names and regexes (44)
     # from 55,981: kernels in one call (22), accounts of draft lengths (16), two recursions; from 56,021: more cases are slow, by name;
     # from 56,041: lengths that contend (15), a thread that ends after its engine (21), an exact count of kernels (5), calls without waits
-    "tests": 56_084,
+    # from 56,084: the probe of products with packed weights (129)
+    "tests": 56_215,
 }
 # raised from 6,198: grammars are followed by kernels now, so the list has their files, those of the other Triton programs, and the choice
 # of the draft length, but not the host link; lowered from 7,056: what a steady round does not run has modules of its own, and of the limits

@@ -115,6 +115,10 @@ def empty_packed(kind: Kind, like: Tensor) -> Tensor:
     return empty_in_huge_pages(like, (rows // TILE, inner // kind.block_size, kind.block_bytes), torch.uint8)
 
 
+def has_packed_form(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.uint8 and tensor.dim() == 3 and tensor.shape[2] in _KIND_OF
+
+
 def kind_of(packed: Tensor) -> Kind:
     return _KIND_OF[packed.shape[2]]
 

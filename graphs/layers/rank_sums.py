@@ -9,7 +9,6 @@ follow the sum, it includes them. A sum of more rows than its memory is for is N
 from __future__ import annotations
 
 import functools
-import statistics
 import zlib
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from stepgraph.graphs.layers.dense import Residual, add_rms_norm
 from stepgraph.graphs.layers.parallel import RankGroups, add_gathered, all_reduce, set_sums
-from stepgraph.sampling.cuda_graphs import replayed
+from stepgraph.sampling.cuda_graphs import replay_us, replayed
 from stepgraph.sampling.fields import reason
 
 SUMS_IN_GRAPH, TURNS = 16, 7  # of a measurement
@@ -172,17 +171,9 @@ def _made_and_measured(
             work.copy_(part)
             add(work)
 
-    replay, times = replayed(step, like.device), list[float]()
-    for _ in range(TURNS):
-        share(None)  # so that the ranks start together
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begun.record()
-        replay()
-        ended.record()
-        ended.synchronize()
-        times.append(1e3 * begun.elapsed_time(ended) / SUMS_IN_GRAPH)
+    taken = replay_us(replayed(step, like.device), TURNS, functools.partial(share, None))  # so that the ranks start together
     _require_close("a sum in a graph", work, _total(ranks.size, like), 0.0)
-    slowest: float = max(share(statistics.median(times)))
+    slowest: float = max(share(taken / SUMS_IN_GRAPH))
     return both, slowest
 
 

@@ -218,7 +218,7 @@ def _interpret(program: Any, grid: Any, args: Any, options: Any) -> None:
     with _alone:
         if not _changes:  # a change takes longer than most programs: it is kept until a program is compiled
             _changes.extend(_patch(function) for function in (tl.standard.cdiv.fn, program.fn))
-        if "WIDE" in options:  # the interpreter takes bfloat16 for whole numbers
+        if "WIDE" in options and "BITS" not in options:  # the interpreter takes bfloat16 for whole numbers; with BITS, of packed scales
             options = {**options, "WIDE": True}
         if "dtype" in options:
             options = {**options, "dtype": tl.float32}

@@ -1,7 +1,8 @@
 """The Triton programs of products with packed weights: each weight is read once for up to `MOST_ROWS` states.
 
 Numbers are multiplied as stored: they are whole or float8, which bfloat16 and float16 represent exactly. The scales of a group are applied
-to its sums in float32, and its minimums to the sums of its states.
+to its sums in float32, and its minimums to the sums of its states. Where `choose_products` found that faster, products of many states are
+of the library of torch instead, with dequantised weights.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from stepgraph.graphs.layers.quantised import TILE, Kind, kind_of
 _TILE = tl.constexpr(TILE)
 _STAGES = tl.constexpr(3)  # turns of a loop whose loads are under way
 MOST_ROWS = 16  # states of one instance; with 32 it takes longer than two with 16
-WARPS = 4
+WARPS, ROW_WARPS = 4, {1: 1, TILE: 4}  # of products; of `packed_rows`, by ROWS
 REGISTERS = 255  # of a thread; without a bound, ptxas of Triton 3.6 takes fewer for some kinds and spills
 LEAST_TILES = {4: 1024, 2: 256, 1: 1}  # of a matrix, so that an instance takes several: enough instances for a large GPU are left
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+DEQUANTISED_BYTES = 1 << 26  # at a time
+library_rows: dict[tuple[object, ...], int] = {}  # by `product_key`: from so many states on, products are of the library
 
 
 def _twice(bits: int) -> tl.constexpr:
@@ -209,7 +212,18 @@ def most_tiles_of(kind: Kind) -> int:
     return {128: 4, 32: 2, 16: 1}[kind.group]
 
 
+def product_key(states: Tensor, weight: Tensor) -> tuple[object, ...]:
+    """All that the time of a product depends on, but for the number of states."""
+    return states.device, states.dtype, weight.shape
+
+
 def quantised_product(states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
+    least = library_rows.get(product_key(states, weight)) if len(states) > MOST_ROWS else None
+    multiply = multiply_packed if least is None or len(states) < least else multiply_dequantised
+    multiply(states, weight, bias, output)
+
+
+def multiply_packed(states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
     kind, (count, inner), tiles = kind_of(weight), states.shape, len(weight)
     plan = plan_of(kind, states.dtype, tiles, most_tiles_of(kind), count, states.device.type == "cpu")
     packed_product[(tiles // plan["TILES"], triton.cdiv(count, plan["ROWS"]))](
@@ -228,9 +242,23 @@ def quantised_product(states: Tensor, weight: Tensor, bias: Tensor | None, outpu
     )
 
 
+def multiply_dequantised(states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
+    """Weights are rounded to the type of the states."""
+    inner = states.shape[1]
+    tiles = max(1, DEQUANTISED_BYTES // (TILE * inner * states.element_size()))
+    for first in range(0, len(weight), tiles):
+        part = weight[first : first + tiles]
+        dequantised, columns = states.new_empty(len(part) * TILE, inner), slice(first * TILE, (first + len(part)) * TILE)
+        _unpack_rows(None, part, dequantised, TILE)
+        if bias is None:
+            torch.mm(states, dequantised.t(), out=output[:, columns])
+        else:
+            torch.addmm(bias[columns], states, dequantised.t(), out=output[:, columns])
+
+
 @triton.jit
 def packed_rows(
-    indices,  # [N]
+    indices,  # [N], or None: all rows
     words,  # as in packed_product
     scales,
     output,  # [N, inner], written
@@ -241,26 +269,38 @@ def packed_rows(
     FLOAT8: tl.constexpr,
     RANGED: tl.constexpr,
     WIDE: tl.constexpr,
+    ROWS: tl.constexpr,  # of one instance, in one tile
 ):
-    """One block of one row."""
+    """One block of each row."""
     WORDS: tl.constexpr = BITS * GROUP // 32
     PER_WORD: tl.constexpr = 32 // BITS
     BLOCK: tl.constexpr = (BITS * GROUP + (2 if RANGED else 1) * (32 if WIDE else 16)) * _TILE // 32  # words
     SCALES: tl.constexpr = 1 if WIDE else 2  # in a word
-    row, block, word, number = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WORDS), tl.arange(0, 2 * WORDS)
-    index = tl.load(indices + row)
+    row, block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    index = row if indices is None else tl.load(indices + row)
     at = index // _TILE * (inner // GROUP) + block
-    found = tl.load(words + at * BLOCK + index % _TILE + word * _TILE)
+    found = tl.load(words + (at * BLOCK + index % _TILE)[:, None] + tl.arange(0, WORDS) * _TILE)
     scale = scales + (at * BLOCK + WORDS * _TILE) * SCALES + index % _TILE
-    for pair in tl.static_range(PER_WORD // 2):
-        values = tl.reshape(numbers_of(found, pair, BITS, ZERO, FLOAT8, tl.float32), [2 * WORDS]) * tl.load(scale).to(tl.float32)
-        if RANGED:
-            values += tl.load(scale + _TILE).to(tl.float32)
-        place = number // 2 * PER_WORD + 2 * pair + number % 2
-        tl.store(output + row * inner + block * GROUP + place, values.to(output.dtype.element_ty))
+    numbers = tl.join(
+        numbers_of(found, 0, BITS, ZERO, FLOAT8, tl.float32), numbers_of(found, 1, BITS, ZERO, FLOAT8, tl.float32)
+    )  # [ROWS, WORDS, field, pair]
+    if PER_WORD == 8:
+        others = tl.join(numbers_of(found, 2, BITS, ZERO, FLOAT8, tl.float32), numbers_of(found, 3, BITS, ZERO, FLOAT8, tl.float32))
+        numbers = tl.permute(tl.join(numbers, others), 0, 1, 4, 3, 2)
+    else:
+        numbers = tl.permute(numbers, 0, 1, 3, 2)
+    values = tl.reshape(numbers, [ROWS, GROUP]) * tl.load(scale).to(tl.float32)[:, None]
+    if RANGED:
+        values += tl.load(scale + _TILE).to(tl.float32)[:, None]
+    tl.store(output + (row * inner + block * GROUP)[:, None] + tl.arange(0, GROUP), values.to(output.dtype.element_ty))
 
 
 def quantised_rows(indices: Tensor, weight: Tensor, dtype: torch.dtype, output: Tensor) -> None:
+    _unpack_rows(indices, weight, output, 1)
+
+
+def _unpack_rows(indices: Tensor | None, weight: Tensor, output: Tensor, rows: int) -> None:
     kind, (count, inner) = kind_of(weight), output.shape
     arguments = indices, weight.view(torch.int32), weight.view(kind.scale_type), output, inner
-    packed_rows[(count, inner // kind.group)](*arguments, **layout_of(kind), num_warps=1, enable_fp_fusion=False)
+    options = {"num_warps": ROW_WARPS[rows], "enable_fp_fusion": False}
+    packed_rows[(count // rows, inner // kind.group)](*arguments, **layout_of(kind), ROWS=rows, **options)

@@ -116,15 +116,18 @@ def test_experts_equal_the_references(dtype: torch.dtype) -> None:
 
 
 @every_kind
-def test_quantised_products_and_rows_equal_the_references(kind: quantised.Kind) -> None:
+def test_quantised_products_and_rows_equal_the_references(kind: quantised.Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """States with gaps, and blocks that are no multiple of those multiplied at a time."""
     packed, weights = made(kind, 32, 384)
     compare(quantised.quantised_rows, quantised_programs.quantised_rows, torch.tensor([31, 0, 17, 16]), packed, torch.float32)
+    monkeypatch.setattr(quantised_programs, "DEQUANTISED_BYTES", 384 * 64)  # a tile at a time
     for count, dtype in ((1, torch.float16), (70, torch.float32)):
         states, bias = random(count, 400, dtype=dtype)[:, :384], random(32, dtype=dtype)
         near = 384 * 2**-24 * float((states.double().abs() @ weights.double().abs().T).max()) + (2**-10 if dtype is torch.float16 else 0)
         for each in (None, bias):
-            compare(quantised.quantised_product, quantised_programs.quantised_product, states, packed, each, near=near)
+            compare(quantised.quantised_product, quantised_programs.multiply_packed, states, packed, each, near=near)
+    for each in (None, bias):  # in float32, dequantised weights are exact
+        compare(quantised.quantised_product, quantised_programs.multiply_dequantised, states, packed, each, near=near)
     found = [torch.empty(3, 32) for _ in range(2)]
     quantised_programs.quantised_product(states[:3], packed, None, found[0])
     quantised_programs.quantised_product(torch.cat([states[:3], states])[:7], packed, None, other := torch.empty(7, 32))

@@ -231,7 +231,8 @@ def kernels_against_floor(context: Context) -> Figures:
 
 
 def packed_products(context: Context) -> Figures:
-    """Products with packed weights, which come from memory, over those of torch with bfloat16 weights; and torch's own of four bits."""
+    """Products with packed weights, which come from memory, over those of torch with bfloat16 weights: torch's own of four bits, and for
+    many rows those with dequantised weights."""
     outer, inner = (48, 256) if context.rehearsal else (4096, 14336)
     copies = 1 if context.rehearsal else 4  # more than caches hold
     found: Figures = {}
@@ -239,16 +240,27 @@ def packed_products(context: Context) -> Figures:
     kinds = {name: [random_weight(context.device, name, outer, inner) for _ in range(copies)] for name in ("INT4_128", "FP8", "Q8_0")}
     four = [] if context.tape else [_four_bits(context.device, outer, inner) for _ in range(copies)]
     zeros = torch.zeros(inner // 128, outer, 2, device=context.device, dtype=torch.bfloat16)
-    for rows in (1, 4, 16):
+    for rows in (1, 4, 16, 128, 512):
         states = torch.randn(rows, inner, device=context.device, dtype=torch.bfloat16)
-        calls = {name: [partial(quantised.quantised_product, states, weight) for weight in weights] for name, weights in kinds.items()}
+        calls: dict[str, Sequence[Callable[[], object]]] = {
+            name: [partial(quantised.quantised_product, states, weight) for weight in weights] for name, weights in kinds.items()
+        }
         calls["torch, four bits"] = [partial(torch.ops.aten._weight_int4pack_mm, states, weight, 128, zeros) for weight in four]
+        if rows > 16 and not context.tape:
+            calls |= {f"{name}, dequantised": _dequantised_calls(states, weights) for name, weights in kinds.items()}
         base = _shared_us(context, [partial(functional.linear, states, weight) for weight in wide])
         for name, each in calls.items():
             if each and context.fits(f"{name}, {rows} rows"):
                 micros = _shared_us(context, each)
                 found[f"{name}, {rows} rows"] = {"us": micros, "bfloat16_us": base, "over_bfloat16": round(micros / base, 3)}
     return found
+
+
+def _dequantised_calls(states: Tensor, weights: Sequence[Tensor]) -> list[partial[None]]:
+    from stepgraph.graphs.layers.triton.quantised import multiply_dequantised
+
+    output = states.new_empty(len(states), len(weights[0]) * quantised.TILE)
+    return [partial(multiply_dequantised, states, weight, None, output) for weight in weights]
 
 
 def _four_bits(device: torch.device, outer: int, inner: int) -> Tensor:

@@ -1,0 +1,74 @@
+"""Products of many states with packed weights on a GPU: by the library of torch with dequantised weights, where a probe finds it faster.
+
+The program for packed weights reads them again for each 16 states, which suits decode rounds; a chunk of a prompt has more. Kernels of
+libraries for packed weights are not among the choices: they read other layouts, so weights would be kept twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from stepgraph.graphs.layers.quantised import TILE, has_packed_form, inner_size
+from stepgraph.graphs.layers.rank_sums import Exchange
+from stepgraph.sampling.cuda_graphs import replay_us, replayed
+from stepgraph.sampling.fields import reason
+from stepgraph.sampling.kernels.triton import why_no_triton
+
+ROWS = (512, 256, 128)  # of states; with fewer, the bits of a row never depend on the other rows
+MOST_COLUMNS = 1 << 16  # wider ones are experts, which are not dequantised, and heads, which have few rows
+TOLERANCE = 1e-2  # of the norm of the results: weights are rounded to 8 bits in bfloat16
+TURNS, NEVER = 7, sys.maxsize
+
+
+def choose_products(dtype: torch.dtype, weights: Iterable[Tensor], ranks: Exchange | None = None) -> str:
+    """Choose for products of states of this type with those of the weights that are packed and on a GPU, and keep the choice for the
+    process. Returns a note; empty if there are no such products. Every rank calls this: all choose what suits the slowest."""
+    packed = [each for each in weights if each.is_cuda and has_packed_form(each) and len(each) * TILE <= MOST_COLUMNS]
+    if not packed or dtype is torch.float32 or why_no_triton(packed[0].device):
+        return ""
+    from stepgraph.graphs.layers.triton import quantised as programs
+
+    found, reasons = dict[tuple[object, ...], int](), list[str]()
+    for weight in packed:
+        key = programs.product_key(weight.new_empty(0, dtype=dtype), weight)
+        if key in found:
+            continue
+        try:
+            found[key] = programs.library_rows[key] if key in programs.library_rows else _least_rows(weight, dtype)
+        except Exception as error:  # of a compiler, the allocator, a capture, or a wrong result
+            found[key] = NEVER
+            reasons.append(f"not with {TILE * len(weight)} x {inner_size(weight)}: {reason(error)}")
+    by_shape = {key[1:]: least for key, least in found.items()}  # without the device
+    for other in ranks.exchange(by_shape) if ranks else ():
+        found.update({key: max(least, other.get(key[1:], least)) for key, least in found.items()})
+    programs.library_rows.update(found)
+    counts = Counter(found.values())
+    chosen = [f"from {least} rows on for {counts[least]} of {len(found)} shapes" for least in sorted(counts) if least != NEVER]
+    return "; ".join((f"products with dequantised weights: {', '.join(chosen) or 'none'}", *reasons))
+
+
+def _least_rows(weight: Tensor, dtype: torch.dtype) -> int:
+    """From how many rows on the library is faster. RuntimeError if its result is wrong."""
+    from stepgraph.graphs.layers.triton import quantised as programs
+
+    least = NEVER
+    for rows in ROWS:
+        states = torch.randn(rows, inner_size(weight), dtype=dtype, device=weight.device)
+        results, times = list[Tensor](), list[float]()
+        for multiply in (programs.multiply_packed, programs.multiply_dequantised):
+            results.append(states.new_empty(rows, len(weight) * TILE))
+            replay = replayed(functools.partial(multiply, states, weight, None, results[-1]), weight.device)
+            times.append(replay_us(replay, TURNS))
+        packed, dequantised = (each.float() for each in results)
+        if not float((dequantised - packed).norm()) <= TOLERANCE * float(packed.norm()):  # also for NaN
+            raise RuntimeError(f"products of {rows} rows with dequantised weights are wrong")
+        if times[1] >= times[0]:
+            break
+        least = rows
+    return least
