@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.graph_key import GraphKey
@@ -15,38 +18,63 @@ CALIBRATING_ROUNDS = 3  # the first replay of a graph takes longer, and one of t
 class Calibration:
     """Replays graphs between rounds, without requests, and gives their times to the chooser."""
 
-    def __init__(self, backend: Backend, buffers: StaticBuffers, graphs: GraphSet, dummy_row: int, lengths: DraftLengthChooser) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        buffers: StaticBuffers,
+        graphs: GraphSet,
+        dummy_row: int,
+        lengths: DraftLengthChooser,
+        catch_up: Callable[[int], None] | None = None,
+    ) -> None:
         self._backend, self._buffers, self._graphs, self._dummy_row, self._lengths = backend, buffers, graphs, dummy_row, lengths
+        self._catch_up = catch_up
 
     def measure_all(self) -> None:
         """Unconstrained greedy rounds of every draft length, after the capture."""
-        buckets, costs = self._graphs.buckets, self._lengths.costs
-        fewest, most = buckets[0], buckets[-1]
+        costs, key_for = self._lengths.costs, self._graphs.key_for
+        if self._catch_up:
+            costs.catch_ups.update(self._by_rows(self._catch_up_seconds))
         for drafting in self._lengths.choices:
-            keys = {rows: self._graphs.key_for(rows, False, False, False, drafting) for rows in buckets}
-            low = self._seconds(keys[fewest])
-            high = low if most == fewest else self._seconds(keys[most])
-            for rows, key in keys.items():  # those between are about linear in the rows
-                costs.calibrate(key, low + (high - low) * (rows - fewest) / max(1, most - fewest))
+            for rows, seconds in self._by_rows(lambda rows: self._seconds(key_for(rows, False, False, False, drafting))):  # noqa: B023
+                costs.calibrate(key_for(rows, False, False, False, drafting), seconds)
+
+    def _by_rows(self, seconds_of: Callable[[int], float]) -> Iterator[tuple[int, float]]:
+        """Of the fewest and the most rows; those between are about linear in the rows."""
+        fewest, *_, most = (*self._graphs.buckets, self._graphs.buckets[-1])
+        low = seconds_of(fewest)
+        high = low if most == fewest else seconds_of(most)
+        for rows in self._graphs.buckets:
+            yield rows, low + (high - low) * (rows - fewest) / max(1, most - fewest)
 
     def measure(self, key: GraphKey) -> None:
         """Rounds of every draft length for batches like that of `key`, which is used for the first time: records their graphs."""
         if key.on_host:  # rounds of inert rows have no batch for the host nodes
             key = self._graphs.key_for(key.rows, False, False)
+        if self._catch_up and key.rows not in self._lengths.costs.catch_ups:
+            self._lengths.costs.catch_ups[key.rows] = self._catch_up_seconds(key.rows)
         for each in map(key.with_drafting, self._lengths.choices):
             self._lengths.costs.calibrate(each, self._seconds(each))
 
+    def _catch_up_seconds(self, rows: int) -> float:
+        assert self._catch_up is not None
+        catch_up = functools.partial(self._catch_up, rows)
+        return self._least(lambda: self._backend.run(catch_up))
+
     def _seconds(self, key: GraphKey) -> float:
         """Of a round of inert rows."""
-        graph, seconds, before = self._graphs[key], list[float](), dict(vars(self._backend.stats))
-        published = self._buffers.round_counters[Counter.PUBLISHED :]
+        graph, published = self._graphs[key], self._buffers.round_counters[Counter.PUBLISHED :]
+        return self._least(graph.replay, lambda: self._backend.run(lambda: published.sub_(1)))
+
+    def _least(self, work: Callable[[], object], after: Callable[[], object] = lambda: None) -> float:
+        seconds, before = list[float](), dict(vars(self._backend.stats))
         for _ in range(CALIBRATING_ROUNDS):
             self._backend.event().wait()
             self._buffers.batch_rows_ring_host.fill_(self._dummy_row)  # no launched round has still to read its batch
             begin = self._lengths.clock()
-            graph.replay()
+            work()
             self._backend.event().wait()
             seconds.append(self._lengths.clock() - begin)
-            self._backend.run(lambda: published.sub_(1))
+            after()
         vars(self._backend.stats).update(before)  # these are no rounds
         return min(seconds)

@@ -27,6 +27,7 @@ from stepgraph.graphs.row_layout import ResultRecord
 from stepgraph.runtime.request import ActiveRequest
 
 AUTO = "auto"
+_MOST_WEIGHT = 1e100
 DRAFTS_COST = 1.03  # a round with drafts takes at least this multiple of a plain one
 Costs = Mapping[Drafting, float]  # seconds of a round, for one kind of batch; PLAIN is plain decoding
 
@@ -42,11 +43,11 @@ class DraftLengthRule:
     prior_without_model: float = 0.3  # the same in rounds without the model. Lower: rounds with it show what the look-up finds
     prior_rounds: float = 3.0  # how many rounds the prior counts as
     hysteresis: float = 0.02  # another length must be better by this share
-    spell: int = 3  # minimum rounds with drafts in succession: the first one verifies none, and results arrive rounds later
+    spell: int = 3  # rounds with drafts after plain ones: the first one verifies none, and results arrive rounds later; most by one choice
     slack: float = 0.01  # share of each plain round that is credited to the account
     credit: float = 3.0  # initial account, in plain rounds
     max_credit: float = 16.0  # maximum account, in plain rounds
-    rest: int = 4  # rounds without drafts after a decision for them, unless the requests change
+    rest: int = 5  # rounds that are plain after a decision for that, unless the requests change
     stale: int = 64  # rounds after which a choice is made again, since its time may have been measured on a busier machine,
     near: float = 0.9  # if it is expected to have at least this share of the best one's tokens per second; its square after twice as many
 
@@ -60,8 +61,9 @@ class Acceptance:
     def __init__(self, longest: int, rule: DraftLengthRule, prior: Acceptance | float) -> None:
         """prior: that of all rows, or a share."""
         self._rule, self._prior = rule, prior
+        self._paused = rule.paused_discount if isinstance(prior, Acceptance) else rule.paused_discount_of_all
         self._accepted, self._reached = [0.0] * longest, [0.0] * longest
-        self._undrafted = 0.0  # rounds without drafts, by which they are not yet discounted
+        self._weight = 1.0  # of the latest round: it grows, which discounts those before
         self._rates: list[float] | None = None
         self._expected: list[float] | None = None
 
@@ -73,30 +75,21 @@ class Acceptance:
 
     def _count(self, offered: int, accepted: int, rounds: float) -> None:
         self._rates = self._expected = None
-        if not offered:
-            self._undrafted += rounds
-            return
-        self._discount(self._rule.discount**rounds)
+        self._weight *= (self._rule.discount if offered else self._paused) ** -rounds
         for position in range(min(offered, accepted + 1)):
-            self._accepted[position] += position < accepted
-            self._reached[position] += 1
-
-    def _discount(self, discount: float) -> None:
-        is_row = isinstance(self._prior, Acceptance)
-        paused = self._rule.paused_discount if is_row else self._rule.paused_discount_of_all
-        discount *= paused**self._undrafted
-        self._undrafted = 0.0
-        self._accepted = [each * discount for each in self._accepted]
-        self._reached = [each * discount for each in self._reached]
+            self._reached[position] += self._weight
+            if position < accepted:
+                self._accepted[position] += self._weight
+        if self._weight > _MOST_WEIGHT:
+            self._accepted, self._reached = ([each / self._weight for each in sums] for sums in (self._accepted, self._reached))
+            self._weight = 1.0
 
     @property
     def rates(self) -> list[float]:
         """The prior of a position is the mean of its own and the rate before it, so that longer drafts are tried where all are accepted."""
         if self._rates is None:
-            if self._undrafted:
-                self._discount(1.0)
             priors = self._prior.rates if isinstance(self._prior, Acceptance) else itertools.repeat(self._prior)
-            weight, self._rates = self._rule.prior_rounds, list[float]()
+            weight, self._rates = self._rule.prior_rounds * self._weight, list[float]()
             for accepted, reached, prior in zip(self._accepted, self._reached, priors, strict=False):
                 expected = (prior + self._rates[-1]) / 2 if self._rates else prior
                 self._rates.append((accepted + weight * expected) / (reached + weight))
@@ -141,10 +134,10 @@ class DraftLengths:
         self._accounts: dict[bool, float] = {}  # seconds, of batches with and without grammars
         # By round in flight: its account, and seconds beyond plain, if it accepts no draft
         self._at_risk: collections.deque[tuple[bool, float]] = collections.deque()
-        self._last = PLAIN  # the latest round
+        self._ended: list[tuple[Drafting, Sequence[tuple[Sources, Counts]], Costs]] = []  # rounds that the next choice learns from
+        self._last, self._risk = PLAIN, 0.0  # the latest choice, and its seconds beyond plain
+        self._same = self._held = 0  # rounds that have it already, for the same requests, and that will have it
         self._rounds, self._made = 0, dict.fromkeys(choices, 0)  # and when each choice was made
-        self._spell = 0  # rounds with drafts in succession
-        self._rest = 0  # rounds of `_rows` that are plain without another decision
         self._rows: Sequence[tuple[Sources, int]] = ()
 
     def row(self, constrained: bool = False) -> Sources:
@@ -156,34 +149,44 @@ class DraftLengths:
     ) -> Drafting:
         """For a round of rows, each with its most drafts. Counts the round as in flight until `add`. choices: of this round, if not all.
         constrained: with grammars."""
-        if self._rest and rows == self._rows:
-            self._rest -= 1
-            self._at_risk.append((constrained, 0.0))
-            return PLAIN
-        rounds = 1 if self._last.length else self._rule.spell  # a spell is only started if it can be paid
-        room = self.account(constrained, costs) - sum(risk for kind, risk in self._at_risk if kind == constrained)
-        paid = {each: costs[each] for each in choices or self._choices if rounds * (costs[each] - costs[PLAIN]) <= max(0.0, room)}
-        chosen = self._best(rows, paid) if len(paid) > 1 else PLAIN
-        self._last, self._spell = chosen, self._spell + 1 if chosen.length else 0
-        self._rounds = self._made[chosen] = self._rounds + 1
-        self._rest, self._rows = 0 if chosen.length else self._rule.rest, rows
-        self._at_risk.append((constrained, costs[chosen] - costs[PLAIN]))
-        return chosen
+        self._rounds += 1
+        if self._held and rows == self._rows and self._last in (choices or self._choices):
+            self._held -= 1
+        else:  # for several rounds, so that it takes little time: for a quarter of those that had the same choice
+            rule, plain, before = self._rule, costs[PLAIN], self._last
+            room = self.account(constrained, costs) - sum(risk for kind, risk in self._at_risk if kind == constrained)
+            paid = {each: costs[each] for each in choices or self._choices if rule.spell * (costs[each] - plain) <= max(0.0, room)}
+            self._last = self._best(rows, paid) if len(paid) > 1 else PLAIN
+            self._same = self._same if self._last == before and rows == self._rows else 0
+            again = max(1, min(self._same // 4, rule.spell)) if before.length else rule.spell
+            self._held = (again if self._last.length else rule.rest) - 1
+            self._same += self._held + 1
+            self._rows, self._risk = rows, costs[self._last] - plain
+        self._made[self._last] = self._rounds
+        self._at_risk.append((constrained, self._risk))
+        return self._last
 
     def add(self, drafting: Drafting, results: Sequence[tuple[Sources, Counts]], costs: Costs) -> None:
-        """The oldest round in flight has ended."""
-        plain, (constrained, _) = costs[PLAIN], self._at_risk.popleft()
-        for row, counts in results:
-            for model, acceptance in row.items():
-                acceptance.add(*counts[model], len(results))
-        if drafting.length:
-            earned = (1 + sum(counts[True][1] for _, counts in results) / max(len(results), 1)) * plain - costs[drafting]
-        else:
-            earned = self._rule.slack * plain
-        self._accounts[constrained] = min(self._rule.max_credit * plain, self.account(constrained, costs) + earned)
+        """The oldest round in flight has ended. Read when a choice is made: between two rounds, the code and data are in no cache."""
+        self._ended.append((drafting, results, costs))
+
+    def _learn(self) -> None:
+        for drafting, results, costs in self._ended:
+            plain, (constrained, _) = costs[PLAIN], self._at_risk.popleft()
+            for row, counts in results:
+                for model, acceptance in row.items():
+                    acceptance.add(*counts[model], len(results))
+            if drafting.length:
+                earned = (1 + sum(counts[True][1] for _, counts in results) / max(len(results), 1)) * plain - costs[drafting]
+            else:
+                earned = self._rule.slack * plain
+            account = self._accounts.setdefault(constrained, self._rule.credit * plain)
+            self._accounts[constrained] = min(self._rule.max_credit * plain, account + earned)
+        self._ended.clear()
 
     def account(self, constrained: bool, costs: Costs) -> float:
         """Seconds that batches with or without grammars may lose."""
+        self._learn()
         return self._accounts.setdefault(constrained, self._rule.credit * costs[PLAIN])
 
     def _best(self, rows: Sequence[tuple[Sources, int]], costs: Costs) -> Drafting:
@@ -194,8 +197,6 @@ class DraftLengths:
             for each in costs
             if each.length <= longest
         }
-        if 0 < self._spell < self._rule.spell and self._last in rates:
-            return self._last
         best = max(rates, key=rates.__getitem__, default=PLAIN)
         for each, rate in rates.items():
             age = (self._rounds - self._made[each]) / self._rule.stale
@@ -214,11 +215,12 @@ class _Measured(NamedTuple):
 
 
 class RoundCosts:
-    """Seconds of a round by graph key and context, with which drafts cost more: measured at capture, without one, then in all rounds."""
+    """Seconds of a round, and of what the draft model does later for its tokens, by graph key and context: measured from the capture on."""
 
     def __init__(self, choices: Sequence[Drafting], weight: float = 0.05) -> None:
         self._choices, self._weight = choices, weight
         self._measured: dict[tuple[GraphKey, int], _Measured] = {}  # by key, with FULL drafts, and binary digits of the context
+        self.catch_ups: dict[int, float] = {}  # seconds of the draft model for skipped tokens, by rows
 
     def of(self, key: GraphKey, context: int = 0) -> Costs:
         """For batches like that of `key`, at first those of the most similar ones. Current also after later calls of `add`."""
@@ -239,7 +241,7 @@ class RoundCosts:
     def calibrate(self, key: GraphKey, seconds: float) -> None:
         """`key` with its drafting."""
         costs = self._measured.setdefault((key.with_drafting(FULL), 0), _Measured({}, {}, {})).seconds
-        costs[key.drafting] = seconds
+        costs[key.drafting] = seconds + self._later(key.rows, key.drafting)
         self._bound_plain(costs, key.drafting)
 
     def add(self, key: GraphKey, drafting: Drafting, seconds: float, context: int = 0) -> None:
@@ -250,12 +252,17 @@ class RoundCosts:
         others, counts[drafting], latest[drafting] = before - latest.get(drafting, 0), rounds, before + 1
         if rounds == 1:
             return  # the first replay of a graph takes longer
+        seconds += self._later(key.rows, drafting)
         weight = max(self._weight, 1 / rounds, min(others / (2 * DEFAULT_RULE.stale), 0.5))
         change = 1 + weight * (min(seconds / costs[drafting], 2) - 1)  # at most twice: an interrupted round says nothing about its drafts
         for each in costs:
             costs[each] *= change if each == drafting else 1 if others else math.sqrt(change)
         if drafting.length:
             self._bound_plain(costs, drafting)
+
+    def _later(self, rows: int, drafting: Drafting) -> float:
+        skipped = 0 if drafting.length and drafting.model else drafting.length + 1
+        return skipped / MAX_SKIPPED * self.catch_ups.get(rows, 0.0)
 
     @staticmethod
     def _bound_plain(costs: dict[Drafting, float], drafting: Drafting) -> None:

@@ -54,7 +54,7 @@ class InFlight:
     ) -> None:
         self._backend, self._buffers, self._graphs, self._host = backend, buffers, graphs, host
         self._states, self._lengths, self._catch_up = states, lengths, catch_up
-        self._calibration = Calibration(backend, buffers, graphs, limits.dummy_row, lengths) if lengths else None
+        self._calibration = Calibration(backend, buffers, graphs, limits.dummy_row, lengths, catch_up) if lengths else None
         self._idle_at = 0.0  # when the device had ended the latest collected round; infinity if unknown
         self._other_work = False  # since the latest launch: the time of the next round includes it
         self._ring_depth, self._dummy_row = limits.ring_depth, limits.dummy_row

@@ -282,7 +282,20 @@ def test_costs_are_measured_for_every_length() -> None:
     assert lengths is not None and lengths.choices == tuple(map(Drafting, (0, 1, 3)))
     for rows, constrained in itertools.product((1, 2), (False, True)):
         assert all(0 < seconds < 10 for seconds in lengths.costs.of(GraphKey(rows, constrained)).values())
+    assert lengths.costs.catch_ups.keys() == {1, 2} and all(seconds > 0 for seconds in lengths.costs.catch_ups.values())
     engine.close()
+
+
+def test_costs_include_what_the_draft_model_does_later_for_skipped_tokens() -> None:
+    choices = PLAIN, Drafting(7), Drafting(7, False)
+    key, costs = GraphKey(2, False), RoundCosts(choices)
+    costs.catch_ups[2] = 3.2  # for 32 tokens
+    for drafting in choices:
+        costs.calibrate(key.with_drafting(drafting), 5.0 if drafting.length else 4.0)
+    assert costs.of(key) == pytest.approx({PLAIN: 4.1, Drafting(7): 5.0, Drafting(7, False): 5.8})
+    for _ in range(2):  # as expected: nothing changes
+        costs.add(key, Drafting(7, False), 5.0)
+    assert costs.of(key)[Drafting(7, False)] == pytest.approx(5.8)
 
 
 @needs_c
