@@ -253,7 +253,7 @@ class RoundCosts:
         if rounds == 1:
             return  # the first replay of a graph takes longer
         seconds += self._later(key.rows, drafting)
-        weight = max(self._weight, 1 / rounds, min(others / (2 * DEFAULT_RULE.stale), 0.5))
+        weight = max(self._weight, 1 / rounds, min(others / (4 * DEFAULT_RULE.stale), 0.25))
         change = 1 + weight * (min(seconds / costs[drafting], 2) - 1)  # at most twice: an interrupted round says nothing about its drafts
         for each in costs:
             costs[each] *= change if each == drafting else 1 if others else math.sqrt(change)
