@@ -112,6 +112,7 @@ PARSED = {  # the others, and why they do not run here
     "python tools/bench_demo.py": "needs the demonstration's model",
     "python tools/bench_demo.py --acceptance 20": "needs the demonstration's model",
     "python tools/bench_demo.py --grammar-rounds 1000": "needs the demonstration's model",
+    "python tools/bench_demo.py --hidden 200": "needs the demonstration's model",
     "python tools/gpu_pack.py --out bundle": "downloads wheels",
     "python tools/nsys_report.py /tmp/bench.rounds.json --png timeline.png": "tests/tools/profiling runs it",
     "stepgraph serve MODEL": "a server; tests/runtime/serve starts it",

@@ -4,6 +4,7 @@
     python tools/bench_demo.py --prompts 1 --legal 100      and 500 answers validated against their schemas
     python tools/bench_demo.py --acceptance 20              instead: tokens per round by drafters, on five schemas that training never saw
     python tools/bench_demo.py --grammar-rounds 1000        instead: a constrained round over an unconstrained one, by turns
+    python tools/bench_demo.py --hidden 200                 instead: the share of host grammar work that is hidden, for every drafter
 
 Tokens per second count from a request's first token on, since prefill costs all variants the same. Greedy decoding.
 """
@@ -26,7 +27,7 @@ from tqdm import tqdm
 from stepgraph import Constraint, Engine, EngineConfig, FinishReason
 from stepgraph.runtime.demo.pair import DRAFTS, head_path, target_path
 from stepgraph.runtime.demo.variants import LOOK_UP, Case, Pair, Variant, open_pair, tokens_per_second, variants
-from tools.bench import constrained_round
+from tools.bench import constrained_round, hidden_time
 from tools.origin import origin
 from tools.train.demo.collect import LONGEST_PROMPT, encoded
 from tools.train.demo.measure import VARIANTS, measure
@@ -244,17 +245,21 @@ def main(arguments: list[str] | None = None) -> int:
     add("--legal", type=int, default=0, metavar="N", help="validated prompts of each schema, 0 for none (default: %(default)s)")
     add("--acceptance", type=int, default=0, metavar="N", help="only tokens per round, of N prompts of each schema (default: the table)")
     add("--grammar-rounds", type=int, default=0, metavar="N", help="only N turns of a constrained and a free round (default: the table)")
+    add("--hidden", type=int, default=0, metavar="N", help="only the hidden share of host work, in N rounds (default: the table)")
     add("--threads", type=int, default=1, metavar="N", help="torch threads, for every variant (default: %(default)s)")
     add("--no-baseline", action="store_true", help="leave transformers out")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    show = acceptance_lines if options.acceptance else constrained_round.lines if options.grammar_rounds else lines
+    chosen = {acceptance_lines: options.acceptance, constrained_round.lines: options.grammar_rounds, hidden_time.lines: options.hidden}
+    show = next((each for each, number in chosen.items() if number), lines)
     try:
         if options.acceptance:
             found = acceptance(options.acceptance)
         elif options.grammar_rounds:
             pair = open_pair(ROUND_DRAFTS, sys.stderr.isatty())
             found = origin() | constrained_round.report(pair, ROUND_DRAFTS, options.grammar_rounds)
+        elif options.hidden:
+            found = origin() | hidden_time.report(open_pair(options.drafts, sys.stderr.isatty()), options.drafts, options.hidden)
         else:
             found = report(options.drafts, options.prompts, options.repeats, options.legal, options.threads, not options.no_baseline)
     except ValueError as error:

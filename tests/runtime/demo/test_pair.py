@@ -17,7 +17,7 @@ from stepgraph.runtime.models.ngram import NgramLookup
 from tests.helpers.application_schemas import APPLICATIONS, in_json_schema, large
 from tests.sampling.grammar.schema.test_applications import random_text
 from tools import bench_demo
-from tools.bench import constrained_round
+from tools.bench import constrained_round, hidden_time
 from tools.train.demo.collect import LONGEST_PROMPT, encoded
 from tools.train.demo.prompts import prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS
@@ -129,6 +129,15 @@ def test_bench_demo_compares_rounds_with_and_without_a_grammar(pair: Pair) -> No
     found = constrained_round.report(pair, bench_demo.ROUND_DRAFTS, turns=5)
     assert found["masks_filled_on_the_host"] == 0 < found["constrained_over_free"]["p50"] and len(found["ms_per_round"]) == 2
     assert f"goal {found['goal']}" in "".join(constrained_round.lines(found))
+
+
+def test_host_grammar_work_is_listed_for_every_drafter(pair: Pair) -> None:
+    found = hidden_time.report(pair, DRAFTS, rounds=12)
+    device, host = found["lanes"]["device"], found["lanes"]["host"]
+    assert device.keys() == host.keys() and len(device) == 6
+    assert all((row["host_nodes"], row["share_hidden"]) == (0, None) for row in device.values())
+    assert all(row["host_nodes"] >= row["rounds"] == 12 and 0 < row["share_hidden"] <= 1 for row in host.values())
+    assert len(list(hidden_time.lines(found))) == 14
 
 
 def test_the_pair_has_a_name() -> None:
