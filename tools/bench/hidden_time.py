@@ -36,8 +36,7 @@ def report(pair: Pair, drafts: int, rounds: int) -> dict[str, Any]:
     prompts = list(encoded(target_path(), (prompt(FIRST_SEED, kind, held_out=True) for kind in MEASURED)))
     found: dict[str, dict[str, Any]] = {lane: {} for lane in LANES}
     for lane, (name, (draft, options)) in ((lane, each) for lane in LANES for each in drafters.items()):
-        length: dict[str, Any] = {"num_speculative_tokens": drafts, "draft_length": drafts} if draft else {"num_speculative_tokens": 0}
-        config = EngineConfig(max_rows=1, max_length=LONGEST_PROMPT + NEW_TOKENS, greedy_only=True, grammar_lane=lane, **length, **options)
+        config = EngineConfig(max_rows=1, max_length=LONGEST_PROMPT + NEW_TOKENS, greedy_only=True, grammar_lane=lane, **options)
         with Engine(pair.target, draft, vocabulary=pair.vocabulary, config=config) as engine:
             engine.capture()
             with engine.trace(rounds) as trace:
