@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stepgraph.graphs.layers.quantised import TILE, has_packed_form, inner_size
 from stepgraph.graphs.layers.rank_sums import Exchange
-from stepgraph.sampling.cuda_graphs import replay_us, replayed
+from stepgraph.sampling.cuda_graphs import empty_cache, replay_us, replayed
 from stepgraph.sampling.fields import reason
 from stepgraph.sampling.kernels.triton import why_no_triton
 
@@ -40,7 +40,8 @@ def choose_products(dtype: torch.dtype, weights: Iterable[Tensor], ranks: Exchan
         if key in found:
             continue
         try:
-            found[key] = programs.library_rows[key] if key in programs.library_rows else _least_rows(weight, dtype)
+            with torch.cuda.device(weight.device):
+                found[key] = programs.library_rows[key] if key in programs.library_rows else _least_rows(weight, dtype)
         except Exception as error:  # of a compiler, the allocator, a capture, or a wrong result
             found[key] = NEVER
             reasons.append(f"not with {TILE * len(weight)} x {inner_size(weight)}: {reason(error)}")
@@ -48,6 +49,7 @@ def choose_products(dtype: torch.dtype, weights: Iterable[Tensor], ranks: Exchan
     for other in ranks.exchange(by_shape) if ranks else ():
         found.update({key: max(least, other.get(key[1:], least)) for key, least in found.items()})
     programs.library_rows.update(found)
+    empty_cache()  # results and graphs of the probe
     counts = Counter(found.values())
     chosen = [f"from {least} rows on for {counts[least]} of {len(found)} shapes" for least in sorted(counts) if least != NEVER]
     return "; ".join((f"products with dequantised weights: {', '.join(chosen) or 'none'}", *reasons))
