@@ -160,6 +160,7 @@ constexpr int64_t ALIKE_STEPS = 50'000'000; // moves that are compared to find s
 // Followed before states that are alike are searched for, and before parts of the tree are shared, which takes longer where few states are alike.
 constexpr int64_t MOVES_PER_STEP = 8, STEPS_PER_MOVE = 2;
 constexpr size_t MAX_BELOW = 8'000'000; // words
+constexpr size_t MANY_WORDS = 64; // and their bits
 
 static Ints bits_of(const Ints &tokens, int32_t words) {
     Ints row((size_t)words, 0);
@@ -230,46 +231,10 @@ image_vocabulary Vocabulary::view() const {
 
 namespace {
 
-// A row of bits.
-struct Row {
-    std::vector<uint32_t> bits; // [words], a multiple of BLOCK
-    Ints touched; // the words other than zero in order, once they are listed
-
-    explicit Row(size_t words) : bits((words / BLOCK + 1) * BLOCK, 0) {}
-
-    void set(int32_t word, uint32_t more) { bits[(size_t)word] |= more; }
-
-    void list_touched() {
-        touched.clear();
-        for (size_t begin = 0; begin < bits.size(); begin += BLOCK) {
-            uint32_t any = 0;
-            for (size_t at = begin; at < begin + BLOCK; at++) any |= bits[at];
-            size_t count = touched.size();
-            touched.resize(count + (any ? BLOCK : 0));
-            for (size_t at = begin; any && at < begin + BLOCK; count += bits[at++] != 0) touched[count] = (int32_t)at; // no branch per word
-            touched.resize(count);
-        }
-    }
-
-    uint64_t hash() const {
-        uint64_t sum = 0;
-        for (int32_t word : touched) sum += mixed((uint64_t)word << 32 | bits[(size_t)word]);
-        return sum;
-    }
-
-    void clear() { // after they are listed
-        for (int32_t word : touched) bits[(size_t)word] = 0;
-    }
-
-private:
-    static constexpr size_t BLOCK = 16;
-};
-
 // A row of which few words are other than zero.
 struct SparseRow {
     std::vector<uint32_t> bits; // [words]
     std::vector<uint64_t> used, any_used; // one bit per word that may be other than zero, and one per element of `used`
-    Ints touched; // these words in order, once they are listed
 
     explicit SparseRow(size_t words) : bits(words, 0), used(words / 64 + 1, 0), any_used(used.size() / 64 + 1, 0) {}
 
@@ -279,18 +244,16 @@ struct SparseRow {
         any_used[(size_t)word / 4096] |= 1ull << word / 64 % 64;
     }
 
-    void list_touched() {
-        touched.clear();
+    // Adds these words in order, and their bits, by turns. None remains.
+    void move_to(Ints &pairs) {
         for (size_t block = 0; block < any_used.size(); block++)
-            for (uint64_t any = any_used[block]; any; any &= any - 1) {
+            for (uint64_t any = std::exchange(any_used[block], 0); any; any &= any - 1) {
                 size_t at = block * 64 + (size_t)__builtin_ctzll(any);
-                for (uint64_t left = used[at]; left; left &= left - 1) touched.push_back((int32_t)at * 64 + __builtin_ctzll(left));
+                for (uint64_t left = std::exchange(used[at], 0); left; left &= left - 1) {
+                    size_t word = at * 64 + (size_t)__builtin_ctzll(left);
+                    pairs.push_back((int32_t)word), pairs.push_back((int32_t)std::exchange(bits[word], 0));
+                }
             }
-    }
-
-    void clear() { // after they are listed
-        for (int32_t word : touched) bits[(size_t)word] = 0, used[(size_t)word / 64] = 0;
-        std::fill(any_used.begin(), any_used.end(), 0);
     }
 };
 
@@ -298,7 +261,7 @@ class Masks {
 public:
     Masks(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits)
         : automaton(automaton), vocabulary(vocabulary), limits(limits), narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(bytes_by_class(automaton)), quote(bytes_of[automaton.class_of['"']].size() == 1 ? automaton.class_of['"'] : -1), table(automaton.classes, quote),
-          row((size_t)vocabulary.words), ordered(vocabulary.starts.size() / 32 + 1), top_at((size_t)vocabulary.longest + 1), pushed((size_t)vocabulary.longest + 1) {
+          row((size_t)vocabulary.words), part_row(row), ordered(vocabulary.starts.size() / 32 + 1), top_at((size_t)vocabulary.longest + 1), pushed((size_t)vocabulary.longest + 1) {
         find_steps();
     }
 
@@ -328,7 +291,7 @@ public:
                 if (is_new) row_of_parts.push_back(-1);
                 known = &row_of_parts[(size_t)number];
                 for (size_t part = 0; is_new && part < NUM_PARTS; part++)
-                    each_word(parts[part], [&](int32_t word, uint32_t bits) { set_ordered(vocabulary.tries[part], word, bits); });
+                    set_part(part, parts[part]);
             } else if (int32_t number = suffix_key(state, base); number >= 0) {
                 known = &row_of_suffixes[(size_t)number];
                 Ints &crossed_by_all = crossing_of_suffixes[(size_t)number];
@@ -344,9 +307,9 @@ public:
             } else {
                 for (const Trie &trie : vocabulary.tries) {
                     walk_tokens(trie, Trie::ROOT, 0, state, 0);
-                    ordered.list_touched();
-                    for (int32_t word : ordered.touched) set_ordered(trie, word, ordered.bits[word]);
-                    ordered.clear();
+                    packed.clear();
+                    ordered.move_to(packed);
+                    set_ordered(trie, packed.data(), packed.size(), row);
                 }
             }
             if (automaton.symbols) std::sort(crossing[state].begin(), crossing[state].end());
@@ -689,7 +652,7 @@ private:
         }
         const Below &found = below[(size_t)at->second];
         followed = std::max(followed, found.followed);
-        each_word(found.bits, [&](int32_t word, uint32_t bits) { ordered.set(word, bits); });
+        set_words(below_bits.values(found.bits), below_bits.length(found.bits), ordered);
         append_crossed(found);
         return true;
     }
@@ -702,21 +665,19 @@ private:
         Ints found, *outer = std::exchange(crossed, &found);
         walk();
         crossed = outer;
-        ordered.list_touched();
         packed.clear();
-        for (int32_t word : ordered.touched) packed.push_back(word), packed.push_back((int32_t)ordered.bits[word]);
+        ordered.move_to(packed);
         size_t begin = below_crossed.size();
         below_crossed.insert(below_crossed.end(), found.begin(), found.end());
-        ordered.clear();
         std::swap(ordered, spare);
         level--;
         below.push_back({below_bits.add(packed).number, {begin, below_crossed.size()}, followed});
         return (int32_t)below.size() - 1;
     }
 
-    template <class Found> void each_word(int32_t number, const Found &found) const {
-        const int32_t *values = below_bits.values(number);
-        for (size_t at = 0; at < below_bits.length(number); at += 2) found(values[at], (uint32_t)values[at + 1]);
+    // Words and their bits, by turns.
+    static void set_words(const int32_t *pairs, size_t size, SparseRow &to) {
+        for (size_t at = 0; at < size; at += 2) to.set(pairs[at], (uint32_t)pairs[at + 1]);
     }
 
     void append_crossed(const Below &found) {
@@ -724,9 +685,26 @@ private:
         crossed->insert(crossed->end(), begin + (int64_t)found.crossed.begin, begin + (int64_t)found.crossed.end);
     }
 
-    // Set tokens that are given by their place in the order of a tree.
-    void set_ordered(const Trie &trie, int32_t word, uint32_t bits) {
-        for (; bits; bits &= bits - 1) set(trie.tokens[(size_t)word * 32 + (size_t)__builtin_ctz(bits)]);
+    // Set tokens that are given by their places in the order of a tree.
+    static void set_ordered(const Trie &trie, const int32_t *pairs, size_t size, SparseRow &to) {
+        for (size_t at = 0; at < size; at += 2)
+            for (auto bits = (uint32_t)pairs[at + 1]; bits; bits &= bits - 1) {
+                int32_t token = trie.tokens[(size_t)pairs[at] * 32 + (size_t)__builtin_ctz(bits)];
+                to.set(token / 32, 1u << (token % 32));
+            }
+    }
+
+    // Set the tokens of a tree, given by their number in `below_bits`. Where they are many, several rows have them.
+    void set_part(size_t part, int32_t number) {
+        const int32_t *pairs = below_bits.values(number);
+        size_t size = below_bits.length(number);
+        if (size < MANY_WORDS) return set_ordered(vocabulary.tries[part], pairs, size, row);
+        Ints &words = words_of_part[part][number];
+        if (words.empty()) {
+            set_ordered(vocabulary.tries[part], pairs, size, part_row);
+            part_row.move_to(words);
+        }
+        set_words(words.data(), words.size(), row);
     }
 
     // Set the tokens below a node, after so many bytes, whose text after it is plain.
@@ -919,13 +897,13 @@ private:
     // Set the tokens that are not plain, if any plain characters before their suffix lead to `inside`. The row is empty.
     void set_suffixes(int32_t inside) {
         Ints &words = suffix_words[suffixes_number(inside)]; // and their bits, by turns
-        for (size_t at = 0; at < words.size(); at += 2) row.set(words[at], (uint32_t)words[at + 1]);
-        if (!words.empty()) return;
-        for (bool several : {false, true}) each_suffix_token(suffixes_of(inside, several).legal, [&](int32_t token) { set(token); });
-        if (suffix_words_size > MAX_BELOW) return;
-        row.list_touched();
-        for (int32_t word : row.touched) words.push_back(word), words.push_back((int32_t)row.bits[(size_t)word]);
-        suffix_words_size += words.size();
+        if (words.empty()) {
+            for (bool several : {false, true}) each_suffix_token(suffixes_of(inside, several).legal, [&](int32_t token) { set(token); });
+            if (suffix_words_size > MAX_BELOW) return;
+            row.move_to(words);
+            suffix_words_size += words.size();
+        }
+        set_words(words.data(), words.size(), row);
     }
 
     void add_crossing_suffixes(int32_t start, int32_t inside) {
@@ -1018,59 +996,55 @@ private:
         }
     }
 
-    // The number of the row that was built over a base: an equal one, or a new one.
+    // The number of the row that was built over a base: an equal one, or a new one. Rows without a base have different parts.
     int32_t take_row(int32_t base) {
-        row.list_touched();
-        if (base != -1) { // words that the base has anyway are no change
-            const int32_t *plain = vocabulary.plain.data() + (size_t)(-2 - base) * vocabulary.words;
-            auto is_same = [&](int32_t word) {
-                row.bits[word] |= (uint32_t)plain[word];
-                if (row.bits[word] != (uint32_t)plain[word]) return false;
-                row.bits[word] = 0;
-                return true;
-            };
-            row.touched.erase(std::remove_if(row.touched.begin(), row.touched.end(), is_same), row.touched.end());
+        packed.clear();
+        row.move_to(packed);
+        if (base == -1) return add_row(base);
+        const int32_t *plain = vocabulary.plain.data() + (size_t)(-2 - base) * (size_t)vocabulary.words;
+        size_t kept = 0;
+        uint64_t hash = (uint64_t)base;
+        for (size_t at = 0; at < packed.size(); at += 2) { // words that the base has anyway are no change
+            int32_t word = packed[at], bits = packed[at + 1] | plain[word];
+            if (bits == plain[word]) continue;
+            packed[kept++] = word, packed[kept++] = bits;
+            hash += mixed((uint64_t)word << 32 | (uint32_t)bits);
         }
-        uint64_t hash = mixed(row.hash() + (uint64_t)base);
-        int32_t found = -1;
-        for (int32_t other : rows_by_hash[hash])
-            if (is_equal(other, base)) found = other;
-        if (found < 0) found = add_row(base), rows_by_hash[hash].push_back(found);
-        row.clear();
-        return found;
+        packed.resize(kept);
+        Ints &rows = rows_by_hash[hash];
+        auto same = std::find_if(rows.begin(), rows.end(), [&](int32_t other) { return is_equal(other, base); });
+        if (same != rows.end()) return *same;
+        rows.push_back(add_row(base));
+        return rows.back();
     }
 
     bool is_equal(int32_t other, int32_t base) const {
-        if (built_on[other] != base || (size_t)built_size[other] != row.touched.size()) return false;
-        if (base_of[other] >= 0) { // dense
-            const std::vector<uint32_t> &dense_row = dense[(size_t)base_of[other]];
-            return std::all_of(row.touched.begin(), row.touched.end(), [&](int32_t word) { return dense_row[word] == row.bits[word]; });
-        }
-        for (size_t at = 0; at < row.touched.size(); at++) {
-            size_t from = (size_t)change_start[other] + at;
-            if (change_word[from] != row.touched[at] || change_value[from] != (int32_t)row.bits[row.touched[at]]) return false;
+        if (built_on[other] != base || (size_t)built_size[other] != packed.size()) return false;
+        const uint32_t *dense_row = base_of[other] < 0 ? nullptr : dense[(size_t)base_of[other]].data();
+        for (size_t at = 0; at < packed.size(); at += 2) {
+            size_t from = (size_t)change_start[other] + at / 2;
+            if (dense_row ? (int32_t)dense_row[packed[at]] != packed[at + 1] : change_word[from] != packed[at] || change_value[from] != packed[at + 1]) return false;
         }
         return true;
     }
 
-    int32_t add_row(int32_t base) {
-        auto is_text = [&](int32_t word) { return (row.bits[(size_t)word] & ~(uint32_t)vocabulary.stop_words[(size_t)word]) != 0; };
-        auto is_set = [&](int32_t token) { return row.bits[(size_t)token / 32] >> token % 32 & 1; };
-        bool any_text = std::any_of(row.touched.begin(), row.touched.end(), is_text);
-        bool any_stop = std::any_of(vocabulary.stops.begin(), vocabulary.stops.end(), is_set);
-        status_of.push_back(any_text || base != -1 ? 1 : any_stop ? 2 : 4); // MaskStatus OK, COMPLETE, DEAD_END
+    int32_t add_row(int32_t base) { // of the words in `packed`
+        bool any_text = false;
+        for (size_t at = 0; at < packed.size(); at += 2) any_text |= (packed[at + 1] & ~vocabulary.stop_words[(size_t)packed[at]]) != 0;
+        status_of.push_back(any_text || base != -1 ? 1 : packed.empty() ? 4 : 2); // MaskStatus OK, DEAD_END, COMPLETE
         built_on.push_back(base);
-        built_size.push_back((int32_t)row.touched.size());
+        built_size.push_back((int32_t)packed.size());
         change_start.push_back((int32_t)change_word.size());
-        if (row.touched.size() * 4 > (size_t)vocabulary.words) { // a change takes two words
-            base_of.push_back((int32_t)dense.size());
+        bool is_dense = packed.size() * 2 > (size_t)vocabulary.words; // a change takes two words
+        base_of.push_back(is_dense ? (int32_t)dense.size() : base);
+        if (is_dense) {
             const int32_t *plain = vocabulary.plain.data() + (size_t)(-2 - base) * (size_t)vocabulary.words;
             if (base != -1) dense.emplace_back(plain, plain + vocabulary.words);
             else dense.emplace_back((size_t)vocabulary.words, 0);
-            for (int32_t word : row.touched) dense.back()[(size_t)word] = row.bits[(size_t)word];
-        } else {
-            base_of.push_back(base);
-            for (int32_t word : row.touched) change_word.push_back(word), change_value.push_back((int32_t)row.bits[word]);
+        }
+        for (size_t at = 0; at < packed.size(); at += 2) {
+            if (is_dense) dense.back()[(size_t)packed[at]] = (uint32_t)packed[at + 1];
+            else change_word.push_back(packed[at]), change_value.push_back(packed[at + 1]);
         }
         check_size(4 * (int64_t)(dense.size() * (size_t)vocabulary.words + 2 * change_word.size() + automaton.next.size() / (narrow ? 2 : 1)));
         return (int32_t)base_of.size() - 1;
@@ -1215,7 +1189,8 @@ private:
     Ints below_crossed, *crossed = nullptr; // tokens whose legality depends on the stack; of the state or the part that is being walked
     std::deque<SparseRow> spares; // of the parts of the tree that are being walked
     size_t level = 0; // of these
-    Row row; // being built
+    SparseRow row, part_row; // being built
+    std::array<std::unordered_map<int32_t, Ints>, NUM_PARTS> words_of_part; // words of rows, and their bits, by turns; by number in `below_bits`
     SparseRow ordered; // the tokens of a tree, in its order: those below a node are neighbours
     struct Pushed { int32_t symbol, below, size; }; // a symbol, the one below it as in top_at, and the number with those below
     Ints top_at; // [bytes] where in `pushed` the top of the stack is after so many bytes; 0: it is empty
