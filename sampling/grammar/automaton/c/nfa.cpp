@@ -311,26 +311,27 @@ private:
 
 class Memo { // (expression, or ~rule, and continuation) -> state, by open addressing
 public:
-    int32_t find(int32_t expression, int32_t continuation) const { return slots[slot_of(expression, continuation)].state; } // NONE: unknown
-    void set(int32_t expression, int32_t continuation, int32_t state) {
-        Slot &slot = slots[slot_of(expression, continuation)];
-        bool is_new = slot.state == NONE;
-        slot = {expression, continuation, state};
-        if (!is_new || ++used * 2 < slots.size()) return;
-        std::vector<Slot> before(slots.size() * 2);
-        before.swap(slots);
-        for (const Slot &slot : before)
-            if (slot.state != NONE) slots[slot_of(slot.expression, slot.continuation)] = slot;
+    // NONE: unknown; it has to be set. Valid until the next call.
+    int32_t &state(int32_t expression, int32_t continuation) {
+        if (used * 2 >= slots.size()) {
+            std::vector<Slot> before(slots.size() * 2);
+            before.swap(slots);
+            for (const Slot &slot : before)
+                if (slot.state != NONE) slot_of(slot.expression, slot.continuation) = slot;
+        }
+        Slot &slot = slot_of(expression, continuation);
+        if (slot.state == NONE) slot = {expression, continuation, NONE}, used++;
+        return slot.state;
     }
     static constexpr int32_t NONE = -1, OPEN = -2; // OPEN: it is being built, and nothing has referred to it yet
 
 private:
     struct Slot { int32_t expression = 0, continuation = 0, state = NONE; };
-    size_t slot_of(int32_t expression, int32_t continuation) const {
+    Slot &slot_of(int32_t expression, int32_t continuation) {
         uint64_t key = ((uint64_t)(uint32_t)expression << 32 | (uint32_t)continuation) * 0x9e3779b97f4a7c15ull;
         size_t at = (size_t)(key ^ key >> 32) & (slots.size() - 1);
         while (slots[at].state != NONE && (slots[at].expression != expression || slots[at].continuation != continuation)) at = (at + 1) & (slots.size() - 1);
-        return at;
+        return slots[at];
     }
     std::vector<Slot> slots = std::vector<Slot>(1024);
     size_t used = 0;
@@ -374,13 +375,13 @@ private:
 
     // The state for a key of the memo, which `build` finds. A recursion inside of it returns to a state of its own before that.
     template <class Build> int32_t once(int32_t key, int32_t continuation, const Build &build) {
-        int32_t known = memo.find(key, continuation);
-        if (known == Memo::OPEN) memo.set(key, continuation, known = state_before(continuation));
+        int32_t &known = memo.state(key, continuation);
+        if (known == Memo::OPEN) known = state_before(continuation);
         if (known != Memo::NONE) return known;
-        memo.set(key, continuation, Memo::OPEN);
-        int32_t found = build(), start = memo.find(key, continuation);
-        if (start == Memo::OPEN) memo.set(key, continuation, start = found);
-        else follow(start, found);
+        known = Memo::OPEN;
+        int32_t found = build(), &start = memo.state(key, continuation);
+        if (start == Memo::OPEN) return start = found;
+        follow(start, found);
         return start;
     }
 
@@ -470,7 +471,7 @@ private:
     // A left-linear component: one state per rule that means "this rule is complete".
     int32_t left_rule(int32_t number, int32_t continuation, const std::set<int32_t> &component) {
         int32_t start = state_before(continuation);
-        memo.set(~number, continuation, start);
+        memo.state(~number, continuation) = start;
         std::map<int32_t, int32_t> complete;
         for (int32_t member : component) complete[member] = state_before(continuation);
         follow(complete[number], continuation);
