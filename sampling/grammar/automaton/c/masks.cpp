@@ -379,10 +379,19 @@ private:
         std::vector<Ints> after(states); // states after one character
         std::vector<char> some(states, 0), all(states, 1); // whether any, whether every plain character is legal
         std::vector<std::pair<int32_t, int8_t>> work;
+        Ints before((size_t)automaton.classes + 1, 0); // classes before each one of which a byte is a plain character
+        for (auto [c, to_inside] : moves[0]) before[(size_t)c + 1] |= to_inside == 0;
+        std::partial_sum(before.begin(), before.end(), before.begin());
         for (int32_t state = 0; state < states; state++) {
             if (automaton.pop[state] >= 0) continue;
+            int32_t read = 0; // of these classes
+            for (const Span &span : automaton.spans_of(state)) read += before[(size_t)span.end] - before[(size_t)span.low];
+            if (read > 0 && read < before.back()) { // the states after it are not used
+                some[state] = 1, all[state] = 0;
+                continue;
+            }
             work.assign(1, {state, 0});
-            for (size_t at = 0; at < work.size() && !(some[state] && !all[state]); at++) {
+            for (size_t at = 0; at < work.size(); at++) {
                 auto [from, inside] = work[at];
                 for (auto [c, to_inside] : moves[inside]) {
                     int32_t entry = entry_of(from, c), to = target_of(entry);
@@ -396,7 +405,6 @@ private:
                     } else if (std::find(work.begin(), work.end(), std::make_pair(to, to_inside)) == work.end()) {
                         work.push_back({to, to_inside});
                     }
-                    if (some[state] && !all[state]) break; // the states after it are not used
                 }
             }
             std::sort(after[state].begin(), after[state].end());
@@ -564,7 +572,8 @@ private:
         open.erase(std::remove_if(open.begin(), open.end(), [](const Ints &states) { return states.size() < 2; }), open.end());
         std::unordered_map<uint64_t, std::vector<Ints>> parts; // of one class
         for (int64_t work = 0; level.alike.size() <= MAX_ALIKE && !level.is_final && work <= ALIKE_STEPS;) {
-            const Ints &last = level.alike.back();
+            const bool is_first = level.alike.size() == 1;
+            const Ints &last = level.alike.back(), &before = is_first ? last : level.alike[level.alike.size() - 2];
             auto class_after = [&](int32_t entry) -> int64_t {
                 int32_t to = entry < 0 ? entry : target_of(entry);
                 const Move *move = special(entry);
@@ -573,7 +582,19 @@ private:
             Ints found = last;
             level.is_final = true;
             still.clear();
-            for (const Ints &members : open) {
+            auto is_changed = [&](const Runs::Run &run) {
+                int32_t to = run.entry < 0 ? run.entry : target_of(run.entry), like = to < 0 ? to : level.class_of[(size_t)to];
+                return like >= 0 && last[(size_t)like] != before[(size_t)like];
+            };
+            auto leads_to_same = [&](int32_t like) { // as in the round before
+                const int32_t *range = &run_start[(size_t)level.first[(size_t)like]];
+                return std::none_of(runs.begin() + range[0], runs.begin() + range[1], is_changed);
+            };
+            for (Ints &members : open) {
+                if (!is_first && std::all_of(members.begin(), members.end(), leads_to_same)) {
+                    still.push_back(std::move(members));
+                    continue;
+                }
                 parts.clear();
                 for (int32_t like : members) {
                     int32_t state = level.first[(size_t)like];
