@@ -234,25 +234,21 @@ namespace {
 // A row of which few words are other than zero.
 struct SparseRow {
     std::vector<uint32_t> bits; // [words]
-    std::vector<uint64_t> used, any_used; // one bit per word that may be other than zero, and one per element of `used`
+    std::vector<uint64_t> used; // one bit per word that may be other than zero
 
-    explicit SparseRow(size_t words) : bits(words, 0), used(words / 64 + 1, 0), any_used(used.size() / 64 + 1, 0) {}
+    explicit SparseRow(size_t words) : bits(words, 0), used(words / 64 + 1, 0) {}
 
     void set(int32_t word, uint32_t more) {
         bits[(size_t)word] |= more;
         used[(size_t)word / 64] |= 1ull << word % 64;
-        any_used[(size_t)word / 4096] |= 1ull << word / 64 % 64;
     }
 
     // Adds these words in order, and their bits, by turns. None remains.
     void move_to(Ints &pairs) {
-        for (size_t block = 0; block < any_used.size(); block++)
-            for (uint64_t any = std::exchange(any_used[block], 0); any; any &= any - 1) {
-                size_t at = block * 64 + (size_t)__builtin_ctzll(any);
-                for (uint64_t left = std::exchange(used[at], 0); left; left &= left - 1) {
-                    size_t word = at * 64 + (size_t)__builtin_ctzll(left);
-                    pairs.push_back((int32_t)word), pairs.push_back((int32_t)std::exchange(bits[word], 0));
-                }
+        for (size_t at = 0; at < used.size(); at++)
+            for (uint64_t left = std::exchange(used[at], 0); left; left &= left - 1) {
+                size_t word = at * 64 + (size_t)__builtin_ctzll(left);
+                pairs.push_back((int32_t)word), pairs.push_back((int32_t)std::exchange(bits[word], 0));
             }
     }
 };
@@ -450,12 +446,26 @@ private:
         if (is_apart) {
             find_components();
             levels.push_back(level_after(nullptr));
+            find_longest();
             levels.push_back(level_after(&levels[0]));
         }
         levels.push_back(std::move(every));
         for (size_t part = 0; part < NUM_PARTS; part++) {
             level_of[part] = std::min((size_t)PARTS[part].quotes, levels.size() - 1);
             below_of[part].assign(levels[level_of[part]].first.size(), -1);
+        }
+    }
+
+    // Texts without a quote. Classes follow those that they lead to, but for the ones of loops.
+    void find_longest() {
+        for (int32_t state : levels[0].first) {
+            int32_t most = automaton.pop[(size_t)state] < 0 ? 0 : Trie::MOST_BYTES;
+            for (int32_t at = run_start[(size_t)state]; at < run_start[(size_t)state + 1]; at++) {
+                int32_t entry = runs[(size_t)at].entry, to = entry < 0 ? entry : target_of(entry);
+                if (to >= 0 && levels[0].class_of[(size_t)to] >= (int32_t)longest.size()) most = Trie::MOST_BYTES;
+                else if (to >= 0) most = std::max(most, longest[(size_t)levels[0].class_of[(size_t)to]] + 1);
+            }
+            longest.push_back(std::min(most, Trie::MOST_BYTES));
         }
     }
 
@@ -632,8 +642,8 @@ private:
             if (!known[bytes].empty() && (found = known[bytes][(size_t)level.alike[bytes][(size_t)like]]) >= 0) return found;
         followed = 1; // also in a state that reads no byte
         const Trie &trie = vocabulary.tries[part];
-        bool reads_any = false;
-        each_first(trie, state, [&](int32_t, int32_t) { reads_any = true; });
+        bool reads_any = false, is_short = !PARTS[part].quotes && !longest.empty() && longest[(size_t)like] < PARTS[part].shortest;
+        if (!is_short) each_first(trie, state, [&](int32_t, int32_t) { reads_any = true; });
         if (!reads_any) return found = none >= 0 ? none : none = keep_below([] {});
         found = keep_below([&] { walk_tokens(trie, Trie::ROOT, 0, state, -1); });
         if (level.alike.empty() || (followed >= (int32_t)level.alike.size() && !level.is_final)) return found;
@@ -1195,6 +1205,7 @@ private:
     const Ints &run_start = table.start;
     Ints in_components, component_start; // states by component; [components + 1]
     std::vector<Level> levels;
+    Ints longest; // [classes of the first level] bytes of the longest text, at most MOST_BYTES; empty if there is but one level
     std::array<size_t, NUM_PARTS> level_of{};
     std::array<Ints, NUM_PARTS> below_of; // [classes of the level] in `below`, or -1
     std::array<std::vector<Ints>, NUM_PARTS> parts_like; // [bytes][class] in `below`: a part that was found by following so many bytes, or -1
