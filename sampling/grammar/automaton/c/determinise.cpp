@@ -141,12 +141,20 @@ private:
         return found;
     }
 
-    Reached closure_of(const Ints &states) {
-        Reached found;
-        for (int32_t state : states) found.add(closure(state));
-        spend((int64_t)found.members.size());
-        found.sort();
-        return found;
+    bool is_alone(int32_t state) const { // in its closure, as most states are
+        bool reads = !nfa.edges.of(state).empty() || !nfa.calls.of(state).empty() || nfa.states[(size_t)state].final_of >= 0;
+        return reads && live[(size_t)state] && nfa.states[(size_t)state].kind == Nfa::PLAIN && nfa.next.of(state).empty();
+    }
+
+    Reached &closure_of(const Ints &states) { // valid until the next call
+        combined.members.clear(), combined.enters.clear(), combined.agains.clear();
+        for (int32_t state : states) {
+            if (is_alone(state)) combined.members.push_back(state);
+            else combined.add(closure(state));
+        }
+        spend((int64_t)combined.members.size());
+        combined.sort();
+        return combined;
     }
 
     void spend(int64_t members) {
@@ -257,9 +265,7 @@ private:
     int32_t entry_to(int32_t target) {
         int32_t &entry = entries[(size_t)target];
         if (entry != NOT_FOUND) return entry;
-        const Nfa::State &state = nfa.states[(size_t)target];
-        bool reads = !nfa.edges.of(target).empty() || !nfa.calls.of(target).empty() || state.final_of >= 0;
-        if (live[(size_t)target] && state.kind == Nfa::PLAIN && reads && nfa.next.of(target).empty()) { // most are their own closure
+        if (is_alone(target)) {
             spend(1);
             return entry = intern(&target, 1);
         }
@@ -278,8 +284,7 @@ private:
 
     int32_t found_entry(const Ints &targets) {
         Move move;
-        Reached reached = closure_of(targets);
-        move_to(reached, move);
+        move_to(closure_of(targets), move);
         return entry_of(move);
     }
 
@@ -351,8 +356,7 @@ private:
             Ints inside = call_targets(calls, at, move.push);
             if (inside.empty() && targets.empty()) continue;
             if (!inside.empty() && !targets.empty()) throw Nondeterministic("it may begin a nested part or continue, with the same text");
-            Reached reached = closure_of(inside.empty() ? targets : inside);
-            move_to(reached, move);
+            move_to(closure_of(inside.empty() ? targets : inside), move);
             add_entry(at, at + 1, entry_of(move));
         }
     }
@@ -371,7 +375,7 @@ private:
                         inside.push_back(edge.to);
             }
             if (inside.size() == before) continue;
-            Reached after = closure_of(backs);
+            const Reached &after = closure_of(backs);
             if (!after.enters.empty()) uncountable(after.enters[0]);
             if (!after.agains.empty()) uncountable(after.agains[0]);
             key.push_back(-1 - called);
@@ -424,6 +428,7 @@ private:
     int64_t steps = 0, stored = 0; // stored: bytes
     int32_t stamp = 0;
     Interned sets, target_sets, finish_index, symbol_index, move_index;
+    Reached combined; // closures of several states
     Ints stack; // of `closure`
     Ints entries_to_sets, members, targets; // members, targets, ranges, active: of the state that is being expanded
     std::vector<Nfa::Edge> ranges, active; // of byte classes

@@ -245,9 +245,10 @@ struct SparseRow {
 
     // Adds these words in order, and their bits, by turns. None remains.
     void move_to(Ints &pairs) {
-        for (size_t at = 0; at < used.size(); at++)
-            for (uint64_t left = std::exchange(used[at], 0); left; left &= left - 1) {
-                size_t word = at * 64 + (size_t)__builtin_ctzll(left);
+        uint64_t *begin = used.data(), *end = begin + used.size();
+        for (uint64_t *at = begin; at < end; at++)
+            for (; *at; *at &= *at - 1) {
+                size_t word = (size_t)(at - begin) * 64 + (size_t)__builtin_ctzll(*at);
                 pairs.push_back((int32_t)word), pairs.push_back((int32_t)std::exchange(bits[word], 0));
             }
     }
@@ -375,15 +376,16 @@ private:
         std::vector<Ints> after(states); // states after one character
         std::vector<char> some(states, 0), all(states, 1); // whether any, whether every plain character is legal
         std::vector<std::pair<int32_t, int8_t>> work;
-        Ints before((size_t)automaton.classes + 1, 0); // classes before each one of which a byte is a plain character
-        for (auto [c, to_inside] : moves[0]) before[(size_t)c + 1] |= to_inside == 0;
+        constexpr int32_t PLAIN = 1 << 16;
+        Ints before((size_t)automaton.classes + 1, 0); // classes before each one of which a byte begins a plain character, or is one: PLAIN
+        for (auto [c, to_inside] : moves[0]) before[(size_t)c + 1] += to_inside == 0 ? PLAIN : 1;
         std::partial_sum(before.begin(), before.end(), before.begin());
         for (int32_t state = 0; state < states; state++) {
             if (automaton.pop[state] >= 0) continue;
             int32_t read = 0; // of these classes
             for (const Span &span : automaton.spans_of(state)) read += before[(size_t)span.end] - before[(size_t)span.low];
-            if (read > 0 && read < before.back()) { // the states after it are not used
-                some[state] = 1, all[state] = 0;
+            if (!read || (read / PLAIN > 0 && read / PLAIN < before.back() / PLAIN)) { // the states after it are not used
+                some[state] = read > 0, all[state] = 0;
                 continue;
             }
             work.assign(1, {state, 0});
@@ -488,8 +490,8 @@ private:
     Level level_after(const Level *before) {
         Level level;
         level.class_of.assign((size_t)automaton.states, -1);
-        Interned keys; // of states that are alone in a component
-        Ints class_of_key, key;
+        Interned keys; // of states that are alone in a component: their hashes
+        Ints class_of_key;
         std::unordered_map<uint64_t, int32_t> class_of_hash; // of the others
         std::vector<uint64_t> hashes((size_t)automaton.states), next, sorted;
         auto new_class = [&](int32_t state) {
@@ -516,17 +518,12 @@ private:
             const int32_t *begin = in_components.data() + component_start[component], *end = in_components.data() + component_start[component + 1];
             if (end - begin == 1) {
                 int32_t state = *begin;
-                int64_t quoted = after_quote(state), last = -3;
-                key = {automaton.pop[state], (int32_t)quoted, (int32_t)(quoted >> 32)};
-                for (int32_t at = run_start[state]; at < run_start[state + 1]; at++) {
-                    int64_t after = class_after(runs[at].entry, state);
-                    if (after == last) key[key.size() - 3] = runs[at].end;
-                    else for (int32_t value : {runs[at].end, (int32_t)after, (int32_t)(after >> 32)}) key.push_back(value);
-                    last = after;
-                }
-                auto [number, is_new] = keys.add(key);
+                uint64_t hash = mixed((uint64_t)after_quote(state) + 3) + table.hash(state, [&](int32_t entry) { return class_after(entry, state); });
+                const int32_t key[] = {automaton.pop[state], (int32_t)hash, (int32_t)(hash >> 32)};
+                auto [number, is_new] = keys.add(key, std::size(key));
                 if (is_new) class_of_key.push_back(new_class(state));
-                level.class_of[state] = class_of_key[(size_t)number];
+                int32_t &like = level.class_of[state] = class_of_key[(size_t)number];
+                if (!is_new && !is_equal(state, level.first[(size_t)like])) like = new_class(state);
                 continue;
             }
             auto in_component = [&](int32_t entry) { return entry >= 0 && target_of(entry) >= 0 && level.class_of[target_of(entry)] < 0; };
@@ -580,7 +577,7 @@ private:
         }
         int32_t count = kinds.size();
         open.erase(std::remove_if(open.begin(), open.end(), [](const Ints &states) { return states.size() < 2; }), open.end());
-        std::unordered_map<uint64_t, std::vector<Ints>> parts; // of one class
+        std::vector<std::pair<uint64_t, int32_t>> sorted; // of one class, by hash
         for (int64_t work = 0; level.alike.size() <= MAX_ALIKE && !level.is_final && work <= ALIKE_STEPS;) {
             const bool is_first = level.alike.size() == 1;
             const Ints &last = level.alike.back(), &before = is_first ? last : level.alike[level.alike.size() - 2];
@@ -605,24 +602,28 @@ private:
                     still.push_back(std::move(members));
                     continue;
                 }
-                parts.clear();
+                sorted.clear();
                 for (int32_t like : members) {
                     int32_t state = level.first[(size_t)like];
                     work += run_start[state + 1] - run_start[state];
-                    std::vector<Ints> &same = parts[table.hash(state, class_after)];
-                    auto part = std::find_if(same.begin(), same.end(), [&](const Ints &likes) { return table.is_equal(state, level.first[(size_t)likes[0]], class_after); });
-                    if (part == same.end()) part = same.insert(part, Ints());
-                    part->push_back(like);
+                    sorted.push_back({table.hash(state, class_after), like});
                 }
-                int32_t number = last[(size_t)members[0]]; // of the first part
-                for (auto &[hash, same] : parts)
-                    for (Ints &part : same) {
-                        for (int32_t like : part) found[(size_t)like] = number;
-                        if (part.size() > 1) still.push_back(std::move(part));
-                        level.is_final &= number == last[(size_t)members[0]];
-                        number = count++;
+                std::sort(sorted.begin(), sorted.end());
+                for (size_t begin = 0, end; begin < sorted.size(); begin = end) { // the first part keeps the number
+                    int32_t number = begin ? count++ : last[(size_t)members[0]];
+                    auto is_same = [&](size_t at) {
+                        auto [hash, like] = sorted[begin];
+                        return sorted[at].first == hash && table.is_equal(level.first[(size_t)sorted[at].second], level.first[(size_t)like], class_after);
+                    };
+                    for (end = begin + 1; end < sorted.size() && is_same(end);) end++;
+                    level.is_final &= end - begin == sorted.size();
+                    const bool is_open = end - begin > 1;
+                    if (is_open) still.emplace_back();
+                    for (size_t at = begin; at < end; at++) {
+                        found[(size_t)sorted[at].second] = number;
+                        if (is_open) still.back().push_back(sorted[at].second);
                     }
-                count--; // the last was not used
+                }
             }
             open.swap(still);
             level.alike.push_back(std::move(found));

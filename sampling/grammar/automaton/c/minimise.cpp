@@ -246,7 +246,7 @@ private:
         sorted.clear();
         for (int32_t at = block.first; at < middle; at++) sorted.push_back({hash_of(elements[(size_t)at]), elements[(size_t)at]});
         std::sort(sorted.begin(), sorted.end());
-        Ints starts; // of the parts
+        starts.clear();
         for (size_t at = 0; at < sorted.size(); at++) {
             auto [hash, node] = sorted[at];
             if (!at || hash != sorted[at - 1].first || !is_equal(node, sorted[at - 1].second)) starts.push_back(block.first + (int32_t)at);
@@ -277,6 +277,7 @@ private:
     Ints touched; // blocks with marked nodes
     std::vector<std::pair<int32_t, int32_t>> changed; // nodes, and their new blocks
     std::vector<std::pair<uint64_t, int32_t>> sorted; // nodes by hash
+    Ints starts; // of the parts of a block
     int32_t count = 0; // of blocks
 };
 

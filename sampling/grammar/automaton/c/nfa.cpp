@@ -541,17 +541,17 @@ private:
     }
 
     int32_t choices(const View &at, int32_t continuation) {
-        Ints found;
-        for (int index = 0; index < at.size; index++) found.push_back(expression(at.data[index], continuation, false));
-        std::sort(found.begin(), found.end());
-        found.erase(std::unique(found.begin(), found.end()), found.end());
-        if (found.size() == 1) return found[0];
-        Ints key{CHOICES, nfa.states[continuation].loop};
-        key.insert(key.end(), found.begin(), found.end());
+        Ints key((size_t)at.size + 2);
+        for (int index = 0; index < at.size; index++) key[(size_t)index + 2] = expression(at.data[index], continuation, false);
+        key[0] = CHOICES, key[1] = nfa.states[continuation].loop;
+        auto found = key.begin() + 2;
+        std::sort(found, key.end());
+        key.erase(std::unique(found, key.end()), key.end());
+        if (key.size() == 3) return key[2];
         auto [number, is_new] = shared.add(key);
         if (is_new) {
             shared_states.push_back(state_before(continuation));
-            for (int32_t to : found) follow(shared_states.back(), to);
+            for (; found != key.end(); ++found) follow(shared_states.back(), *found);
         }
         return shared_states[(size_t)number];
     }
@@ -600,8 +600,9 @@ private:
     }
 
     int32_t characters(int32_t start, const Shape &shape, int32_t continuation) { // returns `start`
-        Ints numbers{start, continuation};
-        while ((int32_t)numbers.size() < shape.states) numbers.push_back(state_before(continuation));
+        Ints numbers((size_t)shape.states, start);
+        numbers[1] = continuation;
+        for (size_t at = 2; at < numbers.size(); at++) numbers[at] = state_before(continuation);
         for (const Shape::Part &part : shape.parts) edge(numbers[part.from], part.low, part.high, numbers[part.to]);
         return start;
     }
