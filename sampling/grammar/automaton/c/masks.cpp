@@ -357,6 +357,13 @@ private:
     int32_t target_of(int32_t entry) const { return entry >= SPECIAL ? automaton.moves[entry - SPECIAL].target : entry; }
     int32_t entry_of(int32_t state, int32_t c) const { return automaton.next[(size_t)state * automaton.classes + c]; }
 
+    // Of what is counted in the classes that a state reads, given the sums before each class.
+    int32_t sum_of(int32_t state, const Ints &before) const {
+        int32_t sum = 0;
+        for (const Span &span : automaton.spans_of(state)) sum += before[(size_t)span.end] - before[(size_t)span.low];
+        return sum;
+    }
+
     void set(int32_t token) { row.set(token / 32, 1u << (token % 32)); }
 
     // For each state the number n such that its plain tokens are exactly those of at most n characters; 0 if there is no such number.
@@ -382,8 +389,7 @@ private:
         std::partial_sum(before.begin(), before.end(), before.begin());
         for (int32_t state = 0; state < states; state++) {
             if (automaton.pop[state] >= 0) continue;
-            int32_t read = 0; // of these classes
-            for (const Span &span : automaton.spans_of(state)) read += before[(size_t)span.end] - before[(size_t)span.low];
+            int32_t read = sum_of(state, before);
             if (!read || (read / PLAIN > 0 && read / PLAIN < before.back() / PLAIN)) { // the states after it are not used
                 some[state] = read > 0, all[state] = 0;
                 continue;
@@ -455,6 +461,9 @@ private:
         for (size_t part = 0; part < NUM_PARTS; part++) {
             level_of[part] = std::min((size_t)PARTS[part].quotes, levels.size() - 1);
             below_of[part].assign(levels[level_of[part]].first.size(), -1);
+            first_before[part].assign((size_t)automaton.classes + 1, 0);
+            for (size_t byte = 0; byte < 256; byte++) first_before[part][automaton.class_of[byte] + 1] += vocabulary.tries[part].first_of[byte] > 0;
+            std::partial_sum(first_before[part].begin(), first_before[part].end(), first_before[part].begin());
         }
     }
 
@@ -643,9 +652,8 @@ private:
             if (!known[bytes].empty() && (found = known[bytes][(size_t)level.alike[bytes][(size_t)like]]) >= 0) return found;
         followed = 1; // also in a state that reads no byte
         const Trie &trie = vocabulary.tries[part];
-        bool reads_any = false, is_short = !PARTS[part].quotes && !longest.empty() && longest[(size_t)like] < PARTS[part].shortest;
-        if (!is_short) each_first(trie, state, [&](int32_t, int32_t) { reads_any = true; });
-        if (!reads_any) return found = none >= 0 ? none : none = keep_below([] {});
+        bool is_short = !PARTS[part].quotes && !longest.empty() && longest[(size_t)like] < PARTS[part].shortest;
+        if (is_short || !sum_of(state, first_before[part])) return found = none >= 0 ? none : none = keep_below([] {});
         found = keep_below([&] { walk_tokens(trie, Trie::ROOT, 0, state, -1); });
         if (level.alike.empty() || (followed >= (int32_t)level.alike.size() && !level.is_final)) return found;
         size_t bytes = std::min((size_t)followed, level.alike.size() - 1);
@@ -879,32 +887,25 @@ private:
         walk(trie, node, size, state, known, true, SetOrdered{ordered}, [&](int32_t at) { crossed->push_back(trie.tokens[at]); });
     }
 
-    struct Suffixes {
-        Ints legal, crosses;
-        int32_t number = -1; // equal ones have one
-    };
-
-    // The suffixes that a state reads, of those with several quotes or of the others, which states of a class have in common.
-    const Suffixes &suffixes_of(int32_t state, bool several) {
+    // The suffixes that a state reads, of those with several quotes or of the others, as a number in `suffix_lists`. States of a class have
+    // them in common. -1 - suffix: its legality depends on the stack.
+    int32_t suffixes_of(int32_t state, bool several) {
         const Level &level = levels[std::min<size_t>(several ? 2 : 1, levels.size() - 1)];
-        auto [at, is_new] = suffixes[several].try_emplace(level.class_of[(size_t)state]);
-        Suffixes &found = at->second;
+        suffixes[several].resize(level.first.size(), -1);
+        int32_t &known = suffixes[several][(size_t)level.class_of[(size_t)state]];
+        if (known >= 0) return known;
         const Trie &trie = vocabulary.suffixes[several];
-        if (!is_new) return found;
-        walk(trie, Trie::ROOT, 0, state, -1, false, [&](int32_t place) { found.legal.push_back(trie.tokens[(size_t)place]); },
-             [&](int32_t place) { found.crosses.push_back(trie.tokens[(size_t)place]); });
-        Ints all = found.legal;
-        all.push_back(-1);
-        all.insert(all.end(), found.crosses.begin(), found.crosses.end());
-        found.number = suffix_lists.add(all).number;
-        return found;
+        packed.clear();
+        walk(trie, Trie::ROOT, 0, state, -1, false, [&](int32_t place) { packed.push_back(trie.tokens[(size_t)place]); },
+             [&](int32_t place) { packed.push_back(-1 - trie.tokens[(size_t)place]); });
+        return known = suffix_lists.add(packed).number;
     }
 
     // A number that states have in common from which the same suffixes can be read.
     int32_t suffixes_number(int32_t state) {
         int32_t &known = suffix_number[(size_t)state];
         if (known >= 0) return known;
-        const int32_t pair[] = {suffixes_of(state, false).number, suffixes_of(state, true).number};
+        const int32_t pair[] = {suffixes_of(state, false), suffixes_of(state, true)};
         return known = suffix_pairs.add(pair, std::size(pair)).number;
     }
 
@@ -913,24 +914,31 @@ private:
         std::vector<uint8_t> &kinds = suffix_kinds[suffixes_number(state)];
         if (!kinds.empty()) return kinds;
         kinds.resize(vocabulary.suffix_start.size());
-        for (bool several : {false, true}) {
-            for (int32_t suffix : suffixes_of(state, several).legal) kinds[(size_t)suffix] = 1;
-            for (int32_t suffix : suffixes_of(state, several).crosses) kinds[(size_t)suffix] = 2;
-        }
+        each_suffix(state, [&](int32_t suffix, bool is_legal) { kinds[(size_t)suffix] = is_legal ? 1 : 2; });
         return kinds;
     }
 
-    template <class Found> void each_suffix_token(const Ints &numbers, const Found &found) const {
-        for (int32_t suffix : numbers)
-            for (int32_t at = vocabulary.suffix_start[(size_t)suffix]; at < vocabulary.suffix_start[(size_t)suffix + 1]; at++)
-                found(vocabulary.suffix_tokens[(size_t)at]);
+    template <class Found> void each_suffix(int32_t state, const Found &found) {
+        for (bool several : {false, true}) {
+            int32_t number = suffixes_of(state, several);
+            const int32_t *values = suffix_lists.values(number);
+            for (size_t at = 0; at < suffix_lists.length(number); at++) found(values[at] < 0 ? -1 - values[at] : values[at], values[at] >= 0);
+        }
+    }
+
+    // Tokens with the suffixes that are legal in a state, or with those whose legality depends on the stack.
+    template <class Found> void each_suffix_token(int32_t state, bool legal, const Found &found) {
+        each_suffix(state, [&](int32_t suffix, bool is_legal) {
+            const int32_t *range = &vocabulary.suffix_start[(size_t)suffix];
+            for (int32_t at = range[0]; is_legal == legal && at < range[1]; at++) found(vocabulary.suffix_tokens[(size_t)at]);
+        });
     }
 
     // Set the tokens that are not plain, if any plain characters before their suffix lead to `inside`. The row is empty.
     void set_suffixes(int32_t inside) {
         Ints &words = suffix_words[suffixes_number(inside)]; // and their bits, by turns
         if (words.empty()) {
-            for (bool several : {false, true}) each_suffix_token(suffixes_of(inside, several).legal, [&](int32_t token) { set(token); });
+            each_suffix_token(inside, true, [&](int32_t token) { set(token); });
             if (suffix_words_size > MAX_BELOW) return;
             row.move_to(words);
             suffix_words_size += words.size();
@@ -939,8 +947,7 @@ private:
     }
 
     void add_crossing_suffixes(int32_t start, int32_t inside) {
-        for (bool several : {false, true})
-            each_suffix_token(suffixes_of(inside, several).crosses, [&](int32_t token) { crossing[(size_t)start].push_back(token); });
+        each_suffix_token(inside, false, [&](int32_t token) { crossing[(size_t)start].push_back(token); });
     }
 
     // The most characters before a suffix of a token that is read from a state.
@@ -1191,7 +1198,7 @@ private:
     std::vector<Ints> crossing; // [states]
     Ints after_plain; // [states] the state after any plain character, or -1 if it is not one
     Ints rest_of; // [states] a state after some plain character that no plain character leaves, or -1
-    std::array<std::unordered_map<int32_t, Suffixes>, 2> suffixes; // by class
+    std::array<Ints, 2> suffixes; // [classes] in `suffix_lists`, or -1
     Interned suffix_lists, suffix_pairs, suffix_keys;
     Ints suffix_number, suffix_numbers; // [states] in `suffix_pairs`, or -1; the key that is being looked up
     Ints row_of_suffixes; // by key
@@ -1208,6 +1215,7 @@ private:
     std::vector<Level> levels;
     Ints longest; // [classes of the first level] bytes of the longest text, at most MOST_BYTES; empty if there is but one level
     std::array<size_t, NUM_PARTS> level_of{};
+    std::array<Ints, NUM_PARTS> first_before; // [classes + 1] how many bytes before begin a token
     std::array<Ints, NUM_PARTS> below_of; // [classes of the level] in `below`, or -1
     std::array<std::vector<Ints>, NUM_PARTS> parts_like; // [bytes][class] in `below`: a part that was found by following so many bytes, or -1
     Interned parts_of_rows; // the parts, and whether the text may end
