@@ -243,8 +243,11 @@ struct SparseRow {
         used[(size_t)word / 64] |= 1ull << word % 64;
     }
 
-    // Adds these words in order, and their bits, by turns. None remains.
+    void add(int32_t number) { set(number / 32, 1u << (number % 32)); }
+
+    // Moves these words in order, and their bits, by turns.
     void move_to(Ints &pairs) {
+        pairs.clear();
         uint64_t *begin = used.data(), *end = begin + used.size();
         for (uint64_t *at = begin; at < end; at++)
             for (; *at; *at &= *at - 1) {
@@ -258,7 +261,8 @@ class Masks {
 public:
     Masks(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits)
         : automaton(automaton), vocabulary(vocabulary), limits(limits), narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(bytes_by_class(automaton)), quote(bytes_of[automaton.class_of['"']].size() == 1 ? automaton.class_of['"'] : -1), table(automaton.classes, quote),
-          row((size_t)vocabulary.words), part_row(row), ordered(vocabulary.starts.size() / 32 + 1), top_at((size_t)vocabulary.longest + 1), pushed((size_t)vocabulary.longest + 1) {
+          row((size_t)vocabulary.words), part_row(row), ordered(vocabulary.starts.size() / 32 + 1), top_at((size_t)vocabulary.longest + 1),
+          pushed((size_t)vocabulary.longest + 1) {
         find_steps();
     }
 
@@ -287,8 +291,7 @@ public:
                 auto [number, is_new] = parts_of_rows.add(parts.data(), parts.size());
                 if (is_new) row_of_parts.push_back(-1);
                 known = &row_of_parts[(size_t)number];
-                for (size_t part = 0; is_new && part < NUM_PARTS; part++)
-                    set_part(part, parts[part]);
+                for (size_t part = 0; is_new && part < NUM_PARTS; part++) set_part(part, parts[part]);
             } else if (int32_t number = suffix_key(state, base); number >= 0) {
                 known = &row_of_suffixes[(size_t)number];
                 Ints &crossed_by_all = crossing_of_suffixes[(size_t)number];
@@ -304,7 +307,6 @@ public:
             } else {
                 for (const Trie &trie : vocabulary.tries) {
                     walk_tokens(trie, Trie::ROOT, 0, state, 0);
-                    packed.clear();
                     ordered.move_to(packed);
                     set_ordered(trie, packed.data(), packed.size(), row);
                 }
@@ -315,7 +317,7 @@ public:
                 continue;
             }
             if (automaton.accepts[state])
-                for (int32_t stop : vocabulary.stops) set(stop);
+                for (int32_t stop : vocabulary.stops) row.add(stop);
             row_of[state] = take_row(base);
             if (known) *known = row_of[state];
         }
@@ -353,7 +355,7 @@ private:
     };
 
     const Move *special(int32_t entry) const { return entry >= SPECIAL ? &automaton.moves[entry - SPECIAL] : nullptr; }
-    // The state of a move inside a loop that has many iterations left.
+    // The state of a move inside a loop that has many iterations left, or DEAD.
     int32_t target_of(int32_t entry) const { return entry >= SPECIAL ? automaton.moves[entry - SPECIAL].target : entry; }
     int32_t entry_of(int32_t state, int32_t c) const { return automaton.next[(size_t)state * automaton.classes + c]; }
 
@@ -363,8 +365,6 @@ private:
         for (const Span &span : automaton.spans_of(state)) sum += before[(size_t)span.end] - before[(size_t)span.low];
         return sum;
     }
-
-    void set(int32_t token) { row.set(token / 32, 1u << (token % 32)); }
 
     // For each state the number n such that its plain tokens are exactly those of at most n characters; 0 if there is no such number.
     void find_plain_rows() {
@@ -461,9 +461,10 @@ private:
         for (size_t part = 0; part < NUM_PARTS; part++) {
             level_of[part] = std::min((size_t)PARTS[part].quotes, levels.size() - 1);
             below_of[part].assign(levels[level_of[part]].first.size(), -1);
-            first_before[part].assign((size_t)automaton.classes + 1, 0);
-            for (size_t byte = 0; byte < 256; byte++) first_before[part][automaton.class_of[byte] + 1] += vocabulary.tries[part].first_of[byte] > 0;
-            std::partial_sum(first_before[part].begin(), first_before[part].end(), first_before[part].begin());
+            Ints &before = first_before[part];
+            before.assign((size_t)automaton.classes + 1, 0);
+            for (size_t byte = 0; byte < 256; byte++) before[automaton.class_of[byte] + 1] += vocabulary.tries[part].first_of[byte] > 0;
+            std::partial_sum(before.begin(), before.end(), before.begin());
         }
     }
 
@@ -472,9 +473,8 @@ private:
         for (int32_t state : levels[0].first) {
             int32_t most = automaton.pop[(size_t)state] < 0 ? 0 : Trie::MOST_BYTES;
             for (int32_t at = run_start[(size_t)state]; at < run_start[(size_t)state + 1]; at++) {
-                int32_t entry = runs[(size_t)at].entry, to = entry < 0 ? entry : target_of(entry);
-                if (to >= 0 && levels[0].class_of[(size_t)to] >= (int32_t)longest.size()) most = Trie::MOST_BYTES;
-                else if (to >= 0) most = std::max(most, longest[(size_t)levels[0].class_of[(size_t)to]] + 1);
+                int32_t to = target_of(runs[(size_t)at].entry), like = to < 0 ? to : levels[0].class_of[(size_t)to];
+                if (like >= 0) most = std::max(most, like < (int32_t)longest.size() ? longest[(size_t)like] + 1 : Trie::MOST_BYTES);
             }
             longest.push_back(std::min(most, Trie::MOST_BYTES));
         }
@@ -484,10 +484,7 @@ private:
     void find_components() {
         component_start.push_back(0);
         auto count = [&](int32_t state) { return run_start[state + 1] - run_start[state]; };
-        auto target = [&](int32_t state, int32_t at) {
-            int32_t entry = runs[run_start[state] + at].entry;
-            return entry < 0 ? -1 : target_of(entry);
-        };
+        auto target = [&](int32_t state, int32_t at) { return target_of(runs[run_start[state] + at].entry); };
         each_component(automaton.states, 0, automaton.states, count, target, [&](auto begin, auto end) {
             in_components.insert(in_components.end(), std::make_reverse_iterator(end), std::make_reverse_iterator(begin));
             component_start.push_back((int32_t)in_components.size());
@@ -512,11 +509,11 @@ private:
             return move ? move->push + 1 : 0;
         };
         auto after_quote = [&](int32_t state) -> int64_t {
-            int32_t entry = before ? table.left_out_entries[(size_t)state] : DEAD, to = entry < 0 ? entry : target_of(entry);
+            int32_t entry = before ? table.left_out_entries[(size_t)state] : DEAD, to = target_of(entry);
             return to < 0 ? -1 : before->class_of[to] | (int64_t)push_of(entry) << 32;
         };
         auto class_after = [&](int32_t entry, int32_t state) -> int64_t { // SELF: the state itself
-            int32_t to = entry < 0 ? entry : target_of(entry);
+            int32_t to = target_of(entry);
             return to < 0 ? -1 : (to == state ? -2 : level.class_of[to]) | (int64_t)push_of(entry) << 32;
         };
         auto is_equal = [&](int32_t state, int32_t other) {
@@ -527,7 +524,8 @@ private:
             const int32_t *begin = in_components.data() + component_start[component], *end = in_components.data() + component_start[component + 1];
             if (end - begin == 1) {
                 int32_t state = *begin;
-                uint64_t hash = mixed((uint64_t)after_quote(state) + 3) + table.hash(state, [&](int32_t entry) { return class_after(entry, state); });
+                auto after = [&](int32_t entry) { return class_after(entry, state); };
+                uint64_t hash = mixed((uint64_t)after_quote(state) + 3) + table.hash(state, after);
                 const int32_t key[] = {automaton.pop[state], (int32_t)hash, (int32_t)(hash >> 32)};
                 auto [number, is_new] = keys.add(key, std::size(key));
                 if (is_new) class_of_key.push_back(new_class(state));
@@ -535,7 +533,7 @@ private:
                 if (!is_new && !is_equal(state, level.first[(size_t)like])) like = new_class(state);
                 continue;
             }
-            auto in_component = [&](int32_t entry) { return entry >= 0 && target_of(entry) >= 0 && level.class_of[target_of(entry)] < 0; };
+            auto in_component = [&](int32_t entry) { return target_of(entry) >= 0 && level.class_of[target_of(entry)] < 0; };
             for (const int32_t *state = begin; state < end; state++) hashes[*state] = mixed((uint64_t)after_quote(*state) + 3);
             size_t different = 0;
             for (int32_t round = 0; round < MAX_ROUNDS; round++) {
@@ -591,7 +589,7 @@ private:
             const bool is_first = level.alike.size() == 1;
             const Ints &last = level.alike.back(), &before = is_first ? last : level.alike[level.alike.size() - 2];
             auto class_after = [&](int32_t entry) -> int64_t {
-                int32_t to = entry < 0 ? entry : target_of(entry);
+                int32_t to = target_of(entry);
                 const Move *move = special(entry);
                 return to < 0 ? -2 : last[(size_t)level.class_of[to]] | ((int64_t)(move ? move->push : -1) + 1) << 32;
             };
@@ -599,7 +597,7 @@ private:
             level.is_final = true;
             still.clear();
             auto is_changed = [&](const Runs::Run &run) {
-                int32_t to = run.entry < 0 ? run.entry : target_of(run.entry), like = to < 0 ? to : level.class_of[(size_t)to];
+                int32_t to = target_of(run.entry), like = to < 0 ? to : level.class_of[(size_t)to];
                 return like >= 0 && last[(size_t)like] != before[(size_t)like];
             };
             auto leads_to_same = [&](int32_t like) { // as in the round before
@@ -620,9 +618,9 @@ private:
                 std::sort(sorted.begin(), sorted.end());
                 for (size_t begin = 0, end; begin < sorted.size(); begin = end) { // the first part keeps the number
                     int32_t number = begin ? count++ : last[(size_t)members[0]];
+                    auto state_at = [&](size_t at) { return level.first[(size_t)sorted[at].second]; };
                     auto is_same = [&](size_t at) {
-                        auto [hash, like] = sorted[begin];
-                        return sorted[at].first == hash && table.is_equal(level.first[(size_t)sorted[at].second], level.first[(size_t)like], class_after);
+                        return sorted[at].first == sorted[begin].first && table.is_equal(state_at(at), state_at(begin), class_after);
                     };
                     for (end = begin + 1; end < sorted.size() && is_same(end);) end++;
                     level.is_final &= end - begin == sorted.size();
@@ -705,7 +703,6 @@ private:
         Ints found, *outer = std::exchange(crossed, &found);
         walk();
         crossed = outer;
-        packed.clear();
         ordered.move_to(packed);
         size_t begin = below_crossed.size();
         below_crossed.insert(below_crossed.end(), found.begin(), found.end());
@@ -728,10 +725,8 @@ private:
     // Set tokens that are given by their places in the order of a tree.
     static void set_ordered(const Trie &trie, const int32_t *pairs, size_t size, SparseRow &to) {
         for (size_t at = 0; at < size; at += 2)
-            for (auto bits = (uint32_t)pairs[at + 1]; bits; bits &= bits - 1) {
-                int32_t token = trie.tokens[(size_t)pairs[at] * 32 + (size_t)__builtin_ctz(bits)];
-                to.set(token / 32, 1u << (token % 32));
-            }
+            for (auto bits = (uint32_t)pairs[at + 1]; bits; bits &= bits - 1)
+                to.add(trie.tokens[(size_t)pairs[at] * 32 + (size_t)__builtin_ctz(bits)]);
     }
 
     // Set the tokens of a tree, given by their number in `below_bits`. Where they are many, several rows have them.
@@ -873,7 +868,7 @@ private:
 
     struct SetOrdered {
         SparseRow &ordered;
-        void operator()(int32_t at) const { ordered.set(at / 32, 1u << (at % 32)); }
+        void operator()(int32_t at) const { ordered.add(at); }
     };
 
     // The tokens from `begin` to before `end`.
@@ -922,7 +917,8 @@ private:
         for (bool several : {false, true}) {
             int32_t number = suffixes_of(state, several);
             const int32_t *values = suffix_lists.values(number);
-            for (size_t at = 0; at < suffix_lists.length(number); at++) found(values[at] < 0 ? -1 - values[at] : values[at], values[at] >= 0);
+            auto found_value = [&](int32_t value) { found(value < 0 ? -1 - value : value, value >= 0); };
+            std::for_each(values, values + suffix_lists.length(number), found_value);
         }
     }
 
@@ -938,7 +934,7 @@ private:
     void set_suffixes(int32_t inside) {
         Ints &words = suffix_words[suffixes_number(inside)]; // and their bits, by turns
         if (words.empty()) {
-            each_suffix_token(inside, true, [&](int32_t token) { set(token); });
+            each_suffix_token(inside, true, [&](int32_t token) { row.add(token); });
             if (suffix_words_size > MAX_BELOW) return;
             row.move_to(words);
             suffix_words_size += words.size();
@@ -978,7 +974,7 @@ private:
         for (int32_t count = 0; count <= last; count++, state = after_plain[state]) {
             const std::vector<uint8_t> &kinds = kinds_of_suffixes(state);
             for (auto &[suffix, token] : vocabulary.by_characters[count]) {
-                if (kinds[(size_t)suffix] == 1) set(token);
+                if (kinds[(size_t)suffix] == 1) row.add(token);
                 if (kinds[(size_t)suffix] == 2) crossing[(size_t)start].push_back(token);
             }
         }
@@ -1011,7 +1007,7 @@ private:
         set_suffixes(rest_of[start]);
         for (size_t at = EXCHANGED; at < exchanged.size(); at++) {
             int32_t token = exchanged[at] < 0 ? -1 - exchanged[at] : exchanged[at];
-            if (exchanged[at] >= 0) set(token);
+            if (exchanged[at] >= 0) row.add(token);
             else row.bits[(size_t)token / 32] &= ~(1u << (token % 32));
         }
     }
@@ -1037,7 +1033,6 @@ private:
 
     // The number of the row that was built over a base: an equal one, or a new one. Rows without a base have different parts.
     int32_t take_row(int32_t base) {
-        packed.clear();
         row.move_to(packed);
         if (base == -1) return add_row(base);
         const int32_t *plain = vocabulary.plain.data() + (size_t)(-2 - base) * (size_t)vocabulary.words;
@@ -1062,7 +1057,8 @@ private:
         const uint32_t *dense_row = base_of[other] < 0 ? nullptr : dense[(size_t)base_of[other]].data();
         for (size_t at = 0; at < packed.size(); at += 2) {
             size_t from = (size_t)change_start[other] + at / 2;
-            if (dense_row ? (int32_t)dense_row[packed[at]] != packed[at + 1] : change_word[from] != packed[at] || change_value[from] != packed[at + 1]) return false;
+            int32_t word = packed[at], bits = packed[at + 1];
+            if (dense_row ? (int32_t)dense_row[word] != bits : change_word[from] != word || change_value[from] != bits) return false;
         }
         return true;
     }
@@ -1231,7 +1227,7 @@ private:
     std::deque<SparseRow> spares; // of the parts of the tree that are being walked
     size_t level = 0; // of these
     SparseRow row, part_row; // being built
-    std::array<std::unordered_map<int32_t, Ints>, NUM_PARTS> words_of_part; // words of rows, and their bits, by turns; by number in `below_bits`
+    std::array<std::unordered_map<int32_t, Ints>, NUM_PARTS> words_of_part; // words of rows and their bits; by number in `below_bits`
     SparseRow ordered; // the tokens of a tree, in its order: those below a node are neighbours
     struct Pushed { int32_t symbol, below, size; }; // a symbol, the one below it as in top_at, and the number with those below
     Ints top_at; // [bytes] where in `pushed` the top of the stack is after so many bytes; 0: it is empty
