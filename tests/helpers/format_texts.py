@@ -14,6 +14,7 @@ from typing import Any
 import idna
 import isoduration
 import jsonpointer
+import jsonschema
 import rfc3987_syntax
 from fqdn import FQDN
 from rfc3339_validator import validate_rfc3339
@@ -35,8 +36,17 @@ def python_regex(pattern: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\u\{([0-9a-f]+)\}", lambda code: f"\\U{int(code[1], 16):08x}", pattern), re.ASCII)
 
 
-REGEXES = {name: python_regex(pattern) for name, pattern in FORMATS.items()}
+# The last second of a day in UTC, with any offset.
+LEAP_SECONDS = "|".join(
+    rf"{hour:02}:{minute:02}:60(?:\.\d+)?(?:\+{(hour + (minute == 59)) % 24:02}:{(minute + 1) % 60:02}|-{23 - hour:02}:{59 - minute:02})"
+    for hour in range(24)
+    for minute in range(60)
+)
+ANY_TIME = f"(?:({FORMATS['time']})|({LEAP_SECONDS}))"  # groups: half of the texts are leap seconds
+EXACT = {"time": ANY_TIME, "date-time": f"{FORMATS['date']}[Tt]{ANY_TIME}"}  # what automata have beyond `FORMATS`
+REGEXES = {name: python_regex(EXACT.get(name, pattern)) for name, pattern in FORMATS.items()}
 REGEXES |= {f"older {name}": python_regex(pattern) for name, pattern in OLDER.items()}
+REGEXES |= {f"few {name}": python_regex(FORMATS[name]) for name in EXACT}
 REGEXES["few regexes"] = python_regex(FEW_REGEXES)
 
 
@@ -314,10 +324,12 @@ VALID: dict[str, Callable[[str], bool]] = {
     "uri-template": _template,
 }
 
+CHECKER = jsonschema.FormatChecker(())  # that of the library refuses leap seconds
+for name, valid in VALID.items():
+    CHECKER.checks(name)(lambda value, valid=valid: not isinstance(value, str) or valid(value))
+
 # Where the validator accepts more than a format: the texts of `NARROWED`.
 NARROWED_TEXTS: dict[str, Callable[[str], bool]] = {
-    "time": lambda text: re.search(r":60.*[+-](?!00:00)", text) is not None,
-    "date-time": lambda text: re.search(r":60.*[+-](?!00:00)", text) is not None,
     "idn-email": lambda text: not text.rpartition("@")[2].isascii(),
     "hostname": lambda text: any(label[:4].lower() == "xn--" for label in text.split(".")),
     "regex": lambda text: True,

@@ -17,7 +17,7 @@ from stepgraph.sampling.grammar.schema.forms import expr, join
 from stepgraph.sampling.grammar.schema.normalise import Normaliser
 from stepgraph.sampling.grammar.xgrammar_lib.ebnf import json_grammar
 from tests.helpers.c_library import EACH_BACKEND
-from tests.helpers.format_texts import VALID
+from tests.helpers.format_texts import CHECKER, VALID
 from tests.helpers.schema_cases import BYTES
 from tests.sampling.grammar.llguidance_lib.test_llguidance import walked
 
@@ -29,9 +29,6 @@ IN_PYTHON = {  # where Python's patterns match more than JavaScript's
 FORMATS = [name for name in VALID if not name.startswith("older ")]  # of other drafts
 VALUES: list[Any] = ["", "a", "é\n", 'x"y', 0, 1, -1, 2.5, 1.0, 100, True, None, [], [1, "a"], {"a": None}]
 TYPES = ["string", "number", "integer", "array", "object"]
-CHECKER = jsonschema.FormatChecker(())
-for name, valid in VALID.items():
-    CHECKER.checks(name)(lambda value, valid=valid: not isinstance(value, str) or valid(value))
 
 
 def random_schema(random: Random, depth: int = 0) -> Any:

@@ -22,7 +22,7 @@ Image = npt.NDArray[np.int32]
 IMAGE_VERSION, MOVE_INTS = 5, 12  # as in image.h
 REASON_BYTES = 400
 UNFIT = 1  # outcome of a call
-HOST_RULE = re.compile(r"(?:\w+_)?hostname(7?)_(\d+)")  # of draft 7, and the longest text: an automaton has all host names in its place
+FORMAT_RULE = re.compile(r"(?:\w+_)?(?:hostname(7?)_(\d+)|time)")  # host names of drafts 3 to 7, the longest one; or times: see nfa.h
 
 
 # The header of an image, as in image.h. From CLASS_OF on: offsets of tables in the image.
@@ -67,7 +67,7 @@ class SourceStruct(Structure):
     """grammar_source of compile.cpp."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("data", "offsets", "bodies", "hosts")),
+        *((name, c_void_p) for name in ("data", "offsets", "bodies", "formats")),
         *((name, c_int) for name in ("num_expressions", "num_rules", "root")),
         ("limits", c_void_p),
     )
@@ -117,16 +117,16 @@ class TokenTable:
 
     def compile(self, grammar_json: str, limits: npt.NDArray[np.int64], has_formats: bool = False) -> Image:
         """The image of a grammar that xgrammar has parsed and serialised; UnfitError with the reason where it has none. `has_formats`:
-        rules named as in `HOST_RULE` are formats."""
+        rules named as in `FORMAT_RULE` are formats."""
         size, found, reason = len(grammar_json), POINTER(c_int32)(), ctypes.create_string_buffer(REASON_BYTES)
         data, grammar_json = _cut_numbers(grammar_json, "grammar_expr_data")
         offsets, grammar_json = _cut_numbers(grammar_json, "grammar_expr_indptr")
         parsed = json.loads(grammar_json)
         bodies = np.array([rule[1] for rule in parsed["rules"]], np.int32)
-        hosts = np.zeros(len(bodies), np.int32)
-        for index, host in enumerate(HOST_RULE.fullmatch(rule[0]) for rule in parsed["rules"] if has_formats):
-            hosts[index] = int(host[2]) * 2 + (not host[1]) if host else 0
-        addresses = (array.ctypes.data for array in (data, offsets, bodies, hosts))
+        formats = np.zeros(len(bodies), np.int32)
+        for index, rule in enumerate(FORMAT_RULE.fullmatch(rule[0]) for rule in parsed["rules"] if has_formats):
+            formats[index] = (int(rule[2]) * 2 + (not rule[1]) if rule[2] else -1) if rule else 0
+        addresses = (array.ctypes.data for array in (data, offsets, bodies, formats))
         source = SourceStruct(*addresses, len(offsets), len(bodies), parsed["root_rule_id"], limits.ctypes.data)
         outcome = functions().stepgraph_automaton_compile(byref(source), self.handle, byref(found), reason, REASON_BYTES)
         if outcome == UNFIT:

@@ -18,7 +18,7 @@ _DAY_OF_YEAR = (
 )
 _DATE = rf"(?:{_YEAR}-{_DAY_OF_YEAR}|{_LEAP_YEAR}-02-29)"
 _HOUR_MINUTE = r"(?:[01]\d|2[0-3]):[0-5]\d"
-# With any offset, a leap second takes 12,000 states: one for each minute of the day, in each position after it. Validators refuse others.
+# With any offset, a leap second takes a state for each minute of the day in eight positions: only automata, by a stack, have them all.
 _TIME = rf"(?:{_HOUR_MINUTE}:[0-5]\d(?:\.\d+)?(?:[Zz]|[+-]{_HOUR_MINUTE})|23:59:60(?:\.\d+)?(?:[Zz]|[+-]00:00))"
 
 # Durations: RFC 3339, appendix A.
@@ -128,7 +128,7 @@ _LITERAL = rf"[^\^$\\.*+?()\[\]{{}}|]|\.|{_ESCAPE}"
 
 
 def _members(ranges: str) -> str:
-    return rf"\[\^?(?:[^\\\[\]\-\^&~|]|\\[\-b]|{_ESCAPE}|{ranges})+\]"
+    return rf"\[\^?(?:-|-?(?:[&~|]?(?:[^\\\[\]\-\^&~|]|\\[\-b]|{_ESCAPE}|{ranges})\^*)+[&~|]?-?)\]"
 
 
 def _ranges() -> str:
@@ -198,10 +198,11 @@ LONGEST_HOSTNAME = 253
 REGEX_RULE = '"" | {1} {0} | "(" ("?:")? {0} ")" ({2})? {0} | "(?" ([=!] {0} | "<" [=!] {3}) ")" {0}'
 REGEX_PARTS = rf"[|^$]|\\[bB]|(?:{_ATOM})(?:{_REPEAT})?", _REPEAT, _LOOK_BEHIND
 FEW_REGEXES = _regex(_FEWER_ATOMS, _FEWER_REPEATS, 2)
+_FEW_LEAP_SECONDS = "beside other keywords or strings, and with xgrammar and llguidance, leap seconds with the offsets Z and 00:00 only"
 NARROWED = {
     "date": "without the year 0000",
-    "time": "a leap second with the offsets Z and 00:00 only",
-    "date-time": "without the year 0000, a leap second with the offsets Z and 00:00 only",
+    "time": _FEW_LEAP_SECONDS,
+    "date-time": f"without the year 0000, {_FEW_LEAP_SECONDS}",
     "hostname": 'without labels that begin with "xn--", but in drafts up to 7, and beside other keywords than maxLength, and with xgrammar '
     "and llguidance, of one label, or up to 4 of 62 characters, 11 of 22, or 42 of 5, or of fewer beside a maxLength",
     "idn-email": "labels of the domain beyond ASCII have up to 12 lowercase Latin, Greek or Cyrillic letters, Kana, Han or Hangul",

@@ -10,19 +10,9 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError, reject
-from stepgraph.sampling.grammar.schema import language, patterns
+from stepgraph.sampling.grammar.schema import formats, language
 from stepgraph.sampling.grammar.schema.automata import TooComplexError, is_empty
 from stepgraph.sampling.grammar.schema.combine import complemented, meet, meet_arrays, meet_objects, possible_array, possible_object
-from stepgraph.sampling.grammar.schema.formats import (
-    AT_MOST,
-    FEW_REGEXES,
-    FORMATS,
-    LONGEST_HOSTNAME,
-    NARROWED,
-    REGEX_PARTS,
-    REGEX_RULE,
-    few_hostnames,
-)
 from stepgraph.sampling.grammar.schema.forms import (
     ANYTHING,
     NEVER,
@@ -43,6 +33,7 @@ from stepgraph.sampling.grammar.schema.forms import (
 )
 from stepgraph.sampling.grammar.schema.language import ANY_CHAR, ANY_TEXT, NOTHING, Term, both, complement, either, matches, repeat, words
 from stepgraph.sampling.grammar.schema.numbers import Numbers
+from stepgraph.sampling.grammar.schema.patterns import PatternError, full, search
 from stepgraph.sampling.grammar.schema.reader import Document, Node, fraction, pointer, refuse_format, shown
 
 MAX_FORMS = 20_000  # schemas and conjunctions of schemas
@@ -275,26 +266,29 @@ class Normaliser:
         """The texts of a format; None where the format is only an annotation."""
         draft = self.document.draft
         name = _OLDER_NAMES.get(name, name) if draft in (0, 3) else name
-        if name in FORMATS:
-            if name in NARROWED:
-                self.narrowed[Unsupported(node.where, "format", f"{name}: {NARROWED[name]}; write a pattern for others")] = None
+        if name in formats.FORMATS:
+            if name in formats.NARROWED:
+                self.narrowed[Unsupported(node.where, "format", f"{name}: {formats.NARROWED[name]}; write a pattern for others")] = None
             if name == "hostname":
-                longest = min(node.keywords.get("maxLength", LONGEST_HOSTNAME), LONGEST_HOSTNAME)
+                longest = min(node.keywords.get("maxLength", formats.LONGEST_HOSTNAME), formats.LONGEST_HOSTNAME)
                 rule = f"hostname{'7' * (3 <= draft <= 7)}_{longest}"
-                texts = language.named(rule, "{0}_fewer", (patterns.full(few_hostnames(longest)),), longest) if longest else NOTHING
+                texts = language.named(rule, "{0}_fewer", (full(formats.few_hostnames(longest)),), longest) if longest else NOTHING
             elif name == "regex":
-                texts = language.named(name, REGEX_RULE, tuple(map(patterns.full, (FEW_REGEXES, *REGEX_PARTS))), None)
+                texts = language.named(name, formats.REGEX_RULE, tuple(map(full, (formats.FEW_REGEXES, *formats.REGEX_PARTS))), None)
             else:
-                texts = patterns.full(FORMATS[name])
-            return Strings(texts, texts, patterns.full(AT_MOST.get(name, FORMATS[name])))
+                texts = full(formats.FORMATS[name])
+            if name.endswith("time"):
+                date, time = full(formats.FORMATS["date"]), language.named("time", "{0}_fewer", (full(formats.FORMATS["time"]),), None)
+                texts = time if name == "time" else language.named("datetime", "{1} [Tt] {2}", (texts, date, time), None)
+            return Strings(texts, texts, full(formats.AT_MOST.get(name, formats.FORMATS[name])))
         if self._unknown_formats == "refuse":
             refuse_format(node)
         return None
 
     def _pattern(self, node: Node, keyword: str, pattern: str) -> Strings:
         try:
-            return Strings(texts := patterns.search(pattern), patterns.full(pattern), texts)
-        except patterns.PatternError as error:
+            return Strings(texts := search(pattern), full(pattern), texts)
+        except PatternError as error:
             reject(node.where, keyword, str(error))
 
     def _array(self, node: Node) -> Array:

@@ -75,7 +75,8 @@ class Speller:
     def _named(self, term: Term, in_string: bool) -> str:
         end, rule, _ = map(str, term.values)
         name = f"{self._prefix}{'' if in_string else 'text_'}{end}"
-        self._rules[f"{name}_fewer"] = self.body(term.parts[0], in_string)
+        if "{0}" in rule:
+            self._rules[f"{name}_fewer"] = self.body(term.parts[0], in_string)
         self._rules[name] = rule.format(name, *(self.body(part, in_string) for part in term.parts[1:]))
         return name
 

@@ -18,7 +18,7 @@ namespace {
 
 enum Outcome { DONE, UNFIT, NO_MEMORY };
 
-Image image_of(const Grammar &grammar, const Vocabulary &tokens, const Limits &limits) {
+Image image_of(Grammar grammar, const Vocabulary &tokens, const Limits &limits) {
     std::unordered_set<int64_t> unrolled; // loops that cannot be counted
     bool many_copies = false;
     std::string reached; // the limit that was exceeded before strings were called
@@ -32,9 +32,10 @@ Image image_of(const Grammar &grammar, const Vocabulary &tokens, const Limits &l
             many_copies = true;
             calls = Calls::BRACKETS;
         } catch (const Unfit &unfit) {
+            bool is_limit = dynamic_cast<const LimitReached *>(&unfit), is_first = calls == Calls::FEW;
+            if (!dynamic_cast<const Nondeterministic *>(&unfit)) is_first = false;
+            else if (!is_first && std::exchange(grammar.has_times, false)) { calls = Calls::FEW; continue; }
             if (calls == Calls::STRINGS) throw LimitReached(reached);
-            bool is_limit = dynamic_cast<const LimitReached *>(&unfit);
-            bool is_first = dynamic_cast<const Nondeterministic *>(&unfit) && calls == Calls::FEW;
             if (calls == Calls::ANY_SIZE || !(is_limit || is_first || many_copies)) throw;
             if (is_limit) reached = unfit.what();
             calls = is_limit ? Calls::STRINGS : is_first ? Calls::BRACKETS : Calls::ANY_SIZE;
@@ -64,10 +65,10 @@ EXPORTED void stepgraph_automaton_free_image(int32_t *image) { free(image); }
 
 // A parsed grammar of xgrammar, and the limits of its automaton.
 struct grammar_source {
-    const int32_t *data, *offsets, *bodies, *hosts;
+    const int32_t *data, *offsets, *bodies, *formats;
     int32_t num_expressions, num_rules, root;
     const int64_t *limits; // the fields of Limits but the last
-    Grammar grammar() const { return {data, offsets, bodies, hosts, num_expressions, num_rules, root}; }
+    Grammar grammar() const { return {data, offsets, bodies, formats, num_expressions, num_rules, root}; }
     Limits bounds(int64_t longest) const { return {limits[0], limits[1], limits[2], limits[3], longest}; }
 };
 

@@ -288,15 +288,6 @@ private:
         return entry_of(move);
     }
 
-    // Called automata that `state` may start, and the states after each call.
-    std::map<int32_t, Ints> calls_of(const Ints &members) const {
-        std::map<int32_t, Ints> calls;
-        for (int32_t member : members)
-            for (const Nfa::Call &call : nfa.calls.of(member))
-                if (live[call.back] && !called_starts[call.automaton].empty()) calls[call.automaton].push_back(call.back);
-        return calls;
-    }
-
     void expand(int32_t number) {
         members.assign(sets.values(number), sets.values(number) + sets.length(number));
         bool accepts = false, continues = false, has_calls = false;
@@ -347,13 +338,12 @@ private:
     }
 
     void expand_calls() {
-        std::map<int32_t, Ints> calls = calls_of(members);
         for (int32_t at = 0; at < automaton.classes; at++) {
             targets.clear();
             for (const Nfa::Edge &range : ranges)
                 if (range.low <= at && at <= range.high) targets.push_back(range.to);
             Move move;
-            Ints inside = call_targets(calls, at, move.push);
+            Ints inside = call_targets(at, move.push);
             if (inside.empty() && targets.empty()) continue;
             if (!inside.empty() && !targets.empty()) throw Nondeterministic("it may begin a nested part or continue, with the same text");
             move_to(closure_of(inside.empty() ? targets : inside), move);
@@ -362,20 +352,28 @@ private:
     }
 
     // The states inside called automata after a byte of this class; `push` becomes the symbol of what follows the calls.
-    Ints call_targets(const std::map<int32_t, Ints> &calls, int byte_class, int32_t &push) {
+    Ints call_targets(int byte_class, int32_t &push) {
         Ints inside, key;
         Symbol symbol;
-        for (auto &[called, backs] : calls) {
-            size_t before = inside.size();
-            for (int32_t member : called_starts[called]) {
-                if (!nfa.calls.of(member).empty()) throw Nondeterministic("a nested part begins with another nested part");
-                if (nfa.states[member].final_of >= 0) throw Nondeterministic("a nested part may be empty");
-                for (const Nfa::Edge &edge : nfa.edges.of(member))
-                    if (live[edge.to] && automaton.class_of[edge.low] <= byte_class && byte_class <= automaton.class_of[edge.high])
-                        inside.push_back(edge.to);
+        std::vector<std::pair<int32_t, int32_t>> calls; // automaton, state after it
+        auto add = [&](const Nfa::Call &call, int32_t low, int32_t high, int32_t to) {
+            if (automaton.class_of[low] > byte_class || byte_class > automaton.class_of[high] || !live[call.back] || !live[to]) return;
+            inside.push_back(to);
+            calls.push_back({call.automaton, call.back});
+        };
+        for (int32_t caller : members)
+            for (const Nfa::Call &call : nfa.calls.of(caller)) {
+                if (call.byte >= 0) add(call, call.byte, call.byte, call.to);
+                else for (int32_t member : called_starts[call.automaton]) {
+                    if (!nfa.calls.of(member).empty()) throw Nondeterministic("a nested part begins with another nested part");
+                    if (nfa.states[member].final_of >= 0) throw Nondeterministic("a nested part may be empty");
+                    for (const Nfa::Edge &edge : nfa.edges.of(member)) add(call, edge.low, edge.high, edge.to);
+                }
             }
-            if (inside.size() == before) continue;
-            const Reached &after = closure_of(backs);
+        std::sort(calls.begin(), calls.end());
+        calls.erase(std::unique(calls.begin(), calls.end()), calls.end());
+        for (auto &[called, back] : calls) {
+            const Reached &after = closure(back);
             if (!after.enters.empty()) uncountable(after.enters[0]);
             if (!after.agains.empty()) uncountable(after.agains[0]);
             key.push_back(-1 - called);

@@ -349,12 +349,14 @@ public:
             automaton_of[alternative] = (int32_t)order.size();
             order.push_back(alternative);
         }
+        first_time = (int32_t)order.size();
         for (size_t index = 0; index < order.size(); index++) {
             int32_t final = state(-1);
             nfa.states[final].final_of = (int32_t)index;
             int32_t start = index ? expression(order[index], final, true) : rule(graph.grammar.root, final);
             nfa.starts.push_back(start);
         }
+        if (time_start >= 0) nfa.starts.resize(first_time + AHEAD, time_start), nfa.starts.resize(first_time + TIME_ENDS, 0); // 0: not used
         nfa.edges.sort(nfa.states.size());
         nfa.next.sort(nfa.states.size());
         nfa.calls.sort(nfa.states.size());
@@ -426,7 +428,8 @@ private:
         return once(~number, continuation, [&] {
             auto left = left_linear.find(number);
             if (left != left_linear.end()) return left_rule(number, continuation, left->second);
-            if (int32_t kind = graph.grammar.hosts[number]) return host_name(kind / 2, kind % 2, continuation);
+            if (int32_t kind = graph.grammar.formats[number]; kind > 0) return host_name(kind / 2, kind % 2, continuation);
+            else if (kind && graph.grammar.has_times) return time(continuation);
             return expression(graph.grammar.bodies[number], continuation, false);
         });
     }
@@ -466,6 +469,49 @@ private:
             words(begin[left], first[WORD], {'X', 'x'});
         }
         return begin.back();
+    }
+
+    // A second 60 is the last one of a day in UTC: its offset is the time and a minute, or the rest of the day. The minute is on the stack from
+    // its last digit to the colon of the offset, or 12,000 states would know it. They end at no digit: some tokens have many digits.
+    int32_t time(int32_t continuation) {
+        int32_t start = state_before(continuation), any_digit = state_before(continuation), any_minute = state_before(continuation);
+        auto number = [&](int value, int32_t to) { return byte_before('0' + value / 10, byte_before('0' + value % 10, to)); };
+        edge(any_minute, '0', '5', any_digit), edge(any_digit, '0', '9', continuation);
+        for (int minute = 0; minute < 60; minute++) nfa.calls.add(start, {first_time + minute, number(minute, continuation)});
+        nfa.calls.add(start, {first_time + ANY_MINUTE, any_minute}), nfa.calls.add(start, {first_time + NO_OFFSET, continuation});
+        if (time_start >= 0) return start;
+        Ints ends;
+        for (int end = 0; end < TIME_ENDS; end++) ends.push_back(state(-1)), nfa.states.back().final_of = first_time + end;
+        auto hour_before = [&](int hour, int end) { return number(hour, byte_before(':', ends[end])); };
+        auto after_second = [&](int32_t ahead, int32_t behind, bool is_utc) {
+            int32_t found = state(-1), digit = state(-1), fraction = state(-1);
+            edge(found, '.', '.', digit), edge(digit, '0', '9', fraction), follow(fraction, digit);
+            for (int32_t from : {found, fraction}) {
+                edge(from, '+', '+', ahead), edge(from, '-', '-', behind);
+                for (int byte : {'Z', 'z'}) if (is_utc) edge(from, byte, byte, ends[IN_UTC]);
+            }
+            return found;
+        };
+        int32_t any_hour = state(-1), digit = state(-1);
+        for (int hour = 0; hour < 24; hour++) follow(any_hour, hour_before(hour, ANY_HOUR));
+        edge(digit, '0', '9', after_second(any_hour, any_hour, true));
+        time_start = state(-1);
+        for (int hour = 0, second_digit = -1; hour < 24; hour++) {
+            int32_t tens = state(-1), ones = -1, seconds[] = {state(-1), state(-1)};
+            if (hour % 10 == 0) edge(time_start, '0' + hour / 10, '0' + hour / 10, second_digit = state(-1));
+            edge(second_digit, '0' + hour % 10, '0' + hour % 10, byte_before(':', tens));
+            for (int carry : {0, 1}) {
+                int32_t ahead = hour_before((hour + carry) % 24, AHEAD), leap = after_second(ahead, hour_before(23 - hour, BEHIND), hour + carry == 24);
+                edge(seconds[carry], '0', '5', digit), edge(seconds[carry], '6', '6', byte_before('0', leap));
+            }
+            for (int minute = 0; minute < 60; minute++) {
+                if (minute % 10 == 0) edge(tens, '0' + minute / 10, '0' + minute / 10, ones = state(-1));
+                const int32_t backs[] = {ends[(minute + 1) % 60], ends[59 - minute], ends[ANY_MINUTE], ends[NO_OFFSET]};
+                for (int end = AHEAD; end < TIME_ENDS; end++)
+                    nfa.calls.add(ones, {first_time + end, backs[end - AHEAD], '0' + minute % 10, byte_before(':', seconds[minute == 59])});
+            }
+        }
+        return start;
     }
 
     // A left-linear component: one state per rule that means "this rule is complete".
@@ -726,6 +772,9 @@ private:
     std::set<int32_t> called; // expressions with an automaton of their own
     std::map<int32_t, int32_t> automaton_of;
     std::map<int32_t, std::set<int32_t>> left_linear; // by rule
+    // Ends of automata from `first_time` on: of a time, before each minute of its offset; from AHEAD on of its part with a minute on the stack.
+    enum TimeEnd { ANY_MINUTE = 60, NO_OFFSET, AHEAD, BEHIND, ANY_HOUR, IN_UTC, TIME_ENDS };
+    int32_t first_time = 0, time_start = -1;
     int depth = 0, host_names = 0;
 };
 

@@ -34,11 +34,12 @@ struct Limits {
     int64_t longest_token; // bytes: no token goes through more iterations of a loop than that
 };
 
-// The parsed grammar of xgrammar: expressions as (kind, size, data...) at `offsets`, and the body of each rule. `hosts`: 0, or host names in
-// place of the body: twice the length of the longest one, plus 1 if no label begins with "xn--".
+// The parsed grammar of xgrammar: expressions as (kind, size, data...) at `offsets`, and the body of each rule. `formats`: 0, or a format in
+// place of the body: -1 times; else host names, by twice the length of the longest one, plus 1 if no label begins with "xn--".
 struct Grammar {
-    const int32_t *data, *offsets, *bodies, *hosts;
+    const int32_t *data, *offsets, *bodies, *formats;
     int32_t num_expressions, num_rules, root;
+    bool has_times = true; // else the bodies of times are used
 };
 
 // Items of states, in the order of the states.
@@ -70,7 +71,7 @@ private:
 
 struct Nfa {
     struct Edge { int32_t low, high, to; }; // a range of bytes
-    struct Call { int32_t automaton, back; }; // run another automaton to its end, then continue in state `back`
+    struct Call { int32_t automaton, back, byte = -1, to = -1; }; // run an automaton, then state `back`; byte >= 0: begin with it, in state `to`
     // A loop runs at most `count` times through its body, from `head` to the state `again`, and then continues in `exit`.
     struct Loop { int32_t head, again, exit, count, counter, parent; int64_t expression; };
     enum Kind : uint8_t { PLAIN, ENTER, AGAIN };

@@ -14,6 +14,7 @@ import torch
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler
 from stepgraph.sampling.grammar.status import MaskStatus
 from tests.helpers.application_schemas import APPLICATIONS, in_json_schema, large
+from tests.helpers.format_texts import CHECKER
 from tests.helpers.schema_cases import BYTES
 
 STOP = 256
@@ -48,7 +49,7 @@ def test_random_text_of_an_application_validates(name: str) -> None:
     draw = random.Random(name)
     for _ in range(3):
         text = random_text(APPLICATIONS[name], draw, "standard")
-        jsonschema.validate(json.loads(text), in_json_schema(name), format_checker=jsonschema.FormatChecker())
+        jsonschema.validate(json.loads(text), in_json_schema(name), format_checker=CHECKER)
 
 
 @pytest.mark.parametrize("name", LARGE)
