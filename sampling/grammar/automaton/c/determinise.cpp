@@ -338,7 +338,13 @@ private:
     }
 
     void expand_calls() {
+        std::array<bool, 256> reads{}; // classes; a part of a time reads few
+        for (int32_t member : members)
+            for (const Nfa::Call &call : nfa.calls.of(member))
+                if (call.byte < 0 || !ranges.empty()) reads.fill(true);
+                else reads[automaton.class_of[(size_t)call.byte]] = true;
         for (int32_t at = 0; at < automaton.classes; at++) {
+            if (!reads[(size_t)at]) continue;
             targets.clear();
             for (const Nfa::Edge &range : ranges)
                 if (range.low <= at && at <= range.high) targets.push_back(range.to);
