@@ -28,7 +28,7 @@ from stepgraph.runtime.request import ActiveRequest
 
 AUTO = "auto"
 _MOST_WEIGHT = 1e100
-DRAFTS_COST = 1.03  # a round with drafts takes at least this multiple of a plain one
+DRAFTS_COST = 1.03  # a round with more drafts takes at least this multiple of one with fewer
 Costs = Mapping[Drafting, float]  # seconds of a round, for one kind of batch; PLAIN is plain decoding
 
 
@@ -154,14 +154,15 @@ class DraftLengths:
             self._held -= 1
         else:  # for several rounds, so that it takes little time: for a quarter of those that had the same choice
             rule, plain, before = self._rule, costs[PLAIN], self._last
+            least = 1 if before.length else rule.spell  # a spell is only started if it can be paid
             room = self.account(constrained, costs) - sum(risk for kind, risk in self._at_risk if kind == constrained)
-            paid = {each: costs[each] for each in choices or self._choices if rule.spell * (costs[each] - plain) <= max(0.0, room)}
+            paid = {each: costs[each] for each in choices or self._choices if least * (costs[each] - plain) <= max(0.0, room)}
             self._last = self._best(rows, paid) if len(paid) > 1 else PLAIN
             self._same = self._same if self._last == before and rows == self._rows else 0
-            again = max(1, min(self._same // 4, rule.spell)) if before.length else rule.spell
-            self._held = (again if self._last.length else rule.rest) - 1
-            self._same += self._held + 1
             self._rows, self._risk = rows, costs[self._last] - plain
+            affordable = room / self._risk if self._risk > 0 else rule.spell
+            self._held = (int(max(least, min(self._same // 4, rule.spell, affordable))) if self._last.length else rule.rest) - 1
+            self._same += self._held + 1
         self._made[self._last] = self._rounds
         self._at_risk.append((constrained, self._risk))
         return self._last
@@ -242,7 +243,7 @@ class RoundCosts:
         """`key` with its drafting."""
         costs = self._measured.setdefault((key.with_drafting(FULL), 0), _Measured({}, {}, {})).seconds
         costs[key.drafting] = seconds + self._later(key.rows, key.drafting)
-        self._bound_plain(costs, key.drafting)
+        self._bound_shorter(costs, key.drafting)
 
     def add(self, key: GraphKey, drafting: Drafting, seconds: float, context: int = 0) -> None:
         """A round of `key` with this drafting. What made it slower or faster, as a longer context or a busy machine, concerns all choices:
@@ -257,18 +258,18 @@ class RoundCosts:
         change = 1 + weight * (min(seconds / costs[drafting], 2) - 1)  # at most twice: an interrupted round says nothing about its drafts
         for each in costs:
             costs[each] *= change if each == drafting else 1 if others else math.sqrt(change)
-        if drafting.length:
-            self._bound_plain(costs, drafting)
+        self._bound_shorter(costs, drafting)
 
     def _later(self, rows: int, drafting: Drafting) -> float:
         skipped = 0 if drafting.length and drafting.model else drafting.length + 1
         return skipped / MAX_SKIPPED * self.catch_ups.get(rows, 0.0)
 
     @staticmethod
-    def _bound_plain(costs: dict[Drafting, float], drafting: Drafting) -> None:
-        """A plain round that was measured while the machine was busy would otherwise never be tried, and so never measured again."""
-        if drafting.length:
-            costs[PLAIN] = min(costs.get(PLAIN, math.inf), costs[drafting] / DRAFTS_COST)
+    def _bound_shorter(costs: dict[Drafting, float], drafting: Drafting) -> None:
+        """Shorter rounds that were measured while the machine was busy would otherwise never be tried, and so never measured again."""
+        for each in (PLAIN, *costs):
+            if each.length < drafting.length and (drafting.model or not each.length):
+                costs[each] = min(costs.get(each, math.inf), costs[drafting] / DRAFTS_COST)
 
 
 def _plain(key: GraphKey) -> GraphKey:
