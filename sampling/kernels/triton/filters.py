@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepgraph.sampling import sampler
-from stepgraph.sampling.kernels.triton.choice import ordered, store_best, value_of
+from stepgraph.sampling.kernels.triton.choice import best_of, store_best, value_of
 from stepgraph.sampling.kernels.triton.numeric import exponential, portable_exp
 from stepgraph.sampling.rng import GOLDEN, signed
 from stepgraph.sampling.sampler import Param
@@ -52,7 +52,7 @@ def race_candidates(weights, seed, position, candidates, width, weights_stride, 
     if tl.max((rates != 0).to(tl.int32), 0) != 0:
         noise = exponential(tl.load(seed + row), tl.load(position + row), ids.to(tl.int64), SALT)
         rates = tl.math.div_rn(rates, noise)
-    best = tl.max(ordered(rates, ids), 0)
+    best = best_of(rates, ids)
     tl.store(candidates + row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1), best)
 
 
@@ -185,7 +185,7 @@ def tile_maxima(
     """The greatest logit of each tile and its index, as a candidate of choice.py."""
     line = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    best = tl.max(ordered(_logits(logits, positions, width, row_stride, position_stride, TILE), ids), 0)
+    best = best_of(_logits(logits, positions, width, row_stride, position_stride, TILE), ids)
     tl.store(maxima + line * tl.num_programs(1) + tl.program_id(1), best)
     if tl.program_id(1) == 0:
         tl.store(sums + line * _SUMS + tl.arange(0, _SUMS), tl.zeros([_SUMS], tl.int64))
@@ -329,7 +329,7 @@ def keep(
         tokens = tl.where(rates > 0, tokens, 0)  # in a row where none can win, the winner is 0
         if tl.max((rates > 0).to(tl.int32), 0) != 0:
             rates = tl.math.div_rn(rates, exponential(tl.load(seed + line), tl.load(position + line), tokens.to(tl.int64), SALT))
-        tl.store(candidates + line * tl.num_programs(1) + tl.program_id(1), tl.max(ordered(rates, tokens), 0))
+        tl.store(candidates + line * tl.num_programs(1) + tl.program_id(1), best_of(rates, tokens))
 
 
 def race(weights: Tensor, seed: Tensor, position: Tensor, purpose: int, token: Tensor, *, tile: int = RACE_TILE) -> None:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels.triton.choice import ordered
+from stepgraph.sampling.kernels.triton.choice import best_of
 from stepgraph.sampling.kernels.triton.numeric import coin, exponential
 from stepgraph.sampling.rng import GOLDEN, Purpose, signed
 
@@ -87,7 +87,7 @@ def rejection_candidates(
     rates = tl.where(left, rest, probs)
     if tl.max((rates != 0).to(tl.int32), 0) != 0:
         rates = tl.math.div_rn(rates, exponential(own_seed, first + count_accepted, ids.to(tl.int64), _TARGET))
-    best = tl.max(ordered(rates, ids), 0)
+    best = best_of(rates, ids)
     tl.store(candidates + row * tl.num_programs(1) + tl.program_id(1), tl.where(left, best, best | _SECOND_CLASS))
 
 
