@@ -38,8 +38,7 @@ def best_of(values, ids):
     """The candidate of the greatest of these values, of all dimensions. Two reductions of int32: one of int64 takes more instructions."""
     ranks = rank(tl.where(values == 0, 0.0, values))  # both zeros are equal
     best = tl.max(ranks)
-    first = tl.min(tl.where(ranks == best, ids, _LAST_ID))
-    return (best.to(tl.int64) << 32) | (first ^ _LAST_ID).to(tl.int64)
+    return (best.to(tl.int64) << 32) | (tl.min(tl.where(ranks == best, ids, _LAST_ID)) ^ _LAST_ID).to(tl.int64)
 
 
 @triton.jit
