@@ -61,7 +61,8 @@ def _least_rows(weight: Tensor, dtype: torch.dtype) -> int:
 
     least = NEVER
     for rows in ROWS:
-        states = torch.randn(rows, inner_size(weight), dtype=dtype, device=weight.device)
+        made = torch.Generator(weight.device).manual_seed(rows)  # not the generator of the user
+        states = torch.randn(rows, inner_size(weight), generator=made, dtype=dtype, device=weight.device)
         results, times = list[Tensor](), list[float]()
         for multiply in (programs.multiply_packed, programs.multiply_dequantised):
             results.append(states.new_empty(rows, len(weight) * TILE))
