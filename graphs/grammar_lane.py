@@ -119,9 +119,9 @@ class DeviceTables:
                 split.token_slots if split else None,
                 b.batch_forced if searched else None,
                 int(split is not None and split.merges),
-                int(searched and self.shape.proposed and first > 0),
+                int(searched and self.shape.proposed and last > 0),
             )
 
 
 def mask_name(first: int, last: int) -> str:
-    return "commit" if last == 0 else f"advance {last}" if first == last else f"follow {first} to {last}"
+    return "commit" if last == 0 else f"advance {last}" if first == last else "follow"

@@ -24,7 +24,7 @@ from stepgraph.graphs.model import DraftModel, ModelPair
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.graphs.proposer import Proposer
 from stepgraph.graphs.row_layout import Column
-from stepgraph.sampling.kernels import Emission
+from stepgraph.sampling.kernels import Emission, mask_status
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
 
 
@@ -43,7 +43,7 @@ class ProposedRound:
         """Publish the results, and draft."""
         buffers, count, proposer = self.buffers, self.limits.num_speculative_tokens, self.models.proposer or self.models.look_up
         publish = functools.partial(stages.publish_round, buffers, batch, self.key.constrained)
-        followed = self.grammar is not None and proposer is not None and count > 1
+        followed = self.grammar is not None and proposer is not None and count > 0
         if not followed:
             with self.context.stage("accept"):
                 publish()
@@ -55,36 +55,33 @@ class ProposedRound:
             if not count:
                 buffers.row_drafts.index_fill_(0, batch.rows, -1)
             elif proposer is not None:
-                drafting.store_chain(buffers, after, self._chain(after, proposer, publish if followed else None))
+                drafting.store_chain(buffers, after, self._chain(after, proposer, publish))
                 if not self.key.draft_model:
                     proposing.mark_looked_up(buffers, after, self.key.sampled)
 
-    def _chain(self, after: Batch, proposer: Proposer, publish: Callable[[], None] | None) -> Tensor:
-        """[B, K] the proposer's chains. A token that the grammar forces replaces the proposed one; a chain is followed while it agrees.
-
-        publish: called while the grammar follows the chains.
-        """
-        buffers, context, grammar = self.buffers, self.context, self.grammar
-        if grammar is None:
-            return proposing.propose(buffers, after, proposer, self.limits)
-        count, size = self.limits.num_speculative_tokens, len(after.rows)
-        mask_ready = grammar.rows(0, 0)
+    def _chain(self, after: Batch, proposer: Proposer, publish: Callable[[], None]) -> Tensor:
+        """[B, K] the proposer's chains, under a grammar their legal part and what it forces. publish: called beside host nodes."""
+        buffers, grammar, count, size = self.buffers, self.grammar, self.limits.num_speculative_tokens, len(after.rows)
         proposed = proposing.propose(buffers, after, proposer, self.limits)
-        context.wait(mask_ready)
-        if publish is not None:
-            buffers.batch_drafts[:count, :size].copy_(proposed.T)
-            mask_ready = grammar.rows(1, count - 1)
-            with context.stage("publish"):
-                publish()
-            context.wait(mask_ready)
-        alive = drafting.continuing(after)
-        for step in range(1, self.limits.num_speculative_tokens + 1):
-            with context.stage(f"choose_draft {step}"):
-                tokens = proposing.choose_proposed(buffers, after, step, proposed[:, step - 1], alive, grammar.mask(after, step))
-                buffers.batch_drafts[step - 1, :size].copy_(tokens)
-                proposed = drafting.matching_chains(proposed, step, tokens)
-                alive = tokens >= 0
-        return buffers.batch_drafts[:count, :size].T
+        if grammar is None:
+            return proposed
+        buffers.batch_drafts[:count, :size].copy_(proposed.T)
+        masks_ready = None if grammar.on_device else grammar.rows(0, count - 1)
+        for source in grammar.sources if grammar.on_device else ():  # on the main stream: no model computes beside these kernels
+            source.rows(0, count - 1)
+        with self.context.stage("publish"):
+            publish()
+        if masks_ready:
+            self.context.wait(masks_ready)
+        with self.context.stage("choose_drafts"):
+            if grammar.on_device:
+                status = buffers.batch_status[:count, :size].T
+            else:
+                owner, generated, constraint = map(after.column, (Column.OWNER, Column.GENERATED, Column.CONSTRAINED))
+                status = mask_status(buffers.row_tags[:, :count], owner, generated, constraint, rows=after.rows).status
+            forced = (buffers.batch_forced[:count, :size], buffers.row_forced) if "batch_forced" in buffers else (None, None)
+            rules = after.rows, buffers.row_masks, after.has_grammar, status, *forced
+            return proposing.choose_chain(proposed, drafting.continuing(after), after.column(Column.DRAFT_LIMIT), *rules)
 
 
 def skip_tokens(buffers: StaticBuffers, before: Batch, emission: Emission, features: Tensor) -> None:

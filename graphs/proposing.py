@@ -9,15 +9,16 @@ from torch.nn.functional import pad
 from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.drafting import continuing, rule_of, select_draft
+from stepgraph.graphs.drafting import continuing
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import check_shape
 from stepgraph.graphs.proposer import History, Proposer
 from stepgraph.graphs.row_layout import REFUSED, Column
 from stepgraph.sampling import bitmask
-from stepgraph.sampling.kernels import Emission, GrammarMask
-from stepgraph.sampling.kernels.c_kernel import CKernel
-from stepgraph.sampling.kernels.operation import Contiguous, operation
+from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.kernels import Emission
+from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
+from stepgraph.sampling.kernels.operation import Contiguous, Dense, empty_as, operation
 
 ANCHOR = 8  # prompt tokens copied before a given text, so that the start of the output is found after the end of the prompt
 
@@ -63,17 +64,48 @@ def mark_looked_up(buffers: StaticBuffers, after: Batch, sampled: bool) -> None:
         buffers.row_certain.index_fill_(0, after.rows, True)
 
 
-def choose_proposed(buffers: StaticBuffers, after: Batch, step: int, proposed: Tensor, alive: Tensor, mask: GrammarMask) -> Tensor:
-    """Draft `step` (from 1) of every row that still drafts: the token that the grammar forces, else the proposed token if it is legal.
+def _choose_in_c(proposed: Tensor, alive: Tensor, limit: Tensor, rows: Tensor, masks: Tensor, *given: Tensor | None) -> bool:
+    constrained, status, forced, row_forced = given
+    assert constrained is not None and status is not None
+    numbers = is_contiguous(torch.int64, proposed, rows) and limit.dtype is status.dtype is torch.int64
+    flags = is_contiguous(torch.bool, alive, constrained) and masks.dtype is torch.int32 and masks.stride(-1) == 1
+    forcing = forced is None or (forced.dtype is torch.int64 and row_forced is not None and row_forced.dtype is torch.bool)
+    return numbers and flags and forcing
 
-    -1 ends a chain. REFUSED, where the proposed token is not legal, ends it as well; statistics count the two separately.
+
+@operation(empty_as, writes=("row_forced",), triton=True, c=CKernel("choose_chain", _choose_in_c))
+def choose_chain(
+    proposed: Contiguous,
+    alive: Contiguous,
+    limit: Tensor,
+    rows: Contiguous,
+    masks: Dense,
+    constrained: Contiguous,
+    status: Tensor,
+    forced: Dense | None = None,
+    row_forced: Tensor | None = None,
+) -> Tensor:
+    """[B, K] the drafts of proposed chains: each the token that the grammar forces, else the proposed token if it is legal.
+
+    Drafts are -1 from the limit of a row on, after a draft that is not the proposed one unless they are forced, and where a chain ends;
+    REFUSED, where the proposed token is not legal, ends it as well: statistics count the two separately.
+    proposed [B, K], -1 after the last one; alive [B] bool: rows that draft; limit [B]; rows [B]; masks [R, >= K, words] int32;
+    constrained [B] bool; status [B, K] of these masks; forced [K, B], -1 where the grammar leaves a choice; row_forced [R, >= K] bool: gets
+    whether each draft is forced. All others int64.
     """
-    rule, forced = rule_of(mask), buffers.batch_forced[step - 1, : len(after.rows)] if "batch_forced" in buffers else None
-    unforced = torch.where(bitmask.allowed(proposed, *rule), proposed, torch.where(proposed < 0, -1, REFUSED))
-    draft = select_draft(unforced, torch.ones_like(alive), alive, after.column(Column.DRAFT_LIMIT), step, None, forced, *rule)
-    if forced is not None and draft.forced is not None:
-        buffers.row_forced[:, step - 1].index_copy_(0, after.rows, draft.forced)
-    return draft.tokens
+    chosen, follows = list[Tensor](), alive
+    for index, found in enumerate(proposed.unbind(1)):
+        mask = masks[:, index], constrained, status[:, index], rows
+        legal = torch.where(bitmask.allowed(found, *mask), found, REFUSED)
+        token = torch.where(follows & (found >= 0), legal, -1)
+        if forced is not None and row_forced is not None:
+            taken = (forced[index] >= 0) & constrained & (status[:, index] == MaskStatus.OK)
+            token = torch.where(taken, forced[index], token)
+            row_forced[:, index].index_copy_(0, rows, taken)
+        token = torch.where(alive & (limit > index), token, -1)
+        alive, follows = token >= 0, follows & (token == found)
+        chosen.append(token)
+    return torch.stack(chosen, 1)
 
 
 def check_drafts(drafts: Tensor, rows: int, count: int) -> None:
@@ -91,7 +123,7 @@ def _in_c(text: Tensor, length: Tensor, generated: Tensor, *_: int) -> bool:
     return text.dtype is torch.int32 and length.dtype is generated.dtype is torch.int64
 
 
-@operation(_outputs, c=CKernel("look_up", _in_c))
+@operation(_outputs, triton=True, c=CKernel("look_up", _in_c))
 def look_up(text: Contiguous, length: Tensor, generated: Tensor, given_from: int, count: int, longest: int, shortest: int) -> Tensor:
     """[B, count] int64: chains of drafts as NgramLookup describes them, -1 without a match. text [B, T], length [B], generated [B] and
     given_from as in History; longest and shortest match."""

@@ -245,7 +245,7 @@ def _dense_variants() -> list[Variant]:
 def _layer_variants() -> list[Variant]:
     """Adapters, experts; slots, angles, masks and drafts of a round."""
     from stepgraph.graphs.layers.triton import experts, lora, slot_mapping
-    from stepgraph.graphs.triton import drafting, looping, mask_upload, publishing, sampled_stages, skipped_tokens, stages
+    from stepgraph.graphs.triton import drafting, looping, mask_upload, proposing, publishing, sampled_stages, skipped_tokens, stages
 
     found = []
     for kind in ("bf16", "fp32"):
@@ -268,6 +268,10 @@ def _layer_variants() -> list[Variant]:
     found.append(_variant("scatter_row", mask_upload.scatter_row, types, {"TILE": mask_upload.MASK_TILE}, 4))
     types = ["*i64", "*i1", "*i1", "*i64", "i32", "*i64", "*i64", "*i32", "*i1", *["*i64"] * 3, "*i1", "*i1", *["i32"] * 4]
     found.append(_variant("select_row", drafting.select_row, types, {}, 1))
+    types = ["*i64", "*i1", "*i64", "*i64", "*i32", "*i1", "*i64", "*i64", "*i1", "*i64", *["i32"] * 10]
+    found.append(_variant("choose_row", proposing.choose_row, types, {}, 1))
+    types = ["*i32", "*i64", "*i64", *["i32"] * 4, "*i64", *["i32"] * 3]
+    found.append(_variant("look_up_row", proposing.look_up_row, types, {"SEARCHED": proposing.SEARCHED, "COUNT": 8}, 4))
     found.append(_variant("write_row", stages.write_row, [*["*i64"] * 13, *["i32"] * 3], {"COLUMNS": 16, "POSITIONS": 16}, 1))
     found.append(_variant("count_row", sampled_stages.count_row, ["*i64", "*i64", "*i64", "*i32", "i32", "i32"], {"POSITIONS": 16}, 1))
     types = [*["*i64"] * 4, "*bf16", "*i64", "*bf16", "*i64", *["i32"] * 6]

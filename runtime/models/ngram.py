@@ -23,8 +23,8 @@ class NgramLookup(NoCache):
     history the latest. A copy that reaches the end of the history continues with its own tokens; one that reaches the end of
     draft_ids ends.
 
-    Unlikely drafts cost nothing, as a round verifies all draft positions in any case. A look-up makes max_ngram comparisons
-    per token of each row's text and needs about 50 bytes of temporary memory for each.
+    Unlikely drafts cost nothing, as a round verifies all draft positions in any case. A look-up makes at most max_ngram comparisons
+    per token of each row's text.
     """
 
     max_ngram: int = ANCHOR

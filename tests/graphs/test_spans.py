@@ -83,9 +83,8 @@ def test_stages_of_proposed_and_unmasked_rounds() -> None:
         with small_engine(2, drafter, **options) as engine:
             reports.append(report_of(engine, True))
     masked, free, unmasked = reports
-    chosen = ["choose_draft 1", "choose_draft 2"]
-    assert names(masked, "main") == ["read_batch", "target_verify", "accept", "propose", "publish", "propose", *chosen, "propose"]
-    assert names(masked, "side") == SHOWN[:9]
+    assert names(masked, "main") == ["read_batch", "target_verify", "accept", "propose", "publish", "choose_drafts", "propose"]
+    assert names(masked, "side") == [*SHOWN[:3], "show follow", "follow", "place follow"]
     assert names(free, "main") == ["read_batch", "target_verify", "accept", "propose"]
     assert names(free, "side") == names(unmasked, "side") == SHOWN[:3]
     assert all(len(set(node_counts(report))) == 1 for report in reports)

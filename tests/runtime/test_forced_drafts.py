@@ -236,7 +236,7 @@ def test_forced_drafts_replace_proposed_ones(k: int, draft: Any, link: str) -> N
         made = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config_of(k, forced_drafts=forced, host_link=link))
         report = made.capture()
         assert f"drafts are proposed whole, {'each is kept while its mask allows it' if forced else 'without masks'}" in report.notes
-        assert {len(each.host_nodes) for key, each in report.keys if key.constrained and not key.device} == {min(k + 1, 3) if forced else 1}
+        assert {len(each.host_nodes) for key, each in report.keys if key.constrained and not key.device} == {2 if forced else 1}
         check(jobs := run(made))
         before = made.stats()
         foreseen = [
@@ -350,7 +350,7 @@ def test_engine_with_forced_drafts_only() -> None:
     made = Engine(TARGET, "forced", vocabulary=VOCABULARY, config=config_of(4))
     report = made.capture()
     assert "draft: tokens forced by grammars" in report.notes
-    assert {len(each.host_nodes) for key, each in report.keys if key.constrained and not key.device} == {3}, "one follows the chain"
+    assert {len(each.host_nodes) for key, each in report.keys if key.constrained and not key.device} == {2}, "one follows the chain"
     jobs = run(made)
     check(jobs)
     stats = made.stats()

@@ -112,7 +112,7 @@ def test_results_are_published_while_a_host_node_follows_the_chain() -> None:
     for number in trace.timeline.rounds:
         spans = of_round(trace.timeline, number, MAIN, "stage", "wait")
         order = [(span.kind, span.name) for span in spans if span.kind == "wait" or span.name == "publish"]
-        assert order == [("wait", "head"), ("wait", "commit"), ("stage", "publish"), ("wait", "follow 1 to 2")]
+        assert order == [("wait", "head"), ("stage", "publish"), ("wait", "follow")]
 
 
 def test_summary_times_add_up(traced: Traced) -> None:

@@ -2,6 +2,8 @@
 
 #include "kernels.h"
 
+enum { REFUSED = -2 }; /* as in row_layout.py */
+
 /* The cache slot of a position, or -1 if its page lies outside of the row's table. */
 INLINED int64_t slot_of(const int64_t *table, int64_t pages, int64_t position, int64_t page_size) {
     int64_t page = position / page_size;
@@ -186,6 +188,36 @@ EXPORTED int stepgraph_select_draft(const argument *given) {
         took_forced[row] = is_forced;
         bool goes_on = alive[row] && limit[row * given[3].stride[0]] >= given[4].integer;
         selected[row] = goes_on && (finite[row] || taken || is_forced) ? token : -1;
+    }
+    return 0;
+}
+
+/* proposed [batch, drafts], alive, limit, rows [batch]; masks [table_rows, positions, words], constrained [batch], status [batch, drafts];
+   forced [drafts, batch] and row_forced [table_rows, most], or NULL; out: chosen [batch, drafts]. */
+EXPORTED int stepgraph_choose_chain(const argument *given) {
+    const argument *masks = given + 4, *status = given + 6, *forced = given + 7, *flags = given + 8;
+    const int64_t *proposed = given[0].data, *rows = given[3].data;
+    const bool *alive = given[1].data, *constrained = given[5].data;
+    int64_t drafts = given[0].size[1], *chosen = given[9].data;
+    for (int64_t i = 0; i < given[0].size[0]; i++, proposed += drafts, chosen += drafts) {
+        int64_t row = index_in(rows[i], masks->size[0]), limit = ((const int64_t *)given[2].data)[i * given[2].stride[0]];
+        bool goes_on = alive[i], follows = true;
+        if (row < 0) return 1;
+        for (int64_t at = 0; at < drafts; at++) {
+            int64_t found = follows ? proposed[at] : -1, token = found < 0 ? -1 : found, only = -1;
+            bool valid = ((const int64_t *)status->data)[i * status->stride[0] + at * status->stride[1]] == STATUS_OK;
+            if (found >= 0 && constrained[i]) {
+                const int32_t *mask = (const int32_t *)masks->data + row * masks->stride[0] + at * masks->stride[1];
+                if (found / WORD >= masks->size[2]) return 1;
+                if (!valid || !(mask[found / WORD] >> (found % WORD) & 1)) token = REFUSED;
+            }
+            if (forced->data && constrained[i] && valid) only = ((const int64_t *)forced->data)[at * forced->stride[0] + i];
+            if (forced->data) ((bool *)flags->data)[row * flags->stride[0] + at * flags->stride[1]] = only >= 0;
+            if (only >= 0) token = only;
+            chosen[at] = goes_on && limit > at ? token : -1;
+            goes_on = chosen[at] >= 0;
+            follows = follows && chosen[at] == found;
+        }
     }
     return 0;
 }

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 
-from stepgraph.graphs import drafting, mask_upload
+from stepgraph.graphs import drafting, mask_upload, proposing
 from stepgraph.graphs.layers import slot_mapping
+from stepgraph.graphs.row_layout import REFUSED
 from stepgraph.sampling import native
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, TAG_FIELDS, MaskStatus
 from stepgraph.sampling.kernels import GrammarMask
@@ -126,6 +127,53 @@ def test_draft_selection_equals_the_reference(seed: int, constrained: bool, look
         assert theirs is None or (mine is not None and torch.equal(mine, theirs))
 
 
+def proposed_case(seed: int, batch: int, drafts: int, forced: bool) -> tuple[Any, ...]:
+    """Chains of few legal tokens, in rows of larger tables."""
+    made = torch.Generator().manual_seed(seed)
+    words, most = 3, drafts + 2
+    masks = random(made, -(2**31), 2**31, batch + 3, most, words).to(torch.int32)
+    status = random(made, int(MaskStatus.NONE), int(MaskStatus.FAULT) + 1, drafts, batch)
+    status[random(made, 0, 5, drafts, batch) > 0] = int(MaskStatus.OK)
+    flags = [random(made, 0, 4, batch) > 0 for _ in range(2)]
+    chains, limit = random(made, -8, words * BITS_PER_WORD, batch, drafts).clamp(min=-1), random(made, 0, drafts + 2, batch, 3)[:, 1]
+    only = random(made, -40, 40, most, batch + 2).clamp(min=-1)[:drafts, :batch] if forced else None
+    rows = torch.randperm(batch + 3, generator=made)[:batch]
+    return (
+        chains,
+        flags[0],
+        limit,
+        rows,
+        masks,
+        flags[1],
+        status.T,
+        only,
+        torch.zeros(batch + 3, most, dtype=torch.bool) if forced else None,
+    )
+
+
+@given(SEEDS, st.integers(1, 9), st.integers(1, 8), st.booleans())
+def test_chosen_chains_equal_the_reference(seed: int, batch: int, drafts: int, forced: bool) -> None:
+    found, expected = (proposed_case(seed, batch, drafts, forced) for _ in range(2))
+    assert torch.equal(proposing.choose_chain(*found), proposing.choose_chain.reference(*expected))
+    assert not forced or torch.equal(found[-1], expected[-1])
+
+
+def test_proposed_chains_end_at_the_first_draft_that_is_not_taken() -> None:
+    """Legal tokens are 1 and 2; the third draft of the last two rows is forced, for one of them to the proposed token."""
+    proposed = torch.tensor([[1, 2, 1, 2], [1, 3, 1, 2], [1, 2, 1, 2], [1, 2, 2, 1]])
+    masks, some = torch.full((4, 5, 1), 0b110, dtype=torch.int32), torch.arange(4)
+    forced = torch.full((4, 4), -1)
+    forced[2, 2:] = 2
+    flags = torch.zeros(4, 5, dtype=torch.bool)
+    alive, status = torch.ones(4, dtype=torch.bool), torch.full((4, 4), int(MaskStatus.OK))
+    limit = torch.tensor([3, 4, 4, 4])
+    chosen = proposing.choose_chain(proposed, alive, limit, some, masks, alive, status, forced, flags)
+    assert chosen.tolist() == [[1, 2, 1, -1], [1, REFUSED, -1, -1], [1, 2, 2, -1], [1, 2, 2, 1]]
+    assert flags.nonzero().tolist() == [[2, 2], [3, 2]]
+    with pytest.raises(IndexError):
+        proposing.choose_chain(proposed + 32, alive, limit, some, masks, alive, status)
+
+
 @pytest.mark.parametrize("k", [0, 1, 3, 8])
 def test_written_emissions_equal_the_reference(k: int) -> None:
     call = write_emission(torch.device("cpu"), 7, k)
@@ -164,3 +212,5 @@ def test_operations_pass_opcheck() -> None:
     some = torch.arange(2)
     alone = (some, some.bool(), some.bool(), some, 1, None, None, None, None, None, None, some.clone(), some.bool(), some.bool())
     opcheck(drafting.select_draft.out, alone)
+    case = proposed_case(0, 3, 2, True)
+    opcheck(proposing.choose_chain.out, (*case, case[0].clone()))

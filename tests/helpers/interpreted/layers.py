@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 import tests.helpers.fast_interpreter  # noqa: F401
-from stepgraph.graphs import drafting, mask_upload
+from stepgraph.graphs import drafting, mask_upload, proposing
 from stepgraph.graphs.layers import dense, experts, lora, quantised, slot_mapping
 from stepgraph.graphs.layers.triton import dense as dense_programs
 from stepgraph.graphs.layers.triton import experts as expert_programs
@@ -21,11 +21,13 @@ from stepgraph.graphs.layers.triton import slot_mapping as slot_programs
 from stepgraph.graphs.triton import drafting as draft_programs
 from stepgraph.graphs.triton import looping, publishing
 from stepgraph.graphs.triton import mask_upload as upload_programs
+from stepgraph.graphs.triton import proposing as proposed_programs
 from stepgraph.sampling.grammar.status import TAG_FIELDS
 from stepgraph.sampling.kernels.operation import Operation
 from tests.graphs.layers.test_quantised import every_kind, made
-from tests.graphs.layers.test_slot_mapping import settling_case
+from tests.graphs.layers.test_slot_mapping import proposed_case, settling_case
 from tests.graphs.test_publishing import ENDS, check_batch, check_end, check_slot
+from tests.runtime.models.test_ngram import inert_texts
 from tools.gpu.checks.layers import count_output, keep_skipped, write_emission
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
@@ -216,6 +218,23 @@ def test_draft_selection_equals_the_reference() -> None:
         draft_programs.select_draft(*case, *found)
         for mine, theirs in zip(found, expected, strict=True):
             assert theirs is None or torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_chosen_chains_equal_the_reference(forced: bool) -> None:
+    for seed, drafts in itertools.product(range(8), (1, 3, 8)):
+        found, expected = (proposed_case(seed, 5, drafts, forced) for _ in range(2))
+        chosen = torch.full_like(found[0], 7)
+        proposed_programs.choose_chain(*found, chosen)
+        assert torch.equal(chosen, proposing.choose_chain.reference(*expected))
+        assert not forced or torch.equal(found[-1], expected[-1])
+
+
+@pytest.mark.parametrize("tile", [16, 128])
+def test_looked_up_chains_equal_the_reference(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proposed_programs, "SEARCHED", tile)
+    for case in inert_texts():
+        compare(proposing.look_up, proposed_programs.look_up, *case)
 
 
 @pytest.mark.parametrize("drafts", [1, 3, 8])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -60,16 +61,19 @@ def test_device_look_up_equals_the_rule_in_python(rows: list[Row], count: int, d
         assert propose(NgramLookup(longest, shortest), rows, count) == expected
 
 
-@needs_c
-def test_texts_of_inert_rows_have_equal_chains_in_c() -> None:
+def inert_texts() -> Iterator[tuple[Any, ...]]:
     """Random tokens with -1 among them, counts of generated tokens that no text has, columns of a table."""
     random = torch.Generator().manual_seed(3)
-    for width, start in ((12, 5), (40, 22), (90, 50)):
+    for (width, start), shortest in itertools.product(((12, 5), (40, 22), (90, 50)), (1, 3)):
         text = torch.randint(-1, 3, (6, width), generator=random, dtype=torch.int32)
         columns = torch.randint(1, start, (6, 2), generator=random)
-        given = text, columns[:, 0], columns[:, 1], start, 7
-        for shortest in (1, 3):
-            assert torch.equal(look_up(*given, 8, shortest), look_up.reference(*given, 8, shortest))
+        yield text, columns[:, 0], columns[:, 1], start, 7, 8, shortest
+
+
+@needs_c
+def test_texts_of_inert_rows_have_equal_chains_in_c() -> None:
+    for case in inert_texts():
+        assert torch.equal(look_up(*case), look_up.reference(*case))
 
 
 @needs_c

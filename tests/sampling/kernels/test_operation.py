@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import drafting, mask_upload
+from stepgraph.graphs import drafting, mask_upload, proposing
 from stepgraph.graphs.layers import dense, experts, lora, quantised, slot_mapping
 from stepgraph.sampling import bitmask, native
 from stepgraph.sampling.grammar.automaton import library as automaton_library
@@ -138,6 +138,21 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
             None,
         ],
         [torch.zeros(2, dtype=torch.int64), *like(ALIVE, ALIVE)],
+    ),
+    "choose_chain": (
+        proposing.choose_chain,
+        [
+            torch.tensor([[9, 9]] * 2),
+            ALIVE,
+            torch.tensor([2, 2]),
+            torch.tensor([0, 1]),
+            LEGAL[:, None].repeat(1, 2, 1),
+            ALIVE,
+            OK,
+            None,
+            None,
+        ],
+        [torch.zeros(2, 2, dtype=torch.int64)],
     ),
     "mask_status": (
         chain.mask_status,

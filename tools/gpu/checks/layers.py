@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import drafting, mask_upload, proposed_round, sampled_stages, stages
+from stepgraph.graphs import drafting, mask_upload, proposed_round, proposing, sampled_stages, stages
 from stepgraph.graphs.layers import dense, experts, lora, quantised, slot_mapping
 from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode
@@ -129,6 +129,13 @@ def _slot_calls(device: torch.device, tokens: int, dtype: torch.dtype) -> Iterat
     yield Call(drafting.store_drafts, f"B={tokens} K=4", stored, (), writes=(2, 3))
     masks, status, alive = row_masks[:, 0], row_tags[:, 0, 3].clone(), live.to(device)
     chosen = (stored[1][:, 0].clone(), alive, ~alive, lengths.to(device), 1, stored[1][:, 1], stored[1][:, 2].clone(), masks, alive, status)
+    flags = torch.zeros(tokens, 4, dtype=torch.bool, device=device)
+    legal, statuses, forced = row_masks.repeat(1, 2, 1), row_tags[:, :1, 3].repeat(1, 4), ids.flip(0).T.contiguous().to(device)
+    chains = (stored[1], alive, lengths.to(device), rows, legal, alive, statuses, forced, flags)
+    yield Call(proposing.choose_chain, f"B={tokens} K=4", chains, (numbers(device, tokens, 4),), writes=(8,))
+    text = torch.randint(-1, 3, (tokens, 900), generator=made, dtype=torch.int32).to(device)
+    texts = (text, lengths.clamp(min=1).to(device), live.long().to(device), 500, 4, 8, 1)
+    yield Call(proposing.look_up, f"B={tokens} K=4", texts, (numbers(device, tokens, 4),))
     yield Call(drafting.select_draft, f"B={tokens}", (*chosen, None), (numbers(device, tokens), alive.clone(), alive.clone()))
     frequencies = (500_000.0 ** -(torch.arange(64) / 64)).to(device)
     angles = tuple(torch.full((tokens * 4, 1, 128), 7.5, dtype=dtype, device=device) for _ in range(2))
