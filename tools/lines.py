@@ -54,7 +54,7 @@ BUDGETS = {
     # 1.3 to 4 times as fast on a GPU (61)
     # from 11,865: products of prompts with packed weights by cuBLAS where a probe finds it faster (112)
     # from 11,977: a proposed chain is chosen by one program instead of eight for each draft, and a look-up on a GPU is one instead of
-    # fifty (190); a millisecond of a round of 15 on two cores
+    # fifty (190): 0.5 to 1 ms of a round of 16 ms on two cores
     "graphs": 12_167,
     # raised from 17,265: constraints are checked when they are submitted, masks are filled by their changes, chains in one host node;
     # from 17,422: forced tokens found by kernels (560), likeliest tokens (160), libraries chosen by measured cost; from 18,332: automaton
