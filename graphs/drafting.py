@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -66,24 +63,17 @@ def choose_draft(
     alive [B] bool: rows that still draft.
     d2t: for a draft model with its own vocabulary, the target id of each of its tokens. Other target tokens are drafted only if
     they are looked up or forced by the grammar.
-    chain [B, K]: tokens of the look-up for rows that still follow it, -1 for other rows. A legal one replaces the model's choice.
+    chain [B, K]: tokens of the look-up for rows that still follow it, -1 for other rows. A legal one replaces the model's choice; rows that
+    draft another token leave their chain.
     shard: the tokens of the logits, where ranks divide them.
     """
     finite, tokens = (draft_sampled if sampled else _draft_greedy)(buffers, after, step, logits, mask, d2t, shard or kernels)
-    found = None if chain is None else chain[:, step - 1]
-    forced = buffers.batch_forced[step - 1, : len(after.rows)] if mask is not None and "batch_forced" in buffers else None
-    rule = () if mask is None else rule_of(mask)
-    draft = select_draft(tokens, finite, alive, after.column(Column.DRAFT_LIMIT), step, found, forced, *rule)
-    certain = list[Tensor]()
-    for name, given, taken in (("row_looked_up", found, draft.looked_up), ("row_forced", forced, draft.forced)):
-        if given is not None and taken is not None:
-            buffers[name][:, step - 1].index_copy_(0, after.rows, taken)
-            certain.append(taken)
-    if sampled and certain:
-        buffers.row_certain[:, step - 1].index_copy_(0, after.rows, functools.reduce(torch.bitwise_or, certain))
-    elif sampled and step == 1:
-        buffers.row_certain.index_fill_(0, after.rows, False)
-    return draft.tokens
+    forces, limit, drafts = mask is not None and "batch_forced" in buffers, after.column(Column.DRAFT_LIMIT), buffers.batch_drafts
+    forced = buffers.batch_forced[step - 1, : len(after.rows)] if forces else None
+    masks, constrained, status, mask_rows = (None, None, None, None) if mask is None else rule_of(mask)
+    rule, looked_up = (masks, constrained, status, mask_rows), None if chain is None else buffers.row_looked_up
+    flags = looked_up, buffers.row_forced if forces else None, buffers.row_certain if sampled else None
+    return select_draft(tokens, finite, alive, limit, step, after.rows, drafts, chain, forced, *rule, *flags)
 
 
 def grammar_mask_of(buffers: StaticBuffers, after: Batch, step: int, on_device: bool = False) -> GrammarMask:
@@ -108,16 +98,6 @@ def _draft_greedy(
     return finite, choice if d2t is None else d2t[choice]
 
 
-def continuing(after: Batch) -> Tensor:
-    """[B] bool: rows that run another round and draft for it."""
-    return after.live & (after.column(Column.DRAFT_LIMIT) > 0)
-
-
-def matching_chains(proposed: Tensor, step: int, tokens: Tensor) -> Tensor:
-    """The chains [B, K] of rows whose draft `step` equals the chain's; -1 for other rows, which continue from another text."""
-    return torch.where((tokens == proposed[:, step - 1])[:, None], proposed, -1)
-
-
 def store_chain(buffers: StaticBuffers, after: Batch, chain: Tensor) -> None:
     """Store the drafts in their rows for the next target_verify. chain [B, <= K], -1 after the last draft."""
     unused = buffers.row_drafts.shape[1] - chain.shape[1]
@@ -136,53 +116,57 @@ def store_drafts(rows: Contiguous, chain: Tensor, row_drafts: Tensor, row_counts
     row_counts.index_copy_(0, rows, (chain >= 0).sum(1))
 
 
-class SelectedDraft(NamedTuple):
-    tokens: Tensor  # [B] int64, -1 where a row drafts no more
-    looked_up: Tensor | None  # [B] bool: the token is the one that was looked up; unspecified without a look-up
-    forced: Tensor | None  # [B] bool: the token is the only one that the grammar allows; unspecified without forced tokens
-
-
-def _select_in_c(
-    tokens: Tensor, finite: Tensor, alive: Tensor, limit: Tensor, step: int, looked_up: Tensor | None, *given: Tensor | None
-) -> bool:
-    forced, masks, constrained, status, rows = given
-    dense = (tokens, finite, alive, forced, constrained, status, rows)
+def _select_in_c(tokens: Tensor, finite: Tensor, alive: Tensor, limit: Tensor, step: int, rows: Tensor, *given: Tensor | None) -> bool:
+    _, chain, forced, masks, constrained, status, mask_rows, *_ = given
+    dense = (tokens, finite, alive, rows, chain, forced, constrained, status, mask_rows)
     return all(each is None or each.is_contiguous() for each in dense) and (masks is None or masks.stride(-1) == 1)
 
 
-def _select_outputs(tokens: Tensor, finite: Tensor, *_: object) -> SelectedDraft:
-    return SelectedDraft(empty_as(tokens), empty_as(finite), empty_as(finite))
+_SELECTED = "drafts", "chain", "row_looked_up", "row_forced", "row_certain"
 
 
-@operation(_select_outputs, triton=True, c=CKernel("select_draft", _select_in_c))
+@operation(empty_as, writes=_SELECTED, triton=True, c=CKernel("select_draft", _select_in_c))
 def select_draft(
     tokens: Contiguous,
     finite: Contiguous,
     alive: Contiguous,
     limit: Tensor,
     step: int,
-    looked_up: Tensor | None,
-    forced: Contiguous | None,
+    rows: Contiguous,
+    drafts: Tensor,
+    chain: Tensor | None = None,
+    forced: Contiguous | None = None,
     masks: Tensor | None = None,
     constrained: Contiguous | None = None,
     status: Contiguous | None = None,
-    rows: Contiguous | None = None,
-) -> SelectedDraft:
-    """The draft of every row: the forced token, else the looked-up one if it is legal, else the model's; -1 where a row drafts no more.
+    mask_rows: Contiguous | None = None,
+    row_looked_up: Tensor | None = None,
+    row_forced: Tensor | None = None,
+    row_certain: Tensor | None = None,
+) -> Tensor:
+    """[B] int64 the draft of every row: the forced token, else the looked-up one if it is legal, else the model's; -1 where a row stops.
 
     tokens [B] int64, finite [B] bool: the model's choice, and whether its logit is finite; alive [B] bool; limit [B]: maximum drafts.
-    looked_up [B]: the token found by look-up, -1 where there is none; forced [B]: the token that the grammar forces, -1 where it
-    leaves a choice. In a constrained row both need a valid mask, and a looked-up token has to be legal under it; a row that is not
-    constrained is never forced. masks [R, words], constrained, status [B]: all three, or none without a grammar; row b reads
-    masks[rows[b]], without rows [B] masks[b].
+    chain [B, K]: looked-up tokens, -1 where there is none; forced [B]: the token that the grammar forces, -1 where it leaves a choice. In
+    a constrained row both need a valid mask, and a looked-up token has to be legal under it; a row that is not constrained is never forced.
+    masks [R, words], constrained, status [B]: all three, or none without a grammar; row b reads masks[mask_rows[b]], or else masks[b].
+    Written at `step` (from 1): drafts [K, >= B]; row_looked_up, row_forced, row_certain [R, K] bool: whether the draft of each of `rows`
+    [B] is looked up, forced, or one of both. Rows that draft another token leave their chain: -1.
     """
-    took_found = took_forced = None
-    mask = None if masks is None or constrained is None or status is None else (masks, constrained, status, rows)
-    if looked_up is not None:
-        took_found = looked_up >= 0 if mask is None else (looked_up >= 0) & bitmask.allowed(looked_up, *mask)
-        tokens, finite = torch.where(took_found, looked_up, tokens), finite | took_found
+    rule = None if masks is None or constrained is None or status is None else (masks, constrained, status, mask_rows)
+    found, took_found, took_forced = (None if chain is None else chain[:, step - 1]), torch.zeros_like(alive), torch.zeros_like(alive)
+    if found is not None:
+        took_found = found >= 0 if rule is None else (found >= 0) & bitmask.allowed(found, *rule)
+        tokens = torch.where(took_found, found, tokens)
     if forced is not None:
-        assert mask is not None, "a token is forced only by a grammar"
-        took_forced = (forced >= 0) & mask[1] & (mask[2] == MaskStatus.OK)
-        tokens, finite = torch.where(took_forced, forced, tokens), finite | took_forced
-    return SelectedDraft(torch.where(alive & finite & (limit >= step), tokens, -1), took_found, took_forced)
+        assert rule is not None, "a token is forced only by a grammar"
+        took_forced = (forced >= 0) & rule[1] & (rule[2] == MaskStatus.OK)
+        tokens = torch.where(took_forced, forced, tokens)
+    chosen = torch.where(alive & (finite | took_found | took_forced) & (limit >= step), tokens, -1)
+    drafts[step - 1, : len(rows)].copy_(chosen)
+    for flags, taken in ((row_looked_up, took_found), (row_forced, took_forced), (row_certain, took_found | took_forced)):
+        if flags is not None:
+            flags[:, step - 1].index_copy_(0, rows, taken)
+    if chain is not None and found is not None:
+        chain.copy_(torch.where((chosen == found)[:, None], chain, -1))
+    return chosen

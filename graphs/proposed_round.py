@@ -5,14 +5,12 @@ The draft model processes the tokens of such rounds later, between rounds.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import drafting, proposing, stages
+from stepgraph.graphs import drafting, proposing
 from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.context import CaptureContext
@@ -40,39 +38,32 @@ class ProposedRound:
     grammar: GrammarLane | None  # if it fills the masks of drafts
 
     def run(self, batch: Batch, emission: Emission, features: Tensor, after: Batch) -> None:
-        """Publish the results, and draft."""
+        """Draft."""
         buffers, count, proposer = self.buffers, self.limits.num_speculative_tokens, self.models.proposer or self.models.look_up
-        publish = functools.partial(stages.publish_round, buffers, batch, self.key.constrained)
-        followed = self.grammar is not None and proposer is not None and count > 0
-        if not followed:
-            with self.context.stage("accept"):
-                publish()
         with self.context.stage("propose"):
             if "row_skipped_tokens" in buffers:
                 skip_tokens(buffers, batch, emission, features)
             if self.models.reads_text:
-                proposing.append_emission(buffers, batch, emission, self.limits)
+                proposing.append_emission(buffers, batch, emission)
             if not count:
                 buffers.row_drafts.index_fill_(0, batch.rows, -1)
             elif proposer is not None:
-                drafting.store_chain(buffers, after, self._chain(after, proposer, publish))
+                drafting.store_chain(buffers, after, self._chain(after, proposer))
                 if not self.key.draft_model:
                     proposing.mark_looked_up(buffers, after, self.key.sampled)
 
-    def _chain(self, after: Batch, proposer: Proposer, publish: Callable[[], None]) -> Tensor:
-        """[B, K] the proposer's chains, under a grammar their legal part and what it forces. publish: called beside host nodes."""
+    def _chain(self, after: Batch, proposer: Proposer) -> Tensor:
+        """[B, K] the proposer's chains, under a grammar their legal part and what it forces.
+
+        Grammars are followed on the main stream: nothing else is left to do before the next round needs the drafts.
+        """
         buffers, grammar, count, size = self.buffers, self.grammar, self.limits.num_speculative_tokens, len(after.rows)
         proposed = proposing.propose(buffers, after, proposer, self.limits)
         if grammar is None:
             return proposed
         buffers.batch_drafts[:count, :size].copy_(proposed.T)
-        masks_ready = None if grammar.on_device else grammar.rows(0, count - 1)
-        for source in grammar.sources if grammar.on_device else ():  # on the main stream: no model computes beside these kernels
+        for source in grammar.sources:
             source.rows(0, count - 1)
-        with self.context.stage("publish"):
-            publish()
-        if masks_ready:
-            self.context.wait(masks_ready)
         with self.context.stage("choose_drafts"):
             if grammar.on_device:
                 status = buffers.batch_status[:count, :size].T
@@ -80,8 +71,9 @@ class ProposedRound:
                 owner, generated, constraint = map(after.column, (Column.OWNER, Column.GENERATED, Column.CONSTRAINED))
                 status = mask_status(buffers.row_tags[:, :count], owner, generated, constraint, rows=after.rows).status
             forced = (buffers.batch_forced[:count, :size], buffers.row_forced) if "batch_forced" in buffers else (None, None)
-            rules = after.rows, buffers.row_masks, after.has_grammar, status, *forced
-            return proposing.choose_chain(proposed, drafting.continuing(after), after.column(Column.DRAFT_LIMIT), *rules)
+            columns = after.column(Column.FINISH), after.column(Column.DRAFT_LIMIT)
+            rules = buffers.row_masks, after.has_grammar, status, *forced
+            return proposing.choose_chain(proposed, *columns, self.limits.num_tokens, after.rows, *rules)
 
 
 def skip_tokens(buffers: StaticBuffers, before: Batch, emission: Emission, features: Tensor) -> None:

@@ -9,13 +9,12 @@ from torch.nn.functional import pad
 from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.drafting import continuing
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import check_shape
 from stepgraph.graphs.proposer import History, Proposer
 from stepgraph.graphs.row_layout import REFUSED, Column
 from stepgraph.sampling import bitmask
-from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.kernels import Emission
 from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, empty_as, operation
@@ -36,14 +35,22 @@ def text_specs(limits: Limits) -> tuple[BufferSpec, ...]:
     )
 
 
-def append_emission(buffers: StaticBuffers, batch: Batch, emission: Emission, limits: Limits) -> None:
+def append_emission(buffers: StaticBuffers, batch: Batch, emission: Emission) -> None:
     """Append the emitted tokens to their rows' histories. `batch`: at the start of the round."""
-    index = torch.arange(limits.positions, device=batch.rows.device)
-    emitted = index < emission.emitted[:, None]
-    # Positions that emit nothing all write -1 to the column between the texts, which holds -1.
-    columns = torch.where(emitted, batch.column(Column.LENGTH)[:, None] + index, limits.max_length)
-    tokens = torch.where(emitted, emission.tokens, -1).to(torch.int32)
-    buffers.row_text.index_put_((batch.rows[:, None], columns), tokens)
+    append_tokens(batch.rows, emission.tokens, emission.emitted, batch.column(Column.LENGTH), buffers.row_text)
+
+
+def _append_in_c(rows: Tensor, tokens: Tensor, emitted: Tensor, length: Tensor, row_text: Tensor) -> bool:
+    return is_contiguous(torch.int64, rows, tokens, emitted) and length.dtype is torch.int64 and is_contiguous(torch.int32, row_text)
+
+
+@operation(lambda *_: None, writes=("row_text",), triton=True, c=CKernel("append_tokens", _append_in_c))
+def append_tokens(rows: Contiguous, tokens: Contiguous, emitted: Contiguous, length: Tensor, row_text: Tensor) -> None:
+    """Write the first `emitted` [B] of the tokens [B, Q] into row_text [R, width] int32, from column length [B] on. Others int64."""
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    inside, columns = index < emitted[:, None], (length[:, None] + index).clamp(max=row_text.shape[1] - 1)
+    kept = row_text[rows[:, None], columns]
+    row_text.index_put_((rows[:, None], columns), torch.where(inside, tokens.to(torch.int32), kept))
 
 
 def propose(buffers: StaticBuffers, after: Batch, proposer: Proposer, limits: Limits) -> Tensor:
@@ -52,9 +59,7 @@ def propose(buffers: StaticBuffers, after: Batch, proposer: Proposer, limits: Li
     length = after.column(Column.LENGTH).clamp(min=1)  # 0 for padding rows, whose last token would be outside the text
     drafts = proposer.propose(History(buffers.row_text[after.rows], length, generated, given_from(limits), count), buffers)
     check_drafts(drafts, len(after.rows), count)
-    valid = torch.arange(count, device=drafts.device) < after.column(Column.DRAFT_LIMIT)[:, None]
-    valid = valid & continuing(after)[:, None] & (drafts >= 0) & (drafts < limits.num_tokens)
-    return torch.where(valid.to(torch.int64).cumprod(1) != 0, drafts, -1)
+    return choose_chain(drafts, after.column(Column.FINISH), after.column(Column.DRAFT_LIMIT), limits.num_tokens, after.rows)
 
 
 def mark_looked_up(buffers: StaticBuffers, after: Batch, sampled: bool) -> None:
@@ -64,44 +69,46 @@ def mark_looked_up(buffers: StaticBuffers, after: Batch, sampled: bool) -> None:
         buffers.row_certain.index_fill_(0, after.rows, True)
 
 
-def _choose_in_c(proposed: Tensor, alive: Tensor, limit: Tensor, rows: Tensor, masks: Tensor, *given: Tensor | None) -> bool:
-    constrained, status, forced, row_forced = given
-    assert constrained is not None and status is not None
-    numbers = is_contiguous(torch.int64, proposed, rows) and limit.dtype is status.dtype is torch.int64
-    flags = is_contiguous(torch.bool, alive, constrained) and masks.dtype is torch.int32 and masks.stride(-1) == 1
-    forcing = forced is None or (forced.dtype is torch.int64 and row_forced is not None and row_forced.dtype is torch.bool)
-    return numbers and flags and forcing
+def _choose_in_c(proposed: Tensor, finish: Tensor, limit: Tensor, num_tokens: int, rows: Tensor, *given: Tensor | None) -> bool:
+    masks, constrained, status, forced, row_forced = given
+    numbers = is_contiguous(torch.int64, proposed, rows) and finish.dtype is limit.dtype is torch.int64
+    if masks is not None and constrained is not None and status is not None:
+        numbers = numbers and masks.dtype is torch.int32 and status.dtype is torch.int64 and is_contiguous(torch.bool, constrained)
+    return numbers and (forced is None or (forced.dtype is torch.int64 and row_forced is not None and row_forced.dtype is torch.bool))
 
 
 @operation(empty_as, writes=("row_forced",), triton=True, c=CKernel("choose_chain", _choose_in_c))
 def choose_chain(
     proposed: Contiguous,
-    alive: Contiguous,
+    finish: Tensor,
     limit: Tensor,
+    num_tokens: int,
     rows: Contiguous,
-    masks: Dense,
-    constrained: Contiguous,
-    status: Tensor,
+    masks: Dense | None = None,
+    constrained: Contiguous | None = None,
+    status: Tensor | None = None,
     forced: Dense | None = None,
     row_forced: Tensor | None = None,
 ) -> Tensor:
     """[B, K] the drafts of proposed chains: each the token that the grammar forces, else the proposed token if it is legal.
 
-    Drafts are -1 from the limit of a row on, after a draft that is not the proposed one unless they are forced, and where a chain ends;
-    REFUSED, where the proposed token is not legal, ends it as well: statistics count the two separately.
-    proposed [B, K], -1 after the last one; alive [B] bool: rows that draft; limit [B]; rows [B]; masks [R, >= K, words] int32;
-    constrained [B] bool; status [B, K] of these masks; forced [K, B], -1 where the grammar leaves a choice; row_forced [R, >= K] bool: gets
-    whether each draft is forced. All others int64.
+    Drafts are -1 in rows that do not run, from the limit of a row on, and after a token that is none, or another one than proposed: then
+    only forced tokens go on. REFUSED, where the proposed token is not legal, ends a chain as well: statistics count the two separately.
+    proposed [B, K]; finish, limit [B] of any strides; rows [B]. With a grammar: masks [R, >= K, words] int32; constrained [B] bool; status
+    [B, K] of these masks. With forced tokens: forced [K, B], -1 where the grammar leaves a choice; row_forced [R, >= K] bool: gets whether
+    each draft is forced. All others int64.
     """
-    chosen, follows = list[Tensor](), alive
+    alive = follows = finish == FinishCode.RUNNING
+    chosen = list[Tensor]()
     for index, found in enumerate(proposed.unbind(1)):
-        mask = masks[:, index], constrained, status[:, index], rows
-        legal = torch.where(bitmask.allowed(found, *mask), found, REFUSED)
-        token = torch.where(follows & (found >= 0), legal, -1)
-        if forced is not None and row_forced is not None:
-            taken = (forced[index] >= 0) & constrained & (status[:, index] == MaskStatus.OK)
-            token = torch.where(taken, forced[index], token)
-            row_forced[:, index].index_copy_(0, rows, taken)
+        token = torch.where(follows & (found >= 0) & (found < num_tokens), found, -1)
+        if masks is not None and constrained is not None and status is not None:
+            legal = bitmask.allowed(token, masks[:, index], constrained, status[:, index], rows)
+            token = torch.where(legal | (token < 0), token, REFUSED)
+            if forced is not None and row_forced is not None:
+                taken = (forced[index] >= 0) & constrained & (status[:, index] == MaskStatus.OK)
+                token = torch.where(taken, forced[index], token)
+                row_forced[:, index].index_copy_(0, rows, taken)
         token = torch.where(alive & (limit > index), token, -1)
         alive, follows = token >= 0, follows & (token == found)
         chosen.append(token)

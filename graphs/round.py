@@ -9,7 +9,7 @@
       wait row 1; mask, choose d_2            ... and so on to d_K
 
 A proposer drafts a whole chain in one stage instead of draft_prefill and draft_decode; if the grammar also forces tokens, one
-kernel or host node follows the chain and fills the masks of all its drafts, while the results are published. A look-up beside a draft
+kernel or host node on the main stream then commits, follows the chain and fills the masks of all its drafts. A look-up beside a draft
 model runs before draft_prefill: a row drafts the tokens of its look-up chain as long as they are legal, and the draft model's from then
 on. A key without the draft model has the look-up as its proposer. The mask that guides draft i + 1 also verifies it in the next round:
 each of the K + 1 mask rows is filled once and used twice. `grammar_lane` has the side stream: one kernel per mask for grammars whose
@@ -35,6 +35,7 @@ from stepgraph.graphs.host_nodes import HostNodes
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.proposed_round import ProposedRound
+from stepgraph.graphs.publishing import publish
 from stepgraph.sampling.grammar.automaton.device_tables import SplitTensors, TokenTensors
 from stepgraph.sampling.grammar.link.protocol import HostLink
 from stepgraph.sampling.kernels import Emission
@@ -74,15 +75,13 @@ class Round:
             context.wait(masks_ready)
         with context.stage("accept"):
             emission, after = stages.accept(buffers, batch, logits, key.constrained, key.sampled, self.options)
+            publish(buffers, batch.rows)
         mask_lane = grammar if self.masks_drafts(buffers) else None
         if draft is None or not self.limits.num_speculative_tokens:
             end = ProposedRound(buffers, context, self.limits, self.models, key, mask_lane)
             return end.run(batch, emission, features, after)
 
         tokens, chain, shard = emission.tokens, None, getattr(draft, "shard", None)
-        with context.stage("accept"):
-            stages.publish_round(buffers, batch, key.constrained)
-            alive = drafting.continuing(after)
         for step in range(1, self.limits.num_speculative_tokens + 1):
             mask_ready = mask_lane.rows(step - 1, step - 1) if mask_lane else None
             if step == 1:
@@ -95,11 +94,8 @@ class Round:
             if mask_ready:
                 context.wait(mask_ready)
             with context.stage(f"choose_draft {step}"):
-                mask = mask_lane.mask(after, step) if mask_lane else None
+                alive, mask = after.live if step == 1 else tokens >= 0, mask_lane.mask(after, step) if mask_lane else None
                 tokens = drafting.choose_draft(buffers, after, step, logits, alive, mask, key.sampled, draft.d2t, chain, shard)
-                buffers.batch_drafts[step - 1, : key.rows].copy_(tokens)
-                chain = None if chain is None else drafting.matching_chains(chain, step, tokens)
-                alive = tokens >= 0
         with context.stage("keep_chain"):
             drafting.store_chain(buffers, after, buffers.batch_drafts[: self.limits.num_speculative_tokens, : key.rows].T)
 
@@ -128,5 +124,5 @@ class Round:
         if self.models.look_up is None:
             return None
         with context.stage("look_up"):
-            proposing.append_emission(buffers, batch, emission, self.limits)
+            proposing.append_emission(buffers, batch, emission)
             return proposing.propose(buffers, after, self.models.look_up, self.limits)

@@ -18,7 +18,6 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import TargetModel
 from stepgraph.graphs.model_call import check_shape, run_model
-from stepgraph.graphs.publishing import publish
 from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.graphs.sampled_stages import choose_sampled, record_output
 from stepgraph.sampling import kernels
@@ -65,22 +64,13 @@ def accept(
     drafts, draft_count, stop_ids = batch.drafts, batch.column(Column.DRAFT_COUNT), buffers.row_stop_ids[batch.rows]
     chosen = kernels.chain_accept(tokens, finite, drafts, draft_count, status, stop_ids, room, accepted)
     lines = buffers.results[: len(batch.rows)]
-    written = write_emission(batch.rows, batch.state, tokens, status, drafts, *chosen, buffers.row_state, lines)
+    forced = buffers.row_forced if constrained and "row_forced" in buffers else None
+    looked_up = buffers.row_looked_up if "row_looked_up" in buffers else None
+    written = write_emission(batch.rows, batch.state, tokens, status, drafts, *chosen, buffers.row_state, lines, forced, looked_up)
     emission, after = Emission(tokens, written.emitted, chosen[1], written.finish), batch._replace(state=written.state)
     if sampled:
         record_output(buffers, batch.rows, tokens, written.emitted)
     return emission, after
-
-
-def publish_round(buffers: StaticBuffers, batch: Batch, constrained: bool) -> None:
-    """Complete the results of `accept` with the origins of the verified drafts, and publish them. Before the next drafts are chosen."""
-    layout, lines = ResultLayout(batch.drafts.shape[1]), buffers.results[: len(batch.rows)]
-    if constrained and "row_forced" in buffers:
-        # an unconstrained row may have flags of the request that had the row before
-        layout.write(lines, forced=_draft_bits(buffers.row_forced, batch) * batch.column(Column.CONSTRAINED))
-    if "row_looked_up" in buffers:
-        layout.write(lines, looked_up=_draft_bits(buffers.row_looked_up, batch))
-    publish(buffers, batch.rows)
 
 
 def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, options: AcceptOptions) -> Choice:
@@ -92,14 +82,6 @@ def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: G
         accepted = force_accepted(batch, finite, status, options.forced)
         tokens = after_accepted(batch, accepted, tokens)
     return Choice(tokens, finite, accepted, status)
-
-
-def _draft_bits(flags: Tensor, batch: Batch) -> Tensor:
-    """[B] int64, one bit per draft: set if the draft was verified and its flag in `flags` [R, K] is set."""
-    count = batch.drafts.shape[1]
-    index = torch.arange(count, device=batch.rows.device)
-    set_flags = flags[:, :count][batch.rows] & (index < batch.column(Column.DRAFT_COUNT)[:, None])
-    return (set_flags.to(torch.int64) << index).sum(1)
 
 
 class Written(NamedTuple):
@@ -114,8 +96,9 @@ def _write_outputs(rows: Tensor, state: Tensor, *_: object) -> Written:
     return Written(empty_as(rows), empty_as(rows), empty_as(state))
 
 
-def _write_in_c(*tensors: Tensor) -> bool:
-    return is_contiguous(torch.int64, *tensors)
+def _write_in_c(*tensors: Tensor | None) -> bool:
+    flags = [each for each in tensors[10:] if each is not None]
+    return is_contiguous(torch.int64, *(each for each in tensors[:10] if each is not None)) and is_contiguous(torch.bool, *flags)
 
 
 @operation(_write_outputs, writes=("row_state", "results"), triton=True, c=CKernel("write_emission", _write_in_c))
@@ -130,11 +113,14 @@ def write_emission(
     finish: Contiguous,
     row_state: Tensor,
     results: Tensor,
+    row_forced: Contiguous | None = None,
+    row_looked_up: Contiguous | None = None,
 ) -> Written:
     """Advance the rows by what they emit, and write the first fields of a ResultRecord. Inert rows keep their state.
 
     rows [B]; state [B, columns]; tokens, status [B, K + 1]; drafts [B, K]; emitted, accepted, finish [B]: of chain_accept;
-    row_state [R, columns]; results [B, columns of a ResultLayout]; all int64.
+    row_state [R, columns]; results [B, columns of a ResultLayout]; all int64. row_forced, row_looked_up [R, >= K] bool: where the drafts
+    came from, for a bit of each that was verified. A row without a constraint has no forced drafts: its flags are of another request.
     """
     before = dict(zip(Column, state.unbind(1), strict=True))
     live = before[Column.FINISH] == FinishCode.RUNNING
@@ -150,7 +136,8 @@ def write_emission(
     }
     after = torch.where(live[:, None], torch.stack(list((before | changed).values()), 1), state)
     row_state.index_copy_(0, rows, after)
-    ResultLayout(drafts.shape[1]).write(
+    layout, index = ResultLayout(drafts.shape[1]), torch.arange(drafts.shape[1], device=rows.device)
+    layout.write(
         results,
         emitted=emitted,
         finish=finish,
@@ -160,4 +147,9 @@ def write_emission(
         statuses=status,
         drafts=drafts,
     )
+    verified = index < before[Column.DRAFT_COUNT][:, None]
+    constrained = verified & (before[Column.CONSTRAINED] != 0)[:, None]
+    for name, flags, counted in (("forced", row_forced, constrained), ("looked_up", row_looked_up, verified)):
+        if flags is not None:
+            layout.write(results, **{name: ((flags[rows, : len(index)] & counted).to(torch.int64) << index).sum(1)})
     return Written(emitted, finish, after)

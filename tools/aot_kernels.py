@@ -266,13 +266,16 @@ def _layer_variants() -> list[Variant]:
     found.append(_variant("shift_tile", slot_mapping.shift_tile, types, {"TILE": slot_mapping.SHIFT_TILE}, 1))
     types = ["*i64", *["*i64", "*i32"] * 3, "*i64", "*i64", "i32", "i32"]
     found.append(_variant("scatter_row", mask_upload.scatter_row, types, {"TILE": mask_upload.MASK_TILE}, 4))
-    types = ["*i64", "*i1", "*i1", "*i64", "i32", "*i64", "*i64", "*i32", "*i1", *["*i64"] * 3, "*i1", "*i1", *["i32"] * 4]
-    found.append(_variant("select_row", drafting.select_row, types, {}, 1))
-    types = ["*i64", "*i1", "*i64", "*i64", "*i32", "*i1", "*i64", "*i64", "*i1", "*i64", *["i32"] * 10]
+    types = ["*i64", "*i1", "*i1", "*i64", "i32", *["*i64"] * 4, "*i32", "*i1", "*i64", "*i64", *["*i1"] * 3, "*i64", *["i32"] * 6]
+    found.append(_variant("select_row", drafting.select_row, types, {"WIDTH": 8}, 1))
+    types = ["*i64", "*i64", "*i64", "i32", "*i64", "*i32", "*i1", "*i64", "*i64", "*i1", "*i64", *["i32"] * 11]
     found.append(_variant("choose_row", proposing.choose_row, types, {}, 1))
+    types = [*["*i64"] * 4, "*i32", *["i32"] * 3]
+    found.append(_variant("append_row", proposing.append_row, types, {"COUNT": 8}, 1))
     types = ["*i32", "*i64", "*i64", *["i32"] * 4, "*i64", *["i32"] * 3]
     found.append(_variant("look_up_row", proposing.look_up_row, types, {"SEARCHED": proposing.SEARCHED, "COUNT": 8}, 4))
-    found.append(_variant("write_row", stages.write_row, [*["*i64"] * 13, *["i32"] * 3], {"COLUMNS": 16, "POSITIONS": 16}, 1))
+    types = [*["*i64"] * 10, "*i1", "*i1", *["*i64"] * 3, *["i32"] * 4]
+    found.append(_variant("write_row", stages.write_row, types, {"COLUMNS": 16, "POSITIONS": 16}, 1))
     found.append(_variant("count_row", sampled_stages.count_row, ["*i64", "*i64", "*i64", "*i32", "i32", "i32"], {"POSITIONS": 16}, 1))
     types = [*["*i64"] * 4, "*bf16", "*i64", "*bf16", "*i64", *["i32"] * 6]
     found.append(_variant("keep_tile bf16", skipped_tokens.keep_tile, types, {"TILE": skipped_tokens.FEATURE_TILE}, 4))

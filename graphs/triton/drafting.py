@@ -21,57 +21,69 @@ def select_row(
     alive,  # [B] bool
     limit,  # [B] int64
     step,
-    looked_up,  # [B] int64, or None
+    rows,  # [B] int64
+    drafts,  # [K, >= B] int64, written
+    chain,  # [B, K] int64, or None; written
     forced,  # [B] int64, or None
     masks,  # [R, words] int32, or None, as the next three
     constrained,  # [B] bool
     status,  # [B] int64
-    rows,  # [B] int64
+    mask_rows,  # [B] int64
+    row_looked_up,  # [R, K] bool, written with chain
+    row_forced,  # [R, K] bool, written with forced
+    row_certain,  # [R, K] bool, or None; written
     selected,  # [B] int64, written
-    took_found,  # [B] bool, written with looked_up
-    took_forced,  # [B] bool, written with forced
     words,
     limit_step,
-    found_step,
+    drafts_step,
+    chain_step,
     mask_step,
+    flag_step,
+    WIDTH: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    token, usable = tl.load(tokens + row), tl.load(finite + row).to(tl.int32)
+    """Flags lie like each other, and dense in a row. WIDTH: K, rounded up."""
+    slot = tl.program_id(0).to(tl.int64)
+    token, usable = tl.load(tokens + slot), tl.load(finite + slot).to(tl.int32)
+    flag, took = tl.load(rows + slot) * flag_step + step - 1, usable * 0
     if masks is not None:
-        masked = tl.load(constrained + row).to(tl.int32)
-        valid = tl.load(status + row) == _OK
-    if looked_up is not None:
-        candidate = tl.load(looked_up + row * found_step)
+        masked = tl.load(constrained + slot).to(tl.int32)
+        valid = tl.load(status + slot) == _OK
+    if chain is not None:
+        candidate = tl.load(chain + slot * chain_step + step - 1)
         taken = candidate >= 0
         if masks is not None:
-            mask_row = row
-            if rows is not None:
-                mask_row = tl.load(rows + row)
+            mask_row = slot
+            if mask_rows is not None:
+                mask_row = tl.load(mask_rows + slot)
             known = tl.maximum(candidate, 0)
             word = tl.load(masks + mask_row * mask_step + known // _BITS, mask=known // _BITS < words, other=0)
             taken = taken & (((((word >> (known % _BITS).to(tl.int32)) & 1) != 0) & valid) | (masked == 0))
-        token, usable = tl.where(taken, candidate, token), tl.where(taken, 1, usable)
-        tl.store(took_found + row, taken)
+        token, took = tl.where(taken, candidate, token), tl.where(taken, 1, took)
+        tl.store(row_looked_up + flag, taken)
     if forced is not None:
-        only = tl.load(forced + row)
+        only = tl.load(forced + slot)
         taken = (only >= 0) & (masked != 0) & valid
-        token, usable = tl.where(taken, only, token), tl.where(taken, 1, usable)
-        tl.store(took_forced + row, taken)
-    goes_on = (tl.load(alive + row).to(tl.int32) != 0) & (usable != 0) & (tl.load(limit + row * limit_step) >= step)
-    tl.store(selected + row, tl.where(goes_on, token, -1))
+        token, took = tl.where(taken, only, token), tl.where(taken, 1, took)
+        tl.store(row_forced + flag, taken)
+    if row_certain is not None:
+        tl.store(row_certain + flag, took != 0)
+    goes_on = (tl.load(alive + slot).to(tl.int32) != 0) & ((usable | took) != 0) & (tl.load(limit + slot * limit_step) >= step)
+    token = tl.where(goes_on, token, -1)
+    tl.store(selected + slot, token)
+    tl.store(drafts + (step - 1) * drafts_step + slot, token)
+    if chain is not None:
+        index, left = tl.arange(0, WIDTH), tl.where(token != candidate, chain_step, 0)
+        tl.store(chain + slot * chain_step + index, index.to(tl.int64) * 0 - 1, mask=index < left)
 
 
 def select_draft(*arguments: Any) -> None:
     """The arguments and outputs of drafting.select_draft, in the order of the program."""
-    tokens, _, _, limit, _, looked_up, _, masks, *_ = arguments
-    select_row[(len(tokens),)](
-        *arguments,
-        0 if masks is None else masks.shape[1],
-        limit.stride(0),
-        0 if looked_up is None else looked_up.stride(0),
-        0 if masks is None else masks.stride(0),
-        num_warps=1,
-    )
+    tokens, _, _, limit, _, _, drafts, chain, _, masks, *_, looked_up, forced, certain, _ = arguments
+    flags = next((each for each in (looked_up, forced, certain) if each is not None), None)
+    sizes = 0 if masks is None else masks.shape[1], limit.stride(0), drafts.stride(0), 0 if chain is None else chain.shape[1]
+    strides = 0 if masks is None else masks.stride(0), 0 if flags is None else flags.shape[1]
+    width = triton.next_power_of_2(drafts.shape[0])
+    select_row[(len(tokens),)](*arguments, *sizes, *strides, WIDTH=width, num_warps=1)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The Triton programs of look_up and choose_chain: one instance per row."""
+"""The Triton programs of look_up, append_tokens and choose_chain: one instance per row."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from stepgraph.graphs import row_layout
-from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
+from stepgraph.sampling.grammar.status import BITS_PER_WORD, FinishCode, MaskStatus
 
+_RUNNING = tl.constexpr(int(FinishCode.RUNNING))
 _OK = tl.constexpr(int(MaskStatus.OK))
 _BITS = tl.constexpr(BITS_PER_WORD)
 _REFUSED = tl.constexpr(row_layout.REFUSED)
@@ -69,19 +71,35 @@ def look_up(*arguments: Any) -> None:
 
 
 @triton.jit
+def append_row(rows, tokens, emitted, length, row_text, count, width, length_step, COUNT: tl.constexpr):
+    """rows [B], tokens [B, count], emitted [B], length [B] int64; row_text [R, width] int32. COUNT: count, rounded up."""
+    place = tl.program_id(0).to(tl.int64)
+    index, begin = tl.arange(0, COUNT), tl.load(length + place * length_step)
+    token = tl.load(tokens + place * count + index, mask=index < count, other=0)
+    tl.store(row_text + tl.load(rows + place) * width + begin + index, token.to(tl.int32), mask=index < tl.load(emitted + place))
+
+
+def append_tokens(rows: Tensor, tokens: Tensor, emitted: Tensor, length: Tensor, row_text: Tensor) -> None:
+    sizes = tokens.shape[1], row_text.shape[1], length.stride(0)
+    append_row[(len(rows),)](rows, tokens, emitted, length, row_text, *sizes, COUNT=triton.next_power_of_2(sizes[0]), num_warps=1)
+
+
+@triton.jit
 def choose_row(
     proposed,  # [B, K] int64
-    alive,  # [B] bool
+    finish,  # [B] int64
     limit,  # [B] int64
+    num_tokens,
     rows,  # [B] int64
-    masks,  # [R, positions, words] int32
+    masks,  # [R, positions, words] int32, or None, as the next two
     constrained,  # [B] bool
     status,  # [B, K] int64
-    forced,  # [K, B] int64, or None
-    row_forced,  # [R, most] bool, written with forced
+    forced,  # [K, B] int64, or None, as the next one
+    row_forced,  # [R, most] bool, written
     chosen,  # [B, K] int64, written
     drafts,
     words,
+    finish_step,
     limit_step,
     mask_row_step,
     mask_step,
@@ -93,21 +111,24 @@ def choose_row(
 ):
     place = tl.program_id(0).to(tl.int64)
     row, most = tl.load(rows + place), tl.load(limit + place * limit_step)
-    goes_on, masked = tl.load(alive + place).to(tl.int32), tl.load(constrained + place).to(tl.int32)
-    follows = goes_on * 0 + 1
+    goes_on = (tl.load(finish + place * finish_step) == _RUNNING).to(tl.int32)
+    follows = goes_on
+    if masks is not None:
+        masked = tl.load(constrained + place).to(tl.int32)
     for index in range(drafts):
-        candidate = tl.load(proposed + place * drafts + index)
-        valid = tl.load(status + place * status_row_step + index * status_step) == _OK
-        word = tl.maximum(candidate, 0) // _BITS
-        bits = tl.load(masks + row * mask_row_step + index * mask_step + word, mask=word < words, other=0)
-        legal = (valid & (((bits >> (candidate % _BITS).to(tl.int32)) & 1) != 0)) | (masked == 0)
-        found = tl.where(follows != 0, candidate, -1)
-        token = tl.where(found < 0, -1, tl.where(legal, found, _REFUSED))
-        if forced is not None:
-            only = tl.load(forced + index * forced_step + place)
-            taken = (only >= 0) & (masked != 0) & valid
-            token = tl.where(taken, only, token)
-            tl.store(row_forced + row * flag_row_step + index * flag_step, taken)
+        found = tl.load(proposed + place * drafts + index)
+        token = tl.where((follows != 0) & (found >= 0) & (found < num_tokens), found, -1)
+        if masks is not None:
+            valid = tl.load(status + place * status_row_step + index * status_step) == _OK
+            word = tl.maximum(found, 0) // _BITS
+            bits = tl.load(masks + row * mask_row_step + index * mask_step + word, mask=word < words, other=0)
+            legal = (valid & (((bits >> (found % _BITS).to(tl.int32)) & 1) != 0)) | (masked == 0)
+            token = tl.where(legal | (token < 0), token, _REFUSED)
+            if forced is not None:
+                only = tl.load(forced + index * forced_step + place)
+                taken = (only >= 0) & (masked != 0) & valid
+                token = tl.where(taken, only, token)
+                tl.store(row_forced + row * flag_row_step + index * flag_step, taken)
         token = tl.where((goes_on != 0) & (most > index), token, -1)
         tl.store(chosen + place * drafts + index, token)
         goes_on, follows = (token >= 0).to(tl.int32), follows & (token == found).to(tl.int32)
@@ -115,14 +136,15 @@ def choose_row(
 
 def choose_chain(*arguments: Any) -> None:
     """The arguments and outputs of proposing.choose_chain, in the order of the program."""
-    proposed, _, limit, _, masks, _, status, forced, row_forced, _ = arguments
+    proposed, finish, limit, _, _, masks, _, status, forced, row_forced, _ = arguments
     choose_row[(len(proposed),)](
         *arguments,
         proposed.shape[1],
-        masks.shape[2],
+        0 if masks is None else masks.shape[2],
+        finish.stride(0),
         limit.stride(0),
-        *masks.stride()[:2],
-        *status.stride(),
+        *((0, 0) if masks is None else masks.stride()[:2]),
+        *((0, 0) if status is None else status.stride()),
         0 if forced is None else forced.stride(0),
         *((0, 0) if row_forced is None else row_forced.stride()),
         num_warps=1,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.sampling.grammar.status import FinishCode
@@ -16,6 +17,7 @@ _ACCEPTED = tl.constexpr(int(Column.ACCEPTED))
 _FINISH = tl.constexpr(int(Column.FINISH))
 _DRAFT_COUNT = tl.constexpr(int(Column.DRAFT_COUNT))
 _LENGTH = tl.constexpr(int(Column.LENGTH))
+_CONSTRAINED = tl.constexpr(int(Column.CONSTRAINED))
 
 # columns of a result, whatever the number of drafts; the tokens are followed by the statuses and the drafts
 _RESULT = ResultLayout(num_drafts=0).columns
@@ -38,12 +40,15 @@ def write_row(
     finish,  # [B]
     row_state,  # [R, columns], written
     results,  # [B, width], written
+    row_forced,  # [R, most] bool, or None, as the next one
+    row_looked_up,  # [R, most] bool
     emitted_after,  # [B], written, as the next two
     finish_after,  # [B]
     state_after,  # [B, columns]
     positions,  # Q
     columns,
     width,
+    most,
     COLUMNS: tl.constexpr,  # rounded up
     POSITIONS: tl.constexpr,  # Q, rounded up
 ):
@@ -79,11 +84,19 @@ def write_row(
     tl.store(written + positions, valid, mask=index < positions)
     draft = tl.load(drafts + place * (positions - 1) + index, mask=index < positions - 1, other=0)
     tl.store(written + 2 * positions, draft, mask=index < positions - 1)
+    verified = tl.minimum(tl.load(own + _DRAFT_COUNT), positions - 1)
+    flag, bits = tl.load(rows + place) * most + index, line + _RESULT_TOKENS + 3 * positions - 1
+    if row_forced is not None:
+        constrained = tl.where(tl.load(own + _CONSTRAINED) != 0, verified, 0)
+        tl.store(bits, tl.sum(tl.load(row_forced + flag, mask=index < constrained, other=0).to(tl.int64) << index, 0))
+    if row_looked_up is not None:
+        tl.store(bits + 1, tl.sum(tl.load(row_looked_up + flag, mask=index < verified, other=0).to(tl.int64) << index, 0))
 
 
-def write_emission(*tensors: Tensor) -> None:
+def write_emission(*tensors: Any) -> None:
     """The arguments and outputs of stages.write_emission, in the order of the program."""
     _, state, tokens, *_ = tensors
     results, positions, columns = tensors[9], tokens.shape[1], state.shape[1]
+    most = max((each.shape[1] for each in tensors[10:12] if each is not None), default=0)
     constants = {"COLUMNS": triton.next_power_of_2(columns), "POSITIONS": triton.next_power_of_2(positions)}
-    write_row[(len(state),)](*tensors, positions, columns, results.stride(0), **constants, num_warps=1)
+    write_row[(len(state),)](*tensors, positions, columns, results.stride(0), most, **constants, num_warps=1)

@@ -40,14 +40,14 @@ def test_products_with_packed_weights_have_one_node_each() -> None:
 @pytest.mark.parametrize(
     ("size", "constrained", "sampled", "most"),
     [
-        ("1B", False, False, 265),
-        ("1B", True, False, 292),
-        ("1B", False, True, 288),
-        ("1B", True, True, 322),
-        ("8B", False, False, 425),
-        ("8B", True, False, 452),
-        ("8B", False, True, 448),
-        ("8B", True, True, 482),
+        ("1B", False, False, 255),
+        ("1B", True, False, 274),
+        ("1B", False, True, 281),
+        ("1B", True, True, 301),
+        ("8B", False, False, 415),
+        ("8B", True, False, 434),
+        ("8B", False, True, 441),
+        ("8B", True, True, 461),
     ],
 )
 def test_nodes_of_a_round(size: str, constrained: bool, sampled: bool, most: int) -> None:

@@ -192,7 +192,7 @@ class Law:
 
     def _drafts(self, batch: Batch) -> list[Tensor]:
         b, drafts, position = self.buffers, [], batch.column(Column.LENGTH) - 1
-        tokens, alive, features = batch.column(Column.LAST_TOKEN), drafting.continuing(batch), torch.empty(len(batch.rows), 1, 0)
+        tokens, alive, features = batch.column(Column.LAST_TOKEN), batch.live, torch.empty(len(batch.rows), 1, 0)
         legal, chain = batch.live, self._chain(batch)
         self._fill_masks(batch, 0, tokens, legal)
         for step in range(1, self.k + 1):
@@ -200,8 +200,6 @@ class Law:
             logits, features = drafting.draft_decode(b, batch, step - 1, before, features, self.draft, self.limits)
             mask = drafting.grammar_mask_of(b, batch, step) if self.draft_masks else None
             tokens = drafting.choose_draft(b, batch, step, logits, alive, mask, True, self.draft.d2t, chain)
-            chain = None if chain is None else drafting.matching_chains(chain, step, tokens)
-            b.batch_drafts[step - 1].copy_(tokens)
             alive = tokens >= 0
             legal = legal & alive & self.masks[position + step - 1, before.clamp(min=0), tokens.clamp(min=0)]
             self._fill_masks(batch, step, tokens, legal)

@@ -162,6 +162,7 @@ class TestControls:
             tokens = real(*arguments, **named)
             free = [*arguments[:5], None, *arguments[6:]]
             real(*free, **named)
+            arguments[0].batch_drafts[arguments[2] - 1].copy_(tokens)
             return tokens
 
         monkeypatch.setattr(drafting, "choose_draft", choose_draft)

@@ -78,6 +78,6 @@ def test_forced_token_with_a_wrong_tag_is_not_drafted() -> None:
         buffers.batch_tags[0, ::2, column] += 1
         logits = torch.zeros(rows, law.limits.num_tokens)
         mask = drafting.grammar_mask_of(buffers, batch, 1)
-        tokens = drafting.choose_draft(buffers, batch, 1, logits, drafting.continuing(batch), mask, sampled=True)
+        tokens = drafting.choose_draft(buffers, batch, 1, logits, batch.live, mask, sampled=True)
         assert tokens[::2].unique().tolist() == [-1] and tokens[1::2].unique().tolist() == [6]
         assert not bool(buffers.row_forced[batch.rows[::2]].any()) and bool(buffers.row_forced[batch.rows[1::2]].all())

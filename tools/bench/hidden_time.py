@@ -49,14 +49,16 @@ def report(pair: Pair, drafts: int, rounds: int) -> dict[str, Any]:
             "rounds": summary.rounds,
             "host_nodes": summary.host_nodes,
             "host_us_per_round": round(summary.host_ns / 1e3 / summary.rounds, 1),
+            "exposed_share_of_round": round(summary.exposed_ns / summary.rounds / summary.round_ns, 5),
             "share_hidden": None if summary.share_hidden is None else round(summary.share_hidden, 4),
         }
     return {"drafts": drafts, "goal": GOAL, "lanes": found}
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{'':<26}{'rounds':>8}{'host nodes':>12}{'us / round':>12}{'hidden':>9}"
+    yield f"{'':<26}{'rounds':>8}{'host nodes':>12}{'us / round':>12}{'hidden':>9}{'exposed part of a round':>25}"
     for lane, name, row in ((lane, name, row) for lane, rows in found["lanes"].items() for name, row in rows.items()):
         hidden = "-" if row["share_hidden"] is None else f"{row['share_hidden']:.1%}"
-        yield f"{f'{lane}: {name}':<30}{row['rounds']:>4}{row['host_nodes']:>12}{row['host_us_per_round']:>12}{hidden:>9}"
-    yield f"goal {found['goal']:.0%} for every drafter; without host nodes nothing has to be hidden"
+        figures = f"{row['rounds']:>4}{row['host_nodes']:>12}{row['host_us_per_round']:>12}{hidden:>9}"
+        yield f"{f'{lane}: {name}':<30}{figures}{row['exposed_share_of_round']:>25.2%}"
+    yield f"goal {found['goal']:.0%} for every drafter; without host nodes nothing has to be hidden, and chains have no model to hide under"

@@ -88,20 +88,21 @@ EXPORTED int stepgraph_scatter_masks(const argument *given) {
 }
 
 /* As row_layout.Column numbers them. */
-enum { GENERATED = 1, LAST_TOKEN, ACCEPTED, FINISH, DRAFT_COUNT, LENGTH };
+enum { GENERATED = 1, LAST_TOKEN, ACCEPTED, FINISH, DRAFT_COUNT, LENGTH, MAX_LENGTH, CONSTRAINED };
 
-/* As row_layout.ResultLayout orders a result; the tokens are followed by the statuses and the drafts. */
+/* As row_layout.ResultLayout orders a result; the tokens are followed by the statuses, the drafts, and the bits of both flags. */
 enum { RESULT_EMITTED, RESULT_FINISH, RESULT_ACCEPTED, RESULT_DRAFT_COUNT, RESULT_TOKENS };
 
 /* rows [batch]; state [batch, columns]; tokens, status [batch, positions]; drafts [batch, positions - 1]; emitted, accepted, finish [batch];
-   row_state [table_rows, columns]; results [batch, width]; out: emitted, finish [batch], state [batch, columns]. */
+   row_state [table_rows, columns]; results [batch, width]; row_forced, row_looked_up [table_rows, most], or NULL; out: emitted, finish
+   [batch], state [batch, columns]. */
 EXPORTED int stepgraph_write_emission(const argument *given) {
     const int64_t *rows = given[0].data, *tokens = given[2].data, *status = given[3].data, *drafts = given[4].data;
     int64_t columns = given[1].size[1], positions = given[2].size[1], table_rows = given[8].size[0], width = given[9].size[1];
     size_t number = sizeof(int64_t);
     for (int64_t i = 0; i < given[0].size[0]; i++) {
         const int64_t *before = (const int64_t *)given[1].data + i * columns, *token = tokens + i * positions;
-        int64_t *after = (int64_t *)given[12].data + i * columns, *line = (int64_t *)given[9].data + i * width;
+        int64_t *after = (int64_t *)given[14].data + i * columns, *line = (int64_t *)given[9].data + i * width;
         bool live = before[FINISH] == FINISH_RUNNING;
         int64_t emitted = live ? ((const int64_t *)given[5].data)[i] : 0, accepted = ((const int64_t *)given[6].data)[i];
         int64_t finish = live ? ((const int64_t *)given[7].data)[i] : before[FINISH];
@@ -116,14 +117,21 @@ EXPORTED int stepgraph_write_emission(const argument *given) {
             after[LENGTH] += emitted;
         }
         memcpy((int64_t *)given[8].data + rows[i] * columns, after, (size_t)columns * number);
-        ((int64_t *)given[10].data)[i] = line[RESULT_EMITTED] = emitted;
-        ((int64_t *)given[11].data)[i] = line[RESULT_FINISH] = finish;
+        ((int64_t *)given[12].data)[i] = line[RESULT_EMITTED] = emitted;
+        ((int64_t *)given[13].data)[i] = line[RESULT_FINISH] = finish;
         line[RESULT_ACCEPTED] = accepted;
         line[RESULT_DRAFT_COUNT] = before[DRAFT_COUNT];
         int64_t *written = line + RESULT_TOKENS;
         memcpy(written, token, (size_t)positions * number);
         memcpy(written + positions, status + i * positions, (size_t)positions * number);
         memcpy(written + 2 * positions, drafts + i * (positions - 1), (size_t)(positions - 1) * number);
+        for (int kind = 0; kind < 2; kind++) {
+            const argument *table = given + 10 + kind;
+            const bool *flags = table->data ? (const bool *)table->data + rows[i] * table->size[1] : NULL;
+            int64_t bits = 0, verified = kind == 0 && !before[CONSTRAINED] ? 0 : before[DRAFT_COUNT];
+            for (int64_t at = 0; flags && at < positions - 1 && at < verified; at++) bits |= (int64_t)flags[at] << at;
+            if (flags) written[3 * positions - 1 + kind] = bits;
+        }
     }
     return 0;
 }
@@ -164,59 +172,80 @@ EXPORTED int stepgraph_store_drafts(const argument *given) {
     return 0;
 }
 
-/* tokens, finite, alive, limit [batch]; step; looked_up_ids, forced_ids [batch], masks [rows, words], constrained, status [batch], or
-   NULL, the last three together; the row of masks [batch], or NULL; out: selected [batch], looked_up, forced [batch]. */
+/* tokens, finite, alive, limit [batch]; step; rows [batch]; drafts [most, batch]; chain [batch, most] or NULL, forced_ids [batch] or NULL;
+   masks [rows, words], constrained, status [batch], or NULL, all three; the row of masks [batch], or NULL; row_looked_up, row_forced,
+   row_certain [table_rows, most], or NULL; out: selected [batch]. */
 EXPORTED int stepgraph_select_draft(const argument *given) {
-    const int64_t *tokens = given[0].data, *limit = given[3].data, *found = given[5].data, *forced = given[6].data, *status = given[9].data;
-    const bool *finite = given[1].data, *alive = given[2].data, *constrained = given[8].data;
-    const int32_t *masks = given[7].data;
-    const int64_t *mask_rows = given[10].data;
-    int64_t words = given[7].size[1], *selected = given[11].data;
-    bool *took_found = given[12].data, *took_forced = given[13].data;
-    for (int64_t row = 0; row < given[0].size[0]; row++) {
-        int64_t token = tokens[row], candidate = found ? found[row * given[5].stride[0]] : -1;
-        bool masked = masks && constrained[row], valid = masks && status[row] == STATUS_OK;
-        bool taken = candidate >= 0, is_forced = forced && forced[row] >= 0 && masked && valid;
+    const int64_t *tokens = given[0].data, *limit = given[3].data, *rows = given[5].data, *forced = given[8].data, *status = given[11].data;
+    const bool *finite = given[1].data, *alive = given[2].data, *constrained = given[10].data;
+    const int32_t *masks = given[9].data;
+    const int64_t *mask_rows = given[12].data;
+    int64_t at = given[4].integer - 1, words = given[9].size[1], most = given[7].size[1], *selected = given[16].data;
+    for (int64_t i = 0; i < given[0].size[0]; i++) {
+        int64_t *chain = given[7].data ? (int64_t *)given[7].data + i * most : NULL;
+        int64_t token = tokens[i], candidate = chain ? chain[at] : -1;
+        bool masked = masks && constrained[i], valid = masks && status[i] == STATUS_OK;
+        bool taken = candidate >= 0, is_forced = forced && forced[i] >= 0 && masked && valid;
         if (taken && masked) {
-            int64_t mask_row = mask_rows ? mask_rows[row] : row;
-            if (candidate / WORD >= words || mask_row < 0 || mask_row >= given[7].size[0]) return 1;
-            taken = valid && masks[mask_row * given[7].stride[0] + candidate / WORD] >> (candidate % WORD) & 1;
+            int64_t mask_row = mask_rows ? mask_rows[i] : i;
+            if (candidate / WORD >= words || mask_row < 0 || mask_row >= given[9].size[0]) return 1;
+            taken = valid && masks[mask_row * given[9].stride[0] + candidate / WORD] >> (candidate % WORD) & 1;
         }
         if (taken) token = candidate;
-        if (is_forced) token = forced[row];
-        took_found[row] = taken;
-        took_forced[row] = is_forced;
-        bool goes_on = alive[row] && limit[row * given[3].stride[0]] >= given[4].integer;
-        selected[row] = goes_on && (finite[row] || taken || is_forced) ? token : -1;
+        if (is_forced) token = forced[i];
+        bool goes_on = alive[i] && limit[i * given[3].stride[0]] > at && (finite[i] || taken || is_forced);
+        selected[i] = goes_on ? token : -1;
+        ((int64_t *)given[6].data)[at * given[6].stride[0] + i] = selected[i];
+        for (int64_t j = 0; chain && selected[i] != candidate && j < most; j++) chain[j] = -1;
+        const bool flags[] = {taken, is_forced, taken || is_forced};
+        for (int kind = 0; kind < 3; kind++) {
+            const argument *table = given + 13 + kind;
+            int64_t row = table->data ? index_in(rows[i], table->size[0]) : 0;
+            if (row < 0) return 1;
+            if (table->data) ((bool *)table->data)[row * table->stride[0] + at * table->stride[1]] = flags[kind];
+        }
     }
     return 0;
 }
 
-/* proposed [batch, drafts], alive, limit, rows [batch]; masks [table_rows, positions, words], constrained [batch], status [batch, drafts];
-   forced [drafts, batch] and row_forced [table_rows, most], or NULL; out: chosen [batch, drafts]. */
+/* rows, emitted [batch], tokens [batch, count], length [batch] of any stride; row_text [table_rows, width]. */
+EXPORTED int stepgraph_append_tokens(const argument *given) {
+    const int64_t *rows = given[0].data, *tokens = given[1].data, *emitted = given[2].data;
+    int64_t count = given[1].size[1], width = given[4].size[1];
+    for (int64_t i = 0; i < given[0].size[0]; i++) {
+        int64_t row = index_in(rows[i], given[4].size[0]), begin = ((const int64_t *)given[3].data)[i * given[3].stride[0]];
+        if (row < 0 || begin < 0 || emitted[i] > count || begin + emitted[i] > width) return 1;
+        for (int64_t at = 0; at < emitted[i]; at++) ((int32_t *)given[4].data)[row * width + begin + at] = (int32_t)tokens[i * count + at];
+    }
+    return 0;
+}
+
+/* proposed [batch, drafts]; finish, limit [batch] of any stride; num_tokens; rows [batch]; masks [table_rows, positions, words], constrained
+   [batch], status [batch, drafts], or NULL; forced [drafts, batch] and row_forced [table_rows, most], or NULL; out: chosen [batch, drafts]. */
 EXPORTED int stepgraph_choose_chain(const argument *given) {
-    const argument *masks = given + 4, *status = given + 6, *forced = given + 7, *flags = given + 8;
-    const int64_t *proposed = given[0].data, *rows = given[3].data;
-    const bool *alive = given[1].data, *constrained = given[5].data;
-    int64_t drafts = given[0].size[1], *chosen = given[9].data;
+    const argument *finish = given + 1, *limits = given + 2, *masks = given + 5, *status = given + 7, *forced = given + 8, *flags = given + 9;
+    const int64_t *proposed = given[0].data, *rows = given[4].data;
+    const bool *constrained = given[6].data;
+    int64_t drafts = given[0].size[1], num_tokens = given[3].integer, *chosen = given[10].data;
     for (int64_t i = 0; i < given[0].size[0]; i++, proposed += drafts, chosen += drafts) {
-        int64_t row = index_in(rows[i], masks->size[0]), limit = ((const int64_t *)given[2].data)[i * given[2].stride[0]];
-        bool goes_on = alive[i], follows = true;
+        int64_t row = masks->data ? index_in(rows[i], masks->size[0]) : 0, limit = ((const int64_t *)limits->data)[i * limits->stride[0]];
+        bool goes_on = ((const int64_t *)finish->data)[i * finish->stride[0]] == FINISH_RUNNING, follows = goes_on;
         if (row < 0) return 1;
         for (int64_t at = 0; at < drafts; at++) {
-            int64_t found = follows ? proposed[at] : -1, token = found < 0 ? -1 : found, only = -1;
-            bool valid = ((const int64_t *)status->data)[i * status->stride[0] + at * status->stride[1]] == STATUS_OK;
-            if (found >= 0 && constrained[i]) {
+            int64_t token = follows && proposed[at] >= 0 && proposed[at] < num_tokens ? proposed[at] : -1;
+            if (masks->data && constrained[i]) {
                 const int32_t *mask = (const int32_t *)masks->data + row * masks->stride[0] + at * masks->stride[1];
-                if (found / WORD >= masks->size[2]) return 1;
-                if (!valid || !(mask[found / WORD] >> (found % WORD) & 1)) token = REFUSED;
-            }
-            if (forced->data && constrained[i] && valid) only = ((const int64_t *)forced->data)[at * forced->stride[0] + i];
-            if (forced->data) ((bool *)flags->data)[row * flags->stride[0] + at * flags->stride[1]] = only >= 0;
-            if (only >= 0) token = only;
+                bool valid = ((const int64_t *)status->data)[i * status->stride[0] + at * status->stride[1]] == STATUS_OK;
+                int64_t only = forced->data && valid ? ((const int64_t *)forced->data)[at * forced->stride[0] + i] : -1;
+                if (token >= masks->size[2] * WORD) return 1;
+                if (token >= 0 && !(valid && mask[token / WORD] >> (token % WORD) & 1)) token = REFUSED;
+                if (only >= 0) token = only;
+                if (forced->data) ((bool *)flags->data)[row * flags->stride[0] + at * flags->stride[1]] = only >= 0;
+            } else if (forced->data)
+                ((bool *)flags->data)[row * flags->stride[0] + at * flags->stride[1]] = false;
             chosen[at] = goes_on && limit > at ? token : -1;
             goes_on = chosen[at] >= 0;
-            follows = follows && chosen[at] == found;
+            follows = follows && chosen[at] == proposed[at];
         }
     }
     return 0;

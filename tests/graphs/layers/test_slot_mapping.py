@@ -98,80 +98,108 @@ def test_masks_and_tags_are_scattered_by_tag_position(index: int) -> None:
         mask_upload.scatter_masks(rows, tags, masks, *both[0][:4])
 
 
-def settling_case(seed: int, batch: int, constrained: bool, looked_up: bool, forced: bool, by_row: bool = False) -> tuple[Any, ...]:
+def settling_case(
+    seed: int, batch: int, constrained: bool, looked_up: bool, forced: bool, by_row: bool = False, certain: bool = True
+) -> tuple[Any, ...]:
+    """The second of three drafts, in rows of larger tables."""
     made = torch.Generator().manual_seed(seed)
-    width = 70
-    rows = random(made, 0, batch + 3, batch) if by_row else None
+    width, tables = 70, [torch.zeros(batch + 3, 4, dtype=torch.bool) for _ in range(3)]
+    rows = torch.randperm(batch + 3, generator=made)[:batch]
     masks = random(made, -(2**31), 2**31, batch + 3 * by_row, 2, -(-width // BITS_PER_WORD)).to(torch.int32)[:, :1]
     status = random(made, int(MaskStatus.NONE), int(MaskStatus.FAULT) + 1, batch, 1)
     status[random(made, 0, 3, batch) > 0] = int(MaskStatus.OK)
-    mask = GrammarMask(masks, rows, random(made, 0, 2, batch).bool(), status)
+    mask = GrammarMask(masks, rows if by_row else None, random(made, 0, 2, batch).bool(), status)
     flags = [random(made, 0, 4, batch) > 0 for _ in range(2)]
     return (
         random(made, -2, width, batch),
         *flags,
         random(made, 0, 4, batch, 3)[:, 1],
         2,
-        random(made, -width, width, batch, 5)[:, 2] if looked_up else None,
+        rows,
+        random(made, 0, 9, 4, batch + 2),
+        random(made, -width, width, batch, 3).clamp(min=-1) if looked_up else None,
         random(made, -width, width, batch).clamp(min=-1) if constrained and forced else None,
         *(drafting.rule_of(mask) if constrained else (None,) * 4),
+        tables[0] if looked_up else None,
+        tables[1] if constrained and forced else None,
+        tables[2] if certain else None,
     )
 
 
-@given(SEEDS, st.booleans(), st.booleans(), st.booleans(), st.booleans())
-def test_draft_selection_equals_the_reference(seed: int, constrained: bool, looked_up: bool, forced: bool, by_row: bool) -> None:
-    case = settling_case(seed, 8, constrained, looked_up, forced, by_row)
-    found, expected = drafting.select_draft(*case), drafting.select_draft.reference(*case)
-    assert torch.equal(found.tokens, expected.tokens)
-    for mine, theirs in zip(found[1:], expected[1:], strict=True):
-        assert theirs is None or (mine is not None and torch.equal(mine, theirs))
+def written_by(case: tuple[Any, ...]) -> list[Tensor]:
+    """What select_draft changes."""
+    return [each for each in (*case[6:8], *case[13:]) if each is not None]
 
 
-def proposed_case(seed: int, batch: int, drafts: int, forced: bool) -> tuple[Any, ...]:
-    """Chains of few legal tokens, in rows of larger tables."""
+@given(SEEDS, *[st.booleans()] * 5)
+def test_draft_selection_equals_the_reference(
+    seed: int, constrained: bool, looked_up: bool, forced: bool, by_row: bool, certain: bool
+) -> None:
+    found, expected = (settling_case(seed, 8, constrained, looked_up, forced, by_row, certain) for _ in range(2))
+    assert drafting.select_draft.prepare(*found, found[0].clone()) is not None
+    assert torch.equal(drafting.select_draft(*found), drafting.select_draft.reference(*expected))
+    assert all(map(torch.equal, written_by(found), written_by(expected)))
+
+
+def proposed_case(seed: int, batch: int, drafts: int, constrained: bool, forced: bool) -> tuple[Any, ...]:
+    """Chains of tokens of which some are no tokens, in rows of larger tables."""
     made = torch.Generator().manual_seed(seed)
     words, most = 3, drafts + 2
+    chains = random(made, -8, words * BITS_PER_WORD + 4, batch, drafts).clamp(min=-2)
+    rows = torch.randperm(batch + 3, generator=made)[:batch]
+    finish, limit = random(made, 0, 4, batch, 2)[:, 1].clamp(max=1), random(made, 0, drafts + 2, batch, 3)[:, 1]
+    chosen = (chains, finish, limit, words * BITS_PER_WORD, rows)
+    if not constrained:
+        return *chosen, None, None, None, None, None
     masks = random(made, -(2**31), 2**31, batch + 3, most, words).to(torch.int32)
     status = random(made, int(MaskStatus.NONE), int(MaskStatus.FAULT) + 1, drafts, batch)
     status[random(made, 0, 5, drafts, batch) > 0] = int(MaskStatus.OK)
-    flags = [random(made, 0, 4, batch) > 0 for _ in range(2)]
-    chains, limit = random(made, -8, words * BITS_PER_WORD, batch, drafts).clamp(min=-1), random(made, 0, drafts + 2, batch, 3)[:, 1]
     only = random(made, -40, 40, most, batch + 2).clamp(min=-1)[:drafts, :batch] if forced else None
-    rows = torch.randperm(batch + 3, generator=made)[:batch]
-    return (
-        chains,
-        flags[0],
-        limit,
-        rows,
-        masks,
-        flags[1],
-        status.T,
-        only,
-        torch.zeros(batch + 3, most, dtype=torch.bool) if forced else None,
-    )
+    flags = torch.zeros(batch + 3, most, dtype=torch.bool) if forced else None
+    return *chosen, masks, random(made, 0, 4, batch) > 0, status.T, only, flags
 
 
-@given(SEEDS, st.integers(1, 9), st.integers(1, 8), st.booleans())
-def test_chosen_chains_equal_the_reference(seed: int, batch: int, drafts: int, forced: bool) -> None:
-    found, expected = (proposed_case(seed, batch, drafts, forced) for _ in range(2))
+@given(SEEDS, st.integers(1, 9), st.integers(1, 8), st.booleans(), st.booleans())
+def test_chosen_chains_equal_the_reference(seed: int, batch: int, drafts: int, constrained: bool, forced: bool) -> None:
+    found, expected = (proposed_case(seed, batch, drafts, constrained, forced) for _ in range(2))
+    assert proposing.choose_chain.prepare(*found, found[0].clone()) is not None
     assert torch.equal(proposing.choose_chain(*found), proposing.choose_chain.reference(*expected))
-    assert not forced or torch.equal(found[-1], expected[-1])
+    assert found[-1] is None or torch.equal(found[-1], expected[-1])
 
 
 def test_proposed_chains_end_at_the_first_draft_that_is_not_taken() -> None:
-    """Legal tokens are 1 and 2; the third draft of the last two rows is forced, for one of them to the proposed token."""
-    proposed = torch.tensor([[1, 2, 1, 2], [1, 3, 1, 2], [1, 2, 1, 2], [1, 2, 2, 1]])
-    masks, some = torch.full((4, 5, 1), 0b110, dtype=torch.int32), torch.arange(4)
-    forced = torch.full((4, 4), -1)
-    forced[2, 2:] = 2
-    flags = torch.zeros(4, 5, dtype=torch.bool)
-    alive, status = torch.ones(4, dtype=torch.bool), torch.full((4, 4), int(MaskStatus.OK))
-    limit = torch.tensor([3, 4, 4, 4])
-    chosen = proposing.choose_chain(proposed, alive, limit, some, masks, alive, status, forced, flags)
-    assert chosen.tolist() == [[1, 2, 1, -1], [1, REFUSED, -1, -1], [1, 2, 2, -1], [1, 2, 2, 1]]
+    """Legal tokens are 1 and 2; the third draft of two rows is forced, for one of them to the proposed token. 9 is no token."""
+    proposed = torch.tensor([[1, 2, 1, 2], [1, 3, 1, 2], [1, 2, 1, 2], [1, 2, 2, 1], [1, 9, 1, 2]])
+    masks, some = torch.full((5, 5, 1), 0b110, dtype=torch.int32), torch.arange(5)
+    forced, flags = torch.full((4, 5), -1), torch.zeros(5, 5, dtype=torch.bool)
+    forced[2, 2:4] = 2
+    alive, status = torch.ones(5, dtype=torch.bool), torch.full((5, 4), int(MaskStatus.OK))
+    rows = (proposed, alive.long(), torch.tensor([3, 4, 4, 4, 4]), 9, some)
+    chosen = proposing.choose_chain(*rows, masks, alive, status, forced, flags)
+    assert chosen.tolist() == [[1, 2, 1, -1], [1, REFUSED, -1, -1], [1, 2, 2, -1], [1, 2, 2, 1], [1, -1, -1, -1]]
     assert flags.nonzero().tolist() == [[2, 2], [3, 2]]
+    assert proposing.choose_chain(*rows).tolist() == [[1, 2, 1, -1], [1, 3, 1, 2], [1, 2, 1, 2], [1, 2, 2, 1], [1, -1, -1, -1]]
     with pytest.raises(IndexError):
-        proposing.choose_chain(proposed + 32, alive, limit, some, masks, alive, status)
+        proposing.choose_chain(proposed + 32, *rows[1:3], 99, some, masks, alive, status)
+
+
+def appended_case(seed: int, batch: int, count: int) -> tuple[Any, ...]:
+    made = torch.Generator().manual_seed(seed)
+    width, rows = 2 * count + 3, torch.randperm(batch + 2, generator=made)[:batch]
+    emitted, length = random(made, 0, count + 1, batch), random(made, 0, count + 3, batch, 2)[:, 1]
+    return rows, random(made, 0, 99, batch, count), emitted, length, random(made, -1, 99, batch + 2, width).to(torch.int32)
+
+
+@given(SEEDS, st.integers(1, 9), st.integers(1, 9))
+def test_appended_tokens_equal_the_reference(seed: int, batch: int, count: int) -> None:
+    found, expected = (appended_case(seed, batch, count) for _ in range(2))
+    proposing.append_tokens(*found)
+    proposing.append_tokens.reference(*expected)
+    assert torch.equal(found[-1], expected[-1])
+    found[3].fill_(found[-1].shape[1])
+    found[2].fill_(1)
+    with pytest.raises(IndexError):
+        proposing.append_tokens(*found)
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 8])
@@ -186,11 +214,11 @@ def test_written_emissions_equal_the_reference(k: int) -> None:
 
 def test_token_beyond_the_mask_is_not_used_as_an_index() -> None:
     case = list(settling_case(0, 8, True, True, False))
-    case[5], case[8] = torch.full((8,), 10_000), torch.ones(8, dtype=torch.bool)
+    case[7], case[10] = torch.full((8, 3), 10_000), torch.ones(8, dtype=torch.bool)
     with pytest.raises(IndexError):
         drafting.select_draft(*case)
     case = list(settling_case(0, 8, True, True, False, by_row=True))
-    case[5], case[8], case[10] = torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=torch.bool), torch.full((8,), 11)
+    case[7], case[10], case[12] = torch.zeros(8, 3, dtype=torch.int64), torch.ones(8, dtype=torch.bool), torch.full((8,), 11)
     with pytest.raises(IndexError):
         drafting.select_draft(*case)
 
@@ -209,8 +237,8 @@ def test_operations_pass_opcheck() -> None:
     opcheck(mask_upload.scatter_masks.out, (torch.arange(2), tags, masks, tags.clone(), masks.clone(), *in_rows, None, None))
     call = write_emission(torch.device("cpu"), 4, 2)
     opcheck(call.operation.out, (*call.inputs, *call.outputs))
-    some = torch.arange(2)
-    alone = (some, some.bool(), some.bool(), some, 1, None, None, None, None, None, None, some.clone(), some.bool(), some.bool())
-    opcheck(drafting.select_draft.out, alone)
-    case = proposed_case(0, 3, 2, True)
+    case = settling_case(0, 2, True, True, True)
+    opcheck(drafting.select_draft.out, (*case, case[0].clone()))
+    case = proposed_case(0, 3, 2, True, True)
     opcheck(proposing.choose_chain.out, (*case, case[0].clone()))
+    opcheck(proposing.append_tokens.out, appended_case(0, 3, 2))

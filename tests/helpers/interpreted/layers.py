@@ -25,7 +25,7 @@ from stepgraph.graphs.triton import proposing as proposed_programs
 from stepgraph.sampling.grammar.status import TAG_FIELDS
 from stepgraph.sampling.kernels.operation import Operation
 from tests.graphs.layers.test_quantised import every_kind, made
-from tests.graphs.layers.test_slot_mapping import proposed_case, settling_case
+from tests.graphs.layers.test_slot_mapping import appended_case, proposed_case, settling_case, written_by
 from tests.graphs.test_publishing import ENDS, check_batch, check_end, check_slot
 from tests.runtime.models.test_ngram import inert_texts
 from tools.gpu.checks.layers import count_output, keep_skipped, write_emission
@@ -212,22 +212,29 @@ def test_scattered_masks_equal_the_reference(words: int) -> None:
 
 def test_draft_selection_equals_the_reference() -> None:
     for seed, (constrained, looked_up, forced) in itertools.product(range(6), itertools.product((False, True), repeat=3)):
-        case = settling_case(seed, 5, constrained, looked_up, forced)
-        expected = drafting.select_draft.reference(*case)
-        found = [torch.full_like(case[0], 7), torch.zeros_like(case[1]), torch.zeros_like(case[1])]
-        draft_programs.select_draft(*case, *found)
-        for mine, theirs in zip(found, expected, strict=True):
-            assert theirs is None or torch.equal(mine, theirs)
+        found, expected = (settling_case(seed, 5, constrained, looked_up, forced, seed % 2 > 0, seed % 3 > 0) for _ in range(2))
+        chosen = torch.full_like(found[0], 7)
+        draft_programs.select_draft(*found, chosen)
+        assert torch.equal(chosen, drafting.select_draft.reference(*expected))
+        assert all(map(torch.equal, written_by(found), written_by(expected)))
 
 
-@pytest.mark.parametrize("forced", [False, True])
-def test_chosen_chains_equal_the_reference(forced: bool) -> None:
+@pytest.mark.parametrize(("constrained", "forced"), [(False, False), (True, False), (True, True)])
+def test_chosen_chains_equal_the_reference(constrained: bool, forced: bool) -> None:
     for seed, drafts in itertools.product(range(8), (1, 3, 8)):
-        found, expected = (proposed_case(seed, 5, drafts, forced) for _ in range(2))
+        found, expected = (proposed_case(seed, 5, drafts, constrained, forced) for _ in range(2))
         chosen = torch.full_like(found[0], 7)
         proposed_programs.choose_chain(*found, chosen)
         assert torch.equal(chosen, proposing.choose_chain.reference(*expected))
         assert not forced or torch.equal(found[-1], expected[-1])
+
+
+def test_appended_tokens_equal_the_reference() -> None:
+    for seed, count in itertools.product(range(8), (1, 3, 8, 9)):
+        found, expected = (appended_case(seed, 5, count) for _ in range(2))
+        proposed_programs.append_tokens(*found)
+        proposing.append_tokens.reference(*expected)
+        assert torch.equal(found[-1], expected[-1])
 
 
 @pytest.mark.parametrize("tile", [16, 128])

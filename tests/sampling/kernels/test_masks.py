@@ -165,5 +165,5 @@ def test_stale_mask_is_not_used_for_a_draft(backend: TapeBackend, wrong: int | N
     batch = read_batch(bench.buffers, 1)
     logits = torch.zeros(1, bench.limits.num_tokens)
     mask = drafting.grammar_mask_of(bench.buffers, batch, 1)
-    draft = drafting.choose_draft(bench.buffers, batch, 1, logits, drafting.continuing(batch), mask, sampled=sampled)
+    draft = drafting.choose_draft(bench.buffers, batch, 1, logits, batch.live, mask, sampled=sampled)
     assert draft.tolist() == [poison if wrong is None else -1]

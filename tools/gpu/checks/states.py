@@ -221,7 +221,7 @@ class RoundBench:
             b.out_logits[:, 0].copy_(drafted)
             b.out_features[:, :1].copy_(features)
             mask = drafting.grammar_mask_of(b, batch, 3) if constrained else None
-            b.out_tokens.copy_(drafting.choose_draft(b, batch, 3, drafted, drafting.continuing(batch), mask, sampled))
+            b.out_tokens.copy_(drafting.choose_draft(b, batch, 3, drafted, batch.live, mask, sampled))
 
         def place_masks(b: StaticBuffers) -> None:
             b.batch_tags[1, :, 2].copy_(b.batch_rows % 4)
