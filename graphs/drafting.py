@@ -10,7 +10,6 @@ from stepgraph.graphs.batch import Batch, model_input, model_logits
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.vocabulary_shard import Operations, VocabularyShard
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.mask_upload import host_mask
 from stepgraph.graphs.model import DraftModel
 from stepgraph.graphs.model_call import run_model
 from stepgraph.graphs.row_layout import Column
@@ -70,24 +69,21 @@ def choose_draft(
     finite, tokens = (draft_sampled if sampled else _draft_greedy)(buffers, after, step, logits, mask, d2t, shard or kernels)
     forces, limit, drafts = mask is not None and "batch_forced" in buffers, after.column(Column.DRAFT_LIMIT), buffers.batch_drafts
     forced = buffers.batch_forced[step - 1, : len(after.rows)] if forces else None
-    masks, constrained, status, mask_rows = (None, None, None, None) if mask is None else rule_of(mask)
-    rule, looked_up = (masks, constrained, status, mask_rows), None if chain is None else buffers.row_looked_up
-    flags = looked_up, buffers.row_forced if forces else None, buffers.row_certain if sampled else None
+    masks, constrained, status = (None, None, None) if mask is None else (mask.masks[:, 0], mask.constrained, mask.status[:, 0])
+    looked_up, certain = None if chain is None else buffers.row_looked_up, buffers.row_certain if sampled else None
+    rule, flags = (masks, constrained, status), (looked_up, buffers.row_forced if forces else None, certain)
     return select_draft(tokens, finite, alive, limit, step, after.rows, drafts, chain, forced, *rule, *flags)
 
 
-def grammar_mask_of(buffers: StaticBuffers, after: Batch, step: int, on_device: bool = False) -> GrammarMask:
-    """The mask that guides draft `step`, filled on the side stream of this round. on_device: all of them by `advance_fill`."""
-    size = len(after.rows)
+def grammar_mask_of(buffers: StaticBuffers, after: Batch, step: int, on_device: bool = False, count: int = 1) -> GrammarMask:
+    """The masks that guide drafts from `step` on, filled in this round. on_device: all of them by `advance_fill`."""
+    index = slice(step - 1, step - 1 + count)
     if on_device:
-        status = buffers.batch_status[step - 1, :size, None]
-        return GrammarMask(buffers.row_masks[:, step - 1 : step], after.rows, after.has_grammar, status)
-    return host_mask(buffers, after, step)
-
-
-def rule_of(mask: GrammarMask) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Masks [R, words] of one position, whether a row is constrained, the status [B] of its mask, and its row among the masks."""
-    return mask.masks[:, 0], mask.constrained, mask.status[:, 0], mask.rows
+        status, has_grammar = buffers.batch_status[index, : len(after.rows)].T, after.has_grammar
+    else:
+        owner, generated, constraint = (after.column(column) for column in (Column.OWNER, Column.GENERATED, Column.CONSTRAINED))
+        status, has_grammar = kernels.mask_status(buffers.row_tags[:, index], owner, generated, constraint, step - 1, after.rows)
+    return GrammarMask(buffers.row_masks[:, index], after.rows, has_grammar, status)
 
 
 def _draft_greedy(
@@ -117,8 +113,8 @@ def store_drafts(rows: Contiguous, chain: Tensor, row_drafts: Tensor, row_counts
 
 
 def _select_in_c(tokens: Tensor, finite: Tensor, alive: Tensor, limit: Tensor, step: int, rows: Tensor, *given: Tensor | None) -> bool:
-    _, chain, forced, masks, constrained, status, mask_rows, *_ = given
-    dense = (tokens, finite, alive, rows, chain, forced, constrained, status, mask_rows)
+    _, chain, forced, masks, constrained, status, *_ = given
+    dense = (tokens, finite, alive, rows, chain, forced, constrained, status)
     return all(each is None or each.is_contiguous() for each in dense) and (masks is None or masks.stride(-1) == 1)
 
 
@@ -139,7 +135,6 @@ def select_draft(
     masks: Tensor | None = None,
     constrained: Contiguous | None = None,
     status: Contiguous | None = None,
-    mask_rows: Contiguous | None = None,
     row_looked_up: Tensor | None = None,
     row_forced: Tensor | None = None,
     row_certain: Tensor | None = None,
@@ -149,11 +144,11 @@ def select_draft(
     tokens [B] int64, finite [B] bool: the model's choice, and whether its logit is finite; alive [B] bool; limit [B]: maximum drafts.
     chain [B, K]: looked-up tokens, -1 where there is none; forced [B]: the token that the grammar forces, -1 where it leaves a choice. In
     a constrained row both need a valid mask, and a looked-up token has to be legal under it; a row that is not constrained is never forced.
-    masks [R, words], constrained, status [B]: all three, or none without a grammar; row b reads masks[mask_rows[b]], or else masks[b].
+    masks [R, words], constrained, status [B]: all three, or none without a grammar.
     Written at `step` (from 1): drafts [K, >= B]; row_looked_up, row_forced, row_certain [R, K] bool: whether the draft of each of `rows`
     [B] is looked up, forced, or one of both. Rows that draft another token leave their chain: -1.
     """
-    rule = None if masks is None or constrained is None or status is None else (masks, constrained, status, mask_rows)
+    rule = None if masks is None or constrained is None or status is None else (masks, constrained, status, rows)
     found, took_found, took_forced = (None if chain is None else chain[:, step - 1]), torch.zeros_like(alive), torch.zeros_like(alive)
     if found is not None:
         took_found = found >= 0 if rule is None else (found >= 0) & bitmask.allowed(found, *rule)

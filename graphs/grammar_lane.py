@@ -52,9 +52,9 @@ class GrammarLane:
         """While the draft model computes."""
         return self._fill(lambda source: source.rows(first, last))
 
-    def mask(self, after: Batch, step: int) -> GrammarMask:
-        """The mask that guides draft `step`, on the main stream after it waited for it."""
-        return drafting.grammar_mask_of(self.buffers, after, step, self.on_device)
+    def mask(self, after: Batch, step: int, count: int = 1) -> GrammarMask:
+        """The masks that guide drafts from `step` on, on the main stream after it waited for them."""
+        return drafting.grammar_mask_of(self.buffers, after, step, self.on_device, count)
 
     def _fill(self, fill: Callable[[MaskSource], None]) -> StreamEvent:
         reached = self.context.record()

@@ -22,7 +22,7 @@ from stepgraph.graphs.model import DraftModel, ModelPair
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.graphs.proposer import Proposer
 from stepgraph.graphs.row_layout import Column
-from stepgraph.sampling.kernels import Emission, mask_status
+from stepgraph.sampling.kernels import Emission
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
 
 
@@ -65,14 +65,10 @@ class ProposedRound:
         for source in grammar.sources:
             source.rows(0, count - 1)
         with self.context.stage("choose_drafts"):
-            if grammar.on_device:
-                status = buffers.batch_status[:count, :size].T
-            else:
-                owner, generated, constraint = map(after.column, (Column.OWNER, Column.GENERATED, Column.CONSTRAINED))
-                status = mask_status(buffers.row_tags[:, :count], owner, generated, constraint, rows=after.rows).status
+            mask = grammar.mask(after, 1, count)
             forced = (buffers.batch_forced[:count, :size], buffers.row_forced) if "batch_forced" in buffers else (None, None)
             columns = after.column(Column.FINISH), after.column(Column.DRAFT_LIMIT)
-            rules = buffers.row_masks, after.has_grammar, status, *forced
+            rules = mask.masks, mask.constrained, mask.status, *forced
             return proposing.choose_chain(proposed, *columns, self.limits.num_tokens, after.rows, *rules)
 
 

@@ -142,8 +142,6 @@ def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
         # the batch of one round: slot -> row, and data that one stream writes and another reads
         BufferSpec("batch_rows", (slots,), int64, fill=limits.dummy_row),
         BufferSpec("batch_drafts", (drafts, slots), int64, fill=-1),
-        BufferSpec("batch_masks", (positions, slots, words), int32),
-        BufferSpec("batch_tags", (positions, slots, TAG_FIELDS), int64),
         BufferSpec("results", (slots, results), int64),
         BufferSpec("results_logprobs", (slots, positions, 2), torch.float32),
         # admission

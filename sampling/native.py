@@ -15,7 +15,7 @@ from ctypes import POINTER, c_char_p, c_int64
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-VERSION = 16  # of the argument struct and of what the kernels do; native.h has the same number
+VERSION = 17  # of the argument struct and of what the kernels do; native.h has the same number
 
 
 class Unavailable(Exception):

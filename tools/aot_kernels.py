@@ -264,9 +264,9 @@ def _layer_variants() -> list[Variant]:
     found.append(_variant("place_row", slot_mapping.place_row, types, {"WIDTH": 16}, 1))
     types = [*["*i64"] * 5, *["i32"] * 4]
     found.append(_variant("shift_tile", slot_mapping.shift_tile, types, {"TILE": slot_mapping.SHIFT_TILE}, 1))
-    types = ["*i64", *["*i64", "*i32"] * 3, "*i64", "*i64", "i32", "i32"]
+    types = ["*i64", *["*i64", "*i32"] * 2, "*i64", "*i64", "i32", "i32"]
     found.append(_variant("scatter_row", mask_upload.scatter_row, types, {"TILE": mask_upload.MASK_TILE}, 4))
-    types = ["*i64", "*i1", "*i1", "*i64", "i32", *["*i64"] * 4, "*i32", "*i1", "*i64", "*i64", *["*i1"] * 3, "*i64", *["i32"] * 6]
+    types = ["*i64", "*i1", "*i1", "*i64", "i32", *["*i64"] * 4, "*i32", "*i1", "*i64", *["*i1"] * 3, "*i64", *["i32"] * 6]
     found.append(_variant("select_row", drafting.select_row, types, {"WIDTH": 8}, 1))
     types = ["*i64", "*i64", "*i64", "i32", "*i64", "*i32", "*i1", "*i64", "*i64", "*i1", "*i64", *["i32"] * 11]
     found.append(_variant("choose_row", proposing.choose_row, types, {}, 1))

@@ -100,8 +100,6 @@ class Scene:
         for name, value in (("row_params", params), ("row_draft_probs", offered), ("row_drafts", drafts), ("row_tags", tags)):
             b[name][:rows].copy_(value)
         b.row_masks[:rows].copy_(bitmask.pack(allowed))
-        b.batch_masks.copy_(b.row_masks[:rows].transpose(0, 1))
-        b.batch_tags.copy_(b.row_tags[:rows].transpose(0, 1))
         b.batch_drafts.copy_(b.row_drafts[:rows].T)
         self.logits = logits.to(device=device, dtype=torch.bfloat16)
         self.batch = read_batch(b, rows)  # a copy: every run of a stage starts from the current state

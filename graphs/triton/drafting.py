@@ -25,10 +25,9 @@ def select_row(
     drafts,  # [K, >= B] int64, written
     chain,  # [B, K] int64, or None; written
     forced,  # [B] int64, or None
-    masks,  # [R, words] int32, or None, as the next three
+    masks,  # [R, words] int32, or None, as the next two
     constrained,  # [B] bool
     status,  # [B] int64
-    mask_rows,  # [B] int64
     row_looked_up,  # [R, K] bool, written with chain
     row_forced,  # [R, K] bool, written with forced
     row_certain,  # [R, K] bool, or None; written
@@ -44,7 +43,8 @@ def select_row(
     """Flags lie like each other, and dense in a row. WIDTH: K, rounded up."""
     slot = tl.program_id(0).to(tl.int64)
     token, usable = tl.load(tokens + slot), tl.load(finite + slot).to(tl.int32)
-    flag, took = tl.load(rows + slot) * flag_step + step - 1, usable * 0
+    row, took = tl.load(rows + slot), usable * 0
+    flag = row * flag_step + step - 1
     if masks is not None:
         masked = tl.load(constrained + slot).to(tl.int32)
         valid = tl.load(status + slot) == _OK
@@ -52,11 +52,8 @@ def select_row(
         candidate = tl.load(chain + slot * chain_step + step - 1)
         taken = candidate >= 0
         if masks is not None:
-            mask_row = slot
-            if mask_rows is not None:
-                mask_row = tl.load(mask_rows + slot)
             known = tl.maximum(candidate, 0)
-            word = tl.load(masks + mask_row * mask_step + known // _BITS, mask=known // _BITS < words, other=0)
+            word = tl.load(masks + row * mask_step + known // _BITS, mask=known // _BITS < words, other=0)
             taken = taken & (((((word >> (known % _BITS).to(tl.int32)) & 1) != 0) & valid) | (masked == 0))
         token, took = tl.where(taken, candidate, token), tl.where(taken, 1, took)
         tl.store(row_looked_up + flag, taken)

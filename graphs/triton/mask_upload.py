@@ -17,14 +17,12 @@ _TAG_FIELDS = tl.constexpr(TAG_FIELDS)
 @triton.jit
 def scatter_row(
     rows,  # [B] int64
-    tags,  # [B, TAG_FIELDS] int64, pinned, as masks and forced: a host node before this launch wrote them
+    tags,  # [B, TAG_FIELDS] int64, pinned, as masks: a host node before this launch wrote them
     masks,  # [B, words] int32
-    batch_tags,  # as tags, written, as all the next
-    batch_masks,  # as masks
-    row_tags,  # [R, positions, TAG_FIELDS] int64
+    row_tags,  # [R, positions, TAG_FIELDS] int64, written, as the next
     row_masks,  # [R, positions, words] int32
-    forced,  # [B] int64, or None, as the next
-    batch_forced,  # [B] int64
+    forced,  # [B] int64, pinned, or None, as the next
+    batch_forced,  # [B] int64, written
     positions,
     words,
     TILE: tl.constexpr,
@@ -35,12 +33,10 @@ def scatter_row(
     known = (position >= 0) & (position < positions)
     to = tl.load(rows + place) * positions + position
     mask = tl.load(masks + place * words + column, mask=column < words, other=0, volatile=True)
-    tl.store(batch_masks + place * words + column, mask, mask=column < words)
     tl.store(row_masks + to * words + column, mask, mask=column < tl.where(known, words, 0))
     if tl.program_id(1) == 0:
         field = tl.arange(0, _TAG_FIELDS)
         tag = tl.load(tags + place * _TAG_FIELDS + field, volatile=True)
-        tl.store(batch_tags + place * _TAG_FIELDS + field, tag)
         tl.store(row_tags + to * _TAG_FIELDS + field, tag, mask=field < tl.where(known, _TAG_FIELDS, 0))
         if forced is not None:
             tl.store(batch_forced + place, tl.load(forced + place, volatile=True))
@@ -48,7 +44,7 @@ def scatter_row(
 
 def scatter_masks(*tensors: Tensor | None) -> None:
     """The arguments of mask_upload.scatter_masks, in the order of the program."""
-    _, _, masks, _, _, _, row_masks, *_ = tensors
+    _, _, masks, _, row_masks, *_ = tensors
     assert masks is not None and row_masks is not None
     (batch, words), positions = masks.shape, row_masks.shape[1]
     scatter_row[(batch, triton.cdiv(words, MASK_TILE))](*tensors, positions, words, TILE=MASK_TILE, num_warps=4)

@@ -147,9 +147,9 @@ class Positions:
     def choose(self, chain: Sequence[int], own: int, allowed: Sequence[int], wrong_tag: int | None = None, sampled: bool = True) -> Tensor:
         law, buffers = self.law, self.law.buffers
         law._fill_masks(self.batch, 0, self.batch.column(Column.LAST_TOKEN), self.batch.live)
-        buffers.batch_masks[0] = sum(1 << token for token in allowed)
+        buffers.row_masks[self.batch.rows, 0] = sum(1 << token for token in allowed)
         if wrong_tag is not None:
-            buffers.batch_tags[0, ::2, wrong_tag] += 1
+            buffers.row_tags[self.batch.rows[::2], 0, wrong_tag] += 1
         logits = torch.zeros(len(self.batch.rows), law.limits.num_tokens)
         logits[:, own] = 99.0
         chains = torch.tensor(chain).repeat(len(logits), 1)

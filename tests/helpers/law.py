@@ -216,8 +216,7 @@ class Law:
         masks = self.packed[batch.column(Column.LENGTH) - 1 + index, previous.clamp(min=0)]
         status = torch.where(legal, int(MaskStatus.OK), int(MaskStatus.ILLEGAL))
         tags = torch.stack([batch.column(Column.OWNER), batch.column(Column.GENERATED), torch.full_like(status, index), status], 1)
-        of_batch = b.batch_tags[index, :size], b.batch_masks[index, :size]
-        mask_upload.scatter_masks(b.batch_rows[:size], tags, masks, *of_batch, b.row_tags, b.row_masks)
+        mask_upload.scatter_masks(b.batch_rows[:size], tags, masks, b.row_tags, b.row_masks)
 
     def tally(self, rounds: int) -> HistogramBuilder:
         """Count the results of at least `rounds` rounds of every setting."""

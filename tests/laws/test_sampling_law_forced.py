@@ -75,7 +75,7 @@ def test_forced_token_with_a_wrong_tag_is_not_drafted() -> None:
     for column in range(4):
         batch = read_batch(buffers, rows)
         law._fill_masks(batch, 0, batch.column(Column.LAST_TOKEN), batch.live)
-        buffers.batch_tags[0, ::2, column] += 1
+        buffers.row_tags[batch.rows[::2], 0, column] += 1
         logits = torch.zeros(rows, law.limits.num_tokens)
         mask = drafting.grammar_mask_of(buffers, batch, 1)
         tokens = drafting.choose_draft(buffers, batch, 1, logits, batch.live, mask, sampled=True)

@@ -41,7 +41,7 @@ def test_arguments_of_every_captured_kernel_are_known(engine: Engine, report: Ca
     assert {node.name for node in kernels if node.arguments is None} == set()
     of_triton = {node.name: node for node in kernels if "::" not in node.name}
     assert {"masked_candidates", "take_best", "accept_chain"} <= set(of_triton)
-    masks = engine.buffers.batch_masks
+    masks = engine.buffers.row_masks
     pointers = {node.pointer(1) for node in kernels if node.name == "masked_candidates"}
     assert pointers & set(range(masks.data_ptr(), masks.data_ptr() + masks.numel() * masks.element_size()))
 

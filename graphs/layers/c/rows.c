@@ -66,17 +66,15 @@ EXPORTED int stepgraph_rope_angles(const argument *given) {
     return 0;
 }
 
-/* rows [batch]; tags [batch, TAG_FIELDS], with the index of each mask in its row; masks [batch, words]; batch_tags, batch_masks: as these;
-   row_tags, row_masks [table_rows, positions, ...]; forced, batch_forced [batch], or NULL. */
+/* rows [batch]; tags [batch, TAG_FIELDS], with the index of each mask in its row; masks [batch, words]; row_tags, row_masks
+   [table_rows, positions, ...]; forced, batch_forced [batch], or NULL. */
 EXPORTED int stepgraph_scatter_masks(const argument *given) {
     const int64_t *rows = given[0].data, *tags = given[1].data;
     const int32_t *masks = given[2].data;
-    int64_t *row_tags = given[5].data, words = given[2].size[1], table_rows = given[6].size[0], positions = given[6].size[1];
-    int32_t *row_masks = given[6].data;
+    int64_t *row_tags = given[3].data, words = given[2].size[1], table_rows = given[4].size[0], positions = given[4].size[1];
+    int32_t *row_masks = given[4].data;
     size_t batch = (size_t)given[0].size[0], mask_bytes = (size_t)words * sizeof *masks, tag_bytes = TAG_FIELDS * sizeof *tags;
-    memcpy(given[3].data, tags, batch * tag_bytes);
-    memcpy(given[4].data, masks, batch * mask_bytes);
-    if (given[7].data && given[8].data) memcpy(given[8].data, given[7].data, batch * sizeof(int64_t));
+    if (given[5].data && given[6].data) memcpy(given[6].data, given[5].data, batch * sizeof(int64_t));
     for (size_t i = 0; i < batch; i++) {
         int64_t row = rows[i], index = tags[i * TAG_FIELDS + 2];
         if (row < 0 || row >= table_rows || index < 0 || index >= positions) return 1;
@@ -173,23 +171,22 @@ EXPORTED int stepgraph_store_drafts(const argument *given) {
 }
 
 /* tokens, finite, alive, limit [batch]; step; rows [batch]; drafts [most, batch]; chain [batch, most] or NULL, forced_ids [batch] or NULL;
-   masks [rows, words], constrained, status [batch], or NULL, all three; the row of masks [batch], or NULL; row_looked_up, row_forced,
-   row_certain [table_rows, most], or NULL; out: selected [batch]. */
+   masks [table_rows, words], constrained, status [batch], or NULL, all three; row_looked_up, row_forced, row_certain [table_rows, most],
+   or NULL; out: selected [batch]. */
 EXPORTED int stepgraph_select_draft(const argument *given) {
     const int64_t *tokens = given[0].data, *limit = given[3].data, *rows = given[5].data, *forced = given[8].data, *status = given[11].data;
     const bool *finite = given[1].data, *alive = given[2].data, *constrained = given[10].data;
     const int32_t *masks = given[9].data;
-    const int64_t *mask_rows = given[12].data;
-    int64_t at = given[4].integer - 1, words = given[9].size[1], most = given[7].size[1], *selected = given[16].data;
+    int64_t at = given[4].integer - 1, words = given[9].size[1], most = given[7].size[1], *selected = given[15].data;
     for (int64_t i = 0; i < given[0].size[0]; i++) {
         int64_t *chain = given[7].data ? (int64_t *)given[7].data + i * most : NULL;
         int64_t token = tokens[i], candidate = chain ? chain[at] : -1;
         bool masked = masks && constrained[i], valid = masks && status[i] == STATUS_OK;
         bool taken = candidate >= 0, is_forced = forced && forced[i] >= 0 && masked && valid;
         if (taken && masked) {
-            int64_t mask_row = mask_rows ? mask_rows[i] : i;
-            if (candidate / WORD >= words || mask_row < 0 || mask_row >= given[9].size[0]) return 1;
-            taken = valid && masks[mask_row * given[9].stride[0] + candidate / WORD] >> (candidate % WORD) & 1;
+            int64_t row = index_in(rows[i], given[9].size[0]);
+            if (candidate / WORD >= words || row < 0) return 1;
+            taken = valid && masks[row * given[9].stride[0] + candidate / WORD] >> (candidate % WORD) & 1;
         }
         if (taken) token = candidate;
         if (is_forced) token = forced[i];
@@ -199,7 +196,7 @@ EXPORTED int stepgraph_select_draft(const argument *given) {
         for (int64_t j = 0; chain && selected[i] != candidate && j < most; j++) chain[j] = -1;
         const bool flags[] = {taken, is_forced, taken || is_forced};
         for (int kind = 0; kind < 3; kind++) {
-            const argument *table = given + 13 + kind;
+            const argument *table = given + 12 + kind;
             int64_t row = table->data ? index_in(rows[i], table->size[0]) : 0;
             if (row < 0) return 1;
             if (table->data) ((bool *)table->data)[row * table->stride[0] + at * table->stride[1]] = flags[kind];

@@ -17,7 +17,6 @@ from stepgraph.graphs.layers import slot_mapping
 from stepgraph.graphs.row_layout import REFUSED
 from stepgraph.sampling import native
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, TAG_FIELDS, MaskStatus
-from stepgraph.sampling.kernels import GrammarMask
 from tools.gpu.checks.layers import write_emission
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
@@ -87,28 +86,25 @@ def test_masks_and_tags_are_scattered_by_tag_position(index: int) -> None:
     forced, both = torch.tensor([-1, 8]), list[list[torch.Tensor]]()
     scatters: tuple[Any, ...] = (mask_upload.scatter_masks, mask_upload.scatter_masks.reference)
     for scatter in scatters:
-        batch = [torch.zeros_like(tags), torch.zeros_like(masks)]
         in_rows = [torch.zeros(4, 3, TAG_FIELDS, dtype=torch.int64), torch.zeros(4, 3, 6, dtype=torch.int32)]
-        both.append([*batch, *in_rows, torch.zeros_like(forced)])
-        scatter(rows, tags, masks, *batch, *in_rows, forced, both[-1][-1])
+        both.append([*in_rows, torch.zeros_like(forced)])
+        scatter(rows, tags, masks, *in_rows, forced, both[-1][-1])
     assert all(map(torch.equal, *both)) and torch.equal(both[0][-1], forced)
-    assert torch.equal(both[0][1], masks) and torch.equal(both[0][3][rows, index], masks)
+    assert torch.equal(both[0][0][rows, index], tags) and torch.equal(both[0][1][rows, index], masks)
     tags[1, 2] = 3
     with pytest.raises(IndexError):
-        mask_upload.scatter_masks(rows, tags, masks, *both[0][:4])
+        mask_upload.scatter_masks(rows, tags, masks, *both[0][:2])
 
 
-def settling_case(
-    seed: int, batch: int, constrained: bool, looked_up: bool, forced: bool, by_row: bool = False, certain: bool = True
-) -> tuple[Any, ...]:
+def settling_case(seed: int, batch: int, constrained: bool, looked_up: bool, forced: bool, certain: bool = True) -> tuple[Any, ...]:
     """The second of three drafts, in rows of larger tables."""
     made = torch.Generator().manual_seed(seed)
     width, tables = 70, [torch.zeros(batch + 3, 4, dtype=torch.bool) for _ in range(3)]
     rows = torch.randperm(batch + 3, generator=made)[:batch]
-    masks = random(made, -(2**31), 2**31, batch + 3 * by_row, 2, -(-width // BITS_PER_WORD)).to(torch.int32)[:, :1]
+    masks = random(made, -(2**31), 2**31, batch + 3, 2, -(-width // BITS_PER_WORD)).to(torch.int32)[:, :1]
     status = random(made, int(MaskStatus.NONE), int(MaskStatus.FAULT) + 1, batch, 1)
     status[random(made, 0, 3, batch) > 0] = int(MaskStatus.OK)
-    mask = GrammarMask(masks, rows if by_row else None, random(made, 0, 2, batch).bool(), status)
+    rule = (masks[:, 0], random(made, 0, 2, batch).bool(), status[:, 0])
     flags = [random(made, 0, 4, batch) > 0 for _ in range(2)]
     return (
         random(made, -2, width, batch),
@@ -119,7 +115,7 @@ def settling_case(
         random(made, 0, 9, 4, batch + 2),
         random(made, -width, width, batch, 3).clamp(min=-1) if looked_up else None,
         random(made, -width, width, batch).clamp(min=-1) if constrained and forced else None,
-        *(drafting.rule_of(mask) if constrained else (None,) * 4),
+        *(rule if constrained else (None, None, None)),
         tables[0] if looked_up else None,
         tables[1] if constrained and forced else None,
         tables[2] if certain else None,
@@ -128,14 +124,12 @@ def settling_case(
 
 def written_by(case: tuple[Any, ...]) -> list[Tensor]:
     """What select_draft changes."""
-    return [each for each in (*case[6:8], *case[13:]) if each is not None]
+    return [each for each in (*case[6:8], *case[12:]) if each is not None]
 
 
-@given(SEEDS, *[st.booleans()] * 5)
-def test_draft_selection_equals_the_reference(
-    seed: int, constrained: bool, looked_up: bool, forced: bool, by_row: bool, certain: bool
-) -> None:
-    found, expected = (settling_case(seed, 8, constrained, looked_up, forced, by_row, certain) for _ in range(2))
+@given(SEEDS, st.booleans(), st.booleans(), st.booleans(), st.booleans())
+def test_draft_selection_equals_the_reference(seed: int, constrained: bool, looked_up: bool, forced: bool, certain: bool) -> None:
+    found, expected = (settling_case(seed, 8, constrained, looked_up, forced, certain) for _ in range(2))
     assert drafting.select_draft.prepare(*found, found[0].clone()) is not None
     assert torch.equal(drafting.select_draft(*found), drafting.select_draft.reference(*expected))
     assert all(map(torch.equal, written_by(found), written_by(expected)))
@@ -217,8 +211,8 @@ def test_token_beyond_the_mask_is_not_used_as_an_index() -> None:
     case[7], case[10] = torch.full((8, 3), 10_000), torch.ones(8, dtype=torch.bool)
     with pytest.raises(IndexError):
         drafting.select_draft(*case)
-    case = list(settling_case(0, 8, True, True, False, by_row=True))
-    case[7], case[10], case[12] = torch.zeros(8, 3, dtype=torch.int64), torch.ones(8, dtype=torch.bool), torch.full((8,), 11)
+    case = list(settling_case(0, 8, True, True, False))
+    case[7], case[10], case[5] = torch.zeros(8, 3, dtype=torch.int64), torch.ones(8, dtype=torch.bool), torch.full((8,), 11)
     with pytest.raises(IndexError):
         drafting.select_draft(*case)
 
@@ -234,7 +228,7 @@ def test_operations_pass_opcheck() -> None:
     opcheck(slot_mapping.rope_angles.out, (torch.arange(3), torch.ones(2), torch.float32, 1.0, torch.empty(3, 1, 4), torch.empty(3, 1, 4)))
     tags, masks = torch.ones(2, TAG_FIELDS, dtype=torch.int64), torch.ones(2, 6, dtype=torch.int32)
     in_rows = (tags[:, None].repeat(1, 3, 1), masks[:, None].repeat(1, 3, 1))
-    opcheck(mask_upload.scatter_masks.out, (torch.arange(2), tags, masks, tags.clone(), masks.clone(), *in_rows, None, None))
+    opcheck(mask_upload.scatter_masks.out, (torch.arange(2), tags, masks, *in_rows, None, None))
     call = write_emission(torch.device("cpu"), 4, 2)
     opcheck(call.operation.out, (*call.inputs, *call.outputs))
     case = settling_case(0, 2, True, True, True)

@@ -150,7 +150,7 @@ def plant(bench: RoundBench, poison: int) -> Tensor:
         [1.0 if column in (Param.TEMPERATURE, Param.TOP_P, Param.REPETITION_PENALTY) else 0.0 for column in Param]
     )
     b.row_bias_ids[0] = -1
-    b.batch_masks[0, 0] = bitmask.pack(torch.arange(bench.limits.vocab_size) == poison)
+    b.row_masks[0, 0] = bitmask.pack(torch.arange(bench.limits.vocab_size) == poison)
     return torch.tensor([1, 7, 0, int(MaskStatus.OK)])
 
 
@@ -161,7 +161,7 @@ def test_stale_mask_is_not_used_for_a_draft(backend: TapeBackend, wrong: int | N
     tag = plant(bench, poison)
     if wrong is not None:
         tag[wrong] += 1  # of an OK status: COMPLETE
-    bench.buffers.batch_tags[0, 0] = tag
+    bench.buffers.row_tags[0, 0] = tag
     batch = read_batch(bench.buffers, 1)
     logits = torch.zeros(1, bench.limits.num_tokens)
     mask = drafting.grammar_mask_of(bench.buffers, batch, 1)

@@ -109,8 +109,6 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
         mask_upload.scatter_masks,
         [torch.tensor([2, 0]), torch.tensor([[0, 7, 1, 1], [1, 7, 0, 1]]), LEGAL],
         [
-            torch.zeros(2, TAG_FIELDS, dtype=torch.int64),
-            torch.zeros_like(LEGAL),
             torch.zeros(3, 2, TAG_FIELDS, dtype=torch.int64),
             torch.zeros(3, 2, 2, dtype=torch.int32),
             torch.tensor([-1, 8]),
@@ -137,7 +135,6 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
             LEGAL,
             ALIVE,
             OK[:, 0].contiguous(),
-            None,
             torch.zeros(2, 2, dtype=torch.bool),
             None,
             None,

@@ -224,8 +224,9 @@ class RoundBench:
             b.out_tokens.copy_(drafting.choose_draft(b, batch, 3, drafted, batch.live, mask, sampled))
 
         def place_masks(b: StaticBuffers) -> None:
-            b.batch_tags[1, :, 2].copy_(b.batch_rows % 4)
-            b.tags_host[1].copy_(b.batch_tags[1], non_blocking=True)
+            tags = b.row_tags[:ROWS, 1].clone()
+            tags[:, 2].copy_(b.batch_rows % 4)
+            b.tags_host[1].copy_(tags, non_blocking=True)
             b.masks_host[1].copy_(b.row_masks[:ROWS, 0].contiguous(), non_blocking=True)
             mask_upload.place_masks(b, b.batch_rows[:ROWS], 1)
 
