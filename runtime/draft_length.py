@@ -5,8 +5,8 @@ source, discounted over rounds; what a row has not shown yet is estimated from a
 model also shows what a round without it would have accepted: its drafts up to the first one of the model.
 
 An account holds the time that plain decoding would have needed for the emitted tokens, less the time that the rounds took. A
-round that could overdraw it is plain. So the total time is at most `1 + slack` times that of plain decoding, plus `credit` rounds.
-Batches with grammars have an account and `credit` of their own, so that rejected drafts of the others do not stop their drafts.
+round that could overdraw it is plain. So the total time is at most `1 + slack` times that of plain decoding, plus the first account.
+Batches with grammars have an account of their own, so that rejected drafts of the others do not stop their drafts.
 """
 
 from __future__ import annotations
@@ -46,10 +46,16 @@ class DraftLengthRule:
     spell: int = 3  # rounds with drafts after plain ones: the first one verifies none, and results arrive rounds later; most by one choice
     slack: float = 0.01  # share of each plain round that is credited to the account
     credit: float = 3.0  # initial account, in plain rounds
+    tried: int = 5  # in a batch, drafts may double the time: so many rounds with drafts are paid, a spell and those in flight
     max_credit: float = 16.0  # maximum account, in plain rounds
     rest: int = 5  # rounds that are plain after a decision for that, unless the requests change
     stale: int = 64  # rounds after which a choice is made again, since its time may have been measured on a busier machine,
     near: float = 0.9  # if it is expected to have at least this share of the best one's tokens per second; its square after twice as many
+
+    def first_account(self, costs: Costs) -> float:
+        """Seconds that rounds with drafts may lose, before any have saved time."""
+        plain, shortest = costs[PLAIN], min((cost for each, cost in costs.items() if each.length), default=costs[PLAIN])
+        return max(self.credit * plain, self.tried * min(shortest - plain, plain))
 
 
 DEFAULT_RULE = DraftLengthRule()
@@ -181,14 +187,15 @@ class DraftLengths:
                 earned = (1 + sum(counts[True][1] for _, counts in results) / max(len(results), 1)) * plain - costs[drafting]
             else:
                 earned = self._rule.slack * plain
-            account = self._accounts.setdefault(constrained, self._rule.credit * plain)
-            self._accounts[constrained] = min(self._rule.max_credit * plain, account + earned)
+            self._accounts[constrained] = min(self._rule.max_credit * plain, self._accounts[constrained] + earned)
         self._ended.clear()
 
     def account(self, constrained: bool, costs: Costs) -> float:
         """Seconds that batches with or without grammars may lose."""
         self._learn()
-        return self._accounts.setdefault(constrained, self._rule.credit * costs[PLAIN])
+        if constrained not in self._accounts:
+            self._accounts[constrained] = self._rule.first_account(costs)
+        return self._accounts[constrained]
 
     def _best(self, rows: Sequence[tuple[Sources, int]], costs: Costs) -> Drafting:
         most = max((most for _, most in rows), default=0)
