@@ -93,7 +93,7 @@ BUDGETS = {
     # from 17,071: packed products against those of torch (42), lengths that contend (16), long graphs for short calls (9)
     # from 17,144: products of prompts in gpu_check; from 17,165: hidden host work by drafters (67)
     # from 17,232: proposed chains in gpu_check and ahead of time (26)
-    "tools": 17_256,
+    "tools": 17_258,
     # raised from 41,566: entry points with wrong values, draft heads, kept records, quantised weights, the server with real clients,
     # prompt graphs, switching between drafters, lanes that change; from 43,219: nineteen families of transformers, forced tokens on the
     # device, random walks over schemas, calls of tools, packaging; from 44,130: the first hour of a user, wheels without extras, grammars
