@@ -17,7 +17,7 @@ _BITS = tl.constexpr(BITS_PER_WORD)
 _REFUSED = tl.constexpr(row_layout.REFUSED)
 
 
-SEARCHED = 1024  # columns of a text at a time
+SEARCHED = 512  # columns of a text at a time
 
 
 @triton.jit
