@@ -37,7 +37,7 @@ OUTCOMES = {
     "schema, llguidance: counted counts": "",
     "pattern: 10,000 groups": "GrammarLimits.max_nesting: got 10000 brackets open at once, expected at most 50",
     "pattern: a million times": "expected at most 100000 repetitions",
-    "pattern: counted counts": "GrammarLimits.compile_bytes|length",
+    "pattern: counted counts": "GrammarLimits.(compile|result)_bytes|length",
     "pattern: catastrophic": "",
     "pattern: 100,000 characters": "",
     "pattern: half a character": "surrogate",
