@@ -258,7 +258,8 @@ def packed_expert_product(
         )  # fmt: skip
         if biases is not None:
             found += tl.load(biases + expert * outer + column).to(tl.float32)[:, None]
-        tl.store(output + rows.to(tl.int64) * outer + column[:, None], found.to(output.dtype.element_ty), mask=live)
+        place = output + rows.to(tl.int64)[None, :] * outer + column[:, None]
+        tl.store(place, found.to(output.dtype.element_ty), mask=live[None, :])
 
 
 def quantised_expert_product(

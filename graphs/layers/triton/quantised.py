@@ -19,6 +19,7 @@ from stepgraph.graphs.layers.quantised import TILE, Kind, kind_of
 _TILE = tl.constexpr(TILE)
 _STAGES = tl.constexpr(3)  # turns of a loop whose loads are under way
 MOST_ROWS = 16  # states of one instance; with 32 it takes longer than two with 16
+LEAST_ROWS = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) else 16  # before, a product has 16 at least
 WARPS, ROW_WARPS = 4, {1: 1, TILE: 4}  # of products; of `packed_rows`, by ROWS
 REGISTERS = 255  # of a thread; without a bound, ptxas of Triton 3.6 takes fewer for some kinds and spills
 LEAST_TILES = {4: 1024, 2: 256, 1: 1}  # of a matrix, so that an instance takes several: enough instances for a large GPU are left
@@ -188,7 +189,8 @@ def packed_product(
     columns = first * _TILE + tl.arange(0, TILES * _TILE)
     if bias is not None:
         found += tl.load(bias + columns).to(tl.float32)[:, None]
-    tl.store(output + row.to(tl.int64) * outer + columns[:, None], found.to(output.dtype.element_ty), mask=row < count)
+    place = output + row.to(tl.int64)[None, :] * outer + columns[:, None]
+    tl.store(place, found.to(output.dtype.element_ty), mask=(row < count)[None, :])
 
 
 def layout_of(kind: Kind) -> dict[str, Any]:
@@ -201,7 +203,7 @@ def plan_of(kind: Kind, number: torch.dtype, tiles: int, most_tiles: int, rows: 
     return {
         **layout_of(kind),
         "TILES": next(each for each, least in LEAST_TILES.items() if each <= most_tiles and tiles % each == 0 and tiles >= least),
-        "ROWS": max(8, min(MOST_ROWS, triton.next_power_of_2(rows))),
+        "ROWS": max(LEAST_ROWS, min(MOST_ROWS, triton.next_power_of_2(rows))),
         "BLOCKS": max(WARPS, (256 if kind.ranged else 512) // max(kind.group, 32)),  # more would spill
         "dtype": tl.float32 if interpreted else TYPES[number],
     }
