@@ -72,12 +72,18 @@ def test_held_out_prompts_exceed_two_tokens_per_round(pair: Pair, cases: dict[st
     assert (after.tokens - before.tokens) / (after.rounds - before.rounds) > 2
 
 
-@pytest.mark.parametrize("drafter", ["none", "head", "head and look-up", "look-up", "look-up and forced", "forced"])
-def test_host_nodes_are_hidden(pair: Pair, drafter: str) -> None:
-    """On the host link, under the grammar library that is tried first. Another process may delay a thread: the best of three answers.
+NOT_HIDDEN = pytest.mark.xfail(strict=True, reason="a forced chain is followed after `accept`, when no model computes")
 
-    A chain that a grammar forces is followed after `accept`, before anything else can run: in one host node, a hundredth of a round.
-    """
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        *("none", "head", "head and look-up", "look-up"),
+        *(pytest.param(name, marks=NOT_HIDDEN) for name in ("look-up and forced", "forced")),
+    ],
+)
+def test_host_nodes_are_hidden(pair: Pair, drafter: str) -> None:
+    """On the host link, under the grammar library that is tried first. Another process may delay a thread: the best of three answers."""
     made = prompt(2000, MEASURED[0], held_out=True)
     draft = {"none": None, "forced": ForcedDrafts()}.get(drafter, pair.draft if "head" in drafter else NgramLookup(LOOK_UP))
     config = EngineConfig(
@@ -91,15 +97,13 @@ def test_host_nodes_are_hidden(pair: Pair, drafter: str) -> None:
         grammar_lane="host",
     )
     assert made.schema is not None
-    shares, exposed = list[float](), list[float]()
+    shares = list[float]()
     with Engine(pair.target, draft, vocabulary=pair.vocabulary, config=config) as engine:
         for _ in range(3):
             with engine.trace(rounds=40) as trace:
                 engine.generate(pair.codec.chat(made.messages), constraint=Constraint.json_schema(made.schema), max_new_tokens=60)
-            summary = trace.timeline.summary()
-            shares.append(summary.share_hidden or 0.0)
-            exposed.append(summary.exposed_ns / summary.rounds / summary.round_ns)
-    assert max(shares) >= 0.95 or ("forced" in drafter and min(exposed) <= 0.01), (shares, exposed)
+            shares.append(trace.timeline.summary().share_hidden or 0.0)
+    assert max(shares) >= 0.95, shares
 
 
 def check_answer(pair: Pair, case: Case, schema: Any, validated: Any) -> None:

@@ -30,9 +30,8 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 MAX_REGISTERS = 64  # with which 1,024 threads fit a multiprocessor
 # Of a draft's own vocabulary, small and read through a table, of rows that have one program each, and of weights compared with several
 # edges at a time: 512 threads, 384 for rows of unaligned masks. Of attention and products of adapters, which keep their sums there: 256.
-# Of products with packed weights, which keep the numbers of four groups there as well: 256. Shared memory has room for two of their blocks,
-# and of a head's product, and registers for two with 255 as with 224.
-MOST_REGISTERS = {"mapped": 128, "advance": 168, "find": 128, "bucket": 128, "attend": 255, "multiply": 168, "packed": 255, "wide": 128}
+# Of products with packed weights, which keep the numbers of four groups there as well: 256.
+MOST_REGISTERS = {"mapped": 128, "advance": 168, "find": 128, "bucket": 128, "attend": 255, "multiply": 168, "packed": 224}
 
 
 def run(*command: str, interpret: bool) -> str:
