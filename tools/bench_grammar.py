@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler, Vocabulary
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
-from stepgraph.sampling.grammar.link.library import available_processors
+from stepgraph.sampling.grammar.link.native import available_processors
 from stepgraph.sampling.grammar.link.python import PythonLink
 from tools.bench import compile_cost as bench_compile
 from tools.bench.grammar_documents import TEXTS, Reader, RowRound, encode, vocabulary

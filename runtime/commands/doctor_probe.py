@@ -22,7 +22,8 @@ def torch_build() -> dict[str, Any]:
 
 def native_link() -> str:
     """Why grammars are not driven from C; empty if they are."""
-    from stepgraph.sampling.grammar.link.library import Unavailable, load
+    from stepgraph.sampling.grammar.link.native import load
+    from stepgraph.sampling.native import Unavailable
 
     try:
         load()

@@ -17,7 +17,7 @@ from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.graphs.tape.backend import TapeBackend, TapeEvent
 from stepgraph.graphs.tape.player import HostCall, Segment
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.link.native import NativeRow
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher

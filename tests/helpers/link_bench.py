@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, Matcher, Vocabulary
-from stepgraph.sampling.grammar.link.library import load
-from stepgraph.sampling.grammar.link.native import NativeLink
-from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.link.native import NativeLink, NativeRow, load
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, MatcherRow, advance, fill_next
 from stepgraph.sampling.grammar.link.python import PythonLink, PythonRow
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table

@@ -12,7 +12,7 @@ from typing import Any
 from stepgraph.sampling.grammar.automaton.grammar import AutomatonMatcher
 from stepgraph.sampling.grammar.link import layout
 from stepgraph.sampling.grammar.link.layout import structs
-from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.link.native import NativeRow
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
 from stepgraph.sampling.grammar.matchers.protocol import Matcher

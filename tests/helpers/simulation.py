@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from stepgraph import FinishReason, Job, QueueFullError, StepEvent
-from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.link.native import NativeRow
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 from tests.helpers.planted import break_fill, take_fuel
 from tests.helpers.simulated_worlds import MAX_LENGTH, MAX_QUEUED, NUM_ASKS, NUM_PAGES, WORLDS, Ask, Delays, World, alone, ask, make_engine

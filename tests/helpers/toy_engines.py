@@ -21,7 +21,8 @@ from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler
 from stepgraph.sampling.grammar.compile.compiler import Isolation
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
-from stepgraph.sampling.grammar.link.library import Unavailable, load
+from stepgraph.sampling.grammar.link.native import load
+from stepgraph.sampling.native import Unavailable
 from stepgraph.sampling.params import GREEDY
 from tests.helpers.oracles import Answer, greedy
 from tests.helpers.proposers import always, draft_ids_then_noise, noise, parrot

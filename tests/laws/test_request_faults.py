@@ -16,7 +16,7 @@ from stepgraph.graphs import HostNodeError, StaticBuffers, TapeBackend
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.request import ActiveRequest
-from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.link.native import NativeRow
 from tests.helpers.oracles import greedy
 from tests.helpers.planted import USUAL_MATCHER, break_fill, plant, take_fuel
 from tests.helpers.toy_engines import CONSTRAINTS, VOCABULARY, Setup, make_engine, needs_native, plain

@@ -14,11 +14,11 @@ from torch import Tensor
 from stepgraph.graphs.capture import host_call
 from stepgraph.sampling.grammar import CompiledConstraint, Vocabulary, XGrammarMatcher
 from stepgraph.sampling.grammar.link.layout import structs
-from stepgraph.sampling.grammar.link.library import Unavailable, available_processors, load
-from stepgraph.sampling.grammar.link.native import NativeLink, NativeNode
+from stepgraph.sampling.grammar.link.native import NativeLink, NativeNode, available_processors, load
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, MatcherRow, advance
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn
+from stepgraph.sampling.native import Unavailable
 from tools.bench.grammar_documents import RowRound
 from tools.gpu.checks.stopwatch import wall_us
 

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from stepgraph.sampling.grammar.link.library import load
+from stepgraph.sampling.grammar.link.native import load
 
 SOURCE = """
 #include <stdatomic.h>

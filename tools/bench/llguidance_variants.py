@@ -9,7 +9,7 @@ import llguidance
 import torch
 
 from stepgraph.sampling.grammar import CompiledConstraint
-from stepgraph.sampling.grammar.link.library import available_processors
+from stepgraph.sampling.grammar.link.native import available_processors
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceGrammar
 from tools.bench.grammar_documents import RowRound
 from tools.bench.grammar_variants import PythonLoop

@@ -6,11 +6,11 @@ import warnings
 
 from torch import Tensor
 
-from stepgraph.sampling.grammar.link.library import Unavailable, load
-from stepgraph.sampling.grammar.link.native import NativeLink
+from stepgraph.sampling.grammar.link.native import NativeLink, load
 from stepgraph.sampling.grammar.link.protocol import HostLink
 from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.matchers.forced import Forcing
+from stepgraph.sampling.native import Unavailable
 
 HOST_LINKS = ("auto", "native", "python")
 _warned: set[str] = set()

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_bool, c_char_p, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
 from types import ModuleType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -184,23 +184,6 @@ class LLGuidanceNativeGrammar:
         """Let later rows start from this matcher, which is at the start of a text."""
         self._lexer_updates += 1
         self.start = LLGuidanceStart(self._api, address)
-
-
-@runtime_checkable
-class CopiedMatcher(Protocol):
-    """LLGuidanceMatcher, whose module may not be installed. It exposes no pointer to the library's matcher: a row uses a copy."""
-
-    @property
-    def vocabulary(self) -> Vocabulary: ...
-
-    @property
-    def fuel_seconds(self) -> float: ...
-
-    @property
-    def native_grammar(self) -> LLGuidanceNativeGrammar | None: ...
-
-    @property
-    def accepted_tokens(self) -> tuple[int, ...]: ...
 
 
 class LLGuidanceBinding:

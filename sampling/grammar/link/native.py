@@ -1,16 +1,21 @@
 """The native host link: a host node is one C function over a plain struct and does not take the GIL.
 
 Rows are processed by a pool of threads that includes the calling one. C borrows rows and matchers; Python keeps them alive until
-the rounds that they were pushed with have ended.
+the rounds that they were pushed with have ended. The library is built at installation if there is a C compiler.
 """
 
 from __future__ import annotations
 
 import collections
+import ctypes
+import functools
+import math
+import os
 import threading
 import weakref
 from collections.abc import Sequence
 from ctypes import addressof, byref, c_int64, c_void_p
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +23,130 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.grammar.link.layout import constants, structs
-from stepgraph.sampling.grammar.link.library import NativeLibrary, available_processors
-from stepgraph.sampling.grammar.link.native_row import NativeRow, token_struct
+from stepgraph.sampling.grammar.automaton.grammar import AutomatonMatcher
+from stepgraph.sampling.grammar.compile.backends import installed
+from stepgraph.sampling.grammar.link.layout import OWN_LAYOUT, constants, declare, layout_of, structs
+from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceBinding, llguidance_api
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostAction, HostStats, HostStep, MatcherRow
-from stepgraph.sampling.grammar.matchers.forced import Forcing
+from stepgraph.sampling.grammar.link.xgrammar_binding import XGrammarBinding, check_versions, versions_are_known
+from stepgraph.sampling.grammar.matchers.forced import Forcing, TokenTable
+from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import CONTENT_FIELDS, TAG_FIELDS, HostColumn
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
+from stepgraph.sampling.native import Unavailable, find_library
+
+NO_LIMIT = (1 << 63) - 1
+
+
+class NativeLibrary:
+    """The loaded library, and the grammar libraries that it calls; Unavailable if one of them is installed and cannot be called.
+
+    Functions called on `quick` keep the GIL because they only access a few words; `waiting` releases it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.quick, self.waiting = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
+            declare(self.quick)
+            declare(self.waiting)
+        except (OSError, AttributeError) as error:
+            raise Unavailable(f"{path.name} cannot be loaded: {error}") from error
+        if layout_of(self.quick) != OWN_LAYOUT:
+            raise Unavailable(f"{path.name} was built from other sources; install stepgraph again")
+        check_versions()
+        if not versions_are_known():
+            _ = self.xgrammar
+        self.llguidance = LLGuidanceBinding(self.waiting, llguidance_api()) if installed("llguidance") else None
+        self.node_address = int(ctypes.cast(self.waiting.stepgraph_node, c_void_p).value or 0)
+        self.run_calls_address = int(ctypes.cast(self.waiting.stepgraph_run_calls, c_void_p).value or 0)
+
+    @functools.cached_property
+    def xgrammar(self) -> XGrammarBinding:
+        """Bound when a grammar first needs it, since xgrammar imports transformers; at once where its version is not known to fit."""
+        return XGrammarBinding(self.quick)
+
+
+def available_processors() -> int:
+    """Number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def load() -> NativeLibrary:
+    """The library of this installation. Raises Unavailable with the reason if it cannot be used."""
+    return NativeLibrary(find_library())
+
+
+class NativeRow:
+    """One constrained request: a struct that host nodes access, and everything that the struct points to.
+
+    A marker is handled in C around the library's own matcher.
+    """
+
+    def __init__(self, library: NativeLibrary, owner: int, matcher: Matcher, committed: int, masks_host: Tensor) -> None:
+        self.owner, self.matcher = owner, matcher
+        self._library = library
+        self.struct = structs.matcher_row(owner=owner, committed=committed)
+        if isinstance(matcher, MarkerMatcher):
+            self._set_marker(matcher, masks_host)
+            matcher = matcher.inner
+        if isinstance(matcher, AutomatonMatcher):
+            self._require_width(matcher.vocabulary, masks_host)
+            self.struct.library, self.struct.matcher = addressof(matcher.functions), matcher.handle
+            self.struct.grammar = matcher.grammar.number
+            self.struct.fuel_seconds = math.inf  # a step is a look-up
+        elif isinstance(matcher, XGrammarMatcher):
+            self._set_vocabulary(matcher.vocabulary, matcher.fuel_seconds, masks_host)
+            xgrammar = library.xgrammar
+            self.struct.library, self.struct.matcher = addressof(xgrammar.struct), int(matcher.library_matcher._handle.__chandle__())
+        elif (grammar := getattr(matcher, "native_grammar", None)) is not None:
+            copied: Any = matcher  # an LLGuidanceMatcher, whose module may not be installed. It exposes no pointer to the library's matcher
+            self._set_vocabulary(copied.vocabulary, copied.fuel_seconds, masks_host)
+            llguidance, stop_words = library.llguidance, self.struct.stop_words
+            assert llguidance is not None
+            self.struct.library = llguidance.address
+            self.struct.matcher = llguidance.open_matcher(self, grammar, copied.accepted_tokens, stop_words)
+        else:
+            raise ValueError(f"row.matcher: got {type(matcher).__name__}, expected one of a grammar library; the Python link drives others")
+
+    def _set_marker(self, matcher: MarkerMatcher, masks_host: Tensor) -> None:
+        """A rollback takes at most as many tokens as a round has drafts: the ring has one state more than that."""
+        marker, vocabulary = matcher.marker, matcher.marker.vocabulary
+        self._require_width(vocabulary, masks_host)
+        self._states = np.full(len(masks_host), matcher.state, np.int32)
+        arrays = {name: getattr(marker, name).ctypes.data for name in ("symbols", "fallback", "mask_index", "masks")}
+        self._table = structs.marker_table(**arrays, num_tokens=len(vocabulary.tokens), complete=marker.complete)
+        self._table.words, self._table.limit = vocabulary.mask_words, NO_LIMIT if marker.limit is None else marker.limit
+        self._table.text_words = vocabulary.text_words.ctypes.data
+        if marker.of_text:
+            self._table.bytes, self._table.starts = (array.ctypes.data for array in vocabulary.joined)
+        self.struct.marker = structs.marker_progress(table=addressof(self._table), states=self._states.ctypes.data, room=len(masks_host))
+        self.struct.marker.num_free = matcher.num_free
+
+    def _set_vocabulary(self, vocabulary: Vocabulary, fuel_seconds: float, masks_host: Tensor) -> None:
+        self._require_width(vocabulary, masks_host)
+        struct = self.struct
+        self._words = vocabulary.text_words, vocabulary.stop_words, vocabulary.partial_words
+        struct.text_words, struct.stop_words, struct.partial_words = (words.ctypes.data for words in self._words)
+        struct.num_partial = len(vocabulary.partial_words)
+        struct.num_tokens, struct.fuel_seconds = len(vocabulary.tokens), fuel_seconds
+
+    def _require_width(self, vocabulary: Vocabulary, masks_host: Tensor) -> None:
+        if vocabulary.mask_words != masks_host.shape[-1]:
+            raise ValueError(f"row.matcher: got masks of {vocabulary.mask_words} words, expected {masks_host.shape[-1]}")
+
+    @property
+    def fault(self) -> str:
+        text: bytes = self._library.quick.stepgraph_fault(byref(self.struct))
+        return text.decode(errors="replace")
+
+
+def token_struct(table: TokenTable) -> Any:
+    """Borrows the arrays of the table."""
+    arrays = {"text": table.bytes.ctypes.data, "starts": table.starts.ctypes.data, "slots": table.slots.ctypes.data}
+    return structs.token_table(**arrays, num_tokens=table.num_tokens, num_slots=len(table.slots), merges=table.merges)
 
 
 class NativeNode:

@@ -15,7 +15,7 @@ import pytest
 
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import doctor, doctor_probe, terminal
-from stepgraph.sampling.grammar.link import library as native
+from stepgraph.sampling.grammar.link import native
 from stepgraph.sampling.native import Unavailable
 from tests.helpers.command_models import doctor_answers
 

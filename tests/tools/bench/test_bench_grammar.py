@@ -8,7 +8,7 @@ from shutil import which
 
 import pytest
 
-from stepgraph.sampling.grammar.link.library import load
+from stepgraph.sampling.grammar.link.native import load
 from tests.helpers.grammar_texts import PRINTABLE
 from tests.helpers.link_bench import AUTOMATON_COMPILER, WALK, XGRAMMAR_COMPILER, Memory, letters_row, native_link, set_running
 from tests.helpers.toy_engines import needs_native

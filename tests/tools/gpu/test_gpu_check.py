@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 import torch
 
-from stepgraph.sampling.grammar.link.library import NativeLibrary
+from stepgraph.sampling.grammar.link.native import NativeLibrary
 from stepgraph.sampling.kernels.operation import OPERATIONS
 from tests.helpers.c_library import needs_c
 from tools.gpu.checks import link, short_kernels, smoke

@@ -22,8 +22,9 @@ from stepgraph.graphs.capture import Backend, Recorded
 from stepgraph.graphs.cuda.host_callback import HostCallback
 from stepgraph.graphs.errors import HostErrors
 from stepgraph.sampling.grammar.link.layout import structs
-from stepgraph.sampling.grammar.link.library import Unavailable, load
+from stepgraph.sampling.grammar.link.native import load
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, advance
+from stepgraph.sampling.native import Unavailable
 from tools.gpu.checks.context import Context, Figures, Skipped, summary
 from tools.gpu.checks.driver_calls import WAIT_EQUAL, DriverCalls, MemsetChain
 from tools.gpu.checks.states import ROWS, RoundBench

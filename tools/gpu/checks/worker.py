@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from stepgraph.sampling.grammar.link.library import Unavailable, load
+from stepgraph.sampling.grammar.link.native import load
+from stepgraph.sampling.native import Unavailable
 from tools.gpu.checks.context import Context, Skipped
 from tools.gpu.checks.document import MISSING
 

@@ -13,8 +13,9 @@ import pytest
 
 from stepgraph import EngineConfig
 from stepgraph.runtime.build import capture_notes
-from stepgraph.sampling.grammar.link import choose, library, xgrammar_binding
-from stepgraph.sampling.grammar.link.library import NativeLibrary, Unavailable, find_library, load
+from stepgraph.sampling.grammar.link import choose, native, xgrammar_binding
+from stepgraph.sampling.grammar.link.native import NativeLibrary, load
+from stepgraph.sampling.native import Unavailable, find_library
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, needs_native, plain
 
 COMPILER = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
@@ -93,7 +94,7 @@ def test_a_file_that_is_not_a_library_is_reported(tmp_path: Path) -> None:
 
 
 DIFFERENCES: list[tuple[Any, str, Any, str]] = [
-    (library, "OWN_LAYOUT", (2,), r"_native.*so was built from other sources; install stepgraph again"),
+    (native, "OWN_LAYOUT", (2,), r"_native.*so was built from other sources; install stepgraph again"),
     (importlib.metadata, "version", lambda name: "0.3.0", "xgrammar: got 0.3.0, expected 0.2.8 or a later 0.2"),
     (importlib.metadata, "version", lambda name: "0.2.7", "xgrammar: got 0.2.7, expected 0.2.8 or a later 0.2"),
     (xgrammar_binding, "TVM_VERSION", (9, 9), r"tvm-ffi: got 0\.1\.\d+, expected 9\.9"),

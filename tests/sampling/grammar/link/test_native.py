@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from stepgraph import Constraint
 from stepgraph.sampling.grammar.link.layout import constants
-from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.link.native import NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, NODE_BOUNDS_NS, HostAction, HostLink, advance
 from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher

@@ -19,9 +19,7 @@ from stepgraph.graphs.errors import HostErrors
 from stepgraph.graphs.tape.player import HostCall
 from stepgraph.sampling.grammar import MaskStatus
 from stepgraph.sampling.grammar.link.layout import structs
-from stepgraph.sampling.grammar.link.library import load
-from stepgraph.sampling.grammar.link.native import NativeLink
-from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.link.native import NativeLink, NativeRow, load
 from stepgraph.sampling.grammar.link.protocol import HostLink, MatcherRow
 from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.matchers.protocol import Matcher

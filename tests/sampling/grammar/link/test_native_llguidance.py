@@ -19,13 +19,11 @@ from stepgraph import Constraint, Vocabulary
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher
 from stepgraph.sampling.grammar.link import choose, llguidance_binding
 from stepgraph.sampling.grammar.link.layout import constants, structs
-from stepgraph.sampling.grammar.link.library import NativeLibrary, find_library
 from stepgraph.sampling.grammar.link.llguidance_binding import MAX_LEXER_UPDATES, LLGuidanceApi
-from stepgraph.sampling.grammar.link.native import NativeLink
-from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.link.native import NativeLibrary, NativeLink, NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, advance
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceGrammar, LLGuidanceMatcher
-from stepgraph.sampling.native import Unavailable
+from stepgraph.sampling.native import Unavailable, find_library
 from tests.helpers.link_bench import LLGUIDANCE_COMPILER, WALK, A, LinkPair, Memory, resident, set_running
 from tests.helpers.link_bench import native_link as open_link
 from tests.helpers.planted import callbacks

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
-from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.link.native import NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, advance
 from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
