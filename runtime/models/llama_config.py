@@ -179,32 +179,32 @@ class LlamaConfig:
         plain = replace(plain, fused=False, experts=None, latent=None, sinks=False)
         return self == replace(plain, rope=replace(self.rope, rotated=None, divisors=()), local_rope=None)
 
-    def lora_weights(self, name: str) -> dict[str, LoraWeight]:
-        """The weights that adapters change, by the names of their buffers in a model `name`. Experts are none of them."""
-        return {
-            f"{name}_{index}_{weight}": LoraWeight({f"model.layers.{index}.{part}": size for part, size in parts.items()}, inner)
-            for index in range(self.num_layers)
-            for weight, (inner, parts) in {**self._attention_weights(), **self._mlp_weights(self.experts_of(index))}.items()
-        }
-
-    def _attention_weights(self) -> dict[str, tuple[int, dict[str, int]]]:
-        """Inputs of each, and outputs by the names of modules."""
-        later = {} if self.latent is None else self.latent.products(self.num_heads)
-        weights = {weight: (inner, {f"self_attn.{part}": size}) for weight, (part, size, inner) in later.items()}
-        output = self.num_heads * self.value_size, {"self_attn.o_proj": self.hidden_size}
-        return {
+    def products(self, experts: ExpertsConfig | None) -> dict[str, tuple[int, dict[str, int]]]:
+        """The products of a layer by the names of their parameters: inputs, and outputs by the names of modules in files. Those of experts
+        are none of them."""
+        attended, middle, prefix, names = self.num_heads * self.value_size, self.intermediate_size, "mlp", ("gate_up", "down")
+        found = {
             "qkv": (self.hidden_size, {f"self_attn.{part}": size for part, size in self.qkv_parts.items()}),
-            "output": output,
-            **weights,
+            "output": (attended, {"self_attn.o_proj": self.hidden_size}),
         }
-
-    def _mlp_weights(self, experts: ExpertsConfig | None) -> dict[str, tuple[int, dict[str, int]]]:
-        middle, prefix, shared = self.intermediate_size, "mlp", ""
+        for name, (part, size, inner) in {} if self.latent is None else self.latent.products(self.num_heads).items():
+            found[f"latent.{name}"] = inner, {f"self_attn.{part}": size}
         if experts is not None:
-            middle, prefix, shared = experts.shared_size, "mlp.shared_experts", "shared_"
-        gate_up = {f"{prefix}.gate_up_proj": 2 * middle} if self.fused else {f"{prefix}.gate_proj": middle, f"{prefix}.up_proj": middle}
-        weights = {"gate_up": (self.hidden_size, gate_up), "down": (middle, {f"{prefix}.down_proj": self.hidden_size})}
-        return {f"{shared}{name}": weight for name, weight in weights.items() if middle}
+            middle, prefix, names = experts.shared_size, "mlp.shared_experts", ("experts.shared_gate_up", "experts.shared_down")
+        if middle:
+            gate_up = {f"{prefix}.gate_up_proj": 2 * middle} if self.fused else {f"{prefix}.gate_proj": middle, f"{prefix}.up_proj": middle}
+            found |= {names[0]: (self.hidden_size, gate_up), names[1]: (middle, {f"{prefix}.down_proj": self.hidden_size})}
+        return found
+
+    def lora_weights(self, name: str) -> dict[str, LoraWeight]:
+        """The weights that adapters change, by the names of their buffers in a model `name`."""
+        return {
+            f"{name}_{index}_{weight.rpartition('.')[2]}": LoraWeight(
+                {f"model.layers.{index}.{part}": size for part, size in parts.items()}, inner
+            )
+            for index in range(self.num_layers)
+            for weight, (inner, parts) in self.products(self.experts_of(index)).items()
+        }
 
 
 @dataclass(frozen=True)

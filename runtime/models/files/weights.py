@@ -5,6 +5,7 @@ safetensors and GGUF are data formats: nothing here unpickles or executes file c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,7 +155,6 @@ def llama_slices(config: LlamaConfig) -> Slices:
 def layer_slices(config: LlamaConfig, stored: str, module: str, experts: ExpertsConfig | None = None) -> Slices:
     """The tensors of one layer. stored: prefix of their names in the file; module: of the parameters."""
     whole = {
-        "self_attn.o_proj.weight": "output",
         "input_layernorm.weight": "attention_norm",
         "post_attention_layernorm.weight": "attention_output_norm" if config.output_norms else "mlp_norm",
     }
@@ -163,47 +163,26 @@ def layer_slices(config: LlamaConfig, stored: str, module: str, experts: Experts
     whole |= {"self_attn.o_proj.bias": "output_bias"} if config.output_bias else {}
     whole |= {"self_attn.sinks": "sinks"} if config.sinks else {}
     whole |= {"self_attn.q_norm.weight": "query_norm", "self_attn.k_norm.weight": "key_norm"} if config.head_norms else {}
-    whole |= {} if experts else {"mlp.down_proj.weight": "down"}
-    if config.fused:
-        return whole_slices(whole | {"self_attn.qkv_proj.weight": "qkv", "mlp.gate_up_proj.weight": "gate_up"}, stored, module)
     if config.latent is not None:
-        names = {"q_a_layernorm": "latent.query_norm"} if config.latent.query_rank else {}
-        names |= {part: f"latent.{name}" for name, (part, *_) in config.latent.products(config.num_heads).items()}
-        names["kv_a_layernorm"] = "latent.entry_norm"
-        whole |= {f"self_attn.{part}.weight": name for part, name in names.items()}
+        whole["self_attn.kv_a_layernorm.weight"] = "latent.entry_norm"
+        whole |= {"self_attn.q_a_layernorm.weight": "latent.query_norm"} if config.latent.query_rank else {}
     found = whole_slices(whole, stored, module)
-    start = 0
-    for part, size in config.qkv_parts.items():
-        rows = slice(start, start + size)
-        found[f"{stored}self_attn.{part}.weight"] = ParameterSlice(f"{module}qkv", rows)
-        if config.qkv_bias:
-            found[f"{stored}self_attn.{part}.bias"] = ParameterSlice(f"{module}qkv_bias", rows)
-        start = rows.stop
-    if experts:
-        return found | _expert_slices(experts, config.hidden_size, stored, f"{module}experts.")
-    found[f"{stored}mlp.gate_proj.weight"] = ParameterSlice(f"{module}gate_up", slice(config.intermediate_size))
-    found[f"{stored}mlp.up_proj.weight"] = ParameterSlice(f"{module}gate_up", slice(config.intermediate_size, None))
-    return found
+    for parameter, (_, parts) in config.products(experts).items():
+        found |= _row_slices({f"{stored}{part}.weight": size for part, size in parts.items()}, module + parameter)
+    if config.qkv_bias:
+        found |= _row_slices({f"{stored}self_attn.{part}.bias": size for part, size in config.qkv_parts.items()}, f"{module}qkv_bias")
+    return found | _expert_slices(experts, config.hidden_size, stored, f"{module}experts.") if experts else found
 
 
 def _expert_slices(experts: ExpertsConfig, hidden_size: int, stored: str, module: str) -> Slices:
     if experts.stored is None:
         return _gpt_oss_slices(experts, hidden_size, f"{stored}mlp.", module)
-    mlp, gate, up, down = experts.stored
-    whole = {"gate.weight": "router"}
-    whole |= {"gate.e_score_correction_bias": "correction"} if experts.routing else {}
-    whole |= {"shared_experts.down_proj.weight": "shared_down"} if experts.shared_size else {}
-    found = whole_slices(whole, f"{stored}{mlp}.", module)
-    for name, rows in (("gate_proj", slice(experts.shared_size)), ("up_proj", slice(experts.shared_size, None))):
-        if experts.shared_size:
-            found[f"{stored}{mlp}.shared_experts.{name}.weight"] = ParameterSlice(f"{module}shared_gate_up", rows)
-    for index in range(experts.count):
-        first, middle = index * 2 * experts.size, (index * 2 + 1) * experts.size
-        places = {gate: ("gate_up", first, middle), up: ("gate_up", middle, middle + experts.size)}
-        places[down] = "down", index * hidden_size, (index + 1) * hidden_size
-        for name, (parameter, start, stop) in places.items():
-            found[f"{stored}{mlp}.experts.{index}.{name}.weight"] = ParameterSlice(module + parameter, slice(start, stop))
-    return found
+    mlp, *gate_up, down = experts.stored
+    whole = {"gate.weight": "router"} | ({"gate.e_score_correction_bias": "correction"} if experts.routing else {})
+    prefixes = [f"{stored}{mlp}.experts.{index}." for index in range(experts.count)]
+    first = {f"{prefix}{name}.weight": experts.size for prefix in prefixes for name in gate_up}
+    last = {f"{prefix}{down}.weight": hidden_size for prefix in prefixes}
+    return whole_slices(whole, f"{stored}{mlp}.", module) | _row_slices(first, f"{module}gate_up") | _row_slices(last, f"{module}down")
 
 
 def _gpt_oss_slices(experts: ExpertsConfig, hidden_size: int, stored: str, module: str) -> Slices:
@@ -222,6 +201,12 @@ def _gpt_oss_slices(experts: ExpertsConfig, hidden_size: int, stored: str, modul
 def whole_slices(parameters: Mapping[str, str], stored: str = "", module: str = "") -> Slices:
     """parameters: their names by the stored ones, both without the prefixes `stored` and `module`."""
     return {stored + name: ParameterSlice(module + parameter) for name, parameter in parameters.items()}
+
+
+def _row_slices(rows: Mapping[str, int], parameter: str) -> Slices:
+    """rows: of stored tensors that follow one another in a parameter."""
+    ends = itertools.accumulate(rows.values())
+    return {name: ParameterSlice(parameter, slice(end - count, end)) for (name, count), end in zip(rows.items(), ends, strict=True)}
 
 
 def require_finite(path: Path, name: str, tensor: Tensor) -> Tensor:
