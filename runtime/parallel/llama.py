@@ -28,15 +28,7 @@ from stepgraph.runtime.models.llama import Llama, LlamaLayer, unchanged
 from stepgraph.runtime.models.llama_config import ExpertsConfig, LlamaConfig
 from stepgraph.runtime.parallel.ranks import Ranks
 
-_ROWS = (
-    *(f"self_attn.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")),
-    *("gate_proj.weight", "up_proj.weight", ".w1.weight", ".w3.weight"),  # of an MLP, or of each expert
-    *("q_b_proj.weight", "kv_b_proj.weight", "self_attn.sinks"),
-)
-_KV_ROWS = tuple(f"self_attn.{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias"))
 _TOKEN_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
-_COLUMNS = ("o_proj.weight", "down_proj.weight", ".w2.weight", "experts.down_proj", "experts.gate_up_proj_bias")
-_LAST = "experts.gate_up_proj"  # [experts, hidden, 2 * size], gate and up in turns
 _ADDED = ("o_proj.bias", "experts.down_proj_bias")  # to a sum over the ranks: on the first one; zeros on others
 _SUMMED = ("output", "down")  # products with some columns of a weight: their sum over the ranks is the whole product
 LEAST_LAYER_WEIGHTS = 7_000_000  # of a draft model that is divided; measured, see docs/tensor-parallel.md
@@ -130,60 +122,48 @@ PartSource: TypeAlias = SafetensorsSource | QuantisedSource
 class ShardSource:
     """The part of every tensor that one rank has. Nothing else is read from the files, except for scales of quantised weights."""
 
-    def __init__(self, source: PartSource, rank: int, size: int, config: LlamaConfig, num_tokens: int | None) -> None:
-        """config: of the whole model. Where key-value heads are fewer than ranks, neighbouring ranks have the same one.
-        num_tokens: None for whole embeddings and heads."""
-        self._source, self._rank, self._size, self._kv_size = source, rank, size, min(size, config.num_kv_heads)
-        self._tokens = None if num_tokens is None else part_of(num_tokens, rank, size)
-        query, key = (
-            (heads * config.head_size, parts) for heads, parts in ((config.num_heads, size), (config.num_kv_heads, self._kv_size))
-        )
-        self._fused = {"qkv_proj.weight": (query, key, key), "gate_up_proj.weight": ((config.intermediate_size, size),) * 2}
-        self.tensors = {name: stored._replace(shape=self._shape(name, stored)) for name, stored in source.tensors.items()}
+    def __init__(self, checkpoint: Checkpoint, local: LlamaConfig, rank: int, size: int, tokens: slice | None) -> None:
+        """checkpoint: of the whole model. local: the config of one rank. tokens: rows of embedding and head; None: all.
+
+        Where key-value heads are fewer than ranks, neighbouring ranks have the same one."""
+        assert isinstance(checkpoint.source, PartSource)
+        self._source, self._rank = checkpoint.source, rank
+        self.tensors: dict[str, Stored] = dict(checkpoint.source.tensors)
+        self._parts = dict[str, tuple[int, list[slice | None]]]()  # of divided tensors: the dimension, and this rank's parts of it
+        outline = Llama(local, device="meta")
+        for name, target in llama_slices(local).items():
+            whole, own = self.tensors[name].shape, target.stored_shape(outline)
+            if name in _TOKEN_ROWS and tokens:
+                own, self._parts[name] = (tokens.stop - tokens.start, whole[1]), (0, [tokens])
+            elif whole != own:
+                dim = next(dim for dim, length in enumerate(own) if length != whole[dim])
+                start, parts = 0, list[slice | None]()
+                for length, width in zip(_lengths(checkpoint.config, name, whole[dim]), _lengths(local, name, own[dim]), strict=True):
+                    first = start + rank * (length // width) // size * width
+                    parts.append(slice(first, first + width))
+                    start += length
+                self._parts[name] = dim, parts
+            self.tensors[name] = self.tensors[name]._replace(shape=own)
 
     def read(self, name: str) -> Tensor:
-        dim = self._dimension(name)
-        if dim is None:
-            found = self._source.read(name)
-        else:
-            found = torch.cat([self._source.read_part(name, dim, part) for part in self._parts(name, dim)], dim)
-        return torch.zeros_like(found) if name.endswith(_ADDED) and self._rank else found
+        dim, parts = self._parts.get(name, (0, [None]))
+        found = [self._source.read(name, dim, part) for part in parts]
+        joined = found[0] if len(found) == 1 else torch.cat(found, dim)
+        return torch.zeros_like(joined) if name.endswith(_ADDED) and self._rank else joined
 
     read_scales = read
 
     def read_grouped(self, name: str) -> Iterator[Grouped]:
-        assert isinstance(self._source, QuantisedSource), name
-        dim = self._dimension(name)
-        if dim is None:
-            yield from self._source.read_grouped(name)
-        else:
-            for part in self._parts(name, dim):
-                yield from self._source.read_grouped(name, dim, part)
+        dim, parts = self._parts.get(name, (0, [None]))
+        for part in parts:
+            yield from self._source.read_grouped(name, dim, part)
 
-    def _parts(self, name: str, dim: int) -> list[slice]:
-        """Of the dimension that the ranks divide; several of a weight that holds others."""
-        if self._tokens and name in _TOKEN_ROWS:
-            return [self._tokens]
-        plain = ((self._source.tensors[name].shape[dim], self._kv_size if name.endswith(_KV_ROWS) else self._size),)
-        start, found = 0, []
-        for length, parts in next((lengths for ending, lengths in self._fused.items() if name.endswith(ending)), plain):
-            first, width = start + self._rank * parts // self._size * (length // parts), length // parts
-            found.append(slice(first, first + width))
-            start += length
-        return found
 
-    def _shape(self, name: str, stored: Stored) -> tuple[int, ...]:
-        dim = self._dimension(name)
-        if dim is None:
-            return stored.shape
-        own = sum(part.stop - part.start for part in self._parts(name, dim))
-        return *stored.shape[:dim], own, *stored.shape[dim + 1 :]
-
-    def _dimension(self, name: str) -> int | None:
-        """The dimension of a stored tensor that the ranks divide; None: each has it whole."""
-        rows = (*_ROWS, *self._fused, *(_TOKEN_ROWS if self._tokens else ()))
-        endings: dict[int, tuple[str, ...]] = {0: rows, 1: _COLUMNS, 2: (_LAST,)}
-        return next((dim for dim, ending in endings.items() if name.endswith(ending)), None)
+def _lengths(config: LlamaConfig, name: str, length: int) -> tuple[int, ...]:
+    """Rows of the weights in a stored one that holds several."""
+    query, key = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+    fused = {"qkv_proj.weight": (query, key, key), "gate_up_proj.weight": (config.intermediate_size,) * 2}
+    return next((lengths for ending, lengths in fused.items() if name.endswith(ending)), (length,))
 
 
 @dataclass(frozen=True)
@@ -272,8 +252,7 @@ def _divide(checkpoint: Checkpoint, rank: int, size: int, tokens: bool = True) -
     experts = config.experts
     experts = experts and replace(experts, size=experts.size // size, shared_size=experts.shared_size // size)
     local = replace(config, num_heads=heads, num_kv_heads=max(1, config.num_kv_heads // size), intermediate_size=middle, experts=experts)
-    assert isinstance(checkpoint.source, PartSource)
-    source = ShardSource(checkpoint.source, rank, size, config, len(checkpoint.vocabulary.tokens) if tokens else None)
+    source = ShardSource(checkpoint, local, rank, size, part_of(len(checkpoint.vocabulary.tokens), rank, size) if tokens else None)
     part = replace(checkpoint, source=source, slices=llama_slices(local), config=local, packed={})
     layers = {name: target for name, target in part.slices.items() if name not in _TOKEN_ROWS or not tokens}
     return replace(part, packed=kept_quantised(replace(part, slices=layers))) if checkpoint.packed else part

@@ -18,16 +18,15 @@ _FP8_BLOCK = 128
 _ROWS_AT_ONCE = 16 * TILE
 _FP8_SCALES = ("weight_scale", "weight_scale_inv")
 _FP8_ACTIVATION_SCALES = ("input_scale",)
-_WORDS = {"pack-quantized": (0, 1), "awq": (1, 1), "gptq": (1, 0)}  # dimensions of words: of the rows, and the one that is packed
-_WORD_PARTS = {
-    "pack-quantized": ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape"),
-    "awq": ("qweight", "scales", "qzeros"),
-    "gptq": ("qweight", "scales", "qzeros", "g_idx"),
+_WORDS: dict[str, tuple[int, int, tuple[str, ...]]] = {  # dimensions of words: of the rows, and the one that is packed; stored tensors
+    "pack-quantized": (0, 1, ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")),
+    "awq": (1, 1, ("qweight", "scales", "qzeros")),
+    "gptq": (1, 0, ("qweight", "scales", "qzeros", "g_idx")),
 }
 
 
 class Scheme(NamedTuple):
-    layout: str  # "fp8", or one of _WORD_PARTS
+    layout: str  # "fp8", or one of _WORDS
     group: int = -1  # inner indices with one scale; -1: all of a row
     zero_offset: int = 0  # added to stored zero points
     bits: int = 4  # of a number in a word
@@ -117,17 +116,11 @@ class QuantisedSource:
         if not self._quantised:
             raise ValueError(f"config.quantization_config: got {scheme.layout}, and no tensor is quantised in this way")
 
-    def read(self, name: str) -> Tensor:
-        return self._dense(self._read_numbers(name)) if name in self._quantised else self._source.read(name)
-
-    def read_part(self, name: str, dim: int, part: slice) -> Tensor:
-        """A part of one dimension: of a quantised weight the file's other numbers are not read, and all scales are."""
+    def read(self, name: str, dim: int = 0, part: slice | None = None) -> Tensor:
+        """part: of one dimension: of a quantised weight the file's other numbers are not read, and all scales are."""
         if name not in self._quantised:
-            return self._source.read_part(name, dim, part)
-        return self._dense(self._read_numbers(name, dim, part))
-
-    def _dense(self, weight: Grouped) -> Tensor:
-        numbers, scales, minimums = weight
+            return self._source.read(name, dim, part)
+        numbers, scales, minimums = self._read_numbers(name, dim, part)
         number_type = torch.float8_e4m3fn if self._scheme.layout == "fp8" else torch.uint8 if self._scheme.bits == 4 else torch.int8
         values = numbers.view(number_type).float()
         groups = values.view(len(values), scales.shape[1], -1)
@@ -173,22 +166,21 @@ class QuantisedSource:
         """Numbers of the part, all scales."""
         module = name.removesuffix(".weight")
         scale = next(self._source.read(each) for suffix in _FP8_SCALES if (each := f"{module}.{suffix}") in self._source.tensors).float()
-        numbers, rows = self._read(name, dim, part).view(torch.uint8), self.tensors[name].shape[0]
+        numbers, rows = self._source.read(name, dim, part).view(torch.uint8), self.tensors[name].shape[0]
         if scale.dim() == 2 and scale.shape != (rows, 1):
             scale = scale.repeat_interleave(_FP8_BLOCK, 0)[:rows]
         return Grouped(numbers, scale.reshape(-1, 1).expand(rows, 1) if scale.numel() in (1, rows) else scale)
 
     def _find_words(self, stored: str) -> str:
-        scheme, (words, scales, *others) = self._scheme, _WORD_PARTS[self._scheme.layout]
+        scheme, (of_rows, packed, (words, scales, *others)) = self._scheme, _WORDS[self._scheme.layout]
         module, _, part = stored.rpartition(".")
         if part != words:
             return ""
         if f"{module}.{scales}" not in self.tensors:
             raise ValueError(f"{module}.{scales} is missing, expected it with {stored}")
-        (first, second), fields = self._source.tensors[stored].shape, 32 // scheme.bits
-        rows, inner = {"pack-quantized": (first, second * fields), "awq": (second * fields, first), "gptq": (second, first * fields)}[
-            scheme.layout
-        ]
+        sizes, fields = self._source.tensors[stored].shape, 32 // scheme.bits
+        first, second = (size * fields if dim == packed else size for dim, size in enumerate(sizes))
+        rows, inner = (second, first) if of_rows else (first, second)
         group = inner if scheme.group == -1 else scheme.group
         shape = (rows, inner // group) if scheme.layout == "pack-quantized" else (inner // group, rows)
         if self.tensors[f"{module}.{scales}"].shape != shape or inner % group:
@@ -203,19 +195,15 @@ class QuantisedSource:
         self.tensors[f"{module}.weight"] = Stored((rows, inner), kind, True)
         return f"{module}.weight"
 
-    def _read(self, stored: str, dim: int, part: slice | None) -> Tensor:
-        return self._source.read(stored) if part is None else self._source.read_part(stored, dim, part)
-
     def _read_words(self, name: str, dim: int, part: slice | None) -> Grouped:
         """Numbers of the part, all scales and minimums."""
         module, scheme, shape = name.removesuffix(".weight"), self._scheme, self.tensors[name].shape
-        words, *others = _WORD_PARTS[scheme.layout]
+        of_rows, packed, (words, *others) = _WORDS[scheme.layout]
         found = {each: self._source.read(stored) for each in others if (stored := f"{module}.{each}") in self._source.tensors}
-        of_rows, packed = _WORDS[scheme.layout]
         stored_dim = of_rows if dim == 0 else 1 - of_rows
         width = 32 // scheme.bits
         wanted = slice(part.start // width, -(-part.stop // width)) if part is not None and stored_dim == packed else part
-        found[words] = self._read(f"{module}.{words}", stored_dim, wanted)
+        found[words] = self._source.read(f"{module}.{words}", stored_dim, wanted)
         if scheme.layout == "pack-quantized":
             numbers, scales = _fields(found["weight_packed"], scheme.bits), found["weight_scale"].float()
             stored_zeros = found.get("weight_zero_point")

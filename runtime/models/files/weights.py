@@ -65,6 +65,9 @@ class ParameterSlice(NamedTuple):
         found = model.get_parameter(self.parameter)[self.rows]
         return found.view(self.unfolded).permute(self.order) if self.order else found
 
+    def stored_shape(self, model: nn.Module) -> tuple[int, ...]:
+        return self.shape or tuple(self.of(model).shape)
+
     @property
     def tiles(self) -> slice:
         """The rows, where the parameter is packed."""
@@ -101,18 +104,15 @@ class SafetensorsSource:
             self.tensors[name] = Stored(tuple(header.get_shape()), kind, kind in FLOATS)
             self._file_of[name] = opened[file]
 
-    def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._file_of[name].get_tensor(name)
-        return tensor
-
-    def read_part(self, name: str, dim: int, part: slice) -> Tensor:
-        """A part of one dimension; the file's other bytes are not read."""
-        tensor: Tensor = self._file_of[name].get_slice(name)[(slice(None),) * dim + (part,)]
+    def read(self, name: str, dim: int = 0, part: slice | None = None) -> Tensor:
+        """part: of one dimension; the file's other bytes are not read."""
+        file = self._file_of[name]
+        tensor: Tensor = file.get_tensor(name) if part is None else file.get_slice(name)[(slice(None),) * dim + (part,)]
         return tensor
 
     read_scales = read
 
-    def read_grouped(self, name: str) -> Iterator[Grouped]:
+    def read_grouped(self, name: str, dim: int = 0, part: slice | None = None) -> Iterator[Grouped]:
         raise AssertionError(f"{name}: no safetensors type is among KINDS")
 
 
@@ -166,12 +166,13 @@ def layer_slices(config: LlamaConfig, stored: str, module: str, experts: Experts
     if config.latent is not None:
         whole["self_attn.kv_a_layernorm.weight"] = "latent.entry_norm"
         whole |= {"self_attn.q_a_layernorm.weight": "latent.query_norm"} if config.latent.query_rank else {}
-    found = whole_slices(whole, stored, module)
+    found: Slices = {}
     for parameter, (_, parts) in config.products(experts).items():
         found |= _row_slices({f"{stored}{part}.weight": size for part, size in parts.items()}, module + parameter)
     if config.qkv_bias:
         found |= _row_slices({f"{stored}self_attn.{part}.bias": size for part, size in config.qkv_parts.items()}, f"{module}qkv_bias")
-    return found | _expert_slices(experts, config.hidden_size, stored, f"{module}experts.") if experts else found
+    found |= _expert_slices(experts, config.hidden_size, stored, f"{module}experts.") if experts else {}
+    return found | whole_slices(whole, stored, module)
 
 
 def _expert_slices(experts: ExpertsConfig, hidden_size: int, stored: str, module: str) -> Slices:
@@ -230,7 +231,7 @@ class StoredModel:
         listed in `unused`."""
         found = self.source.tensors
         for name, target in self.slices.items():
-            shape = target.shape or tuple(target.of(outline).shape)
+            shape = target.stored_shape(outline)
             if name not in found:
                 raise ValueError(f"{self.path}: {name} is missing, expected it with shape {shape}")
             if found[name].shape != shape:

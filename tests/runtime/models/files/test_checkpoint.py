@@ -213,7 +213,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "larger values than keys": ({**LATENT, "v_head_dim": 17}, "v_head_dim: got 17, expected a whole number from 1 to 16"),
     "groups of one expert": ({**LATENT, "n_group": 8}, "n_group: got 8, expected a divisor of n_routed_experts=8, with two experts"),
     "more experts than in the groups": ({**LATENT, "num_experts_per_tok": 5}, "num_experts_per_tok: got 5, .* from 1 to 4"),
-    "a missing tensor of latent attention": (LATENT, "kv_b_proj.weight is missing"),
+    "a missing tensor of latent attention": (LATENT, "kv_a_proj_with_mqa.weight is missing"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
     "biases": ({"mlp_bias": True}, "mlp_bias: got True, which is not supported"),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.bits: got None, expected 4"),
