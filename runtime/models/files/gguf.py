@@ -1,11 +1,16 @@
-"""A GGUF file as a source of weights and of a config. The `gguf` package is used to dequantise only."""
+"""A GGUF file as a source of weights and of a config. The `gguf` package is used to dequantise only.
+
+`gguf.quants.dequantize` is the reference of the layouts of blocks. It returns values in float32 only; to compute and divide these takes
+longer than to read the integers.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,24 +18,12 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.quantised import TILE, Grouped
-from stepgraph.runtime.models.files.gguf_blocks import read_blocks
 from stepgraph.runtime.models.files.weights import Stored
 from stepgraph.runtime.models.llama_config import MIXTRAL, QWEN_EXPERTS
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3moe": QWEN_EXPERTS}
 _ROTATED_PAIRS = (ARCHITECTURES["llama"], MIXTRAL)  # a llama with experts is a Mixtral
-SCALES = {  # the bytes of a block that hold its scales as float16
-    "Q4_0": slice(2),
-    "Q4_1": slice(4),
-    "Q5_0": slice(2),
-    "Q5_1": slice(4),
-    "Q8_0": slice(2),
-    "Q4_K": slice(4),
-    "Q5_K": slice(4),
-    "Q6_K": slice(-2, None),
-}
-READABLE = ("F32", "F16", "BF16", *SCALES)
 _ROWS_AT_ONCE = 32  # the package takes 16 rows at a time, which is little work for a call
 _VALUES_AT_ONCE = 2**18  # in float32, which fit in a cache
 _GROUPED_AT_ONCE = 2**17  # of weights that stay quantised; torch starts threads for 2**15 words, which take longer than the work
@@ -65,6 +58,10 @@ _BLOCK = {
 _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")  # [experts, out, in]
 _EACH_EXPERT = "<expert>"
 
+Bytes = npt.NDArray[np.uint8]  # [blocks, bytes]
+Floats = npt.NDArray[np.float32]  # [blocks, scales]
+Parts = tuple[Bytes, Floats, Floats | None]  # numbers [blocks, values], modulo 256; scales and minimums
+
 
 class GgufSource:
     """The tensors of one GGUF file under their Hugging Face names.
@@ -80,9 +77,7 @@ class GgufSource:
         header = read_gguf_header(path)
         self._path, self.metadata, self.dtype = path, header.metadata, torch.float32
         self._data = np.asarray(np.memmap(path, mode="r"))  # operations on a memmap itself are slow
-        self._kinds: dict[str, Any] = {}  # GGMLQuantizationType
         self._blocks: dict[str, npt.NDArray[np.uint8]] = {}  # [*shape[:-1], bytes per row]
-        self._block_bytes: dict[str, int] = {}
         self.tensors: dict[str, Stored] = {}
         for stored_name, tensor in header.tensors.items():
             name = self._renamed(stored_name, len(tensor.shape))
@@ -102,13 +97,12 @@ class GgufSource:
             blocks = self._data[tensor.offset : end].reshape(rows)
             for index, part in enumerate(blocks) if _EACH_EXPERT in name else [(0, blocks)]:
                 own = name.replace(_EACH_EXPERT, str(index))
-                self._kinds[own], self._blocks[own], self._block_bytes[own] = kind, part, block_bytes
                 shape = tensor.shape if part is blocks else tensor.shape[1:]
-                self.tensors[own] = Stored(shape, kind.name, kind.name in READABLE)
+                self._blocks[own], self.tensors[own] = part, Stored(shape, kind.name, kind.name in ("F32", "F16", "BF16", *LAYOUTS))
         self.config = self._read_config(header.tensors)
 
     def read(self, name: str) -> Tensor:
-        dtype, shape = self.dtype if self.tensors[name].kind in SCALES else torch.float32, self.tensors[name].shape
+        dtype, shape = self.dtype if self.tensors[name].kind in LAYOUTS else torch.float32, self.tensors[name].shape
         return self._in_order(name, self._dequantised(name, dtype).view(shape))
 
     def _rows(self, name: str) -> npt.NDArray[np.uint8]:
@@ -124,17 +118,17 @@ class GgufSource:
         for first, part in enumerate(values.split(rows)):
             blocks = stored[first * rows :][: len(part)]
             joined = blocks.reshape(len(blocks) // math.gcd(len(blocks), _ROWS_AT_ONCE), -1)
-            found = gguf.quants.dequantize(joined, self._kinds[name]).reshape(part.shape)
+            found = gguf.quants.dequantize(joined, gguf.GGMLQuantizationType[self.tensors[name].kind]).reshape(part.shape)
             part.copy_(torch.from_numpy(np.require(found, requirements=["C", "W"])))  # what the file maps cannot be written
         return values
 
     def read_scales(self, name: str) -> Tensor:
         """A quantised tensor is finite exactly if its scales are: the other numbers of a block are small integers."""
-        scales = SCALES.get(self.tensors[name].kind)
-        if scales is None:
+        layout = LAYOUTS.get(self.tensors[name].kind)
+        if layout is None:
             return self.read(name)
-        blocks = self._blocks[name].reshape(-1, self._block_bytes[name])
-        return torch.from_numpy(blocks[:, scales].copy().view(np.float16))
+        blocks = self._blocks[name].reshape(-1, layout.block_bytes)
+        return torch.from_numpy(blocks[:, layout.scales].copy().view(np.float16))
 
     def read_grouped(self, name: str) -> Iterator[Grouped]:
         kind, (count, inner) = self.tensors[name].kind, self.tensors[name].shape
@@ -180,3 +174,81 @@ class GgufSource:
         if len(parts) == 4 and parts[0] == "blk" and parts[2] in block:
             return f"model.layers.{parts[1]}.{block[parts[2]]}.{parts[3]}"
         raise ValueError(f"{self._path}: got the tensor {stored!r:.100}, which a model of the Llama family does not have")
+
+
+def read_blocks(kind: str, rows: Bytes) -> Grouped:
+    """rows: [out, bytes], all blocks of each."""
+    layout = LAYOUTS[kind]
+    numbers, scales, minimums = (
+        None if part is None else torch.from_numpy(part).view(len(rows), -1) for part in layout.read(rows.reshape(-1, layout.block_bytes))
+    )
+    assert numbers is not None and scales is not None
+    return Grouped(numbers, scales, minimums)
+
+
+def _floats(halves: Bytes) -> Floats:
+    found: Floats = halves.copy().view(np.float16).astype(np.float32)
+    return found
+
+
+def _nibbles(stored: Bytes, width: int = 16) -> Bytes:
+    """The low halves of each `width` bytes, then their high halves."""
+    whole = np.ascontiguousarray(stored)
+    parts = [each.reshape(len(stored), -1, 1, width) for each in (whole & 15, whole >> 4)]
+    return np.concatenate(parts, 2).reshape(len(stored), -1)
+
+
+def _fields(stored: Bytes, bits: int, width: int = 32) -> Bytes:
+    """Of each `width` bytes the fields of `bits` bits, those of the lowest bits first, each shifted to bit 4."""
+    whole = np.ascontiguousarray(stored)
+    parts = [(whole >> shift & (1 << bits) - 1) << 4 for shift in range(0, 8, bits)]
+    return np.stack([part.reshape(len(stored), -1, width) for part in parts], 2).reshape(len(stored), -1)
+
+
+def _bits(stored: Bytes) -> Bytes:
+    """One bit for each value, shifted to bit 4."""
+    found: Bytes = np.unpackbits(stored, axis=1, bitorder="little") * np.uint8(16)
+    return found
+
+
+def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
+    """Eight scales and eight minimums of six bits, the high ones of the last four of each in two bits of the first four."""
+    scales, minimums, ends = (blocks[:, start : start + 4] for start in (4, 8, 12))
+    six_bits = [scales & 63, ends & 15 | scales >> 2 & 48], [minimums & 63, ends >> 4 | minimums >> 2 & 48]
+    whole, whole_minimum = (np.concatenate(each, 1).astype(np.float32) for each in six_bits)
+    return _floats(blocks[:, :2]) * whole, -(_floats(blocks[:, 2:4]) * whole_minimum)
+
+
+def _plain(blocks: Bytes, *, fifth_bits: bool, subtracted: int = 0) -> Parts:
+    """With one scale, and a minimum where nothing is subtracted from the numbers."""
+    start = 2 if subtracted else 4
+    numbers = _nibbles(blocks[:, start + 4 * fifth_bits :])
+    if fifth_bits:
+        numbers |= _bits(blocks[:, start : start + 4])
+    return numbers - np.uint8(subtracted), _floats(blocks[:, :2]), None if subtracted else _floats(blocks[:, 2:4])
+
+
+def _q6_k(blocks: Bytes) -> Parts:
+    numbers = _nibbles(blocks[:, :128], 64) | _fields(blocks[:, 128:192], 2)
+    scales = blocks[:, 192:208].view(np.int8).astype(np.float32)
+    return numbers - np.uint8(32), _floats(blocks[:, 208:]) * scales, None
+
+
+class Layout(NamedTuple):
+    """Of one kind of blocks."""
+
+    block_bytes: int
+    scales: slice  # the bytes of a block that hold its scales as float16
+    read: Callable[[Bytes], Parts]
+
+
+LAYOUTS = {
+    "Q4_0": Layout(18, slice(2), functools.partial(_plain, fifth_bits=False, subtracted=8)),
+    "Q4_1": Layout(20, slice(4), functools.partial(_plain, fifth_bits=False)),
+    "Q5_0": Layout(22, slice(2), functools.partial(_plain, fifth_bits=True, subtracted=16)),
+    "Q5_1": Layout(24, slice(4), functools.partial(_plain, fifth_bits=True)),
+    "Q8_0": Layout(34, slice(2), lambda blocks: (np.ascontiguousarray(blocks[:, 2:]), _floats(blocks[:, :2]), None)),
+    "Q4_K": Layout(144, slice(4), lambda blocks: (_nibbles(blocks[:, 16:], 32), *_k_scales(blocks))),
+    "Q5_K": Layout(176, slice(4), lambda blocks: (_nibbles(blocks[:, 48:], 32) | _fields(blocks[:, 16:48], 1), *_k_scales(blocks))),
+    "Q6_K": Layout(210, slice(-2, None), _q6_k),
+}
