@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stepgraph.runtime.demo.pair import path_of
-from stepgraph.runtime.models.files.chat_template import ChatTemplate
+from stepgraph.runtime.models.files.tokenizer import ChatTemplate, open_tokenizer
 from stepgraph.sampling.fields import Check, check_value, checked_path, clip_repr, instance_of, is_series, optional, takes
 from stepgraph.sampling.grammar.matchers.forced import token_table
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -43,8 +43,6 @@ class TextCodec(OfOneProcess):
 
         vocabulary: the model's, if it is loaded already; None reads it from the same files.
         """
-        from stepgraph.runtime.models.files.tokenizer import open_tokenizer  # loads a library that nothing else needs
-
         opened = open_tokenizer(checked_path("path", path_of(path)))
         return cls(opened.vocabulary() if vocabulary is None else vocabulary, opened.encode, opened.template)
 

@@ -24,8 +24,7 @@ from stepgraph.graphs.layers.slot_mapping import rope_angles
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
-from stepgraph.runtime.models.experts import ExpertMlp
-from stepgraph.runtime.models.latent import LatentProjection
+from stepgraph.runtime.models.layer_parts import ExpertMlp, LatentProjection
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.sampling.fields import is_int
 

@@ -87,7 +87,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Queries, keys and values that are products of small states, which are products of the hidden state. See `latent`."""
+    """Queries, keys and values that are products of small states, which are products of the hidden state. See `layer_parts`."""
 
     query_rank: int | None  # the size of the state of queries; None: these are products of the hidden state
     rank: int  # the size of the state of keys and values

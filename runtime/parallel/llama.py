@@ -19,11 +19,11 @@ from stepgraph.graphs.layers.quantised import Grouped, pack
 from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard, part_of
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.models.draft_llama import DraftLlama, TokenMap
-from stepgraph.runtime.models.experts import ExpertMlp
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, kept_quantised
 from stepgraph.runtime.models.files.draft import Draft, DraftCheckpoint, StoredDraft
 from stepgraph.runtime.models.files.quantised_folder import QuantisedSource
 from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, Stored, StoredModel, llama_slices
+from stepgraph.runtime.models.layer_parts import ExpertMlp
 from stepgraph.runtime.models.llama import Llama, LlamaLayer, unchanged
 from stepgraph.runtime.models.llama_config import ExpertsConfig, LlamaConfig
 from stepgraph.runtime.parallel.ranks import Ranks

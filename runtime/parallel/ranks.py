@@ -91,10 +91,8 @@ class Ranks:
     def meet(cls, rank: int, size: int, seconds: float, folder: str, on_cuda: bool = False) -> Ranks:
         """Connects the ranks through a file in this folder. RankError if one is lost or late."""
         with _lost(rank, size, seconds), _errors_only():
-            groups = [
-                (nccl_group if on_cuda and name != "control" else gloo_group)(f"{folder}/{name}", rank, size, max(seconds, START_SECONDS))
-                for name in _GROUPS
-            ]
+            waits = max(seconds, START_SECONDS)
+            groups = [process_group(f"{folder}/{name}", rank, size, waits, on_cuda and name != "control") for name in _GROUPS]
         return cls(rank, groups, seconds)
 
     def choose_sums(self, like: Tensor) -> None:
@@ -153,19 +151,17 @@ def under_torchrun() -> bool:
     return dist.is_initialized() or {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
-def gloo_group(path: str, rank: int, size: int, seconds: float) -> dist.ProcessGroup:
-    """Connects processes through a new file. torch's default group stays as it is."""
+def process_group(path: str, rank: int, size: int, seconds: float, on_cuda: bool = False) -> dist.ProcessGroup:
+    """Connects processes through a new file; on GPUs, this process uses its present one. torch's default group stays as it is."""
     untyped: Any = dist
-    group: dist.ProcessGroup = untyped.ProcessGroupGloo(untyped.FileStore(path, size), rank, size, datetime.timedelta(seconds=seconds))
-    return group
-
-
-def nccl_group(path: str, rank: int, size: int, seconds: float) -> dist.ProcessGroup:
-    """The same among GPUs: this process uses its present one."""
-    untyped: Any = dist
-    options = untyped.ProcessGroupNCCL.Options()
-    options._timeout = datetime.timedelta(seconds=seconds)
-    group: dist.ProcessGroup = untyped.ProcessGroupNCCL(untyped.FileStore(path, size), rank, size, options)
+    store, timeout = untyped.FileStore(path, size), datetime.timedelta(seconds=seconds)
+    group: dist.ProcessGroup
+    if on_cuda:
+        options = untyped.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        group = untyped.ProcessGroupNCCL(store, rank, size, options)
+    else:
+        group = untyped.ProcessGroupGloo(store, rank, size, timeout)
     return group
 
 

@@ -19,7 +19,7 @@ from stepgraph.graphs.layers.parallel import RankGroups, register_group, sum_ove
 from stepgraph.graphs.recording import CaptureReport
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.parallel.llama import ShardedLlama
-from stepgraph.runtime.parallel.ranks import Ranks, nccl_group
+from stepgraph.runtime.parallel.ranks import Ranks, process_group
 from stepgraph.sampling.cuda_graphs import replayed
 from tests.stub_cuda.counters import Node, counted, graph_nodes, live_graphs, take_messages
 
@@ -29,7 +29,7 @@ DEVICE, SIZE, SECONDS, LAYERS = torch.device("cuda", 0), 2, 30.0, 3
 
 
 def group() -> dist.ProcessGroup:
-    return nccl_group(f"{FOLDER.name}/{next(NUMBERS)}", 0, SIZE, SECONDS)
+    return process_group(f"{FOLDER.name}/{next(NUMBERS)}", 0, SIZE, SECONDS, on_cuda=True)
 
 
 def added(record: Callable[[], object]) -> list[list[Node]]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.layers.quantised import KINDS, TILE, Kind, count_weights
 from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.files.config_fields import DTYPES, MTP_COUNT, count_field
@@ -59,21 +58,13 @@ class Checkpoint(StoredModel):
         return model
 
 
-class Outline(Protocol):
-    """A model on the meta device."""
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-    def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]: ...
-
-
 class MemoryNeed(NamedTuple):
     nbytes: int
     note: str  # one line for the user
 
 
-def memory_need(name: str, outline: Outline, limits: Limits, shared: nn.Module | None = None) -> MemoryNeed:
-    """Without the parameters that the model shares with the module `shared`."""
+def memory_need(name: str, outline: Any, limits: Limits, shared: nn.Module | None = None) -> MemoryNeed:
+    """outline: the model on the meta device, counted without the parameters that it shares with the module `shared`."""
     counted = set() if shared is None else set(shared.parameters())
     own = [parameter for parameter in outline.parameters() if parameter not in counted]
     weights, cache = sum(parameter.nbytes for parameter in own), sum(spec.nbytes for spec in outline.cache_specs(limits))

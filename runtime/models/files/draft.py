@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,9 +17,14 @@ from stepgraph.runtime.models.files import draft_layouts as layouts
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, MemoryNeed, memory_need
 from stepgraph.runtime.models.files.config_fields import MTP_COUNT, UnsupportedConfigError
 from stepgraph.runtime.models.files.quantised_folder import quantised_source, without_scheme
-from stepgraph.runtime.models.files.transformers_folder import Target, TransformersCheckpoint, open_target
-from stepgraph.runtime.models.files.transformers_mtp import MtpCheckpoint, open_transformers_mtp
-from stepgraph.runtime.models.files.weights import RenamedSource, SafetensorsSource, Source, StoredModel, read_json
+from stepgraph.runtime.models.files.transformers_folder import (
+    MtpCheckpoint,
+    Target,
+    TransformersCheckpoint,
+    open_target,
+    open_transformers_mtp,
+)
+from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, StoredModel, read_json
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.mtp import Mtp
 from stepgraph.sampling.kernels.c_kernel import why_no_c
@@ -48,9 +53,9 @@ class DraftCheckpoint(StoredModel):
     token_map: TokenMap | None = None
     repeated: Mapping[str, str] = field(default_factory=dict)  # stored copies of target tensors, and the target's names
 
-    def check_shapes(self) -> DraftCheckpoint:
-        """Check names, shapes and types of all tensors. Raises ValueError that names the tensor. Returns self."""
-        self.check_header(self._outline()[1], {"d2t", "t2d", *self.repeated})
+    def check_shapes(self, others: Iterable[str] = ()) -> DraftCheckpoint:
+        """Check names, shapes and types of all tensors but the `others`. Raises ValueError that names the tensor. Returns self."""
+        self.check_header(self._outline()[1], {"d2t", "t2d", *self.repeated, *others})
         for name, target_name in self.repeated.items():
             found, shape = self.source.tensors[name].shape, self._target_source.tensors[target_name].shape
             if found != shape:
@@ -103,16 +108,18 @@ class TransformersDraft:
         return self.stored.config.max_positions
 
     def memory(self, limits: Limits) -> MemoryNeed:
-        draft = self.stored.wrap("DraftTransformers", self.stored.outlined, token_map=self.token_map)
-        return memory_need(f"{self.stored.path.name}: draft", draft, limits)
+        return memory_need(f"{self.stored.path.name}: draft", self._wrapped(self.stored.outlined), limits)
 
     def check(self, progress: bool = False) -> None:
         self.stored.check(progress)
 
     def load(self, target: object, device: Device, progress: bool = False) -> DraftTransformers:
-        loaded = self.stored.load_wrapped(device, progress)
-        draft: DraftTransformers = self.stored.wrap("DraftTransformers", loaded, token_map=self.token_map)
-        return draft
+        return self._wrapped(self.stored.load_class(device, progress))
+
+    def _wrapped(self, model: Any) -> DraftTransformers:
+        from stepgraph.runtime.models.transformers_model import DraftTransformers
+
+        return DraftTransformers(model, self.stored.config, self.token_map)
 
 
 StoredDraft = DraftCheckpoint | TransformersDraft | MtpCheckpoint
@@ -160,14 +167,7 @@ def _share_head(draft: D, target: object) -> D:
 
 
 def _open_eagle3(path: Path, fields: Mapping[str, object], target: Target) -> DraftCheckpoint:
-    stored = quantised_source(SafetensorsSource(path), fields)
-    names: dict[str, str] = {}
-    for stored_name in stored.tensors:
-        name = layouts.eagle3_name(stored_name)
-        if name in names:
-            raise ValueError(f"{name}: got it twice, as {names[name]} and as {stored_name}")
-        names[name] = stored_name
-    source = RenamedSource(stored, names)
+    source = quantised_source(SafetensorsSource(path, renamed=layouts.eagle3_name), fields)
     config = layouts.read_eagle3(without_scheme(fields), target.config)
     d2t = layouts.read_d2t(source, config)
     own_embedding, own_head = (name in source.tensors for name in ("embed_tokens.weight", "lm_head.weight"))
@@ -192,17 +192,17 @@ def _open_eagle3(path: Path, fields: Mapping[str, object], target: Target) -> Dr
     return head if why_not else replace(head, packed=head.packable())
 
 
-def _open_mtp(path: Path, stored: Source, fields: Mapping[str, object] | None, target: Checkpoint) -> DraftCheckpoint:
+def _open_mtp(path: Path, source: Source, fields: Mapping[str, object] | None, target: Checkpoint) -> DraftCheckpoint:
     """fields: the config of a folder that holds MTP modules only; None for the modules in the target's folder."""
     same = target.config
     grouped = same.experts is not None and same.experts.routing is not None
     if not grouped and not same.has_llama_layers:
         raise ValueError(f"draft: got MTP modules, expected another drafter: the target {target.path.name} has other layers than a Llama")
     layers = (
-        layouts.mtp_layers(stored) if fields is not None else range(target.config.num_layers, target.config.num_layers + target.mtp_modules)
+        layouts.mtp_layers(source) if fields is not None else range(target.config.num_layers, target.config.num_layers + target.mtp_modules)
     )
     first, count = min(layers), len(layers)
-    source = RenamedSource(stored, {name: name for name in stored.tensors if fields is not None or name in target.mtp_tensors})
+    others = set() if fields is not None else source.tensors.keys() - target.mtp_tensors  # those of the target
     if grouped:  # modules with the target's last layers, whatever the config of their own folder says
         config = replace(same, windows=same.windows[-1:] * count, experts=same.experts and replace(same.experts, dense_layers=frozenset()))
     else:
@@ -221,7 +221,7 @@ def _open_mtp(path: Path, stored: Source, fields: Mapping[str, object] | None, t
         target,
         max_drafts=layouts.MAX_DRAFTS if count == 1 else count,
         repeated={name: its for name, its in layouts.mtp_shared(config, first, target.config.tied).items() if name in source.tensors},
-    ).check_shapes()
+    ).check_shapes(others)
 
 
 def _open_model(path: Path, target: Target, dtype: torch.dtype | None, weights: str) -> StoredDraft:

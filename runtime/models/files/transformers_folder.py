@@ -1,4 +1,4 @@
-"""A model folder for the implementation of `transformers`: checked on the meta device before its weights are loaded.
+"""A model folder for the implementation of `transformers`, and MTP modules for one: checked on the meta device before weights are loaded.
 
 `open_target` opens any target, with the class that runs it: a native one, or that of `transformers`.
 """
@@ -6,30 +6,38 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, MemoryNeed, memory_need, open_checkpoint
 from stepgraph.runtime.models.files.config_fields import DTYPES, MTP_COUNT, UnsupportedConfigError, count_field
+from stepgraph.runtime.models.files.draft_layouts import MAX_DRAFTS, mtp_layers
 from stepgraph.runtime.models.files.weights import SafetensorsSource, read_json, require_finite
+from stepgraph.runtime.models.mtp import TransformersMtp
 from stepgraph.sampling.fields import check_value, checked_path, clip_error, clip_repr, one_of, reason
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_folder
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
+    from stepgraph.runtime.models.llama import Llama
     from stepgraph.runtime.models.transformers_model import ModelSizes, TransformersModel
 
 AUTO, NATIVE, TRANSFORMERS = "auto", "native", "transformers"
 _EXPERTS = "batched_mm"  # the one for experts that reads nothing on the host
 _LAYERS = ("full_attention", "sliding_attention")
 _VARYING_ROPE = ("dynamic", "longrope")
+_OWN = {"enorm.weight": "token_norm", "hnorm.weight": "state_norm", "eh_proj.weight": "join"}
+_REPEATED = {"embed_tokens.weight": "embedding", "shared_head.head.weight": "unembedding"}  # the target's
+_LAST_NORM = "shared_head.norm.weight"
 
 
 @dataclass(frozen=True)
@@ -43,8 +51,7 @@ class TransformersCheckpoint:
     mtp_modules: int = 0
 
     def outline(self, feature_layers: Sequence[int] = ()) -> TransformersModel:
-        model: TransformersModel = self.wrap("TransformersModel", self.outlined, feature_layers=feature_layers)
-        return model
+        return self._wrapped(self.outlined, feature_layers)
 
     def memory(self, limits: Limits) -> MemoryNeed:
         return memory_need(self.path.name, self.outline(), limits)
@@ -54,17 +61,18 @@ class TransformersCheckpoint:
 
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> TransformersModel:
         """ValueError names a tensor that is missing, does not fit, or holds NaN or infinity."""
-        model: TransformersModel = self.wrap("TransformersModel", self.load_wrapped(device, progress), feature_layers=feature_layers)
+        model = self._wrapped(self.load_class(device, progress), feature_layers)
         model.origin = self.path.name
         return model
 
-    def wrap(self, kind: str, model: Any, **options: Any) -> Any:
-        """A model of `transformers` as one of the classes in transformers_model."""
-        return getattr(_model_module(), kind)(model, self.config, **options)
+    def _wrapped(self, model: Any, feature_layers: Sequence[int]) -> TransformersModel:
+        from stepgraph.runtime.models.transformers_model import TransformersModel
 
-    def load_wrapped(self, device: str | torch.device, progress: bool) -> Any:
+        return TransformersModel(model, self.config, feature_layers=feature_layers)
+
+    def load_class(self, device: str | torch.device, progress: bool) -> Any:
         kind, options = type(self.outlined), {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
-        return load_weights(kind, self.path, self.config.dtype, self.mtp_prefixes, progress, **options).to(device)
+        return _load_weights(kind, self.path, self.config.dtype, self.mtp_prefixes, progress, **options).to(device)
 
     @property
     def mtp_prefixes(self) -> tuple[str, ...]:
@@ -72,16 +80,18 @@ class TransformersCheckpoint:
         return tuple(f"model.layers.{self.config.num_layers + index}." for index in range(self.mtp_modules))
 
 
-def load_weights(kind: Any, path: Path, dtype: torch.dtype, unused: tuple[str, ...] = (), progress: bool = False, **options: Any) -> Any:
+def _load_weights(kind: Any, path: Path, dtype: torch.dtype, unused: tuple[str, ...] = (), progress: bool = False, **options: Any) -> Any:
     """A model of the class `kind` from a folder, or from `state_dict` and `config` of the options. unused: prefixes of other tensors.
 
     ValueError names a tensor that is missing, does not fit, or holds NaN or infinity.
     """
+    from stepgraph.runtime.models.transformers_model import PAGED
+
     try:
         with _quiet(progress), torch.random.fork_rng(devices=[]):  # tensors that are missing, and refused below, are drawn
             loaded, report = kind.from_pretrained(
                 None if "state_dict" in options else path,
-                **model_options(dtype, _model_module().PAGED),
+                **_model_options(dtype, PAGED),
                 **options,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
@@ -99,6 +109,8 @@ def open_transformers(path: Path, dtype: torch.dtype | None = None) -> Transform
     """Read and check everything except the weights. ValueError names the file and the field or layer."""
     if not path.is_dir():
         raise ValueError(f"path: got {str(path)!r}, expected a local folder with a config.json for implementation='transformers'")
+    if why := why_no_transformers():
+        raise ValueError(f"implementation: got {TRANSFORMERS!r}, expected {NATIVE!r}: {why}")
     fields = read_json(path / "config.json")
     kind = _class_of(path, fields)
     SafetensorsSource(path)  # the folder has its weights in this format
@@ -111,29 +123,24 @@ def open_transformers(path: Path, dtype: torch.dtype | None = None) -> Transform
     dtype = dtype or (getattr(torch, stated) if isinstance(stated, str) else stated)
     if dtype not in DTYPES.values():
         raise ValueError(f"{path}: config.dtype: got {clip_repr(dtype)}, expected one of {', '.join(DTYPES)}")
-    outlined, sizes = outline(path, kind, config, dtype)
+    outlined, sizes = _outline(path, kind, config, dtype)
     vocabulary = Vocabulary.from_table(read_folder(path, fields, sizes.vocab_size))
     return TransformersCheckpoint(path, sizes, vocabulary, outlined, count_field(fields, MTP_COUNT, 64, least=0, default=0))
 
 
-def outline(path: Path, kind: Any, config: Any, dtype: torch.dtype) -> tuple[Any, ModelSizes]:
-    module = _model_module()
+def _outline(path: Path, kind: Any, config: Any, dtype: torch.dtype) -> tuple[Any, ModelSizes]:
+    from stepgraph.runtime.models.transformers_model import INSPECTED, inspect_model
+
     try:
         with _quiet(False), torch.device("meta"), torch.random.fork_rng(devices=[]):
-            outlined = kind._from_config(config, **model_options(dtype, module.INSPECTED)).eval().requires_grad_(False)
-        return outlined, module.inspect_model(outlined)
+            outlined = kind._from_config(config, **_model_options(dtype, INSPECTED)).eval().requires_grad_(False)
+        return outlined, inspect_model(outlined)
     except (ValueError, KeyError, TypeError, ZeroDivisionError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{path}: {kind.__name__}: {clip_error(error)}") from None
 
 
 def why_no_transformers() -> str:
     return "" if importlib.util.find_spec("transformers") else "transformers is not installed: pip install 'stepgraph[transformers]'"
-
-
-def _model_module() -> Any:
-    if why := why_no_transformers():
-        raise ValueError(f"implementation: got 'transformers', expected 'native': {why}")
-    return importlib.import_module("stepgraph.runtime.models.transformers_model")
 
 
 def _class_of(path: Path, fields: Mapping[str, Any]) -> Any:
@@ -187,7 +194,7 @@ def _check_report(path: Path, report: Mapping[str, Any], unused: tuple[str, ...]
         raise ValueError(f"{path}: {clip_repr(report['error_msgs'])}")
 
 
-def model_options(dtype: torch.dtype, attention: str) -> dict[str, Any]:
+def _model_options(dtype: torch.dtype, attention: str) -> dict[str, Any]:
     return {"dtype": dtype, "attn_implementation": attention, "experts_implementation": _EXPERTS}
 
 
@@ -203,6 +210,97 @@ def _quiet(progress: bool) -> Iterator[None]:
     finally:
         logging.set_verbosity(verbosity)
         (logging.enable_progress_bar if bar else logging.disable_progress_bar)()
+
+
+@dataclass(frozen=True)
+class MtpCheckpoint:
+    """Modules whose names and sizes were checked."""
+
+    path: Path
+    source: SafetensorsSource
+    target: TransformersCheckpoint
+    layers: tuple[int, ...]  # numbers of the modules in the file
+    outlined: Any  # a model of one layer on the meta device: the decoder of a module
+    sizes: ModelSizes
+    kind: str = "MTP"
+    feature_layers: tuple[int, ...] = ()
+    max_positions: int | None = None  # the target's are as many
+
+    @property
+    def max_drafts(self) -> int:
+        return MAX_DRAFTS if len(self.layers) == 1 else len(self.layers)
+
+    def memory(self, limits: Limits) -> MemoryNeed:
+        target = self.target.outline()
+        return memory_need(f"{self.path.name}: MTP", self._make(target, lambda layer: self.outlined), limits, shared=target)
+
+    def check(self, progress: bool = False) -> None:
+        """The weights are checked when they are loaded."""
+
+    def load(self, target: Llama | TransformersModel, device: str | torch.device, progress: bool = False) -> TransformersMtp:
+        """ValueError names a tensor that is missing, does not fit, holds NaN or infinity, or differs from the target's."""
+        draft = self._make(target, lambda layer: self._load(layer, progress).to(device))
+        for module, layer in zip(draft.depths, self.layers, strict=True):
+            for name, parameter in _OWN.items():
+                module.get_parameter(parameter).copy_(self._read(layer, name))
+            for name, repeated in _REPEATED.items():
+                stored = f"{_prefix(layer)}{name}"
+                if stored in self.source.tensors and not torch.equal(
+                    self.source.read(stored).to(target.config.dtype), getattr(target, repeated).cpu()
+                ):
+                    raise ValueError(f"{self.path}: {stored} differs from the target's, which MTP modules share")
+        return draft
+
+    def _make(self, target: Llama | TransformersModel, model_of: Callable[[int], Any]) -> TransformersMtp:
+        from stepgraph.runtime.models.transformers_model import TransformersModel
+
+        decoders = [TransformersModel(model_of(layer), self.sizes, name=f"draft{layer}") for layer in self.layers]
+        return TransformersMtp(decoders, float(self.outlined.config.rms_norm_eps), target.embedding, target.unembedding)
+
+    def _load(self, layer: int, progress: bool) -> Any:
+        """The decoder of a module. Its embedding and head have one token and no use."""
+        inside = {name: name.removeprefix(_prefix(layer)) for name in self.source.tensors if name.startswith(_prefix(layer))}
+        names = {stored: f"model.layers.0.{name}" for stored, name in inside.items() if name not in {**_OWN, **_REPEATED, _LAST_NORM: ""}}
+        names[f"{_prefix(layer)}{_LAST_NORM}"] = "model.norm.weight"
+        state = {name: self.source.read(stored) for stored, name in names.items()}
+        state |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), torch.zeros(1, self.sizes.hidden_size))
+        try:
+            return _load_weights(type(self.outlined), self.path, self.sizes.dtype, config=self.outlined.config, state_dict=state)
+        except ValueError as error:
+            raise ValueError(str(error).replace("model.layers.0.", _prefix(layer))) from None
+
+    def _read(self, layer: int, name: str) -> Tensor:
+        stored = f"{_prefix(layer)}{name}"
+        return require_finite(self.path, stored, self.source.read(stored))
+
+
+def open_transformers_mtp(path: Path, target: TransformersCheckpoint) -> MtpCheckpoint:
+    """path: the target's folder, or one with the modules only."""
+    source = SafetensorsSource(path)
+    layers, own = tuple(mtp_layers(source)), path == target.path
+    expected = tuple(range(target.config.num_layers, target.config.num_layers + target.mtp_modules))
+    if own and layers != expected:
+        raise ValueError(f"{path}: eh_proj.weight: got it in layers {list(layers)}, expected {list(expected)}, as the config says")
+    config = copy.deepcopy(target.outlined.config)
+    last = config.num_hidden_layers - 1
+    lists = {name: value[last:] for name, value in vars(config).items() if name.endswith("layer_types") and isinstance(value, list)}
+    changes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "vocab_size": 1, "tie_word_embeddings": False}
+    for name, value in {**lists, **changes, **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))}.items():
+        setattr(config, name, value)
+    outlined, sizes = _outline(path, type(target.outlined), config, target.config.dtype)
+    hidden = sizes.hidden_size
+    shapes = {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden), _LAST_NORM: (hidden,)}
+    for layer in layers:
+        for name, shape in shapes.items():
+            found = source.tensors.get(f"{_prefix(layer)}{name}")
+            if found is None or found.shape != shape or not found.readable:
+                got = "none" if found is None else f"{found.kind} of shape {found.shape}"
+                raise ValueError(f"{path}: {_prefix(layer)}{name}: got {got}, expected floats of shape {shape}")
+    return MtpCheckpoint(path, source, target, layers, outlined, sizes)
+
+
+def _prefix(layer: int) -> str:
+    return f"model.layers.{layer}."
 
 
 Target = Checkpoint | TransformersCheckpoint

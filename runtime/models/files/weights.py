@@ -79,11 +79,11 @@ Slices = dict[str, ParameterSlice]  # by names of stored tensors
 
 
 class SafetensorsSource:
-    """The tensors of one file, or of those that its index lists."""
+    """The tensors of one file, or of those that its index lists. renamed: the name here of a stored one."""
 
-    def __init__(self, folder: Path, single: str = _SINGLE) -> None:
+    def __init__(self, folder: Path, single: str = _SINGLE, renamed: Callable[[str], str] = str) -> None:
         self.tensors: dict[str, Stored] = {}
-        self._file_of: dict[str, Any] = {}  # the opened file of each tensor
+        self._stored: dict[str, tuple[Any, str]] = {}  # the opened file of each tensor, and its name there
         index = folder / f"{single}.index.json"
         if index.exists():
             files = read_json(index).get("weight_map")
@@ -95,19 +95,21 @@ class SafetensorsSource:
             files = dict.fromkeys(opened[single].keys(), single)
         else:
             raise ValueError(f"{folder}: got neither {single} nor {index.name}; other formats, such as pickled ones, are not read")
-        for name, file in files.items():
+        for stored, file in files.items():
             try:
-                header = opened[file].get_slice(name)
+                header = opened[file].get_slice(stored)
             except SafetensorError as error:
-                raise ValueError(f"{folder / file}: {name}: {error}") from None
-            kind = header.get_dtype()
+                raise ValueError(f"{folder / file}: {stored}: {error}") from None
+            name, kind = renamed(stored), header.get_dtype()
+            if name in self.tensors:
+                raise ValueError(f"{name}: got it twice, as {self._stored[name][1]} and as {stored}")
             self.tensors[name] = Stored(tuple(header.get_shape()), kind, kind in FLOATS)
-            self._file_of[name] = opened[file]
+            self._stored[name] = opened[file], stored
 
     def read(self, name: str, dim: int = 0, part: slice | None = None) -> Tensor:
         """part: of one dimension; the file's other bytes are not read."""
-        file = self._file_of[name]
-        tensor: Tensor = file.get_tensor(name) if part is None else file.get_slice(name)[(slice(None),) * dim + (part,)]
+        file, stored = self._stored[name]
+        tensor: Tensor = file.get_tensor(stored) if part is None else file.get_slice(stored)[(slice(None),) * dim + (part,)]
         return tensor
 
     read_scales = read
@@ -125,23 +127,6 @@ def _open(folder: Path, file: str, index: Path) -> Any:
         return safe_open(folder / file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{folder / file}: {clip_error(error)}") from None
-
-
-class RenamedSource:
-    """Some tensors of a source under other names. `names`: from the new name to the stored one."""
-
-    def __init__(self, source: Source, names: Mapping[str, str]) -> None:
-        self.tensors = {name: source.tensors[stored] for name, stored in names.items()}
-        self._source, self._names = source, names
-
-    def read(self, name: str) -> Tensor:
-        return self._source.read(self._names[name])
-
-    def read_scales(self, name: str) -> Tensor:
-        return self._source.read_scales(self._names[name])
-
-    def read_grouped(self, name: str) -> Iterator[Grouped]:
-        return self._source.read_grouped(self._names[name])
 
 
 def llama_slices(config: LlamaConfig) -> Slices:

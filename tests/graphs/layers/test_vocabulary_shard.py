@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stepgraph.graphs.layers.parallel import RankGroups, register_group
 from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard, part_of
-from stepgraph.runtime.parallel.ranks import gloo_group
+from stepgraph.runtime.parallel.ranks import process_group
 from stepgraph.sampling import bitmask, kernels, rng
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import GrammarMask
@@ -39,7 +39,7 @@ def on_ranks(folder: Path, run: Callable[[VocabularyShard], Found]) -> list[Foun
     found: dict[int, Found] = {}
 
     def one(rank: int) -> None:
-        group = register_group(gloo_group(str(folder / "store"), rank, SIZE, 30.0), 30.0)
+        group = register_group(process_group(str(folder / "store"), rank, SIZE, 30.0), 30.0)
         part = part_of(VOCABULARY, rank, SIZE)
         found[rank] = run(VocabularyShard(torch.arange(part.start, part.stop), part.start, RankGroups(group, group), SIZE, VOCABULARY))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ def test_auto_is_native_where_that_implements_the_config(tmp_path: Path, monkeyp
     with pytest.raises(ValueError, match="mlp_bias: got True, which is not supported"):
         open_target(folder, implementation="native")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match=r"mlp_bias: got True.* pip install 'stepgraph\[transformers\]'"):
         open_target(folder)
     with pytest.raises(

@@ -34,7 +34,7 @@ from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard
 from stepgraph.runtime.models.draft_llama import DraftLlama
 from stepgraph.runtime.models.files.weights import SafetensorsSource
 from stepgraph.runtime.parallel.loading import load_part
-from stepgraph.runtime.parallel.ranks import COMPARED_STEPS, RANK_MODULE, RankError, Ranks, gloo_group
+from stepgraph.runtime.parallel.ranks import COMPARED_STEPS, RANK_MODULE, RankError, Ranks, process_group
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.serve.http import Bounds
 from tests.helpers import parallel_program
@@ -372,7 +372,7 @@ def test_sums_are_added_in_the_order_of_the_ranks(tmp_path: Path) -> None:
     found = [row[rank].repeat(33, 1) for rank in range(size)]
 
     def run(rank: int) -> None:
-        groups[rank] = register_group(gloo_group(str(tmp_path / "store"), rank, size, SECONDS), SECONDS)
+        groups[rank] = register_group(process_group(str(tmp_path / "store"), rank, size, SECONDS), SECONDS)
         sum_over_ranks.out(found[rank], groups[rank])
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
@@ -389,7 +389,7 @@ def test_ranks_exchange_values_and_a_failure_on_one_fails_an_attempt_on_all(tmp_
     size, found = 3, dict[int, Any]()
 
     def run(rank: int) -> None:
-        ranks = Ranks(rank, [gloo_group(f"{tmp_path}/{name}", rank, size, SECONDS) for name in "abc"], SECONDS)
+        ranks = Ranks(rank, [process_group(f"{tmp_path}/{name}", rank, size, SECONDS) for name in "abc"], SECONDS)
 
         def attempt(share: Callable[[Any], list[Any]]) -> list[Any]:
             first = share("x" * rank)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph import Vocabulary
-from stepgraph.runtime.models.files.chat_template import ChatTemplate
+from stepgraph.runtime.models.files.tokenizer import ChatTemplate
 from stepgraph.runtime.serve.calls import FORMATS, CallFormat, CallParser, Delta, call_style, joined
 from stepgraph.runtime.serve.tools import ToolUse, tool_use
 from stepgraph.runtime.text import TextCodec

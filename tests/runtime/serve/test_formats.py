@@ -15,7 +15,7 @@ from torch import Tensor
 from stepgraph import Engine, EngineConfig, Vocabulary
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
-from stepgraph.runtime.models.files.chat_template import ChatTemplate
+from stepgraph.runtime.models.files.tokenizer import ChatTemplate
 from stepgraph.runtime.models.toy import ToyTarget
 from stepgraph.runtime.serve.calls import call_style
 from stepgraph.runtime.serve.http import Bounds

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepgraph.runtime.models.files.chat_template import ChatTemplate
+from stepgraph.runtime.models.files.tokenizer import ChatTemplate
 from stepgraph.runtime.serve.http import Bounds
 from stepgraph.runtime.serve.reasoning import CLOSING, OPENING, ChannelSplitter, Reasoning, ReasoningSplitter
 from stepgraph.runtime.text import TextCodec

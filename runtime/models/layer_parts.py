@@ -1,0 +1,109 @@
+"""Parts of layers that some families have in place of a Llama's.
+
+An MLP of experts: those of Mixtral, Qwen3-MoE, GPT-OSS, DeepSeek-V3 and GLM-4.5. Multi-head latent attention in expanded form, as in
+DeepSeek-V3: queries, keys and values from small states of each token. Keys and values are computed when a token is processed, and cached
+for every head; values with more numbers after their own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from stepgraph.graphs.layers.dense import activate_and_mul, rms_norm
+from stepgraph.graphs.layers.experts import choose_experts, choose_grouped_experts, combine_experts, expert_linear
+from stepgraph.graphs.layers.huge_pages import empty_weight
+from stepgraph.graphs.layers.linear import linear
+from stepgraph.graphs.layers.lora import Adapted
+from stepgraph.runtime.models.llama_config import ExpertsConfig, LatentConfig, LlamaConfig
+
+_EPSILON = 1e-6  # of both norms of latent attention, whatever the config says of others
+
+
+class ExpertMlp(nn.Module):
+    """Six operations, or eleven with a router in float32 and a shared MLP. Which experts a token takes is read on the device; a row's
+    result does not depend on the other rows."""
+
+    def __init__(self, config: LlamaConfig, experts: ExpertsConfig, like: Tensor) -> None:
+        super().__init__()
+        self.experts, self.activation = experts, config.activation
+        routed = torch.empty(0, dtype=torch.float32, device=like.device) if experts.routing else like
+        shapes = {
+            "router": (routed, experts.count, config.hidden_size),
+            "gate_up": (like, experts.count * 2 * experts.size, config.hidden_size),
+            "down": (like, experts.count * config.hidden_size, experts.size),
+        }
+        for name, (kind, outer, inner) in shapes.items():
+            self.register_parameter(name, empty_weight(kind, outer, inner))
+            self.register_parameter(f"{name}_bias", empty_weight(kind, outer) if experts.biased else None)
+        self.router: nn.Parameter
+        self.gate_up: nn.Parameter
+        self.down: nn.Parameter
+        self.router_bias: nn.Parameter | None
+        self.gate_up_bias: nn.Parameter | None
+        self.down_bias: nn.Parameter | None
+        self.correction = empty_weight(routed, experts.count) if experts.routing else None
+        if experts.shared_size:
+            self.shared_gate_up = empty_weight(like, 2 * experts.shared_size, config.hidden_size)
+            self.shared_down = empty_weight(like, config.hidden_size, experts.shared_size)
+
+    def forward(self, states: Tensor, adapted: Adapted) -> Tensor:
+        count = self.experts.count
+        shares, chosen = self._choose(states)
+        gated = activate_and_mul(expert_linear(states, chosen, self.gate_up, count, self.gate_up_bias), self.activation)
+        found = combine_experts(expert_linear(gated, chosen, self.down, count, self.down_bias), shares)
+        if not self.experts.shared_size:
+            return found
+        gated = activate_and_mul(adapted("shared_gate_up", states, linear(states, self.shared_gate_up)), self.activation)
+        return found + adapted("shared_down", gated, linear(gated, self.shared_down))
+
+    def _choose(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        experts, routing = self.experts, self.experts.routing
+        if routing is None or self.correction is None:
+            return choose_experts(linear(states, self.router, self.router_bias), experts.taken, experts.normalised)
+        logits = linear(states.to(self.router.dtype), self.router)
+        groups = routing.groups, routing.groups_taken
+        return choose_grouped_experts(logits, self.correction, experts.taken, *groups, experts.normalised, routing.factor)
+
+
+class LatentProjection(nn.Module):
+    """What follows the first product of attention, whose result is queries or their state, the state of keys and values, and the rotated
+    part of keys, which all heads share. Six operations."""
+
+    def __init__(self, config: LlamaConfig, latent: LatentConfig, like: Tensor) -> None:
+        super().__init__()
+        heads, rank = config.num_heads, latent.query_rank
+        self.sizes = [rank or heads * latent.size, latent.rank, latent.rotated]
+        self.query_norm = None if rank is None else empty_weight(like, rank)
+        self.entry_norm = empty_weight(like, latent.rank)
+        for name, (_, outer, inner) in latent.products(heads).items():
+            self.register_parameter(name, empty_weight(like, outer, inner))
+        self.query: nn.Parameter
+        self.entries: nn.Parameter
+        self.register_buffer("columns", _head_columns(latent, heads, like.device), persistent=False)
+        self.columns: Tensor
+
+    def forward(self, mixed: Tensor, adapted: Adapted) -> Tensor:
+        """[N, 3 * heads * size]: queries, keys and values, the rotated numbers of each head first, as `rotate` expects them."""
+        query, state, rotated = mixed.split(self.sizes, 1)
+        if self.query_norm is not None:
+            query = rms_norm(query, self.query_norm, _EPSILON)
+            query = adapted("query", query, linear(query, self.query))
+        state = rms_norm(state, self.entry_norm, _EPSILON)
+        entries = adapted("entries", state, linear(state, self.entries))
+        return torch.cat([query, entries, rotated], 1).index_select(1, self.columns)
+
+
+def _head_columns(latent: LatentConfig, heads: int, device: torch.device) -> Tensor:
+    """Where each number of queries, keys and values is in queries, unrotated keys with values, and the rotated part of keys."""
+    size, plain = latent.size, latent.plain
+    unrotated = heads * (plain + latent.value_size)
+    turned = torch.arange(latent.rotated, device=device)
+    turned = turned.view(-1, 2).T.flatten() if latent.interleaved else turned
+    entries = heads * size + torch.arange(unrotated, device=device).view(heads, -1)
+    queries = torch.arange(heads * size, device=device).view(heads, size)
+    queries = torch.cat([queries[:, plain:][:, turned], queries[:, :plain]], 1)
+    keys = torch.cat([(heads * size + unrotated + turned).expand(heads, -1), entries[:, :plain]], 1)
+    values = entries[:, plain:]
+    fill = values[:, :1].expand(-1, size - latent.value_size)  # any numbers: nothing reads them
+    return torch.cat([queries, keys, torch.cat([values, fill], 1)]).flatten()
