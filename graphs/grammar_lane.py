@@ -16,7 +16,7 @@ from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.context import CaptureContext, StreamEvent
 from stepgraph.graphs.row_layout import Column
-from stepgraph.sampling.grammar.automaton.device_tables import SplitTensors, TokenTensors
+from stepgraph.sampling.grammar.automaton.grammar import SplitTensors, TokenTensors
 from stepgraph.sampling.kernels import GrammarMask, advance_fill
 
 SIDE, HEAD = "side", "head"

@@ -36,7 +36,7 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.proposed_round import ProposedRound
 from stepgraph.graphs.publishing import publish
-from stepgraph.sampling.grammar.automaton.device_tables import SplitTensors, TokenTensors
+from stepgraph.sampling.grammar.automaton.grammar import SplitTensors, TokenTensors
 from stepgraph.sampling.grammar.link.protocol import HostLink
 from stepgraph.sampling.kernels import Emission
 

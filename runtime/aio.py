@@ -20,8 +20,7 @@ from stepgraph.runtime.parallel.lockstep import LockstepQueue
 from stepgraph.runtime.request import NO_DRAFTS, EngineClosedError, Job, StepEvent
 from stepgraph.runtime.request_options import REQUEST_NAMES, Prompt, RequestOptions
 from stepgraph.runtime.request_queue import QueueFullError
-from stepgraph.sampling.fields import check_value, instance_of
-from stepgraph.sampling.keywords import checked_keywords
+from stepgraph.sampling.fields import check_value, checked_keywords, instance_of
 from stepgraph.sampling.lifetimes import EXIT_SECONDS, ExitStage, OfOneProcess, close_at_exit
 
 if TYPE_CHECKING:

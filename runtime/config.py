@@ -12,14 +12,26 @@ from stepgraph.graphs.key_sets import bucket_sizes, checked_buckets
 from stepgraph.graphs.limits import KV_CACHE_DTYPES, UNTIL_EVENT, Limits
 from stepgraph.graphs.proposing import ANCHOR
 from stepgraph.graphs.recording import OnFailure
-from stepgraph.sampling.fields import BOOL, Check, check_fields, check_value, clip_repr, is_int, is_number, number, one_of, optional, whole
+from stepgraph.sampling.fields import (
+    BOOL,
+    Check,
+    check_fields,
+    check_value,
+    checked_fields,
+    clip_repr,
+    is_int,
+    is_number,
+    number,
+    one_of,
+    optional,
+    whole,
+)
 from stepgraph.sampling.grammar.compile.compiler import CACHE_BYTES, MAX_COMPILES, GrammarCompiler, Isolation
 from stepgraph.sampling.grammar.compile.limits import DEFAULTS, MIB, GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.link.choose import HOST_LINKS
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.kernels.filter_choice import FILTERS
-from stepgraph.sampling.keywords import checked_fields
 
 MAX_SECONDS = 86_400
 GRAMMAR_LANES = ("auto", "device", "host")

@@ -29,11 +29,10 @@ from stepgraph.runtime.request_queue import QueuedRequest
 from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.runtime.trace import Trace
-from stepgraph.sampling.fields import Check, check_value, clip_repr, number, optional, whole
+from stepgraph.sampling.fields import Check, check_value, checked_keywords, clip_repr, number, optional, whole
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.keywords import checked_keywords
 from stepgraph.sampling.lifetimes import OfOneProcess
 from stepgraph.sampling.params import SamplingParams
 

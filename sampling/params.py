@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stepgraph.sampling.fields import Check, check_fields, check_value, clip_repr, is_int, number, optional, whole
-from stepgraph.sampling.keywords import checked_fields
+from stepgraph.sampling.fields import Check, check_fields, check_value, checked_fields, clip_repr, is_int, number, optional, whole
 
 FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127  # a larger temperature would be infinite on the device
 _TOKEN_ID = Check(lambda token: is_int(token) and token >= 0, "a token id >= 0")

@@ -231,10 +231,10 @@ class Vocabulary:
         return b"".join(pieces)
 
     @cached_property
-    def joined(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
-        """The bytes of all tokens concatenated, and [len(tokens) + 1] int32 offsets of their starts."""
-        starts = np.cumsum([0, *map(len, self.tokens)], dtype=np.int32)
-        return np.frombuffer(b"".join(self.tokens), np.uint8), starts
+    def texts(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
+        """The bytes of all tokens and a zero, and [len(tokens) + 1] int32 offsets of their starts; tokens that are not text have none."""
+        tokens = self.for_llguidance[: len(self.tokens)]
+        return np.frombuffer(b"".join(tokens) + b"\0", np.uint8), np.cumsum([0, *map(len, tokens)], dtype=np.int32)
 
     def _pack(self, ids: Iterable[int]) -> npt.NDArray[np.int32]:
         bits = np.zeros(self.mask_words * BITS_PER_WORD, dtype=np.uint8)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling.grammar.automaton.arena import ALIGNMENT
-from stepgraph.sampling.grammar.automaton.device_tables import token_tensors
-from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar
+from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar, token_tensors
 from stepgraph.sampling.grammar.automaton.library import Field
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostStep, MatcherRow, advance, fill_next, follow
 from stepgraph.sampling.grammar.link.python import PythonLink

@@ -28,7 +28,7 @@ from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, grammar_specs, ring_specs, round_specs, skipped_specs
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors
+from stepgraph.sampling.grammar.automaton.grammar import TokenTensors
 from stepgraph.sampling.grammar.link.protocol import HostLink, HostStep
 from stepgraph.sampling.kernels.operation import OPERATIONS
 from tools.gpu.checks.shapes import SHAPES, Shape

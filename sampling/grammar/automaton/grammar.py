@@ -8,6 +8,7 @@ import hashlib
 import weakref
 from ctypes import CFUNCTYPE, POINTER, addressof, c_char, c_char_p, c_int, c_int32, c_int64, c_void_p
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from stepgraph.sampling.grammar.automaton.marker import with_marker
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, library_errors
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.grammar.matchers import forced
 from stepgraph.sampling.grammar.matchers.marker import Marker
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import MASK_DTYPE, Vocabulary
@@ -169,3 +171,31 @@ class AutomatonBuilder:
                 found = worker.call("automaton", constraint.kind, constraint.payload, asdict(constraint.schema_options))
                 image = np.frombuffer(found, np.int32)
         return AutomatonGrammar(image, token_table(self._vocabulary), self._vocabulary)
+
+
+class TokenTensors(NamedTuple):
+    """The tables of a vocabulary on a device, as `image_vocabulary` of image.h."""
+
+    token_text: Tensor  # [bytes] uint8, of all tokens
+    token_starts: Tensor  # [tokens + 1] int32
+    plain_rows: Tensor  # [n, words] int32
+    stop_words: Tensor  # [words] int32
+
+
+class SplitTensors(NamedTuple):
+    """With what a device splits text into tokens: of the vocabulary's `forced.TokenTable`."""
+
+    token_slots: Tensor  # [n, 2] int64
+    merges: bool
+
+
+def split_tensors(vocabulary: Vocabulary, device: torch.device) -> SplitTensors:
+    table = forced.token_table(vocabulary)
+    return SplitTensors(torch.from_numpy(table.slots).to(device), table.merges)
+
+
+def token_tensors(vocabulary: Vocabulary, device: torch.device) -> TokenTensors:
+    """Copies of the tables with which the grammars of this vocabulary are compiled."""
+    view = token_table(vocabulary).view
+    plain = np.ctypeslib.as_array((c_int32 * (view.plain_rows * view.words)).from_address(view.plain)).reshape(-1, view.words)
+    return TokenTensors(*(torch.tensor(table, device=device) for table in (*vocabulary.texts, plain, vocabulary.stop_words)))

@@ -14,17 +14,17 @@ from stepgraph.sampling.grammar.schema.patterns import Group, Item, Look, Patter
 from stepgraph.sampling.grammar.schema.spelling import bounds
 
 
-def pattern_to_ebnf(pattern: str, where: str) -> str:
+def pattern_to_ebnf(pattern: str) -> str:
     """The right-hand side of a rule for the texts that the pattern matches; ValueError for what cannot be enforced."""
-    return _rewritten(pattern, where, readable_ebnf_class, "(", '""', " ")
+    return _rewritten(pattern, readable_ebnf_class, "(", '""', " ")
 
 
-def pattern_to_regex(pattern: str, where: str) -> str:
+def pattern_to_regex(pattern: str) -> str:
     """The same as a regular expression: every class is written with numbers, so that all regex engines read it alike."""
-    return _rewritten(pattern, where, regex_class, "(?:", "", "")
+    return _rewritten(pattern, regex_class, "(?:", "", "")
 
 
-def _rewritten(pattern: str, where: str, spell: Callable[[CharSet], str], opening: str, empty: str, blank: str) -> str:
+def _rewritten(pattern: str, spell: Callable[[CharSet], str], opening: str, empty: str, blank: str) -> str:
     known = dict[CharSet, str]()
 
     def alternatives(sequences: list[Pieces]) -> str:
@@ -46,4 +46,4 @@ def _rewritten(pattern: str, where: str, spell: Callable[[CharSet], str], openin
     try:
         return alternatives([inner[inner[:1] == [START] : len(inner) - (inner[-1:] == [END])] for inner in read(pattern)])
     except PatternError as error:
-        raise ValueError(f"{where}: got {str(error).removeprefix('has ')}") from None
+        raise ValueError(f"pattern: got {str(error).removeprefix('has ')}") from None

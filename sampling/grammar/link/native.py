@@ -121,7 +121,7 @@ class NativeRow:
         self._table.words, self._table.limit = vocabulary.mask_words, NO_LIMIT if marker.limit is None else marker.limit
         self._table.text_words = vocabulary.text_words.ctypes.data
         if marker.of_text:
-            self._table.bytes, self._table.starts = (array.ctypes.data for array in vocabulary.joined)
+            self._table.bytes, self._table.starts = (array.ctypes.data for array in vocabulary.texts)
         self.struct.marker = structs.marker_progress(table=addressof(self._table), states=self._states.ctypes.data, room=len(masks_host))
         self.struct.marker.num_free = matcher.num_free
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 
+from stepgraph.sampling.grammar.constraints.charset import charset, regex_class
 from stepgraph.sampling.grammar.constraints.constraint import no_constants, unique_keys
 from stepgraph.sampling.grammar.constraints.pattern import pattern_to_regex
 from stepgraph.sampling.grammar.constraints.structural_tag import TagGroup, tag_groups
@@ -53,7 +54,7 @@ def lark_text(kind: str, payload: str, options: Options) -> str:
     if kind == "ebnf":
         reject("#", "ebnf", "is a notation of xgrammar; llguidance expects lark")
     if kind == "regex":
-        text = f"start: TEXT\nTEXT: /(?:{pattern_to_regex(payload, 'pattern')})/\n"
+        text = f"start: TEXT\nTEXT: /(?:{pattern_to_regex(payload)})/\n"
     elif kind == "choice":
         text = f"start: {' | '.join(json.dumps(option) for option in json.loads(payload))}\n"
     elif kind == "structural_tag":
@@ -68,8 +69,7 @@ def _tagged(groups: Sequence[TagGroup], options: Options) -> str:
     """Free text with tags after each trigger, or tags only. The text after the last tag contains no trigger, which would lack its tag."""
     rules, triggers = list[str](), list[str]()
     for number, group in enumerate(groups):
-        trigger = pattern_to_regex(_quoted(group.trigger), "trigger")
-        triggers.append(trigger)
+        triggers.append("".join(regex_class(charset(char)) for char in group.trigger))
         tags = list[str]()
         for index, tag in enumerate(group.tags):
             if tag.style != "json":
@@ -82,7 +82,7 @@ def _tagged(groups: Sequence[TagGroup], options: Options) -> str:
         listed = f"{_literal(group.opening)} {one} {more} {_literal(group.closing)}"
         if not group.trigger:
             return f"start: {listed}\n{''.join(rules)}"
-        rules.append(f"tag_{number}: trigger_{number} {listed}\ntrigger_{number}[lazy]: /(?s:.*){trigger}/\n")
+        rules.append(f"tag_{number}: trigger_{number} {listed}\ntrigger_{number}[lazy]: /(?s:.*){triggers[-1]}/\n")
     names = " | ".join(f"tag_{number}" for number in range(len(groups)))
     return f"start: ({names})* TEXT\nTEXT: /(?s:.*)/ & ~/(?s:.*)(?:{'|'.join(triggers)})(?s:.*)/\n{''.join(rules)}"
 
@@ -94,10 +94,6 @@ def _schema_rules(schema: object, options: Options, prefix: str) -> str:
 
 def _literal(text: str) -> str:
     return json.dumps(text) if text else ""
-
-
-def _quoted(text: str) -> str:
-    return "".join(f"\\u{{{ord(char):x}}}" for char in text)
 
 
 def with_checked_schemas(grammar: str) -> str:

@@ -58,8 +58,7 @@ class TokenTable:
             # Of two tokens with the same text the first one is the result of merging. Of a single byte it may be a fallback, <0x41>.
             if token and (len(token) == 1 or token not in self.token_of):
                 self.token_of[token] = token_id
-        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(b"".join(tokens) + b"\0", np.uint8)
-        self.starts = np.cumsum([0, *map(len, tokens)], dtype=np.int32)
+        self.bytes, self.starts = vocabulary.texts
         self.slots = _slots(self.token_of)
         self.num_tokens = len(tokens)
         self.longest = max(map(len, tokens))

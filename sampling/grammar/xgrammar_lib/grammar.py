@@ -133,7 +133,7 @@ def check_text(constraint: Constraint, limits: GrammarLimits) -> None:
     if kind == "lark":
         reject("#", "lark", "is a notation of llguidance; xgrammar expects ebnf")
     elif kind == "regex":
-        pattern_to_ebnf(payload, "pattern")
+        pattern_to_ebnf(payload)
     elif kind == "ebnf" and len(payload) <= MAX_PARSED:
         with library_errors():
             parse(constraint, limits)

@@ -11,8 +11,7 @@ from torch import Tensor
 from stepgraph import Constraint
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.automaton.arena import ImageArena
-from stepgraph.sampling.grammar.automaton.device_tables import TokenTensors, split_tensors, token_tensors
-from stepgraph.sampling.grammar.automaton.grammar import AutomatonBuilder
+from stepgraph.sampling.grammar.automaton.grammar import AutomatonBuilder, TokenTensors, split_tensors, token_tensors
 from stepgraph.sampling.grammar.automaton.library import Field
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn, MaskStatus

@@ -20,7 +20,7 @@ from stepgraph.graphs.round_specs import forced_specs, grammar_specs, look_up_sp
 from stepgraph.graphs.row_layout import Column
 from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler
-from stepgraph.sampling.grammar.automaton.device_tables import split_tensors, token_tensors
+from stepgraph.sampling.grammar.automaton.grammar import split_tensors, token_tensors
 from stepgraph.sampling.grammar.automaton.library import Field, Image
 from stepgraph.sampling.grammar.compile.limits import DEFAULTS
 from stepgraph.sampling.grammar.link.choose import open_host_link
