@@ -47,6 +47,8 @@ class CudaCaptureContext:
 
     @contextlib.contextmanager
     def stream(self, name: str) -> Iterator[None]:
+        if self._launch_host and name not in self._streams:  # making one captures a graph of its own
+            raise fail("baked-branch", f"stream {name!r} was not used in the run before the capture: its name depends on host state")
         self.label_nodes()
         with setting(self, "_current", name):
             with torch.cuda.stream(self._streams[name]):

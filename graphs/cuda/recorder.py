@@ -103,10 +103,12 @@ class CudaRecorder:
         recording, tape = self.record(step, buffers, generators, draws), self._tape_of(step, buffers, generators)
         if between is not None:
             between()
-        second = self.record(step, buffers, generators, draws)
-        error = difference(recording.report.graph_nodes, second.report.graph_nodes)
-        second.free()
-        error = first_difference(tape.nodes, self._tape_of(step, buffers, generators).nodes) or error  # the tape names a line
+        # The tape first: it names a line, and a capture cannot take streams that the first run of the step did not use.
+        error = first_difference(tape.nodes, self._tape_of(step, buffers, generators).nodes)
+        if error is None:
+            second = self.record(step, buffers, generators, draws)
+            error = difference(recording.report.graph_nodes, second.report.graph_nodes)
+            second.free()
         if error is not None:
             recording.free()
             raise error

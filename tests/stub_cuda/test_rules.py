@@ -91,3 +91,19 @@ def test_host_state_in_arguments_is_found(step: Callable[[StaticBuffers], None],
         backend.capture(step, buffers, check="twice", between=baked.HOST.change)
     assert caught.value.rule == next(rule for each, rule, _ in baked.BAKED if each is step), str(caught.value)
     assert caught.value.file == baked.__file__ and "# baked" in caught.value.source, str(caught.value)
+
+
+def test_a_stream_that_the_run_before_the_capture_did_not_use_is_refused(backend: Backend) -> None:
+    names = iter(("of_the_run", "of_the_capture"))
+
+    def step(b: StaticBuffers) -> None:
+        context = current_context()
+        event = context.record()
+        with context.stream(next(names)):
+            context.wait(event)
+            event = context.record()
+        context.wait(event)
+
+    with pytest.raises(CaptureError, match="stream 'of_the_capture' was not used in the run before the capture") as caught:
+        backend.capture(step, StaticBuffers(tape.SPECS, backend.device))
+    assert caught.value.rule == "baked-branch" and caught.value.file == __file__
