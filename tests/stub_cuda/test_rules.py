@@ -3,6 +3,7 @@ of a step with host state show."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -32,6 +33,9 @@ NAMED = (
 
 @pytest.fixture(scope="module")
 def backend() -> Iterator[Backend]:
+    # Kernels do not run: a number that one counts is what its memory held before, and printing so many elements would fill all memory.
+    for block in (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"] if block["state"] == "inactive"):
+        ctypes.memset(block["address"], 0, block["size"])
     made = make_backend("cuda")
     yield made
     made.close()
