@@ -17,8 +17,8 @@ from stepgraph.graphs.sampled_stages import draft_sampled
 from stepgraph.sampling import bitmask, kernels
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import Emission, GrammarMask
-from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
-from stepgraph.sampling.kernels.operation import Contiguous, empty_as, operation
+from stepgraph.sampling.kernels.c_kernel import CKernel
+from stepgraph.sampling.kernels.operation import Dense, Flags, Longs, StridedLongs, empty_as, operation
 
 
 def draft_prefill(
@@ -101,40 +101,30 @@ def store_chain(buffers: StaticBuffers, after: Batch, chain: Tensor) -> None:
     store_drafts(after.rows, chain, buffers.row_drafts, buffers.row_state[:, Column.DRAFT_COUNT])
 
 
-def _store_in_c(rows: Tensor, chain: Tensor, row_drafts: Tensor, row_counts: Tensor) -> bool:
-    return is_contiguous(torch.int64, rows, row_drafts) and chain.dtype is row_counts.dtype is torch.int64
-
-
-@operation(lambda *_: None, writes=("row_drafts", "row_counts"), triton=True, c=CKernel("store_drafts", _store_in_c))
-def store_drafts(rows: Contiguous, chain: Tensor, row_drafts: Tensor, row_counts: Tensor) -> None:
-    """Write chains [B, K] into row_drafts [R, K] and their numbers of drafts into row_counts [R]. rows [B]; all int64."""
+@operation(lambda *_: None, writes=("row_drafts", "row_counts"), triton=True, c=CKernel("store_drafts"))
+def store_drafts(rows: Longs, chain: StridedLongs, row_drafts: Longs, row_counts: StridedLongs) -> None:
+    """Write chains [B, K] into row_drafts [R, K] and their numbers of drafts into row_counts [R]. rows [B]."""
     row_drafts.index_copy_(0, rows, chain)
     row_counts.index_copy_(0, rows, (chain >= 0).sum(1))
-
-
-def _select_in_c(tokens: Tensor, finite: Tensor, alive: Tensor, limit: Tensor, step: int, rows: Tensor, *given: Tensor | None) -> bool:
-    _, chain, forced, masks, constrained, status, *_ = given
-    dense = (tokens, finite, alive, rows, chain, forced, constrained, status)
-    return all(each is None or each.is_contiguous() for each in dense) and (masks is None or masks.stride(-1) == 1)
 
 
 _SELECTED = "drafts", "chain", "row_looked_up", "row_forced", "row_certain"
 
 
-@operation(empty_as, writes=_SELECTED, triton=True, c=CKernel("select_draft", _select_in_c))
+@operation(empty_as, writes=_SELECTED, triton=True, c=CKernel("select_draft"))
 def select_draft(
-    tokens: Contiguous,
-    finite: Contiguous,
-    alive: Contiguous,
-    limit: Tensor,
+    tokens: Longs,
+    finite: Flags,
+    alive: Flags,
+    limit: StridedLongs,
     step: int,
-    rows: Contiguous,
-    drafts: Tensor,
-    chain: Tensor | None = None,
-    forced: Contiguous | None = None,
-    masks: Tensor | None = None,
-    constrained: Contiguous | None = None,
-    status: Contiguous | None = None,
+    rows: Longs,
+    drafts: StridedLongs,
+    chain: Longs | None = None,
+    forced: Longs | None = None,
+    masks: Dense | None = None,
+    constrained: Flags | None = None,
+    status: Longs | None = None,
     row_looked_up: Tensor | None = None,
     row_forced: Tensor | None = None,
     row_certain: Tensor | None = None,

@@ -6,29 +6,23 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.sampling.kernels.c_kernel import CKernel
-from stepgraph.sampling.kernels.operation import Contiguous, operation
+from stepgraph.sampling.kernels.operation import Ints, Longs, operation
 
 
-@operation(
-    lambda *_: None,
-    writes=("row_tags", "row_masks", "batch_forced"),
-    triton=True,
-    c=CKernel("scatter_masks", lambda *tensors: all(each is None or each.is_contiguous() for each in tensors)),
-    mapped=True,
-)
+@operation(lambda *_: None, writes=("row_tags", "row_masks", "batch_forced"), triton=True, c=CKernel("scatter_masks"), mapped=True)
 def scatter_masks(
-    rows: Contiguous,
-    tags: Contiguous,
-    masks: Contiguous,
-    row_tags: Tensor,
-    row_masks: Tensor,
-    forced: Contiguous | None = None,
-    batch_forced: Tensor | None = None,
+    rows: Longs,
+    tags: Longs,
+    masks: Ints,
+    row_tags: Longs,
+    row_masks: Ints,
+    forced: Longs | None = None,
+    batch_forced: Longs | None = None,
 ) -> None:
     """Write masks and tags of host nodes into their rows, and forced tokens into the batch.
 
-    rows [B] int64. In pinned memory: tags [B, TAG_FIELDS] int64, tags[:, 2] is the position in the row; masks [B, words] int32; forced
-    [B] int64. row_tags, row_masks [R, positions, ...]; batch_forced: as forced.
+    rows [B]. In pinned memory: tags [B, TAG_FIELDS], tags[:, 2] is the position in the row; masks [B, words]; forced [B]. row_tags,
+    row_masks [R, positions, ...]; batch_forced: as forced.
     """
     tags, masks = (each.to(rows.device, non_blocking=True) for each in (tags, masks))
     row_masks.index_put_((rows, tags[:, 2]), masks)

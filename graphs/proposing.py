@@ -16,8 +16,8 @@ from stepgraph.graphs.row_layout import REFUSED, Column
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.kernels import Emission
-from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
-from stepgraph.sampling.kernels.operation import Contiguous, Dense, empty_as, operation
+from stepgraph.sampling.kernels.c_kernel import CKernel
+from stepgraph.sampling.kernels.operation import Dense, Flags, Ints, Longs, StridedLongs, empty_as, operation
 
 ANCHOR = 8  # prompt tokens copied before a given text, so that the start of the output is found after the end of the prompt
 
@@ -40,13 +40,9 @@ def append_emission(buffers: StaticBuffers, batch: Batch, emission: Emission) ->
     append_tokens(batch.rows, emission.tokens, emission.emitted, batch.column(Column.LENGTH), buffers.row_text)
 
 
-def _append_in_c(rows: Tensor, tokens: Tensor, emitted: Tensor, length: Tensor, row_text: Tensor) -> bool:
-    return is_contiguous(torch.int64, rows, tokens, emitted) and length.dtype is torch.int64 and is_contiguous(torch.int32, row_text)
-
-
-@operation(lambda *_: None, writes=("row_text",), triton=True, c=CKernel("append_tokens", _append_in_c))
-def append_tokens(rows: Contiguous, tokens: Contiguous, emitted: Contiguous, length: Tensor, row_text: Tensor) -> None:
-    """Write the first `emitted` [B] of the tokens [B, Q] into row_text [R, width] int32, from column length [B] on. Others int64."""
+@operation(lambda *_: None, writes=("row_text",), triton=True, c=CKernel("append_tokens"))
+def append_tokens(rows: Longs, tokens: Longs, emitted: Longs, length: StridedLongs, row_text: Ints) -> None:
+    """Write the first `emitted` [B] of the tokens [B, Q] into row_text [R, width], from column length [B] on."""
     index = torch.arange(tokens.shape[1], device=tokens.device)
     inside, columns = index < emitted[:, None], (length[:, None] + index).clamp(max=row_text.shape[1] - 1)
     kept = row_text[rows[:, None], columns]
@@ -69,24 +65,16 @@ def mark_looked_up(buffers: StaticBuffers, after: Batch, sampled: bool) -> None:
         buffers.row_certain.index_fill_(0, after.rows, True)
 
 
-def _choose_in_c(proposed: Tensor, finish: Tensor, limit: Tensor, num_tokens: int, rows: Tensor, *given: Tensor | None) -> bool:
-    masks, constrained, status, forced, row_forced = given
-    numbers = is_contiguous(torch.int64, proposed, rows) and finish.dtype is limit.dtype is torch.int64
-    if masks is not None and constrained is not None and status is not None:
-        numbers = numbers and masks.dtype is torch.int32 and status.dtype is torch.int64 and is_contiguous(torch.bool, constrained)
-    return numbers and (forced is None or (forced.dtype is torch.int64 and row_forced is not None and row_forced.dtype is torch.bool))
-
-
-@operation(empty_as, writes=("row_forced",), triton=True, c=CKernel("choose_chain", _choose_in_c))
+@operation(empty_as, writes=("row_forced",), triton=True, c=CKernel("choose_chain"))
 def choose_chain(
-    proposed: Contiguous,
-    finish: Tensor,
-    limit: Tensor,
+    proposed: Longs,
+    finish: StridedLongs,
+    limit: StridedLongs,
     num_tokens: int,
-    rows: Contiguous,
+    rows: Longs,
     masks: Dense | None = None,
-    constrained: Contiguous | None = None,
-    status: Tensor | None = None,
+    constrained: Flags | None = None,
+    status: StridedLongs | None = None,
     forced: Dense | None = None,
     row_forced: Tensor | None = None,
 ) -> Tensor:
@@ -94,9 +82,9 @@ def choose_chain(
 
     Drafts are -1 in rows that do not run, from the limit of a row on, and after a token that is none, or another one than proposed: then
     only forced tokens go on. REFUSED, where the proposed token is not legal, ends a chain as well: statistics count the two separately.
-    proposed [B, K]; finish, limit [B] of any strides; rows [B]. With a grammar: masks [R, >= K, words] int32; constrained [B] bool; status
-    [B, K] of these masks. With forced tokens: forced [K, B], -1 where the grammar leaves a choice; row_forced [R, >= K] bool: gets whether
-    each draft is forced. All others int64.
+    proposed [B, K]; finish, limit [B]; rows [B]. With a grammar: masks [R, >= K, words] int32; constrained [B]; status [B, K] of these
+    masks. With forced tokens: forced [K, B] int64, -1 where the grammar leaves a choice; row_forced [R, >= K] bool: gets whether each
+    draft is forced.
     """
     alive = follows = finish == FinishCode.RUNNING
     chosen = list[Tensor]()
@@ -126,12 +114,8 @@ def _outputs(text: Tensor, length: Tensor, generated: Tensor, given_from: int, c
     return length.new_empty(len(text), count)
 
 
-def _in_c(text: Tensor, length: Tensor, generated: Tensor, *_: int) -> bool:
-    return text.dtype is torch.int32 and length.dtype is generated.dtype is torch.int64
-
-
-@operation(_outputs, triton=True, c=CKernel("look_up", _in_c))
-def look_up(text: Contiguous, length: Tensor, generated: Tensor, given_from: int, count: int, longest: int, shortest: int) -> Tensor:
+@operation(_outputs, triton=True, c=CKernel("look_up"))
+def look_up(text: Ints, length: StridedLongs, generated: StridedLongs, given_from: int, count: int, longest: int, shortest: int) -> Tensor:
     """[B, count] int64: chains of drafts as NgramLookup describes them, -1 without a match. text [B, T], length [B], generated [B] and
     given_from as in History; longest and shortest match."""
     start, width = given_from, text.shape[1]

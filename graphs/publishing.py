@@ -11,7 +11,7 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.looping import end_round
 from stepgraph.graphs.round_specs import Counter
 from stepgraph.sampling.kernels.c_kernel import CKernel
-from stepgraph.sampling.kernels.operation import Contiguous, operation
+from stepgraph.sampling.kernels.operation import Float32s, Longs, operation
 
 
 def receive(buffers: StaticBuffers, size: int) -> None:
@@ -33,35 +33,24 @@ def publish(buffers: StaticBuffers, rows: Tensor) -> None:
         end_round(b.results[:size], rows, b.loop_control_host, b.round_counters, b.loop_done, headers, dummy_row, capacity)
 
 
-def _contiguous(*tensors: Tensor) -> bool:
-    return all(tensor.is_contiguous() for tensor in tensors)
-
-
 # On a GPU without Triton the references copy a ring to the device, and back.
 
 
-@operation(lambda *_: None, writes=("batch_rows",), triton=True, c=CKernel("take_batch", _contiguous), mapped=True)
-def take_batch(number: Tensor, ring: Tensor, batch_rows: Tensor) -> None:
+@operation(lambda *_: None, writes=("batch_rows",), triton=True, c=CKernel("take_batch"), mapped=True)
+def take_batch(number: Longs, ring: Longs, batch_rows: Longs) -> None:
     """Read the batch of a round from its slot of the ring.
 
-    number [>= 1] int64, the first counts; ring [S, slots] int64, pinned; batch_rows [B] int64.
+    number [>= 1], the first counts; ring [S, slots], pinned; batch_rows [B].
     """
     rows = ring.to(number.device, non_blocking=True)[:, : len(batch_rows)]
     batch_rows.copy_(rows.index_select(0, number[:1] % len(ring))[0])
 
 
-@operation(
-    lambda *_: None,
-    writes=("published", "ring", "logprobs_ring"),
-    triton=True,
-    c=CKernel("publish_results", _contiguous),
-    mapped=True,
-)
-def publish_results(results: Contiguous, logprobs: Contiguous, published: Tensor, ring: Tensor, logprobs_ring: Tensor) -> None:
+@operation(lambda *_: None, writes=("published", "ring", "logprobs_ring"), triton=True, c=CKernel("publish_results"), mapped=True)
+def publish_results(results: Longs, logprobs: Float32s, published: Longs, ring: Longs, logprobs_ring: Float32s) -> None:
     """Write the results of a round to the next slot of the rings, and count it.
 
-    results [B, width] int64; logprobs [B, Q, 2] float32; published [1] int64. In pinned memory: ring [S, slots, width]; logprobs_ring
-    [S, slots, Q, 2].
+    results [B, width]; logprobs [B, Q, 2]; published [1]. In pinned memory: ring [S, slots, width]; logprobs_ring [S, slots, Q, 2].
     """
     slot = published % len(ring)
     for lines, lines_ring in ((results, ring), (logprobs, logprobs_ring)):

@@ -23,8 +23,8 @@ from stepgraph.graphs.sampled_stages import choose_sampled, record_output
 from stepgraph.sampling import kernels
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.kernels import Emission, GrammarMask
-from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
-from stepgraph.sampling.kernels.operation import Contiguous, empty_as, operation
+from stepgraph.sampling.kernels.c_kernel import CKernel
+from stepgraph.sampling.kernels.operation import Flags, Longs, empty_as, operation
 
 
 def target_verify(buffers: StaticBuffers, batch: Batch, model: TargetModel, limits: Limits) -> tuple[Tensor, Tensor]:
@@ -96,30 +96,25 @@ def _write_outputs(rows: Tensor, state: Tensor, *_: object) -> Written:
     return Written(empty_as(rows), empty_as(rows), empty_as(state))
 
 
-def _write_in_c(*tensors: Tensor | None) -> bool:
-    flags = [each for each in tensors[10:] if each is not None]
-    return is_contiguous(torch.int64, *(each for each in tensors[:10] if each is not None)) and is_contiguous(torch.bool, *flags)
-
-
-@operation(_write_outputs, writes=("row_state", "results"), triton=True, c=CKernel("write_emission", _write_in_c))
+@operation(_write_outputs, writes=("row_state", "results"), triton=True, c=CKernel("write_emission"))
 def write_emission(
-    rows: Contiguous,
-    state: Contiguous,
-    tokens: Contiguous,
-    status: Contiguous,
-    drafts: Contiguous,
-    emitted: Contiguous,
-    accepted: Contiguous,
-    finish: Contiguous,
-    row_state: Tensor,
-    results: Tensor,
-    row_forced: Contiguous | None = None,
-    row_looked_up: Contiguous | None = None,
+    rows: Longs,
+    state: Longs,
+    tokens: Longs,
+    status: Longs,
+    drafts: Longs,
+    emitted: Longs,
+    accepted: Longs,
+    finish: Longs,
+    row_state: Longs,
+    results: Longs,
+    row_forced: Flags | None = None,
+    row_looked_up: Flags | None = None,
 ) -> Written:
     """Advance the rows by what they emit, and write the first fields of a ResultRecord. Inert rows keep their state.
 
     rows [B]; state [B, columns]; tokens, status [B, K + 1]; drafts [B, K]; emitted, accepted, finish [B]: of chain_accept;
-    row_state [R, columns]; results [B, columns of a ResultLayout]; all int64. row_forced, row_looked_up [R, >= K] bool: where the drafts
+    row_state [R, columns]; results [B, columns of a ResultLayout]. row_forced, row_looked_up [R, >= K]: where the drafts
     came from, for a bit of each that was verified. A row without a constraint has no forced drafts: its flags are of another request.
     """
     before = dict(zip(Column, state.unbind(1), strict=True))

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from stepgraph.graphs.attention.float8 import C_HEAD_SIZE, ENTRIES, in_c
 from stepgraph.graphs.attention.reference import reference_attention
 from stepgraph.graphs.model_call import Attend, ModelInput
-from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous, same_float_type
+from stepgraph.sampling.kernels.c_kernel import CKernel, same_float_type
 from stepgraph.sampling.kernels.operation import empty_as, operation
 
 HEAD_SIZES = (64, 96, 128, 192, 256)  # that the Triton program was checked for; the reference takes any
@@ -53,13 +52,10 @@ def attention(
     return paged_attention(query, keys, values, inputs.positions, inputs.slots, tables, page_size, window or 0, scale, softcap, sinks)
 
 
-def _in_c(
-    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor, block_tables: Tensor, *others: float | Tensor | None
-) -> bool:
+def _in_c(query: Tensor, keys: Tensor, values: Tensor, *others: float | Tensor | None) -> bool:
     sinks = others[-1]
-    dense = all(tensor.is_contiguous() for tensor in (query, keys, values)) and query.shape[3] <= C_HEAD_SIZE
-    dense = dense and (not isinstance(sinks, Tensor) or (sinks.is_contiguous() and same_float_type(sinks)))
-    return dense and in_c(query, keys=keys, values=values) and is_contiguous(torch.int64, positions, slots, block_tables)
+    fits = query.shape[3] <= C_HEAD_SIZE and keys.is_contiguous() and values.is_contiguous()
+    return fits and in_c(query, keys=keys, values=values) and (not isinstance(sinks, Tensor) or same_float_type(sinks))
 
 
 paged_attention = operation(

@@ -9,7 +9,7 @@ from torch.nn import functional
 from stepgraph.graphs.attention.float8 import from_entries
 from stepgraph.graphs.layers.reference import LEAST_ROWS
 from stepgraph.graphs.model_call import ModelInput
-from stepgraph.sampling.kernels.operation import Contiguous, empty_as, operation
+from stepgraph.sampling.kernels.operation import Contiguous, Longs, empty_as, operation
 
 PART = 128  # keys weighed at a time
 
@@ -19,9 +19,9 @@ def reference_attention(
     query: Contiguous,
     keys: Tensor,
     values: Tensor,
-    positions: Contiguous,
-    slots: Contiguous,
-    block_tables: Contiguous,
+    positions: Longs,
+    slots: Longs,
+    block_tables: Longs,
     page_size: int,
     window: int,
     scale: float,

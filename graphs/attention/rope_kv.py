@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.attention.float8 import C_HEAD_SIZE, ENTRIES, in_c, to_entries
-from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
-from stepgraph.sampling.kernels.operation import Contiguous, empty_as, operation
+from stepgraph.sampling.kernels.c_kernel import FLOATS, CKernel
+from stepgraph.sampling.kernels.operation import Contiguous, Longs, empty_as, operation
 
 
 def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def packed(states: Tensor) -> Tensor:
     return states if states.stride()[1:] == (states.shape[2], 1) else states.contiguous()
 
 
-Packed = Annotated[Tensor, packed]
+Packed = Annotated[Tensor, packed, FLOATS]
 
 
 def _outputs(
@@ -39,16 +39,12 @@ def _outputs(
 
 
 def _in_c(query: Tensor, key: Tensor, value: Tensor, cosines: Tensor, sines: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> bool:
-    size = query.shape[2]
-    dense = all(each.is_contiguous() for each in (cosines, sines, keys, values))
-    heads_adjacent = all(each.stride()[1:] == (size, 1) for each in (query, key, value))
-    floats = in_c(query, key, value, cosines, sines, keys=keys, values=values)
-    return size <= C_HEAD_SIZE and dense and heads_adjacent and floats and is_contiguous(torch.int64, slots)
+    return query.shape[2] <= C_HEAD_SIZE and in_c(query, cosines, sines, keys=keys, values=values)
 
 
 @operation(_outputs, writes=("keys", "values"), triton=True, c=CKernel("rope_and_write_kv", _in_c))
 def rope_and_write_kv(
-    query: Packed, key: Packed, value: Packed, cosines: Contiguous, sines: Contiguous, slots: Contiguous, keys: Tensor, values: Tensor
+    query: Packed, key: Packed, value: Packed, cosines: Contiguous, sines: Contiguous, slots: Longs, keys: Contiguous, values: Contiguous
 ) -> Tensor:
     """The rotated queries, [N, heads, size]; writes the rotated keys and the values of N tokens into their slots.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stepgraph.graphs.layers.reference import matrix_product, sigmoid
 from stepgraph.sampling.kernels.c_kernel import CKernel, same_float_type
-from stepgraph.sampling.kernels.operation import Contiguous, empty_as, operation
+from stepgraph.sampling.kernels.operation import ContiguousFloats, empty_as, operation
 
 
 def _product_in_c(states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -53,12 +53,14 @@ def _add_norm_outputs(states: Tensor, *_: object) -> Residual:
     return Residual(empty_as(states), empty_as(states))
 
 
-def _add_norm_in_c(states: Tensor, update: Tensor, weight: Tensor, *_: float) -> bool:
-    return states.shape == update.shape and states.dim() == 2 and weight.is_contiguous() and same_float_type(states, update, weight)
+def _add_norm_in_c(states: Tensor, update: Tensor, *_: object) -> bool:
+    return states.shape == update.shape and states.dim() == 2
 
 
 @operation(_add_norm_outputs, triton=True, c=CKernel("add_rms_norm", _add_norm_in_c))
-def add_rms_norm(states: Contiguous, update: Contiguous, weight: Tensor, epsilon: float, offset: float = 0.0) -> Residual:
+def add_rms_norm(
+    states: ContiguousFloats, update: ContiguousFloats, weight: ContiguousFloats, epsilon: float, offset: float = 0.0
+) -> Residual:
     """A residual connection: states plus their update, [N, size] each, and `rms_norm` of the sum."""
     states = states + update
     return Residual(states, rms_norm.reference(states, weight, epsilon, offset))
@@ -76,12 +78,8 @@ def _activated_outputs(pairs: Tensor, activation: int) -> Tensor:
     return pairs.new_empty(*pairs.shape[:-1], pairs.shape[-1] // 2)
 
 
-def _activated_in_c(pairs: Tensor, activation: int) -> bool:
-    return 2 <= pairs.dim() <= 4 and pairs.is_contiguous() and same_float_type(pairs)
-
-
-@operation(_activated_outputs, triton=True, c=CKernel("activate_and_mul", _activated_in_c))
-def activate_and_mul(pairs: Contiguous, activation: int = Activation.SILU) -> Tensor:
+@operation(_activated_outputs, triton=True, c=CKernel("activate_and_mul", lambda pairs, _: 2 <= pairs.dim() <= 4))
+def activate_and_mul(pairs: ContiguousFloats, activation: int = Activation.SILU) -> Tensor:
     """An Activation of the first half of the last dimension, times the second half; LIMITED: limited, and plus one."""
     gate, up = pairs.chunk(2, -1)
     wide = steep = gate.float()

@@ -13,8 +13,8 @@ from torch import Tensor
 from stepgraph.graphs.layers.dense import product
 from stepgraph.graphs.layers.quantised import TILE, is_packed, quantised_product
 from stepgraph.graphs.layers.reference import sigmoid
-from stepgraph.sampling.kernels.c_kernel import FLOATS, CKernel, is_contiguous, same_float_type
-from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
+from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
+from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, Float32s, Longs, operation
 
 _MOST_EXPERTS, _MOST_BYTES = 1024, 1 << 17  # of a row of states; as in experts.c
 
@@ -24,12 +24,12 @@ def _choice_outputs(logits: Tensor, count: int, normalised: bool) -> tuple[Tenso
     return shares, shares.new_empty(shares.shape, dtype=torch.int64)
 
 
-def _choice_in_c(logits: Tensor, count: int, normalised: bool) -> bool:
-    return logits.dtype in FLOATS and logits.shape[1] <= _MOST_EXPERTS
+def _choice_in_c(logits: Tensor, *_: object) -> bool:
+    return logits.shape[1] <= _MOST_EXPERTS
 
 
 @operation(_choice_outputs, triton=True, c=CKernel("choose_experts", _choice_in_c))
-def choose_experts(logits: Contiguous, count: int, normalised: bool) -> tuple[Tensor, Tensor]:
+def choose_experts(logits: ContiguousFloats, count: int, normalised: bool) -> tuple[Tensor, Tensor]:
     """The most probable experts of each token by logits [N, experts], and their probabilities, [N, count] each; of equal ones the first.
 
     normalised: the probabilities of a token are divided by their sum.
@@ -44,13 +44,9 @@ def _grouped_outputs(logits: Tensor, correction: Tensor, count: int, *_: object)
     return _choice_outputs(logits, count, True)
 
 
-def _grouped_in_c(logits: Tensor, correction: Tensor, *_: object) -> bool:
-    return logits.dtype is correction.dtype is torch.float32 and logits.shape[1] <= _MOST_EXPERTS
-
-
-@operation(_grouped_outputs, triton=True, c=CKernel("choose_grouped_experts", _grouped_in_c))
+@operation(_grouped_outputs, triton=True, c=CKernel("choose_grouped_experts", _choice_in_c))
 def choose_grouped_experts(
-    logits: Contiguous, correction: Contiguous, count: int, groups: int, groups_taken: int, normalised: bool, factor: float
+    logits: Float32s, correction: Float32s, count: int, groups: int, groups_taken: int, normalised: bool, factor: float
 ) -> tuple[Tensor, Tensor]:
     """The experts of each token by scores sigmoid(logits) [N, experts], and their scores times `factor`, [N, count] each.
 
@@ -73,15 +69,15 @@ def _product_outputs(states: Tensor, experts: Tensor, weights: Tensor, num_exper
     return states.new_empty(experts.numel(), len(weights) // num_experts * (TILE if weights.dtype is torch.uint8 else 1))
 
 
-def _product_in_c(states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None) -> bool:
-    packed = weights.dtype is torch.uint8
-    others = [each for each in (None if packed else weights, biases) if each is not None]
-    dense = all(each.is_contiguous() for each in others) and is_contiguous(torch.int64, experts) and (not packed or is_packed(weights))
-    return dense and same_float_type(states, *others) and states.shape[1] * states.element_size() <= _MOST_BYTES
+def _product_in_c(states: Tensor, experts: Tensor, weights: Tensor, *_: object) -> bool:
+    fits = is_packed(weights) if weights.dtype is torch.uint8 else is_contiguous(states.dtype, weights)
+    return fits and states.shape[1] * states.element_size() <= _MOST_BYTES
 
 
 @operation(_product_outputs, triton=True, c=CKernel("expert_product", _product_in_c))
-def expert_product(states: Dense, experts: Contiguous, weights: Tensor, num_experts: int, biases: Tensor | None = None) -> Tensor:
+def expert_product(
+    states: DenseFloats, experts: Longs, weights: Tensor, num_experts: int, biases: ContiguousFloats | None = None
+) -> Tensor:
     """Products with the weights of each token's experts, plus biases: [N * count, out]. On the CPU a row has the same bits in any batch.
 
     states [N, in], or [N * count, in] with a row for each expert of a token; experts [N, count]; weights [num_experts * out, in];
@@ -91,7 +87,9 @@ def expert_product(states: Dense, experts: Contiguous, weights: Tensor, num_expe
 
 
 @operation(_product_outputs, triton=True, c=CKernel("quantised_expert_product", _product_in_c))
-def quantised_expert_product(states: Dense, experts: Contiguous, weights: Tensor, num_experts: int, biases: Tensor | None = None) -> Tensor:
+def quantised_expert_product(
+    states: DenseFloats, experts: Longs, weights: Tensor, num_experts: int, biases: ContiguousFloats | None = None
+) -> Tensor:
     """`expert_product` with the packed weights of all experts, [num_experts * out / 16, blocks, bytes], in float32."""
     return _products(quantised_product.reference, states, experts, weights, num_experts, biases)
 
@@ -117,12 +115,8 @@ def _combined_outputs(parts: Tensor, shares: Tensor) -> Tensor:
     return parts.new_empty(len(shares), parts.shape[1])
 
 
-def _combine_in_c(parts: Tensor, shares: Tensor) -> bool:
-    return same_float_type(parts) and shares.dtype is torch.float32
-
-
-@operation(_combined_outputs, triton=True, c=CKernel("combine_experts", _combine_in_c))
-def combine_experts(parts: Contiguous, shares: Contiguous) -> Tensor:
+@operation(_combined_outputs, triton=True, c=CKernel("combine_experts"))
+def combine_experts(parts: ContiguousFloats, shares: Float32s) -> Tensor:
     """Sums of parts [N * count, size] by shares [N, count], in float32: [N, size]."""
     scaled = parts.float().view(*shares.shape, -1) * shares[..., None]
     total = scaled[:, 0]

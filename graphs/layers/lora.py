@@ -17,8 +17,8 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.reference import LEAST_ROWS
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import ModelInput
-from stepgraph.sampling.kernels.c_kernel import CKernel, same_float_type
-from stepgraph.sampling.kernels.operation import Contiguous, operation
+from stepgraph.sampling.kernels.c_kernel import CKernel
+from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, StridedLongs, operation
 
 Adapted = Callable[[str, Tensor, Tensor], Tensor]  # the name of a weight, its input and its product -> the result
 
@@ -49,21 +49,15 @@ def lora_specs(weights: Mapping[str, LoraWeight], limits: Limits, dtype: torch.d
         yield BufferSpec(f"{name}_up", (slots, *weight.up_shape(rank)), dtype)
 
 
-def _slot_product_in_c(states: Tensor, slots: Tensor, weights: Tensor, base: Tensor | None) -> bool:
-    others = [weights] if base is None else [weights, base]
-    dense = states.dim() == 2 and states.stride(-1) == 1 and weights.is_contiguous() and slots.dtype is torch.int64
-    return dense and same_float_type(states, *others)
-
-
 def _slot_product_outputs(states: Tensor, slots: Tensor, weights: Tensor, *_: object) -> Tensor:
     return states.new_empty(len(states), weights.shape[1])
 
 
-@operation(_slot_product_outputs, triton=True, c=CKernel("slot_product", _slot_product_in_c))
-def slot_product(states: Tensor, slots: Tensor, weights: Tensor, base: Contiguous | None = None) -> Tensor:
+@operation(_slot_product_outputs, triton=True, c=CKernel("slot_product"))
+def slot_product(states: DenseFloats, slots: StridedLongs, weights: ContiguousFloats, base: ContiguousFloats | None = None) -> Tensor:
     """Products with one of several weights: [N, in] by [slots, out, in] -> [N, out], plus `base` [N, out].
 
-    slots [B] int64: the weight of each N / B consecutive rows. In C a row has the same bits in any batch; slot 0 is not read there.
+    slots [B]: the weight of each N / B consecutive rows. In C a row has the same bits in any batch; slot 0 is not read there.
     """
     states = states.view(len(slots), -1, states.shape[1])
     count = states.shape[1]

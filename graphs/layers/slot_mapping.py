@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
-from stepgraph.sampling.kernels.operation import Contiguous, empty_as, operation
+from stepgraph.sampling.kernels.c_kernel import FLOATS, CKernel
+from stepgraph.sampling.kernels.operation import Flags, Float32s, Longs, StridedLongs, empty_as, operation
 
 
 class Placed(NamedTuple):
@@ -22,25 +22,21 @@ class Placed(NamedTuple):
     slots: Tensor
 
 
-def _place_in_c(tokens: Tensor, length: Tensor, end: Tensor, tables: Tensor, *_: object) -> bool:
-    return is_contiguous(torch.int64, tokens, tables)
-
-
 def _place_outputs(tokens: Tensor, *_: object) -> Placed:
     return Placed(*(empty_as(tokens) for _ in range(3)))
 
 
-@operation(_place_outputs, triton=True, c=CKernel("place_tokens", _place_in_c))
+@operation(_place_outputs, triton=True, c=CKernel("place_tokens"))
 def place_tokens(
-    tokens: Contiguous,
-    length: Tensor,
-    end: Tensor,
-    tables: Contiguous,
+    tokens: Longs,
+    length: StridedLongs,
+    end: StridedLongs,
+    tables: Longs,
     offset: int,
     page_size: int,
     max_length: int,
-    live: Contiguous | None = None,
-    count: Contiguous | None = None,
+    live: Flags | None = None,
+    count: Longs | None = None,
 ) -> Placed:
     """Consecutive positions from length + offset on. A token that is inert or lies beyond `end` gets a slot of the scratch page.
 
@@ -57,25 +53,16 @@ def place_tokens(
     return Placed(tokens.clamp(min=0), positions, slots)
 
 
-def _shift_in_c(*tensors: Tensor | int) -> bool:
-    return is_contiguous(torch.int64, *(each for each in tensors if isinstance(each, Tensor)))
-
-
 def _shift_outputs(positions: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return empty_as(positions), empty_as(positions)
 
 
-@operation(_shift_outputs, triton=True, c=CKernel("shift_entries", _shift_in_c))
-def shift_entries(positions: Contiguous, slots: Contiguous, tables: Contiguous, page_size: int, by: int) -> tuple[Tensor, Tensor]:
+@operation(_shift_outputs, triton=True, c=CKernel("shift_entries"))
+def shift_entries(positions: Longs, slots: Longs, tables: Longs, page_size: int, by: int) -> tuple[Tensor, Tensor]:
     """Positions `by` earlier, and their slots, [B, Q] each. The first `by` entries are inert."""
     used = (slots >= page_size) & (positions >= by)
     earlier = (positions - by).clamp(min=0)
     return earlier, torch.where(used, cache_slots(tables, earlier, page_size), earlier % page_size)
-
-
-def _angles_in_c(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float) -> bool:
-    known = dtype in (torch.float32, torch.bfloat16) and frequencies.dtype is torch.float32
-    return known and frequencies.is_contiguous() and is_contiguous(torch.int64, positions)
 
 
 def _angles_outputs(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float) -> tuple[Tensor, Tensor]:
@@ -83,8 +70,8 @@ def _angles_outputs(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, 
     return cosines, sines
 
 
-@operation(_angles_outputs, triton=True, c=CKernel("rope_angles", _angles_in_c))
-def rope_angles(positions: Contiguous, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+@operation(_angles_outputs, triton=True, c=CKernel("rope_angles", lambda *given: given[2] in FLOATS))
+def rope_angles(positions: Longs, frequencies: Float32s, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
     """Cosines and sines, times `factor`, for `rotate`: positions [N] -> two of [N, 1, size]; frequencies [size / 2] float32."""
     angles = positions[:, None, None].float() * frequencies
     angles = torch.cat([angles, angles], -1)

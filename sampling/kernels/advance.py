@@ -11,8 +11,8 @@ from torch import Tensor
 from stepgraph.sampling.grammar.automaton.library import Field
 from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES
 from stepgraph.sampling.grammar.status import TAG_FIELDS
-from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
-from stepgraph.sampling.kernels.operation import Contiguous, operation
+from stepgraph.sampling.kernels.c_kernel import CKernel
+from stepgraph.sampling.kernels.operation import Contiguous, Ints, Longs, StridedLongs, operation
 
 MAX_PUSHES, MAX_SYMBOLS = 4, 1 << 16  # of an image: a Triton program keeps the symbols that a token pushes in one register
 ENDED, TOO_DEEP = -1, -2  # in place of a state: a stop token ended the text; it nests deeper than IMAGE_DEPTH
@@ -45,44 +45,34 @@ def _outputs(state: Tensor, images: Tensor, rows: Tensor, drafts: Tensor, *other
     assert forced is None or (texts is not None and len(forced) == positions - 1 and forced.shape[1] >= len(rows)), f"forced {forced.shape}"
 
 
-def _in_c(state: Tensor, images: Tensor, rows: Tensor, drafts: Tensor, *others: Any) -> bool:
-    arena, text, starts, plain, stops, places, stacks, masks, tags, statuses, _, _, _, _, *forcing, _, _ = others
-    numbers = state.dtype is images.dtype is drafts.dtype is torch.int64
-    tables = is_contiguous(torch.int32, arena, starts, plain, stops, places, stacks, masks)
-    texts, slots, forced = forcing
-    forces = texts is None or (is_contiguous(torch.int32, texts) and is_contiguous(torch.int64, slots))
-    forces = forces and (forced is None or is_contiguous(torch.int64, forced))
-    return numbers and tables and forces and is_contiguous(torch.int64, rows, tags, statuses) and is_contiguous(torch.uint8, text)
-
-
 @operation(
     _outputs,
     writes=("row_places", "row_stacks", "row_masks", "row_tags", "batch_status", "row_forced_text", "batch_forced"),
     triton=True,
-    c=CKernel("advance_fill", _in_c),
+    c=CKernel("advance_fill"),
 )
 def advance_fill(
-    state: Tensor,
-    images: Tensor,
-    rows: Contiguous,
-    drafts: Tensor,
-    arena: Tensor,
-    token_text: Tensor,
-    token_starts: Tensor,
-    plain_rows: Tensor,
-    stop_words: Tensor,
-    row_places: Tensor,
-    row_stacks: Tensor,
-    row_masks: Tensor,
-    row_tags: Tensor,
-    batch_status: Tensor,
+    state: StridedLongs,
+    images: StridedLongs,
+    rows: Longs,
+    drafts: StridedLongs,
+    arena: Ints,
+    token_text: Contiguous,
+    token_starts: Ints,
+    plain_rows: Ints,
+    stop_words: Ints,
+    row_places: Ints,
+    row_stacks: Ints,
+    row_masks: Ints,
+    row_tags: Longs,
+    batch_status: Longs,
     first: int,
     last: int,
     fill_new: int = 0,
     by_row: int = 0,
-    row_forced_text: Tensor | None = None,
-    token_slots: Tensor | None = None,
-    batch_forced: Tensor | None = None,
+    row_forced_text: Ints | None = None,
+    token_slots: Longs | None = None,
+    batch_forced: Longs | None = None,
     merges: int = 0,
     takes_forced: int = 0,
 ) -> None:

@@ -7,19 +7,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.kernels.c_kernel import FLOATS, CKernel
-from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
+from stepgraph.sampling.kernels.c_kernel import CKernel
+from stepgraph.sampling.kernels.operation import Dense, DenseFloats, Float32s, Ints, Longs, operation
 from stepgraph.sampling.sampler import ALL, Columns, Param
 
 
-def _c_supports(logits: Tensor, probs: Tensor, rows: Tensor, params: Tensor, *others: Tensor) -> bool:
-    dense = logits.stride(2) == probs.stride(2) == 1 and all(each.is_contiguous() for each in (rows, params, *others))
-    return dense and logits.dtype in FLOATS and params.shape[1] == Param.TOP_LOGPROBS + 1
+def _c_supports(*given: Tensor) -> bool:
+    return given[3].shape[1] == Param.TOP_LOGPROBS + 1
 
 
 @operation(lambda *_: None, writes=("ids_ring", "values_ring"), triton=True, c=CKernel("top_logprobs", _c_supports), mapped=True)
 def top_logprobs(
-    logits: Dense, probs: Dense, rows: Contiguous, params: Contiguous, published: Tensor, ids_ring: Tensor, values_ring: Tensor
+    logits: DenseFloats, probs: Dense, rows: Longs, params: Float32s, published: Longs, ids_ring: Ints, values_ring: Float32s
 ) -> None:
     """Write the N most probable tokens of each position to the next slot of the rings: first under the model's logits, then under `probs`.
 

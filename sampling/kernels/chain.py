@@ -10,7 +10,7 @@ from torch import Tensor
 from stepgraph.sampling import acceptance
 from stepgraph.sampling.grammar.status import TAG_FIELDS
 from stepgraph.sampling.kernels.c_kernel import CKernel
-from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
+from stepgraph.sampling.kernels.operation import Dense, Flags, Longs, StridedLongs, operation
 
 
 class Emission(NamedTuple):
@@ -30,19 +30,14 @@ class MaskCheck(NamedTuple):
 
 
 def _status_outputs(tags: Tensor, owner: Tensor, *_: object) -> MaskCheck:
-    assert tags.dim() == 3 and tags.dtype is torch.int64, f"tags {tags.dtype} {tags.shape}"
+    assert tags.dim() == 3 and tags.dtype is torch.int64 and tags.shape[2] == TAG_FIELDS, f"tags {tags.dtype} {tags.shape}"
     status = torch.empty(len(owner), tags.shape[1], dtype=torch.int64, device=tags.device)
     return MaskCheck(status, torch.empty(len(owner), dtype=torch.bool, device=tags.device))
 
 
-def _c_supports(tags: Tensor, owner: Tensor, generated: Tensor, constrained: Tensor, first: int, rows: Tensor | None) -> bool:
-    dense = tags.stride(2) == 1 and constrained.dtype is torch.int64 and (rows is None or rows.is_contiguous())
-    return dense and tags.shape[2] == TAG_FIELDS and (rows is not None or len(tags) == len(owner))
-
-
-@operation(_status_outputs, triton=True, c=CKernel("mask_status", _c_supports))
+@operation(_status_outputs, triton=True, c=CKernel("mask_status"))
 def mask_status(
-    tags: Dense, owner: Tensor, generated: Tensor, constrained: Tensor, first: int = 0, rows: Contiguous | None = None
+    tags: Dense, owner: StridedLongs, generated: StridedLongs, constrained: StridedLongs, first: int = 0, rows: Longs | None = None
 ) -> MaskCheck:
     """acceptance.mask_status of tags [R, N, 4] of which row b reads rows[b] ([B] int64; None: row b); and `constrained` as bool.
 
@@ -57,16 +52,16 @@ def _outputs(sampled: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return emitted, accepted, finish
 
 
-@operation(_outputs, triton=True, c=CKernel("chain_accept", lambda *tensors: all(each is None or each.is_contiguous() for each in tensors)))
+@operation(_outputs, triton=True, c=CKernel("chain_accept"))
 def chain_accept(
-    sampled: Contiguous,
-    finite: Contiguous,
-    drafts: Contiguous,
-    draft_count: Contiguous,
-    status: Contiguous,
-    stop_ids: Contiguous,
-    room: Contiguous,
-    accepted: Contiguous | None = None,
+    sampled: Longs,
+    finite: Flags,
+    drafts: Longs,
+    draft_count: Longs,
+    status: Longs,
+    stop_ids: Longs,
+    room: Longs,
+    accepted: Longs | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """acceptance.count_accepted and acceptance.emit in one: Emission.emitted, .accepted and .finish, [B] int64 each.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import BITS_PER_WORD
 from stepgraph.sampling.kernels.c_kernel import CKernel
-from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
+from stepgraph.sampling.kernels.operation import Dense, DenseFloats, Flags, Longs, operation
 
 
 class GrammarMask(NamedTuple):
@@ -41,21 +41,19 @@ def _c_supports(
     if masks is None or constrained is None:
         return False
     (batch, positions, width), (mask_rows, mask_positions, words) = logits.shape, masks.shape
-    others = (rows, constrained, ids, status)
-    dense = logits.stride(2) == masks.stride(2) == 1 and all(each is None or each.is_contiguous() for each in others)
     covered = words * BITS_PER_WORD >= width if ids is None else words > 0 and len(ids) == width
     fits = mask_positions == positions and (rows is not None or mask_rows == batch) and len(constrained) == batch and width > 0
-    return logits.dtype in (torch.float32, torch.bfloat16) and masks.dtype is torch.int32 and dense and covered and fits
+    return masks.dtype is torch.int32 and covered and fits
 
 
 @operation(_argmax_outputs, triton=True, c=CKernel("masked_argmax", _c_supports))
 def masked_argmax(
-    logits: Dense,
+    logits: DenseFloats,
     masks: Dense | None,
-    rows: Contiguous | None = None,
-    constrained: Contiguous | None = None,
-    ids: Contiguous | None = None,
-    status: Contiguous | None = None,
+    rows: Longs | None = None,
+    constrained: Flags | None = None,
+    ids: Longs | None = None,
+    status: Longs | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Whether the best legal logit is finite, and its index, both [B, Q]: as bitmask.apply and max, without storing the masked logits.
 

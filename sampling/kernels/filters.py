@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling import rng, sampler
-from stepgraph.sampling.kernels.c_kernel import CKernel, same_float_type
+from stepgraph.sampling.kernels.c_kernel import CKernel
 from stepgraph.sampling.kernels.filter_choice import FLASHINFER, filter_module
-from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
+from stepgraph.sampling.kernels.operation import Dense, DenseFloats, Longs, operation
 from stepgraph.sampling.sampler import Columns
 
 
@@ -19,8 +19,8 @@ def _race_outputs(weights: Tensor, *_: object) -> Tensor:
     return torch.empty(weights.shape[0], dtype=torch.int64, device=weights.device)
 
 
-@operation(_race_outputs, triton=True, c=CKernel("race", lambda weights, *_: weights.stride(1) == 1))
-def race(weights: Dense, seed: Contiguous, position: Contiguous, purpose: int) -> Tensor:
+@operation(_race_outputs, triton=True, c=CKernel("race"))
+def race(weights: Dense, seed: Longs, position: Longs, purpose: int) -> Tensor:
     """sampler.race with the noise rng.exponential(seed, position, purpose, token), which is never stored.
 
     weights [N, V] float32; seed, position [N] int64; purpose: an rng.Purpose. Returns [N] int64.
@@ -45,12 +45,10 @@ def _distribution_outputs(logits: Tensor, params: Tensor) -> Tensor:
     return torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
 
 
-def _c_supports(logits: Tensor, params: Tensor, *_: object) -> bool:
-    return same_float_type(logits) and logits.stride(-1) == params.stride(1) == 1 and logits.shape[-1] > 0
-
-
-@operation(_distribution_outputs, triton=filter_module, flashinfer=FLASHINFER, c=CKernel("distribution", _c_supports))
-def distribution(logits: Dense, params: Dense) -> Tensor:
+@operation(
+    _distribution_outputs, triton=filter_module, flashinfer=FLASHINFER, c=CKernel("distribution", lambda logits, _: logits.shape[-1] > 0)
+)
+def distribution(logits: DenseFloats, params: Dense) -> Tensor:
     """sampler.distribution of logits [B, Q, V], of any float type, and params [B, 4 or more] float32 -> [B, Q, V] float32."""
     return sampler.distribution(logits, params)
 
@@ -68,19 +66,19 @@ def _draw_outputs(
 
 def _c_draws(logits: Tensor, params: Tensor, *others: Any) -> bool:
     ids = others[-1]
-    return _c_supports(logits, params) and (ids is None or bool((ids[:1] >= 0).all() and (ids.diff() > 0).all()))  # scattered in place
+    return logits.shape[-1] > 0 and (ids is None or bool((ids[:1] >= 0).all() and (ids.diff() > 0).all()))  # scattered in place
 
 
 @operation(_draw_outputs, writes=("row_probs",), triton=filter_module, flashinfer=FLASHINFER, c=CKernel("draw", _c_draws))
 def draw(
-    logits: Dense,
+    logits: DenseFloats,
     params: Dense,
-    seed: Contiguous,
-    position: Contiguous,
+    seed: Longs,
+    position: Longs,
     purpose: int,
-    rows: Contiguous,
+    rows: Longs,
     row_probs: Tensor,
-    ids: Contiguous | None = None,
+    ids: Longs | None = None,
 ) -> Tensor:
     """sampler.distribution of logits [N, V], written to the rows of row_probs [R, W] float32, and `race` over it: tokens [N] int64.
 

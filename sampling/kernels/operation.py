@@ -10,8 +10,9 @@ import functools
 import importlib
 import inspect
 import typing
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Generic, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from types import UnionType
+from typing import Annotated, Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +20,7 @@ from torch._ops import OpOverload
 
 from stepgraph.sampling import native
 from stepgraph.sampling.kernels import triton as programs
-from stepgraph.sampling.kernels.c_kernel import CKernel, Run
-from stepgraph.sampling.kernels.signature import arrangement, schema
+from stepgraph.sampling.kernels.c_kernel import FLOATS, CKernel, PackedCall, Run, pack_argument
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,9 +32,24 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-# How an operation takes an argument: the wrapper copies a tensor that lies otherwise. A plain Tensor may have any strides.
+# How an operation takes an argument: the wrapper copies a tensor that lies otherwise, unless it is written. A plain Tensor may have any
+# strides. A kernel in C also takes only the types that are named; all arguments with FLOATS then have one type.
 Dense = Annotated[Tensor, dense]
 Contiguous = Annotated[Tensor, Tensor.contiguous]
+DenseFloats = Annotated[Tensor, dense, FLOATS]
+ContiguousFloats = Annotated[Tensor, Tensor.contiguous, FLOATS]
+Float32s = Annotated[Tensor, Tensor.contiguous, (torch.float32,)]
+Ints = Annotated[Tensor, Tensor.contiguous, (torch.int32,)]
+Longs = Annotated[Tensor, Tensor.contiguous, (torch.int64,)]
+StridedLongs = Annotated[Tensor, None, (torch.int64,)]
+Flags = Annotated[Tensor, Tensor.contiguous, (torch.bool,)]
+
+
+class Form(NamedTuple):
+    """What an annotation says of an argument."""
+
+    arrange: Callable[[Tensor], Tensor] | None = None
+    types: tuple[torch.dtype, ...] = ()
 
 
 def empty_as(tensor: Tensor, *_: object) -> Tensor:
@@ -67,9 +82,10 @@ class Operation(Generic[P, R]):
         self._outputs = outputs
         self._names = tuple(parameters)
         self._defaults = {name: parameter.default for name, parameter in parameters.items() if parameter.default is not parameter.empty}
-        self._arrange = tuple(arrangement(hints[name]) for name in parameters)
+        self._forms = tuple(_form_of(hints[name]) for name in parameters)
+        self._arrange = tuple(None if name in writes else form.arrange for name, form in zip(parameters, self._forms, strict=True))
         # torch.library.custom_op would add wrappers that cost more than most kernels, and import the compiler at the first call
-        _LIBRARY.define(schema(self.name, hints, writes))
+        _LIBRARY.define(_schema(self.name, hints, writes))
         _LIBRARY.impl(self.name, self._on_cpu, "CPU")
         _LIBRARY.impl(self.name, self._on_cuda, "CUDA")
         torch.library.register_fake(f"stepgraph::{self.name}", lambda *_: None, lib=_LIBRARY)  # the caller allocates the outputs
@@ -83,7 +99,7 @@ class Operation(Generic[P, R]):
             return self.reference(*given)  # type: ignore[call-arg]
         with torch._C.DisableTorchFunction():  # a mode sees what passes the dispatcher
             arranged = [value if how is None or value is None else how(value) for how, value in zip(self._arrange, given, strict=True)]
-            if self.triton or (self.c is not None and self.c.supports(*arranged)):
+            if self.triton or self._fits_c(arranged):
                 with torch._C._DisableTorchDispatch():  # a recorder finds the outputs among the arguments
                     outputs = self._outputs(*given)
                 # torch's dispatcher takes longer than the launch of a program, but a mode sees only what passes it
@@ -94,7 +110,13 @@ class Operation(Generic[P, R]):
 
     def prepare(self, *arguments: Any) -> Run | None:
         """A call in C that repeats `out` in the memory of its arguments; None where the reference has to run."""
-        return None if self.c is None or not arguments[0].is_cpu else self.c.prepare(arguments, len(self._names))
+        function = native.kernel(self.c.name) if self.c is not None and arguments[0].is_cpu else None
+        if function is None or not self._fits_c(arguments[: len(self._names)]):
+            return None
+        if not all([output.is_contiguous() for output in self.outputs_in(arguments)]):
+            return None
+        native.use_threads(torch.get_num_threads())
+        return PackedCall.of(function, b"".join([pack_argument(value) for value in arguments]), arguments)
 
     def outputs_in(self, arguments: Sequence[Any]) -> Sequence[Any]:
         """Those of the arguments of `out` that a call allocates."""
@@ -106,6 +128,18 @@ class Operation(Generic[P, R]):
         for output, result in zip(self.outputs_in(arguments), _tensors(found), strict=True):
             if result is not None:
                 output.copy_(result)
+
+    def _fits_c(self, inputs: Sequence[Any]) -> bool:
+        """Whether the kernel in C takes these inputs."""
+        floats = set[torch.dtype]()
+        for value, (arrange, types) in zip(inputs, self._forms, strict=True):
+            if value is None:
+                continue
+            if (arrange is not None and arrange(value) is not value) or (types and value.dtype not in types):
+                return False
+            if types is FLOATS:
+                floats.add(value.dtype)
+        return self.c is not None and len(floats) < 2 and self.c.supports(*inputs)
 
     def _complete(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         values = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
@@ -157,3 +191,31 @@ def _needs_gradient(inputs: Sequence[Any]) -> bool:
 
 def _tensors(returned: Any) -> tuple[Tensor | None, ...]:
     return () if returned is None else (returned,) if isinstance(returned, Tensor) else tuple(returned)
+
+
+def _form_of(hint: Any) -> Form:
+    """Of Annotated[Tensor, arrange, types], also in a union with None."""
+    annotated = (part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is Annotated)
+    return next((Form(*typing.get_args(part)[1:]) for part in annotated), Form())
+
+
+def _schema(name: str, hints: Mapping[str, Any], writes: Sequence[str]) -> str:
+    """Of an operation with these type hints: its arguments, of which it writes some, then the outputs that the caller allocates."""
+    inputs = [f"{_schema_type(hint, each if each in writes else '')} {each}" for each, hint in hints.items() if each != "return"]
+    outputs = [f"Tensor(out{index}!) out{index}" for index in range(_count_tensors(hints["return"]))]
+    return f"{name}({', '.join([*inputs, *outputs])}) -> ()"
+
+
+def _schema_type(hint: Any, alias: str) -> str:
+    """As a schema writes it; `alias` names the memory of a tensor that is written."""
+    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
+    (plain,) = (part for part in parts if part is not type(None))
+    base = typing.get_args(plain)[0] if typing.get_origin(plain) is Annotated else plain
+    kind = {Tensor: "Tensor", float: "float", torch.dtype: "ScalarType"}.get(base, "int")
+    return (f"{kind}({alias}!)" if alias else kind) + "?" * (type(None) in parts)
+
+
+def _count_tensors(returned: Any) -> int:
+    if returned is type(None):
+        return 0
+    return 1 if returned is Tensor else len(getattr(returned, "_fields", typing.get_args(returned)))

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
-from stepgraph.sampling.kernels.c_kernel import CKernel, same_float_type
+from stepgraph.sampling.kernels.c_kernel import CKernel
 from stepgraph.sampling.kernels.choice import GrammarMask
-from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
+from stepgraph.sampling.kernels.operation import Contiguous, Dense, DenseFloats, Flags, Float32s, Ints, Longs, StridedLongs, operation
 from stepgraph.sampling.sampler import ALL, Columns, Param
 
 MOST_BEFORE = 64  # drafts that the kernel in C has room for, as in processors.c
@@ -76,28 +76,27 @@ def _process_outputs(
     return Processed(torch.empty(logits.shape, dtype=torch.float32, device=logits.device), finite, judged)
 
 
-def _c_supports(logits: Tensor, masks: Tensor | None, *others: Any) -> bool:
-    before = others[12]
-    return same_float_type(logits) and logits.stride(2) == 1 and logits.shape[2] > 0 and before.shape[1] <= MOST_BEFORE
+def _c_supports(logits: Tensor, *others: Any) -> bool:
+    return logits.shape[2] > 0 and others[13].shape[1] <= MOST_BEFORE
 
 
 @operation(_process_outputs, triton=True, c=CKernel("process_logits", _c_supports))
 def process_logits(
-    logits: Dense,
+    logits: DenseFloats,
     masks: Dense | None,
-    mask_rows: Contiguous | None,
-    constrained: Contiguous | None,
-    status: Contiguous | None,
-    ids: Contiguous | None,
-    rows: Contiguous | None,
-    params: Contiguous,
-    bias_ids: Contiguous,
-    biases: Contiguous,
-    stop_ids: Contiguous,
-    prompt_seen: Contiguous,
-    output_counts: Contiguous,
-    generated: Tensor,
-    before: Tensor,
+    mask_rows: Longs | None,
+    constrained: Flags | None,
+    status: Longs | None,
+    ids: Longs | None,
+    rows: Longs | None,
+    params: Float32s,
+    bias_ids: Longs,
+    biases: Float32s,
+    stop_ids: Longs,
+    prompt_seen: Flags,
+    output_counts: Ints,
+    generated: StridedLongs,
+    before: StridedLongs,
     first: int,
 ) -> Processed:
     """`process` with every tensor as an argument of its own."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from stepgraph.sampling import rng, sampler
 from stepgraph.sampling.acceptance import may_accept
 from stepgraph.sampling.kernels.c_kernel import CKernel
-from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
+from stepgraph.sampling.kernels.operation import Dense, Flags, Longs, operation
 from stepgraph.sampling.sampler import Columns
 
 
@@ -26,22 +26,18 @@ def _outputs(
     return tokens, torch.empty(batch, dtype=torch.int64, device=target_probs.device)
 
 
-def _c_supports(target_probs: Tensor, draft_probs: Tensor, *_: object) -> bool:
-    return target_probs.stride(2) == draft_probs.stride(2) == 1
-
-
-@operation(_outputs, triton=True, c=CKernel("reject_sample", _c_supports))
+@operation(_outputs, triton=True, c=CKernel("reject_sample"))
 def reject_sample(
     target_probs: Dense,
     draft_probs: Dense,
-    rows: Contiguous,
-    certain: Contiguous,
-    finite: Contiguous,
-    drafts: Contiguous,
-    draft_count: Contiguous,
-    status: Contiguous,
-    seed: Contiguous,
-    length: Contiguous,
+    rows: Longs,
+    certain: Flags,
+    finite: Flags,
+    drafts: Longs,
+    draft_count: Longs,
+    status: Longs,
+    seed: Longs,
+    length: Longs,
 ) -> tuple[Tensor, Tensor]:
     """exact_rejection, where row b's drafts were drawn from draft_probs[rows[b]]: tokens [B, K + 1] and accepted drafts [B].
 

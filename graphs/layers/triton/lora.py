@@ -50,7 +50,6 @@ def multiply_by_slot(
 
 
 def slot_product(states: Tensor, slots: Tensor, weights: Tensor, base: Tensor | None, output: Tensor) -> None:
-    states = states if states.stride(-1) == 1 else states.contiguous()
     count, (_, outer, inner) = len(states) // len(slots), weights.shape
     multiply_by_slot[(triton.cdiv(outer, OUTER_TILE), len(slots), triton.cdiv(count, STATES_TILE))](
         states,
