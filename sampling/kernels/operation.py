@@ -82,8 +82,9 @@ class Operation(Generic[P, R]):
         self._outputs = outputs
         self._names = tuple(parameters)
         self._defaults = {name: parameter.default for name, parameter in parameters.items() if parameter.default is not parameter.empty}
-        self._forms = tuple(_form_of(hints[name]) for name in parameters)
-        self._arrange = tuple(None if name in writes else form.arrange for name, form in zip(parameters, self._forms, strict=True))
+        forms = [_form_of(hints[name]) for name in parameters]
+        self._forms = [(place, form) for place, form in enumerate(forms) if form != Form()]
+        self._arrange = tuple(None if name in writes else form.arrange for name, form in zip(parameters, forms, strict=True))
         # torch.library.custom_op would add wrappers that cost more than most kernels, and import the compiler at the first call
         _LIBRARY.define(_schema(self.name, hints, writes))
         _LIBRARY.impl(self.name, self._on_cpu, "CPU")
@@ -131,15 +132,18 @@ class Operation(Generic[P, R]):
 
     def _fits_c(self, inputs: Sequence[Any]) -> bool:
         """Whether the kernel in C takes these inputs."""
-        floats = set[torch.dtype]()
-        for value, (arrange, types) in zip(inputs, self._forms, strict=True):
+        number = None  # the type of all arguments with FLOATS
+        for place, (arrange, types) in self._forms:
+            value = inputs[place]
             if value is None:
                 continue
-            if (arrange is not None and arrange(value) is not value) or (types and value.dtype not in types):
+            if (types and value.dtype not in types) or (arrange is not None and arrange(value) is not value):
                 return False
             if types is FLOATS:
-                floats.add(value.dtype)
-        return self.c is not None and len(floats) < 2 and self.c.supports(*inputs)
+                number = number or value.dtype
+                if value.dtype is not number:
+                    return False
+        return self.c is not None and self.c.supports(*inputs)
 
     def _complete(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         values = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
