@@ -171,7 +171,6 @@ DECODE_RING = (
     "graphs/layers/triton/slot_mapping.py",
     "graphs/layers/dense.py",
     "graphs/layers/triton/dense.py",
-    "graphs/layers/linear.py",
     "sampling/kernels/operation.py",
     "sampling/kernels/advance.py",
     "sampling/kernels/triton/advance.py",

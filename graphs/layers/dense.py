@@ -1,4 +1,5 @@
-"""Layers that work on each token alone: products, norms, activations. One kernel each: in C on the CPU, Triton programs on a GPU."""
+"""Layers that work on each token alone: products, embeddings, norms, activations. One kernel each: in C on the CPU, Triton programs on a
+GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from stepgraph.graphs.layers.quantised import quantised_product, quantised_rows
 from stepgraph.graphs.layers.reference import matrix_product, sigmoid
 from stepgraph.sampling.kernels.c_kernel import CKernel, same_float_type
 from stepgraph.sampling.kernels.operation import ContiguousFloats, empty_as, operation
@@ -28,6 +31,16 @@ def product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     """[N, in] by [out, in] -> [N, out], plus `bias`. On the CPU a row has the same bits in any batch; on a GPU the program for a vocabulary
     has that property, cuBLAS for other products has not."""
     return matrix_product(states, weight, bias)
+
+
+def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`product`, or `quantised_product` with packed weights."""
+    return (quantised_product if weight.dtype is torch.uint8 else product)(states, weight, bias)
+
+
+def lookup(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of the embedding, [N, in]; `dtype` if it is packed."""
+    return quantised_rows(tokens, weight, dtype) if weight.dtype is torch.uint8 else functional.embedding(tokens, weight)
 
 
 def _norm_in_c(states: Tensor, weight: Tensor, *_: float) -> bool:

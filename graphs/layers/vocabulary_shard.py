@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.layers.linear import lookup
+from stepgraph.graphs.layers.dense import lookup
 from stepgraph.graphs.layers.parallel import RankGroups, gather_over_ranks, sum_over_ranks
 from stepgraph.sampling import bitmask, kernels
 from stepgraph.sampling.grammar.status import MaskStatus

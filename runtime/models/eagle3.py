@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from stepgraph.graphs.attention.reference import by_reference
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.layers.dense import rms_norm
+from stepgraph.graphs.layers.dense import linear, rms_norm
 from stepgraph.graphs.layers.huge_pages import empty_weight
-from stepgraph.graphs.layers.linear import linear
 from stepgraph.graphs.layers.slot_mapping import shift_entries
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import cache_specs

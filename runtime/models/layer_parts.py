@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from stepgraph.graphs.layers.dense import activate_and_mul, rms_norm
+from stepgraph.graphs.layers.dense import activate_and_mul, linear, rms_norm
 from stepgraph.graphs.layers.experts import choose_experts, choose_grouped_experts, combine_experts, expert_linear
 from stepgraph.graphs.layers.huge_pages import empty_weight
-from stepgraph.graphs.layers.linear import linear
 from stepgraph.graphs.layers.lora import Adapted
 from stepgraph.runtime.models.llama_config import ExpertsConfig, LatentConfig, LlamaConfig
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.layers.dense import Residual, rms_norm
+from stepgraph.graphs.layers.dense import Residual, linear, rms_norm
 from stepgraph.graphs.layers.huge_pages import empty_weight
-from stepgraph.graphs.layers.linear import linear
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
