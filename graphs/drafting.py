@@ -17,7 +17,6 @@ from stepgraph.graphs.sampled_stages import draft_sampled
 from stepgraph.sampling import bitmask, kernels
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import Emission, GrammarMask
-from stepgraph.sampling.kernels.c_kernel import CKernel
 from stepgraph.sampling.kernels.operation import Dense, Flags, Longs, StridedLongs, empty_as, operation
 
 
@@ -101,7 +100,7 @@ def store_chain(buffers: StaticBuffers, after: Batch, chain: Tensor) -> None:
     store_drafts(after.rows, chain, buffers.row_drafts, buffers.row_state[:, Column.DRAFT_COUNT])
 
 
-@operation(lambda *_: None, writes=("row_drafts", "row_counts"), triton=True, c=CKernel("store_drafts"))
+@operation(lambda *_: None, writes=("row_drafts", "row_counts"), triton=True, c=True)
 def store_drafts(rows: Longs, chain: StridedLongs, row_drafts: Longs, row_counts: StridedLongs) -> None:
     """Write chains [B, K] into row_drafts [R, K] and their numbers of drafts into row_counts [R]. rows [B]."""
     row_drafts.index_copy_(0, rows, chain)
@@ -111,7 +110,7 @@ def store_drafts(rows: Longs, chain: StridedLongs, row_drafts: Longs, row_counts
 _SELECTED = "drafts", "chain", "row_looked_up", "row_forced", "row_certain"
 
 
-@operation(empty_as, writes=_SELECTED, triton=True, c=CKernel("select_draft"))
+@operation(empty_as, writes=_SELECTED, triton=True, c=True)
 def select_draft(
     tokens: Longs,
     finite: Flags,

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import mask_upload
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.context import CaptureContext
 from stepgraph.graphs.grammar_lane import HEAD, RoundShape, mask_name
 from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, advance, fill_next, follow
 from stepgraph.sampling.grammar.status import HostColumn
+from stepgraph.sampling.kernels.operation import Ints, Longs, operation
 
 
 @dataclass(frozen=True)
@@ -82,4 +82,34 @@ class HostNodes:
         rows = (buffers.batch_host_rows if self.beside_device else buffers.batch_rows)[:size]
         with self.context.stage(f"place {name}"):
             for stage in stages_filled:
-                mask_upload.place_masks(buffers, rows, stage)
+                place_masks(buffers, rows, stage)
+
+
+@operation(lambda *_: None, writes=("row_tags", "row_masks", "batch_forced"), triton=True, c=True, mapped=True)
+def scatter_masks(
+    rows: Longs,
+    tags: Longs,
+    masks: Ints,
+    row_tags: Longs,
+    row_masks: Ints,
+    forced: Longs | None = None,
+    batch_forced: Longs | None = None,
+) -> None:
+    """Write masks and tags of host nodes into their rows, and forced tokens into the batch: one launch, and no copy before it.
+
+    rows [B]. In pinned memory: tags [B, TAG_FIELDS], tags[:, 2] is the position in the row; masks [B, words]; forced [B]. row_tags,
+    row_masks [R, positions, ...]; batch_forced: as forced.
+    """
+    tags, masks = (each.to(rows.device, non_blocking=True) for each in (tags, masks))
+    row_masks.index_put_((rows, tags[:, 2]), masks)
+    row_tags.index_put_((rows, tags[:, 2]), tags)
+    if forced is not None and batch_forced is not None:
+        batch_forced.copy_(forced, non_blocking=True)
+
+
+def place_masks(buffers: StaticBuffers, rows: Tensor, stage: int) -> None:
+    """Upload one stage of masks of `rows`; each tag holds the index among the row's K + 1 masks."""
+    b, size = buffers, len(rows)
+    forces = "forced_host" in buffers and stage < len(buffers.forced_host)
+    forced = (b.forced_host[stage, :size], b.batch_forced[stage, :size]) if forces else (None, None)
+    scatter_masks(rows, b.tags_host[stage, :size], b.masks_host[stage, :size], b.row_tags, b.row_masks, *forced)

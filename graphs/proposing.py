@@ -1,23 +1,32 @@
-"""Drafts without a model: the text that the device keeps for them, the call of a proposer inside a round, and n-gram look-up."""
+"""Drafts without a model: the text that the device keeps for them, the call of a proposer inside a round, n-gram look-up, and the end of
+a round that runs no draft model. The draft model processes the tokens of such rounds later, between rounds.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from stepgraph.graphs.batch import Batch
+from stepgraph.graphs import drafting
+from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.context import CaptureContext
+from stepgraph.graphs.grammar_lane import GrammarLane
+from stepgraph.graphs.graph_key import GraphKey
+from stepgraph.graphs.layers.slot_mapping import place_tokens
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model_call import check_shape
+from stepgraph.graphs.model import DraftModel, ModelPair
+from stepgraph.graphs.model_call import ModelInput, check_shape
 from stepgraph.graphs.proposer import History, Proposer
 from stepgraph.graphs.row_layout import REFUSED, Column
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.kernels import Emission
-from stepgraph.sampling.kernels.c_kernel import CKernel
-from stepgraph.sampling.kernels.operation import Dense, Flags, Ints, Longs, StridedLongs, empty_as, operation
+from stepgraph.sampling.kernels.operation import Contiguous, Dense, Flags, Ints, Longs, StridedLongs, empty_as, empty_of, operation
 
 ANCHOR = 8  # prompt tokens copied before a given text, so that the start of the output is found after the end of the prompt
 
@@ -40,7 +49,7 @@ def append_emission(buffers: StaticBuffers, batch: Batch, emission: Emission) ->
     append_tokens(batch.rows, emission.tokens, emission.emitted, batch.column(Column.LENGTH), buffers.row_text)
 
 
-@operation(lambda *_: None, writes=("row_text",), triton=True, c=CKernel("append_tokens"))
+@operation(lambda *_: None, writes=("row_text",), triton=True, c=True)
 def append_tokens(rows: Longs, tokens: Longs, emitted: Longs, length: StridedLongs, row_text: Ints) -> None:
     """Write the first `emitted` [B] of the tokens [B, Q] into row_text [R, width], from column length [B] on."""
     index = torch.arange(tokens.shape[1], device=tokens.device)
@@ -65,7 +74,7 @@ def mark_looked_up(buffers: StaticBuffers, after: Batch, sampled: bool) -> None:
         buffers.row_certain.index_fill_(0, after.rows, True)
 
 
-@operation(empty_as, writes=("row_forced",), triton=True, c=CKernel("choose_chain"))
+@operation(empty_as, writes=("row_forced",), triton=True, c=True)
 def choose_chain(
     proposed: Longs,
     finish: StridedLongs,
@@ -110,11 +119,7 @@ def check_drafts(drafts: Tensor, rows: int, count: int) -> None:
         raise ValueError(f"drafts of the proposer: got {drafts.dtype}, expected torch.int64")
 
 
-def _outputs(text: Tensor, length: Tensor, generated: Tensor, given_from: int, count: int, *_: int) -> Tensor:
-    return length.new_empty(len(text), count)
-
-
-@operation(_outputs, triton=True, c=CKernel("look_up"))
+@operation(lambda text, length, *numbers: empty_of((len(text), numbers[2]), length), triton=True, c=True)
 def look_up(text: Ints, length: StridedLongs, generated: StridedLongs, given_from: int, count: int, longest: int, shortest: int) -> Tensor:
     """[B, count] int64: chains of drafts as NgramLookup describes them, -1 without a match. text [B, T], length [B], generated [B] and
     given_from as in History; longest and shortest match."""
@@ -141,3 +146,84 @@ def _match_lengths(text: Tensor, length: Tensor, count: int) -> Tensor:
     windows = pad(text, (count, 0), value=-1).unfold(1, count, 1)[:, : text.shape[1]]  # [B, T, count], the tokens before a column
     after = torch.arange(count - 1, -1, -1, dtype=torch.int8, device=device)  # match length if this is the last unequal token
     return torch.where(windows == suffix[:, None], count, after).amin(2)
+
+
+@dataclass(frozen=True)
+class ProposedRound:
+    """The end of a round, after `accept`: its drafts are the chain of a proposer, or of the look-up beside the model, or none."""
+
+    buffers: StaticBuffers
+    context: CaptureContext
+    limits: Limits
+    models: ModelPair
+    key: GraphKey
+    grammar: GrammarLane | None  # if it fills the masks of drafts
+
+    def run(self, batch: Batch, emission: Emission, features: Tensor, after: Batch) -> None:
+        """Draft."""
+        buffers, count, proposer = self.buffers, self.limits.num_speculative_tokens, self.models.proposer or self.models.look_up
+        with self.context.stage("propose"):
+            if "row_skipped_tokens" in buffers:
+                kept, counts = (buffers.row_skipped_tokens, buffers.row_skipped_features), buffers.row_state[:, Column.SKIPPED]
+                keep_skipped(batch.rows, batch.column(Column.SKIPPED), emission.tokens, emission.emitted, features, *kept, counts)
+            if self.models.reads_text:
+                append_emission(buffers, batch, emission)
+            if not count:
+                buffers.row_drafts.index_fill_(0, batch.rows, -1)
+            elif proposer is not None:
+                drafting.store_chain(buffers, after, self._chain(after, proposer))
+                if not self.key.draft_model:
+                    mark_looked_up(buffers, after, self.key.sampled)
+
+    def _chain(self, after: Batch, proposer: Proposer) -> Tensor:
+        """[B, K] the proposer's chains, under a grammar their legal part and what it forces.
+
+        Grammars are followed on the main stream: nothing else is left to do before the next round needs the drafts.
+        """
+        buffers, grammar, count, size = self.buffers, self.grammar, self.limits.num_speculative_tokens, len(after.rows)
+        proposed = propose(buffers, after, proposer, self.limits)
+        if grammar is None:
+            return proposed
+        buffers.batch_drafts[:count, :size].copy_(proposed.T)
+        for source in grammar.sources:
+            source.rows(0, count - 1)
+        with self.context.stage("choose_drafts"):
+            mask = grammar.mask(after, 1, count)
+            forced = (buffers.batch_forced[:count, :size], buffers.row_forced) if "batch_forced" in buffers else (None, None)
+            columns = after.column(Column.FINISH), after.column(Column.DRAFT_LIMIT)
+            rules = mask.masks, mask.constrained, mask.status, *forced
+            return choose_chain(proposed, *columns, self.limits.num_tokens, after.rows, *rules)
+
+
+@operation(lambda *_: None, writes=("row_tokens", "row_features", "row_skipped"), triton=True)
+def keep_skipped(
+    rows: Contiguous,
+    skipped: Tensor,
+    tokens: Contiguous,
+    emitted: Contiguous,
+    features: Dense,
+    row_tokens: Tensor,
+    row_features: Tensor,
+    row_skipped: Tensor,
+) -> None:
+    """Write the tokens [B, Q] of a round and their features [B, Q, F] into their rows, after the `skipped` [B] tokens there: the input of
+    a draft model that does not run.
+
+    row_tokens [R, N], row_features [R, N, F]; row_skipped [R] becomes skipped + emitted [B]: the others are written again later. Inert
+    rows may have no room. rows [B]; all but features int64.
+    """
+    columns = skipped[:, None] + torch.arange(tokens.shape[1], device=skipped.device)
+    index = rows[:, None], columns.clamp(max=row_tokens.shape[1] - 1)
+    row_tokens.index_put_(index, tokens)
+    row_features.index_put_(index, features)
+    row_skipped.index_copy_(0, rows, skipped + emitted)
+
+
+def process_skipped(buffers: StaticBuffers, size: int, model: DraftModel, limits: Limits) -> None:
+    """Run the draft model over the skipped tokens of a batch. Between rounds, like a prompt."""
+    batch, tokens = read_batch(buffers, size), buffers.row_skipped_tokens
+    skipped = batch.column(Column.SKIPPED)
+    start, end, tables = batch.column(Column.LENGTH) - skipped, batch.column(Column.MAX_LENGTH), batch.block_tables
+    placed = place_tokens(tokens[batch.rows], start, end, tables, 0, limits.page_size, limits.max_length, batch.live, skipped)
+    model.forward(ModelInput(*placed, tables, limits.page_size, buffers.row_skipped_features[batch.rows]), buffers)
+    buffers.row_state[:, Column.SKIPPED].index_fill_(0, batch.rows, 0)

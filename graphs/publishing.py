@@ -10,7 +10,6 @@ from torch import Tensor
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.looping import end_round
 from stepgraph.graphs.round_specs import Counter
-from stepgraph.sampling.kernels.c_kernel import CKernel
 from stepgraph.sampling.kernels.operation import Float32s, Longs, operation
 
 
@@ -36,7 +35,7 @@ def publish(buffers: StaticBuffers, rows: Tensor) -> None:
 # On a GPU without Triton the references copy a ring to the device, and back.
 
 
-@operation(lambda *_: None, writes=("batch_rows",), triton=True, c=CKernel("take_batch"), mapped=True)
+@operation(lambda *_: None, writes=("batch_rows",), triton=True, c=True, mapped=True)
 def take_batch(number: Longs, ring: Longs, batch_rows: Longs) -> None:
     """Read the batch of a round from its slot of the ring.
 
@@ -46,7 +45,7 @@ def take_batch(number: Longs, ring: Longs, batch_rows: Longs) -> None:
     batch_rows.copy_(rows.index_select(0, number[:1] % len(ring))[0])
 
 
-@operation(lambda *_: None, writes=("published", "ring", "logprobs_ring"), triton=True, c=CKernel("publish_results"), mapped=True)
+@operation(lambda *_: None, writes=("published", "ring", "logprobs_ring"), triton=True, c=True, mapped=True)
 def publish_results(results: Longs, logprobs: Float32s, published: Longs, ring: Longs, logprobs_ring: Float32s) -> None:
     """Write the results of a round to the next slot of the rings, and count it.
 

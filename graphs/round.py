@@ -34,7 +34,7 @@ from stepgraph.graphs.graph_key import LONGEST, GraphKey
 from stepgraph.graphs.host_nodes import HostNodes
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
-from stepgraph.graphs.proposed_round import ProposedRound
+from stepgraph.graphs.proposing import ProposedRound
 from stepgraph.graphs.publishing import publish
 from stepgraph.sampling.grammar.automaton.grammar import SplitTensors, TokenTensors
 from stepgraph.sampling.grammar.link.protocol import HostLink

@@ -23,7 +23,6 @@ from stepgraph.graphs.sampled_stages import choose_sampled, record_output
 from stepgraph.sampling import kernels
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.kernels import Emission, GrammarMask
-from stepgraph.sampling.kernels.c_kernel import CKernel
 from stepgraph.sampling.kernels.operation import Flags, Longs, empty_as, operation
 
 
@@ -84,6 +83,9 @@ def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: G
     return Choice(tokens, finite, accepted, status)
 
 
+_WRITTEN = "row_state", "results"
+
+
 class Written(NamedTuple):
     """What write_emission makes of the rows."""
 
@@ -92,11 +94,7 @@ class Written(NamedTuple):
     state: Tensor  # [B, columns] int64, after the emission
 
 
-def _write_outputs(rows: Tensor, state: Tensor, *_: object) -> Written:
-    return Written(empty_as(rows), empty_as(rows), empty_as(state))
-
-
-@operation(_write_outputs, writes=("row_state", "results"), triton=True, c=CKernel("write_emission"))
+@operation(lambda row, state, *_: Written(empty_as(row), empty_as(row), empty_as(state)), writes=_WRITTEN, triton=True, c=True)
 def write_emission(
     rows: Longs,
     state: Longs,

@@ -27,8 +27,7 @@ from stepgraph.graphs.layers.product_choice import choose_products
 from stepgraph.graphs.limits import UNTIL_EVENT
 from stepgraph.graphs.model import ModelPair, TargetModel
 from stepgraph.graphs.prefill import Prompts, prompt_specs
-from stepgraph.graphs.proposed_round import process_skipped
-from stepgraph.graphs.proposing import text_specs
+from stepgraph.graphs.proposing import process_skipped, text_specs
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import (
     forced_specs,

@@ -245,7 +245,7 @@ def _dense_variants() -> list[Variant]:
 def _layer_variants() -> list[Variant]:
     """Adapters, experts; slots, angles, masks and drafts of a round."""
     from stepgraph.graphs.layers.triton import experts, lora, slot_mapping
-    from stepgraph.graphs.triton import drafting, looping, mask_upload, proposing, publishing, sampled_stages, skipped_tokens, stages
+    from stepgraph.graphs.triton import drafting, host_nodes, looping, proposing, publishing, sampled_stages, stages
 
     found = []
     for kind in ("bf16", "fp32"):
@@ -265,7 +265,7 @@ def _layer_variants() -> list[Variant]:
     types = [*["*i64"] * 5, *["i32"] * 4]
     found.append(_variant("shift_tile", slot_mapping.shift_tile, types, {"TILE": slot_mapping.SHIFT_TILE}, 1))
     types = ["*i64", *["*i64", "*i32"] * 2, "*i64", "*i64", "i32", "i32"]
-    found.append(_variant("scatter_row", mask_upload.scatter_row, types, {"TILE": mask_upload.MASK_TILE}, 4))
+    found.append(_variant("scatter_row", host_nodes.scatter_row, types, {"TILE": host_nodes.MASK_TILE}, 4))
     types = ["*i64", "*i1", "*i1", "*i64", "i32", *["*i64"] * 4, "*i32", "*i1", "*i64", *["*i1"] * 3, "*i64", *["i32"] * 6]
     found.append(_variant("select_row", drafting.select_row, types, {"WIDTH": 8}, 1))
     types = ["*i64", "*i64", "*i64", "i32", "*i64", "*i32", "*i1", "*i64", "*i64", "*i1", "*i64", *["i32"] * 11]
@@ -278,7 +278,7 @@ def _layer_variants() -> list[Variant]:
     found.append(_variant("write_row", stages.write_row, types, {"COLUMNS": 16, "POSITIONS": 16}, 1))
     found.append(_variant("count_row", sampled_stages.count_row, ["*i64", "*i64", "*i64", "*i32", "i32", "i32"], {"POSITIONS": 16}, 1))
     types = [*["*i64"] * 4, "*bf16", "*i64", "*bf16", "*i64", *["i32"] * 6]
-    found.append(_variant("keep_tile bf16", skipped_tokens.keep_tile, types, {"TILE": skipped_tokens.FEATURE_TILE}, 4))
+    found.append(_variant("keep_tile bf16", proposing.keep_tile, types, {"TILE": proposing.FEATURE_TILE}, 4))
     found.append(_variant("take_rows", publishing.take_rows, [*["*i64"] * 3, *["i32"] * 3], {"ROWS": 64}, 1))
     types = ["*i64", "*fp32", "*i64", "*i64", "*fp32", *["i32"] * 5]
     found.append(_variant("publish_round", publishing.publish_round, types, {"TILE": publishing.TILE}, 4))

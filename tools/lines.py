@@ -160,7 +160,6 @@ DECODE_RING = (
     "graphs/model_call.py",
     "graphs/context.py",
     "graphs/cuda/launcher.py",
-    "graphs/cuda/events.py",
     "graphs/cuda/context.py",
     "graphs/cuda/driver.py",
     "graphs/attention/paged.py",

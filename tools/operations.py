@@ -35,7 +35,7 @@ the library, Triton on a GPU where it can launch, FlashInfer where it was chosen
 def load_all() -> None:
     """Import every module that declares an operation."""
     for path in sorted((*(ROOT / "sampling/kernels").glob("*.py"), *(ROOT / "graphs").rglob("*.py"))):
-        if "import CKernel" in (text := path.read_text(encoding="utf-8")) or "@operation(" in text:
+        if "operation(" in path.read_text(encoding="utf-8"):
             importlib.import_module(".".join(("stepgraph", *path.relative_to(ROOT).with_suffix("").parts)))
 
 
@@ -54,9 +54,9 @@ def _torch(found: Operation[..., Any]) -> str:
 
 def _c(found: Operation[..., Any]) -> str:
     """The source of its kernel; AssertionError if there is none."""
-    if found.c is None:
+    if not found.c:
         return ""
-    sources = [path for folder in C_SOURCES for path in (ROOT / folder).glob("*.c") if f"int stepgraph_{found.c.name}(" in path.read_text()]
+    sources = [path for folder in C_SOURCES for path in (ROOT / folder).glob("*.c") if f"int stepgraph_{found.c}(" in path.read_text()]
     assert len(sources) == 1, f"{found.name}: its kernel is in {len(sources)} sources"
     return _link(sources[0])
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from stepgraph.graphs.attention.float8 import C_HEAD_SIZE, ENTRIES, in_c
 from stepgraph.graphs.attention.reference import reference_attention
 from stepgraph.graphs.model_call import Attend, ModelInput
-from stepgraph.sampling.kernels.c_kernel import CKernel, same_float_type
+from stepgraph.sampling.kernels.c_kernel import same_float_type
 from stepgraph.sampling.kernels.operation import empty_as, operation
 
 HEAD_SIZES = (64, 96, 128, 192, 256)  # that the Triton program was checked for; the reference takes any
@@ -62,7 +62,8 @@ paged_attention = operation(
     empty_as,
     name="paged_attention",
     triton="stepgraph.graphs.attention.triton.paged",
-    c=CKernel("attention", _in_c),
+    c="attention",
+    takes=_in_c,
     flashinfer="stepgraph.graphs.attention.flashinfer",
 )(reference_attention.reference)
 

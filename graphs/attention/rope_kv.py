@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.attention.float8 import C_HEAD_SIZE, ENTRIES, in_c, to_entries
-from stepgraph.sampling.kernels.c_kernel import FLOATS, CKernel
+from stepgraph.sampling.kernels.c_kernel import FLOATS
 from stepgraph.sampling.kernels.operation import Contiguous, Longs, empty_as, operation
 
 
@@ -42,7 +42,7 @@ def _in_c(query: Tensor, key: Tensor, value: Tensor, cosines: Tensor, sines: Ten
     return query.shape[2] <= C_HEAD_SIZE and in_c(query, cosines, sines, keys=keys, values=values)
 
 
-@operation(_outputs, writes=("keys", "values"), triton=True, c=CKernel("rope_and_write_kv", _in_c))
+@operation(_outputs, writes=("keys", "values"), triton=True, c=True, takes=_in_c)
 def rope_and_write_kv(
     query: Packed, key: Packed, value: Packed, cosines: Contiguous, sines: Contiguous, slots: Longs, keys: Contiguous, values: Contiguous
 ) -> Tensor:

@@ -1,4 +1,4 @@
-"""CUDA driver calls that torch does not expose, and the C side of host nodes.
+"""CUDA driver calls that torch does not expose, and events for reuse.
 
 Calls go through ctypes, which releases the GIL. The driver may hold a lock while a Python host node waits for the GIL, so a
 thread that called the driver with the GIL held could deadlock.
@@ -6,10 +6,13 @@ thread that called the driver with the GIL held could deadlock.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Mapping
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from typing import Any
+
+import torch
 
 from stepgraph.graphs.cuda.driver_calls import SIGNATURES, declared
 
@@ -63,3 +66,32 @@ class Driver:
         self.cuStreamGetCaptureInfo_v2(stream, byref(status), None, byref(graph), None, None)
         self.cuGraphGetNodes(graph.value, None, byref(count))
         return count.value
+
+
+class EventPool:
+    """CUDA events by their handles."""
+
+    def __init__(self, device: torch.device, driver: Driver) -> None:
+        self._device, self._driver = device, driver
+        self._spare: list[int] = []
+        self._released = False
+
+    def take(self) -> int:
+        if self._spare:
+            return self._spare.pop()
+        with torch.cuda.device(self._device):
+            return self._driver.event_create()
+
+    def give(self, event: int) -> None:
+        """Return an event for reuse. From any thread."""
+        if self._released:
+            with contextlib.suppress(RuntimeError):
+                self._driver.cuEventDestroy_v2(event)
+        else:
+            self._spare.append(event)
+
+    def release(self) -> None:
+        """Destroy the spare events, and each event that is given back later."""
+        self._released = True
+        while self._spare:
+            self.give(self._spare.pop())

@@ -8,8 +8,7 @@ import functools
 import torch
 
 from stepgraph.graphs.context import MAIN
-from stepgraph.graphs.cuda.driver import Driver
-from stepgraph.graphs.cuda.events import EventPool
+from stepgraph.graphs.cuda.driver import Driver, EventPool
 from stepgraph.graphs.cuda.recorder import Recording
 from stepgraph.sampling.cuda_graphs import CaptureStreams, GraphPool, Streams, driver_library
 

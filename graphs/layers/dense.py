@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from stepgraph.graphs.layers.quantised import quantised_product, quantised_rows
 from stepgraph.graphs.layers.reference import matrix_product, sigmoid
-from stepgraph.sampling.kernels.c_kernel import CKernel, same_float_type
-from stepgraph.sampling.kernels.operation import ContiguousFloats, empty_as, operation
+from stepgraph.sampling.kernels.c_kernel import same_float_type
+from stepgraph.sampling.kernels.operation import ContiguousFloats, empty_as, empty_of, operation
 
 
 def _product_in_c(states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -22,11 +22,7 @@ def _product_in_c(states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return dense and same_float_type(states, *others)
 
 
-def _product_outputs(states: Tensor, weight: Tensor, *_: object) -> Tensor:
-    return states.new_empty(len(states), len(weight))
-
-
-@operation(_product_outputs, triton=True, c=CKernel("product", _product_in_c))
+@operation(lambda states, weight, *_: empty_of((len(states), len(weight)), states), triton=True, c=True, takes=_product_in_c)
 def product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """[N, in] by [out, in] -> [N, out], plus `bias`. On the CPU a row has the same bits in any batch; on a GPU the program for a vocabulary
     has that property, cuBLAS for other products has not."""
@@ -49,7 +45,7 @@ def _norm_in_c(states: Tensor, weight: Tensor, *_: float) -> bool:
     return packed and weight.is_contiguous() and same_float_type(states, weight)
 
 
-@operation(empty_as, triton=True, c=CKernel("rms_norm", _norm_in_c))
+@operation(empty_as, triton=True, c=True, takes=_norm_in_c)
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
     """Scale the last dimension to a mean square of one, in float32, then multiply by `weight`; with an offset in float32, by both added."""
     wide = states.float()
@@ -62,15 +58,11 @@ class Residual(NamedTuple):
     normed: Tensor
 
 
-def _add_norm_outputs(states: Tensor, *_: object) -> Residual:
-    return Residual(empty_as(states), empty_as(states))
-
-
 def _add_norm_in_c(states: Tensor, update: Tensor, *_: object) -> bool:
     return states.shape == update.shape and states.dim() == 2
 
 
-@operation(_add_norm_outputs, triton=True, c=CKernel("add_rms_norm", _add_norm_in_c))
+@operation(lambda states, *_: Residual(empty_as(states), empty_as(states)), triton=True, c=True, takes=_add_norm_in_c)
 def add_rms_norm(
     states: ContiguousFloats, update: ContiguousFloats, weight: ContiguousFloats, epsilon: float, offset: float = 0.0
 ) -> Residual:
@@ -91,7 +83,7 @@ def _activated_outputs(pairs: Tensor, activation: int) -> Tensor:
     return pairs.new_empty(*pairs.shape[:-1], pairs.shape[-1] // 2)
 
 
-@operation(_activated_outputs, triton=True, c=CKernel("activate_and_mul", lambda pairs, _: 2 <= pairs.dim() <= 4))
+@operation(_activated_outputs, triton=True, c=True, takes=lambda pairs, _: 2 <= pairs.dim() <= 4)
 def activate_and_mul(pairs: ContiguousFloats, activation: int = Activation.SILU) -> Tensor:
     """An Activation of the first half of the last dimension, times the second half; LIMITED: limited, and plus one."""
     gate, up = pairs.chunk(2, -1)

@@ -13,8 +13,8 @@ from torch import Tensor
 from stepgraph.graphs.layers.dense import product
 from stepgraph.graphs.layers.quantised import TILE, is_packed, quantised_product
 from stepgraph.graphs.layers.reference import sigmoid
-from stepgraph.sampling.kernels.c_kernel import CKernel, is_contiguous
-from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, Float32s, Longs, operation
+from stepgraph.sampling.kernels.c_kernel import is_contiguous
+from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, Float32s, Longs, empty_of, operation
 
 _MOST_EXPERTS, _MOST_BYTES = 1024, 1 << 17  # of a row of states; as in experts.c
 
@@ -28,7 +28,7 @@ def _choice_in_c(logits: Tensor, *_: object) -> bool:
     return logits.shape[1] <= _MOST_EXPERTS
 
 
-@operation(_choice_outputs, triton=True, c=CKernel("choose_experts", _choice_in_c))
+@operation(_choice_outputs, triton=True, c=True, takes=_choice_in_c)
 def choose_experts(logits: ContiguousFloats, count: int, normalised: bool) -> tuple[Tensor, Tensor]:
     """The most probable experts of each token by logits [N, experts], and their probabilities, [N, count] each; of equal ones the first.
 
@@ -44,7 +44,7 @@ def _grouped_outputs(logits: Tensor, correction: Tensor, count: int, *_: object)
     return _choice_outputs(logits, count, True)
 
 
-@operation(_grouped_outputs, triton=True, c=CKernel("choose_grouped_experts", _choice_in_c))
+@operation(_grouped_outputs, triton=True, c=True, takes=_choice_in_c)
 def choose_grouped_experts(
     logits: Float32s, correction: Float32s, count: int, groups: int, groups_taken: int, normalised: bool, factor: float
 ) -> tuple[Tensor, Tensor]:
@@ -74,7 +74,7 @@ def _product_in_c(states: Tensor, experts: Tensor, weights: Tensor, *_: object) 
     return fits and states.shape[1] * states.element_size() <= _MOST_BYTES
 
 
-@operation(_product_outputs, triton=True, c=CKernel("expert_product", _product_in_c))
+@operation(_product_outputs, triton=True, c=True, takes=_product_in_c)
 def expert_product(
     states: DenseFloats, experts: Longs, weights: Tensor, num_experts: int, biases: ContiguousFloats | None = None
 ) -> Tensor:
@@ -86,7 +86,7 @@ def expert_product(
     return _products(product.reference, states, experts, weights, num_experts, biases)
 
 
-@operation(_product_outputs, triton=True, c=CKernel("quantised_expert_product", _product_in_c))
+@operation(_product_outputs, triton=True, c=True, takes=_product_in_c)
 def quantised_expert_product(
     states: DenseFloats, experts: Longs, weights: Tensor, num_experts: int, biases: ContiguousFloats | None = None
 ) -> Tensor:
@@ -111,11 +111,7 @@ def expert_linear(states: Tensor, experts: Tensor, weights: Tensor, num_experts:
     return run(states, experts, weights, num_experts, biases)
 
 
-def _combined_outputs(parts: Tensor, shares: Tensor) -> Tensor:
-    return parts.new_empty(len(shares), parts.shape[1])
-
-
-@operation(_combined_outputs, triton=True, c=CKernel("combine_experts"))
+@operation(lambda parts, shares: empty_of((len(shares), parts.shape[1]), parts), triton=True, c=True)
 def combine_experts(parts: ContiguousFloats, shares: Float32s) -> Tensor:
     """Sums of parts [N * count, size] by shares [N, count], in float32: [N, size]."""
     scaled = parts.float().view(*shares.shape, -1) * shares[..., None]

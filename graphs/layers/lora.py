@@ -17,8 +17,7 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.reference import LEAST_ROWS
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import ModelInput
-from stepgraph.sampling.kernels.c_kernel import CKernel
-from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, StridedLongs, operation
+from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, StridedLongs, empty_of, operation
 
 Adapted = Callable[[str, Tensor, Tensor], Tensor]  # the name of a weight, its input and its product -> the result
 
@@ -49,11 +48,7 @@ def lora_specs(weights: Mapping[str, LoraWeight], limits: Limits, dtype: torch.d
         yield BufferSpec(f"{name}_up", (slots, *weight.up_shape(rank)), dtype)
 
 
-def _slot_product_outputs(states: Tensor, slots: Tensor, weights: Tensor, *_: object) -> Tensor:
-    return states.new_empty(len(states), weights.shape[1])
-
-
-@operation(_slot_product_outputs, triton=True, c=CKernel("slot_product"))
+@operation(lambda states, _, weights, *__: empty_of((len(states), weights.shape[1]), states), triton=True, c=True)
 def slot_product(states: DenseFloats, slots: StridedLongs, weights: ContiguousFloats, base: ContiguousFloats | None = None) -> Tensor:
     """Products with one of several weights: [N, in] by [slots, out, in] -> [N, out], plus `base` [N, out].
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from stepgraph.graphs.layers.huge_pages import empty_in_huge_pages
 from stepgraph.graphs.layers.reference import matrix_product
-from stepgraph.sampling.kernels.c_kernel import FLOATS, CKernel, is_contiguous
-from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, Longs, operation
+from stepgraph.sampling.kernels.c_kernel import FLOATS, is_contiguous
+from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, Longs, empty_of, operation
 
 TILE = 16  # columns
 _MOST_BLOCKS = 1024  # as in quantised.h
@@ -162,11 +162,11 @@ def is_packed(weight: Tensor) -> bool:
     return is_contiguous(torch.uint8, weight) and weight.shape[1] * kind_of(weight).together <= _MOST_BLOCKS
 
 
-def _product_outputs(states: Tensor, weight: Tensor, *_: object) -> Tensor:
-    return states.new_empty(len(states), len(weight) * TILE)
+def _product_in_c(states: Tensor, weight: Tensor, *_: object) -> bool:
+    return states.dim() == 2 and is_packed(weight)
 
 
-@operation(_product_outputs, triton=True, c=CKernel("quantised_product", lambda *given: given[0].dim() == 2 and is_packed(given[1])))
+@operation(lambda states, weight, *_: empty_of((len(states), len(weight) * TILE), states), triton=True, c=True, takes=_product_in_c)
 def quantised_product(states: DenseFloats, weight: Tensor, bias: ContiguousFloats | None = None) -> Tensor:
     """`product` with packed weights, in float32. On the CPU a row has the same bits in any batch."""
     return matrix_product(states.float(), unpack(weight), None if bias is None else bias.float()).to(states.dtype)
@@ -176,7 +176,7 @@ def _rows_outputs(indices: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor
     return torch.empty(len(indices), inner_size(weight), dtype=dtype, device=indices.device)
 
 
-@operation(_rows_outputs, triton=True, c=CKernel("quantised_rows", lambda *given: is_packed(given[1]) and given[2] in FLOATS))
+@operation(_rows_outputs, triton=True, c=True, takes=lambda *given: is_packed(given[1]) and given[2] in FLOATS)
 def quantised_rows(indices: Longs, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows [N, in] of packed weights: an embedding."""
     tiles = weight[indices // TILE]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.kernels.c_kernel import FLOATS, CKernel
+from stepgraph.sampling.kernels.c_kernel import FLOATS
 from stepgraph.sampling.kernels.operation import Flags, Float32s, Longs, StridedLongs, empty_as, operation
 
 
@@ -22,11 +22,7 @@ class Placed(NamedTuple):
     slots: Tensor
 
 
-def _place_outputs(tokens: Tensor, *_: object) -> Placed:
-    return Placed(*(empty_as(tokens) for _ in range(3)))
-
-
-@operation(_place_outputs, triton=True, c=CKernel("place_tokens"))
+@operation(lambda tokens, *_: Placed(empty_as(tokens), empty_as(tokens), empty_as(tokens)), triton=True, c=True)
 def place_tokens(
     tokens: Longs,
     length: StridedLongs,
@@ -53,11 +49,7 @@ def place_tokens(
     return Placed(tokens.clamp(min=0), positions, slots)
 
 
-def _shift_outputs(positions: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return empty_as(positions), empty_as(positions)
-
-
-@operation(_shift_outputs, triton=True, c=CKernel("shift_entries"))
+@operation(lambda positions, *_: (empty_as(positions), empty_as(positions)), triton=True, c=True)
 def shift_entries(positions: Longs, slots: Longs, tables: Longs, page_size: int, by: int) -> tuple[Tensor, Tensor]:
     """Positions `by` earlier, and their slots, [B, Q] each. The first `by` entries are inert."""
     used = (slots >= page_size) & (positions >= by)
@@ -70,7 +62,7 @@ def _angles_outputs(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, 
     return cosines, sines
 
 
-@operation(_angles_outputs, triton=True, c=CKernel("rope_angles", lambda *given: given[2] in FLOATS))
+@operation(_angles_outputs, triton=True, c=True, takes=lambda *given: given[2] in FLOATS)
 def rope_angles(positions: Longs, frequencies: Float32s, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
     """Cosines and sines, times `factor`, for `rotate`: positions [N] -> two of [N, 1, size]; frequencies [size / 2] float32."""
     angles = positions[:, None, None].float() * frequencies

@@ -1,4 +1,4 @@
-"""The Triton programs of look_up, append_tokens and choose_chain: one instance per row."""
+"""The Triton programs of look_up, append_tokens and choose_chain, one instance per row, and of keep_skipped."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ _RUNNING = tl.constexpr(int(FinishCode.RUNNING))
 _OK = tl.constexpr(int(MaskStatus.OK))
 _BITS = tl.constexpr(BITS_PER_WORD)
 _REFUSED = tl.constexpr(row_layout.REFUSED)
-
-
 SEARCHED = 512  # columns of a text at a time
+FEATURE_TILE = 1024
 
 
 @triton.jit
@@ -148,4 +147,52 @@ def choose_chain(*arguments: Any) -> None:
         0 if forced is None else forced.stride(0),
         *((0, 0) if row_forced is None else row_forced.stride()),
         num_warps=1,
+    )
+
+
+@triton.jit
+def keep_tile(
+    rows,  # [B] int64
+    skipped,  # [B]
+    tokens,  # [B, Q]
+    emitted,  # [B]
+    features,  # [B, Q, width]
+    row_tokens,  # [R, room]
+    row_features,  # [R, room, width]
+    row_skipped,  # [R]
+    room,
+    width,
+    skipped_step,
+    features_row_stride,
+    features_position_stride,
+    row_step,
+    TILE: tl.constexpr,
+):
+    """One token and tile of its features."""
+    place, position, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    row, before = tl.load(rows + place), tl.load(skipped + place * skipped_step)
+    column = row * room + before + position
+    if before + position < room:
+        index = part * TILE + tl.arange(0, TILE)
+        source = features + place * features_row_stride + position.to(tl.int64) * features_position_stride
+        values = tl.load(source + index, mask=index < width)
+        tl.store(row_features + column * width + index, values, mask=index < width)
+        if part == 0:
+            tl.store(row_tokens + column, tl.load(tokens + place * tl.num_programs(1) + position))
+    if (position == 0) & (part == 0):
+        tl.store(row_skipped + row * row_step, before + tl.load(emitted + place))
+
+
+def keep_skipped(*tensors: Tensor) -> None:
+    _, skipped, _, _, features, row_tokens, _, row_skipped = tensors
+    batch, positions, width = features.shape
+    keep_tile[(batch, positions, triton.cdiv(width, FEATURE_TILE))](
+        *tensors,
+        row_tokens.shape[1],
+        width,
+        skipped.stride(0),
+        *features.stride()[:2],
+        row_skipped.stride(0),
+        TILE=FEATURE_TILE,
+        num_warps=4,
     )

@@ -11,7 +11,6 @@ from torch import Tensor
 from stepgraph.sampling.grammar.automaton.library import Field
 from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES
 from stepgraph.sampling.grammar.status import TAG_FIELDS
-from stepgraph.sampling.kernels.c_kernel import CKernel
 from stepgraph.sampling.kernels.operation import Contiguous, Ints, Longs, StridedLongs, operation
 
 MAX_PUSHES, MAX_SYMBOLS = 4, 1 << 16  # of an image: a Triton program keeps the symbols that a token pushes in one register
@@ -49,7 +48,7 @@ def _outputs(state: Tensor, images: Tensor, rows: Tensor, drafts: Tensor, *other
     _outputs,
     writes=("row_places", "row_stacks", "row_masks", "row_tags", "batch_status", "row_forced_text", "batch_forced"),
     triton=True,
-    c=CKernel("advance_fill"),
+    c=True,
 )
 def advance_fill(
     state: StridedLongs,

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.kernels.c_kernel import CKernel
 from stepgraph.sampling.kernels.operation import Dense, DenseFloats, Float32s, Ints, Longs, operation
 from stepgraph.sampling.sampler import ALL, Columns, Param
 
@@ -16,7 +15,7 @@ def _c_supports(*given: Tensor) -> bool:
     return given[3].shape[1] == Param.TOP_LOGPROBS + 1
 
 
-@operation(lambda *_: None, writes=("ids_ring", "values_ring"), triton=True, c=CKernel("top_logprobs", _c_supports), mapped=True)
+@operation(lambda *_: None, writes=("ids_ring", "values_ring"), triton=True, c=True, takes=_c_supports, mapped=True)
 def top_logprobs(
     logits: DenseFloats, probs: Dense, rows: Longs, params: Float32s, published: Longs, ids_ring: Ints, values_ring: Float32s
 ) -> None:

@@ -1,4 +1,4 @@
-"""Kernels of the C library: which arguments they support, and calls with arguments that are packed once."""
+"""Kernels of the C library: types that they compute with, and calls with arguments that are packed once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +17,6 @@ NONE = bytes(ARGUMENT.size)
 _CALL = struct.Struct("=QQ")  # a kernel and its arguments, as `packed_call` in chain.c
 FLOATS = (torch.float32, torch.bfloat16)
 Run = Callable[[], object]
-
-
-class CKernel(NamedTuple):
-    """A kernel in the C library, and which arguments it supports besides the forms of the signature: others run as the reference."""
-
-    name: str  # without the prefix stepgraph_
-    supports: Callable[..., bool] = lambda *_: True  # of the inputs; outputs must be contiguous
 
 
 class PackedCall(functools.partial[int]):

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from stepgraph.sampling import acceptance
 from stepgraph.sampling.grammar.status import TAG_FIELDS
-from stepgraph.sampling.kernels.c_kernel import CKernel
 from stepgraph.sampling.kernels.operation import Dense, Flags, Longs, StridedLongs, operation
 
 
@@ -35,7 +34,7 @@ def _status_outputs(tags: Tensor, owner: Tensor, *_: object) -> MaskCheck:
     return MaskCheck(status, torch.empty(len(owner), dtype=torch.bool, device=tags.device))
 
 
-@operation(_status_outputs, triton=True, c=CKernel("mask_status"))
+@operation(_status_outputs, triton=True, c=True)
 def mask_status(
     tags: Dense, owner: StridedLongs, generated: StridedLongs, constrained: StridedLongs, first: int = 0, rows: Longs | None = None
 ) -> MaskCheck:
@@ -52,7 +51,7 @@ def _outputs(sampled: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return emitted, accepted, finish
 
 
-@operation(_outputs, triton=True, c=CKernel("chain_accept"))
+@operation(_outputs, triton=True, c=True)
 def chain_accept(
     sampled: Longs,
     finite: Flags,

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import BITS_PER_WORD
-from stepgraph.sampling.kernels.c_kernel import CKernel
 from stepgraph.sampling.kernels.operation import Dense, DenseFloats, Flags, Longs, operation
 
 
@@ -46,7 +45,7 @@ def _c_supports(
     return masks.dtype is torch.int32 and covered and fits
 
 
-@operation(_argmax_outputs, triton=True, c=CKernel("masked_argmax", _c_supports))
+@operation(_argmax_outputs, triton=True, c=True, takes=_c_supports)
 def masked_argmax(
     logits: DenseFloats,
     masks: Dense | None,

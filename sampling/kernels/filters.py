@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling import rng, sampler
-from stepgraph.sampling.kernels.c_kernel import CKernel
 from stepgraph.sampling.kernels.filter_choice import FLASHINFER, filter_module
 from stepgraph.sampling.kernels.operation import Dense, DenseFloats, Longs, operation
 from stepgraph.sampling.sampler import Columns
@@ -19,7 +18,7 @@ def _race_outputs(weights: Tensor, *_: object) -> Tensor:
     return torch.empty(weights.shape[0], dtype=torch.int64, device=weights.device)
 
 
-@operation(_race_outputs, triton=True, c=CKernel("race"))
+@operation(_race_outputs, triton=True, c=True)
 def race(weights: Dense, seed: Longs, position: Longs, purpose: int) -> Tensor:
     """sampler.race with the noise rng.exponential(seed, position, purpose, token), which is never stored.
 
@@ -45,9 +44,7 @@ def _distribution_outputs(logits: Tensor, params: Tensor) -> Tensor:
     return torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
 
 
-@operation(
-    _distribution_outputs, triton=filter_module, flashinfer=FLASHINFER, c=CKernel("distribution", lambda logits, _: logits.shape[-1] > 0)
-)
+@operation(_distribution_outputs, triton=filter_module, flashinfer=FLASHINFER, c=True, takes=lambda logits, _: logits.shape[-1] > 0)
 def distribution(logits: DenseFloats, params: Dense) -> Tensor:
     """sampler.distribution of logits [B, Q, V], of any float type, and params [B, 4 or more] float32 -> [B, Q, V] float32."""
     return sampler.distribution(logits, params)
@@ -69,7 +66,7 @@ def _c_draws(logits: Tensor, params: Tensor, *others: Any) -> bool:
     return logits.shape[-1] > 0 and (ids is None or bool((ids[:1] >= 0).all() and (ids.diff() > 0).all()))  # scattered in place
 
 
-@operation(_draw_outputs, writes=("row_probs",), triton=filter_module, flashinfer=FLASHINFER, c=CKernel("draw", _c_draws))
+@operation(_draw_outputs, writes=("row_probs",), triton=filter_module, flashinfer=FLASHINFER, c=True, takes=_c_draws)
 def draw(
     logits: DenseFloats,
     params: Dense,

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 
 from stepgraph.sampling import native
 from stepgraph.sampling.kernels import triton as programs
-from stepgraph.sampling.kernels.c_kernel import FLOATS, CKernel, PackedCall, Run, pack_argument
+from stepgraph.sampling.kernels.c_kernel import FLOATS, PackedCall, Run, pack_argument
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,6 +57,11 @@ def empty_as(tensor: Tensor, *_: object) -> Tensor:
     return tensor.new_empty(tensor.shape)  # empty_like would be followed by a detach, recorded like any operation
 
 
+def empty_of(shape: Sequence[int], like: Tensor) -> Tensor:
+    """An output of another shape."""
+    return like.new_empty(shape)
+
+
 class Operation(Generic[P, R]):
     """A device operation. Calling it allocates the outputs, runs `out` on inputs and outputs, and returns the outputs."""
 
@@ -67,15 +72,17 @@ class Operation(Generic[P, R]):
         name: str,
         writes: Sequence[str],
         triton: bool | str | Callable[[torch.device], str],
-        c: CKernel | None,
+        c: bool | str,
+        takes: Callable[..., bool],
         flashinfer: str,
         mapped: bool,
     ) -> None:
         functools.update_wrapper(self, reference)
         parameters, hints = inspect.signature(reference).parameters, typing.get_type_hints(reference, include_extras=True)
         package, _, module = reference.__module__.rpartition(".")
-        self.reference, self.c, self.flashinfer, self.mapped = reference, c, flashinfer, mapped
+        self.reference, self.flashinfer, self.mapped = reference, flashinfer, mapped
         self.name = name or reference.__name__
+        self.c, self._takes = c if isinstance(c, str) else self.name if c else "", takes  # the kernel without the prefix stepgraph_
         # the module of the program, which has the name of the operation
         self.triton = triton if isinstance(triton, str) else f"{package}.triton.{module}" if triton else ""
         self._module = triton if callable(triton) else lambda device: "" if programs.why_no_triton(device) else self.triton
@@ -95,7 +102,7 @@ class Operation(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         given: tuple[Any, ...] = args if len(args) == len(self._names) else self._complete(args, kwargs)
-        in_c = self.c is not None and given[0].is_cpu and not native.why_not()
+        in_c = self.c and given[0].is_cpu and not native.why_not()
         if (not self.triton and not in_c) or _needs_gradient(given):
             return self.reference(*given)  # type: ignore[call-arg]
         with torch._C.DisableTorchFunction():  # a mode sees what passes the dispatcher
@@ -111,7 +118,7 @@ class Operation(Generic[P, R]):
 
     def prepare(self, *arguments: Any) -> Run | None:
         """A call in C that repeats `out` in the memory of its arguments; None where the reference has to run."""
-        function = native.kernel(self.c.name) if self.c is not None and arguments[0].is_cpu else None
+        function = native.kernel(self.c) if self.c and arguments[0].is_cpu else None
         if function is None or not self._fits_c(arguments[: len(self._names)]):
             return None
         if not all([output.is_contiguous() for output in self.outputs_in(arguments)]):
@@ -143,7 +150,7 @@ class Operation(Generic[P, R]):
                 number = number or value.dtype
                 if value.dtype is not number:
                     return False
-        return self.c is not None and self.c.supports(*inputs)
+        return self.c != "" and self._takes(*inputs)
 
     def _complete(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         values = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
@@ -173,7 +180,8 @@ def operation(
     name: str = "",
     writes: Sequence[str] = (),
     triton: bool | str | Callable[[torch.device], str] = False,
-    c: CKernel | None = None,
+    c: bool | str = False,
+    takes: Callable[..., bool] = lambda *_: True,
     flashinfer: str = "",
     mapped: bool = False,
 ) -> Callable[[Callable[P, R]], Operation[P, R]]:
@@ -182,10 +190,11 @@ def operation(
     outputs: checks the inputs and allocates what the reference returns. writes: inputs that it changes.
     triton: there is a program of the same name in PACKAGE/triton/MODULE.py; or the module that it is in; or a function that gives, for a
     device, that module, empty for the reference. flashinfer: the module that uses FlashInfer instead, where it was chosen.
+    c: there is a kernel of the same name in the C library; or its name. takes: which inputs it takes, besides what their forms say.
     mapped: the device accesses pinned arguments in host memory.
     Without a program and without C for its arguments, a call is a call of the reference.
     """
-    return lambda reference: Operation(reference, outputs, name, writes, triton, c, flashinfer, mapped)
+    return lambda reference: Operation(reference, outputs, name, writes, triton, c, takes, flashinfer, mapped)
 
 
 def _needs_gradient(inputs: Sequence[Any]) -> bool:

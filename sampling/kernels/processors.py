@@ -14,7 +14,6 @@ from torch import Tensor
 
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
-from stepgraph.sampling.kernels.c_kernel import CKernel
 from stepgraph.sampling.kernels.choice import GrammarMask
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, DenseFloats, Flags, Float32s, Ints, Longs, StridedLongs, operation
 from stepgraph.sampling.sampler import ALL, Columns, Param
@@ -80,7 +79,7 @@ def _c_supports(logits: Tensor, *others: Any) -> bool:
     return logits.shape[2] > 0 and others[13].shape[1] <= MOST_BEFORE
 
 
-@operation(_process_outputs, triton=True, c=CKernel("process_logits", _c_supports))
+@operation(_process_outputs, triton=True, c=True, takes=_c_supports)
 def process_logits(
     logits: DenseFloats,
     masks: Dense | None,

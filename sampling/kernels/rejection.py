@@ -9,7 +9,6 @@ from torch import Tensor
 
 from stepgraph.sampling import rng, sampler
 from stepgraph.sampling.acceptance import may_accept
-from stepgraph.sampling.kernels.c_kernel import CKernel
 from stepgraph.sampling.kernels.operation import Dense, Flags, Longs, operation
 from stepgraph.sampling.sampler import Columns
 
@@ -26,7 +25,7 @@ def _outputs(
     return tokens, torch.empty(batch, dtype=torch.int64, device=target_probs.device)
 
 
-@operation(_outputs, triton=True, c=CKernel("reject_sample"))
+@operation(_outputs, triton=True, c=True)
 def reject_sample(
     target_probs: Dense,
     draft_probs: Dense,

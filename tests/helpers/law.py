@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import Limits, StaticBuffers, drafting, mask_upload, stages
+from stepgraph.graphs import Limits, StaticBuffers, drafting, host_nodes, stages
 from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
@@ -216,7 +216,7 @@ class Law:
         masks = self.packed[batch.column(Column.LENGTH) - 1 + index, previous.clamp(min=0)]
         status = torch.where(legal, int(MaskStatus.OK), int(MaskStatus.ILLEGAL))
         tags = torch.stack([batch.column(Column.OWNER), batch.column(Column.GENERATED), torch.full_like(status, index), status], 1)
-        mask_upload.scatter_masks(b.batch_rows[:size], tags, masks, b.row_tags, b.row_masks)
+        host_nodes.scatter_masks(b.batch_rows[:size], tags, masks, b.row_tags, b.row_masks)
 
     def tally(self, rounds: int) -> HistogramBuilder:
         """Count the results of at least `rounds` rounds of every setting."""

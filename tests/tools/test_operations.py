@@ -21,7 +21,7 @@ def test_every_operation_has_a_row_and_every_kernel_in_c_an_operation() -> None:
     sources = [path.read_text() for folder in operations.C_SOURCES for path in (operations.ROOT / folder).glob("*.c")]
     exported = {name for text in sources for name in re.findall(r"int stepgraph_(\w+)\(const argument", text)}
     of_replays = {"small_operation", "run_kernels"}  # replays call them: for operations of torch, and for several kernels
-    assert exported == {found.c.name for found in OPERATIONS.values() if found.c} | of_replays
+    assert exported == {found.c for found in OPERATIONS.values() if found.c} | of_replays
 
 
 def test_a_missing_program_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

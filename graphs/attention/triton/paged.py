@@ -228,13 +228,5 @@ def paged_attention(*arguments: Any, least_part: int = LEAST_PART) -> None:
     grid = (batch, kv_heads, triton.cdiv(groups * count, tile.rows) * parts)
     attend_part[grid](*tensors, sinks, output, *found, *numbers, **constants, enable_fp_fusion=False)
     if parts > 1:
-        combine_parts[(lines,)](
-            *found,
-            output,
-            parts,
-            size,
-            PARTS=triton.next_power_of_2(parts),
-            SIZE=tile.size,
-            num_warps=2,
-            enable_fp_fusion=False,
-        )
+        constants = {"PARTS": triton.next_power_of_2(parts), "SIZE": tile.size, "num_warps": 2, "enable_fp_fusion": False}
+        combine_parts[(lines,)](*found, output, parts, size, **constants)

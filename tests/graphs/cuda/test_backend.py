@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from stepgraph.graphs import BufferSpec, CaptureError, HostNodeError, StaticBuffers, capture, make_backend
+from stepgraph.graphs.cuda.context import HostCallback
 from stepgraph.graphs.cuda.driver import Driver
-from stepgraph.graphs.cuda.host_callback import HostCallback
 from stepgraph.graphs.cuda.recorder import as_capture_error, difference
 from stepgraph.graphs.cuda.resources import open_driver
 from stepgraph.graphs.errors import HostErrors, Site, site_of

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 
-from stepgraph.graphs import drafting, mask_upload, proposing
+from stepgraph.graphs import drafting, host_nodes, proposing
 from stepgraph.graphs.layers import slot_mapping
 from stepgraph.graphs.row_layout import REFUSED
 from stepgraph.sampling import native
@@ -84,7 +84,7 @@ def test_masks_and_tags_are_scattered_by_tag_position(index: int) -> None:
     tags = random(made, 0, 9, 2, TAG_FIELDS)
     tags[:, 2] = index
     forced, both = torch.tensor([-1, 8]), list[list[torch.Tensor]]()
-    scatters: tuple[Any, ...] = (mask_upload.scatter_masks, mask_upload.scatter_masks.reference)
+    scatters: tuple[Any, ...] = (host_nodes.scatter_masks, host_nodes.scatter_masks.reference)
     for scatter in scatters:
         in_rows = [torch.zeros(4, 3, TAG_FIELDS, dtype=torch.int64), torch.zeros(4, 3, 6, dtype=torch.int32)]
         both.append([*in_rows, torch.zeros_like(forced)])
@@ -93,7 +93,7 @@ def test_masks_and_tags_are_scattered_by_tag_position(index: int) -> None:
     assert torch.equal(both[0][0][rows, index], tags) and torch.equal(both[0][1][rows, index], masks)
     tags[1, 2] = 3
     with pytest.raises(IndexError):
-        mask_upload.scatter_masks(rows, tags, masks, *both[0][:2])
+        host_nodes.scatter_masks(rows, tags, masks, *both[0][:2])
 
 
 def settling_case(seed: int, batch: int, constrained: bool, looked_up: bool, forced: bool, certain: bool = True) -> tuple[Any, ...]:
@@ -228,7 +228,7 @@ def test_operations_pass_opcheck() -> None:
     opcheck(slot_mapping.rope_angles.out, (torch.arange(3), torch.ones(2), torch.float32, 1.0, torch.empty(3, 1, 4), torch.empty(3, 1, 4)))
     tags, masks = torch.ones(2, TAG_FIELDS, dtype=torch.int64), torch.ones(2, 6, dtype=torch.int32)
     in_rows = (tags[:, None].repeat(1, 3, 1), masks[:, None].repeat(1, 3, 1))
-    opcheck(mask_upload.scatter_masks.out, (torch.arange(2), tags, masks, *in_rows, None, None))
+    opcheck(host_nodes.scatter_masks.out, (torch.arange(2), tags, masks, *in_rows, None, None))
     call = write_emission(torch.device("cpu"), 4, 2)
     opcheck(call.operation.out, (*call.inputs, *call.outputs))
     case = settling_case(0, 2, True, True, True)

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 import tests.helpers.fast_interpreter  # noqa: F401
-from stepgraph.graphs import drafting, mask_upload, proposing
+from stepgraph.graphs import drafting, host_nodes, proposing
 from stepgraph.graphs.layers import dense, experts, lora, quantised, slot_mapping
 from stepgraph.graphs.layers.triton import dense as dense_programs
 from stepgraph.graphs.layers.triton import experts as expert_programs
@@ -19,8 +19,8 @@ from stepgraph.graphs.layers.triton import lora as lora_programs
 from stepgraph.graphs.layers.triton import quantised as quantised_programs
 from stepgraph.graphs.layers.triton import slot_mapping as slot_programs
 from stepgraph.graphs.triton import drafting as draft_programs
+from stepgraph.graphs.triton import host_nodes as upload_programs
 from stepgraph.graphs.triton import looping, publishing
-from stepgraph.graphs.triton import mask_upload as upload_programs
 from stepgraph.graphs.triton import proposing as proposed_programs
 from stepgraph.sampling.grammar.status import TAG_FIELDS
 from stepgraph.sampling.kernels.operation import Operation
@@ -198,7 +198,7 @@ def test_scattered_masks_equal_the_reference(words: int) -> None:
     found, expected = ([torch.zeros(size, dtype=dtype) for size, dtype in zip(sizes, types, strict=True)] for _ in range(2))
     scatters: tuple[tuple[Any, list[Tensor]], ...] = (
         (upload_programs.scatter_masks, found),
-        (mask_upload.scatter_masks.reference, expected),
+        (host_nodes.scatter_masks.reference, expected),
     )
     for scatter, written in scatters:
         scatter(rows, tags, masks, *written[:2], forced, written[2])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import drafting, mask_upload, proposing
+from stepgraph.graphs import drafting, host_nodes, proposing
 from stepgraph.graphs.layers import dense, experts, lora, quantised, slot_mapping
 from stepgraph.sampling import bitmask, native
 from stepgraph.sampling.grammar.automaton import library as automaton_library
@@ -106,7 +106,7 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
         [torch.zeros(2, 1, 4), torch.zeros(2, 1, 4)],
     ),
     "scatter_masks": (
-        mask_upload.scatter_masks,
+        host_nodes.scatter_masks,
         [torch.tensor([2, 0]), torch.tensor([[0, 7, 1, 1], [1, 7, 0, 1]]), LEGAL],
         [
             torch.zeros(3, 2, TAG_FIELDS, dtype=torch.int64),

@@ -74,7 +74,7 @@ class Draws:
 
 def compare(operation: Operation[..., Any], *arguments: object) -> tuple[Tensor, ...]:
     """What `operation` returns, which C computes, after it was compared with the reference."""
-    assert operation.c is not None and native.kernel(operation.c.name) is not None
+    assert operation.c and native.kernel(operation.c) is not None
     copies = [value.clone() if isinstance(value, Tensor) else value for value in arguments]
     found, expected = operation(*arguments), operation.reference(*copies)
     for one, other in zip(_tensors(found), _tensors(expected), strict=True):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import drafting, mask_upload, proposed_round, proposing, sampled_stages, stages
+from stepgraph.graphs import drafting, host_nodes, proposing, sampled_stages, stages
 from stepgraph.graphs.layers import dense, experts, lora, quantised, slot_mapping
 from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode
@@ -124,7 +124,7 @@ def _slot_calls(device: torch.device, tokens: int, dtype: torch.dtype) -> Iterat
     row_tags = torch.randint(0, 2, (tokens, 2, TAG_FIELDS), generator=made).to(device)
     rows, filled = torch.randperm(tokens, generator=made).to(device), (row_tags[:, 0].clone(), row_masks[:, 0].clone())
     scattered = (rows, *filled, row_tags, row_masks, rows + 7, torch.zeros_like(rows))
-    yield Call(mask_upload.scatter_masks, f"B={tokens}", scattered, (), writes=(3, 4, 6))
+    yield Call(host_nodes.scatter_masks, f"B={tokens}", scattered, (), writes=(3, 4, 6))
     stored = (scattered[0], ids.to(device), numbers(device, tokens, 4), numbers(device, tokens))
     yield Call(drafting.store_drafts, f"B={tokens} K=4", stored, (), writes=(2, 3))
     masks, status, alive = row_masks[:, 0], row_tags[:, 0, 3].clone(), live.to(device)
@@ -193,4 +193,4 @@ def keep_skipped(device: torch.device, batch: int, k: int) -> Call:
         row_features,
         numbers(device, batch + 2, 3)[:, 2],
     )
-    return Call(proposed_round.keep_skipped, f"B={batch} K={k}", inputs, (), writes=(5, 6, 7))
+    return Call(proposing.keep_skipped, f"B={batch} K={k}", inputs, (), writes=(5, 6, 7))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from stepgraph.graphs import Backend, BufferSpec, Limits, StaticBuffers, drafting, mask_upload, run_eager, stages
+from stepgraph.graphs import Backend, BufferSpec, Limits, StaticBuffers, drafting, host_nodes, run_eager, stages
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.capture import Step
 from stepgraph.graphs.model import ModelPair
@@ -228,7 +228,7 @@ class RoundBench:
             tags[:, 2].copy_(b.batch_rows % 4)
             b.tags_host[1].copy_(tags, non_blocking=True)
             b.masks_host[1].copy_(b.row_masks[:ROWS, 0].contiguous(), non_blocking=True)
-            mask_upload.place_masks(b, b.batch_rows[:ROWS], 1)
+            host_nodes.place_masks(b, b.batch_rows[:ROWS], 1)
 
         return {step.__name__: step for step in (target_verify, accept, draft_prefill, draft_decode, place_masks)}
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stepgraph.graphs import BufferSpec, GraphKey, StaticBuffers, current_context, run_eager
 from stepgraph.graphs.capture import Backend, Recorded
-from stepgraph.graphs.cuda.host_callback import HostCallback
+from stepgraph.graphs.cuda.context import HostCallback
 from stepgraph.graphs.errors import HostErrors
 from stepgraph.sampling.grammar.link.layout import structs
 from stepgraph.sampling.grammar.link.native import load

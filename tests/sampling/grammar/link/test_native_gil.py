@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from stepgraph import Constraint
-from stepgraph.graphs.cuda.host_callback import HostCallback
+from stepgraph.graphs.cuda.context import HostCallback
 from stepgraph.graphs.errors import HostErrors
 from stepgraph.graphs.tape.player import HostCall
 from stepgraph.sampling.grammar import MaskStatus

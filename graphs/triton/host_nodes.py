@@ -9,8 +9,6 @@ from torch import Tensor
 from stepgraph.sampling.grammar.status import TAG_FIELDS
 
 MASK_TILE = 1024
-
-
 _TAG_FIELDS = tl.constexpr(TAG_FIELDS)
 
 
@@ -43,7 +41,7 @@ def scatter_row(
 
 
 def scatter_masks(*tensors: Tensor | None) -> None:
-    """The arguments of mask_upload.scatter_masks, in the order of the program."""
+    """The arguments of host_nodes.scatter_masks, in the order of the program."""
     _, _, masks, _, row_masks, *_ = tensors
     assert masks is not None and row_masks is not None
     (batch, words), positions = masks.shape, row_masks.shape[1]
