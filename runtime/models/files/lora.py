@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from stepgraph.graphs.layers.lora import LoraWeight
 from stepgraph.runtime.models.files.quantised_folder import Fields
-from stepgraph.runtime.models.files.weights import SafetensorsSource, read_json, require_finite
+from stepgraph.runtime.models.files.weights import SafetensorsSource, check_stored, read_finite, read_json
 from stepgraph.sampling.fields import is_int, is_number
 
-_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
 _ACCEPTED: dict[str, tuple[object, ...]] = {  # of fields that change what an adapter computes, or which weights it belongs to
     "peft_type": ("LORA",),
     "bias": (None, "none"),
@@ -45,27 +44,27 @@ def read_lora(folder: Path, weights: Mapping[str, LoraWeight], max_rank: int, dt
     rank, scale = _read_config(folder / "adapter_config.json", max_rank)
     source = SafetensorsSource(folder, "adapter_model.safetensors")
     modules = {module: (name, index) for name, weight in weights.items() for index, module in enumerate(weight.parts)}
-    found: dict[tuple[str, str], str] = {}  # tensors by module and matrix
+    found: list[str] = []  # modules
     for tensor in source.tensors:
         match = _TENSOR.fullmatch(tensor)
         if match is None or match[1] not in modules:
             kinds = ", ".join(sorted({module.rpartition(".")[2] for module in modules}))
             expected = f"base_model.model.MODULE.lora_A.weight or lora_B.weight of the model's {kinds}"
             raise ValueError(f"{folder}: {tensor}: got this name, expected {expected}")
-        found[match[1], match[2]] = tensor
+        found.append(match[1])
     if not found:
         raise ValueError(f"{folder}: got no tensors, expected those of an adapter")
     contents = {
         name: SlotContent(torch.zeros(weight.down_shape(max_rank), dtype=dtype), torch.zeros(weight.up_shape(max_rank), dtype=dtype))
         for name, weight in weights.items()
     }
-    for module in dict.fromkeys(module for module, _ in found):
+    for module in dict.fromkeys(found):
         name, index = modules[module]
         weight, content = weights[name], contents[name]
         sizes = list(weight.parts.values())
         first, column = sum(sizes[:index]), index * max_rank
-        down = _read(folder, source, module, found.get((module, "A")), "A", (rank, weight.inner))
-        up = _read(folder, source, module, found.get((module, "B")), "B", (sizes[index], rank))
+        down = _read(folder, source, f"base_model.model.{module}.lora_A.weight", (rank, weight.inner))
+        up = _read(folder, source, f"base_model.model.{module}.lora_B.weight", (sizes[index], rank))
         content.down[column : column + rank] = down.to(dtype)
         content.up[first : first + sizes[index], column : column + rank] = (up.float() * scale).to(dtype)
     return contents
@@ -85,15 +84,6 @@ def _read_config(path: Path, max_rank: int) -> tuple[int, float]:
     return rank, alpha / rank**0.5 if fields.one_of("use_rslora", None, False, True) else alpha / rank
 
 
-def _read(folder: Path, source: SafetensorsSource, module: str, name: str | None, matrix: str, shape: tuple[int, ...]) -> Tensor:
-    if name is None:
-        raise ValueError(f"{folder}: base_model.model.{module}.lora_{matrix}.weight is missing, expected it with shape {shape}")
-    stored = source.tensors[name]
-    if stored.shape != shape:
-        raise ValueError(f"{folder}: {name}: got shape {stored.shape}, expected {shape}")
-    if not stored.readable:
-        raise ValueError(f"{folder}: {name}: got type {stored.kind}, which is not supported")
-    try:
-        return require_finite(folder, name, source.read(name))
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{folder}: {name}: {error}") from None
+def _read(folder: Path, source: SafetensorsSource, name: str, shape: tuple[int, ...]) -> Tensor:
+    check_stored(folder, source, name, shape)
+    return read_finite(folder, source, name)

@@ -17,7 +17,6 @@ _AWQ_COLUMNS = [0, 4, 1, 5, 2, 6, 3, 7]  # the place of each column among the ei
 _FP8_BLOCK = 128
 _ROWS_AT_ONCE = 16 * TILE
 _FP8_SCALES = ("weight_scale", "weight_scale_inv")
-_FP8_ACTIVATION_SCALES = ("input_scale",)
 _WORDS: dict[str, tuple[int, int, tuple[str, ...]]] = {  # dimensions of words: of the rows, and the one that is packed; stored tensors
     "pack-quantized": (0, 1, ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")),
     "awq": (1, 1, ("qweight", "scales", "qzeros")),
@@ -157,7 +156,7 @@ class QuantisedSource:
         shapes += [] if inner % _FP8_BLOCK else [(-(-rows // _FP8_BLOCK), inner // _FP8_BLOCK)]
         if len(scales) != 1 or scales[0] not in shapes:
             raise ValueError(f"{module}.{_FP8_SCALES[0]}: got shapes {scales}, expected one of {', '.join(map(str, shapes))}")
-        for suffix in (*_FP8_SCALES, *_FP8_ACTIVATION_SCALES):
+        for suffix in (*_FP8_SCALES, "input_scale"):  # the last is of activations, which are not quantised here
             self.tensors.pop(f"{module}.{suffix}", None)
         self.tensors[stored] = Stored(tensor.shape, "FP8", True)
         return stored

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, MemoryNeed, memory_need, open_checkpoint
 from stepgraph.runtime.models.files.config_fields import DTYPES, MTP_COUNT, UnsupportedConfigError, count_field
 from stepgraph.runtime.models.files.draft_layouts import MAX_DRAFTS, mtp_layers
-from stepgraph.runtime.models.files.weights import SafetensorsSource, read_json, require_finite
+from stepgraph.runtime.models.files.weights import SafetensorsSource, check_stored, read_finite, read_json, require_finite
 from stepgraph.runtime.models.mtp import TransformersMtp
 from stepgraph.sampling.fields import check_value, checked_path, clip_error, clip_repr, one_of, reason
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_folder
@@ -242,7 +241,7 @@ class MtpCheckpoint:
         draft = self._make(target, lambda layer: self._load(layer, progress).to(device))
         for module, layer in zip(draft.depths, self.layers, strict=True):
             for name, parameter in _OWN.items():
-                module.get_parameter(parameter).copy_(self._read(layer, name))
+                module.get_parameter(parameter).copy_(read_finite(self.path, self.source, f"{_prefix(layer)}{name}"))
             for name, repeated in _REPEATED.items():
                 stored = f"{_prefix(layer)}{name}"
                 if stored in self.source.tensors and not torch.equal(
@@ -269,10 +268,6 @@ class MtpCheckpoint:
         except ValueError as error:
             raise ValueError(str(error).replace("model.layers.0.", _prefix(layer))) from None
 
-    def _read(self, layer: int, name: str) -> Tensor:
-        stored = f"{_prefix(layer)}{name}"
-        return require_finite(self.path, stored, self.source.read(stored))
-
 
 def open_transformers_mtp(path: Path, target: TransformersCheckpoint) -> MtpCheckpoint:
     """path: the target's folder, or one with the modules only."""
@@ -292,10 +287,7 @@ def open_transformers_mtp(path: Path, target: TransformersCheckpoint) -> MtpChec
     shapes = {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden), _LAST_NORM: (hidden,)}
     for layer in layers:
         for name, shape in shapes.items():
-            found = source.tensors.get(f"{_prefix(layer)}{name}")
-            if found is None or found.shape != shape or not found.readable:
-                got = "none" if found is None else f"{found.kind} of shape {found.shape}"
-                raise ValueError(f"{path}: {_prefix(layer)}{name}: got {got}, expected floats of shape {shape}")
+            check_stored(path, source, f"{_prefix(layer)}{name}", shape)
     return MtpCheckpoint(path, source, target, layers, outlined, sizes)
 
 

@@ -6,7 +6,7 @@ safetensors and GGUF are data formats: nothing here unpickles or executes file c
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -24,7 +24,6 @@ from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_json as re
 FLOATS = ("F32", "BF16", "F16")
 M = TypeVar("M", bound=nn.Module)
 R = TypeVar("R")
-_SINGLE = "model.safetensors"
 
 
 class Stored(NamedTuple):
@@ -81,7 +80,7 @@ Slices = dict[str, ParameterSlice]  # by names of stored tensors
 class SafetensorsSource:
     """The tensors of one file, or of those that its index lists. renamed: the name here of a stored one."""
 
-    def __init__(self, folder: Path, single: str = _SINGLE, renamed: Callable[[str], str] = str) -> None:
+    def __init__(self, folder: Path, single: str = "model.safetensors", renamed: Callable[[str], str] = str) -> None:
         self.tensors: dict[str, Stored] = {}
         self._stored: dict[str, tuple[Any, str]] = {}  # the opened file of each tensor, and its name there
         index = folder / f"{single}.index.json"
@@ -195,6 +194,24 @@ def _row_slices(rows: Mapping[str, int], parameter: str) -> Slices:
     return {name: ParameterSlice(parameter, slice(end - count, end)) for (name, count), end in zip(rows.items(), ends, strict=True)}
 
 
+def check_stored(path: Path, source: Source, name: str, shape: tuple[int, ...]) -> None:
+    """ValueError for a tensor that is missing, or has another shape or an unknown type."""
+    found = source.tensors.get(name)
+    if found is None:
+        raise ValueError(f"{path}: {name} is missing, expected it with shape {shape}")
+    if found.shape != shape:
+        raise ValueError(f"{path}: {name}: got shape {found.shape}, expected {shape} by the config")
+    if not found.readable:
+        raise ValueError(f"{path}: {name}: got type {found.kind}, which is not supported")
+
+
+def read_finite(path: Path, source: Source, name: str) -> Tensor:
+    try:
+        return require_finite(path, name, source.read(name))
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: {name}: {error}") from None
+
+
 def require_finite(path: Path, name: str, tensor: Tensor) -> Tensor:
     ends = torch.stack(tensor.aminmax())  # of which NaN is both; one pass over the tensor
     if not bool(torch.isfinite(ends).all()):
@@ -211,19 +228,13 @@ class StoredModel:
     slices: Slices
     packed: Mapping[str, Kind] = field(default_factory=dict, kw_only=True)  # parameters that stay quantised
 
-    def check_header(self, outline: nn.Module, unused: Container[str] = ()) -> None:
+    def check_header(self, outline: nn.Module, unused: Iterable[str] = ()) -> None:
         """Check names, shapes and types. Raises ValueError for a tensor that is missing, does not fit, or is neither needed nor
         listed in `unused`."""
-        found = self.source.tensors
         for name, target in self.slices.items():
-            shape = target.stored_shape(outline)
-            if name not in found:
-                raise ValueError(f"{self.path}: {name} is missing, expected it with shape {shape}")
-            if found[name].shape != shape:
-                raise ValueError(f"{self.path}: {name}: got shape {found[name].shape}, expected {shape} by the config")
-            if not found[name].readable:
-                raise ValueError(f"{self.path}: {name}: got type {found[name].kind}, which is not supported")
-        extra = [name for name in found if name not in self.slices and name not in unused and not name.endswith("rotary_emb.inv_freq")]
+            check_stored(self.path, self.source, name, target.stored_shape(outline))
+        used = {*self.slices, *unused}
+        extra = [name for name in self.source.tensors if name not in used and not name.endswith("rotary_emb.inv_freq")]
         if extra:
             raise ValueError(f"{self.path}: got {len(extra)} tensors that the config does not account for, such as {extra[0]}")
 
