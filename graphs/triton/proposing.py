@@ -136,18 +136,10 @@ def choose_row(
 def choose_chain(*arguments: Any) -> None:
     """The arguments and outputs of proposing.choose_chain, in the order of the program."""
     proposed, finish, limit, _, _, masks, _, status, forced, row_forced, _ = arguments
-    choose_row[(len(proposed),)](
-        *arguments,
-        proposed.shape[1],
-        0 if masks is None else masks.shape[2],
-        finish.stride(0),
-        limit.stride(0),
-        *((0, 0) if masks is None else masks.stride()[:2]),
-        *((0, 0) if status is None else status.stride()),
-        0 if forced is None else forced.stride(0),
-        *((0, 0) if row_forced is None else row_forced.stride()),
-        num_warps=1,
-    )
+    sizes = proposed.shape[1], 0 if masks is None else masks.shape[2], finish.stride(0), limit.stride(0)
+    of_masks = (0, 0, 0, 0) if masks is None else (*masks.stride()[:2], *status.stride())
+    of_forced = (0, 0, 0) if forced is None else (forced.stride(0), *row_forced.stride())
+    choose_row[(len(proposed),)](*arguments, *sizes, *of_masks, *of_forced, num_warps=1)
 
 
 @triton.jit
@@ -186,13 +178,5 @@ def keep_tile(
 def keep_skipped(*tensors: Tensor) -> None:
     _, skipped, _, _, features, row_tokens, _, row_skipped = tensors
     batch, positions, width = features.shape
-    keep_tile[(batch, positions, triton.cdiv(width, FEATURE_TILE))](
-        *tensors,
-        row_tokens.shape[1],
-        width,
-        skipped.stride(0),
-        *features.stride()[:2],
-        row_skipped.stride(0),
-        TILE=FEATURE_TILE,
-        num_warps=4,
-    )
+    sizes = row_tokens.shape[1], width, skipped.stride(0), *features.stride()[:2], row_skipped.stride(0)
+    keep_tile[(batch, positions, triton.cdiv(width, FEATURE_TILE))](*tensors, *sizes, TILE=FEATURE_TILE, num_warps=4)

@@ -5,6 +5,8 @@ Packed weights are read once for 16 rows that chose their expert.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -111,31 +113,13 @@ def choose_grouped_row(
     tl.store(chosen + row * count + place, best_experts, mask=place < count)
 
 
-def choose_grouped_experts(
-    logits: Tensor,
-    correction: Tensor,
-    count: int,
-    groups: int,
-    groups_taken: int,
-    normalised: bool,
-    factor: float,
-    shares: Tensor,
-    chosen: Tensor,
-) -> None:
+def choose_grouped_experts(logits: Tensor, correction: Tensor, *others: Any) -> None:
+    count, groups, groups_taken, normalised, factor, shares, chosen = others
     rows, experts = logits.shape
     widths = {name: triton.next_power_of_2(each) for name, each in (("EXPERTS", experts), ("COUNT", count), ("GROUPS", groups))}
-    numbers = count, groups, groups_taken, experts, factor
-    choose_grouped_row[(rows,)](
-        logits,
-        correction,
-        shares,
-        chosen,
-        *numbers,
-        **widths,
-        NORMALISED=bool(normalised),
-        num_warps=max(1, widths["EXPERTS"] // 128),
-        enable_fp_fusion=False,
-    )
+    arguments = logits, correction, shares, chosen, count, groups, groups_taken, experts, factor
+    options = {"NORMALISED": bool(normalised), "num_warps": max(1, widths["EXPERTS"] // 128), "enable_fp_fusion": False}
+    choose_grouped_row[(rows,)](*arguments, **widths, **options)
 
 
 @triton.jit
@@ -201,22 +185,15 @@ def multiply_by_expert(
 
 
 def expert_product(states: Tensor, chosen: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None, output: Tensor) -> None:
+    tiles, grid = tiles_of(states.element_size()), (triton.cdiv(output.shape[1], OUTER_TILE), num_experts)
+    sizes, wide = _sizes(states, output), states.device.type == "cpu"
+    multiply_by_expert[grid](states, chosen, weights, biases, output, *sizes, **tiles, WIDE=wide, num_warps=4)
+
+
+def _sizes(states: Tensor, output: Tensor) -> tuple[int, ...]:
+    """What both products need besides tensors and constants."""
     choices, outer = output.shape
-    multiply_by_expert[(triton.cdiv(outer, OUTER_TILE), num_experts)](
-        states,
-        chosen,
-        weights,
-        biases,
-        output,
-        choices,
-        choices // len(states),
-        states.shape[1],
-        outer,
-        states.stride(0),
-        **tiles_of(states.element_size()),
-        WIDE=states.device.type == "cpu",
-        num_warps=4,
-    )
+    return choices, choices // len(states), states.shape[1], outer, states.stride(0)
 
 
 @triton.jit
@@ -267,23 +244,9 @@ def quantised_expert_product(
 ) -> None:
     kind, (choices, outer) = kind_of(weights), output.shape
     plan = plan_of(kind, states.dtype, outer // TILE, 1, choices, states.device.type == "cpu")
-    packed_expert_product[(outer // TILE // plan["TILES"], num_experts)](
-        states,
-        chosen,
-        weights.view(torch.int32),
-        weights.view(kind.scale_type),
-        biases,
-        output,
-        choices,
-        choices // len(states),
-        states.shape[1],
-        outer,
-        states.stride(0),
-        **plan,
-        SCANNED=SCANNED_CHOICES,
-        num_warps=WARPS,
-        maxnreg=REGISTERS,
-    )
+    arguments = states, chosen, weights.view(torch.int32), weights.view(kind.scale_type), biases, output, *_sizes(states, output)
+    options = {"SCANNED": SCANNED_CHOICES, "num_warps": WARPS, "maxnreg": REGISTERS}
+    packed_expert_product[(outer // TILE // plan["TILES"], num_experts)](*arguments, **plan, **options)
 
 
 @triton.jit

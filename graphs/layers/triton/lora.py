@@ -49,22 +49,11 @@ def multiply_by_slot(
     tl.store(output + token[:, None] * outer + column, found, mask=inside)
 
 
-def slot_product(states: Tensor, slots: Tensor, weights: Tensor, base: Tensor | None, output: Tensor) -> None:
+def slot_product(*tensors: Tensor) -> None:
+    """The arguments and the output of lora.slot_product, in the order of the program."""
+    states, slots, weights, *_ = tensors
     count, (_, outer, inner) = len(states) // len(slots), weights.shape
-    multiply_by_slot[(triton.cdiv(outer, OUTER_TILE), len(slots), triton.cdiv(count, STATES_TILE))](
-        states,
-        slots,
-        weights,
-        base,
-        output,
-        count,
-        inner,
-        outer,
-        states.stride(0),
-        slots.stride(0),
-        COUNT=STATES_TILE,
-        OUTER=OUTER_TILE,
-        INNER=INNER_TILE,
-        WIDE=states.device.type == "cpu",
-        num_warps=4,
-    )
+    sizes = count, inner, outer, states.stride(0), slots.stride(0)
+    tiles = {"COUNT": STATES_TILE, "OUTER": OUTER_TILE, "INNER": INNER_TILE, "WIDE": states.device.type == "cpu"}
+    grid = triton.cdiv(outer, OUTER_TILE), len(slots), triton.cdiv(count, STATES_TILE)
+    multiply_by_slot[grid](*tensors, *sizes, **tiles, num_warps=4)

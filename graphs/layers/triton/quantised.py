@@ -228,20 +228,9 @@ def quantised_product(states: Tensor, weight: Tensor, bias: Tensor | None, outpu
 def multiply_packed(states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
     kind, (count, inner), tiles = kind_of(weight), states.shape, len(weight)
     plan = plan_of(kind, states.dtype, tiles, most_tiles_of(kind), count, states.device.type == "cpu")
-    packed_product[(tiles // plan["TILES"], triton.cdiv(count, plan["ROWS"]))](
-        states,
-        weight.view(torch.int32),
-        weight.view(kind.scale_type),
-        bias,
-        output,
-        count,
-        inner,
-        output.shape[1],
-        states.stride(0),
-        **plan,
-        num_warps=WARPS,
-        maxnreg=REGISTERS,
-    )
+    grid, sizes = (tiles // plan["TILES"], triton.cdiv(count, plan["ROWS"])), (count, inner, output.shape[1], states.stride(0))
+    arguments = states, weight.view(torch.int32), weight.view(kind.scale_type), bias, output, *sizes
+    packed_product[grid](*arguments, **plan, num_warps=WARPS, maxnreg=REGISTERS)
 
 
 def multiply_dequantised(states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:

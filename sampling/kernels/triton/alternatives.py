@@ -79,34 +79,10 @@ def rank_tokens(
             tl.store(values_ring + at + most + index, tl.log(last))
 
 
-def top_logprobs(
-    logits: Tensor,
-    probs: Tensor,
-    rows: Tensor,
-    params: Tensor,
-    published: Tensor,
-    ids_ring: Tensor,
-    values_ring: Tensor,
-    *,
-    tile: int = TOP_TILE,
-) -> None:
+def top_logprobs(*tensors: Tensor, tile: int = TOP_TILE) -> None:
+    """The arguments of kernels.alternatives.top_logprobs, in the order of the program."""
+    logits, probs, _, params, _, ids_ring, _ = tensors
     batch, positions, width = logits.shape
-    rank_tokens[(batch * positions,)](
-        logits,
-        probs,
-        rows,
-        params,
-        published,
-        ids_ring,
-        values_ring,
-        positions,
-        width,
-        params.shape[1],
-        len(ids_ring),
-        ids_ring.shape[3] // 2,
-        *logits.stride()[:2],
-        *probs.stride()[:2],
-        *ids_ring.stride()[:3],
-        TILE=tile,
-        num_warps=8,
-    )
+    sizes = positions, width, params.shape[1], len(ids_ring), ids_ring.shape[3] // 2
+    strides = *logits.stride()[:2], *probs.stride()[:2], *ids_ring.stride()[:3]
+    rank_tokens[(batch * positions,)](*tensors, *sizes, *strides, TILE=tile, num_warps=8)

@@ -335,18 +335,8 @@ def keep(
 def race(weights: Tensor, seed: Tensor, position: Tensor, purpose: int, token: Tensor, *, tile: int = RACE_TILE) -> None:
     rows, width = weights.shape
     candidates = torch.empty(rows, triton.cdiv(width, tile), dtype=torch.int64, device=weights.device)
-    race_candidates[tuple(candidates.shape)](
-        weights,
-        seed,
-        position,
-        candidates,
-        width,
-        weights.stride(0),
-        SALT=signed(purpose * GOLDEN),
-        TILE=tile,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+    arguments, constants = (weights, seed, position, candidates, width, weights.stride(0)), {"SALT": signed(purpose * GOLDEN), "TILE": tile}
+    race_candidates[tuple(candidates.shape)](*arguments, **constants, num_warps=4, enable_fp_fusion=False)
     store_best(candidates, None, token)
 
 
@@ -384,43 +374,11 @@ def _filter(
     options = {"num_warps": 8, "enable_fp_fusion": False}
     grid = lines, tiles
     tile_maxima[grid](logits, maxima, sums, *sizes, TILE=tile, **options)
-    bucket_sums[grid](logits, params, maxima, sums, *sizes, params.stride(0), **shape, **options)
-    find_least[grid](
-        logits,
-        params,
-        maxima,
-        sums,
-        listed,
-        counts,
-        least,
-        *sizes,
-        params.stride(0),
-        listed.stride(0),
-        BITS=digit_bits,
-        WINDOW=max(1, FIND_WINDOW // shape["TILES"]),
-        maxnreg=FIND_REGISTERS,
-        **shape,
-        **options,
-    )
+    given, sizes, options = (logits, params, maxima), (*sizes, params.stride(0)), options | shape
+    bucket_sums[grid](*given, sums, *sizes, **options)
+    digits = {"BITS": digit_bits, "WINDOW": max(1, FIND_WINDOW // shape["TILES"]), "maxnreg": FIND_REGISTERS}
+    find_least[grid](*given, sums, listed, counts, least, *sizes, listed.stride(0), **digits, **options)
     seed, position, purpose, rows, ids = race or (maxima, maxima, 0, maxima, None)
-    keep[grid](
-        logits,
-        params,
-        maxima,
-        least,
-        ids,
-        rows,
-        seed,
-        position,
-        candidates,
-        probs,
-        *sizes,
-        params.stride(0),
-        probs.stride(0),
-        DRAWS=race is not None,
-        SALT=signed(purpose * GOLDEN),
-        maxnreg=KEEP_REGISTERS,
-        **shape,
-        **options,
-    )
+    draws = {"DRAWS": race is not None, "SALT": signed(purpose * GOLDEN), "maxnreg": KEEP_REGISTERS}
+    keep[grid](*given, least, ids, rows, seed, position, candidates, probs, *sizes, probs.stride(0), **draws, **options)
     return candidates

@@ -241,27 +241,11 @@ def process_logits(*arguments: Any, tile: int = PROCESS_TILE) -> None:
     (batch, positions, width), inputs = logits.shape, arguments[:-4]
     lines, tiles = batch * positions, triton.cdiv(width, tile)
     peaks = torch.empty(lines, tiles, 2, dtype=torch.int32, device=logits.device)
-    process_tile[(lines, tiles)](
-        *inputs,
-        processed,
-        peaks,
-        positions,
-        width,
-        params.shape[1],
-        bias_ids.shape[1],
-        stop_ids.shape[1],
-        output_counts.shape[1],
-        before.shape[1],
-        first,
-        *logits.stride()[:2],
-        *((0, 0) if masks is None else masks.stride()[:2]),
-        generated.stride(0),
-        *before.stride(),
-        WORDS=tile // 32,
-        BIASES=triton.next_power_of_2(bias_ids.shape[1]),
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+    sizes = positions, width, *(each.shape[1] for each in (params, bias_ids, stop_ids, output_counts, before)), first
+    mask_steps = (0, 0) if masks is None else masks.stride()[:2]
+    strides = *logits.stride()[:2], *mask_steps, generated.stride(0), *before.stride()
+    constants = {"WORDS": tile // 32, "BIASES": triton.next_power_of_2(bias_ids.shape[1]), "num_warps": 4, "enable_fp_fusion": False}
+    process_tile[(lines, tiles)](*inputs, processed, peaks, *sizes, *strides, **constants)
     judge_positions[(lines,)](peaks, status, finite, judged, tiles, TILES=triton.next_power_of_2(tiles), num_warps=1)
 
 
@@ -271,17 +255,5 @@ def log_probabilities(logits: Tensor, probs: Tensor, tokens: Tensor, found: Tens
     lines, tiles = batch * positions, triton.cdiv(width, tile)
     parts = torch.empty(lines, tiles, 2, dtype=torch.float32, device=logits.device)
     sum_tile[(lines, tiles)](logits, parts, positions, width, *strides, TILE=tile, num_warps=8)
-    report_token[(lines,)](
-        logits,
-        probs,
-        tokens,
-        parts,
-        found,
-        positions,
-        tiles,
-        *strides,
-        *probs.stride()[:2],
-        found.stride(0),
-        TILES=triton.next_power_of_2(tiles),
-        num_warps=1,
-    )
+    sizes = positions, tiles, *strides, *probs.stride()[:2], found.stride(0)
+    report_token[(lines,)](logits, probs, tokens, parts, found, *sizes, TILES=triton.next_power_of_2(tiles), num_warps=1)

@@ -108,29 +108,9 @@ def reject_sample(*tensors: Any, tile: int = REJECTION_TILE) -> None:
     target_probs, draft_probs, _, _, _, drafts, *_ = inputs
     batch, positions, width = target_probs.shape
     candidates = torch.empty(batch, triton.cdiv(width, tile), dtype=torch.int64, device=target_probs.device)
-    padded = triton.next_power_of_2(positions)
-    rejection_candidates[tuple(candidates.shape)](
-        *inputs,
-        candidates,
-        accepted,
-        positions - 1,
-        width,
-        *target_probs.stride()[:2],
-        *draft_probs.stride()[:2],
-        POSITIONS=padded,
-        TILE=tile,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-    rejection_tokens[(batch,)](
-        drafts,
-        candidates,
-        accepted,
-        tokens,
-        positions - 1,
-        candidates.shape[1],
-        POSITIONS=padded,
-        TILES=triton.next_power_of_2(candidates.shape[1]),
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
+    constants = {"POSITIONS": triton.next_power_of_2(positions), "enable_fp_fusion": False}
+    sizes = positions - 1, width, *target_probs.stride()[:2], *draft_probs.stride()[:2]
+    rejection_candidates[tuple(candidates.shape)](*inputs, candidates, accepted, *sizes, TILE=tile, num_warps=4, **constants)
+    tiles = candidates.shape[1]
+    constants |= {"TILES": triton.next_power_of_2(tiles), "num_warps": 1}
+    rejection_tokens[(batch,)](drafts, candidates, accepted, tokens, positions - 1, tiles, **constants)
