@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from stepgraph.graphs.capture import Recorded
 from stepgraph.sampling.fields import check_value, whole
@@ -78,7 +78,7 @@ class GraphTable:
     def __init__(self, buckets: tuple[int, ...], host_buckets: tuple[int, ...], record: Callable[..., Recorded]) -> None:
         self.buckets, self._host_buckets, self._record = buckets, host_buckets, record
         self.on_demand = False  # record each key when it is used for the first time
-        self._recorded: dict[Hashable, Recorded] = {}
+        self._recorded: dict[Any, Recorded] = {}  # by key
         self._serving: dict[Hashable, Hashable] = {}  # failed key -> the key used instead
         self._keys: dict[tuple[int, bool, bool, bool, Drafting], GraphKey] = {}  # by arguments of `key_for`
 

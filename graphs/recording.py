@@ -1,21 +1,14 @@
-"""Records the rounds of every key within a memory budget, and reports the recordings."""
+"""The report on the recordings of an engine, and the memory budget that they are checked against."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from tqdm import tqdm
-
-from stepgraph.graphs.backends import EagerStep
-from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Backend, Recorded, Step
-from stepgraph.graphs.errors import LESS, CaptureError, step_errors
+from stepgraph.graphs.errors import LESS, CaptureError
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.key_sets import PromptKey
-from stepgraph.graphs.memory import resident_bytes
 from stepgraph.graphs.spans import RecordedReport
 
 OnFailure = Literal["raise", "eager"]
@@ -132,93 +125,3 @@ class CaptureBudget:
     def _check(self, needed: int, why: str) -> None:
         if self._limit is not None and needed > self._limit:
             raise CaptureError("memory", f"capture_bytes: got {self._limit:,}, {why}; lower {LESS}")
-
-
-class KeyRecorder:
-    """Records the step of each key, or makes it run eagerly. on_failure, capture_bytes: see GraphSet."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        buffers: StaticBuffers,
-        step_of: Callable[[Key], Step],
-        on_failure: OnFailure,
-        capture_bytes: int | None,
-    ) -> None:
-        self._backend, self._buffers, self.step_of = backend, buffers, step_of
-        self._on_failure, self._capture_bytes = on_failure, capture_bytes
-
-    def record(self, keys: Sequence[Key], notes: tuple[str, ...], eager: bool, progress: bool) -> tuple[dict[Key, Recorded], CaptureReport]:
-        """Record the keys in their order. An error leaves nothing recorded."""
-        started, before = time.perf_counter(), resident_bytes()
-        recorded, failures = dict[Key, Recorded](), dict[Key, str]()
-        budget = CaptureBudget(self._capture_bytes, self._buffers.nbytes)
-        if budget.limited and not eager:
-            notes += (self._estimated(budget, keys),)
-        for key in tqdm(keys, desc="capture", unit="graph", disable=not progress, leave=False):
-            try:
-                recorded[key] = self._eager(key) if eager else self._record(key, budget)
-            except CaptureError as error:
-                if self._on_failure == "raise":
-                    raise
-                failures[key] = str(error)
-        failed = tuple(FailedKey(key, reason, _larger(key, recorded)) for key, reason in failures.items())
-        after = resident_bytes()
-        report = CaptureReport(
-            backend=self._backend.name,
-            mode="eager" if eager else "captured",
-            notes=notes,
-            keys=tuple((key, one.report) for key, one in recorded.items() if isinstance(key, GraphKey)),
-            prompts=tuple((key, one.report) for key, one in recorded.items() if isinstance(key, PromptKey)),
-            buffer_bytes=self._buffers.nbytes,
-            resident_bytes=None if before is None or after is None else max(0, after - before),
-            seconds=time.perf_counter() - started,
-            failed=failed,
-        )
-        return recorded | {one.key: self._eager(one.key) for one in failed if one.served_by is None}, report
-
-    def record_one(self, key: Key) -> Recorded:
-        """Record a key while rounds of others may be in flight."""
-        with step_errors(f"capture of {key}", self._buffers.device):
-            return self._backend.capture(self.step_of(key), self._buffers)
-
-    def _eager(self, key: Key) -> EagerStep:
-        step = self.step_of(key)
-
-        def run(buffers: StaticBuffers) -> None:
-            with step_errors(str(key), buffers.device):
-                step(buffers)
-
-        return EagerStep(self._backend, run, self._buffers)
-
-    def _record(self, key: Key, budget: CaptureBudget) -> Recorded:
-        budget.check_next(key)
-        recorded = self.record_one(key)
-        budget.add(key, recorded.report.nbytes, recorded.report.host_bytes)
-        return recorded
-
-    def _measure(self, key: Key) -> RecordedReport:
-        with step_errors(f"capture of {key}", self._buffers.device):
-            return self._backend.measure(self.step_of(key), self._buffers)
-
-    def _estimated(self, budget: CaptureBudget, keys: Sequence[Key]) -> str:
-        """A note with the estimated memory, from the two smallest keys of the largest kind, the smallest key, and those of prompts."""
-        rounds = [key for key in reversed(keys) if isinstance(key, GraphKey)]
-        probes = [key for key in rounds if key.kind == rounds[-1].kind][:2]
-        try:
-            reports = {key: self._measure(key) for key in (*probes, rounds[0])}
-            prompts: dict[Key, int] = {key: self._measure(key).nbytes for key in keys if isinstance(key, PromptKey)}
-            objects = reports[probes[0]].host_bytes + reports[rounds[0]].host_bytes
-            budget.learn([(key.rows, reports[key].nbytes) for key in probes], prompts, objects // 2)
-        except CaptureError:
-            if self._on_failure == "raise":
-                raise
-            return "memory of the graphs: no estimate, because the smallest graphs cannot be captured"
-        if self._on_failure == "raise":
-            budget.check_all(keys)
-        return f"memory: about {budget.estimate(keys):,} of at most {self._capture_bytes:,} bytes, static buffers included"
-
-
-def _larger(key: Key, recorded: Mapping[Key, Recorded]) -> Key | None:
-    """The next larger key of the same kind that is recorded."""
-    return min((other for other in recorded if other.kind == key.kind and other.rows > key.rows), default=None)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from stepgraph.graphs.recording import KeyRecorder
+from stepgraph.graphs import GraphSet
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import bench, doctor, server, terminal
 from stepgraph.runtime.commands.flags import COMMANDS, STEP_EXAMPLE
@@ -184,13 +184,13 @@ def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(capsys: pytest.Captur
 
 def test_generate_records_the_graphs_of_its_answer_only(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kind of graph takes time before the first token, and so do the tables of a vocabulary."""
-    recorded, record = list[Any](), KeyRecorder.record_one
+    recorded, record = list[Any](), GraphSet.record_one
 
-    def listed(recorder: KeyRecorder, key: Any) -> Any:
+    def listed(recorder: GraphSet, key: Any) -> Any:
         recorded.append(key)
         return record(recorder, key)
 
-    monkeypatch.setattr(KeyRecorder, "record_one", listed)
+    monkeypatch.setattr(GraphSet, "record_one", listed)
     for flags, constrained in (("", False), ("--regex '[a-z]{3}'", True)):
         recorded.clear()
         notes = run_json(f"generate model hi --max-new-tokens 8 {flags}", capsys)["notes"]
