@@ -110,10 +110,7 @@ def site_of_error(error: BaseException) -> Site:
 
 def call_site() -> Site:
     """The line of the step that runs now."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_skipped(frame.f_code.co_filename):
-        frame = frame.f_back
-    return Site(frame.f_code.co_filename, frame.f_lineno) if frame else Site("", 0)
+    return site_of(traceback.walk_stack(sys._getframe(1)))
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -66,17 +68,9 @@ def reference_attention(
 
 
 def by_reference(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    inputs: ModelInput,
-    window: int,
-    scale: float,
-    output: Tensor,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    query: Tensor, keys: Tensor, values: Tensor, inputs: ModelInput, window: int, scale: float, output: Tensor, *more: Any
 ) -> None:
     """For ModelInput.attend: plain torch on every device. On the CPU it is an operation, which the tape records as one node."""
     run = reference_attention.out if query.device.type == "cpu" else reference_attention.run_reference
     places = (inputs.positions, inputs.slots, inputs.block_tables, inputs.page_size)
-    run(query, keys, values, *places, window, scale, softcap, sinks, output)
+    run(query, keys, values, *places, window, scale, *(more or (0.0, None)), output)

@@ -122,7 +122,7 @@ class VocabularyShard(Columns):
         before: Tensor,
         first: int = 0,
         mask: GrammarMask | None = None,
-        ids: Tensor | None = None,
+        *_: object,
     ) -> Processed:
         found = kernels.process(logits, settings, rows, before, first, mask, self.tokens)
         status = torch.full_like(found.status, int(MaskStatus.OK)) if mask is None else mask.status
@@ -138,34 +138,17 @@ class VocabularyShard(Columns):
         return drawn(weights, seed, position, purpose, self)
 
     def draw(
-        self,
-        logits: Tensor,
-        params: Tensor,
-        seed: Tensor,
-        position: Tensor,
-        purpose: int,
-        rows: Tensor,
-        row_probs: Tensor,
-        ids: Tensor | None = None,
+        self, logits: Tensor, params: Tensor, seed: Tensor, position: Tensor, purpose: int, rows: Tensor, row_probs: Tensor, *_: object
     ) -> Tensor:
         probs = distribution(logits, params, self)
         row_probs.index_put_((rows[:, None], self.tokens), probs)
         return drawn(probs, seed, position, purpose, self)
 
     def reject_sample(
-        self,
-        target_probs: Tensor,
-        draft_probs: Tensor,
-        rows: Tensor,
-        certain: Tensor,
-        finite: Tensor,
-        drafts: Tensor,
-        draft_count: Tensor,
-        status: Tensor,
-        seed: Tensor,
-        length: Tensor,
+        self, target_probs: Tensor, draft_probs: Tensor, rows: Tensor, certain: Tensor, finite: Tensor, drafts: Tensor, *others: Tensor
     ) -> tuple[Tensor, Tensor]:
         proposed = offered(draft_probs, rows, certain, drafts, target_probs, self)
+        draft_count, status, seed, length = others
         return exact_rejection(target_probs, proposed, finite, drafts, draft_count, status, seed, length, self)
 
     def log_probabilities(self, logits: Tensor, probs: Tensor, tokens: Tensor, found: Tensor) -> None:

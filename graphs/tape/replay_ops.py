@@ -217,16 +217,7 @@ def _poison_of(dtype: torch.dtype) -> int:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether shape, dtype and bytes are equal."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    bits = None if a.is_complex() else _BITS.get(a.element_size())
-    return torch.equal(_bytes(a), _bytes(b)) if bits is None else torch.equal(a.detach().view(bits), b.detach().view(bits))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return (
-        tensor.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
-    )  # contiguous() keeps unusual strides of dimensions of size 1
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_words(a.detach()), _words(b.detach()))
 
 
 def _run_and_copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:

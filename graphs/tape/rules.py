@@ -19,7 +19,6 @@ from stepgraph.graphs.buffers import StaticBuffers, storage_key
 from stepgraph.graphs.errors import Site, fail
 from stepgraph.graphs.tape.arena import Arena
 from stepgraph.graphs.tape.replay_ops import Call, tensors_in
-from stepgraph.sampling.kernels.operation import OPERATIONS
 
 Kind = Literal["device", "pinned", "constant", "made", "literal", "foreign", "unknown"]
 
@@ -130,8 +129,9 @@ class Rules:
     def check_operation(self, call: Call) -> None:
         name, schema = call.schema.name, call.schema
         if name == "aten::lift_fresh":
-            self._check_lift(call.args[0])
-            return
+            if self.scalar_store and call.args[0].dim() == 0:
+                return
+            raise fail("host-data", "Python data becomes a tensor here: a copy from pageable memory, which a graph cannot contain")
         if schema.reads_data:
             raise fail("host-sync", f"{name} copies a tensor's value to the host, which blocks until the device is done")
         if name in _SYNCING_OPS:
@@ -143,12 +143,8 @@ class Rules:
         pinned = self._check_inputs(call)
         if schema.inplace_view:
             raise fail("inplace-view", f"{name} changes the shape or the address of a tensor in place; use a view instead")
-        if pinned and not schema.view and not _is_mapped(name):
+        if pinned and not schema.view and not (call.operation and call.operation.mapped):
             self._check_residence(call, pinned)
-
-    def _check_lift(self, value: Tensor) -> None:
-        if not (self.scalar_store and value.dim() == 0):
-            raise fail("host-data", "Python data becomes a tensor here: a copy from pageable memory, which a graph cannot contain")
 
     def _check_shape(self, call: Call) -> None:
         name, dynamic = call.schema.name, call.schema.dynamic
@@ -209,11 +205,6 @@ class Rules:
             raise fail(
                 "pinned-copy", f"copy_ with a strided or broadcast view of pinned {self.memory.name(pinned[0])} is staged on the host"
             )
-
-
-def _is_mapped(name: str) -> bool:
-    found = OPERATIONS.get(name)
-    return found is not None and found.mapped
 
 
 def _check_factory(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
