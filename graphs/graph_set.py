@@ -111,13 +111,13 @@ class GraphSet(GraphTable):
     def record_one(self, key: Key) -> Recorded:
         """Record a key while rounds of others may be in flight."""
         with step_errors(f"capture of {key}", self._buffers.device):
-            return self._backend.capture(self._step(key), self._buffers)
+            return self._backend.capture(self.step(key), self._buffers)
 
-    def _step(self, key: Key) -> Step:
+    def step(self, key: Key) -> Step:
         return self._step_of(key) if isinstance(key, GraphKey) else cast("Prompts", self._prompts).step(key)
 
     def _run_eagerly(self, key: Key) -> EagerStep:
-        step = self._step(key)
+        step = self.step(key)
 
         def run(buffers: StaticBuffers) -> None:
             with step_errors(str(key), buffers.device):
@@ -133,7 +133,7 @@ class GraphSet(GraphTable):
 
     def _measure(self, key: Key) -> RecordedReport:
         with step_errors(f"capture of {key}", self._buffers.device):
-            return self._backend.measure(self._step(key), self._buffers)
+            return self._backend.measure(self.step(key), self._buffers)
 
     def _estimated(self, budget: CaptureBudget, keys: Sequence[Key]) -> str:
         """A note with the estimated memory, from the two smallest keys of the largest kind, the smallest key, and those of prompts."""

@@ -75,7 +75,7 @@ def test_chunks_are_captured_with_the_rounds_and_listed_in_the_report() -> None:
         job = engine.submit(list(range(60)), max_new_tokens=3)
         for _ in engine.stream():
             pass
-        step = engine._graphs._recorder.step_of(PromptKey(32))
+        step = engine._graphs.step(PromptKey(32))
 
         def between() -> None:
             engine.buffers.prompt.fill_(1)

@@ -88,7 +88,7 @@ def result_files() -> list[str]:
 def draft_files() -> list[str]:
     """The device's part of a round, run eagerly: verify, mask, accept, draft."""
     with steady_engine() as engine:
-        step = engine._graphs._recorder.step_of(GraphKey(rows=1, constrained=True, device=True))
+        step = engine._graphs.step(GraphKey(rows=1, constrained=True, device=True))
         return traced(lambda: run_eager(step, engine.buffers))
 
 
