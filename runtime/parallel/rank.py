@@ -16,8 +16,7 @@ import torch
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.parallel.loading import load_rank
 from stepgraph.runtime.parallel.lockstep import Decided, LockstepQueue
-from stepgraph.runtime.parallel.messages import Link, MessageReader
-from stepgraph.runtime.parallel.ranks import CAPTURE, RankError, Ranks
+from stepgraph.runtime.parallel.ranks import CAPTURE, Link, MessageReader, RankError, Ranks
 from stepgraph.runtime.request import Job
 
 

@@ -19,7 +19,7 @@ from stepgraph import Constraint, Engine, EngineConfig, QueueFullError, Sampling
 from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.extras.states_folder import MOST_INDEX_BYTES
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
-from stepgraph.runtime.models.files.llama_fields import _MAX_PARAMETERS, read_config
+from stepgraph.runtime.models.files.config_fields import _MAX_PARAMETERS, read_config
 from stepgraph.runtime.serve.http import Bounds, HttpError, read_json
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits, MaskStatus
 from stepgraph.sampling.grammar.compile.limits import named

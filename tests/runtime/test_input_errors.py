@@ -21,7 +21,7 @@ from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, make_backen
 from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.graphs.model import AttentionShape
 from stepgraph.runtime.extras.replay import read_recording
-from stepgraph.runtime.models.files.llama_fields import read_config
+from stepgraph.runtime.models.files.config_fields import read_config
 from stepgraph.runtime.models.files.tokenizer import ChatTemplate
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget

@@ -12,9 +12,8 @@ from torch import nn
 
 from stepgraph.graphs.layers.quantised import KINDS, TILE, Kind, count_weights
 from stepgraph.graphs.limits import Limits
-from stepgraph.runtime.models.files.config_fields import DTYPES, MTP_COUNT, count_field
+from stepgraph.runtime.models.files.config_fields import DTYPES, MTP_COUNT, count_field, read_config
 from stepgraph.runtime.models.files.gguf import GgufSource
-from stepgraph.runtime.models.files.llama_fields import read_config
 from stepgraph.runtime.models.files.quantised_folder import quantised_source, without_scheme
 from stepgraph.runtime.models.files.weights import FLOATS, SafetensorsSource, Source, StoredModel, llama_slices, read_json
 from stepgraph.runtime.models.llama import Llama

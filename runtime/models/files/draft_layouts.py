@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from stepgraph.runtime.models.files.config_fields import count_field, flag_field, require_off
-from stepgraph.runtime.models.files.llama_fields import read_config
+from stepgraph.runtime.models.files.config_fields import count_field, flag_field, read_config, require_off
 from stepgraph.runtime.models.files.weights import Slices, Source, layer_slices, whole_slices
 from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig
 from stepgraph.sampling.fields import is_int

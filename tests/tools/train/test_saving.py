@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stepgraph.runtime.models.eagle3 import Eagle3
-from stepgraph.runtime.models.files.llama_fields import read_config
+from stepgraph.runtime.models.files.config_fields import read_config
 from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig, RopeConfig
 from tools.train.saving import layer_fields, save_eagle3
 

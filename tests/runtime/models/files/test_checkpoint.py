@@ -17,7 +17,7 @@ from torch import Tensor
 from stepgraph import Engine, EngineConfig
 from stepgraph.runtime.models.files import checkpoint
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
-from stepgraph.runtime.models.files.llama_fields import read_config
+from stepgraph.runtime.models.files.config_fields import read_config
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.sampling.grammar.tokenizers.table import decode_byte_letters, spelling_of
 from tests.helpers.families import Cached, folder_of, judge, refused_when_damaged, save

@@ -12,8 +12,8 @@ import torch
 
 from stepgraph import Engine, EngineConfig, Vocabulary
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.files.config_fields import read_config
 from stepgraph.runtime.models.files.draft_layouts import read_eagle3
-from stepgraph.runtime.models.files.llama_fields import read_config
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from tests.helpers.draft_engines import DRAFTERS
 from tests.runtime.models.files.test_gguf import write

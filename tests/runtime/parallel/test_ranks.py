@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from stepgraph.runtime.parallel.messages import Link, MessageReader, MessageWriter, anonymous_file
+from stepgraph.runtime.parallel.ranks import Link, MessageReader, MessageWriter, anonymous_file
 from tests.helpers.command_models import model_folder
 from tests.helpers.parallel_program import open_engine
 
