@@ -1,17 +1,33 @@
-"""`stepgraph serve`: a model over HTTP until a signal ends the server."""
+"""`stepgraph serve`: a model over HTTP until a signal ends the server; with --replicas the engines are in processes of Ray Serve."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import importlib.util
 import logging
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
 
 from stepgraph.runtime.aio import AsyncEngine
 from stepgraph.runtime.commands import engines, terminal
-from stepgraph.runtime.commands.server import ready_engine, serve
+from stepgraph.runtime.commands.flags import TOY
+from stepgraph.runtime.commands.inputs import open_listener
+from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.serve.serving import EngineServing
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.replicas.wire import Info
+from stepgraph.runtime.serve.reasoning import with_markers
+from stepgraph.runtime.serve.serving import EngineServing, Serving
+from stepgraph.runtime.text import TextCodec
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
+
+ANSWER_SECONDS = 5
+STARTS = 6  # on a loaded machine Ray's own limit of 30 seconds for a start is often too short
 
 
 def run(options: argparse.Namespace) -> int:
@@ -22,17 +38,166 @@ def run(options: argparse.Namespace) -> int:
     if options.log:
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
         logging.getLogger("stepgraph.serve").setLevel(logging.INFO)
-    engines.set_threads(options)
-    if options.replicas is not None:
-        from stepgraph.runtime.commands.serve_replicas import run_replicas  # needs the extra
-
+    if options.replicas is None:
+        with ready_engine(options, terminal.shows_progress()) as engine:
+            asyncio.run(_serve_engine(engine, options))
+    else:
+        engines.set_threads(options)
         run_replicas(options)
-        return 0
-    with ready_engine(options, terminal.shows_progress()) as engine:
-        asyncio.run(_serve_engine(engine, options))
     return 0
 
 
 async def _serve_engine(engine: Engine, options: argparse.Namespace) -> None:
     async with AsyncEngine(engine) as serving:
         await serve(EngineServing(serving), options)
+
+
+def ready_engine(options: argparse.Namespace, progress: bool = False) -> Engine:
+    """With its adapters and graphs, which are made before the event loop starts, so that Ctrl-C interrupts it. Replicas call it, too."""
+    engines.set_threads(options)
+    engine = open_engine(options)
+    try:
+        for name, folder in options.lora_modules.items():
+            engine.add_lora(name, folder)
+        if not options.eager:
+            engine.capture(progress=progress)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def open_engine(options: argparse.Namespace) -> Engine:
+    config = EngineConfig(
+        max_rows=options.max_rows,
+        num_speculative_tokens=options.drafts,
+        draft_length=options.draft_length,
+        look_up=options.look_up,
+        max_length=options.max_length,
+        eager=options.eager,
+        max_top_logprobs=20,  # as in OpenAI's interface
+        max_loras=len(options.lora_modules),
+        max_lora_rank=options.max_lora_rank,
+        round_timeout_seconds=options.round_timeout_seconds,
+        preemption=options.preemption,
+    )
+    if options.model == TOY:
+        vocabulary = Vocabulary([*(bytes([value]) for value in range(256)), b"<end>"], [256])
+        target = ToyTarget(vocabulary.logits_width, biases={256: 3.0})
+        draft = ToyDraft(target, 0.8) if options.drafts else None
+        return Engine(target, draft, vocabulary=vocabulary, tokenizer=open_codec(options, vocabulary), config=config)
+    with terminal.waiting("opening the model ..."):
+        marked = functools.partial(vocabulary_with_markers, options.model, options.tool_format)
+        loaded = engines.load(options, config, terminal.shows_progress(), marked)
+        codec = open_codec(options, loaded.vocabulary)
+    return Engine(loaded.target, loaded.draft, vocabulary=codec.vocabulary, tokenizer=codec, config=loaded.config)
+
+
+def open_codec(options: argparse.Namespace, vocabulary: Vocabulary) -> TextCodec:
+    return TextCodec.of_bytes(vocabulary) if options.model == TOY else TextCodec.open(options.model, vocabulary)
+
+
+def vocabulary_with_markers(model: str, tool_format: str, vocabulary: Vocabulary) -> Vocabulary:
+    """For the vocabulary in the model's files. A module's function, as other ranks call it, too."""
+    return with_markers(TextCodec.open(model, vocabulary), tool_format).vocabulary
+
+
+async def serve(serving: Serving, options: argparse.Namespace) -> None:
+    """Answer requests until a signal arrives."""
+    from stepgraph.runtime.serve.app import App  # needs the extra, which `run` has checked
+    from stepgraph.runtime.serve.http import Bounds
+
+    soon, at_once = asyncio.Event(), asyncio.Event()
+
+    def signalled() -> None:
+        (at_once if soon.is_set() else soon).set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, signalled)
+    with open_listener(options.host, options.port) as listener:
+        bounds = Bounds(
+            body_bytes=options.max_body_bytes,
+            answer_seconds=options.answer_seconds,
+            connections=options.max_connections,
+            waiting=options.max_queued,
+        )
+        app = App(serving, options.name or Path(options.model).name, bounds, options.api_keys, options.tool_format)
+        announce(listener, options)
+        await app.serve(listener, soon, at_once, options.grace)
+
+
+def announce(listener: socket.socket, options: argparse.Namespace) -> None:
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+    if options.json:
+        terminal.print_json({"url": url})
+    else:
+        terminal.print_text(f"listening on {url}")
+
+
+def run_replicas(options: argparse.Namespace) -> None:
+    """Until a signal arrives. The replicas end with this process, unless they run on a cluster that was there before."""
+    import ray  # needs the extra
+    from ray import serve as ray_serve
+
+    from stepgraph.runtime.replicas.ray_serve import NAME, deployment
+
+    least, most = options.replicas
+    application = deployment(
+        functools.partial(ready_engine, options),
+        replicas=least if least == most else (least, most),
+        rows=options.max_rows,
+        cpus=options.replica_cpus,
+        gpus=options.replica_gpus,
+        drain_seconds=options.grace,
+    )
+    connect(most * options.replica_cpus)
+    try:
+        with terminal.waiting(f"starting {least} replicas ..."):
+            handle = ray_serve.run(application, name=NAME, route_prefix=None)
+        asyncio.run(_serve_replicas(handle, options))
+    finally:
+        ray_serve.delete(NAME)
+        ray.shutdown()
+
+
+def connect(cpus: float) -> None:
+    """To the cluster of RAY_ADDRESS or of this machine, or else a new one here with at least these processors."""
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would send them
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    if "RAY_ADDRESS" in os.environ or noted_cluster_answers():
+        ray.init(address="auto", **quiet)
+        return
+    for attempt in range(STARTS):
+        try:
+            ray.init(address="local", num_cpus=max(os.cpu_count() or 1, int(cpus) + 1), include_dashboard=False, **quiet)
+            return
+        except Exception as error:  # Ray raises that class itself
+            ray.shutdown()
+            if "timed out during startup" not in str(error) or attempt == STARTS - 1:
+                raise
+
+
+def noted_cluster_answers() -> bool:
+    """Whether the cluster is there whose address Ray keeps in a file. A killed one leaves the file, and Ray waits for it for minutes."""
+    folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
+    try:
+        host, _, port = (Path(folder) / "ray" / "ray_current_cluster").read_text(encoding="utf-8").strip().rpartition(":")
+        with socket.create_connection((host, int(port)), ANSWER_SECONDS):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+async def _serve_replicas(handle: object, options: argparse.Namespace) -> None:
+    from stepgraph.runtime.replicas.ray_serve import ReplicaPool
+    from stepgraph.runtime.replicas.streams import Resumption
+
+    def codec(info: Info) -> TextCodec:
+        assert info.vocabulary is not None
+        return open_codec(options, info.vocabulary)
+
+    pool = await ReplicaPool.open(handle, codec, replicas=options.replicas[1], how=Resumption(options.resume))
+    await serve(pool, options)

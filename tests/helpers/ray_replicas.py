@@ -86,7 +86,7 @@ def cluster() -> Iterator[None]:
     """A Ray of this process."""
     import ray
 
-    from stepgraph.runtime.commands.serve_replicas import connect
+    from stepgraph.runtime.commands.serve import connect
 
     os.environ["PYTHONPATH"] = str(ROOT)
     connect(4)

@@ -16,7 +16,7 @@ import openai
 
 from stepgraph import AsyncEngine, Engine
 from stepgraph.runtime.cli import make_parser
-from stepgraph.runtime.commands.server import open_engine
+from stepgraph.runtime.commands.serve import open_engine
 from stepgraph.runtime.serve.app import App
 from stepgraph.runtime.serve.http import Bounds
 from stepgraph.runtime.serve.serving import EngineServing

@@ -19,7 +19,7 @@ import pytest
 
 from stepgraph.graphs import GraphSet
 from stepgraph.runtime import cli
-from stepgraph.runtime.commands import bench, doctor, server, terminal
+from stepgraph.runtime.commands import bench, doctor, serve, terminal
 from stepgraph.runtime.commands.flags import COMMANDS, STEP_EXAMPLE
 from stepgraph.runtime.commands.generate import constraint_of
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
@@ -101,13 +101,13 @@ def examples() -> Iterator[Any]:
 def test_examples_of_help_run(word: str, example: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     given, _, command = example.rpartition(" | ")
     if word == "serve":  # a signal ends it
-        announce = server.announce
+        announce = serve.announce
 
         def announce_and_stop(*given: Any) -> None:
             announce(*given)
             os.kill(os.getpid(), signal.SIGTERM)
 
-        monkeypatch.setattr(server, "announce", announce_and_stop)
+        monkeypatch.setattr(serve, "announce", announce_and_stop)
     if given:
         type_in(shlex.split(given)[1].encode(), monkeypatch)
     assert shlex.split(command)[:2] == ["stepgraph", word]

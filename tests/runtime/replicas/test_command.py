@@ -97,7 +97,7 @@ def require_the_texts_of_one_engine(
 @pytest.mark.replicas
 def test_the_address_of_a_killed_cluster_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
-    from stepgraph.runtime.commands.serve_replicas import noted_cluster_answers
+    from stepgraph.runtime.commands.serve import noted_cluster_answers
 
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     assert not noted_cluster_answers()
