@@ -27,7 +27,7 @@ with Engine(toy_target(device), toy_draft(device, 0.7), vocabulary=VOCABULARY, c
 DOCTOR = """
 from tests.stub_cuda.preload import preload
 preload()
-from stepgraph.runtime.commands.doctor_probe import triton_launch
+from stepgraph.runtime.commands.doctor import triton_launch
 print(triton_launch())
 """
 NO_COMPILER = "RuntimeError: Failed to find C compiler."

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from stepgraph.runtime import cli
-from stepgraph.runtime.commands import doctor, doctor_probe, terminal
+from stepgraph.runtime.commands import doctor, terminal
 from stepgraph.sampling.grammar.link import native
 from stepgraph.sampling.native import Unavailable
 from tests.helpers.command_models import doctor_answers
@@ -135,7 +135,7 @@ def test_doctor_reports_whether_triton_can_launch(monkeypatch: pytest.MonkeyPatc
 
 
 def test_doctor_reports_probes_without_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "run_probes", lambda: {probe.__name__: "no libc10.so" for probe in doctor_probe.PROBES})
+    monkeypatch.setattr(doctor, "run_probes", lambda: {probe.__name__: "no libc10.so" for probe in doctor.PROBES})
     monkeypatch.setattr(terminal, "shows_progress", lambda: True)
     code = cli.main(["doctor"])
     out, errors = capsys.readouterr()
@@ -150,10 +150,10 @@ def test_a_probe_that_raises_does_not_stop_the_next(monkeypatch: pytest.MonkeyPa
         raise Unavailable("it was not built")
 
     monkeypatch.setattr(native, "load", missing)
-    probes: tuple[Callable[[], object], ...] = (missing, doctor_probe.native_link)
-    monkeypatch.setattr(doctor_probe, "PROBES", probes)
+    probes: tuple[Callable[[], object], ...] = (missing, doctor.native_link)
+    monkeypatch.setattr(doctor, "PROBES", probes)
     with warnings.catch_warnings():  # main() silences warnings permanently
-        doctor_probe.main()
+        doctor.probe_all()
     raised, answered = map(json.loads, capsys.readouterr().out.splitlines())
     assert raised == ["missing", "Unavailable: it was not built"]
     assert answered == ["native_link", "it was not built"]
