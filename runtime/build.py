@@ -44,9 +44,8 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.device_grammars import INT_BYTES, DeviceGrammars, why_no_device_grammars
 from stepgraph.runtime.draft_length import AUTO as AUTO_LENGTH
 from stepgraph.runtime.draft_length import DraftLengthChooser
-from stepgraph.runtime.extras.hidden_states import open_states, states_layout
+from stepgraph.runtime.extras.hidden_states import StatesLayout, open_states, states_layout
 from stepgraph.runtime.extras.record import Recorder, Recording, open_recorder
-from stepgraph.runtime.extras.states_folder import StatesLayout
 from stepgraph.runtime.host_drafts import FunctionDrafts, FunctionProposer
 from stepgraph.runtime.in_flight import InFlight
 from stepgraph.runtime.loops import Loops

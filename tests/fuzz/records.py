@@ -13,8 +13,8 @@ import torch
 
 from stepgraph import Constraint, Engine, SamplingParams
 from stepgraph.graphs import TapeBackend
+from stepgraph.runtime.extras.hidden_states import SavedText, StatesLayout, StatesWriter
 from stepgraph.runtime.extras.replay import read_recording, replay_on, version_differences
-from stepgraph.runtime.extras.states_folder import SavedText, StatesLayout, StatesWriter
 from stepgraph.runtime.models.ngram import NgramLookup
 from tests.fuzz.folders import FolderDoor, chosen, put
 from tests.fuzz.requests import CONFIG, WORKER

@@ -15,8 +15,8 @@ import pytest
 
 from stepgraph import Constraint, Engine, EngineConfig, Job
 from stepgraph.graphs import TapeBackend
+from stepgraph.runtime.extras.hidden_states import StatesWriter
 from stepgraph.runtime.extras.replay import read_recording
-from stepgraph.runtime.extras.states_folder import StatesWriter
 from stepgraph.sampling.lifetimes import FORKED
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, plain
 from tools.train.saved_states import SavedStates

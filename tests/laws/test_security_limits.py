@@ -16,8 +16,8 @@ import pytest
 from starlette.requests import Request
 
 from stepgraph import Constraint, Engine, EngineConfig, QueueFullError, SamplingParams, Vocabulary
+from stepgraph.runtime.extras.hidden_states import MOST_INDEX_BYTES
 from stepgraph.runtime.extras.record import Recording
-from stepgraph.runtime.extras.states_folder import MOST_INDEX_BYTES
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.config_fields import _MAX_PARAMETERS, read_config
 from stepgraph.runtime.serve.http import Bounds, HttpError, read_json

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.runtime.extras.states_folder import StatesLayout, read_index
+from stepgraph.runtime.extras.hidden_states import StatesLayout, read_index
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, open_checkpoint
 from stepgraph.runtime.models.llama import Llama
 from tools.train.acceptance import measure

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stepgraph.runtime.extras.states_folder import SavedText, read_index
+from stepgraph.runtime.extras.hidden_states import SavedText, read_index
 from stepgraph.sampling.fields import clip_error
 
 

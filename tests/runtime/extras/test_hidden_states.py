@@ -13,7 +13,7 @@ import torch
 
 from stepgraph import Engine, EngineConfig, Job
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime.extras.states_folder import SavedText, StatesLayout, StatesWriter, whole_file
+from stepgraph.runtime.extras.hidden_states import SavedText, StatesLayout, StatesWriter, whole_file
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.toy import ToyDraft
 from tests.helpers.families import FEATURE_LAYERS, folder_of, judge
