@@ -22,7 +22,6 @@ from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.loras import LoraTable
 from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.parallel.loading import load_part
-from stepgraph.runtime.preemption import PreemptingScheduler, admit
 from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
 from stepgraph.runtime.request_options import ENGINE_NAMES, REQUEST_NAMES, Prompt, Prompts, RequestOptions, TokenIds
 from stepgraph.runtime.request_queue import QueuedRequest
@@ -68,11 +67,6 @@ class Engine(EngineCore, OfOneProcess):
         parts = EngineParts(target, draft, vocabulary, EngineConfig() if config is None else config, backend, record)
         super().__init__(parts)
         self._loras = LoraTable(target, self.limits, self.buffers, parts.watchdog.backend, self.queue)
-        if isinstance(parts.scheduler, PreemptingScheduler):
-            pinned, collect = parts.backend.device.type == "cuda", functools.partial(self._collect, 1)
-            self.__dict__["_admit"] = functools.partial(
-                admit, parts.scheduler, self._in_flight.interrupt, collect, self._retire, self._admit, pinned
-            )
         self._make_tokenizer = (lambda: tokenizer) if isinstance(tokenizer, TextCodec) else tokenizer
 
     @classmethod

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from stepgraph.runtime.engine_state import EngineState
+from stepgraph.runtime.preemption import PreemptingScheduler
 from stepgraph.runtime.request import ActiveRequest, FinishReason, Job, StepEvent
 from stepgraph.sampling.grammar.status import FinishCode
 
@@ -36,7 +37,8 @@ class EngineCore(EngineState):
 
     def _admit(self) -> list[StepEvent]:
         """End cancelled jobs, give rows to queued requests, and launch up to one chunk of prompt tokens."""
-        events = [self._end(job, request, FinishReason.CANCELLED) for job, request in self._scheduler.pop_cancelled()]
+        events = self._preempt(self._scheduler) if isinstance(self._scheduler, PreemptingScheduler) else []
+        events += [self._end(job, request, FinishReason.CANCELLED) for job, request in self._scheduler.pop_cancelled()]
         failed, budget = self._scheduler.admit(), self.limits.prefill_chunk
         if not all(request.decoding for request in self._scheduler.active):
             self._in_flight.interrupt()
@@ -50,6 +52,17 @@ class EngineCore(EngineState):
             self._scheduler.prefilled(request, taken)
             budget -= taken
         return events + [self._scheduler.finish(queued.job, None, FinishReason.ERROR, queued.error) for queued in failed]
+
+    def _preempt(self, scheduler: PreemptingScheduler) -> list[StepEvent]:
+        """Queue requests again that hold what an earlier one waits for. What they have generated is known then."""
+        if not scheduler.victim():
+            return []
+        self._in_flight.interrupt()
+        events = self._collect(1)
+        while victim := scheduler.victim():
+            self._retire(victim)
+            scheduler.suspend(victim, self.backend.device.type == "cuda")
+        return events
 
     def _launch(self, events: list[StepEvent]) -> tuple[ActiveRequest, ...]:
         """Launch a round of the decoding requests, and return them. Requests whose draft function failed end with an event."""

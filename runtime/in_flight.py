@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -22,6 +23,7 @@ from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar.link.protocol import HostLink
 from stepgraph.sampling.kernels.alternatives import read_top_logprobs
 
+_layout = functools.cache(ResultLayout)
 Launch = tuple[int, bool, bool, bool, Drafting]  # rows; whether some are constrained, some sampled, all grammars on the device
 
 
@@ -59,7 +61,7 @@ class InFlight:
         self._other_work = False  # since the latest launch: the time of the next round includes it
         self._ring_depth, self._dummy_row = limits.ring_depth, limits.dummy_row
         self._batches = buffers.batch_rows_ring_host.numpy()
-        self._num_drafts, self._layouts = limits.num_speculative_tokens, dict[int, ResultLayout]()
+        self._num_drafts = limits.num_speculative_tokens
         # Fields that no round writes: their columns hold those of longer rounds.
         self._unwritten: dict[str, Any] = {name: 0 for name in ("forced", "looked_up", "relaxed") if f"row_{name}" not in buffers}
         self._pending: collections.deque[LaunchedRound] = collections.deque()
@@ -152,7 +154,8 @@ class InFlight:
 
     def _results(self, launched: LaunchedRound, slot: int) -> Iterator[tuple[int, ActiveRequest, ResultRecord]]:
         """Batch index, request and result of its unfinished requests. `slot`: of the rings of results."""
-        b, layout = self._buffers, self._layout_of(launched.key)
+        b, length = self._buffers, launched.key.draft_length
+        layout = _layout(self._num_drafts if length == LONGEST else length)
         results = b.results_ring_host[slot].tolist()
         all_pairs = b.logprobs_ring_host[slot].tolist() if launched.logprobs else [[]] * len(results)
         for index, (request, line, pairs) in enumerate(zip(launched.requests, results, all_pairs, strict=False)):
@@ -172,12 +175,6 @@ class InFlight:
 
     def _now(self) -> float:
         return 0.0 if self._lengths is None else self._lengths.clock()
-
-    def _layout_of(self, key: GraphKey) -> ResultLayout:
-        length = self._num_drafts if key.draft_length == LONGEST else key.draft_length
-        if length not in self._layouts:
-            self._layouts[length] = ResultLayout(length)
-        return self._layouts[length]
 
     def clear(self) -> None:
         """Drop the rounds in flight without reading them."""

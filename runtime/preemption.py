@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from stepgraph.runtime.request import ActiveRequest, StepEvent
+from stepgraph.runtime.request import ActiveRequest
 from stepgraph.runtime.scheduler import Scheduler
 
 
@@ -39,28 +37,6 @@ class PreemptingScheduler(Scheduler):
             queued = self._queue.unfinished[job.id]
             queued.matcher = self._grammars.prepare(job, queued.claim.result()) if queued.claim else None
             self._queue.waiting.insert(self._queue.index_of(queued.place), queued)
-
-
-def admit(
-    scheduler: PreemptingScheduler,
-    interrupt: Callable[[], None],
-    collect: Callable[[], list[StepEvent]],
-    retire: Callable[[ActiveRequest], None],
-    admitted: Callable[[], list[StepEvent]],
-    pinned: bool,
-) -> list[StepEvent]:
-    """The first part of a step: requests are queued again that hold what an earlier one waits for. What they have generated is known then.
-
-    interrupt, collect: end the launches in flight, and read all of their rounds. retire: makes a row inert. admitted: the admission that
-    follows."""
-    events = list[StepEvent]()
-    if scheduler.victim():
-        interrupt()
-        events += collect()
-        while victim := scheduler.victim():
-            retire(victim)
-            scheduler.suspend(victim, pinned)
-    return events + admitted()
 
 
 def _is_exact(request: ActiveRequest) -> bool:

@@ -17,7 +17,6 @@ from stepgraph.runtime.text import TextStream
 from stepgraph.sampling.grammar.automaton.arena import ArenaBlock
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
-from stepgraph.sampling.grammar.status import FinishCode
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.params import SamplingParams
 
@@ -32,16 +31,6 @@ class FinishReason(str, enum.Enum):
     DEAD_END = "dead_end"  # the output is incomplete, but grammar and bad_token_ids leave no legal token
     ERROR = "error"
     __str__ = str.__str__
-
-
-FINISH_REASONS = {
-    FinishCode.STOP: FinishReason.STOP,
-    FinishCode.LENGTH: FinishReason.LENGTH,
-    FinishCode.CONSTRAINT_COMPLETE: FinishReason.CONSTRAINT_COMPLETE,
-    FinishCode.DEAD_END: FinishReason.DEAD_END,
-    FinishCode.MASK_FAULT: FinishReason.ERROR,
-    FinishCode.LOGITS_FAULT: FinishReason.ERROR,
-}
 
 
 class Origin(str, enum.Enum):

@@ -11,7 +11,7 @@ from stepgraph.graphs.row_layout import ResultRecord
 from stepgraph.runtime.counters import Counters, loss_of
 from stepgraph.runtime.device_grammars import DeviceGrammars
 from stepgraph.runtime.extras.record import Recorder
-from stepgraph.runtime.request import FINISH_REASONS, ActiveRequest, DraftCounts, FinishReason, Job, StepEvent, TokenLogprob, origins_of
+from stepgraph.runtime.request import ActiveRequest, DraftCounts, FinishReason, Job, StepEvent, TokenLogprob, origins_of
 from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
 from stepgraph.runtime.slots import PrefixSharing, RowTable
 from stepgraph.sampling.grammar.compile.limits import TOO_DEEP, named
@@ -137,7 +137,8 @@ class Scheduler:
             self.finish(job, request, FinishReason.STOP)
         elif result.finish != FinishCode.RUNNING:
             code = FinishCode(result.finish)
-            self.finish(job, request, FINISH_REASONS[code], _error(code, request, result.statuses[result.accepted]))
+            reason = FinishReason.ERROR if code > FinishCode.DEAD_END else FinishReason[code.name]
+            self.finish(job, request, reason, _error(code, request, result.statuses[result.accepted]))
         return StepEvent(job.id, tokens, drafts, job.finish_reason, job.error, logprobs, origins)
 
     def finish(self, job: Job, request: ActiveRequest | None, reason: FinishReason, error: str = "") -> StepEvent:
