@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from stepgraph.runtime.device_grammars import DeviceGrammars
-from stepgraph.runtime.extras.record import Recorder
+from stepgraph.runtime.extras.record import Recorder, request_fields
 from stepgraph.runtime.request import FinishReason, Job
 from stepgraph.sampling.fields import Check, check_value, is_int
 from stepgraph.sampling.grammar.compile.compiler import Claim, CompiledConstraint, GrammarCompiler
@@ -66,7 +66,7 @@ class RequestQueue:
             claim.take()
             claim.then(lambda claim: self._compiled(queued, claim))
         if self._recorder:
-            self._recorder.submitted(job)
+            self._recorder.write("submit", **request_fields(job))
         with self.lock:
             require_open("submit")
             if self.full:
@@ -100,7 +100,7 @@ class RequestQueue:
             self.cancel(queued.job)
             return
         if self._recorder:
-            self._recorder.refused(queued.job)
+            self._recorder.write("refused", job=queued.job.id)
         if queued.claim is not None:
             queued.claim.release()
 
@@ -109,7 +109,7 @@ class RequestQueue:
         job_id = requested.id if isinstance(requested, Job) else requested
         check_value("job", job_id, _JOB_ID)
         if self._recorder:
-            self._recorder.cancel_requested(job_id)
+            self._recorder.write("cancel", job=job_id)
         with self.lock:
             queued = self.unfinished.get(job_id)
             # A job of another engine may have the id of one of this engine.

@@ -53,7 +53,7 @@ class Scheduler:
         """The first call of every step: remove the cancelled jobs from the queue, and return them."""
         queue = self._queue
         if self._recorder:
-            self._recorder.step_begins()
+            self._recorder.steps += 1
         with queue.lock:
             cancelled, queue.cancelled = queue.cancelled, {}
             if cancelled:
@@ -75,7 +75,7 @@ class Scheduler:
                 elif request := self.rows.allocate(first.job, first.matcher):
                     self._active[request.job.id] = request
                     if self._recorder:
-                        self._recorder.admitted(request.job)
+                        self._recorder.write("admit", job=request.job.id)
                     if first.claim:
                         self._grammars.admit(request, first.claim.result())
                     request.job.queue_seconds = time.perf_counter() - request.job.submitted_at
@@ -116,7 +116,7 @@ class Scheduler:
             relaxed.bit_count(),
         )
         if tokens and self._recorder:
-            self._recorder.emitted(job, tokens)
+            self._recorder.write("tokens", job=job.id, tokens=tokens)
         with self._queue.lock:
             if tokens and not job.tokens:
                 job.first_token_seconds = time.perf_counter() - job.submitted_at
@@ -157,7 +157,7 @@ class Scheduler:
         if self._ended:
             self._ended(job)
         if self._recorder:
-            self._recorder.finished(job)
+            self._recorder.write("end", job=job.id, reason=str(reason), error=error)
         return StepEvent(job.id, finish_reason=reason, error=error)
 
     def finish_all(self, reason: FinishReason, error: str) -> None:

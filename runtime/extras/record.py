@@ -16,7 +16,7 @@ import os
 import platform
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ from stepgraph.sampling.lifetimes import call_after_fork
 
 FORMAT = 1
 PACKAGES = ("torch", "xgrammar", "llguidance", "triton")
+# Arguments of submit() that a line has as they are.
+COPIED = ("prompt_ids", "max_new_tokens", "num_speculative_tokens", "draft_ids", "cache_salt", "resume_from", "priority", "tenant")
 FULL = b'{"kind":"full"}\n'
 FIRST_VALUES = 16  # of each tensor: enough to distinguish models of the same shape
 
@@ -54,7 +56,7 @@ class Recording:
 
 
 class Recorder:
-    """Writes a recording. Receives the events of all requests, in order, on the thread that causes them. Thread-safe.
+    """Writes a recording: the events of all requests, in order, on the thread that causes them. Thread-safe.
 
     Each line is written at once and whole, so that a crash keeps the lines before it. A failure to write ends the recording with one
     warning; it neither delays nor fails a request.
@@ -63,7 +65,7 @@ class Recorder:
     def __init__(self, recording: Recording, header: dict[str, Any]) -> None:
         """ValueError if the file cannot be created."""
         self._path, self._left, self._lock = Path(recording.path), recording.max_bytes - len(FULL), threading.Lock()
-        self._steps = 0
+        self.steps = 0  # begun so far
         try:
             # Unbuffered, readable by its owner only, and never over an existing file.
             self._file: io.FileIO | None = io.FileIO(str(self._path), "xb", opener=lambda path, flags: os.open(path, flags, 0o600))
@@ -73,40 +75,19 @@ class Recorder:
         call_after_fork(self._detach)
         self.write("engine", **header)
 
-    def submitted(self, job: Job) -> None:
-        self.write("submit", step=self._steps, **request_fields(job))
-
-    def refused(self, job: Job) -> None:
-        self.write("refused", job=job.id)
-
-    def cancel_requested(self, job_id: int) -> None:
-        self.write("cancel", step=self._steps, job=job_id)
-
-    def admitted(self, job: Job) -> None:
-        self.write("admit", step=self._steps, job=job.id)
-
     def chosen(self, drafting: Drafting) -> None:
         """How the round of this step drafts, where it is chosen for each round."""
-        self.write("round", step=self._steps, drafts=drafting.length, model=drafting.model)
-
-    def step_begins(self) -> None:
-        self._steps += 1
-
-    def emitted(self, job: Job, tokens: Sequence[int]) -> None:
-        self.write("tokens", step=self._steps, job=job.id, tokens=list(tokens))
-
-    def finished(self, job: Job) -> None:
-        self.write("end", step=self._steps, job=job.id, reason=str(job.finish_reason), error=job.error)
+        self.write("round", drafts=drafting.length, model=drafting.model)
 
     def closed(self, why: str) -> None:
-        self.write("closed", step=self._steps, why=why)
+        self.write("closed", why=why)
         self.close()
 
     def write(self, kind: str, **fields: Any) -> None:
         if self._file is None:
             return
         try:
-            line = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\n"
+            line = json.dumps({"kind": kind, "step": self.steps, **fields}, separators=(",", ":")).encode() + b"\n"
             with self._lock:
                 if self._file is None:
                     return
@@ -183,19 +164,10 @@ def model_fingerprints(models: ModelPair) -> dict[str, dict[str, Any]]:
 
 def request_fields(job: Job) -> dict[str, Any]:
     """The arguments of submit(); of prompt embeddings only position, length and hash."""
-    sampling = asdict(job.sampling) | {"seed": job.seed, "logit_bias": list(job.sampling.logit_bias.items())}
-    return {
+    return {name: getattr(job, name) for name in COPIED} | {
         "job": job.id,
-        "prompt_ids": job.prompt_ids,
         "constraint": asdict(job.constraint) if job.constraint else None,
-        "sampling": sampling,
-        "max_new_tokens": job.max_new_tokens,
-        "num_speculative_tokens": job.num_speculative_tokens,
-        "draft_ids": job.draft_ids,
-        "cache_salt": job.cache_salt,
-        "resume_from": job.resume_from,
-        "priority": job.priority,
-        "tenant": job.tenant,
+        "sampling": asdict(job.sampling) | {"seed": job.seed, "logit_bias": list(job.sampling.logit_bias.items())},
         "embeddings": [[position, len(values), _values_fingerprint(values)] for position, values in job.embeddings],
     }
 

@@ -19,7 +19,7 @@ from stepgraph.graphs.model import TargetModel
 from stepgraph.runtime.check_models import Drafter, resolve_drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.extras.record import FORMAT, model_fingerprints, versions, vocabulary_fingerprint
+from stepgraph.runtime.extras.record import COPIED, FORMAT, model_fingerprints, versions, vocabulary_fingerprint
 from stepgraph.runtime.request import FinishReason, Job
 from stepgraph.sampling.fields import clip_error, clip_name, clip_repr, is_int
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
@@ -263,15 +263,8 @@ def _options(event: Mapping[str, Any]) -> dict[str, Any]:
     prompt = event["prompt_ids"]
     if not isinstance(prompt, list) or not all(map(is_int, prompt)):  # submit() also takes texts and messages
         raise ValueError(f"prompt_ids: got {clip_repr(prompt)}, expected a list of token ids")
-    names = ("prompt_ids", "max_new_tokens", "num_speculative_tokens", "cache_salt")
-    return {name: event[name] for name in names} | {
-        "draft_ids": event["draft_ids"] or None,
-        "resume_from": event.get("resume_from"),
-        "priority": event.get("priority", 0),
-        "tenant": event.get("tenant", ""),
-        "sampling": SamplingParams(**sampling),
-        "constraint": constraint,
-    }
+    copied = {name: event[name] for name in COPIED}
+    return copied | {"draft_ids": event["draft_ids"] or None, "sampling": SamplingParams(**sampling), "constraint": constraint}
 
 
 def _check_fingerprints(run: RecordedRun, models: Mapping[str, Mapping[str, Any]], vocabulary: str) -> None:
