@@ -20,7 +20,7 @@ from stepgraph.runtime.commands.inputs import open_listener
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.runtime.replicas.wire import Info
+from stepgraph.runtime.replicas.replica import Info
 from stepgraph.runtime.serve.reasoning import with_markers
 from stepgraph.runtime.serve.serving import EngineServing, Serving
 from stepgraph.runtime.text import TextCodec

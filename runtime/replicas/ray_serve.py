@@ -30,10 +30,9 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from stepgraph.runtime.aio import AsyncEngine
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.metrics import counter, engine_metrics
-from stepgraph.runtime.replicas.replica import answer, identity_of, info_of
+from stepgraph.runtime.replicas.replica import Ask, Info, Part, answer, identity_of, info_of
 from stepgraph.runtime.replicas.router import FREE_PAGES, PrefixRouter, scale
 from stepgraph.runtime.replicas.streams import Counts, ReplicaLost, ResumedStream, Resumption
-from stepgraph.runtime.replicas.wire import Ask, Info, Part
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.stats import EngineStats
 from stepgraph.runtime.text import TextCodec
@@ -158,31 +157,13 @@ def deployment(
     return made.bind(make_engine)
 
 
-class RayTransport:
-    """Calls replicas through a handle."""
-
-    def __init__(self, handle: Any) -> None:
-        self._generate = handle.options(stream=True, method_name="generate")
-
-    async def call(self, ask: Ask) -> AsyncGenerator[Part, None]:
-        response = self._generate.remote(ask)
-        try:
-            async for part in response:
-                yield part
-        except LOST as error:
-            raise ReplicaLost(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
-        except RayTaskError as error:  # of the replica's own code
-            raise RuntimeError(f"a replica failed: {error}") from error
-        finally:
-            response.cancel()
-
-
 class ReplicaPool:
     """What a server uses in place of an engine: a Serving over the replicas of a deployment."""
 
     def __init__(self, handle: Any, info: Info, codec: TextCodec, replicas: int, how: Resumption, max_open: int) -> None:
         """Use open()."""
-        self._handle, self._transport, self.info, self._how, self._max_open = handle, RayTransport(handle), info, how, max_open
+        self._handle, self._generate = handle, handle.options(stream=True, method_name="generate")
+        self.info, self._how, self._max_open = info, how, max_open
         self.codec, self.max_rows, self.max_length = codec, info.max_rows * replicas, info.max_length
         self.failure: BaseException | None = None
         self.counts, self._open = Counts(), 0
@@ -214,10 +195,22 @@ class ReplicaPool:
         """
         if self._open >= self._max_open:
             raise QueueFullError(f"{self._open} requests are open already, of at most {self._max_open}")
-        stream = ResumedStream(self._transport, self.info, self._how, self.counts, self._closed, tuple(prompt_ids), options)
+        stream = ResumedStream(self._call, self.info, self._how, self.counts, self._closed, tuple(prompt_ids), options)
         self._open += 1
         await stream.open()
         return stream
+
+    async def _call(self, ask: Ask) -> AsyncGenerator[Part, None]:
+        response = self._generate.remote(ask)
+        try:
+            async for part in response:
+                yield part
+        except LOST as error:
+            raise ReplicaLost(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+        except RayTaskError as error:  # of the replica's own code
+            raise RuntimeError(f"a replica failed: {error}") from error
+        finally:
+            response.cancel()
 
     def _closed(self) -> None:
         self._open -= 1

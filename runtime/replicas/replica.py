@@ -1,4 +1,4 @@
-"""A replica's side of requests, and which replicas compute the same bits. Needs no Ray."""
+"""What a replica and its callers send each other, its side of requests, and which replicas compute the same bits. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -7,22 +7,80 @@ import json
 import os
 import platform
 from collections.abc import AsyncGenerator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from stepgraph.runtime.aio import AsyncEngine
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.extras.record import model_fingerprints, versions, vocabulary_fingerprint
-from stepgraph.runtime.replicas.wire import Ask, End, Info, Opened, Part, Refused, Tokens
-from stepgraph.runtime.request import EngineClosedError, FinishReason
+from stepgraph.runtime.request import EngineClosedError, FinishReason, TokenLogprob
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.sampling import native
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 _NO_EFFECT = ("max_rows", "buckets", "num_pages", "prefix_cache_pages", "max_queued", "save_hidden_states", "round_timeout_seconds")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request, or the rest of one."""
+
+    prompt_ids: tuple[int, ...]
+    options: dict[str, Any]  # of Engine.submit()
+    pages: tuple[bytes, ...] = ()  # hashes of the prompt's pages
+    avoid: frozenset[str] = frozenset()  # replicas that could not serve it
+    identity: str = ""  # only a replica with this one may answer; empty: any
+
+
+class Refused(NamedTuple):
+    """The replica has not accepted it, or its engine has failed."""
+
+    replica: str
+    why: str  # value: the request is wrong; full: too many wait; identity: not the one of the request; failed: the engine
+    message: str
+
+
+class Tokens(NamedTuple):
+    """The last ones have a reason."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    reason: FinishReason | None = None
+    error: str = ""
+    rounds: int = 0
+    num_cached_tokens: int = 0
+
+
+class Opened(NamedTuple):
+    """The first part of a request that the replica has accepted; one message of Ray with its first tokens."""
+
+    replica: str
+    identity: str
+    part: Tokens
+
+
+Part = Opened | Refused | Tokens
+
+
+@dataclass(frozen=True)
+class Info:
+    """What callers need to know of the engine. All replicas of one deployment have the same, apart from the names and the device."""
+
+    max_rows: int
+    max_length: int
+    page_size: int
+    vocabulary: Vocabulary | None
+    lora_names: tuple[str, ...]
+    num_drafts: int  # most drafts of a round
+    fixed_drafts: bool  # a request that runs again has the same ones, at any load
+    exact: bool  # the target's results depend on no sizes of batches and chunks
+    identity: str  # replicas with equal ones compute the same bits
+    replica: str
+    device: str
+    process: int  # its number on its machine
 
 
 def device_name(engine: Engine) -> str:
@@ -84,9 +142,7 @@ async def answer(serving: AsyncEngine, ask: Ask, replica: str, identity: str) ->
             if event.finish_reason == FinishReason.ERROR and serving.failure is not None:
                 yield Refused(replica, "failed", event.error)  # an error of the engine and not of this request
                 return
-            given, job = Tokens(event.tokens, event.logprobs), stream.job
-            reason = event.finish_reason
-            part = given if reason is None else End(*given, reason, event.error, job.rounds, job.num_cached_tokens)
+            part = Tokens(event.tokens, event.logprobs, event.finish_reason, event.error, stream.job.rounds, stream.job.num_cached_tokens)
             yield part if opened else Opened(replica, identity, part)
             opened = True
 

@@ -13,6 +13,8 @@ from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from stepgraph.sampling.fields import Check, check_value, is_number, whole
+
 MAX_PAGES = 256  # of a prompt that are compared: 4,096 tokens at the default size
 MAX_HOLDERS = 8  # replicas that are remembered for a page
 FREE_PAGES = "free_pages"  # share of a replica's cache pages that a request can get
@@ -48,10 +50,8 @@ class PrefixRouter:
 
     def __init__(self, load_factor: float = 1.25, max_pages: int = 1 << 17) -> None:
         """load_factor: a replica gets no request for its prefix while it has more than this times the mean number of requests."""
-        if not load_factor >= 1:  # also refuses NaN
-            raise ValueError(f"PrefixRouter.load_factor: got {load_factor!r}, expected a number >= 1")
-        if max_pages < 1:
-            raise ValueError(f"PrefixRouter.max_pages: got {max_pages!r}, expected a whole number >= 1")
+        check_value("PrefixRouter.load_factor", load_factor, Check(lambda factor: is_number(factor) and factor >= 1, "a number >= 1"))
+        check_value("PrefixRouter.max_pages", max_pages, whole(1))
         self._factor, self._max_pages = load_factor, max_pages
         self._holders: collections.OrderedDict[bytes, list[str]] = collections.OrderedDict()  # least recently routed first
 

@@ -14,16 +14,19 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
+from stepgraph.runtime.replicas.replica import Ask, Info, Opened, Part, Refused, Tokens
 from stepgraph.runtime.replicas.router import page_hashes
-from stepgraph.runtime.replicas.wire import Ask, End, Info, Opened, Part, Refused
 from stepgraph.runtime.request import FinishReason, StepEvent, TokenLogprob
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.serving import AnswerError
+from stepgraph.sampling.fields import check_fields, number, one_of, whole
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.params import SamplingParams
 
+# Calls a replica: Opened with the first tokens, then Tokens; or Refused. ReplicaLost.
+Call = Callable[[Ask], AsyncGenerator[Part, None]]
 POLICIES = ("exact", "same-hardware", "never")
 
 
@@ -33,11 +36,6 @@ class ReplicaLost(RuntimeError):
 
 class OtherHardware(ReplicaLost):
     """The replica would not compute the same bits."""
-
-
-class Transport(Protocol):
-    def call(self, ask: Ask) -> AsyncGenerator[Part, None]:
-        """Opened with the first part, then Tokens, then End; or Refused. ReplicaLost."""
 
 
 @dataclass(eq=False)
@@ -73,12 +71,7 @@ class Resumption:
     backoff_seconds: float = 0.05  # before the second attempt, then doubled
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ValueError(f"Resumption.policy: got {self.policy!r}, expected one of {', '.join(POLICIES)}")
-        if self.attempts < 1:
-            raise ValueError(f"Resumption.attempts: got {self.attempts!r}, expected a whole number >= 1")
-        if not 0 <= self.backoff_seconds < 3600:
-            raise ValueError(f"Resumption.backoff_seconds: got {self.backoff_seconds!r}, expected a number from 0 to 3600")
+        check_fields(self, {"policy": one_of(POLICIES), "attempts": whole(1), "backoff_seconds": number(0, 3600)})
 
     def continues(self, info: Info) -> bool:
         """Whether a stream of such an engine goes on after its first token."""
@@ -90,7 +83,7 @@ class ResumedStream:
 
     def __init__(
         self,
-        transport: Transport,
+        call: Call,
         info: Info,
         how: Resumption,
         counts: Counts,
@@ -99,7 +92,7 @@ class ResumedStream:
         options: dict[str, Any],
     ) -> None:
         """ended: called once, at the end of a stream that was opened."""
-        self._transport, self._info, self._how, self._counts, self._started = transport, info, how, counts, time.perf_counter()
+        self._call, self._info, self._how, self._counts, self._started = call, info, how, counts, time.perf_counter()
         sampling: SamplingParams = options.get("sampling") or SamplingParams()
         if not sampling.greedy and sampling.seed is None:  # a draw by the replica could not be repeated
             sampling = replace(sampling, seed=secrets.randbits(63))
@@ -115,7 +108,7 @@ class ResumedStream:
         self._ask = Ask(prompt_ids, options, pages)
         self.job = RemoteJob(options.get("constraint"), sampling.seed or 0)
         self._identity, self._avoid = "", set[str]()
-        self._events = self._run(ended)
+        self._events = self._replicas(ended)
         self._first: StepEvent | None = None
 
     async def open(self) -> None:
@@ -135,32 +128,27 @@ class ResumedStream:
     async def aclose(self) -> None:
         await self._events.aclose()
 
-    async def _run(self, ended: Callable[[], None]) -> AsyncGenerator[StepEvent, None]:
+    async def _replicas(self, ended: Callable[[], None]) -> AsyncGenerator[StepEvent, None]:
+        lost, job = 0, self.job
         try:
-            async with contextlib.aclosing(self._replicas()) as events:
-                async for event in events:
-                    yield event
+            while True:
+                known = len(job.tokens)
+                try:
+                    async with contextlib.aclosing(self._attempt()) as events:
+                        async for event in events:
+                            yield event
+                            if event.finish_reason is not None:
+                                return
+                    raise ReplicaLost("the stream ended without a finish reason", *job.replicas[-1:])
+                except ReplicaLost as error:
+                    lost = 1 if len(job.tokens) > known else lost + (not isinstance(error, OtherHardware))
+                    self._check(error, lost)
+                    self._avoid |= {*error.args[1:]}
+                self._counts.retried += not job.tokens
+                self._counts.continued += bool(job.tokens)
+                await asyncio.sleep((lost > 1) * self._how.backoff_seconds * 2 ** (lost - 2) * random.uniform(0.8, 1.2))
         finally:
             ended()
-
-    async def _replicas(self) -> AsyncGenerator[StepEvent, None]:
-        lost, job = 0, self.job
-        while True:
-            known = len(job.tokens)
-            try:
-                async with contextlib.aclosing(self._attempt()) as events:
-                    async for event in events:
-                        yield event
-                        if event.finish_reason is not None:
-                            return
-                raise ReplicaLost("the stream ended without a finish reason", *job.replicas[-1:])
-            except ReplicaLost as error:
-                lost = 1 if len(job.tokens) > known else lost + (not isinstance(error, OtherHardware))
-                self._check(error, lost)
-                self._avoid |= {*error.args[1:]}
-            self._counts.retried += not job.tokens
-            self._counts.continued += bool(job.tokens)
-            await asyncio.sleep((lost > 1) * self._how.backoff_seconds * 2 ** (lost - 2) * random.uniform(0.8, 1.2))
 
     def _check(self, error: ReplicaLost, lost: int) -> None:
         """AnswerError if the request is not sent to another replica."""
@@ -185,7 +173,7 @@ class ResumedStream:
         if job.tokens and not self._repeats:
             options = options | {"resume_from": (*options.get("resume_from", ()), *job.tokens)}
         ask = replace(self._ask, options=options, avoid=frozenset(self._avoid), identity=self._identity if job.tokens else "")
-        async with contextlib.aclosing(self._transport.call(ask)) as parts:
+        async with contextlib.aclosing(self._call(ask)) as parts:
             async for part in parts:
                 if isinstance(part, Refused):
                     self._refused(part)
@@ -210,22 +198,21 @@ class ResumedStream:
             raise OtherHardware(part.message, part.replica)
         raise ReplicaLost(part.message, part.replica)
 
-    def _event(self, part: Any, skip: list[int]) -> StepEvent | None:
+    def _event(self, part: Tokens, skip: list[int]) -> StepEvent | None:
         """The new tokens of a part. skip: the tokens that are to be left out, of which it takes its own."""
         job, count = self.job, min(len(skip), len(part.tokens))
         if list(part.tokens[:count]) != skip[:count]:
             self._fail(f"replica {job.replicas[-1]} computed other tokens than {job.replicas[-2]}")
         del skip[:count]
         self._counts.skipped += count
-        end = isinstance(part, End)
-        if end and part.reason == FinishReason.CANCELLED:  # by a replica that shuts down
+        if part.reason == FinishReason.CANCELLED:  # by a replica that shuts down
             raise ReplicaLost("the replica was shut down", job.replicas[-1])
         tokens, logprobs = tuple(part.tokens[count:]), tuple(part.logprobs[count:])
         if job.first_token_seconds is None and tokens:
             job.first_token_seconds = time.perf_counter() - self._started
         job.tokens += tokens
         job.logprobs += logprobs
-        if end:
+        if part.reason is not None:
             job.finish_reason, job.error = part.reason, part.error
             job.rounds += part.rounds
             job.num_cached_tokens = part.num_cached_tokens if len(job.replicas) == 1 else job.num_cached_tokens

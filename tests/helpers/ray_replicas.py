@@ -13,8 +13,7 @@ from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, SamplingPar
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.runtime.replicas.replica import info_of
-from stepgraph.runtime.replicas.wire import Ask, End, Info, Opened, Part, Tokens
+from stepgraph.runtime.replicas.replica import Ask, Info, Opened, Part, Tokens, info_of
 from stepgraph.runtime.request import FinishReason
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,7 +108,7 @@ class Canned:
     async def generate(self, ask: Ask) -> AsyncIterator[Part]:
         count = ask.options["max_new_tokens"]
         for index in range(count):
-            part: Tokens | End = Tokens((index,), ()) if index < count - 1 else End((index,), (), FinishReason.LENGTH, "", 1, 0)
+            part = Tokens((index,), reason=None if index < count - 1 else FinishReason.LENGTH, rounds=1)
             yield part if index else Opened("canned", "x", part)
 
 

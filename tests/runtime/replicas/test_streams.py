@@ -13,9 +13,8 @@ import pytest
 
 from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, SamplingParams
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.runtime.replicas.replica import answer, info_of
+from stepgraph.runtime.replicas.replica import Ask, Part, Refused, Tokens, answer, info_of
 from stepgraph.runtime.replicas.streams import Counts, ReplicaLost, ResumedStream, Resumption
-from stepgraph.runtime.replicas.wire import Ask, End, Part, Refused, Tokens
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.serving import AnswerError
 from tests.helpers.toy_engines import CONSTRAINTS, STOP, Setup, shared_engine
@@ -69,7 +68,7 @@ def run(engine: Engine, cuts: list[int], how: Resumption | None = None, info: An
             replicas, counts, ended = Replicas([serving, serving], cuts, **(other or {})), Counts(), list[int]()
             known = replace(info_of(engine, "a", "x"), **(info or {}))
             quick = how or Resumption(attempts=9, backoff_seconds=0)
-            stream = ResumedStream(replicas, known, quick, counts, lambda: ended.append(1), tuple(PROMPT), options)
+            stream = ResumedStream(replicas.call, known, quick, counts, lambda: ended.append(1), tuple(PROMPT), options)
             tokens: list[int] = []
             try:
                 await stream.open()
@@ -170,7 +169,7 @@ def test_a_replica_that_computes_other_tokens_is_detected() -> None:
     """A planted error: the second replica changes its tokens."""
 
     def planted(part: Part) -> Part:
-        return Tokens(tuple(token ^ 1 for token in part.tokens), part.logprobs) if isinstance(part, Tokens) else part
+        return part._replace(tokens=tuple(token ^ 1 for token in part.tokens)) if isinstance(part, Tokens) else part
 
     engine = shared_engine(DRAFTED)
     with pytest.raises(AnswerError, match="replica b computed other tokens than a"):
@@ -192,7 +191,7 @@ def test_an_engine_that_fails_or_shuts_down_is_replaced() -> None:
     engine = shared_engine(PLAIN)
     options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
     whole = engine.generate(PROMPT, **options).tokens
-    for ending in (Refused("a", "failed", "the engine failed"), End((), (), FinishReason.CANCELLED, "", 3, 0)):
+    for ending in (Refused("a", "failed", "the engine failed"), Tokens((), (), FinishReason.CANCELLED, "", 3, 0)):
 
         class Ends(Replicas):
             last = ending
@@ -208,7 +207,7 @@ def test_an_engine_that_fails_or_shuts_down_is_replaced() -> None:
             async with AsyncEngine(engine) as serving:
                 replicas = kind([serving, serving], [4])
                 quick = Resumption(backoff_seconds=0)
-                stream = ResumedStream(replicas, info_of(engine, "a", "x"), quick, Counts(), lambda: None, tuple(PROMPT), options)
+                stream = ResumedStream(replicas.call, info_of(engine, "a", "x"), quick, Counts(), lambda: None, tuple(PROMPT), options)
                 await stream.open()
                 tokens = [token async for event in stream for token in event.tokens]
                 assert stream.job.replicas == ["a", "b"] and replicas.asks[1].avoid == {"a"}
@@ -229,7 +228,7 @@ def test_wrong_requests_are_refused_by_the_replica() -> None:
             yield Refused("a", "full", "too many wait")
 
     async def main() -> None:
-        stream = ResumedStream(Full([], []), info_of(engine, "a", "x"), Resumption(), Counts(), lambda: None, tuple(PROMPT), {})
+        stream = ResumedStream(Full([], []).call, info_of(engine, "a", "x"), Resumption(), Counts(), lambda: None, tuple(PROMPT), {})
         with pytest.raises(QueueFullError, match="too many wait"):
             await stream.open()
 
@@ -244,7 +243,7 @@ def test_leaving_a_stream_cancels_its_job() -> None:
             ended, before = list[int](), dict(engine.stats().finished).get(FinishReason.CANCELLED, 0)
             options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": 90}
             replicas = Replicas([serving], [])
-            stream = ResumedStream(replicas, info_of(engine, "a", "x"), Resumption(), Counts(), lambda: ended.append(1), (5,), options)
+            stream = ResumedStream(replicas.call, info_of(engine, "a", "x"), Resumption(), Counts(), lambda: ended.append(1), (5,), options)
             await stream.open()
             async for _ in stream:
                 break
@@ -258,7 +257,7 @@ def test_leaving_a_stream_cancels_its_job() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"policy": "often"}, "Resumption.policy: got 'often', expected one of exact, same-hardware, never"),
+        ({"policy": "often"}, "Resumption.policy: got 'often', expected one of 'exact', 'same-hardware', 'never'"),
         ({"attempts": 0}, "Resumption.attempts: got 0, expected a whole number >= 1"),
         ({"backoff_seconds": -1}, "Resumption.backoff_seconds: got -1, expected a number from 0 to 3600"),
     ],
