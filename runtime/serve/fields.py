@@ -13,7 +13,7 @@ from stepgraph.runtime.serve.http import HttpError
 from stepgraph.runtime.serve.reasoning import Reasoning, reasoning_of
 from stepgraph.runtime.serve.tools import ToolUse, tool_use
 from stepgraph.runtime.text import TextCodec
-from stepgraph.sampling.fields import is_int
+from stepgraph.sampling.fields import BOOL, Check, instance_of, is_int, whole
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.params import SamplingParams
 
@@ -30,7 +30,9 @@ _CHAT |= {"top_logprobs", "parallel_tool_calls", "reasoning_effort", "thinking_t
 _MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-_NOTES = {"user": str, "safety_identifier": str, "prompt_cache_key": str, "metadata": dict}  # for the caller's records; not read here
+_EFFORT = Check(_EFFORTS.__contains__, f"one of {', '.join(_EFFORTS)}")
+_FLAG, _OBJECT = BOOL._replace(expected="true or false"), instance_of(dict, "an object")
+_NOTES = {**dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), instance_of(str, "a string")), "metadata": _OBJECT}  # not read
 _NO_EFFECT: dict[str, tuple[Any, ...]] = {  # fields that are accepted with these values only
     "echo": (False,),
     "store": (False,),
@@ -42,6 +44,10 @@ MAX_STOPS = 4
 MAX_CHOICES = 16
 MAX_CHAT_LOGPROBS, MAX_COMPLETION_LOGPROBS = 20, 5  # as OpenAI's endpoints
 MAX_PRIORITY = 1000
+_PRIORITY = whole(-MAX_PRIORITY, MAX_PRIORITY)._replace(
+    expected=f"a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}; lower ones are answered first"
+)
+_BUDGET = whole(1)._replace(expected="a whole number >= 1; reasoning_effort 'none' switches it off")
 
 
 @dataclass(frozen=True)
@@ -86,12 +92,11 @@ def parse_request(
     """HttpError names the field that is wrong or not supported. models: the name of the model, and those of its adapters."""
     fields = {name: value for name, value in body.items() if value is not None}
     for name in _NOTES.keys() & fields.keys():
-        if not isinstance(fields[name], _NOTES[name]):
-            _refuse(name, fields[name], "a string" if _NOTES[name] is str else "an object")
+        _checked(fields, name, _NOTES[name])
         del fields[name]
     _check_known(fields, _CHAT if chat else _COMPLETION)
     model = checked_model(fields.get("model", models[0]), models)
-    parallel = _flag(fields, "parallel_tool_calls", True)
+    parallel = _checked(fields, "parallel_tool_calls", _FLAG, True)
     tools = tool_use(fields.get("tools"), fields.get("tool_choice"), parallel, style) if chat else None
     prompt_ids = _chat_ids(fields, tools, codec) if chat else _prompt_ids(fields, codec)
     logprobs, top_logprobs = _logprobs(fields, chat)
@@ -99,18 +104,13 @@ def parse_request(
     max_tokens = _max_tokens(fields, len(prompt_ids), max_length, chat)
     options = {"max_new_tokens": max_tokens, "sampling": sampling, "constraint": _constraint(fields, tools)}
     options["lora_name"] = "" if model == models[0] else model
-    options["priority"] = priority = fields.get("priority", 0)
-    stream, include_usage, n = _flag(fields, "stream"), _include_usage(fields), fields.get("n", 1)
-    if not is_int(n) or not 1 <= n <= MAX_CHOICES:
-        _refuse("n", n, f"a whole number from 1 to {MAX_CHOICES}")
+    options["priority"] = _checked(fields, "priority", _PRIORITY, 0)
+    stream, include_usage = _checked(fields, "stream", _FLAG, False), _include_usage(fields)
+    n = _checked(fields, "n", whole(1, MAX_CHOICES), 1)
     if fields.get("best_of", n) != n:
         _refuse("best_of", fields["best_of"], f"n, which is {n}")
-    if not is_int(priority) or abs(priority) > MAX_PRIORITY:
-        _refuse("priority", priority, f"a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}; lower ones are answered first")
-    field = "tools" if tools is not None and tools.callable else "response_format"
-    budget = fields.get("thinking_token_budget")
-    if budget is not None and (not is_int(budget) or budget < 1):
-        _refuse("thinking_token_budget", budget, "a whole number >= 1; reasoning_effort 'none' switches it off")
+    field = "tools" if tools is not None else "response_format"
+    budget = _checked(fields, "thinking_token_budget", _BUDGET)
     reasoning = reasoning_of(prompt_ids, codec, _template_variables(fields), budget) if chat else None
     if budget is not None and reasoning is None:
         _refuse("thinking_token_budget", budget, "none: the answer has no reasoning between <think> and </think>")
@@ -209,13 +209,9 @@ def _past_call(call: Any, name: str) -> dict[str, Any]:
 
 def _template_variables(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Variables of the chat template that a request sets."""
-    variables, effort = fields.get("chat_template_kwargs", {}), fields.get("reasoning_effort")
-    if not isinstance(variables, dict):
-        _refuse("chat_template_kwargs", variables, "an object")
-    if effort is None:
+    variables: dict[str, Any] = _checked(fields, "chat_template_kwargs", _OBJECT, {})
+    if (effort := _checked(fields, "reasoning_effort", _EFFORT)) is None:
         return variables
-    if effort not in _EFFORTS:
-        _refuse("reasoning_effort", effort, f"one of {', '.join(_EFFORTS)}")
     return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {}), **variables}
 
 
@@ -262,7 +258,7 @@ def _sampling(fields: Mapping[str, Any], logprobs: bool, top_logprobs: int) -> S
 def _constraint(fields: Mapping[str, Any], tools: ToolUse | None) -> Constraint | None:
     try:
         constraint = Constraint.response_format(fields["response_format"]) if "response_format" in fields else None
-        if tools is None or not tools.callable:
+        if tools is None:
             return constraint
         if constraint is not None:
             _refuse("response_format", fields["response_format"], "none beside tools, or tool_choice 'none'")
@@ -292,23 +288,19 @@ def _include_usage(fields: Mapping[str, Any]) -> bool:
     return bool(options.get("include_usage"))
 
 
-def _flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    value = fields.get(name, default)
-    if not isinstance(value, bool):
-        _refuse(name, value, "true or false")
-    return value
+def _checked(fields: Mapping[str, Any], name: str, check: Check, default: Any = None) -> Any:
+    """The value of a field, or the default where there is none."""
+    if name in fields and not check.accepts(fields[name]):
+        _refuse(name, fields[name], check.expected)
+    return fields.get(name, default)
 
 
 def _logprobs(fields: Mapping[str, Any], chat: bool) -> tuple[bool, int]:
     """Whether log-probabilities are reported, and how many of the most probable tokens beside each one."""
     if not chat:
-        top = fields.get("logprobs")
-        if top is not None and (not is_int(top) or not 0 <= top <= MAX_COMPLETION_LOGPROBS):
-            _refuse("logprobs", top, f"a whole number from 0 to {MAX_COMPLETION_LOGPROBS}")
+        top = _checked(fields, "logprobs", whole(0, MAX_COMPLETION_LOGPROBS))
         return top is not None, top or 0
-    chosen, top = _flag(fields, "logprobs"), fields.get("top_logprobs", 0)
-    if not is_int(top) or not 0 <= top <= MAX_CHAT_LOGPROBS:
-        _refuse("top_logprobs", top, f"a whole number from 0 to {MAX_CHAT_LOGPROBS}")
+    chosen, top = _checked(fields, "logprobs", _FLAG, False), _checked(fields, "top_logprobs", whole(0, MAX_CHAT_LOGPROBS), 0)
     if top and not chosen:
         _refuse("top_logprobs", top, "none without logprobs: true")
     return chosen, top

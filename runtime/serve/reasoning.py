@@ -63,12 +63,12 @@ class ReasoningSplitter:
         self._may_open = reasoning is not None and not reasoning.opened
         self._pending, self._trims = "", False
 
-    def push(self, text: str) -> Iterator[tuple[bool, str]]:
-        """Pieces; True with reasoning."""
+    def push(self, text: str, ended: bool = False) -> Iterator[tuple[bool, str]]:
+        """Pieces; True with reasoning. ended: no more text follows."""
         self._pending += text
         if self._may_open:
             start = self._pending.lstrip()
-            if OPENING.startswith(start):
+            if OPENING.startswith(start) and not ended:
                 return
             self._may_open, self.inside = False, start.startswith(OPENING)
             self._pending = start.removeprefix(OPENING) if self.inside else self._pending
@@ -77,7 +77,7 @@ class ReasoningSplitter:
             if found:
                 self.inside, self._trims, self._pending = False, True, rest
             else:
-                held = held_back(piece, [CLOSING])
+                held = 0 if ended else held_back(piece, [CLOSING])
                 piece, self._pending = piece[: len(piece) - held], piece[len(piece) - held :]
             if piece:
                 yield True, piece
@@ -88,11 +88,6 @@ class ReasoningSplitter:
                 yield False, self._pending
                 self._pending = ""
 
-    def finish(self) -> Iterator[tuple[bool, str]]:
-        if self._pending:
-            yield self.inside, self._pending
-            self._pending = ""
-
 
 class ChannelSplitter:
     """Splits the messages of GPT-OSS, which consist of a header, <|message|> and a text: those of the channel `analysis` are reasoning.
@@ -102,13 +97,15 @@ class ChannelSplitter:
         self.inside = False
         self._pending, self._in_header = "", True
 
-    def push(self, text: str) -> Iterator[tuple[bool, str]]:
-        """Pieces; True with reasoning."""
+    def push(self, text: str, ended: bool = False) -> Iterator[tuple[bool, str]]:
+        """Pieces; True with reasoning. ended: no more text follows."""
         self._pending += text
         while True:
             if self._in_header:
                 header, found, rest = self._pending.partition(MESSAGE)
                 if not found:
+                    if ended and header and "<|" not in header:
+                        yield False, header
                     return
                 self._in_header, self._pending = False, rest
                 call = re.search(r" to=functions\.([\w-]+)", header)
@@ -116,18 +113,13 @@ class ChannelSplitter:
                 if call:
                     yield False, FORMATS["gpt-oss"].begin(call[1])
             end = re.search(r"<\|end\|>|<\|start\|>", self._pending)
-            size = end.start() if end else len(self._pending) - held_back(self._pending, [MESSAGE_END, "<|start|>"])
+            size = end.start() if end else len(self._pending) - (0 if ended else held_back(self._pending, [MESSAGE_END, "<|start|>"]))
             piece, self._pending = self._pending[:size], self._pending[end.end() if end else size :]
             if piece:
                 yield self.inside, piece
             if end is None:
                 return
             self._in_header, self.inside = True, False
-
-    def finish(self) -> Iterator[tuple[bool, str]]:
-        if self._pending and not (self._in_header and "<|" in self._pending):
-            yield self.inside, self._pending
-        self._pending = ""
 
 
 def splitter(reasoning: Reasoning | None) -> ReasoningSplitter | ChannelSplitter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from stepgraph.runtime.request import FinishReason, StepEvent, TokenLogprob
@@ -20,7 +20,7 @@ class Reply:
         self.request, self.index, self._codec = request, index, codec
         self.job: AnswerJob | None = None  # once it is submitted
         self._text = codec.stream()
-        tools = request.tools if request.tools is not None and request.tools.callable else None
+        tools = request.tools
         only_calls = tools is not None and tools.required
         form, texts, parallel = (tools.form, tools.texts, tools.parallel) if tools is not None else (None, {}, True)
         self._calls = CallParser(() if only_calls else request.stops, form, texts, only_calls, parallel)
@@ -69,9 +69,7 @@ class Reply:
         """The deltas that were held back until the end."""
         if self.stopped:
             return []
-        deltas = self._deltas(self._text.finish())
-        deltas += [delta for part in self._reasoning.finish() for delta in self._part(*part)]
-        return _merged([*deltas, *self._calls.push("", ended=True)])
+        return _merged([*self._deltas(self._text.finish(), ended=True), *self._calls.push("", ended=True)])
 
     @property
     def reason(self) -> str:
@@ -103,14 +101,11 @@ class Reply:
     def _token_text(self, token: int) -> str:
         return self._codec.vocabulary.decode([token]).decode("utf-8", "replace")
 
-    def _deltas(self, text: str) -> list[Delta]:
-        return [delta for part in self._reasoning.push(text) for delta in self._part(*part)]
-
-    def _part(self, reasoning: bool, text: str) -> Iterator[Delta]:
-        if reasoning:
-            yield {"reasoning_content": text}
-        else:
-            yield from self._calls.push(text)
+    def _deltas(self, text: str, ended: bool = False) -> list[Delta]:
+        deltas: list[Delta] = []
+        for reasoning, piece in self._reasoning.push(text, ended):
+            deltas += [{"reasoning_content": piece}] if reasoning else self._calls.push(piece)
+        return deltas
 
 
 def _merged(deltas: Sequence[Delta]) -> list[Delta]:

@@ -47,8 +47,6 @@ class ToolUse:
     def prompt_ids(self, codec: TextCodec, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[int]:
         """The conversation with the functions, in the chat template's words if it describes the format, else in a system message."""
         ids = codec.chat(messages, variables=variables)
-        if not self.callable:
-            return ids
         with_tools = codec.chat(messages, self.callable, variables=variables) if self.style.templated else ids
         return with_tools if with_tools != ids else codec.chat(self._as_system_message(messages), variables=variables)
 
@@ -62,7 +60,7 @@ class ToolUse:
 
 
 def tool_use(tools: Any, choice: Any, parallel: bool, style: CallStyle) -> ToolUse | None:
-    """HttpError names the field that is wrong."""
+    """None where no function may be called. HttpError names the field that is wrong."""
     if tools is None:
         if choice not in (None, "none"):
             raise HttpError(400, f"tool_choice: got {json.dumps(choice)[:60]} without tools, expected tools", "tool_choice")
@@ -78,7 +76,7 @@ def tool_use(tools: Any, choice: Any, parallel: bool, style: CallStyle) -> ToolU
     if choice in (None, "auto", "required"):
         return ToolUse(tuple(tools), style, choice == "required", parallel)
     if choice == "none":
-        return ToolUse((), style)
+        return None
     for name, tool in by_name.items():
         if choice == {"type": "function", "function": {"name": name}}:
             return ToolUse((tool,), style, required=True, parallel=False)

@@ -76,7 +76,7 @@ def test_splits_do_not_depend_on_the_pieces(pieces: list[str], opened: bool) -> 
         for text in texts:
             for inside, piece in splitter.push(text):
                 found[inside] += piece
-        for inside, piece in splitter.finish():
+        for inside, piece in splitter.push("", ended=True):
             found[inside] += piece
         return found[True], found[False]
 
@@ -104,7 +104,7 @@ def test_channels_do_not_depend_on_the_pieces(messages: list[tuple[str, str]], c
     for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), 1000], strict=True):
         for inside, piece in splitter.push(text[start:end]):
             found[inside] += piece
-    assert [*splitter.finish()] == []
+    assert [*splitter.push("", ended=True)] == []
     call = " to=functions.f <|constrain|>json<|message|>"
     bodies = [(HEADERS[header], (call if "to=" in header else "") + body) for header, body in messages]
     assert found == {kind: "".join(body for inside, body in bodies if inside is kind) for kind in (True, False)}
