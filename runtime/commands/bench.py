@@ -15,8 +15,7 @@ from stepgraph.runtime.commands import engines, terminal
 from stepgraph.runtime.commands.flags import TOY
 from stepgraph.runtime.commands.inputs import read_file
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.demo.scenarios import SCENARIOS
-from stepgraph.runtime.demo.variants import Case, Pair, tokens_per_second, toy_pair, variants
+from stepgraph.runtime.demo.variants import SCENARIOS, Case, Pair, tokens_per_second, toy_pair, variants
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar import Constraint

@@ -22,8 +22,7 @@ from stepgraph.runtime import cli
 from stepgraph.runtime.commands import demo, terminal
 from stepgraph.runtime.commands.flags import COMMANDS
 from stepgraph.runtime.demo import pair
-from stepgraph.runtime.demo.scenarios import SCENARIOS
-from stepgraph.runtime.demo.variants import Case, Pair, Variant, toy_pair
+from stepgraph.runtime.demo.variants import SCENARIOS, Case, Pair, Variant, toy_pair
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.native import why_not

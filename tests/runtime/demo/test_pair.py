@@ -10,8 +10,7 @@ import pytest
 
 from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Origin
 from stepgraph.runtime.demo.pair import DRAFTS, target_path
-from stepgraph.runtime.demo.scenarios import SCENARIOS
-from stepgraph.runtime.demo.variants import LOOK_UP, Case, Pair, open_pair
+from stepgraph.runtime.demo.variants import LOOK_UP, SCENARIOS, Case, Pair, open_pair
 from stepgraph.runtime.host_drafts import ForcedDrafts
 from stepgraph.runtime.models.ngram import NgramLookup
 from tests.helpers.application_schemas import APPLICATIONS, in_json_schema, large
