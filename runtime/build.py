@@ -61,7 +61,6 @@ from stepgraph.runtime.slots import PrefixSharing
 from stepgraph.runtime.upload import Uploader
 from stepgraph.runtime.validate import RequestValidator
 from stepgraph.runtime.watchdog import Watchdog
-from stepgraph.sampling import kernels
 from stepgraph.sampling.fields import check_members, check_value, instance_of, optional
 from stepgraph.sampling.grammar.automaton.grammar import SplitTensors, TokenTensors, split_tensors, token_tensors
 from stepgraph.sampling.grammar.link.choose import open_host_link
@@ -105,7 +104,7 @@ class EngineParts:
         self.grammars = DeviceGrammars(no_tables, config, self.host_link)
         self.compiler = config.grammar_compiler(vocabulary) if vocabulary is not None else None
         decode_round = Round(limits, models, self.host_link, config.draft_masks, accept_options(self), self.attention, tables, split)
-        prompts, on_failure = Prompts(limits, models, self.attention), config.on_capture_failure
+        prompts = Prompts(limits, models, self.attention)
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
         self.hidden_states = states = open_states(config, saved, timed, buffers)
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend)
@@ -118,11 +117,11 @@ class EngineParts:
             buffers,
             decode_round.step,
             config.bucket_sizes,
-            on_failure,
+            config.on_capture_failure,
             config.capture_bytes,
             tables is not None,
             drafting,
-            prompts if records_prompts(config, device) else None,
+            prompts if not config.eager and (device.type == "cuda" if config.prompt_graphs is None else config.prompt_graphs) else None,
         )
         (queue_type, scheduler_type), self.sharing = queue_types(config, self.ranks, recorder), sharing_for(config, models)
         self.queue = queue_type(config.max_queued, self.compiler, self.grammars, recorder)
@@ -158,18 +157,6 @@ def queue_types(
     if ranks is None:
         return RequestQueue, PreemptingScheduler if config.preemption else Scheduler
     return functools.partial(LockstepQueue, ranks), functools.partial(LockstepScheduler, ranks)
-
-
-def records_prompts(config: EngineConfig, device: torch.device) -> bool:
-    wanted = device.type == "cuda" if config.prompt_graphs is None else config.prompt_graphs
-    return wanted and not config.eager
-
-
-def records_on_demand(parts: EngineParts) -> bool:
-    """Whether graphs may be recorded one by one. With limits of failures and memory, and for profiles and loops, all come first."""
-    config, profiled = parts.config, read_range(os.environ) is not None
-    whole = config.eager or config.capture_bytes is not None or config.on_capture_failure != "raise" or parts.limits.loops or profiled
-    return parts.backend.name == "tape" and not whole
 
 
 def loops_of(parts: EngineParts, recorded: bool) -> Callable[..., InFlight]:
@@ -225,39 +212,6 @@ def products_for(models: ModelPair, ranks: Ranks | None) -> str:
     modules: list[object] = list(models)  # a member of the pair has none of the methods of a module for the type checker
     weights = (each for module in modules if isinstance(module, nn.Module) for each in module.parameters())
     return choose_products(models.target.feature_dtype, weights, ranks)
-
-
-def capture_notes(parts: EngineParts) -> tuple[str, ...]:
-    """Notes of the capture report. Also chooses the implementation of the filters, before they are captured."""
-    config, models, device = parts.config, parts.models, parts.backend.device
-    notes = [f"host link: {parts.host_link.name}", f"grammar lane: {parts.grammars.note}"]
-    if parts.limits.loops:
-        notes.append("rounds per launch: until an event; one in graphs with host nodes")
-    if config.forced_acceptance:
-        notes.append("acceptance is forced: the texts are not the models'")
-    if config.relaxed_acceptance:
-        notes.append("relaxed acceptance: requests may accept drafts that are not the target's choice")
-    if config.logits_processors:
-        notes.append(f"logits processors: {', '.join(each.name for each in config.logits_processors)}")
-    notes += [f"kernels: {kernels.describe(device)}", *(note for model in models for note in getattr(model, "notes", ()))]
-    if models.proposer is not None:
-        masked = "each is kept while its mask allows it" if "batch_forced" in parts.buffers else "without masks"
-        notes.append(f"drafts are proposed whole, {masked}")
-    if config.kv_cache_dtype == FLOAT8:
-        notes.append("cache: float8_e4m3fn")
-    if parts.attention.rounds:
-        notes.append(f"attention: {parts.attention}")
-    notes += [parts.products] if parts.products else []
-    if not config.greedy_only:
-        try:
-            notes.append(f"filters: {kernels.choose_filters(device, config.filters)}")
-        except ValueError as error:
-            raise ValueError(f"EngineConfig.{error}") from None
-    sharing = (f"prefixes: not shared, {parts.sharing.off}",) if parts.sharing.off else ()
-    loras = (f"adapters: up to {config.max_loras} of rank {config.max_lora_rank}",) if config.max_loras else ()
-    forced = ("forced drafts: on",) if "forced_host" in parts.buffers else ()
-    grammars = (f"grammars: {parts.compiler.note}",) if parts.compiler else ()
-    return (*notes, *grammars, *sharing, *forced, *loras)
 
 
 def sharing_for(config: EngineConfig, models: ModelPair) -> PrefixSharing:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
+from stepgraph.graphs.attention.float8 import FLOAT8
 from stepgraph.graphs.recording import CaptureReport
-from stepgraph.runtime.build import EngineParts, capture_notes, records_on_demand
+from stepgraph.runtime.build import EngineParts
 from stepgraph.runtime.parallel.ranks import CAPTURE
+from stepgraph.runtime.profiled import read_range
 from stepgraph.runtime.request import EngineClosedError, FinishReason
 from stepgraph.runtime.step_lock import StepLock
+from stepgraph.sampling import kernels
 from stepgraph.sampling.lifetimes import FORKED, call_after_fork
 
 
@@ -40,7 +45,10 @@ class EngineState:
         """What the first step does if capture() was not called. On the CPU it takes seconds, and an answer needs few of the graphs."""
         if self.captured:
             return
-        if records_on_demand(self._parts):
+        # With limits of failures and memory, and for profiles and loops, all graphs come first.
+        config, profiled = self.config, read_range(os.environ) is not None
+        whole = config.eager or config.capture_bytes is not None or config.on_capture_failure != "raise" or self.limits.loops or profiled
+        if self.backend.name == "tape" and not whole:
             _ = self.notes  # chooses the implementation of the filters
             self._graphs.on_demand = True
         else:
@@ -52,8 +60,35 @@ class EngineState:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The implementations that were chosen, as in the capture report."""
-        return capture_notes(self._parts)
+        """The implementations that were chosen, as in the capture report. Chooses that of the filters, before they are captured."""
+        parts, config, device = self._parts, self.config, self.backend.device
+        masked = "each is kept while its mask allows it" if "batch_forced" in self.buffers else "without masks"
+        filters = ""
+        if not config.greedy_only:
+            try:
+                filters = str(kernels.choose_filters(device, config.filters))
+            except ValueError as error:
+                raise ValueError(f"EngineConfig.{error}") from None
+        notes: dict[str, object] = {  # and whether it applies
+            f"host link: {parts.host_link.name}": True,
+            f"grammar lane: {parts.grammars.note}": True,
+            "rounds per launch: until an event; one in graphs with host nodes": self.limits.loops,
+            "acceptance is forced: the texts are not the models'": config.forced_acceptance,
+            "relaxed acceptance: requests may accept drafts that are not the target's choice": config.relaxed_acceptance,
+            f"logits processors: {', '.join(each.name for each in config.logits_processors)}": config.logits_processors,
+            f"kernels: {kernels.describe(device)}": True,
+            **dict.fromkeys((note for model in parts.models for note in getattr(model, "notes", ())), True),
+            f"drafts are proposed whole, {masked}": parts.models.proposer is not None,
+            "cache: float8_e4m3fn": config.kv_cache_dtype == FLOAT8,
+            f"attention: {parts.attention}": parts.attention.rounds,
+            parts.products: parts.products,
+            f"filters: {filters}": filters,
+            f"grammars: {parts.compiler and parts.compiler.note}": parts.compiler,
+            f"prefixes: not shared, {parts.sharing.off}": parts.sharing.off,
+            "forced drafts: on": "forced_host" in self.buffers,
+            f"adapters: up to {config.max_loras} of rank {config.max_lora_rank}": config.max_loras,
+        }
+        return tuple(note for note, applies in notes.items() if applies)
 
     def _require_open(self, call: str) -> None:
         if self._closed:

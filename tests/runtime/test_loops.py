@@ -15,7 +15,6 @@ from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, Job, Sampli
 from stepgraph.graphs import TapeBackend
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.round_specs import Control, Counter
-from stepgraph.runtime.build import capture_notes
 from stepgraph.runtime.profiled import ROUNDS
 from stepgraph.runtime.watchdog import RoundTimeoutError
 from stepgraph.sampling import native
@@ -187,7 +186,7 @@ def test_long_prompt_is_prefilled_between_single_rounds(engine: Engine) -> None:
 
 
 def test_capture_report_and_statistics(engine: Engine) -> None:
-    assert "rounds per launch: until an event; one in graphs with host nodes" in capture_notes(engine._parts)
+    assert "rounds per launch: until an event; one in graphs with host nodes" in engine.notes
     before = engine.stats()
     job = engine.generate([7, 1], max_new_tokens=30, sampling=ENDLESS)
     after = engine.stats()

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from stepgraph import Constraint, Engine, FinishReason, Job, StepEvent
-from stepgraph.runtime.build import capture_notes
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits
 from stepgraph.sampling.native import why_not
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, plain
@@ -50,7 +49,7 @@ def stepped(engine: Engine, jobs: list[Job]) -> None:
 
 
 def test_request_waiting_for_a_grammar_does_not_delay_later_ones(engine: Engine) -> None:
-    assert "grammars: compiled in a worker process, in at most 120 s and 1024 MiB" in capture_notes(engine._parts)
+    assert "grammars: compiled in a worker process, in at most 120 s and 1024 MiB" in engine.notes
     slow = engine.submit([7], constraint=SLOW, max_new_tokens=4)
     jobs = submitted(engine)
     pid = busy_worker(compiler_of(engine))
@@ -167,7 +166,7 @@ def test_compiled_grammar_is_used_at_once(engine: Engine) -> None:
 
 def test_grammar_in_use_is_kept_beyond_the_cache_limit() -> None:
     with make_engine(Setup(k=0, max_rows=2), grammar_cache_bytes=1) as engine:
-        assert "grammars: compiled in this process, without limits on time and memory" in capture_notes(engine._parts)
+        assert "grammars: compiled in this process, without limits on time and memory" in engine.notes
         assert engine.stats().grammars.grammars == 0, "a grammar that no job uses is kept"
         requested = Constraint.regex("[a-d]{30,}")
         jobs = [engine.submit([7], constraint=requested, max_new_tokens=20) for _ in range(2)]

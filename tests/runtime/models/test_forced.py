@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from stepgraph import Constraint, EngineConfig, FinishReason, SamplingParams
-from stepgraph.runtime.build import capture_notes
 from stepgraph.sampling.params import GREEDY
 from tests.helpers.oracles import accepts
 from tests.helpers.toy_engines import COMPILER, STOP, Setup, make_engine, shared_engine
@@ -67,5 +66,5 @@ def test_bad_forced_acceptance_is_refused(forced: object) -> None:
 
 def test_capture_report_names_forced_acceptance() -> None:
     engine = make_engine(Setup(k=1, forced_acceptance=(0.5,)))
-    assert "acceptance is forced: the texts are not the models'" in capture_notes(engine._parts)
+    assert "acceptance is forced: the texts are not the models'" in engine.notes
     engine.close()

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from stepgraph import EngineConfig
-from stepgraph.runtime.build import capture_notes
 from stepgraph.sampling.grammar.link import choose, native, xgrammar_binding
 from stepgraph.sampling.grammar.link.native import NativeLibrary, load
 from stepgraph.sampling.native import Unavailable, find_library
@@ -33,7 +32,7 @@ def test_without_a_library_there_is_one_warning_a_note_and_the_same_output() -> 
     with pytest.warns(RuntimeWarning, match=f"driven from Python, under the GIL: no native link, {NOT_BUILT}") as caught:
         engine = make_engine(Setup(k=2))
     assert [Path(one.filename).name for one in caught if one.category is RuntimeWarning] == ["toy_engines.py"], "the caller of Engine"
-    assert capture_notes(engine._parts)[0] == f"host link: python, under the GIL: no native link, {NOT_BUILT}"
+    assert engine.notes[0] == f"host link: python, under the GIL: no native link, {NOT_BUILT}"
     job = engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=30)
     for _ in engine.stream():
         pass
@@ -60,7 +59,7 @@ def test_check_masks_uses_the_python_link(host_link: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine = make_engine(Setup(k=2, host_link=host_link), check_masks=True)
-    assert capture_notes(engine._parts)[0] == "host link: python, under the GIL: check_masks compares masks in Python"
+    assert engine.notes[0] == "host link: python, under the GIL: check_masks compares masks in Python"
     job = engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=30)
     for _ in engine.stream():
         pass
