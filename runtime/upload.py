@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,7 +91,12 @@ class Uploader:
         self._texts = PinnedRing(backend, buffers.text_ring_host) if models.reads_text else None
         self._seen = PinnedRing(backend, buffers.seen_ring_host)
         self._options = PinnedRing(backend, buffers.options_ring_host) if "options_ring_host" in buffers else None
-        self._processors = processors
+        self._option_makers: dict[str, Callable[[Job, Limits], list[int]]] = {
+            "row_bad_words": _bad_words,
+            "row_recent": _recent_tokens,
+            "row_relaxed": _relaxed,
+            "row_processors": functools.partial(_processor_settings, processors),
+        }
         self._images = PinnedRing(backend, buffers.image_ring_host) if "image_ring_host" in buffers else None
         self._copied: weakref.WeakKeyDictionary[ArenaBlock, Event] = weakref.WeakKeyDictionary()  # the last copy of each
 
@@ -149,29 +154,28 @@ class Uploader:
     def begin(self, request: ActiveRequest) -> None:
         """Upload a request's block table, stop ids and biases, before its first chunk."""
         buffers, limits, row, stop_ids = self._buffers, self._limits, request.row, request.job.stop_ids
-        stops = [*stop_ids, *[-1] * (limits.max_stop_ids - len(stop_ids))]
-        table = [*request.pages, *[0] * (limits.pages_per_row - len(request.pages))]
         biases, resumed = request.job.sampling.biases, request.job.resumed_host
         unused = limits.max_bias_ids - len(biases)
-        bias_ids, bias_bits = [*biases, *[-1] * unused], _float_bits([*biases.values(), *[0.0] * unused])
+        parts = {
+            "row_stop_ids": [*stop_ids, *[-1] * (limits.max_stop_ids - len(stop_ids))],
+            "row_block_tables": [*request.pages, *[0] * (limits.pages_per_row - len(request.pages))],
+            "row_bias_ids": [*biases, *[-1] * unused],
+            "row_biases": _float_bits([*biases.values(), *[0.0] * unused]),
+        }
 
         def copy(slot: Tensor) -> None:
             buffers.admission.copy_(slot, non_blocking=True)
-            sizes = [limits.max_stop_ids, limits.pages_per_row, limits.max_bias_ids, limits.max_bias_ids]
-            stop_part, table_part, ids_part, bits_part = buffers.admission[: sum(sizes)].split(sizes)
-            buffers.row_stop_ids[row].copy_(stop_part)
-            buffers.row_block_tables[row].copy_(table_part)
-            buffers.row_bias_ids[row].copy_(ids_part)
-            buffers.row_biases[row].copy_(_floats(bits_part))
+            _copy_parts(buffers, row, parts, buffers.admission)
             buffers.row_prompt_seen[row].zero_()
             counts = buffers.row_output_counts[row].zero_()
             if resumed is not None and request.sampled:
                 tokens = resumed.to(counts.device, non_blocking=True)
                 counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=counts.dtype))
 
-        self._admissions.send([*stops, *table, *bias_ids, *bias_bits], copy)
+        self._admissions.send(_joined(parts), copy)
         if self._options is not None:
-            self._options.send(*_uploaded_options(buffers, limits, self._processors, request.job, row))
+            options = {name: make(request.job, limits) for name, make in self._option_makers.items() if name in buffers}
+            self._options.send(_joined(options), functools.partial(_copy_parts, buffers, row, options))
         if request.job.sampling.repetition_penalty != 1:  # otherwise the prompt's tokens have no effect
             self._upload_seen(request)
         if self._texts is not None:
@@ -219,6 +223,7 @@ class Uploader:
             Column.LORA: job.lora_slot,
         }
         params = [getattr(job.sampling, column.name.lower()) for column in Param]
+        parts = {"row_params": _float_bits(params), "row_state": [state.get(column, 0) for column in Column]}
 
         def copy(slot: Tensor) -> None:
             buffers.admission.copy_(slot, non_blocking=True)
@@ -229,11 +234,9 @@ class Uploader:
                 if "row_looked_up" in buffers:
                     buffers.row_looked_up[row].fill_(True)
             buffers.row_tags[row].fill_(0)
-            state_part, bits_part = buffers.admission[: len(Column) + len(Param)].split([len(Column), len(Param)])
-            buffers.row_params[row].copy_(_floats(bits_part))
-            buffers.row_state[row].copy_(state_part)
+            _copy_parts(buffers, row, parts, buffers.admission)
 
-        self._admissions.send([*[state.get(column, 0) for column in Column], *_float_bits(params)], copy)
+        self._admissions.send(_joined(parts), copy)
 
 
 def _spans(job: Job, start: int, count: int) -> Iterator[tuple[int, Tensor]]:
@@ -273,25 +276,17 @@ def _processor_settings(processors: Sequence[LogitsProcessor], job: Job, _: Limi
     return _float_bits(settings)
 
 
-def _uploaded_options(
-    buffers: StaticBuffers, limits: Limits, processors: Sequence[LogitsProcessor], job: Job, row: int
-) -> tuple[list[int], Callable[[Tensor], None]]:
-    """The line of the ring for a request, and what copies it to the tables."""
-    makers: dict[str, Callable[[Job, Limits], list[int]]] = {
-        "row_bad_words": _bad_words,
-        "row_recent": _recent_tokens,
-        "row_relaxed": _relaxed,
-        "row_processors": functools.partial(_processor_settings, processors),
-    }
-    parts = {name: make(job, limits) for name, make in makers.items() if name in buffers}
+def _joined(parts: Mapping[str, list[int]]) -> list[int]:
+    """The line of a ring that `_copy_parts` divides."""
+    return list(itertools.chain.from_iterable(parts.values()))
 
-    def copy(slot: Tensor) -> None:
-        line = slot.to(buffers.device, non_blocking=True)
-        for name, part in zip(parts, line.split([len(part) for part in parts.values()]), strict=True):
-            table = buffers[name][row]
-            table.copy_((_floats(part) if table.is_floating_point() else part).view_as(table))
 
-    return list(itertools.chain.from_iterable(parts.values())), copy
+def _copy_parts(buffers: StaticBuffers, row: int, parts: Mapping[str, list[int]], line: Tensor) -> None:
+    """From a line to one row of each table."""
+    sizes, line = [len(part) for part in parts.values()], line.to(buffers.device, non_blocking=True)
+    for name, part in zip(parts, line[: sum(sizes)].split(sizes), strict=True):
+        table = buffers[name][row]
+        table.copy_((_floats(part) if table.is_floating_point() else part).view_as(table))
 
 
 def _float_bits(values: Sequence[float]) -> list[int]:
