@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.parallel.lockstep import LockstepQueue
 from stepgraph.runtime.request import NO_DRAFTS, EngineClosedError, Job, StepEvent
-from stepgraph.runtime.request_options import REQUEST_NAMES, Prompt, RequestOptions
 from stepgraph.runtime.request_queue import QueueFullError
+from stepgraph.runtime.validate import REQUEST_NAMES, Prompt, RequestOptions
 from stepgraph.sampling.fields import check_value, checked_keywords, instance_of
 from stepgraph.sampling.lifetimes import EXIT_SECONDS, ExitStage, OfOneProcess, close_at_exit
 

@@ -23,11 +23,11 @@ from stepgraph.runtime.loras import LoraTable
 from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.parallel.loading import load_part
 from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
-from stepgraph.runtime.request_options import ENGINE_NAMES, REQUEST_NAMES, Prompt, Prompts, RequestOptions, TokenIds
 from stepgraph.runtime.request_queue import QueuedRequest
 from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.runtime.trace import Trace
+from stepgraph.runtime.validate import ENGINE_NAMES, REQUEST_NAMES, Prompt, Prompts, RequestOptions, TokenIds
 from stepgraph.sampling.fields import Check, check_value, checked_keywords, clip_repr, number, optional, whole
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint

@@ -11,7 +11,7 @@ from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 
 from stepgraph.graphs.graph_key import GraphKey
-from stepgraph.runtime.counters import Loss
+from stepgraph.runtime.scheduler import Loss
 from stepgraph.runtime.stats import EngineStats, Histogram
 
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.runtime.build import EngineParts
-from stepgraph.runtime.counters import Counters, HistogramBuilder, Loss
 from stepgraph.runtime.device_grammars import INT_BYTES, DeviceGrammars
 from stepgraph.runtime.request import DraftCounts, FinishReason
+from stepgraph.runtime.scheduler import SECONDS, Counters, HistogramBuilder, Loss
 from stepgraph.sampling.grammar.compile.compiler import CompileStats
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS
 
@@ -208,7 +208,7 @@ def draft_stats(counters: Counters) -> DraftStats:
 
 
 def histogram(builder: HistogramBuilder) -> Histogram:
-    return Histogram(builder.bounds, tuple(builder.counts), builder.total)
+    return Histogram(SECONDS, tuple(builder.counts), builder.total)
 
 
 def _at_least(rounds: Sequence[int]) -> tuple[int, ...]:

@@ -138,7 +138,6 @@ DECODE_RING_BUDGET = 5_493
 DECODE_RING = (
     "runtime/engine_core.py",
     "runtime/scheduler.py",
-    "runtime/counters.py",
     "runtime/in_flight.py",
     "runtime/draft_length.py",
     "runtime/request.py",

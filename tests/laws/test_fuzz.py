@@ -20,7 +20,7 @@ import pytest
 
 from stepgraph import SamplingParams
 from stepgraph.runtime.request import StepEvent
-from stepgraph.runtime.request_options import RequestOptions
+from stepgraph.runtime.validate import RequestOptions
 from stepgraph.sampling import fields, params
 from stepgraph.sampling.grammar.compile import backends
 from stepgraph.sampling.grammar.tokenizers import table

@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from stepgraph import Constraint, EngineStats
 from stepgraph.graphs.graph_key import GraphKey
-from stepgraph.runtime.counters import Loss
 from stepgraph.runtime.metrics import engine_metrics, prometheus_text
+from stepgraph.runtime.scheduler import Loss
 from stepgraph.runtime.stats import GraphStats, Histogram
 from stepgraph.sampling.native import why_not
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, shared_engine

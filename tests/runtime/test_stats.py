@@ -12,9 +12,9 @@ import pytest
 
 from stepgraph import Constraint, Engine, EngineStats, FinishReason, SamplingParams
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime.counters import Counters
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.runtime.request_queue import RequestQueue
+from stepgraph.runtime.scheduler import Counters
 from tests.helpers.planted import break_fill
 from tests.helpers.stat_checks import holds, run
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, shared_engine

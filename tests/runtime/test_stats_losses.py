@@ -8,8 +8,8 @@ import pytest
 
 from stepgraph import Constraint, Engine, SamplingParams
 from stepgraph.graphs.row_layout import REFUSED, Column, ResultRecord
-from stepgraph.runtime.counters import Loss, loss_of
 from stepgraph.runtime.request import ActiveRequest
+from stepgraph.runtime.scheduler import Loss, loss_of
 from stepgraph.sampling.grammar.status import MaskStatus
 from tests.helpers.stat_checks import holds, run
 from tests.helpers.toy_engines import CONSTRAINTS, STOP, Setup, compiled, make_engine, shared_engine
