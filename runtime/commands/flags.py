@@ -90,8 +90,22 @@ def generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt, in a chat")
     add_max_new_tokens(parser, 256)
     add_drafts(parser)
-    add_constraint(parser)
-    add_sampling(parser)
+    group = parser.add_argument_group("constraint (at most one, and --after)")
+    one = group.add_mutually_exclusive_group()
+    one.add_argument("--schema", metavar="FILE|JSON", help="a JSON schema: a file, or the schema itself")
+    one.add_argument("--regex", metavar="PATTERN", help="a regular expression for the whole text")
+    one.add_argument("--grammar", metavar="FILE", help="a grammar in GBNF (.ebnf, .gbnf) or Lark (.lark) notation")
+    one.add_argument("--choice", metavar="TEXT", action="append", help="one of several texts; repeat the flag for each")
+    one.add_argument("--json-object", action="store_true", help="any JSON object")
+    kinds = sorted(set(GRAMMAR_KINDS.values()))
+    group.add_argument("--grammar-kind", choices=kinds, help="the notation, for files with another suffix")
+    group.add_argument("--after", metavar="MARKER", help="apply the constraint only after this text or control token, such as </think>")
+    group = parser.add_argument_group("sampling")
+    for name, (kind, help_text) in SAMPLING.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper(), help=help_text)
+    words = "a text that ends the answer and is not part of it; repeat the flag for others"
+    group.add_argument("--stop", metavar="TEXT", action="append", help=words)
+    group.add_argument("--stop-token-ids", metavar="IDS", help="token ids that end the answer in addition to the model's own, such as 2,13")
     add_loading(parser)
     add_threads(parser)
 
@@ -186,12 +200,6 @@ def serve(parser: argparse.ArgumentParser) -> None:
     words = "time for running answers after SIGTERM or Ctrl-C; a second signal ends them at once (default: %(default)s)"
     add("--grace", type=float, default=30.0, metavar="SECONDS", help=words)
     add_drafts(parser)
-    add_replicas(parser)
-    add_loading(parser)
-    add_threads(parser)
-
-
-def add_replicas(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("replicas (docs/scale.md)")
     words = "engines in processes of Ray Serve, or the least and the most of them; a stream whose process ends continues on another"
     group.add_argument("--replicas", type=_replicas, metavar="N|LEAST-MOST", help=words)
@@ -199,10 +207,11 @@ def add_replicas(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--resume", choices=("exact", "same-hardware", "never"), default="exact", help=words)
     words = "processes among which each engine divides its layers (default: 1)"
     group.add_argument("--tensor-parallel", type=int, default=1, metavar="M", help=words)
-    words = "processors that Ray reserves for each replica (default: %(default)s)"
-    group.add_argument("--replica-cpus", type=float, default=1.0, metavar="N", help=words)
-    words = "GPUs that Ray reserves for each replica (default: %(default)s)"
-    group.add_argument("--replica-gpus", type=float, default=0.0, metavar="N", help=words)
+    for name, what, default in (("cpus", "processors", 1.0), ("gpus", "GPUs", 0.0)):
+        words = f"{what} that Ray reserves for each replica (default: %(default)s)"
+        group.add_argument(f"--replica-{name}", type=float, default=default, metavar="N", help=words)
+    add_loading(parser)
+    add_threads(parser)
 
 
 def _replicas(text: str) -> tuple[int, int]:
@@ -212,39 +221,26 @@ def _replicas(text: str) -> tuple[int, int]:
     return int(least), int(most or least)
 
 
-def _check_replicas(options: argparse.Namespace) -> None:
-    check_range(options, "tensor-parallel", 1, 1024)
-    if options.tensor_parallel > 1 and options.model == TOY:
-        raise ValueError(f"--tensor-parallel: got {options.tensor_parallel} with {TOY}, expected 1: its layers cannot be divided")
-    if options.tensor_parallel > 1 and options.preemption:
-        raise ValueError(f"--tensor-parallel: got {options.tensor_parallel} with --preemption, expected 1")
-    for flag in ("replica-cpus", "replica-gpus"):
-        value = getattr(options, flag.replace("-", "_"))
-        if not 0 <= value <= 4096:  # also refuses NaN
-            raise ValueError(f"--{flag}: got {value}, expected a number from 0 to 4096")
-    if options.replicas is None:
-        return
-    least, most = options.replicas
-    if not 1 <= least <= most <= 1000:
-        raise ValueError(f"--replicas: got {least}-{most}, expected numbers from 1 to 1000, the least first")
-
-
 def check_serve(options: argparse.Namespace) -> None:
-    for flag, least, most in (("port", 0, 65535), ("max-rows", 1, 4096), ("max-length", 2, None), ("max-queued", 1, None)):
-        check_range(options, flag, least, most)
-    check_range(options, "max-connections", 1)
-    check_range(options, "max-body-bytes", 1)
+    for flag, least in (("max-length", 2), ("max-queued", 1), ("max-connections", 1), ("max-body-bytes", 1), ("max-lora-rank", 1)):
+        check_range(options, flag, least)
+    ranges = {"port": (0, 65535), "max-rows": (1, 4096), "tensor-parallel": (1, 1024), "grace": (0, DAY)}
+    for flag, bounds in (ranges | dict.fromkeys(("replica-cpus", "replica-gpus"), (0, 4096))).items():
+        check_range(options, flag, *bounds)
     try:
         options.host.encode("idna")  # as the socket does, which raises TypeError
     except UnicodeError:
         raise ValueError(f"--host: got {clip_repr(options.host)}, expected a host name or an address of this machine") from None
-    if not 0 <= options.grace <= DAY:  # also refuses NaN
-        raise ValueError(f"--grace: got {options.grace}, expected a number of seconds from 0 to {DAY}")
     for flag, seconds in (("round-timeout-seconds", options.round_timeout_seconds), ("answer-seconds", options.answer_seconds)):
         if seconds is not None and not 0 < seconds <= DAY:  # also refuses NaN
             raise ValueError(f"--{flag}: got {seconds}, expected a number above 0 and at most {DAY}")
-    check_range(options, "max-lora-rank", 1)
-    _check_replicas(options)
+    if options.tensor_parallel > 1 and options.model == TOY:
+        raise ValueError(f"--tensor-parallel: got {options.tensor_parallel} with {TOY}, expected 1: its layers cannot be divided")
+    if options.tensor_parallel > 1 and options.preemption:
+        raise ValueError(f"--tensor-parallel: got {options.tensor_parallel} with --preemption, expected 1")
+    least, most = options.replicas or (1, 1)
+    if not 1 <= least <= most <= 1000:
+        raise ValueError(f"--replicas: got {least}-{most}, expected numbers from 1 to 1000, the least first")
     options.lora_modules = _named_folders(options.lora_modules, options.name or Path(options.model).name)
     lines = [] if options.api_keys is None else read_file("--api-keys", options.api_keys, "the path of a file").split()
     if options.api_keys is not None and not lines:
@@ -408,28 +404,6 @@ def _draft_length(text: str) -> int | str:
     return int(text) if text.isdecimal() else text  # EngineConfig checks it
 
 
-def add_constraint(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("constraint (at most one, and --after)")
-    one = group.add_mutually_exclusive_group()
-    one.add_argument("--schema", metavar="FILE|JSON", help="a JSON schema: a file, or the schema itself")
-    one.add_argument("--regex", metavar="PATTERN", help="a regular expression for the whole text")
-    one.add_argument("--grammar", metavar="FILE", help="a grammar in GBNF (.ebnf, .gbnf) or Lark (.lark) notation")
-    one.add_argument("--choice", metavar="TEXT", action="append", help="one of several texts; repeat the flag for each")
-    one.add_argument("--json-object", action="store_true", help="any JSON object")
-    kinds = sorted(set(GRAMMAR_KINDS.values()))
-    group.add_argument("--grammar-kind", choices=kinds, help="the notation, for files with another suffix")
-    group.add_argument("--after", metavar="MARKER", help="apply the constraint only after this text or control token, such as </think>")
-
-
-def add_sampling(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling")
-    for name, (kind, help_text) in SAMPLING.items():
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper(), help=help_text)
-    words = "a text that ends the answer and is not part of it; repeat the flag for others"
-    group.add_argument("--stop", metavar="TEXT", action="append", help=words)
-    group.add_argument("--stop-token-ids", metavar="IDS", help="token ids that end the answer in addition to the model's own, such as 2,13")
-
-
 def add_loading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: the model's own)")
     words = "quantised weights: converted to --dtype, or kept quantised in memory (default: %(default)s)"
@@ -445,6 +419,7 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
 def check_range(options: argparse.Namespace, flag: str, least: int, most: int | None = None) -> None:
     """flag: without dashes. Raises ValueError if the flag's number is out of range."""
     value = getattr(options, flag.replace("-", "_"))
-    if value < least or (most is not None and value > most):
-        accepted = f"at least {least}" if most is None else f"a whole number from {least} to {most}"
+    if not least <= value <= (value if most is None else most):  # also refuses NaN
+        number = "a whole number" if isinstance(value, int) else "a number"
+        accepted = f"at least {least}" if most is None else f"{number} from {least} to {most}"
         raise ValueError(f"--{flag}: got {value}, expected {accepted}")
