@@ -29,7 +29,7 @@ from stepgraph.graphs.graph_key import Drafting
 from stepgraph.graphs.model import ModelPair
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.request import Job
-from stepgraph.sampling.fields import clip_repr, is_int
+from stepgraph.sampling.fields import Check, check_value, clip_repr, is_int, whole
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.lifetimes import call_after_fork
 
@@ -49,10 +49,8 @@ class Recording:
     max_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
-        if not isinstance(self.path, (str, Path)) or self.path == "":
-            raise ValueError(f"Recording.path: got {clip_repr(self.path)}, expected the path of a file")
-        if not is_int(self.max_bytes) or self.max_bytes < 1:
-            raise ValueError(f"Recording.max_bytes: got {clip_repr(self.max_bytes)}, expected an integer >= 1")
+        check_value("Recording.path", self.path, Check(lambda path: isinstance(path, (str, Path)) and path != "", "the path of a file"))
+        check_value("Recording.max_bytes", self.max_bytes, whole(1))
 
 
 class Recorder:

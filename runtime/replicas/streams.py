@@ -21,7 +21,7 @@ from stepgraph.runtime.replicas.router import page_hashes
 from stepgraph.runtime.request import FinishReason, StepEvent, TokenLogprob
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.serving import AnswerError
-from stepgraph.sampling.fields import check_fields, number, one_of, whole
+from stepgraph.sampling.fields import check_value, number, one_of, whole
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.params import SamplingParams
 
@@ -71,7 +71,9 @@ class Resumption:
     backoff_seconds: float = 0.05  # before the second attempt, then doubled
 
     def __post_init__(self) -> None:
-        check_fields(self, {"policy": one_of(POLICIES), "attempts": whole(1), "backoff_seconds": number(0, 3600)})
+        check_value("Resumption.policy", self.policy, one_of(POLICIES))
+        check_value("Resumption.attempts", self.attempts, whole(1))
+        check_value("Resumption.backoff_seconds", self.backoff_seconds, number(0, 3600))
 
     def continues(self, info: Info) -> bool:
         """Whether a stream of such an engine goes on after its first token."""
