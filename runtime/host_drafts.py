@@ -71,16 +71,9 @@ class FunctionDrafts:
                     given[request] = lines[-1][1]
                 except Exception as error:  # of any kind: it fails this request only
                     failed.append((request, f"the draft function failed: {type(error).__name__}: {error}"))
-        if lines:
-            self._copy(lines)
         self._given = given
-        return failed
-
-    def given(self, request: ActiveRequest) -> int:
-        """The number of drafts of a request for the next round."""
-        return self._given.get(request, 0)
-
-    def _copy(self, lines: Sequence[Sequence[int]]) -> None:
+        if not lines:
+            return failed
         buffers, width = self._buffers, len(lines[0])
 
         def copy(slot: Tensor) -> None:
@@ -91,6 +84,11 @@ class FunctionDrafts:
             buffers.row_state[:, Column.DRAFT_COUNT].index_copy_(0, rows[:, 0], counts[:, 0])
 
         self._ring.send([number for line in lines for number in line], copy)
+        return failed
+
+    def given(self, request: ActiveRequest) -> int:
+        """The number of drafts of a request for the next round."""
+        return self._given.get(request, 0)
 
     def _line(self, request: ActiveRequest) -> list[int]:
         limit, vocabulary = request.job.num_speculative_tokens, self._limits.num_tokens

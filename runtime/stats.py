@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.runtime.build import EngineParts
-from stepgraph.runtime.device_grammars import INT_BYTES, DeviceGrammars
+from stepgraph.runtime.device_grammars import INT_BYTES
 from stepgraph.runtime.request import DraftCounts, FinishReason
 from stepgraph.runtime.scheduler import SECONDS, Counters, HistogramBuilder, Loss
 from stepgraph.sampling.grammar.compile.compiler import CompileStats
@@ -132,6 +132,7 @@ class EngineStats:
 
 def take_stats(parts: EngineParts) -> EngineStats:
     device, host, graphs, rows, states = parts.backend.stats, parts.host_link.stats, parts.graphs, parts.scheduler.rows, parts.hidden_states
+    lanes, arena = parts.grammars, parts.grammars.arena
     grammars, counters, queue = parts.compiler.stats if parts.compiler else CompileStats(), parts.scheduler.counters, parts.queue
     with queue.lock:
         launches = graph_stats(parts)  # under the lock, so that every round counted in `counters` is among them
@@ -158,7 +159,7 @@ def take_stats(parts: EngineParts) -> EngineStats:
             longest_host_node_seconds=host.longest_node_ns / 1e9,
             exposed_wait_seconds=None if exposed_ns is None else exposed_ns / 1e9,
             grammars=grammars,
-            lanes=lane_stats(parts.grammars),
+            lanes=LaneStats(lanes.off, lanes.on_device, lanes.on_host, lanes.arena_full, len(arena), arena.used * INT_BYTES, arena.evicted),
             saved_texts=states.writer.saved if states else 0,
             unsaved_texts=states.writer.unsaved if states else 0,
             saving_error=states.writer.error if states else "",
@@ -188,12 +189,6 @@ def graph_stats(parts: EngineParts) -> tuple[GraphStats, ...]:
         sums[1] += rounds if rows < key.rows else 0
         sums[2] += rounds * (key.rows - rows)
     return tuple(GraphStats(key, *sums) for key, sums in sorted(by_key.items(), reverse=True))
-
-
-def lane_stats(grammars: DeviceGrammars) -> LaneStats:
-    arena = grammars.arena
-    counts = grammars.on_device, grammars.on_host, grammars.arena_full
-    return LaneStats(grammars.off, *counts, len(arena), arena.used * INT_BYTES, arena.evicted)
 
 
 def draft_stats(counters: Counters) -> DraftStats:

@@ -16,7 +16,6 @@ import os
 import platform
 import threading
 import warnings
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -174,18 +173,12 @@ def _model_fingerprint(model: object) -> dict[str, Any]:
     digest = hashlib.sha256()
     sizes = {name: value for name, value in sorted(getattr(model, "__dict__", {}).items()) if is_int(value) or isinstance(value, float)}
     digest.update(repr((type(model).__name__, sizes)).encode())
-    tensors = dict(_tensors(model))
+    tensors = dict([*model.named_parameters(), *model.named_buffers()]) if isinstance(model, nn.Module) else {}
     for name, tensor in sorted(tensors.items()):
         digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())
         if tensor.numel():
             digest.update(_bytes(tensor.detach()[(0,) * (tensor.dim() - 1)].reshape(-1)[:FIRST_VALUES]))
     return {"class": type(model).__name__, "tensors": len(tensors), "fingerprint": digest.hexdigest()[:16]}
-
-
-def _tensors(model: object) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(model, nn.Module):
-        yield from model.named_parameters()
-        yield from model.named_buffers()
 
 
 def _values_fingerprint(values: Tensor) -> str:

@@ -105,16 +105,13 @@ def identity_of(engine: Engine) -> str:
         "settings": settings,
         "loras": engine.list_loras(),
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=_stable).encode()).hexdigest()[:16]
+    # Of a setting that is no JSON: a function has another address in each process.
+    text = json.dumps(facts, sort_keys=True, default=lambda value: str(getattr(value, "__qualname__", value)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def vocabulary_of(engine: Engine) -> Vocabulary | None:
     return engine._parts.compiler.vocabulary if engine._parts.compiler else None
-
-
-def _stable(value: object) -> str:
-    """Of a setting that is no JSON: a function has another address in each process."""
-    return str(getattr(value, "__qualname__", value))
 
 
 def _processor(*fields: str) -> str:
