@@ -17,7 +17,7 @@ import math
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from stepgraph.graphs.graph_key import FULL, PLAIN, Drafting, GraphKey
@@ -30,44 +30,37 @@ AUTO = "auto"
 _MOST_WEIGHT = 1e100
 DRAFTS_COST = 1.03  # a round with more drafts takes at least this multiple of one with fewer
 Costs = Mapping[Drafting, float]  # seconds of a round, for one kind of batch; PLAIN is plain decoding
+# Parameters of the choice. The same values for all models; tests/runtime/test_draft_length.py shows what they achieve.
+DISCOUNT = 0.97  # of older rounds, per round with drafts
+PAUSED_DISCOUNT = 0.95  # of a row's older rounds, per round without drafts: it is soon estimated from all rows again,
+PAUSED_DISCOUNT_OF_ALL = 0.98  # which are estimated from the prior only after long
+PRIOR_ACCEPTANCE = 0.55  # of each draft, before any result
+PRIOR_WITHOUT_MODEL = 0.3  # the same in rounds without the model. Lower: rounds with it show what the look-up finds
+PRIOR_ROUNDS = 3.0  # how many rounds the prior counts as
+HYSTERESIS = 0.02  # another length must be better by this share
+SPELL = 3  # rounds with drafts after plain ones: the first one verifies none, and results arrive rounds later; most by one choice
+SLACK = 0.01  # share of each plain round that is credited to the account
+CREDIT = 3.0  # initial account, in plain rounds
+TRIED = 5  # in a batch, drafts may double the time: so many rounds with drafts are paid, a spell and those in flight
+MAX_CREDIT = 16.0  # maximum account, in plain rounds
+REST = 5  # rounds that are plain after a decision for that, unless the requests change
+STALE = 64  # rounds after which a choice is made again, since its time may have been measured on a busier machine,
+NEAR = 0.9  # if it is expected to have at least this share of the best one's tokens per second; its square after twice as many
 
 
-@dataclass(frozen=True)
-class DraftLengthRule:
-    """Parameters of the choice. The same values for all models; tests/runtime/test_draft_length.py shows what they achieve."""
-
-    discount: float = 0.97  # of older rounds, per round with drafts
-    paused_discount: float = 0.95  # of a row's older rounds, per round without drafts: it is soon estimated from all rows again,
-    paused_discount_of_all: float = 0.98  # which are estimated from the prior only after long
-    prior_acceptance: float = 0.55  # of each draft, before any result
-    prior_without_model: float = 0.3  # the same in rounds without the model. Lower: rounds with it show what the look-up finds
-    prior_rounds: float = 3.0  # how many rounds the prior counts as
-    hysteresis: float = 0.02  # another length must be better by this share
-    spell: int = 3  # rounds with drafts after plain ones: the first one verifies none, and results arrive rounds later; most by one choice
-    slack: float = 0.01  # share of each plain round that is credited to the account
-    credit: float = 3.0  # initial account, in plain rounds
-    tried: int = 5  # in a batch, drafts may double the time: so many rounds with drafts are paid, a spell and those in flight
-    max_credit: float = 16.0  # maximum account, in plain rounds
-    rest: int = 5  # rounds that are plain after a decision for that, unless the requests change
-    stale: int = 64  # rounds after which a choice is made again, since its time may have been measured on a busier machine,
-    near: float = 0.9  # if it is expected to have at least this share of the best one's tokens per second; its square after twice as many
-
-    def first_account(self, costs: Costs) -> float:
-        """Seconds that rounds with drafts may lose, before any have saved time."""
-        plain, shortest = costs[PLAIN], min((cost for each, cost in costs.items() if each.length), default=costs[PLAIN])
-        return max(self.credit * plain, self.tried * min(shortest - plain, plain))
-
-
-DEFAULT_RULE = DraftLengthRule()
+def first_account(costs: Costs) -> float:
+    """Seconds that rounds with drafts may lose, before any have saved time."""
+    plain, shortest = costs[PLAIN], min((cost for each, cost in costs.items() if each.length), default=costs[PLAIN])
+    return max(CREDIT * plain, TRIED * min(shortest - plain, plain))
 
 
 class Acceptance:
     """Discounted acceptance of one row, or of all rows: by draft position, the share of the chains that reach it and are accepted there."""
 
-    def __init__(self, longest: int, rule: DraftLengthRule, prior: Acceptance | float) -> None:
+    def __init__(self, longest: int, prior: Acceptance | float) -> None:
         """prior: that of all rows, or a share."""
-        self._rule, self._prior = rule, prior
-        self._paused = rule.paused_discount if isinstance(prior, Acceptance) else rule.paused_discount_of_all
+        self._prior = prior
+        self._paused = PAUSED_DISCOUNT if isinstance(prior, Acceptance) else PAUSED_DISCOUNT_OF_ALL
         self._accepted, self._reached = [0.0] * longest, [0.0] * longest
         self._weight = 1.0  # of the latest round: it grows, which discounts those before
         self._rates: list[float] | None = None
@@ -81,7 +74,7 @@ class Acceptance:
 
     def _count(self, offered: int, accepted: int, rounds: float) -> None:
         self._rates = self._expected = None
-        self._weight *= (self._rule.discount if offered else self._paused) ** -rounds
+        self._weight *= (DISCOUNT if offered else self._paused) ** -rounds
         for position in range(min(offered, accepted + 1)):
             self._reached[position] += self._weight
             if position < accepted:
@@ -95,7 +88,7 @@ class Acceptance:
         """The prior of a position is the mean of its own and the rate before it, so that longer drafts are tried where all are accepted."""
         if self._rates is None:
             priors = self._prior.rates if isinstance(self._prior, Acceptance) else itertools.repeat(self._prior)
-            weight, self._rates = self._rule.prior_rounds * self._weight, list[float]()
+            weight, self._rates = PRIOR_ROUNDS * self._weight, list[float]()
             for accepted, reached, prior in zip(self._accepted, self._reached, priors, strict=False):
                 expected = (prior + self._rates[-1]) / 2 if self._rates else prior
                 self._rates.append((accepted + weight * expected) / (reached + weight))
@@ -128,13 +121,13 @@ def verified(model: bool, offered: int, accepted: int, drafts: int, certain: int
 class DraftLengths:
     """Chooses how each round drafts. `choices`: the captured ones, PLAIN among them."""
 
-    def __init__(self, choices: Sequence[Drafting], rule: DraftLengthRule = DEFAULT_RULE) -> None:
+    def __init__(self, choices: Sequence[Drafting]) -> None:
         assert PLAIN in choices, "plain decoding bounds the loss"
-        self._choices, self._rule = choices, rule
+        self._choices = choices
         self._longest = max(each.length for each in choices)
-        priors = {each.model: rule.prior_acceptance if each.model else rule.prior_without_model for each in choices}
+        priors = {each.model: PRIOR_ACCEPTANCE if each.model else PRIOR_WITHOUT_MODEL for each in choices}
         self._all: dict[bool, Sources] = {  # of rows with and without a grammar
-            constrained: {model: Acceptance(self._longest, rule, prior) for model, prior in sorted(priors.items())}
+            constrained: {model: Acceptance(self._longest, prior) for model, prior in sorted(priors.items())}
             for constrained in (False, True)
         }
         self._accounts: dict[bool, float] = {}  # seconds, of batches with and without grammars
@@ -148,7 +141,7 @@ class DraftLengths:
 
     def row(self, constrained: bool = False) -> Sources:
         """The acceptance of a new row, with or without a grammar."""
-        return {model: Acceptance(self._longest, self._rule, prior) for model, prior in self._all[constrained].items()}
+        return {model: Acceptance(self._longest, prior) for model, prior in self._all[constrained].items()}
 
     def choose(
         self, rows: Sequence[tuple[Sources, int]], costs: Costs, choices: Sequence[Drafting] = (), constrained: bool = False
@@ -159,15 +152,15 @@ class DraftLengths:
         if self._held and rows == self._rows and self._last in (choices or self._choices):
             self._held -= 1
         else:  # for several rounds, so that it takes little time: for a quarter of those that had the same choice
-            rule, plain, before = self._rule, costs[PLAIN], self._last
-            least = 1 if before.length else rule.spell  # a spell is only started if it can be paid
+            plain, before = costs[PLAIN], self._last
+            least = 1 if before.length else SPELL  # a spell is only started if it can be paid
             room = self.account(constrained, costs) - sum(risk for kind, risk in self._at_risk if kind == constrained)
             paid = {each: costs[each] for each in choices or self._choices if least * (costs[each] - plain) <= max(0.0, room)}
             self._last = self._best(rows, paid) if len(paid) > 1 else PLAIN
             self._same = self._same if self._last == before and rows == self._rows else 0
             self._rows, self._risk = rows, costs[self._last] - plain
-            affordable = room / self._risk if self._risk > 0 else rule.spell
-            self._held = (int(max(least, min(self._same // 4, rule.spell, affordable))) if self._last.length else rule.rest) - 1
+            affordable = room / self._risk if self._risk > 0 else SPELL
+            self._held = (int(max(least, min(self._same // 4, SPELL, affordable))) if self._last.length else REST) - 1
             self._same += self._held + 1
         self._made[self._last] = self._rounds
         self._at_risk.append((constrained, self._risk))
@@ -186,15 +179,15 @@ class DraftLengths:
             if drafting.length:
                 earned = (1 + sum(counts[True][1] for _, counts in results) / max(len(results), 1)) * plain - costs[drafting]
             else:
-                earned = self._rule.slack * plain
-            self._accounts[constrained] = min(self._rule.max_credit * plain, self._accounts[constrained] + earned)
+                earned = SLACK * plain
+            self._accounts[constrained] = min(MAX_CREDIT * plain, self._accounts[constrained] + earned)
         self._ended.clear()
 
     def account(self, constrained: bool, costs: Costs) -> float:
         """Seconds that batches with or without grammars may lose."""
         self._learn()
         if constrained not in self._accounts:
-            self._accounts[constrained] = self._rule.first_account(costs)
+            self._accounts[constrained] = first_account(costs)
         return self._accounts[constrained]
 
     def _best(self, rows: Sequence[tuple[Sources, int]], costs: Costs) -> Drafting:
@@ -207,10 +200,10 @@ class DraftLengths:
         }
         best = max(rates, key=rates.__getitem__, default=PLAIN)
         for each, rate in rates.items():
-            age = (self._rounds - self._made[each]) / self._rule.stale
-            if each.length and age > 1 and rate >= self._rule.near**age * rates[best]:
+            age = (self._rounds - self._made[each]) / STALE
+            if each.length and age > 1 and rate >= NEAR**age * rates[best]:
                 return each
-        keeps = self._last in rates and rates[best] < rates[self._last] * (1 + self._rule.hysteresis)
+        keeps = self._last in rates and rates[best] < rates[self._last] * (1 + HYSTERESIS)
         return self._last if keeps else best
 
 
@@ -261,7 +254,7 @@ class RoundCosts:
         if rounds == 1:
             return  # the first replay of a graph takes longer
         seconds += self._later(key.rows, drafting)
-        weight = max(self._weight, 1 / rounds, min(others / (4 * DEFAULT_RULE.stale), 0.25))
+        weight = max(self._weight, 1 / rounds, min(others / (4 * STALE), 0.25))
         change = 1 + weight * (min(seconds / costs[drafting], 2) - 1)  # at most twice: an interrupted round says nothing about its drafts
         for each in costs:
             costs[each] *= change if each == drafting else 1 if others else math.sqrt(change)
@@ -327,7 +320,7 @@ class DraftLengthChooser:
     def choose(self, requests: tuple[ActiveRequest, ...], key: GraphKey) -> Drafting:
         """For a round of these requests with the graph of `key`, whatever its drafts."""
         batch = self._batch
-        if batch is None or batch.requests != requests or self.given or len(requests[0].job.tokens) > batch.first + DEFAULT_RULE.stale:
+        if batch is None or batch.requests != requests or self.given or len(requests[0].job.tokens) > batch.first + STALE:
             batch = self._batch = self._batch_of(requests, key)
         drafting = batch.required if self.fixed is None else _nearest(self.fixed, batch.choices)
         self._in_flight.append((batch, drafting is None))

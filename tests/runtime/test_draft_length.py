@@ -22,15 +22,7 @@ from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs.graph_key import PLAIN, Drafting, GraphKey
 from stepgraph.graphs.tape.backend import Tape
 from stepgraph.runtime.calibration import CALIBRATING_ROUNDS
-from stepgraph.runtime.draft_length import (
-    DEFAULT_RULE,
-    Costs,
-    Counts,
-    DraftLengths,
-    RoundCosts,
-    Sources,
-    verified,
-)
+from stepgraph.runtime.draft_length import SLACK, SPELL, Costs, Counts, DraftLengths, RoundCosts, Sources, first_account, verified
 from stepgraph.runtime.request import Origin
 from tests.helpers.c_library import needs_c
 from tests.helpers.toy_engines import DRAFTERS, TARGET, VOCABULARY, Setup, make_engine, plain
@@ -170,7 +162,7 @@ def test_loss_is_bounded_for_every_acceptance(accepts: list[int], steps: list[fl
     for rounds in (10, len(accepts), 3 * len(accepts)):
         run = Run([drafter] * rows, costs, rounds)
         plain_seconds = run.tokens / rows * costs[PLAIN]
-        assert run.seconds <= plain_seconds * (1 + DEFAULT_RULE.slack) + DEFAULT_RULE.first_account(costs) + 1e-9
+        assert run.seconds <= plain_seconds * (1 + SLACK) + first_account(costs) + 1e-9
 
 
 def test_row_that_asks_for_no_drafts_gets_plain_rounds() -> None:
@@ -341,7 +333,7 @@ def test_plain_cost_that_was_measured_too_high_is_corrected() -> None:
         chosen.append(drafting.length)
         costs.add(key, drafting, 5.0 if drafting.length else 2.0)
         lengths.add(drafting, [of_model(row, min(chosen[-2:]), 0)], costs.of(key))
-    assert chosen[-80:].count(0) >= 80 - DEFAULT_RULE.spell and costs.of(key)[PLAIN] < 2.1
+    assert chosen[-80:].count(0) >= 80 - SPELL and costs.of(key)[PLAIN] < 2.1
 
 
 @pytest.mark.parametrize("known", [True, False])
