@@ -44,7 +44,7 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.device_grammars import INT_BYTES, DeviceGrammars, why_no_device_grammars
 from stepgraph.runtime.draft_length import AUTO as AUTO_LENGTH
 from stepgraph.runtime.draft_length import DraftLengthChooser
-from stepgraph.runtime.extras.hidden_states import StatesLayout, open_states, states_layout
+from stepgraph.runtime.extras.hidden_states import HiddenStates, StatesLayout, states_layout
 from stepgraph.runtime.extras.record import Recorder, Recording, open_recorder
 from stepgraph.runtime.host_drafts import FunctionDrafts, FunctionProposer
 from stepgraph.runtime.in_flight import InFlight
@@ -90,9 +90,9 @@ class EngineParts:
         self.limits = limits = config.limits(target.vocab_size, num_tokens, target.feature_size)
         self.backend = backend_for(config.backend, models, config.nvtx) if backend is None else backend
         self.watchdog = Watchdog(self.backend, config.round_timeout_seconds)
-        timed, device, proposer = self.watchdog.backend, self.backend.device, models.proposer
+        timed, device, proposer, folder = self.watchdog.backend, self.backend.device, models.proposer, config.save_hidden_states
         check_models(models, self.backend, limits)
-        saved = states_layout(target) if config.save_hidden_states else None
+        saved = states_layout(target) if folder else None
         forced, no_tables = forces_drafts(config, models, vocabulary), why_no_device_grammars(config, device, vocabulary)
         tables = None if no_tables or vocabulary is None else token_tensors(vocabulary, device)
         split = split_tensors(vocabulary, device) if tables and vocabulary and forced else None
@@ -106,7 +106,7 @@ class EngineParts:
         decode_round = Round(limits, models, self.host_link, config.draft_masks, accept_options(self), self.attention, tables, split)
         prompts = Prompts(limits, models, self.attention)
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
-        self.hidden_states = states = open_states(config, saved, timed, buffers)
+        self.hidden_states = states = HiddenStates(timed, buffers, saved, folder, config.states_shard_bytes) if saved and folder else None
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend)
         function = proposer.function if isinstance(proposer, FunctionProposer) else None
         self.function_drafts = None if function is None else FunctionDrafts(function, timed, buffers, limits)

@@ -31,7 +31,6 @@ from torch import Tensor
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.model import TargetModel
-from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.request import FinishReason, Job
 from stepgraph.sampling.fields import clip_error, clip_repr
 from stepgraph.sampling.lifetimes import call_after_fork, close_at_exit
@@ -243,14 +242,19 @@ class HiddenStates:
     If the writer fails, saving stops with one warning and `writer.error` holds the reason. Requests are not affected.
     """
 
-    def __init__(self, backend: Backend, buffers: StaticBuffers, layout: StatesLayout, writer: StatesWriter) -> None:
-        self._backend, self._buffers, self._layout, self.writer = backend, buffers, layout, writer
+    def __init__(self, backend: Backend, buffers: StaticBuffers, layout: StatesLayout, folder: str | Path, shard_bytes: int) -> None:
+        """ValueError if the folder cannot be used."""
+        self._backend, self._buffers, self._layout = backend, buffers, layout
+        try:
+            self.writer = StatesWriter(folder, layout, shard_bytes)
+        except ValueError as error:
+            raise ValueError(f"EngineConfig.save_hidden_states: {error}") from None
         self._lines = buffers.prompt_states_ring_host
         self._next = 0
         self._sent: collections.deque[PromptLines] = collections.deque()
         self._states: dict[int, list[Tensor]] = {}  # by job id, in order: [n, layout.width]
         self._warned = False
-        weakref.finalize(self, writer.finish).atexit = False  # for an engine that is not closed
+        weakref.finalize(self, self.writer.finish).atexit = False  # for an engine that is not closed
 
     def prompt_launched(self, job: Job, count: int) -> None:
         """Copy the states of the chunk just launched to the host. Waits only if the whole ring is being copied."""
@@ -301,17 +305,6 @@ class HiddenStates:
             lines.event.wait()
         if lines.job_id in self._states:
             self._states[lines.job_id].append(self._lines[lines.start : lines.end].clone())
-
-
-def open_states(config: EngineConfig, layout: StatesLayout | None, backend: Backend, buffers: StaticBuffers) -> HiddenStates | None:
-    """The collector of an engine; None without a layout. ValueError if the folder cannot be used."""
-    if layout is None or config.save_hidden_states is None:
-        return None
-    try:
-        writer = StatesWriter(config.save_hidden_states, layout, config.states_shard_bytes)
-    except ValueError as error:
-        raise ValueError(f"EngineConfig.save_hidden_states: {error}") from None
-    return HiddenStates(backend, buffers, layout, writer)
 
 
 def states_layout(target: TargetModel) -> StatesLayout:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from stepgraph import AsyncEngine, Engine, EngineConfig, SamplingParams, Vocabulary
-from stepgraph.runtime import config, request_options
+from stepgraph.runtime import config, validate
 from stepgraph.runtime.models.toy import ToyTarget
 from stepgraph.sampling import params
 
@@ -69,8 +69,8 @@ def test_names_of_other_libraries_are_not_ours_and_lead_to_existing_names() -> N
         "config": {field.name for field in fields(EngineConfig)},
     }
     tables = {
-        "submit": request_options.REQUEST_NAMES,
-        "load": request_options.ENGINE_NAMES,
+        "submit": validate.REQUEST_NAMES,
+        "load": validate.ENGINE_NAMES,
         "sampling": params.OTHER_NAMES,
         "config": config.OTHER_NAMES,
     }
