@@ -182,7 +182,7 @@ def make_chooser(
         return None
     choices = draft_choices(config.num_speculative_tokens, models.draft is not None, models.look_up is not None)
     chooser = DraftLengthChooser(choices, recorder.chosen if recorder else None, device_grammars)
-    chooser.given = None if function is None else function.given
+    chooser.given = None if function is None else function.given.__getitem__
     return chooser
 
 

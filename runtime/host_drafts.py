@@ -5,6 +5,7 @@ The function is called between two rounds, with all earlier tokens known.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,21 +58,21 @@ class FunctionDrafts:
     """Calls the function for every request with speculation, and uploads its drafts."""
 
     def __init__(self, function: DraftFunction, backend: Backend, buffers: StaticBuffers, limits: Limits) -> None:
-        self._function, self._backend, self._buffers, self._limits = function, backend, buffers, limits
+        self._function, self._buffers, self._limits = function, buffers, limits
         self._ring = PinnedRing(backend, buffers.function_drafts_ring_host)
-        self._given = dict[ActiveRequest, int]()
+        self.given = collections.Counter[ActiveRequest]()  # the number of drafts of a request for the next round
 
     def upload(self, requests: Sequence[ActiveRequest]) -> list[tuple[ActiveRequest, str]]:
         """Requires that no round is in flight, whose tokens the function would miss. Returns the requests whose call failed, and why."""
-        lines, failed, given = list[list[int]](), list[tuple[ActiveRequest, str]](), dict[ActiveRequest, int]()
+        lines, failed = list[list[int]](), list[tuple[ActiveRequest, str]]()
+        self.given.clear()
         for request in requests:
             if request.job.num_speculative_tokens:
                 try:
                     lines.append(self._line(request))
-                    given[request] = lines[-1][1]
+                    self.given[request] = lines[-1][1]
                 except Exception as error:  # of any kind: it fails this request only
                     failed.append((request, f"the draft function failed: {type(error).__name__}: {error}"))
-        self._given = given
         if not lines:
             return failed
         buffers, width = self._buffers, len(lines[0])
@@ -85,10 +86,6 @@ class FunctionDrafts:
 
         self._ring.send([number for line in lines for number in line], copy)
         return failed
-
-    def given(self, request: ActiveRequest) -> int:
-        """The number of drafts of a request for the next round."""
-        return self._given.get(request, 0)
 
     def _line(self, request: ActiveRequest) -> list[int]:
         limit, vocabulary = request.job.num_speculative_tokens, self._limits.num_tokens

@@ -157,7 +157,15 @@ def replay_on(engine: Engine, run: RecordedRun) -> ReplayReport:
     """Replay a run on an engine that is captured and has no jobs."""
     before = engine.stats().rounds
     jobs = _execute(run, engine)
-    return _compare(run, jobs, engine.stats().rounds - before)
+    pairs = [(request, jobs[request.job_id]) for request in run.requests if request.job_id in jobs]
+    return ReplayReport(
+        requests=len(run.requests),
+        skipped=len(run.requests) - len(pairs),
+        tokens=sum(min(len(request.tokens), len(job.tokens)) for request, job in pairs),
+        recorded_tokens=sum(len(request.tokens) for request in run.requests),
+        rounds=engine.stats().rounds - before,
+        differences=tuple(difference for request, job in pairs if (difference := _difference(request, job))),
+    )
 
 
 def version_differences(run: RecordedRun) -> tuple[str, ...]:
@@ -209,18 +217,6 @@ def _submit(request: RecordedRequest, engine: Engine) -> Job:
         with contextlib.suppress(ValueError):  # the request will end with this error
             engine.compile(options["constraint"])
     return engine.submit(options.pop("prompt_ids"), **options)
-
-
-def _compare(run: RecordedRun, jobs: Mapping[int, Job], rounds: int) -> ReplayReport:
-    pairs = [(request, jobs[request.job_id]) for request in run.requests if request.job_id in jobs]
-    return ReplayReport(
-        requests=len(run.requests),
-        skipped=len(run.requests) - len(pairs),
-        tokens=sum(min(len(request.tokens), len(job.tokens)) for request, job in pairs),
-        recorded_tokens=sum(len(request.tokens) for request in run.requests),
-        rounds=rounds,
-        differences=tuple(difference for request, job in pairs if (difference := _difference(request, job))),
-    )
 
 
 def _difference(request: RecordedRequest, job: Job) -> Difference | None:
