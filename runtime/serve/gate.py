@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
+from dataclasses import dataclass, field
 
 from stepgraph.runtime.request_queue import QueueFullError
 
 
+@dataclass(order=True)
 class Ticket:
     """A place in the order; `entered` is done once the request may be submitted."""
 
-    def __init__(self, priority: int, turn: int, arrival: int, tenant: str) -> None:
-        self.key, self.tenant, self.left = (priority, turn, arrival), tenant, False
-        self.entered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def __lt__(self, other: Ticket) -> bool:
-        return self.key < other.key
+    key: tuple[int, int, int]  # priority, turn, arrival
+    tenant: str
+    entered: asyncio.Future[None] = field(compare=False)
 
 
 class Gate:
@@ -39,9 +37,9 @@ class Gate:
         if waiting + count > self._max_waiting:
             raise QueueFullError(f"{max(waiting, 0)} requests are waiting already, of at most {self._max_waiting}")
         first = self._next_turn(priority, tenant)
-        tickets = [Ticket(priority, first + index, next(self._arrivals), tenant) for index in range(count)]
-        for ticket in tickets:
-            heapq.heappush(self._waiting, ticket)
+        made = asyncio.get_running_loop().create_future
+        tickets = [Ticket((priority, first + index, next(self._arrivals)), tenant, made()) for index in range(count)]
+        self._waiting = sorted(self._waiting + tickets)
         self._admit()
         return tickets
 
@@ -53,18 +51,13 @@ class Gate:
 
     def leave(self, ticket: Ticket) -> None:
         """Give the place up, whether or not it was reached. Idempotent."""
-        if ticket.left:
-            return
-        ticket.left = True
-        if ticket.entered.done():
-            self._entered.remove(ticket)
-        else:
-            self._waiting.remove(ticket)
-            heapq.heapify(self._waiting)
-        self._admit()
+        for tickets in (self._entered, self._waiting):
+            if ticket in tickets:
+                tickets.remove(ticket)
+                self._admit()
 
     def _admit(self) -> None:
         while self._waiting and sum(each.key[0] <= self._waiting[0].key[0] for each in self._entered) < self._capacity:
-            ticket = heapq.heappop(self._waiting)
+            ticket = self._waiting.pop(0)
             self._entered.append(ticket)
             ticket.entered.set_result(None)
