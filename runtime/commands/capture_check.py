@@ -99,11 +99,10 @@ def _import(flag: str, value: str) -> Any:
         raise ValueError(f"{flag}: got {clip_repr(value)}, expected {MODULE_AND_NAME}")
     try:
         imported = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
-            raise ValueError(f"{flag}: got {clip_repr(value)}, expected {MODULE_AND_NAME}; there is no module {error.name!r}") from None
-        raise UserError(f"importing {module} failed") from error
     except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module}.".startswith(f"{missing}."):
+            raise ValueError(f"{flag}: got {clip_repr(value)}, expected {MODULE_AND_NAME}; there is no module {missing!r}") from None
         raise UserError(f"importing {module} failed") from error
     if not hasattr(imported, name):
         raise ValueError(f"{flag}: got {clip_repr(value)}, expected {MODULE_AND_NAME}; {module} has no {name!r}")
