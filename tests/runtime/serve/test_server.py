@@ -342,7 +342,7 @@ def test_lower_priorities_enter_first() -> None:
         gate, entered = Gate(1, 8), list[int]()
         tickets = [gate.tickets(1, priority)[0] for priority in (0, 5, 1, 0)]
         for _ in tickets:
-            (one,) = [ticket for ticket in tickets if ticket.entered.done() and not ticket.left]
+            (one,) = [ticket for ticket in tickets if ticket in gate._entered]
             entered.append(tickets.index(one))
             gate.leave(one)
             gate.leave(one)
@@ -455,7 +455,7 @@ def test_tenants_take_turns() -> None:
         gate, entered, tickets = Gate(1, 20), "", list[tuple[str, Ticket]]()
 
         def leave() -> str:
-            name, one = next(pair for pair in tickets if pair[1].entered.done() and not pair[1].left)
+            name, one = next(pair for pair in tickets if pair[1] in gate._entered)
             gate.leave(one)
             return name
 
