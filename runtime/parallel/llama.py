@@ -23,28 +23,14 @@ from stepgraph.runtime.models.files.checkpoint import Checkpoint, kept_quantised
 from stepgraph.runtime.models.files.draft import Draft, DraftCheckpoint, StoredDraft
 from stepgraph.runtime.models.files.quantised_folder import QuantisedSource
 from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, Stored, StoredModel, llama_slices
-from stepgraph.runtime.models.layer_parts import ExpertMlp
 from stepgraph.runtime.models.llama import Llama, LlamaLayer, unchanged
-from stepgraph.runtime.models.llama_config import ExpertsConfig, LlamaConfig
+from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.parallel.ranks import Ranks
 
 _TOKEN_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
 _ADDED = ("o_proj.bias", "experts.down_proj_bias")  # to a sum over the ranks: on the first one; zeros on others
 _SUMMED = ("output", "down")  # products with some columns of a weight: their sum over the ranks is the whole product
 LEAST_LAYER_WEIGHTS = 7_000_000  # of a draft model that is divided; measured, see docs/tensor-parallel.md
-
-
-class ShardedExperts(ExpertMlp):
-    """config: with the intermediate size of one rank. Every rank has some rows of every expert, and the whole router."""
-
-    def __init__(self, config: LlamaConfig, experts: ExpertsConfig, like: Tensor, groups: RankGroups) -> None:
-        super().__init__(config, experts, like)
-        self._groups = groups
-
-    def forward(self, states: Tensor, adapted: Adapted) -> Tensor:
-        found = super().forward(states, adapted)
-        sum_over_ranks.out(found, self._groups.current)
-        return found
 
 
 class ShardedLayer(LlamaLayer):
@@ -73,8 +59,8 @@ class ShardedLayers(Llama):
         self.lora_weights, self.ranks = {}, ranks
         for index in range(len(self.layers)):
             layer = self.layers[index] = ShardedLayer(self.config, index, self.norm, ranks.groups)
-            if (experts := self.config.experts_of(index)) is not None:
-                layer.experts = ShardedExperts(self.config, experts, self.norm, ranks.groups)
+            if layer.experts is not None:  # of which every rank has some rows of each, and the whole router
+                layer.experts.register_forward_hook(lambda module, inputs, found: sum_over_ranks.out(found, ranks.groups.current))
 
     def adapted(self, index: int, inputs: ModelInput, buffers: StaticBuffers) -> Adapted:
         layer = self.layers[index]

@@ -46,8 +46,8 @@ class LockstepQueue(RequestQueue):
         super().enqueue(queued, require_open)
         while not queued.ready:  # how long a compile takes differs between ranks, and a step must not depend on it
             self.wake.wait(0.01)
-        request = (job.prompt_ids, job.constraint, job.sampling, job.max_new_tokens, job.num_speculative_tokens, job.stop_ids)
-        self.ranks.note((*request, job.draft_ids, job.cache_salt, job.resume_from, job.priority, job.tenant, bool(queued.error)))
+        options = _options(job) | {"sampling": job.sampling}  # without the seed of a greedy request, which is another on every rank
+        self.ranks.note((job.prompt_ids, options, job.stop_ids, bool(queued.error)))
         self.admissible.add(job.id)
 
     def _turn_of(self, job: Job) -> int:
