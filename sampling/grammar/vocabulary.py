@@ -57,9 +57,8 @@ class Vocabulary:
             raise ValueError(f"Vocabulary.logits_width: got {clip_repr(width)}, expected an int >= {len(tokens)}, the number of tokens")
         for name, ids in (("stop_token_ids", stop_token_ids), ("control_token_ids", control_token_ids)):
             check_value(f"Vocabulary.{name}", ids, IDS)
-        if len(tuple(stop_token_ids)) == 0:
-            raise ValueError("Vocabulary.stop_token_ids: got none, expected at least one: a constrained text ends with a stop token")
-        for name, ids in (("stop_token_ids", stop_token_ids), ("control_token_ids", control_token_ids)):
+            if name == "stop_token_ids" and len(tuple(ids)) == 0:
+                raise ValueError("Vocabulary.stop_token_ids: got none, expected at least one: a constrained text ends with a stop token")
             for token_id in ids:
                 if not is_int(token_id) or not 0 <= token_id < len(tokens):
                     raise ValueError(f"Vocabulary.{name}: got {clip_repr(token_id)}, expected ids in 0..{len(tokens) - 1}")

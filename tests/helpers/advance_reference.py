@@ -9,7 +9,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from stepgraph.sampling.grammar.automaton.library import IMAGE_VERSION, MOVE_INTS, Field, next_entries
-from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, ForcedText, TokenTable, first_slot, text_key
+from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, KEY_FACTOR, ForcedText, TokenTable, first_slot
 from stepgraph.sampling.grammar.status import FinishCode, HostColumn, MaskStatus
 from stepgraph.sampling.kernels.advance import ENDED, FORCED_PUSHES, HEADER_INTS, TEXT_COLUMNS, TOO_DEEP, PlaceColumn
 
@@ -36,6 +36,12 @@ def advance_reference(*arguments: Tensor | int | None) -> None:
                 one.forced = Forced(texts[row], table, None if forced is None else forced[:, slot], bool(takes_forced))
             one.run(tokens[row if by_row else slot], first, last, bool(fill_new))
             statuses[:] = one.tags[first : last + 1, 3]
+
+
+def text_key(text: bytes) -> int:
+    """Of the slots of a TokenTable, as an int64."""
+    key = sum((byte + 1) * pow(KEY_FACTOR, index + 1, 1 << 64) for index, byte in enumerate(text)) % (1 << 64)
+    return key - (key >> 63 << 64)
 
 
 class Tokens(TokenTable):

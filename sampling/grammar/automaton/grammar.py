@@ -149,15 +149,12 @@ def token_table(vocabulary: Vocabulary) -> TokenTable:
 class AutomatonBuilder:
     """Builds automata over one vocabulary; safe to call from any thread. Grammars are written and parsed as for xgrammar."""
 
-    name = "automaton"
-
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits) -> None:
         self._vocabulary, self._limits = vocabulary, limits
 
     def check(self, constraint: Constraint) -> None:
         """ValueError, an UnsupportedError where the part is known, for what would not be enforced; without compiling."""
-        if constraint.kind in ("regex", "ebnf", "lark"):
-            check_text(constraint, self._limits)
+        check_text(constraint, self._limits)
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> AutomatonGrammar:
         """UnfitError where it takes more states or bytes than the limits allow; other errors as by `XGrammarBuilder.build`."""

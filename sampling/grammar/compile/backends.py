@@ -70,9 +70,6 @@ class Grammar(Protocol):
 class Builder(Protocol):
     """Builds grammars over one vocabulary; safe to call from any thread."""
 
-    @property
-    def name(self) -> str: ...
-
     def check(self, constraint: Constraint) -> None:
         """ValueError, an UnsupportedError where the part is known, for what would not be enforced, as far as that is found quickly."""
 

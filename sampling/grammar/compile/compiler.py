@@ -246,8 +246,7 @@ class GrammarCompiler:
         ]
         self._idle_workers = list(self._workers)
         self._threads = set[threading.Thread]()
-        self._failures = self._compiles = 0
-        self._seconds = self._longest = 0.0
+        self._counts = {"failures": 0, "compiles": 0, "compile_seconds": 0.0, "longest_compile_seconds": 0.0}  # as in CompileStats
         self._closed = False
         close_at_exit(self)
 
@@ -263,14 +262,11 @@ class GrammarCompiler:
     def stats(self) -> CompileStats:
         with self._lock:
             return CompileStats(
-                failures=self._failures,
                 running=len(self._running),
                 waiting=len(self._waiting),
                 workers_started=sum(worker.started for worker in self._workers if worker),
-                compiles=self._compiles,
-                compile_seconds=self._seconds,
-                longest_compile_seconds=self._longest,
                 **self._cache.counts,
+                **self._counts,  # type: ignore[arg-type]
             )
 
     def check(self, constraint: Constraint) -> None:
@@ -361,12 +357,12 @@ class GrammarCompiler:
             with self._lock:
                 del self._running[entry]
                 if isinstance(compiled, ValueError):
-                    self._failures += self._cache.forget(entry)
+                    self._counts["failures"] += self._cache.forget(entry)
                 else:
                     self._cache.keep(entry, compiled.nbytes)
-                    self._compiles += 1
-                    self._seconds += compiled.seconds
-                    self._longest = max(self._longest, compiled.seconds)
+                    self._counts["compiles"] += 1
+                    self._counts["compile_seconds"] += compiled.seconds
+                    self._counts["longest_compile_seconds"] = max(self._counts["longest_compile_seconds"], compiled.seconds)
                 if not self._closed:
                     self._idle_workers.append(worker)
             if worker is not None and self._closed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from stepgraph.sampling.fields import Check, check_fields, clip_repr, is_number, whole
+from stepgraph.sampling.fields import Check, check_fields, is_number, number, whole
 from stepgraph.sampling.grammar.constraints.constraint import MAX_PAYLOAD_CHARS
 
 MIB = 1 << 20
@@ -25,6 +25,11 @@ _SIGNS = {  # part of a message of llguidance, or of either matcher -> the limit
 
 
 _COUNT = whole(1, 2**62)
+_AT_MOST = {
+    **dict.fromkeys(("max_chars", "max_schema_chars"), whole(1, MAX_PAYLOAD_CHARS)),
+    "compile_seconds": number(0, 3600, above=True),
+    "automaton_depth": whole(1, MAX_DEPTH),
+}
 _SECONDS = Check(lambda value: is_number(value) and 0 < value < math.inf, "a number > 0")
 
 
@@ -69,14 +74,7 @@ class GrammarLimits:
     row_items: int = 2_000  # llguidance: parser items of one byte
 
     def __post_init__(self) -> None:
-        check_fields(self, {field.name: _SECONDS if field.type == "float" else _COUNT for field in fields(self)})
-        for field, most in {"max_chars": self.max_chars, "max_schema_chars": self.max_schema_chars}.items():
-            if most > MAX_PAYLOAD_CHARS:
-                raise ValueError(f"GrammarLimits.{field}: got {most}, expected at most {MAX_PAYLOAD_CHARS}")
-        if self.compile_seconds > 3600:
-            raise ValueError(f"GrammarLimits.compile_seconds: got {clip_repr(self.compile_seconds)}, expected at most 3600")
-        if self.automaton_depth > MAX_DEPTH:
-            raise ValueError(f"GrammarLimits.automaton_depth: got {clip_repr(self.automaton_depth)}, expected at most {MAX_DEPTH}")
+        check_fields(self, {field.name: _SECONDS if field.type == "float" else _COUNT for field in fields(self)} | _AT_MOST)
 
 
 DEFAULTS = GrammarLimits()

@@ -12,7 +12,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from stepgraph.sampling.fields import BOOL, Check, check_value, clip_name, clip_repr, is_int, one_of, optional, whole
+from stepgraph.sampling.fields import (
+    BOOL,
+    Check,
+    check_fields,
+    check_value,
+    clip_name,
+    clip_repr,
+    instance_of,
+    is_int,
+    one_of,
+    optional,
+    whole,
+)
 from stepgraph.sampling.grammar.constraints.structural_tag import checked_tag
 from stepgraph.sampling.grammar.schema.options import Objects, Options, PropertyOrder, Unknown
 
@@ -30,6 +42,8 @@ _FORMATS = {  # the fields of response_format by its type
     "json_schema": {"type", "json_schema"},
     "structural_tag": {"type", "triggers", "structures"},
 }
+_STRING = instance_of(str, "a string")
+_NON_BLANK = Check(lambda value: isinstance(value, str) and bool(value.strip()), "a non-blank string")
 _OF_SCHEMAS = {  # fields for kind json_schema
     "objects": one_of(get_args(Objects)),
     "unknown_keywords": one_of(get_args(Unknown)),
@@ -37,12 +51,18 @@ _OF_SCHEMAS = {  # fields for kind json_schema
     "property_order": one_of(get_args(PropertyOrder)),
     "approximate": BOOL,
 }
+_FIELDS = {
+    "kind": one_of(get_args(ConstraintKind)),
+    "backend": one_of(get_args(BackendChoice)),
+    "marker_limit": optional(whole(1, MAX_MARKER_LIMIT)),
+    **_OF_SCHEMAS,
+}
 _NON_EMPTY = Check(lambda value: isinstance(value, str) and bool(value), "a non-empty string")
 _SCHEMA_FORMAT = {  # the fields of its json_schema
     "name": _NON_EMPTY,
-    "description": Check(lambda value: isinstance(value, str), "a string"),
+    "description": _STRING,
     "strict": Check(lambda value: value is None or isinstance(value, bool), "true, false or null"),
-    "schema": Check(lambda value: isinstance(value, dict), "a JSON schema"),
+    "schema": instance_of(dict, "a JSON schema"),
 }
 
 
@@ -71,19 +91,16 @@ class Constraint:
     approximate: bool = False
 
     def __post_init__(self) -> None:
-        check_value("Constraint.kind", self.kind, one_of(get_args(ConstraintKind)))
+        check_fields(self, _FIELDS)
         if not isinstance(self.payload, str):
             raise ValueError(f"Constraint.payload: got {type(self.payload).__name__}, expected str")
         if len(self.payload) > MAX_PAYLOAD_CHARS:
             raise ValueError(f"Constraint.payload of {self.kind}: got {len(self.payload)} characters, expected at most {MAX_PAYLOAD_CHARS}")
         _check_text(f"Constraint.payload of {self.kind}", self.payload)
-        check_value("Constraint.any_whitespace", self.any_whitespace, Check(lambda value: isinstance(value, bool), "a bool"))
         if self.any_whitespace and self.kind not in ("json_schema", "json_object", "structural_tag"):
             raise ValueError(f"Constraint.any_whitespace: got True for {self.kind}, expected False: for kinds with JSON only")
-        check_value("Constraint.backend", self.backend, one_of(get_args(BackendChoice)))
-        for name, check in _OF_SCHEMAS.items():
+        for name in _OF_SCHEMAS:
             value, default = getattr(self, name), getattr(Options, name)
-            check_value(f"Constraint.{name}", value, check)
             if value != default and self.kind != "json_schema":
                 raise ValueError(f"Constraint.{name}: got {value} for {self.kind}, expected {default}: for json_schema only")
         of_ids = isinstance(self.marker, tuple) and all(is_int(token_id) and token_id >= 0 for token_id in self.marker)
@@ -93,7 +110,6 @@ class Constraint:
             raise ValueError(f"Constraint.marker: got {len(self.marker or ())} characters or ids, expected at most {MAX_MARKER}")
         if isinstance(self.marker, str):
             _check_text("Constraint.marker", self.marker)
-        check_value("Constraint.marker_limit", self.marker_limit, optional(whole(1, MAX_MARKER_LIMIT)))
         if self.marker_limit is not None and self.marker is None:
             raise ValueError(f"Constraint.marker_limit: got {self.marker_limit} without a marker, expected None")
 
@@ -164,9 +180,9 @@ class Constraint:
             return cls.json_object(any_whitespace, backend)
         if kind == "structural_tag":
             return cls.structural_tag(value, any_whitespace, backend)
-        inner, name = value.get("json_schema"), f"{name}.json_schema"
-        if not isinstance(inner, dict):
-            raise ValueError(f"{name}: got {clip_repr(inner)}, expected an object with a name and a schema")
+        inner: Any = value.get("json_schema")
+        name += ".json_schema"
+        check_value(name, inner, instance_of(dict, "an object with a name and a schema"))
         _check_known(inner, _SCHEMA_FORMAT, name)
         for field, check in _SCHEMA_FORMAT.items():
             check_value(f"{name}.{field}", ({"description": ""} | inner).get(field), check)
@@ -177,8 +193,7 @@ class Constraint:
         """A text that the whole pattern matches, in the syntax of JavaScript without flags: `.` matches anything but a line end
         (`[^]` anything), so `[^]a]` is two items; `\\d` and `\\w` are ASCII, `\\s` is any white space. Anchors are allowed at the
         ends; look-around, back-references, word boundaries and flags raise an error."""
-        if not isinstance(pattern, str):
-            raise ValueError(f"Constraint.regex.pattern: got {clip_repr(pattern)}, expected a string")
+        check_value("Constraint.regex.pattern", pattern, _STRING)
         return cls("regex", pattern, backend=backend)
 
     @classmethod
@@ -195,8 +210,7 @@ class Constraint:
     def ebnf(cls, grammar: str, root: str = "root") -> Constraint:
         """A text of a grammar in the GBNF notation of llama.cpp: `root ::= "a" | "b" root`. Enforced by xgrammar."""
         for name, value in (("grammar", grammar), ("root", root)):
-            if not isinstance(value, str) or not value.strip():
-                raise ValueError(f"Constraint.ebnf.{name}: got {clip_repr(value)}, expected a non-blank string")
+            check_value(f"Constraint.ebnf.{name}", value, _NON_BLANK)
             _check_text(f"Constraint.ebnf.{name}", value)
         return cls("ebnf", json.dumps([root, grammar]))
 
@@ -206,8 +220,7 @@ class Constraint:
 
         Errors: tokens by name or number; `stop=` and `max_tokens=`, which cannot be rolled back with drafts (`suffix=` can); and `~`
         not preceded by `&`, which allows bytes that are not text."""
-        if not isinstance(grammar, str) or not grammar.strip():
-            raise ValueError(f"Constraint.lark.grammar: got {clip_repr(grammar)}, expected a non-blank string")
+        check_value("Constraint.lark.grammar", grammar, _NON_BLANK)
         return cls("lark", grammar)
 
     @classmethod

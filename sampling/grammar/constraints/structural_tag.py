@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from stepgraph.sampling.fields import check_value, clip_name, clip_repr, one_of
+from stepgraph.sampling.fields import check_value, clip_name, clip_repr, instance_of, one_of
 from stepgraph.sampling.grammar.schema.reader import parsed
 
 STYLES = ("json", "qwen_xml")
 _TEXTS = ("separator", "opening", "closing")
+_STRING = instance_of(str, "a string")
 
 
 class Tag(NamedTuple):
@@ -41,8 +42,7 @@ def checked_tag(value: Any, name: str) -> dict[str, Any]:
         raise ValueError(f"{name}.{unknown[0]}: got an unknown field, expected triggers, structures, {', '.join(_TEXTS)}")
     triggers, structures, texts = value.get("triggers"), value.get("structures"), {text: value[text] for text in _TEXTS if text in value}
     for field, text in texts.items():
-        if not isinstance(text, str):
-            raise ValueError(f"{name}.{field}: got {clip_repr(text)}, expected a string")
+        check_value(f"{name}.{field}", text, _STRING)
     if triggers is None and "triggers" not in value:
         triggers = []
     elif not isinstance(triggers, list) or not triggers or not all(isinstance(text, str) and text for text in triggers):
@@ -71,10 +71,8 @@ def _check_structure(tag: Any, triggers: list[str], name: str) -> None:
         raise ValueError(f"{name}: got {clip_repr(tag)}, expected an object of begin, schema, end and style")
     check_value(f"{name}.style", tag.get("style", "json"), one_of(STYLES))
     for field in ("begin", "end"):
-        if not isinstance(tag.get(field), str):
-            raise ValueError(f"{name}.{field}: got {clip_repr(tag.get(field))}, expected a string")
-    if not isinstance(tag.get("schema"), dict):
-        raise ValueError(f"{name}.schema: got {clip_repr(tag.get('schema'))}, expected a JSON schema")
+        check_value(f"{name}.{field}", tag.get(field), _STRING)
+    check_value(f"{name}.schema", tag.get("schema"), instance_of(dict, "a JSON schema"))
     if triggers and not tag["begin"].startswith(tuple(triggers)):
         raise ValueError(f"{name}.begin: got {clip_repr(tag['begin'])}, expected a text that starts with a trigger")
 

@@ -164,8 +164,8 @@ class LLGuidanceNativeGrammar:
     def __init__(self, tokenizer: LLGuidanceTokenizer, lark: str, fuel: dict[str, int]) -> None:
         """ValueError with the library's message if the grammar is invalid."""
         assert "\0" not in lark, "the library reads up to the first NUL"
-        self.tokenizer, self._api, api = tokenizer, tokenizer.api, tokenizer.api
-        self._lexer_updates = 0
+        self.tokenizer, api = tokenizer, tokenizer.api
+        self.lexer_updates = 0
         # Steps are bounded by counted work before they are by time, so that a text fails on every machine or on none.
         limits = LimitsStruct(**DEFAULTS | fuel | {"verbose_errors": False})
         config = ConstraintStruct(tokenizer=tokenizer.address, limits=limits)
@@ -174,16 +174,6 @@ class LLGuidanceNativeGrammar:
         if error is not None:
             raise ValueError(error.decode(errors="replace"))
         assert api.library.llg_matcher_get_mask_byte_size(self.start.address) == tokenizer.mask_bytes
-
-    @property
-    def keeps_lexers(self) -> bool:
-        """Whether the lexer of the next row that ends is kept. Bounded, as the states of some grammars grow without limit."""
-        return self._lexer_updates < MAX_LEXER_UPDATES
-
-    def replace_start(self, address: int) -> None:
-        """Let later rows start from this matcher, which is at the start of a text."""
-        self._lexer_updates += 1
-        self.start = LLGuidanceStart(self._api, address)
 
 
 class LLGuidanceBinding:
@@ -209,9 +199,10 @@ class LLGuidanceBinding:
 
     def _close_matcher(self, grammar: LLGuidanceNativeGrammar, _: LLGuidanceStart, matcher: int) -> None:
         """The arguments keep the start and the grammar's cold start alive until here: the matcher may be rebuilt from either."""
-        kept = self._link.stepgraph_close_llguidance(self.address, matcher, grammar.keeps_lexers)
-        if kept:
-            grammar.replace_start(kept)
+        keeps_lexer = grammar.lexer_updates < MAX_LEXER_UPDATES  # bounded, as the states of some grammars grow without limit
+        if kept := self._link.stepgraph_close_llguidance(self.address, matcher, keeps_lexer):
+            grammar.lexer_updates += 1
+            grammar.start = LLGuidanceStart(grammar.tokenizer.api, kept)  # for later rows: a matcher at the start of a text
 
 
 @functools.cache

@@ -73,7 +73,9 @@ class PythonLink:
             for step in steps:
                 self._run(step)
             end = time.perf_counter_ns()
-            self._count_time(end - begin)
+            self._node_ns += end - begin
+            self._longest_ns = max(self._longest_ns, end - begin)
+            self._nodes[bisect.bisect_left(NODE_BOUNDS_NS, end - begin)] += 1
             if self._log is not None and self._log[0, 0] < len(self._log) - 1:
                 self._log[0, 0] += 1
                 self._log[self._log[0, 0]] = steps[0].action == HostAction.BEGIN_ROUND, begin, end
@@ -94,11 +96,6 @@ class PythonLink:
     def close(self) -> None:
         """No threads, no memory of its own."""
 
-    def _count_time(self, taken_ns: int) -> None:
-        self._node_ns += taken_ns
-        self._longest_ns = max(self._longest_ns, taken_ns)
-        self._nodes[bisect.bisect_left(NODE_BOUNDS_NS, taken_ns)] += 1
-
     def _run(self, step: HostStep) -> None:
         if step.action == HostAction.BEGIN_ROUND:
             self._batch = self._pushed.popleft()
@@ -106,23 +103,22 @@ class PythonLink:
             self._tags_np[:, :, 2] = np.arange(len(self._tags_np))[:, None]
             if self._forcing:
                 self._forcing.forced_host.fill_(-1)
-        elif step.action == HostAction.NEXT:
-            self._each_row(lambda slot, row: self._next_row(slot, row, step.stage))
-        elif step.action == HostAction.COMMIT:
-            self._each_row(lambda slot, row: self._commit_row(slot, row, 0))
-        elif step.action == HostAction.ADVANCE:
-            self._each_row(lambda slot, row: self._advance_row(slot, row, self._draft(slot, step.stage), step.stage, step.stage))
-        elif step.action == HostAction.FOLLOW:
-            self._each_row(lambda slot, row: self._advance_row(slot, row, self._followed_draft(slot, step.stage), step.stage, step.stage))
-        else:
+        elif step.action == HostAction.END_ROUND:
             self._batch = ()
+        else:
+            for slot, row in enumerate(self._batch):
+                state = self._state_np[slot]
+                if row and not row.fault and state[HostColumn.OWNER] == row.owner and state[HostColumn.FINISH] == FinishCode.RUNNING:
+                    _guarded(row, functools.partial(self._run_row, step, slot, row))
 
-    def _each_row(self, work: Callable[[int, PythonRow], None]) -> None:
-        for slot, row in enumerate(self._batch):
-            state = self._state_np[slot]
-            if row is None or row.fault or state[HostColumn.OWNER] != row.owner or state[HostColumn.FINISH] != FinishCode.RUNNING:
-                continue
-            _guarded(row, functools.partial(work, slot, row))
+    def _run_row(self, step: HostStep, slot: int, row: PythonRow) -> None:
+        if step.action == HostAction.NEXT:
+            self._next_row(slot, row, step.stage)
+        elif step.action == HostAction.COMMIT:
+            self._commit_row(slot, row, 0)
+        else:
+            forced = int(self._forcing.forced_host[step.stage - 1, slot]) if step.action == HostAction.FOLLOW and self._forcing else -1
+            self._advance_row(slot, row, self._draft(slot, step.stage) if forced < 0 else forced, step.stage, step.stage)
 
     def _next_row(self, slot: int, row: PythonRow, stage: int) -> None:
         if row.last_mask_status == MaskStatus.NONE or row.committed != self._state_np[slot, HostColumn.GENERATED]:
@@ -156,10 +152,6 @@ class PythonLink:
 
     def _draft(self, slot: int, stage: int) -> int:
         return int(self._drafts_np[stage - 1, slot])
-
-    def _followed_draft(self, slot: int, index: int) -> int:
-        forced = -1 if self._forcing is None else int(self._forcing.forced_host[index - 1, slot])
-        return self._draft(slot, index) if forced < 0 else forced
 
     def _advance_row(self, slot: int, row: PythonRow, token: int, index: int, stage: int) -> None:
         row.next_mask = index + 1

@@ -178,8 +178,6 @@ class LLGuidanceGrammar:
 
 
 class LLGuidanceBuilder:
-    name = "llguidance"
-
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits) -> None:
         self._vocabulary, self._limits = vocabulary, limits
         self._fuel = fuel_of(asdict(limits))

@@ -48,7 +48,7 @@ class TokenTable:
     """The texts of a vocabulary, for look-up by id and by text. The native link and devices read the same arrays.
 
     bytes, starts: of all tokens; tokens that are not text have none. slots [n, 2]: a hash table with open addressing, n a power of
-    two: the `text_key` and the token of each text; -1 in a free slot.
+    two: the key and the token of each text; -1 in a free slot. The first slot of a key follows from its upper bits.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -107,12 +107,6 @@ class TokenTable:
                 if 0 <= changed < len(pairs):
                     pairs[changed] = self.find(parts[changed] + parts[changed + 1])
         return [self.find(part) for part in parts]
-
-
-def text_key(text: bytes) -> int:
-    """Of `slots`, as an int64. The slot follows from the upper bits."""
-    key = sum((byte + 1) * pow(KEY_FACTOR, index + 1, 1 << 64) for index, byte in enumerate(text)) % (1 << 64)
-    return key - (key >> 63 << 64)
 
 
 def first_slot(key: int, slots: int) -> int:

@@ -137,27 +137,27 @@ class Normaliser:
             return ANYTHING if node.schema else NOTHING_AT_ALL
         words_of, child = node.keywords, self.document.child
         where = node.where
-        parts = [(f"{where}: {keyword}", form) for keyword, form in self._simple(node)]
+        parts = list(self._simple(node))  # forms with their keywords
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
             if keyword in words_of:
-                parts.append((f"{where}: {keyword}", self.form(expr(self.document.target(node, keyword)))))
+                parts.append((keyword, self.form(expr(self.document.target(node, keyword)))))
         for keyword in ("allOf", "extends"):
             given = words_of.get(keyword, [])
             below = [child(node, keyword, index) for index in range(len(given))] if isinstance(given, list) else [child(node, keyword)]
-            parts += [(part.where, self.form(expr(part))) for part in below]
+            parts += [(keyword, self.form(expr(part))) for part in below]
         if "not" in words_of:
-            parts.append((f"{where}/not", self.form(expr(child(node, "not"), False))))
+            parts.append(("not", self.form(expr(child(node, "not"), False))))
         if "disallow" in words_of:
-            parts.append((f"{where}: disallow", complemented(self._types(node, "disallow"), self.simplify, where)))
+            parts.append(("disallow", complemented(self._types(node, "disallow"), self.simplify, where)))
         parts += self._dependent(node)
         if "anyOf" in words_of:
-            parts.append((f"{where}/anyOf", self._any_of([expr(child(node, "anyOf", index)) for index in range(len(words_of["anyOf"]))])))
+            parts.append(("anyOf", self._any_of([expr(child(node, "anyOf", index)) for index in range(len(words_of["anyOf"]))])))
         if "oneOf" in words_of:
-            parts.append((f"{where}/oneOf", self._exactly_one([child(node, "oneOf", index) for index in range(len(words_of["oneOf"]))])))
+            parts.append(("oneOf", self._exactly_one([child(node, "oneOf", index) for index in range(len(words_of["oneOf"]))])))
         if "if" in words_of and {"then", "else"} & words_of.keys():
-            parts.append((f"{where}/if", self._conditional(node)))
+            parts.append(("if", self._conditional(node)))
         order = {keyword: index for index, keyword in enumerate(node.schema)}  # also that of the properties
-        parts.sort(key=lambda part: order.get(part[0][len(where) + 1 :].strip(" /").partition("/")[0], 0))
+        parts.sort(key=lambda part: order.get(part[0], 0))
         parts.sort(key=lambda part: not any(item.closable for item in part[1].objects))  # names that are only required after described ones
         found = self._met([form for _, form in parts], where)
         for keyword in ("unevaluatedProperties", "unevaluatedItems"):
@@ -241,7 +241,7 @@ class Normaliser:
             if isinstance(value, str):
                 texts.append(value)
             elif isinstance(value, (int, Decimal)) and not isinstance(value, bool):
-                numbers.append(Numbers.single(fraction(value, at, keyword)))
+                numbers.append(Numbers(exact := fraction(value, at, keyword), exact))
             elif isinstance(value, list):
                 items = tuple(expr(self.document.constant(item, where)) for item in value)
                 arrays.append(Array(items, NEVER, len(items), len(items)))
@@ -293,18 +293,9 @@ class Normaliser:
 
     def _array(self, node: Node) -> Array:
         given, child = node.keywords, self.document.child
-        items, prefix, rest = given.get("items"), tuple[Expr, ...](), TRUE
-        described: int | None = 0
-        if isinstance(items, list):
-            prefix = tuple(expr(child(node, "items", index)) for index in range(len(items)))
-            described = len(prefix)
-            if "additionalItems" in given:
-                rest, described = expr(child(node, "additionalItems")), None
-        else:
-            prefix = tuple(expr(child(node, "prefixItems", index)) for index in range(len(given.get("prefixItems", ()))))
-            described = len(prefix)
-            if items is not None:
-                rest, described = expr(child(node, "items")), None
+        first, others = ("items", "additionalItems") if isinstance(given.get("items"), list) else ("prefixItems", "items")
+        prefix = tuple(expr(child(node, first, index)) for index in range(len(given.get(first, ()))))
+        rest, described = (expr(child(node, others)), None) if others in given else (TRUE, len(prefix))
         contains = tuple[Contains, ...]()
         if "contains" in given:
             contains = (Contains(expr(child(node, "contains")), given.get("minContains", 1), given.get("maxContains")),)
@@ -351,7 +342,6 @@ class Normaliser:
         """Properties that call for others, or for a schema of the whole object."""
         for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
             for name, value in node.keywords.get(keyword, {}).items():
-                where = pointer(node.where, keyword, name)
                 absent = replace(ANYTHING, objects=(single(name, NEVER, required=False),))
                 names = [value] if isinstance(value, str) else value
                 if isinstance(names, list):
@@ -361,7 +351,7 @@ class Normaliser:
                 else:
                     below = self.form(expr(self.document.child(node, keyword, name)))
                     present = self.meet(replace(NOTHING_AT_ALL, objects=(_requiring([name]),)), below, node.where)
-                yield where, join(absent, present)
+                yield keyword, join(absent, present)
 
     def _without_unevaluated(self, form: Form, node: Node, keyword: str) -> Form:
         """The alternatives, each with a rule for what its own keywords do not describe. A value may satisfy several alternatives, which

@@ -49,10 +49,6 @@ class Numbers:
     multiple: Fraction | None = None
     not_multiples: frozenset[Fraction] = frozenset()
 
-    @classmethod
-    def single(cls, value: Fraction) -> Numbers:
-        return cls(value, value)
-
     def __contains__(self, value: Fraction) -> bool:
         return (
             (self.low is None or value > self.low or (value == self.low and not self.low_open))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 from collections import Counter
@@ -129,7 +130,7 @@ class Document:
             at = "#"
             for step in where.split("/")[1:]:
                 at = f"{at}/{step}"
-                value = value[int(step)] if isinstance(value, list) else value[step.replace("~1", "/").replace("~0", "~")]
+                value = _step(value, step)
                 base = self._bases.get(at, base)
             found = self._nodes[where] = Node(value, where, base, len(self._nodes))
             _check_schema(value, where)
@@ -315,7 +316,7 @@ def _checked(keyword: str, value: Any, where: str) -> Any:
         return int(value)
     if keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
         return _number(value, where, keyword)
-    if keyword in ("properties", "patternProperties", "dependentSchemas", "dependentRequired", "dependencies"):
+    if keyword in _TABLES:
         expect(isinstance(value, dict), "an object")
     elif keyword in ("allOf", "anyOf", "oneOf"):
         expect(isinstance(value, list) and bool(value), "a list of at least one schema")
@@ -362,9 +363,11 @@ def shown(value: Any) -> str:
 
 def value_at(schema: Any, where: str) -> Any:
     """The value at a JSON pointer, which exists."""
-    for step in where.split("/")[1:]:
-        schema = schema[int(step)] if isinstance(schema, list) else schema[step.replace("~1", "/").replace("~0", "~")]
-    return schema
+    return functools.reduce(_step, where.split("/")[1:], schema)
+
+
+def _step(value: Any, step: str) -> Any:
+    return value[int(step)] if isinstance(value, list) else value[step.replace("~1", "/").replace("~0", "~")]
 
 
 def parsed(text: str) -> Any:

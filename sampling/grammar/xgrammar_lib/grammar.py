@@ -140,8 +140,6 @@ def check_text(constraint: Constraint, limits: GrammarLimits) -> None:
 
 
 class XGrammarBuilder:
-    name = "xgrammar"
-
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits, max_threads: int) -> None:
         self._vocabulary, self._limits, self._max_threads = vocabulary, limits, max_threads
 

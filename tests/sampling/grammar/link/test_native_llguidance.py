@@ -209,7 +209,7 @@ def test_lexers_of_the_first_rows_are_kept_for_later_rows() -> None:
         assert rows[0].fault == "" and memory.tags[:, 0, 3].tolist() == [MaskStatus.OK] * 4
         link.close()
         del link, rows
-    assert len(set(starts)) == MAX_LEXER_UPDATES + 1 and not grammar.keeps_lexers
+    assert len(set(starts)) == MAX_LEXER_UPDATES + 1 and grammar.lexer_updates == MAX_LEXER_UPDATES
 
 
 @pytest.mark.parametrize("link", ["native", "python"])
