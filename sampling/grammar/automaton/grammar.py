@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.grammar.automaton.library import Field, Image, TokenTable, functions, limits_of
+from stepgraph.sampling.grammar.automaton.library import Image, TokenTable, functions, limits_of
 from stepgraph.sampling.grammar.automaton.marker import with_marker
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, library_errors
@@ -121,10 +121,6 @@ class AutomatonGrammar:
     @property
     def nbytes(self) -> int:
         return self.image.nbytes
-
-    @property
-    def states(self) -> int:
-        return int(self.image[Field.STATES])
 
     def after(self, marker: Marker) -> AutomatonGrammar:
         """The same grammar after free text and a text marker."""

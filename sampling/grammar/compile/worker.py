@@ -137,11 +137,6 @@ def _memory_bytes() -> int:
         return 0
 
 
-def _limit_memory(num_bytes: int) -> None:
-    if num_bytes:
-        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
-
-
 def _answer(call: Any, arguments: Sequence[Any], result_bytes: int) -> tuple[str, bytes]:
     from stepgraph.sampling.grammar.automaton.library import UnfitError
     from stepgraph.sampling.grammar.compile.limits import CompileAbortedError
@@ -190,7 +185,8 @@ def main() -> None:
             return
         if libraries.prepare(name):
             idle_bytes = _memory_bytes()
-        _limit_memory(idle_bytes and idle_bytes + compile_bytes)
+        if idle_bytes:
+            resource.setrlimit(resource.RLIMIT_AS, (idle_bytes + compile_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
         signal.setitimer(signal.ITIMER_REAL, limits["compile_seconds"])  # SIGALRM ends this process even without the parent
         status, result = _answer(getattr(libraries, name), arguments, limits["result_bytes"])
         signal.setitimer(signal.ITIMER_REAL, 0)

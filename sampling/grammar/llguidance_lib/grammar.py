@@ -191,9 +191,7 @@ class LLGuidanceBuilder:
     def check(self, constraint: Constraint) -> None:
         """ValueError, an UnsupportedError where the part is known, for what would not be enforced; without calling the library."""
         if constraint.kind == "lark":
-            schemas = list[object]()
-            checked_lark(constraint.payload, schemas)
-            for schema in schemas:
+            for schema in checked_lark(constraint.payload)[1]:
                 check_schema(schema, Options())
         elif constraint.kind not in ("json_schema", "json_object", "structural_tag"):
             lark_text(constraint.kind, constraint.payload, constraint.schema_options)

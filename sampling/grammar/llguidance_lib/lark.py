@@ -50,7 +50,8 @@ def _head(options: dict[str, object]) -> str:
 def lark_text(kind: str, payload: str, options: Options) -> str:
     """The constraint in Lark notation; UnsupportedError where it would not be enforced."""
     if kind == "lark":
-        return with_checked_schemas(payload)
+        checked, schemas = checked_lark(payload)
+        return "\n".join([checked, *(_schema_rules(schema, Options(), _prefix(payload, index)) for index, schema in enumerate(schemas))])
     if kind == "ebnf":
         reject("#", "ebnf", "is a notation of xgrammar; llguidance expects lark")
     if kind == "regex":
@@ -96,14 +97,6 @@ def _literal(text: str) -> str:
     return json.dumps(text) if text else ""
 
 
-def with_checked_schemas(grammar: str) -> str:
-    """The grammar with its JSON schemas as rules."""
-    schemas = list[object]()
-    checked = checked_lark(grammar, schemas)
-    rules = [_schema_rules(schema, Options(), _prefix(grammar, index)) for index, schema in enumerate(schemas)]
-    return "\n".join([checked, *rules])
-
-
 def _prefix(grammar: str, index: int) -> str:
     prefix = f"json_{index}_"
     while prefix in grammar.lower():
@@ -111,14 +104,13 @@ def _prefix(grammar: str, index: int) -> str:
     return prefix
 
 
-def checked_lark(grammar: str, schemas: list[object]) -> str:
-    """The grammar with the options needed here; UnsupportedError for what cannot be enforced on text.
-
-    Each JSON schema is moved to `schemas` and replaced by the name of its rule."""
+def checked_lark(grammar: str) -> tuple[str, list[object]]:
+    """The grammar with the options needed here, and its JSON schemas, each replaced by the name of its rule; UnsupportedError for what
+    cannot be enforced on text."""
     if "\0" in grammar:
         reject("#", "lark", "contains a NUL character; write \\x00 in a regular expression")
     options: dict[str, object] | None = None
-    written, before, position = list[str](), "", 0
+    written, schemas, before, position = list[str](), list[object](), "", 0
     while found := PIECE.match(grammar, position):
         kind, piece, position = found.lastgroup, found.group(), found.end()
         if kind == "json":
@@ -135,7 +127,7 @@ def checked_lark(grammar: str, schemas: list[object]) -> str:
             _check(piece, before, bool(_REPEATS.match(grammar, found.start())))
             before = piece
         written.append(piece)
-    return _head(options or {}) + "".join(written)
+    return _head(options or {}) + "".join(written), schemas
 
 
 def _check(piece: str, before: str, repeats: bool) -> None:

@@ -83,13 +83,7 @@ def _of_length(found: Automaton, low: int, high: int | None) -> Automaton:
             raise TooComplexError(f"takes more than {MAX_LENGTH_STATES} states with its length; write smaller bounds")
     numbers, kept = dict[Label, int](), Automaton([], [])
     if high is None and len(layers) > last:
-        reachable = _closure(found, layers[-1])
-        after = {state: index for index, state in enumerate(reachable)}
-        kept = Automaton(
-            [[(members, after[target]) for members, target in found.edges[state]] for state in reachable],
-            [found.accepts[state] for state in reachable],
-        )
-        layers.pop()
+        kept, after = _reached(found, layers.pop())
     else:
         after = {}
     for length in range(len(layers) - 1, -1, -1):
@@ -110,27 +104,20 @@ def _of_length(found: Automaton, low: int, high: int | None) -> Automaton:
                 kept.accepts.append(accepts)
             here[state] = numbers[key]
         after = here
-    return _from_start(kept, after[0]) if 0 in after else Automaton([], [])
+    return _reached(kept, [after[0]])[0] if 0 in after else Automaton([], [])
 
 
-def _closure(found: Automaton, start: Iterable[int]) -> list[int]:
-    """The states that are reached, in the order in which they are."""
-    order = list(dict.fromkeys(start))
-    seen = set(order)
+def _reached(found: Automaton, start: Iterable[int]) -> tuple[Automaton, dict[int, int]]:
+    """Its states that are reached, in the order in which they are, and their numbers."""
+    order = list(start)
+    numbers = {state: index for index, state in enumerate(order)}
     for state in order:  # grows
         for _, target in found.edges[state]:
-            if target not in seen:
-                seen.add(target)
+            if target not in numbers:
+                numbers[target] = len(order)
                 order.append(target)
-    return order
-
-
-def _from_start(found: Automaton, start: int) -> Automaton:
-    """With the states in the order in which they are reached."""
-    order = _closure(found, [start])
-    numbers = {state: index for index, state in enumerate(order)}
     edges = [[(members, numbers[target]) for members, target in found.edges[state]] for state in order]
-    return Automaton(edges, [found.accepts[state] for state in order])
+    return Automaton(edges, [found.accepts[state] for state in order]), numbers
 
 
 def _minimal(edges: list[_Ranges], accepts: list[bool]) -> Automaton:

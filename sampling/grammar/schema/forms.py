@@ -122,11 +122,7 @@ class Object:
         """What the value of a property satisfies, by its name."""
         if name in self.values:
             return self.values[name]
-        return (
-            self.others[0].value
-            if len(self.others) == 1
-            else next((keys.value for keys in self.others if matches(keys.names, name)), NEVER)
-        )
+        return next((keys.value for keys in self.others if len(self.others) == 1 or matches(keys.names, name)), NEVER)
 
 
 def single(name: str, value: Expr, required: bool) -> Object:

@@ -6,7 +6,7 @@ import copy
 import itertools
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, TypeVar
 
@@ -125,7 +125,7 @@ class GrammarWriter:
 
     def write(self, root: Expr) -> None:
         if not self.is_alive(root):
-            raise UnsupportedError(contradiction(self._normaliser, self._has_value_at))
+            raise UnsupportedError(contradiction(self._normaliser))
         try:
             self.rules[f"{self._prefix}root"] = self.root(root)
             while self._waiting:
@@ -135,13 +135,6 @@ class GrammarWriter:
                     reject("#", "schema", f"takes more than {MAX_RULES} rules of a grammar; write fewer alternatives or smaller counts")
         except TooComplexError as error:
             reject(self.where, text_keyword(self._normaliser.document.node(self.where)), str(error))
-
-    def _has_value_at(self, root: Any, where: str) -> bool:
-        normaliser = Normaliser(Document(root))
-        try:
-            return GrammarWriter(normaliser, Options(), "", implies_types=False).is_alive(expr(normaliser.document.node(where)))
-        except UnsupportedError:
-            return True  # as far as known
 
     # Which expressions have values at all: the least fixed point, so that no rule leads into an endless text.
 
@@ -304,13 +297,22 @@ class GrammarWriter:
 _Part = tuple[str, int]  # a keyword, and the number of a schema of `allOf`
 
 
-def contradiction(normaliser: Normaliser, has_value: Callable[[Any, str], bool]) -> Unsupported:
-    """Why no value satisfies a schema. `has_value`: whether a value satisfies the part of a schema at a place."""
+def _has_value(root: Any, where: str) -> bool:
+    """Whether a value satisfies the part of a schema at a place, as far as known."""
+    normaliser = Normaliser(Document(root))
+    try:
+        return GrammarWriter(normaliser, Options(), "", implies_types=False).is_alive(expr(normaliser.document.node(where)))
+    except UnsupportedError:
+        return True
+
+
+def contradiction(normaliser: Normaliser) -> Unsupported:
+    """Why no value satisfies a schema."""
     root, conflicts = normaliser.document.root, normaliser.conflicts
     where = conflicts[0].at if conflicts else "#"
     places = conflicts[0].places if conflicts else ()
     if not places and len(json.dumps(root, default=float)) <= MAX_CHARS:
-        parts = next((parts for parts in _candidates(value_at(root, where)) if not has_value(_with_only(root, where, parts), where)), ())
+        parts = next((parts for parts in _candidates(value_at(root, where)) if not _has_value(_with_only(root, where, parts), where)), ())
         places = tuple(pointer(where, word, index) if word == "allOf" else f"{where}: {word}" for word, index in parts)
     several = {0: "", 1: "", 2: "both ", 3: "all of "}[len(places)]
     named = " and ".join(filter(None, (", ".join(places[:-1]), *places[-1:]))) or "it"

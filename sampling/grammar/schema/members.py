@@ -144,10 +144,9 @@ class _Members:
         after: list[list[str] | None] = [self._end(count) for count in range(self._most + 1)]
         for index in range(len(self._pairs) - 1, -1, -1):
             if counted or index < first_required:  # several rules lead to what follows
-                after = [
-                    after[0],
-                    *([self._writer.rule(_cases(cases))] if cases and self._is_long(cases) else cases for cases in after[1:]),
-                ]
+                for count, cases in enumerate(after[1:], 1):
+                    if cases and (len(cases) > 1 or len(cases[0]) > MAX_INLINE):
+                        after[count] = [self._writer.rule(_cases(cases))]
             after = [self._tail(index, count, after) for count in range(self._most + 1)]
         found = after[0]
         return None if found is None else _grouped(found)
@@ -173,10 +172,6 @@ class _Members:
             return "" in ends, [*found, *((end, ended) for end in ends if end)]
 
         return states_text(self._writer, (0,), steps, "properties")
-
-    @staticmethod
-    def _is_long(cases: list[str]) -> bool:
-        return len(cases) > 1 or len(cases[0]) > MAX_INLINE
 
     def _tail(self, index: int, count: int, after: list[list[str] | None]) -> list[str] | None:
         """The cases from a declared property on, with `count` of them before it."""

@@ -133,7 +133,8 @@ class Document:
                 value = _step(value, step)
                 base = self._bases.get(at, base)
             found = self._nodes[where] = Node(value, where, base, len(self._nodes))
-            _check_schema(value, where)
+            if not isinstance(value, (dict, bool)):
+                reject(where, "schema", f"got {shown(value)}, expected an object, true or false")
             if isinstance(value, dict):
                 found.keywords.update(self._modern(value, where))
         return found
@@ -222,26 +223,23 @@ def pointer(where: str, *names: str | int) -> str:
 def check_schema(schema: Any, options: Options) -> None:
     """UnsupportedError for a malformed keyword, type, pattern or reference, and for unknown keywords and formats that are refused; of
     the first `MAX_CHECKED` schemas that the root leads to. What schemas say together is not checked."""
-    with naming_values(schema):
-        _check_schemas(Document(schema, options.unknown_keywords), options)
-
-
-def _check_schemas(document: Document, options: Options) -> None:
     waiting = ["#"]
     known = set(waiting)
-    for where in waiting:  # grows
-        try:
-            node = document.node(where)
-            _check_words(document, node, options)
-            below = [child for child in _below(document, node) if child not in known]
-        except UnsupportedError as error:
-            if not options.approximate or error.unsupported.keyword not in LEFT_OUT:
-                raise
-            continue
-        waiting += below
-        known.update(below)
-        if len(known) > MAX_CHECKED:
-            break
+    with naming_values(schema):
+        document = Document(schema, options.unknown_keywords)
+        for where in waiting:  # grows
+            try:
+                node = document.node(where)
+                _check_words(document, node, options)
+                below = [child for child in _below(document, node) if child not in known]
+            except UnsupportedError as error:
+                if not options.approximate or error.unsupported.keyword not in LEFT_OUT:
+                    raise
+                continue
+            waiting += below
+            known.update(below)
+            if len(known) > MAX_CHECKED:
+                break
 
 
 @contextlib.contextmanager
@@ -299,11 +297,6 @@ def _below(document: Document, node: Node) -> Iterator[str]:
             yield pointer(node.where, keyword)
     if isinstance(given.get("items"), list) and "additionalItems" in given:
         yield pointer(node.where, "additionalItems")
-
-
-def _check_schema(value: Any, where: str) -> None:
-    if not isinstance(value, (dict, bool)):
-        reject(where, "schema", f"got {shown(value)}, expected an object, true or false")
 
 
 def _checked(keyword: str, value: Any, where: str) -> Any:

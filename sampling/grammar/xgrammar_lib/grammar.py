@@ -46,14 +46,8 @@ class XGrammarMatcher:
         # The library truncates ids to 32 bits (2**32 + 5 is read as 5) and logs each rejected id of these kinds to stderr.
         if not 0 <= token_id < len(self.vocabulary.tokens) or token_id in self._hidden_ids or self.fault or self.is_terminated():
             return False
-        start = time.thread_time()
-        try:
-            accepted = bool(self.library_matcher.accept_token(token_id))
-        except Exception as error:  # any library error ends this request only
-            self.fault = f"accept_token: {error}"
-            return False
+        accepted = bool(self._called("accept_token", token_id))
         self.num_accepted += accepted
-        self._burn(start)
         return accepted
 
     def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
@@ -62,12 +56,7 @@ class XGrammarMatcher:
             row.fill(0)
             return MaskStatus.TERMINATED
         if not self.fault:
-            start = time.thread_time()
-            try:
-                self.library_matcher.fill_next_token_bitmask(masks, index)
-                self._burn(start)
-            except Exception as error:  # any library error ends this request only
-                self.fault = f"fill_next_token_bitmask: {error}"
+            self._called("fill_next_token_bitmask", masks, index)
         if self.fault:
             row.fill(0)
             return MaskStatus.FAULT
@@ -77,32 +66,30 @@ class XGrammarMatcher:
         if not 0 <= num_tokens <= self.num_accepted:
             raise ValueError(f"rollback.num_tokens: got {num_tokens}, expected 0..{self.num_accepted}, the number of accepted tokens")
         if num_tokens:
-            start = time.thread_time()
-            self.library_matcher.rollback(num_tokens)
+            self._called("rollback", num_tokens)
             self.num_accepted -= num_tokens
-            self._burn(start)
 
     def forced_bytes(self) -> bytes:
-        if self.fault or self.is_terminated():
-            return b""
-        start = time.thread_time()
-        try:
-            found: bytes = self.library_matcher.find_jump_forward_string().encode()
-        except UnicodeDecodeError as error:  # the library returns bytes that need not be UTF-8
-            found = bytes(error.object)
-        except Exception as error:  # any library error ends this request only
-            self.fault = f"find_jump_forward_string: {error}"
-            return b""
-        self._burn(start)
-        return b"" if self.fault else found
+        found: str | bytes | None = None if self.fault or self.is_terminated() else self._called("find_jump_forward_string")
+        return b"" if self.fault or found is None else found.encode() if isinstance(found, str) else found
 
     def is_terminated(self) -> bool:
         return bool(self.library_matcher.is_terminated())
 
-    def _burn(self, start: float) -> None:
+    def _called(self, name: str, *arguments: Any) -> Any:
+        """What the library returns; None, and a fault, where it raises an error: that ends this request only."""
+        start = time.thread_time()
+        try:
+            result = getattr(self.library_matcher, name)(*arguments)
+        except UnicodeDecodeError as error:  # the text that it returns need not be UTF-8
+            result = bytes(error.object)
+        except Exception as error:
+            self.fault = f"{name}: {error}"
+            return None
         seconds = time.thread_time() - start
         if seconds > self.fuel_seconds:
             self.fault = f"one step of the grammar took {seconds:.3f} s, more than the {self.fuel_seconds:g} s that it may take"
+        return result
 
 
 @dataclass(frozen=True, eq=False)

@@ -169,11 +169,11 @@ def test_llguidance_fuel_follows_the_limits(limits: dict[str, int], constraint: 
 
 def test_invalid_limits_raise_with_the_field() -> None:
     for wrong, message in (
-        ({"compile_seconds": 0}, "GrammarLimits.compile_seconds: got 0, expected a number > 0"),
+        ({"compile_seconds": 0}, "GrammarLimits.compile_seconds: got 0, expected a number above 0"),
         ({"compile_seconds": float("nan")}, "GrammarLimits.compile_seconds: got nan"),
         ({"compile_bytes": 1.5}, "GrammarLimits.compile_bytes: got 1.5, expected a whole number from 1"),
         ({"max_nesting": True}, "GrammarLimits.max_nesting: got True"),
-        ({"max_schema_chars": 2 * 10**6}, "GrammarLimits.max_schema_chars: got 2000000, expected at most 1000000"),
+        ({"max_schema_chars": 2 * 10**6}, "GrammarLimits.max_schema_chars: got 2000000, expected a whole number from 1 to 1000000"),
     ):
         with pytest.raises(ValueError, match=message):
             GrammarLimits(**wrong)
