@@ -14,6 +14,10 @@ _BIAS = number(-100, 100)
 MAX_STOP_CHARS = 1000
 MAX_TOP_LOGPROBS = 100
 _STOP = Check(lambda text: isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS, f"a text of 1 to {MAX_STOP_CHARS} characters")
+_BAD_WORD = Check(
+    lambda word: _STOP.accepts(word) or (isinstance(word, (tuple, list)) and bool(word)),
+    f"{_STOP.expected}, or a sequence of at least one token id",
+)
 BEYOND_ARGMAX = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_token_ids", "bad_words", "min_new_tokens"),
     *("logits_processors", "relaxed_top_n", "logprobs"),
@@ -90,9 +94,9 @@ class SamplingParams:
         if self.temperature is None:
             samples = (self.min_p, self.top_k, self.top_p, self.seed) != (0.0, 0, 1.0, None)
             object.__setattr__(self, "temperature", 1.0 if samples else 0.0)
-        self._check_stop()
-        self._check_ids("stop_token_ids")
-        self._check_ids("bad_token_ids")
+        self._check_items("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, "a text or a tuple of texts", _STOP)
+        for name in ("stop_token_ids", "bad_token_ids"):
+            self._check_items(name, getattr(self, name), "a tuple of token ids", _TOKEN_ID)
         self._check_bias()
         self._check_bad_words()
         self._check_processors()
@@ -106,36 +110,19 @@ class SamplingParams:
         if self.top_logprobs and not self.logprobs:
             raise ValueError(f"SamplingParams.top_logprobs: got {self.top_logprobs} with logprobs=False, expected logprobs=True, or 0")
 
-    def _check_ids(self, name: str) -> None:
-        ids = getattr(self, name)
-        if not isinstance(ids, (tuple, list)):
-            raise ValueError(f"SamplingParams.{name}: got {type(ids).__name__}, expected a tuple of token ids")
-        for index, token in enumerate(ids):
-            check_value(f"SamplingParams.{name}[{index}]", token, _TOKEN_ID)
-        object.__setattr__(self, name, tuple(ids))
-
-    def _check_stop(self) -> None:
-        texts = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(texts, (tuple, list)):
-            raise ValueError(f"SamplingParams.stop: got {type(texts).__name__}, expected a text or a tuple of texts")
-        for index, text in enumerate(texts):
-            check_value(f"SamplingParams.stop[{index}]", text, _STOP)
-        object.__setattr__(self, "stop", tuple(texts))
+    def _check_items(self, name: str, values: object, expected: str, check: Check) -> None:
+        """Check each of them, and have the field be a tuple."""
+        if not isinstance(values, (tuple, list)):
+            raise ValueError(f"SamplingParams.{name}: got {type(values).__name__}, expected {expected}")
+        for index, value in enumerate(values):
+            check_value(f"SamplingParams.{name}[{index}]", value, check)
+        object.__setattr__(self, name, tuple(values))
 
     def _check_bad_words(self) -> None:
-        if isinstance(self.bad_words, str) or not isinstance(self.bad_words, (tuple, list)):
-            raise ValueError(
-                f"SamplingParams.bad_words: got {type(self.bad_words).__name__}, expected a tuple of texts or sequences of token ids"
-            )
+        self._check_items("bad_words", self.bad_words, "a tuple of texts or sequences of token ids", _BAD_WORD)
         for index, word in enumerate(self.bad_words):
-            name = f"SamplingParams.bad_words[{index}]"
-            if isinstance(word, str):
-                check_value(name, word, _STOP)
-                continue
-            if not isinstance(word, (tuple, list)) or not word:
-                raise ValueError(f"{name}: got {clip_repr(word)}, expected a text, or a sequence of at least one token id")
-            for position, token in enumerate(word):
-                check_value(f"{name}[{position}]", token, _TOKEN_ID)
+            for position, token in enumerate(() if isinstance(word, str) else word):
+                check_value(f"SamplingParams.bad_words[{index}][{position}]", token, _TOKEN_ID)
         words = tuple(word if isinstance(word, str) else tuple(word) for word in self.bad_words)
         object.__setattr__(self, "bad_words", words)
 

@@ -131,7 +131,10 @@ def test_texts_are_encoded_alone_and_after_a_blank() -> None:
     ("words", "message"),
     [
         ("ab", r"SamplingParams.bad_words: got str, expected a tuple of texts or sequences of token ids"),
-        (((),), r"SamplingParams.bad_words\[0\]: got \(\), expected a text, or a sequence of at least one token id"),
+        (
+            ((),),
+            r"SamplingParams.bad_words\[0\]: got \(\), expected a text of 1 to 1000 characters, or a sequence of at least one token id",
+        ),
         (((1,), (2, -1)), r"SamplingParams.bad_words\[1\]\[1\]: got -1, expected a token id >= 0"),
         (("",), r"SamplingParams.bad_words\[0\]: got '', expected a text of 1 to 1000 characters"),
     ],

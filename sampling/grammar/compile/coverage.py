@@ -22,7 +22,7 @@ from stepgraph.sampling.grammar.compile.backends import (
     is_final,
     reason_of,
 )
-from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, GrammarLimits
+from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError
@@ -109,26 +109,19 @@ def _unsupported(
     """The unsupported parts found in the time of one compile, by removing each from the schema and compiling the rest again; whether
     they are those of every library; and why the rest does not fit in an automaton."""
     found, kind, end, final = list[Unsupported](), constraint.kind, time.monotonic() + limits.compile_seconds, False
-    unfit: UnfitError | None = None
     library: Builder | None = None
     while not found or (len(found) < MAX_UNSUPPORTED and time.monotonic() < end):
         try:
             library = library or builder(name, _BYTES, limits, max_threads=1)
             check_first_mask(library.build(constraint, worker), constraint, _BYTES)
-        except UnsupportedError as error:
-            final = final or is_final(error, name, kind)
-            found.append(error.unsupported)
-            rest = without(json.loads(constraint.payload), error.unsupported) if kind == "json_schema" else None
-            if rest is None:
-                break
-            constraint = replace(constraint, payload=json.dumps(rest, separators=(",", ":")))
-        except CompileAbortedError as error:
-            found.append(Unsupported("#", kind, str(error)))
-            return tuple(found), final or (len(found) == 1 and is_final(error, name, kind)), None
         except Exception as error:  # a library's error is a property of the constraint
-            found.append(Unsupported("#", kind, reason_of(error)))
-            unfit = error if isinstance(error, UnfitError) else None
-            break
+            part = error.unsupported if isinstance(error, UnsupportedError) else None
+            found.append(part or Unsupported("#", kind, reason_of(error)))
+            final = final or ((part is not None or len(found) == 1) and is_final(error, name, kind))
+            rest = without(json.loads(constraint.payload), part) if part and kind == "json_schema" else None
+            if rest is None:
+                return tuple(found), final, error if isinstance(error, UnfitError) else None
+            constraint = replace(constraint, payload=json.dumps(rest, separators=(",", ":")))
         else:
             break
-    return tuple(found), final, unfit
+    return tuple(found), final, None

@@ -96,14 +96,9 @@ class Numbers:
         for other in self.not_multiples:
             yield Numbers(multiple=other)
 
-    @property
-    def is_listed(self) -> bool:
-        """Whether the numbers are few multiples, which are listed."""
-        return None not in (self.multiple, self.low, self.high) and self._last_multiple() - self._first_multiple() < MAX_LISTED
-
     def language(self) -> Term:
         """The texts of the numbers; those with an exponent only where the bounds are about the sign. ValueError where it is too large."""
-        if self.is_listed:
+        if None not in (self.multiple, self.low, self.high) and self._last_multiple() - self._first_multiple() < MAX_LISTED:
             assert self.multiple is not None
             values = (self.multiple * count for count in range(self._first_multiple(), self._last_multiple() + 1))
             return words(decimal(value) for value in values if value in self)

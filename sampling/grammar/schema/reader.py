@@ -100,8 +100,10 @@ class Document:
         """Note the identifiers and anchors of a schema. Returns the URI that references inside it are relative to."""
         for name in ("$id", "id"):
             identifier = value.get(name)
-            if not isinstance(identifier, str) or (name == "id" and self.draft not in (0, 3, 4)) or self._is_named_property(where):
+            if not isinstance(identifier, str) or (name == "id" and self.draft not in (0, 3, 4)):
                 continue
+            if where.rpartition("/")[2] in ("properties", "patternProperties", "definitions", "$defs"):
+                continue  # in a table of schemas, "id" is a name
             if 0 < self.draft < 8 and isinstance(value.get("$ref"), str):
                 continue  # the siblings of a reference are ignored
             if identifier.startswith("#"):
@@ -115,11 +117,6 @@ class Document:
                 self._dynamic.update([value[name]] * (name == "$dynamicAnchor"))
                 self._places.setdefault(f"{base.partition('#')[0]}#{value[name]}", where)
         return base
-
-    @staticmethod
-    def _is_named_property(where: str) -> bool:
-        """Whether a value is a table of schemas by name, so that "id" is one of the names."""
-        return where.rpartition("/")[2] in ("properties", "patternProperties", "definitions", "$defs")
 
     def node(self, where: str) -> Node:
         """The schema at a JSON pointer of this document, which exists."""

@@ -13,6 +13,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, over
@@ -118,15 +119,14 @@ _ESCAPE = rb"\\(?:[uxpP]\{[^}]*\}|.)"
 _REGEX_PIECE = re.compile(rb"\{(\d+)[\d,]*\}|" + _ESCAPE + rb"|\[(?:" + _ESCAPE + rb"|[^\]])*\]|[^()|?*+^$]", re.DOTALL)
 
 
+@dataclass(slots=True)
 class _Alternative:
     """One alternative of a rule: its own bytes, and the other rules it contains."""
 
-    __slots__ = ("num_bytes", "optional", "parts", "rule")
-
-    def __init__(self, rule: int) -> None:
-        self.rule, self.num_bytes = rule, 0
-        self.parts: dict[int, int] = {}  # how often a rule is required
-        self.optional: tuple[int, ...] = ()  # rules that may follow but need not
+    rule: int
+    num_bytes: int = 0
+    parts: dict[int, int] = field(default_factory=dict)  # how often a rule is required
+    optional: tuple[int, ...] = ()  # rules that may follow but need not
 
     def total(self, shortest: dict[int, int]) -> int:
         total = self.num_bytes
