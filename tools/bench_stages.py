@@ -170,7 +170,7 @@ class Scene:
         engine, gpu = self.engine, self.engine.buffers.device.type == "cuda"
         context = TimedContext(torch.cuda.synchronize if gpu else lambda: None)
         matchers = [request.matcher for request in engine._scheduler.active]
-        step = engine._graphs._recorder.step_of(self.key)
+        step = engine._graphs.step(self.key)
         for _ in range(rounds):
             engine._parts.host_link.push_batch(matchers)
             with use_context(context), torch.no_grad():

@@ -117,7 +117,7 @@ LANES = {"host": {}, "device": {"grammar_lane": "device", "grammar_backend": "au
 
 def rounds(engine: Engine, lane: str) -> list[Step]:
     keys = [key for key in graph_keys(engine._graphs.buckets, False, lane == "device", (FULL,)) if key.constrained]
-    return [engine._graphs._recorder.step_of(key) for key in keys if key.device == (lane == "device")]
+    return [engine._graphs.step(key) for key in keys if key.device == (lane == "device")]
 
 
 @pytest.mark.parametrize("lane", LANES)

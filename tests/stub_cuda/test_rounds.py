@@ -48,7 +48,7 @@ def replay_every_key_twice(engine: Engine, drafting: tuple[Drafting, ...] = (FUL
     for key in keys:
         reports = []
         for _ in range(2):
-            recorded = backend.capture(graphs._recorder.step_of(key), engine.buffers)
+            recorded = backend.capture(graphs.step(key), engine.buffers)
             reports.append((recorded.report.nodes, recorded.report.host_nodes, recorded.report.stages))
             with counters.counted() as counts:
                 for _ in range(2):
@@ -127,7 +127,7 @@ def test_every_key_is_captured_again_while_a_prompt_with_embeddings_is_decoded(b
 
 def edges_between_streams(engine: Engine, key: GraphKey) -> Counter[tuple[str, str]]:
     """The stages that an edge from one stream to the other connects."""
-    recorded: Any = engine.backend.capture(engine._graphs._recorder.step_of(key), engine.buffers)
+    recorded: Any = engine.backend.capture(engine._graphs.step(key), engine.buffers)
     graph = recorded._recording.graph.raw_cuda_graph()
     nodes, stages = counters.graph_nodes(graph), [run.name for run in recorded.report.stages for _ in range(run.nodes)]
     assert len(nodes) == len(stages)
@@ -171,7 +171,7 @@ def test_device_grammars_wait_in_the_same_places(backend: Backend) -> None:
 def test_masks_of_host_nodes_reach_the_device_without_a_copy(backend: Backend, name: str) -> None:
     """A kernel reads them where the host node wrote them."""
     engine = make(name, backend)
-    recorded: Any = backend.capture(engine._graphs._recorder.step_of(GraphKey(2, True)), engine.buffers)
+    recorded: Any = backend.capture(engine._graphs.step(GraphKey(2, True)), engine.buffers)
     nodes = counters.graph_nodes(recorded._recording.graph.raw_cuda_graph())
     buffers = {each: engine.buffers[each] for each in engine.buffers}
     memory = {each: range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for each, tensor in buffers.items()}
@@ -199,7 +199,7 @@ class Taken(deque[object]):
 def test_host_nodes_take_the_announced_batches_in_order(backend: Backend) -> None:
     """Six rounds are launched before the host waits for one; each takes its own batch."""
     engine = make("own vocabulary", backend, host_link="python")
-    recorded = backend.capture(engine._graphs._recorder.step_of(GraphKey(2, True)), engine.buffers)
+    recorded = backend.capture(engine._graphs.step(GraphKey(2, True)), engine.buffers)
     link: Any = engine._in_flight._host
     link._pushed = taken = Taken()
     for _ in range(6):
@@ -245,7 +245,7 @@ def test_threads_that_fill_masks_are_started_before_the_capture(backend: Backend
     engine = make("own vocabulary", backend, host_link="native")
     started = threads_of_this_process() - before
     assert len(started) >= min(2, available_processors()) - 1
-    recorded = backend.capture(engine._graphs._recorder.step_of(GraphKey(2, True)), engine.buffers)
+    recorded = backend.capture(engine._graphs.step(GraphKey(2, True)), engine.buffers)
     captured = threads_of_this_process()
     for _ in range(3):
         engine._in_flight._host.push_batch([None] * 2)
