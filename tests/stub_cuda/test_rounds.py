@@ -44,7 +44,7 @@ def make(name: str, backend: Backend | None = None, **changes: Any) -> Engine:
 def replay_every_key_twice(engine: Engine, drafting: tuple[Drafting, ...] = (FULL,), device: bool = False) -> int:
     """Capture, replay, drop and capture every key again. Two recordings of a key have the same nodes."""
     graphs, backend = engine._graphs, engine.backend
-    keys: list[GraphKey | PromptKey] = [*graph_keys(graphs.buckets, False, device, drafting), *graphs._prompts]
+    keys: list[GraphKey | PromptKey] = [*graph_keys(graphs.buckets, False, device, drafting), *graphs._prompt_keys]
     for key in keys:
         reports = []
         for _ in range(2):
