@@ -6,7 +6,6 @@ keys and values are one matrix product, gate and up another.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -121,7 +120,7 @@ class Llama(LlamaBase):
 
     def adapted(self, index: int, inputs: ModelInput, buffers: StaticBuffers) -> Adapted:
         """What the products of a layer become."""
-        return unchanged if inputs.lora_slots is None else functools.partial(_add_lora, f"{self.name}_{index}_", inputs, buffers)
+        return lambda name, states, product: add_lora(f"{self.name}_{index}_{name}", states, product, inputs, buffers)
 
 
 def embed(inputs: ModelInput, table: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -135,10 +134,6 @@ def embed(inputs: ModelInput, table: Tensor, dtype: torch.dtype, scale: float = 
 
 def unchanged(name: str, states: Tensor, product: Tensor) -> Tensor:
     return product
-
-
-def _add_lora(prefix: str, inputs: ModelInput, buffers: StaticBuffers, name: str, states: Tensor, product: Tensor) -> Tensor:
-    return add_lora(prefix + name, states, product, inputs, buffers)
 
 
 class LlamaLayer(nn.Module):
