@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -36,19 +36,13 @@ Found = dict[str, Tensor]
 
 
 def on_ranks(folder: Path, run: Callable[[VocabularyShard], Found]) -> list[Found]:
-    found: dict[int, Found] = {}
-
-    def one(rank: int) -> None:
+    def one(rank: int) -> Found:
         group = register_group(process_group(str(folder / "store"), rank, SIZE, 30.0), 30.0)
         part = part_of(VOCABULARY, rank, SIZE)
-        found[rank] = run(VocabularyShard(torch.arange(part.start, part.stop), part.start, RankGroups(group, group), SIZE, VOCABULARY))
+        return run(VocabularyShard(torch.arange(part.start, part.stop), part.start, RankGroups(group, group), SIZE, VOCABULARY))
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(SIZE)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[rank] for rank in range(SIZE)]
+    with ThreadPoolExecutor(SIZE) as threads:
+        return list(threads.map(one, range(SIZE)))
 
 
 def logits_of(seed: int) -> Tensor:

@@ -7,9 +7,9 @@ import io
 import json
 import re
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -254,11 +254,8 @@ def test_lines_from_many_threads_are_complete(tmp_path: Path) -> None:
         for index in range(200):
             recorder.write("x", thread=thread, index=index)
 
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(write, range(4)))
     recorder.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()][1:]
     assert len(lines) == 800

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -375,11 +376,8 @@ def test_sums_are_added_in_the_order_of_the_ranks(tmp_path: Path) -> None:
         groups[rank] = register_group(process_group(str(tmp_path / "store"), rank, size, SECONDS), SECONDS)
         sum_over_ranks.out(found[rank], groups[rank])
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(size) as threads:
+        list(threads.map(run, range(size)))
     assert not torch.equal(expected, (row[3] + row[2]) + (row[1] + row[0]))
     assert all(torch.equal(each, expected.expand(33, -1)) for each in found)
 
@@ -402,11 +400,8 @@ def test_ranks_exchange_values_and_a_failure_on_one_fails_an_attempt_on_all(tmp_
 
         found[rank] = ranks.exchange({rank: "y" * 1000 * rank}), rank_sums._attempt(ranks, attempt), rank_sums._attempt(ranks, equal)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(size) as threads:
+        list(threads.map(run, range(size)))
     values = [{rank: "y" * 1000 * rank} for rank in range(size)]
     assert found == {rank: (values, (None, "rank 1: no memory"), ([[0, None], [1, None], [2, None]], "")) for rank in range(size)}
 
