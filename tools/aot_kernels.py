@@ -231,7 +231,8 @@ def _dense_variants() -> list[Variant]:
 
     types = ["*bf16", "*bf16", None, "*bf16", *["i32"] * 5]
     constants: dict[str, object] = {"ROWS": dense.WIDE_ROWS, "COLUMNS": dense.COLUMN_TILE, "INNER": dense.INNER_TILE, "WIDE": False}
-    found = [_variant("wide_product", dense.wide_product, types, constants, dense.WIDE_WARPS)._replace(stages=dense.WIDE_STAGES)]
+    warps, stages, registers = (dense.WIDE_OPTIONS[name] for name in ("num_warps", "num_stages", "maxnreg"))
+    found = [_variant("wide_product", dense.wide_product, types, constants, warps)._replace(stages=stages, registers=registers)]
     for size, adds, shifted in ((128, False, False), (4096, True, False), (16_384, True, True)):
         types = [*["*bf16", "*bf16" if adds else None] * 2, "*bf16", *["i32"] * 3, "fp32", "fp32"]
         constants = {"SIZE": size, "SHIFTED": shifted}

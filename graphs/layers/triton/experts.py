@@ -228,15 +228,14 @@ def packed_expert_product(
     for first in range(0, matches, ROWS):
         wanted = first + tl.arange(0, ROWS)
         rows = choices_of(chosen, expert, wanted, choices, ROWS, SCANNED)
-        live, at = wanted < matches, (rows // per_state).to(tl.int64) * state_stride
         found = tile_sums(
-            states, at, live, words, scales, tile, inner,
+            states, (rows // per_state).to(tl.int64) * state_stride, words, scales, tile, inner,
             BITS, GROUP, ZERO, FLOAT8, RANGED, WIDE, TILES, ROWS, BLOCKS, dtype,
         )  # fmt: skip
         if biases is not None:
             found += tl.load(biases + expert * outer + column).to(tl.float32)[:, None]
         place = output + rows.to(tl.int64)[None, :] * outer + column[:, None]
-        tl.store(place, found.to(output.dtype.element_ty), mask=live[None, :])
+        tl.store(place, found.to(output.dtype.element_ty), mask=(wanted < matches)[None, :])
 
 
 def quantised_expert_product(

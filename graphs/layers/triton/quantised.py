@@ -21,7 +21,7 @@ _STAGES = tl.constexpr(3)  # turns of a loop whose loads are under way
 MOST_ROWS = 16  # states of one instance; with 32 it takes longer than two with 16
 LEAST_ROWS = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) else 16  # before, a product has 16 at least
 WARPS, ROW_WARPS = 4, {1: 1, TILE: 4}  # of products; of `packed_rows`, by ROWS
-REGISTERS = 255  # of a thread; without a bound, ptxas of Triton 3.6 takes fewer for some kinds and spills
+REGISTERS = 224  # of a thread; without a bound, ptxas of Triton 3.6 takes fewer for some kinds and spills
 LEAST_TILES = {4: 1024, 2: 256, 1: 1}  # of a matrix, so that an instance takes several: enough instances for a large GPU are left
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 DEQUANTISED_BYTES = 1 << 26  # at a time
@@ -95,8 +95,7 @@ def _multiply_add(pairs, factors, added, dtype: tl.constexpr):
 @triton.jit
 def tile_sums(
     states,
-    offsets,  # [ROWS]: where each row of states begins
-    live,  # [ROWS]: rows to load; others are zero
+    offsets,  # [ROWS]: where each row of states begins; all are loaded, as a mask would take registers
     words,
     scales,
     first,  # of the tiles
@@ -146,7 +145,7 @@ def tile_sums(
             if PAIRS == 2:
                 numbers = tl.permute(tl.join(numbers, numbers_of(found, pair + 1, BITS, ZERO, FLOAT8, dtype)), 0, 1, 2, 4, 3)
             numbers = tl.reshape(numbers, [BLOCKS, COLUMNS, 2 * WORDS * PAIRS])
-            state = tl.load(own + (block * GROUP + 2 * pair)[:, None, None], mask=live[None, :, None], other=0.0)
+            state = tl.load(own + (block * GROUP + 2 * pair)[:, None, None])
             state = tl.permute(state, 0, 2, 1).to(dtype)
             sums = tl.dot(numbers, state, sums, input_precision="ieee")
             if RANGED:  # in every column, so that the sums are where they are needed
@@ -183,7 +182,7 @@ def packed_product(
     """TILES tiles of columns of up to ROWS states. The order of the sums does not depend on the other states, nor on TILES and ROWS."""
     row, first = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.program_id(0).to(tl.int64) * TILES
     found = tile_sums(
-        states, row.to(tl.int64) * state_stride, row < count, words, scales, first, inner,
+        states, tl.minimum(row, count - 1).to(tl.int64) * state_stride, words, scales, first, inner,
         BITS, GROUP, ZERO, FLOAT8, RANGED, WIDE, TILES, ROWS, BLOCKS, dtype,
     )  # fmt: skip
     columns = first * _TILE + tl.arange(0, TILES * _TILE)
