@@ -103,10 +103,8 @@ int32_t *stepgraph_automaton_crossing(const int32_t *image, const image_vocabula
         auto [place, is_new] = known.try_emplace(Ints(cross + range[0], cross + range[1]), (int32_t)lists.size());
         lists[(size_t)state] = place->second;
         if (!is_new) continue;
-        Ints tokens = place->first;
-        std::sort(tokens.begin(), tokens.end(), [&](int32_t left, int32_t right) { return text_of(left) < text_of(right); });
         std::string_view before;
-        for (int32_t token : tokens) {
+        for (int32_t token : place->first) {
             std::string_view text = text_of(token);
             auto shared = std::mismatch(text.begin(), text.end(), before.begin(), before.end()).first - text.begin();
             lists.insert(lists.end(), {token, (int32_t)text.size(), (int32_t)shared});

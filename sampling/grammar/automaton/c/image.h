@@ -38,7 +38,7 @@ enum image_field {
     IMAGE_CHANGE_WORD, /* word of the row that differs from the base */
     IMAGE_CHANGE_VALUE,
     IMAGE_DENSE, /* [dense rows, mask words]; at a multiple of four */
-    IMAGE_CROSS_START, /* [states + 1]; tokens whose legality depends on the stack; only with symbols */
+    IMAGE_CROSS_START, /* [states + 1]; tokens whose legality depends on the stack, in the order of their texts; only with symbols */
     IMAGE_CROSS,
     IMAGE_HEADER, /* number of header fields */
 };

@@ -172,7 +172,7 @@ Vocabulary::Vocabulary(
     const uint8_t *bytes, const int32_t *offsets, int32_t num_tokens, const Ints &stop_ids, const Ints &hidden_ids, int32_t words
 )
     : text(bytes, bytes + offsets[num_tokens]), starts(offsets, offsets + num_tokens + 1), stops(stop_ids), stop_words(bits_of(stop_ids, words)),
-      hidden_words(bits_of(hidden_ids, words)), words(words) {
+      hidden_words(bits_of(hidden_ids, words)), place_in_order((size_t)num_tokens), words(words) {
     std::vector<Entry> entries;
     for (int32_t id = 0; id < num_tokens; id++) {
         int32_t size = starts[id + 1] - starts[id];
@@ -181,6 +181,7 @@ Vocabulary::Vocabulary(
         longest = std::max(longest, size);
     }
     std::sort(entries.begin(), entries.end(), in_text_order);
+    for (size_t at = 0; at < entries.size(); at++) place_in_order[(size_t)entries[at].id] = (int32_t)at;
     for (const Part &part : PARTS) {
         std::vector<Entry> some;
         for (const Entry &entry : entries) {
@@ -311,7 +312,7 @@ public:
                     set_ordered(trie, packed.data(), packed.size(), row);
                 }
             }
-            if (automaton.symbols) std::sort(crossing[state].begin(), crossing[state].end());
+            if (automaton.symbols) sort_by_text(crossing[state]);
             if (known && *known >= 0) {
                 row_of[state] = *known;
                 continue;
@@ -329,6 +330,12 @@ private:
         std::vector<std::vector<uint8_t>> bytes((size_t)automaton.classes);
         for (int byte = 0; byte < 256; byte++) bytes[automaton.class_of[(size_t)byte]].push_back((uint8_t)byte);
         return bytes;
+    }
+
+    // Neighbours of a crossing token begin like it: on a GPU most turns, of some hundred of them, end where their first bytes are not legal.
+    void sort_by_text(Ints &tokens) const {
+        const Ints &place = vocabulary.place_in_order;
+        std::sort(tokens.begin(), tokens.end(), [&](int32_t left, int32_t right) { return place[(size_t)left] < place[(size_t)right]; });
     }
 
     // Classes of states that read the same tokens with at most so many quotes, with the same symbols left and added.

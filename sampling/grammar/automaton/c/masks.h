@@ -41,6 +41,7 @@ struct Vocabulary {
 
     std::vector<uint8_t> text;
     Ints starts, stops, stop_words, hidden_words, plain;
+    Ints place_in_order; // [tokens] in the order of their texts
     int32_t words, longest = 0, longest_plain = 0; // bytes, characters
     std::vector<Trie> tries; // of parts of the tokens: states that differ only for one part share the others. See `parts` in masks.cpp
     // Tokens that are not plain, by the suffix from their first character that is not plain.
