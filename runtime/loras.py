@@ -39,18 +39,18 @@ class LoraTable:
     def names(self) -> list[str]:
         return list(self._loras)
 
-    def find(self, name: Any) -> Lora | None:
-        """None for an empty name. ValueError if there is no such adapter."""
+    def find(self, name: Any) -> Lora:
+        """ValueError if there is no such adapter."""
         if name == "":
-            return None
+            return Lora()
         if not isinstance(name, str) or name not in self._loras:
             loaded = f"one of {', '.join(map(repr, self._loras))}, or '' for none" if self._loras else "'': the engine has no adapters"
             raise ValueError(f"lora_name: got {clip_repr(name)}, expected {loaded}")
         return self._loras[name]
 
-    def check(self, lora: Lora | None) -> None:
+    def check(self, lora: Lora) -> None:
         """ValueError if the adapter was removed. Under the queue's lock, so that its slot is not given away."""
-        if lora is not None and self._loras.get(lora.name) is not lora:
+        if lora.slot and self._loras.get(lora.name) is not lora:
             raise ValueError(f"lora_name: got {clip_repr(lora.name)}, which was removed")
 
     def read(self, name: Any, path: Any) -> dict[str, SlotContent]:
@@ -65,8 +65,7 @@ class LoraTable:
         """Between rounds: fill a free slot. Later launches see it, and earlier ones, which may still use the slot, are before it."""
         self._require_new(name)
         with self._queue.lock:
-            requests = (queued.job.lora for queued in self._queue.unfinished.values())
-            taken = {lora.slot for lora in (*self._loras.values(), *requests) if lora is not None}
+            taken = {lora.slot for lora in (*self._loras.values(), *(queued.job.lora for queued in self._queue.unfinished.values()))}
         free = [slot for slot in range(1, self._limits.max_loras + 1) if slot not in taken]
         if not free:
             expected = f"at most EngineConfig.max_loras={self._limits.max_loras} adapters, those of unfinished requests included"

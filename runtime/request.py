@@ -101,9 +101,11 @@ class StepEvent:
 
 
 class Lora(NamedTuple):
-    name: str
-    slot: int  # from 1
-    serial: int  # never used twice: the prefixes that it computed are found under the same one only
+    """An adapter; the default is none."""
+
+    name: str = ""
+    slot: int = 0
+    serial: int = 0  # never used twice: the prefixes that it computed are found under the same one only
 
 
 @dataclass(eq=False)
@@ -120,7 +122,7 @@ class Job:
     seed: int  # of the request, or chosen at random
     draft_ids: tuple[int, ...] = ()  # the expected output, to draft from
     cache_salt: str = ""  # only requests with equal salts share prefixes
-    lora: Lora | None = None
+    lora: Lora = field(default_factory=Lora)
     # (first position in the prompt, host tensor [n, width]) in order: embeddings that replace those of the tokens there
     embeddings: tuple[tuple[int, Tensor], ...] = field(default=(), repr=False)
     resume_from: tuple[int, ...] = ()  # the output of an earlier request, which this one continues; not part of `tokens`
@@ -182,13 +184,9 @@ class Job:
         return self.parse(self.text)
 
     @property
-    def lora_slot(self) -> int:
-        return self.lora.slot if self.lora else 0
-
-    @property
     def cache_key(self) -> tuple[str, int]:
         """Only requests with equal ones share prefixes: the salt and the adapter."""
-        return self.cache_salt, self.lora.serial if self.lora else 0
+        return self.cache_salt, self.lora.serial
 
     @property
     def shareable_tokens(self) -> int:

@@ -121,7 +121,7 @@ class Uploader:
         """Launch the next chunk of the prompt; after the last one the request is decoding. Returns the number of tokens."""
         start, reused = request.prefilled, request.job.num_cached_tokens
         count = min(request.to_prefill, max(budget, reused - start + 1))  # recompute at least one token past the shared prefix
-        chunk, spans = Chunk(request.row, start, count, reused, request.job.lora_slot), tuple(_spans(request.job, start, count + 1))
+        chunk, spans = Chunk(request.row, start, count, reused, request.job.lora.slot), tuple(_spans(request.job, start, count + 1))
         graph, buffers, chunks = self._graphs.prompt_graph(count), self._buffers, self._chunks
 
         def send(slot: Tensor) -> None:
@@ -220,7 +220,7 @@ class Uploader:
             Column.DRAFT_LIMIT: job.num_speculative_tokens,
             Column.SEED: job.seed,
             Column.IMAGE: request.block.offset if request.block else 0,
-            Column.LORA: job.lora_slot,
+            Column.LORA: job.lora.slot,
         }
         params = [getattr(job.sampling, column.name.lower()) for column in Param]
         parts = {"row_params": _float_bits(params), "row_state": [state.get(column, 0) for column in Column]}

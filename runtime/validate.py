@@ -108,13 +108,13 @@ class RequestValidator:
         sampling: SamplingParams | None,
         max_new_tokens: int | None,
         num_speculative_tokens: int | None,
-        draft_ids: Any = None,
-        cache_salt: str = "",
-        prompt_embeddings: Any = None,
-        lora: Lora | None = None,
-        resume_from: Any = None,
-        priority: Any = 0,
-        tenant: Any = "",
+        draft_ids: Any,
+        cache_salt: str,
+        prompt_embeddings: Any,
+        lora: Lora,
+        resume_from: Any,
+        priority: Any,
+        tenant: Any,
     ) -> Job:
         """ValueError `field: got VALUE, expected ACCEPTED` for the first field that is wrong."""
         limits, max_drafts = self._limits, self._limits.num_speculative_tokens
