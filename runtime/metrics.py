@@ -10,7 +10,6 @@ from typing import NamedTuple
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 
-from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.runtime.scheduler import Loss
 from stepgraph.runtime.stats import EngineStats, Histogram
 
@@ -49,7 +48,7 @@ def _metrics(stats: EngineStats) -> list[Metric]:
     lanes = stats.lanes
     by_lane = [({"lane": lane}, getattr(lanes, lane)) for lane in ("device", "host")]
     losses = [({"cause": loss.value}, getattr(drafting, loss.value)) for loss in Loss]
-    graphs = [(_key(graph.key), graph) for graph in stats.graphs]
+    graphs = [({name: str(value).lower() for name, value in asdict(graph.key).items()}, graph) for graph in stats.graphs]
     return [
         counter("tokens", "Tokens emitted.", stats.tokens),
         counter("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
@@ -142,10 +141,6 @@ def _metric(name: str, kind: str, description: str, samples: Iterable[tuple[str,
     for suffix, labels, value in samples:
         metric.add_sample(metric.name + suffix, {label: str(text) for label, text in labels.items()}, value)
     return metric
-
-
-def _key(key: GraphKey) -> Labels:
-    return {name: str(value).lower() for name, value in asdict(key).items()}
 
 
 def _by_position(values: Iterable[int]) -> list[Sample]:

@@ -91,12 +91,7 @@ class Uploader:
         self._texts = PinnedRing(backend, buffers.text_ring_host) if models.reads_text else None
         self._seen = PinnedRing(backend, buffers.seen_ring_host)
         self._options = PinnedRing(backend, buffers.options_ring_host) if "options_ring_host" in buffers else None
-        self._option_makers: dict[str, Callable[[Job, Limits], list[int]]] = {
-            "row_bad_words": _bad_words,
-            "row_recent": _recent_tokens,
-            "row_relaxed": _relaxed,
-            "row_processors": functools.partial(_processor_settings, processors),
-        }
+        self._processors = processors
         self._images = PinnedRing(backend, buffers.image_ring_host) if "image_ring_host" in buffers else None
         self._copied: weakref.WeakKeyDictionary[ArenaBlock, Event] = weakref.WeakKeyDictionary()  # the last copy of each
 
@@ -174,7 +169,7 @@ class Uploader:
 
         self._admissions.send(_joined(parts), copy)
         if self._options is not None:
-            options = {name: make(request.job, limits) for name, make in self._option_makers.items() if name in buffers}
+            options = {name: part for name, part in _options(request.job, limits, self._processors).items() if name in buffers}
             self._options.send(_joined(options), functools.partial(_copy_parts, buffers, row, options))
         if request.job.sampling.repetition_penalty != 1:  # otherwise the prompt's tokens have no effect
             self._upload_seen(request)
@@ -251,29 +246,20 @@ def _copy_start(to: Tensor, slot: Tensor) -> None:
     to.copy_(slot[: len(to)], non_blocking=True)
 
 
-def _bad_words(job: Job, limits: Limits) -> list[int]:
-    """Each word at the end of its line."""
+def _options(job: Job, limits: Limits, processors: Sequence[LogitsProcessor]) -> dict[str, list[int]]:
+    """By table. Bad words are each at the end of its line; recent tokens are the end of the output so far."""
     size, words = limits.max_bad_word_tokens, [[int(token) for token in word] for word in job.sampling.bad_words]
     words += [[]] * (limits.max_bad_words - len(words))
-    return [token for word in words for token in (*[-1] * (size - len(word)), *word)]
-
-
-def _recent_tokens(job: Job, limits: Limits) -> list[int]:
-    """The end of the output so far."""
-    size = limits.max_bad_word_tokens - 1
-    return [*[-1] * size, *job.given_ids[len(job.prompt_ids) :]][-size:]
-
-
-def _relaxed(job: Job, _: Limits) -> list[int]:
-    return _float_bits([job.sampling.relaxed_top_n, job.sampling.relaxed_delta])
-
-
-def _processor_settings(processors: Sequence[LogitsProcessor], job: Job, _: Limits) -> list[int]:
     settings = list[float]()
     for processor in processors:
         arguments = job.sampling.logits_processors.get(processor.name)
         settings += [float(arguments is not None), *(arguments or [0.0] * processor.num_arguments)]
-    return _float_bits(settings)
+    return {
+        "row_bad_words": [token for word in words for token in (*[-1] * (size - len(word)), *word)],
+        "row_recent": [*[-1] * (size - 1), *job.given_output][1 - size :],
+        "row_relaxed": _float_bits([job.sampling.relaxed_top_n, job.sampling.relaxed_delta]),
+        "row_processors": _float_bits(settings),
+    }
 
 
 def _joined(parts: Mapping[str, list[int]]) -> list[int]:

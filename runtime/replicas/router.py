@@ -73,7 +73,9 @@ class PrefixRouter:
 
         def order(replica: str) -> tuple[bool, int, int, bytes]:
             over = loads[replica] >= limit
-            return over, 0 if over else -depths.get(replica, 0), loads[replica], _tie(hashes, replica)
+            # Of equal replicas, other processes with routers choose the same one for a new prefix, and any for a prompt without pages.
+            tie = hashlib.blake2b(hashes[0] + replica.encode(), digest_size=8).digest() if hashes else random.randbytes(8)
+            return over, 0 if over else -depths.get(replica, 0), loads[replica], tie
 
         return sorted(loads, key=order)
 
@@ -86,8 +88,3 @@ class PrefixRouter:
                 break
             depths |= dict.fromkeys(holders, depth + 1)
         return depths
-
-
-def _tie(hashes: Sequence[bytes], replica: str) -> bytes:
-    """Of equal replicas, processes with routers of their own choose the same one for a new prefix, and any for a prompt without pages."""
-    return hashlib.blake2b(hashes[0] + replica.encode(), digest_size=8).digest() if hashes else random.randbytes(8)
