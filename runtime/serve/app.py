@@ -50,11 +50,11 @@ class App:
     tool_format: one of FORMATS, or auto: by the chat template."""
 
     def __init__(self, serving: Serving, model: str, bounds: Bounds, keys: Sequence[str] = (), tool_format: str = "auto") -> None:
-        self._serving, self._codec, self._model, self._bounds = serving, serving.codec, model, bounds
+        self.serving, self._codec, self._model, self.bounds = serving, serving.codec, model, bounds
         self._keys = {hashlib.sha256(key.encode()).hexdigest() for key in keys}  # looked up by hash: no timing of a comparison
         self._style = call_style(self._codec, tool_format)
         rows = serving.max_rows
-        self._gate = Gate(rows + max(1, rows // 4), bounds.waiting)  # some wait in the engine, for the next free row
+        self.gate = Gate(rows + max(1, rows // 4), bounds.waiting)  # some wait in the engine, for the next free row
         self._opened = int(time.time())
         self.leaving = False
         routes = [
@@ -70,26 +70,26 @@ class App:
 
     async def serve(self, listener: socket.socket, soon: asyncio.Event, at_once: asyncio.Event, grace: float) -> None:
         """Serve until `soon` is set; let answers end for `grace` seconds or until `at_once` is set, then cancel their jobs."""
-        server = Server(server_config(self.asgi, self._bounds))
+        server = Server(server_config(self.asgi, self.bounds))
         serving, cut = asyncio.ensure_future(server.serve([listener])), asyncio.ensure_future(at_once.wait())
         await soon.wait()
         self.leaving = server.should_exit = True
         await asyncio.wait({serving, cut}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
         cut.cancel()
         try:
-            await self._serving.close(drain=False)  # answers in progress end with an error; raises that of a failed engine
+            await self.serving.close(drain=False)  # answers in progress end with an error; raises that of a failed engine
         finally:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(serving, 1.0)  # a client that does not read is not waited for
 
     async def _metrics(self, request: Request) -> Response:
-        waiting = gauge("http_waiting", "Answers that wait to be submitted.", self._gate.waiting)
-        return Response(prometheus_text([*await self._serving.metrics(), waiting]), media_type=CONTENT_TYPE_LATEST)
+        waiting = gauge("http_waiting", "Answers that wait to be submitted.", self.gate.waiting)
+        return Response(prometheus_text([*await self.serving.metrics(), waiting]), media_type=CONTENT_TYPE_LATEST)
 
     async def _health(self, request: Request) -> Response:
-        if self._serving.failure is None and not self.leaving:
+        if self.serving.failure is None and not self.leaving:
             return json_response({"status": "ok"})
-        return json_response({"status": str(self._serving.failure or "shutting down")}, 503)
+        return json_response({"status": str(self.serving.failure or "shutting down")}, 503)
 
     async def _models(self, request: Request) -> Response:
         self._authorize(request)
@@ -102,7 +102,7 @@ class App:
     @property
     def _names(self) -> list[str]:
         """Of the model, then of its adapters."""
-        return [self._model, *self._serving.list_loras()]
+        return [self._model, *self.serving.list_loras()]
 
     def _card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self._opened, "owned_by": "stepgraph"}
@@ -129,84 +129,79 @@ class App:
     async def _accept(self, request: Request, started: float) -> ASGIApp:
         """HttpError where the request is refused before it is submitted."""
         key = self._authorize(request)
-        body = await read_json(request, self._bounds)
+        body = await read_json(request, self.bounds)
         chat = request.scope["path"] == "/v1/chat/completions"
-        parsed = parse_request(body, chat, self._codec, self._names, self._serving.max_length, self._style)
+        parsed = parse_request(body, chat, self._codec, self._names, self.serving.max_length, self._style)
         parsed.options["cache_salt"] = parsed.options["tenant"] = key  # callers with different keys share no cached prefixes
         if self.leaving:
             raise HttpError(503, "the server is shutting down")
         try:
-            tickets = self._gate.tickets(parsed.n, parsed.options["priority"], key)
+            tickets = self.gate.tickets(parsed.n, parsed.options["priority"], key)
         except QueueFullError as error:
             raise HttpError(429, str(error), code="rate_limit_exceeded") from None
-        answer_id = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
-        replies = [Reply(parsed, self._codec, index) for index in range(parsed.n)]
+        return Answer(self, parsed, tickets, key, started)
 
-        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            envelope = self._envelope(parsed, answer_id)
-            events = EventStream(send)
-            if parsed.stream:
-                answering = self._stream(events, parsed, envelope, replies, tickets)
-            else:
-                answering = self._whole(scope, receive, send, parsed, envelope, replies, tickets)
-            status: int | str = "disconnected"
-            try:
-                if await until_disconnect(receive, answering, self._bounds.answer_seconds):
-                    status = 200
-            except asyncio.TimeoutError:
-                error = HttpError(504, f"the answer is not complete after {self._bounds.answer_seconds:g} seconds")
-                status = error.status_code
-                if not events.started:
-                    raise error from None
-                await events.event(dumped(error.body))
-                await events.end()
-            except HttpError as error:
-                status = error.status_code
-                raise
-            finally:
-                for ticket in tickets:
-                    self._gate.leave(ticket)
-                _log(started, status, _log_fields(parsed, answer_id, replies, key))
 
-        return answer
+class Answer:
+    """The answer to an accepted request, as an ASGI application."""
 
-    async def _whole(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        request: GenerationRequest,
-        envelope: dict[str, Any],
-        replies: Sequence[Reply],
-        tickets: Sequence[Ticket],
-    ) -> None:
+    def __init__(self, app: App, request: GenerationRequest, tickets: Sequence[Ticket], key: str, started: float) -> None:
+        self._serving, self._gate, self._bounds = app.serving, app.gate, app.bounds
+        self._request, self._tickets, self._key, self._started = request, tickets, key, started
+        self._id = ("chatcmpl-" if request.chat else "cmpl-") + uuid.uuid4().hex
+        kind = ("chat.completion" + (".chunk" if request.stream else "")) if request.chat else "text_completion"
+        self._envelope = {"id": self._id, "object": kind, "created": int(time.time()), "model": request.model}
+        self._replies = [Reply(request, app.serving.codec, index) for index in range(request.n)]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status: int | str = "disconnected"
+        events = EventStream(send)
+        answering = self._stream(events) if self._request.stream else self._whole(scope, receive, send)
+        try:
+            if await until_disconnect(receive, answering, self._bounds.answer_seconds):
+                status = 200
+        except asyncio.TimeoutError:
+            error = HttpError(504, f"the answer is not complete after {self._bounds.answer_seconds:g} seconds")
+            status = error.status_code
+            if not events.started:
+                raise error from None
+            await events.event(dumped(error.body))
+            await events.end()
+        except HttpError as error:
+            status = error.status_code
+            raise
+        finally:
+            for ticket in self._tickets:
+                self._gate.leave(ticket)
+            _log(self._started, status, self._log_fields())
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        replies = self._replies
         deltas: list[list[Delta]] = [[] for _ in replies]
-        async with contextlib.aclosing(self._deltas(replies, tickets)) as found:
+        async with contextlib.aclosing(self._deltas()) as found:
             async for reply, delta in found:
                 deltas[reply.index] += [delta] if delta is not None else []
         choices = []
         for reply in replies:
             message = whole_message(deltas[reply.index])
             choice = {"index": reply.index, "logprobs": reply.take_logprobs(), "finish_reason": reply.reason}
-            choices.append(choice | ({"message": message} if request.chat else {"text": message["content"]}))
-        await json_response(envelope | {"choices": choices, "usage": usage_of(replies)})(scope, receive, send)
+            choices.append(choice | ({"message": message} if self._request.chat else {"text": message["content"]}))
+        await json_response(self._envelope | {"choices": choices, "usage": usage_of(replies)})(scope, receive, send)
 
-    async def _stream(
-        self, events: EventStream, request: GenerationRequest, envelope: dict[str, Any], replies: Sequence[Reply], tickets: Sequence[Ticket]
-    ) -> None:
-        offsets, begun = [0] * len(replies), set[int]()  # characters sent so far, and choices that have begun
+    async def _stream(self, events: EventStream) -> None:
+        offsets, begun = [0] * len(self._replies), set[int]()  # characters sent so far, and choices that have begun
 
         async def send(reply: Reply, delta: Delta, reason: str | None) -> None:
             choice: dict[str, Any] = {"index": reply.index, "logprobs": reply.take_logprobs(offsets[reply.index]), "finish_reason": reason}
             if reply.index not in begun:
                 begun.add(reply.index)
                 delta = {"role": "assistant", **(delta or {"content": ""})}
-            choice |= {"delta": delta} if request.chat else {"text": delta.get("content", "")}
+            choice |= {"delta": delta} if self._request.chat else {"text": delta.get("content", "")}
             offsets[reply.index] += len(delta.get("content", ""))
-            await events.event(dumped(envelope | {"choices": [choice]}))
+            await events.event(dumped(self._envelope | {"choices": [choice]}))
 
         try:
-            async with contextlib.aclosing(self._deltas(replies, tickets)) as deltas:
+            async with contextlib.aclosing(self._deltas()) as deltas:
                 async for reply, delta in deltas:
                     await send(reply, delta or {}, None if delta is not None else reply.reason)
         except HttpError as error:
@@ -214,14 +209,14 @@ class App:
                 raise
             await events.event(dumped(error.body))
         else:
-            if request.include_usage:
-                await events.event(dumped(envelope | {"choices": [], "usage": usage_of(replies)}))
+            if self._request.include_usage:
+                await events.event(dumped(self._envelope | {"choices": [], "usage": usage_of(self._replies)}))
             await events.event("[DONE]")
         await events.end()
 
-    async def _deltas(self, replies: Sequence[Reply], tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[Reply, Delta | None], None]:
+    async def _deltas(self) -> AsyncGenerator[tuple[Reply, Delta | None], None]:
         """Deltas of all choices as they arrive, then None for each choice. HttpError if one fails."""
-        found: asyncio.Queue[tuple[Reply, Delta | HttpError | None]] = asyncio.Queue(2 * len(replies))  # so a slow client delays reading
+        found: asyncio.Queue[tuple[Reply, Delta | HttpError | None]] = asyncio.Queue(2 * self._request.n)  # so a slow client delays reading
 
         async def read(reply: Reply, ticket: Ticket) -> None:
             end: HttpError | None = None
@@ -240,8 +235,8 @@ class App:
             self._gate.leave(ticket)
             await found.put((reply, end))
 
-        readers = [asyncio.ensure_future(read(*pair)) for pair in zip(replies, tickets, strict=True)]
-        running = len(replies)
+        readers = [asyncio.ensure_future(read(*pair)) for pair in zip(self._replies, self._tickets, strict=True)]
+        running = self._request.n
         try:
             while running:
                 reply, delta = await found.get()
@@ -256,7 +251,7 @@ class App:
 
     async def _answer(self, reply: Reply) -> AsyncGenerator[Delta, None]:
         """Deltas of one choice until the end or a stop text; HttpError where the job failed."""
-        request = reply.request
+        request = self._request
         while True:
             stream = await self._submit(request.prompt_ids + reply.ids, reply)
             try:
@@ -278,7 +273,7 @@ class App:
 
     async def _submit(self, prompt_ids: list[int], reply: Reply) -> AnswerStream:
         """Submit a choice, or its rest after reasoning that was closed. HttpError if that is refused."""
-        request = reply.request
+        request = self._request
         try:
             stream = await self._serving.generate(prompt_ids, **request.options_of(reply.index, reply.tokens))
         except ValueError as error:
@@ -298,28 +293,23 @@ class App:
         if event.finish_reason == FinishReason.ERROR:
             refused = job.constraint is not None and not job.rounds and self._serving.failure is None
             if refused:
-                raise runtime_refusal(str(event.error), constraint_field=reply.request.constraint_field)
+                raise runtime_refusal(str(event.error), constraint_field=self._request.constraint_field)
             raise HttpError(500, str(event.error))
 
-    def _envelope(self, request: GenerationRequest, answer_id: str) -> dict[str, Any]:
-        kind = ("chat.completion" + (".chunk" if request.stream else "")) if request.chat else "text_completion"
-        return {"id": answer_id, "object": kind, "created": int(time.time()), "model": request.model}
+    def _log_fields(self) -> dict[str, Any]:
+        jobs = [reply.job for reply in self._replies if reply.job is not None]
+        first = [job.first_token_seconds for job in jobs if job.first_token_seconds is not None]
+        return {
+            "id": self._id,
+            "model": self._request.model,
+            "stream": self._request.stream,
+            "prompt_tokens": len(self._request.prompt_ids),
+            "completion_tokens": sum(reply.tokens for reply in self._replies),
+            "finish_reasons": [str(job.finish_reason) for job in jobs],
+            "first_token_seconds": round(min(first), 4) if first else None,
+            "key": self._key[:8],  # of its hash
+        }
 
 
 def _log(started: float, status: int | str, fields: dict[str, Any]) -> None:
     LOG.info(json.dumps({"time": round(time.time(), 3), "status": status, **fields, "seconds": round(time.perf_counter() - started, 4)}))
-
-
-def _log_fields(request: GenerationRequest, answer_id: str, replies: Sequence[Reply], key: str) -> dict[str, Any]:
-    jobs = [reply.job for reply in replies if reply.job is not None]
-    first = [job.first_token_seconds for job in jobs if job.first_token_seconds is not None]
-    return {
-        "id": answer_id,
-        "model": request.model,
-        "stream": request.stream,
-        "prompt_tokens": len(request.prompt_ids),
-        "completion_tokens": sum(reply.tokens for reply in replies),
-        "finish_reasons": [str(job.finish_reason) for job in jobs],
-        "first_token_seconds": round(min(first), 4) if first else None,
-        "key": key[:8],  # of its hash
-    }
