@@ -63,7 +63,7 @@ class Replica:
         return {FREE_PAGES: stats.free_pages / max(1, stats.pages)}
 
     async def describe(self) -> Info:
-        return info_of(self._engine, self._name, self._identity)
+        return info_of(self._engine, self._name)
 
     async def labelled_stats(self) -> tuple[dict[str, str], EngineStats]:
         return {"replica": self._name}, await asyncio.to_thread(self._engine.stats)

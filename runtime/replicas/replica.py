@@ -77,7 +77,6 @@ class Info:
     num_drafts: int  # most drafts of a round
     fixed_drafts: bool  # a request that runs again has the same ones, at any load
     exact: bool  # the target's results depend on no sizes of batches and chunks
-    identity: str  # replicas with equal ones compute the same bits
     replica: str
     device: str
     process: int  # its number on its machine
@@ -144,7 +143,7 @@ async def answer(serving: AsyncEngine, ask: Ask, replica: str, identity: str) ->
             opened = True
 
 
-def info_of(engine: Engine, replica: str, identity: str) -> Info:
+def info_of(engine: Engine, replica: str) -> Info:
     config, models = engine.config, engine._parts.models
     fixed, exact = (getattr(model, "batch_invariant", False) for model in (models.drafter, models.target))
     return Info(
@@ -156,7 +155,6 @@ def info_of(engine: Engine, replica: str, identity: str) -> Info:
         num_drafts=config.num_speculative_tokens,
         fixed_drafts=config.draft_length != "auto" and fixed,
         exact=exact and engine.backend.device.type == "cpu",
-        identity=identity,
         replica=replica,
         device=device_name(engine),
         process=os.getpid(),

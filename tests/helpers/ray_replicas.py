@@ -103,7 +103,7 @@ class Canned:
 
     async def describe(self) -> Info:
         self._engine = self._engine or make_engine()
-        return info_of(self._engine, "canned", "x")
+        return info_of(self._engine, "canned")
 
     async def generate(self, ask: Ask) -> AsyncIterator[Part]:
         count = ask.options["max_new_tokens"]

@@ -66,7 +66,7 @@ def run(engine: Engine, cuts: list[int], how: Resumption | None = None, info: An
     async def main() -> Run:
         async with AsyncEngine(engine) as serving:
             replicas, counts, ended = Replicas([serving, serving], cuts, **(other or {})), Counts(), list[int]()
-            known = replace(info_of(engine, "a", "x"), **(info or {}))
+            known = replace(info_of(engine, "a"), **(info or {}))
             quick = how or Resumption(attempts=9, backoff_seconds=0)
             stream = ResumedStream(replicas.call, known, quick, counts, lambda: ended.append(1), tuple(PROMPT), options)
             tokens: list[int] = []
@@ -128,9 +128,9 @@ def test_sampled_requests_have_no_drafts_where_their_number_varies() -> None:
 
 def test_equal_tokens_are_promised_only_of_models_that_declare_it(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = shared_engine(DRAFTED)
-    assert info_of(engine, "a", "x").exact and info_of(engine, "a", "x").fixed_drafts
+    assert info_of(engine, "a").exact and info_of(engine, "a").fixed_drafts
     monkeypatch.delattr(ToyDraft, "batch_invariant")
-    assert info_of(engine, "a", "x").exact and not info_of(engine, "a", "x").fixed_drafts
+    assert info_of(engine, "a").exact and not info_of(engine, "a").fixed_drafts
     monkeypatch.delattr(ToyTarget, "batch_invariant")
     with pytest.raises(AnswerError, match=r"with this model on .* a near tie may end differently"):
         run(engine, [4], sampling=SamplingParams(ignore_eos=True), max_new_tokens=TOKENS)
@@ -207,7 +207,7 @@ def test_an_engine_that_fails_or_shuts_down_is_replaced() -> None:
             async with AsyncEngine(engine) as serving:
                 replicas = kind([serving, serving], [4])
                 quick = Resumption(backoff_seconds=0)
-                stream = ResumedStream(replicas.call, info_of(engine, "a", "x"), quick, Counts(), lambda: None, tuple(PROMPT), options)
+                stream = ResumedStream(replicas.call, info_of(engine, "a"), quick, Counts(), lambda: None, tuple(PROMPT), options)
                 await stream.open()
                 tokens = [token async for event in stream for token in event.tokens]
                 assert stream.job.replicas == ["a", "b"] and replicas.asks[1].avoid == {"a"}
@@ -228,7 +228,7 @@ def test_wrong_requests_are_refused_by_the_replica() -> None:
             yield Refused("a", "full", "too many wait")
 
     async def main() -> None:
-        stream = ResumedStream(Full([], []).call, info_of(engine, "a", "x"), Resumption(), Counts(), lambda: None, tuple(PROMPT), {})
+        stream = ResumedStream(Full([], []).call, info_of(engine, "a"), Resumption(), Counts(), lambda: None, tuple(PROMPT), {})
         with pytest.raises(QueueFullError, match="too many wait"):
             await stream.open()
 
@@ -243,7 +243,7 @@ def test_leaving_a_stream_cancels_its_job() -> None:
             ended, before = list[int](), dict(engine.stats().finished).get(FinishReason.CANCELLED, 0)
             options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": 90}
             replicas = Replicas([serving], [])
-            stream = ResumedStream(replicas.call, info_of(engine, "a", "x"), Resumption(), Counts(), lambda: ended.append(1), (5,), options)
+            stream = ResumedStream(replicas.call, info_of(engine, "a"), Resumption(), Counts(), lambda: ended.append(1), (5,), options)
             await stream.open()
             async for _ in stream:
                 break
