@@ -115,7 +115,8 @@ def _probed(answers: Mapping[str, Any]) -> Iterator[Finding]:
         lost, mend = OPTIONAL["triton"]
         mend += "; a C compiler: apt-get install gcc python3-dev, or set CC"
         yield Finding("Triton launch", "failed" if why else "ok", why or "a program was compiled and launched", lost, mend)
-    yield _threads(build)
+    # For the commands that answer one request at a time on the CPU.
+    yield Finding("threads", "failed", build) if isinstance(build, str) else Finding("threads", "ok", build["threads"])
     for name in ("attention", "filters", "grammar_lane"):
         choices = answers[name]
         failed = isinstance(choices, str)
@@ -141,16 +142,6 @@ def build_command(folder: Path) -> str:
     if (folder / "setup.py").exists():  # an editable installation
         return f"with a C compiler: pip install --no-deps -e {folder}"
     return "with a C compiler, in the folder of its sources: pip install --force-reinstall --no-deps ."
-
-
-def _threads(build: Any) -> Finding:
-    """For the commands that answer one request at a time on the CPU."""
-    if isinstance(build, str):
-        return Finding("threads", "failed", build)
-    variable, threads = build["omp_num_threads"], build["threads"]
-    if variable:
-        return Finding("threads", "ok", f"{threads}, from OMP_NUM_THREADS={variable}")
-    return Finding("threads", "ok", f"torch's default is {threads}; --threads N for another number")
 
 
 def package(name: str, lost: str, mend: str, required: bool = False) -> Finding:
@@ -231,8 +222,9 @@ def torch_build() -> dict[str, Any]:
     import torch
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    variable = os.environ.get("OMP_NUM_THREADS", "")
-    return {"cuda": torch.version.cuda or "", "devices": names, "threads": torch.get_num_threads(), "omp_num_threads": variable}
+    number, variable = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    threads = f"{number}, from OMP_NUM_THREADS={variable}" if variable else f"torch's default is {number}; --threads N for another number"
+    return {"cuda": torch.version.cuda or "", "devices": names, "threads": threads}
 
 
 def native_link() -> str:

@@ -22,13 +22,10 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 @dataclass(frozen=True)
 class ToolUse:
     callable: tuple[dict[str, Any], ...]  # entries of `tools` that may be called
-    style: CallStyle
+    form: CallFormat
+    templated: bool  # the chat template describes that form
     required: bool = False  # the answer is calls and nothing else
     parallel: bool = True  # an answer may have several calls
-
-    @property
-    def form(self) -> CallFormat:
-        return self.style.form
 
     @cached_property
     def functions(self) -> dict[str, Any]:
@@ -47,7 +44,7 @@ class ToolUse:
     def prompt_ids(self, codec: TextCodec, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[int]:
         """The conversation with the functions, in the chat template's words if it describes the format, else in a system message."""
         ids = codec.chat(messages, variables=variables)
-        with_tools = codec.chat(messages, self.callable, variables=variables) if self.style.templated else ids
+        with_tools = codec.chat(messages, self.callable, variables=variables) if self.templated else ids
         return with_tools if with_tools != ids else codec.chat(self._as_system_message(messages), variables=variables)
 
     def _as_system_message(self, messages: Sequence[Message]) -> list[Message]:
@@ -74,12 +71,12 @@ def tool_use(tools: Any, choice: Any, parallel: bool, style: CallStyle) -> ToolU
         names = ", ".join(tool["function"]["name"] for tool in tools)
         raise HttpError(400, f"tools: got the names {names}, expected different names", "tools")
     if choice in (None, "auto", "required"):
-        return ToolUse(tuple(tools), style, choice == "required", parallel)
+        return ToolUse(tuple(tools), *style, choice == "required", parallel)
     if choice == "none":
         return None
     for name, tool in by_name.items():
         if choice == {"type": "function", "function": {"name": name}}:
-            return ToolUse((tool,), style, required=True, parallel=False)
+            return ToolUse((tool,), *style, required=True, parallel=False)
     expected = "none, auto, required or one of the functions"
     raise HttpError(400, f"tool_choice: got {json.dumps(choice)[:60]}, expected {expected}", "tool_choice")
 
