@@ -75,7 +75,7 @@ class ProfiledInFlight(InFlight):
         self._log = np.zeros((1 + most_nodes, 3), np.int64)  # for HostLink.log_nodes
         self._launched: list[tuple[int, GraphKey, int]] = []  # and not written: round, key, time in nanoseconds
         self._spans: list[tuple[object, ...]] = []
-        self._counters = {"row_rounds": 0, "tokens": 0, "accepted_drafts": 0, "offered_drafts": 0, "host_node_ns": 0, "mask_fills": 0}
+        self._counters = {"row_rounds": 0, "tokens": 0, "accepted_drafts": 0}
 
     def capturing(self) -> AbstractContextManager[None]:
         return torch.cuda.profiler.profile() if self._with_nsys else super().capturing()
@@ -101,7 +101,6 @@ class ProfiledInFlight(InFlight):
                 counters["row_rounds"] += 1
                 counters["tokens"] += outcome.emitted
                 counters["accepted_drafts"] += outcome.accepted
-                counters["offered_drafts"] += outcome.draft_count
             yield request, outcome
         if number == self._range.last and self._launched:
             self._write()
@@ -126,23 +125,16 @@ class ProfiledInFlight(InFlight):
                 warnings.warn(f"{ROUNDS}: these rounds are not profiled: {error}", stacklevel=2)
                 return
         self._active = True
-        self._count_host(-1)
         self._host.log_nodes(self._log)
 
     def _end(self) -> None:
         self._backend.synchronize()
         self._active = False
-        self._count_host(+1)
         self._host.log_nodes(None)
         if self._with_nsys:
             torch.cuda.profiler.stop()
         else:
             self._spans = [tuple(span) for span in self._backend.stop_trace()]
-
-    def _count_host(self, sign: int) -> None:
-        stats = self._host.stats
-        self._counters["host_node_ns"] += sign * stats.node_ns
-        self._counters["mask_fills"] += sign * stats.fills
 
     def _host_nodes(self) -> Iterator[tuple[str, int, int, int]]:
         """Name, round, start and end of each. A round with grammars on the host has all host nodes of its recording, others have none."""
@@ -156,6 +148,7 @@ class ProfiledInFlight(InFlight):
             yield next(names, "host node"), number, start_ns, end_ns
 
     def _write(self) -> None:
+        host_nodes = list(self._host_nodes())
         document = {
             "document": "stepgraph rounds",
             "version": 1,
@@ -163,9 +156,9 @@ class ProfiledInFlight(InFlight):
             "rounds": [{"round": number, "key": str(key), "launched_ns": launched} for number, key, launched in self._launched],
             "stages": {str(key): [astuple(run) for run in self._graphs[key].report.stages] for _, key, _ in self._launched},
             "graph_nodes": {str(key): self._graphs[key].report.graph_nodes for _, key, _ in self._launched},
-            "host_nodes": list(self._host_nodes()),
+            "host_nodes": host_nodes,
             "spans": self._spans,
-            "counters": self._counters,
+            "counters": self._counters | {"host_node_ns": sum(end - start for _, _, start, end in host_nodes)},
         }
         try:
             self._range.path.write_text(json.dumps(document), encoding="utf-8")
