@@ -258,7 +258,7 @@ class Answer:
                 async for event in stream:
                     for delta in reply.push(event):
                         yield delta
-                    self._check_end(reply, stream.job, event)
+                    self._check_end(stream.job, event)
                     if reply.stopped or reply.over_budget:
                         break
             finally:  # at a stop text, or when the client disconnected; does not wait until the step in progress has ended
@@ -285,7 +285,7 @@ class Answer:
         reply.job = stream.job
         return stream
 
-    def _check_end(self, reply: Reply, job: AnswerJob, event: StepEvent) -> None:
+    def _check_end(self, job: AnswerJob, event: StepEvent) -> None:
         if event.finish_reason == FinishReason.CANCELLED:
             raise HttpError(503, "the server is shutting down")
         if event.finish_reason == FinishReason.DEAD_END:
