@@ -42,7 +42,6 @@ from stepgraph.graphs.round_specs import (
 from stepgraph.runtime.check_models import Drafter, check_models, checked_vocabulary_size, devices_of, forces_drafts, resolve_drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.device_grammars import INT_BYTES, DeviceGrammars, why_no_device_grammars
-from stepgraph.runtime.draft_length import AUTO as AUTO_LENGTH
 from stepgraph.runtime.draft_length import DraftLengthChooser
 from stepgraph.runtime.extras.hidden_states import HiddenStates, StatesLayout, states_layout
 from stepgraph.runtime.extras.record import Recorder, Recording, open_recorder
@@ -53,7 +52,6 @@ from stepgraph.runtime.loras import lora_weights
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.parallel.lockstep import LockstepQueue, LockstepScheduler
 from stepgraph.runtime.parallel.ranks import Ranks
-from stepgraph.runtime.preemption import PreemptingScheduler
 from stepgraph.runtime.profiled import ROUNDS, in_flight_type, read_range
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.scheduler import Scheduler
@@ -155,7 +153,7 @@ def queue_types(
     for name in (name for name, part in others.items() if part is not None and config.preemption):
         raise ValueError(f"EngineConfig.preemption: got True with {name}, expected False")
     if ranks is None:
-        return RequestQueue, PreemptingScheduler if config.preemption else Scheduler
+        return RequestQueue, Scheduler
     return functools.partial(LockstepQueue, ranks), functools.partial(LockstepScheduler, ranks)
 
 
@@ -178,7 +176,7 @@ def make_chooser(
     config: EngineConfig, models: ModelPair, recorder: Recorder | None, device_grammars: bool, function: FunctionDrafts | None
 ) -> DraftLengthChooser | None:
     """None where every round has num_speculative_tokens drafts."""
-    if config.draft_length != AUTO_LENGTH or models.drafter is None:
+    if config.draft_length != "auto" or models.drafter is None:
         return None
     choices = draft_choices(config.num_speculative_tokens, models.draft is not None, models.look_up is not None)
     chooser = DraftLengthChooser(choices, recorder.chosen if recorder else None, device_grammars)
@@ -247,7 +245,7 @@ def make_buffers(
     specs += forced_specs(limits) if forced else ()
     processors = config.logits_processors
     specs += option_specs(limits, config.relaxed_acceptance, sum(1 + each.num_arguments for each in processors))
-    if config.draft_length == AUTO_LENGTH and models.draft is not None and models.draft.cache_specs(limits):
+    if config.draft_length == "auto" and models.draft is not None and models.draft.cache_specs(limits):
         specs += skipped_specs(limits, models.target.feature_dtype)
     constants: dict[str, nn.Module | torch.Tensor] = {name: model for name, model in named.items() if isinstance(model, nn.Module)}
     modules = {f"logits_processor_{each.name}": each.function for each in processors}

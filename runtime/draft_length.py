@@ -26,7 +26,6 @@ from stepgraph.graphs.round_specs import MAX_SKIPPED
 from stepgraph.graphs.row_layout import ResultRecord
 from stepgraph.runtime.request import ActiveRequest
 
-AUTO = "auto"
 _MOST_WEIGHT = 1e100
 DRAFTS_COST = 1.03  # a round with more drafts takes at least this multiple of one with fewer
 Costs = Mapping[Drafting, float]  # seconds of a round, for one kind of batch; PLAIN is plain decoding

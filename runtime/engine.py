@@ -304,7 +304,7 @@ class Engine(EngineCore, OfOneProcess):
     @property
     def _ready(self) -> bool:
         """Whether a step has something to do. False while every job waits for its grammar."""
-        return self._scheduler.runnable or len(self._in_flight) > 0
+        return self._scheduler.runnable or len(self._in_flight.pending) > 0
 
     def _pieces(self, job: Job) -> Iterator[str]:
         stream, known = job.text_stream(), 0

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from stepgraph.runtime.engine_state import EngineState
-from stepgraph.runtime.preemption import PreemptingScheduler
 from stepgraph.runtime.request import ActiveRequest, FinishReason, Job, StepEvent
 from stepgraph.sampling.grammar.status import FinishCode
 
@@ -37,7 +36,7 @@ class EngineCore(EngineState):
 
     def _admit(self) -> list[StepEvent]:
         """End cancelled jobs, give rows to queued requests, and launch up to one chunk of prompt tokens."""
-        events = self._preempt(self._scheduler) if isinstance(self._scheduler, PreemptingScheduler) else []
+        events = self._preempt() if self.config.preemption else []
         events += [self._end(job, request, FinishReason.CANCELLED) for job, request in self._scheduler.pop_cancelled()]
         failed, budget = self._scheduler.admit(), self.limits.prefill_chunk
         if not all(request.decoding for request in self._scheduler.active):
@@ -53,15 +52,15 @@ class EngineCore(EngineState):
             budget -= taken
         return events + [self._scheduler.finish(queued.job, None, FinishReason.ERROR, queued.error) for queued in failed]
 
-    def _preempt(self, scheduler: PreemptingScheduler) -> list[StepEvent]:
+    def _preempt(self) -> list[StepEvent]:
         """Queue requests again that hold what an earlier one waits for. What they have generated is known then."""
-        if not scheduler.victim():
+        if not self._scheduler.victim():
             return []
         self._in_flight.interrupt()
         events = self._collect(1)
-        while victim := scheduler.victim():
+        while victim := self._scheduler.victim():
             self._retire(victim)
-            scheduler.suspend(victim, self.backend.device.type == "cuda")
+            self._scheduler.suspend(victim, self.backend.device.type == "cuda")
         return events
 
     def _launch(self, events: list[StepEvent]) -> tuple[ActiveRequest, ...]:

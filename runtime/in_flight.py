@@ -64,16 +64,9 @@ class InFlight:
         self._num_drafts = limits.num_speculative_tokens
         # Fields that no round writes: their columns hold those of longer rounds.
         self._unwritten: dict[str, Any] = {name: 0 for name in ("forced", "looked_up", "relaxed") if f"row_{name}" not in buffers}
-        self._pending: collections.deque[LaunchedRound] = collections.deque()
+        self.pending: collections.deque[LaunchedRound] = collections.deque()
         self.rounds = 0
         self.launches: dict[Launch, int] = {}  # number of rounds; single operations only, as other threads read it
-
-    def __len__(self) -> int:
-        return len(self._pending)
-
-    def describe(self) -> str:
-        """The rounds in flight and their graphs, for the time-out report."""
-        return ", ".join(f"{'launch' if each.loops else 'round'} {each.number} ({each.key})" for each in self._pending)
 
     def capturing(self) -> AbstractContextManager[None]:
         """Entered around the capture of the graphs."""
@@ -106,7 +99,7 @@ class InFlight:
         if self._states:
             self._states.launched(slot, len(requests))
         launched_at, self._other_work = math.inf if self._other_work else self._now(), False
-        self._pending.append(LaunchedRound(self._backend.event(), number, requests, key, logprobs, launched_at, launch))
+        self.pending.append(LaunchedRound(self._backend.event(), number, requests, key, logprobs, launched_at, launch))
 
     def _dispatch(self, requests: tuple[ActiveRequest, ...]) -> tuple[Launch, GraphKey]:
         constrained, sampled = any(request.constrained for request in requests), any(request.sampled for request in requests)
@@ -129,7 +122,7 @@ class InFlight:
 
     def read(self, most: int) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
         """Read the oldest rounds until fewer than `most` are in flight."""
-        while len(self._pending) >= most:
+        while len(self.pending) >= most:
             yield from self.collect()
 
     def interrupt(self, *, next_too: bool = False) -> None:
@@ -138,9 +131,9 @@ class InFlight:
 
     def collect(self) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
         """Wait for the oldest round, and read the results of its unfinished requests."""
-        launched = self._pending[0]
+        launched = self.pending[0]
         seconds = self._wait(launched)
-        self._pending.popleft()
+        self.pending.popleft()
         if launched.key.on_host:
             self._host.release_finished()
         results, slot = list[tuple[ActiveRequest, ResultRecord]](), launched.number % self._ring_depth
@@ -178,4 +171,4 @@ class InFlight:
 
     def clear(self) -> None:
         """Drop the rounds in flight without reading them."""
-        self._pending.clear()
+        self.pending.clear()

@@ -54,7 +54,7 @@ class Loops(InFlight):
         self._replay(key, **self._loop if loops else {})
         logprobs = any(request.job.sampling.logprobs for request in requests)
         event = self._backend.event()
-        self._pending.append(LaunchedRound(event, self._launched, requests, key, logprobs, time.perf_counter(), launch, loops))
+        self.pending.append(LaunchedRound(event, self._launched, requests, key, logprobs, time.perf_counter(), launch, loops))
 
     def interrupt(self, *, next_too: bool = False) -> None:
         self._control[Control.STOP_BEFORE] = self._launched + 1 + next_too
@@ -65,27 +65,27 @@ class Loops(InFlight):
         if looping:
             most = max(most, 2)
             yield from self.collect()
-        while len(self._pending) >= most:
+        while len(self.pending) >= most:
             yield from self.collect()
 
     def collect(self) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
         """Wait for a published round or the end of the oldest launch, and read what is published."""
-        oldest = self._pending[0]
+        oldest = self.pending[0]
         self._poll(lambda: self._published or oldest.event.query())
         ended = oldest.event.query()  # if so, all its rounds are read below
         for _ in self._headers:  # a device that is faster than this loop does not hold it
             if not self._published:
                 break
             slot = self.rounds % len(self._headers)
-            while self._pending[0].number < self._headers[slot, Counter.LAUNCH]:
+            while self.pending[0].number < self._headers[slot, Counter.LAUNCH]:
                 self._end_oldest()
-            launched = self._pending[0]
+            launched = self.pending[0]
             self.rounds += 1
             self.launches[launched.launch] = self.launches.get(launched.launch, 0) + 1
             for _, request, result in self._results(launched, slot):
                 yield request, result
             self._control[Control.READ] = self.rounds
-        if ended and self._pending[0] is oldest:
+        if ended and self.pending[0] is oldest:
             self._end_oldest()
 
     def clear(self) -> None:
@@ -93,7 +93,7 @@ class Loops(InFlight):
         super().clear()
 
     def _end_oldest(self) -> None:
-        launched = self._pending.popleft()
+        launched = self.pending.popleft()
         launched.event.wait()
         if launched.key.on_host:
             self._host.release_finished()
@@ -101,7 +101,7 @@ class Loops(InFlight):
     @property
     def _looping(self) -> bool:
         """Whether the last launch is a loop that nothing interrupted."""
-        last = self._pending[-1] if self._pending else None
+        last = self.pending[-1] if self.pending else None
         return last is not None and last.loops and last.number >= self._control[Control.STOP_BEFORE]
 
     @property

@@ -8,6 +8,8 @@ import enum
 import time
 from collections.abc import Callable, Collection
 
+import torch
+
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.row_layout import REFUSED, ResultRecord
 from stepgraph.runtime.device_grammars import DeviceGrammars
@@ -54,8 +56,6 @@ class HistogramBuilder:
 
 
 class Counters:
-    """Changed under the lock of the queue; `take_stats` copies them."""
-
     def __init__(self, num_drafts: int) -> None:
         self.tokens = self.prompt_tokens = self.drafting_tokens = 0
         self.drafts = NO_DRAFTS
@@ -89,7 +89,7 @@ class Scheduler:
         self._queue, self._grammars, self._recorder, self._ended, self._only_looks_up = queue, grammars, recorder, ended, only_looks_up
         self._active: dict[int, ActiveRequest] = {}
         self.rows = RowTable(limits, sharing)
-        self.counters = Counters(limits.num_speculative_tokens)
+        self.counters = Counters(limits.num_speculative_tokens)  # changed under the lock of the queue
 
     @property
     def active(self) -> Collection[ActiveRequest]:
@@ -99,9 +99,8 @@ class Scheduler:
     @property
     def runnable(self) -> bool:
         """Whether a request is active, could be admitted or is cancelled. False while all wait for their grammars."""
-        queue = self._queue
-        with queue.lock:
-            return bool(self._active or queue.cancelled or any(queued.ready for queued in queue.waiting))
+        with self._queue.lock:
+            return bool(self._active or self._queue.cancelled or any(queued.ready for queued in self._queue.waiting))
 
     def pop_cancelled(self) -> list[tuple[Job, ActiveRequest | None]]:
         """The first call of every step: remove the cancelled jobs from the queue, and return them."""
@@ -202,10 +201,7 @@ class Scheduler:
             claim = self._queue.unfinished.pop(job.id).claim
             self.counters.finished[reason] += 1
             if request is not None:
-                del self._active[job.id]
-                self.rows.release(request)
-                self._grammars.release(request)
-                request.matcher = None  # rounds in flight hold their own references
+                self._free(request)
         if claim:
             claim.release()
         if self._ended:
@@ -213,6 +209,36 @@ class Scheduler:
         if self._recorder:
             self._recorder.write("end", job=job.id, reason=str(reason), error=error)
         return StepEvent(job.id, finish_reason=reason, error=error)
+
+    def victim(self) -> ActiveRequest | None:
+        """The request that gives its row up: the last in order, if the first waiting one has no room and a smaller priority number."""
+        with self._queue.lock:
+            waiting = (queued.job for queued in self._queue.waiting if not self._held_back(queued) and not queued.error)
+            first = next(waiting, None)
+            if first is None or self.rows.has_room(first):
+                return None
+            candidates = [request for request in self._active.values() if request.job.priority > first.priority and _is_exact(request)]
+            return max(candidates, key=lambda request: self._queue.unfinished[request.job.id].place, default=None)
+
+    def suspend(self, request: ActiveRequest, pinned: bool) -> None:
+        """Free what a request holds, whose results are all recorded and whose row is inert, and queue it again, at its place."""
+        job = request.job
+        with self._queue.lock:
+            self._free(request)
+            job.num_preemptions, job.num_suspended = job.num_preemptions + 1, len(job.tokens)
+            for name in ("given_output", "given_ids"):
+                job.__dict__.pop(name, None)
+            ids = torch.tensor(job.given_output, dtype=torch.int64)  # of none as well
+            job.resumed_host = ids.pin_memory() if pinned else ids
+            queued = self._queue.unfinished[job.id]
+            queued.matcher = self._grammars.prepare(job, queued.claim.result()) if queued.claim else None
+            self._queue.waiting.insert(self._queue.index_of(queued.place), queued)
+
+    def _free(self, request: ActiveRequest) -> None:
+        del self._active[request.job.id]
+        self.rows.release(request)
+        self._grammars.release(request)
+        request.matcher = None  # rounds in flight hold their own references
 
     def finish_all(self, reason: FinishReason, error: str) -> None:
         """End every job. A submit before this is among them; a later one is refused."""
@@ -223,6 +249,13 @@ class Scheduler:
             self._queue.waiting.clear()
         for queued in unfinished:
             self.finish(queued.job, self._active.get(queued.job.id), reason, error=error)
+
+
+def _is_exact(request: ActiveRequest) -> bool:
+    """Whether a request can continue with the tokens it would have had: sampled draws with drafts depend on where rounds begin."""
+    sampling = request.job.sampling
+    drafted = request.job.num_speculative_tokens and not sampling.greedy
+    return request.decoding and not request.job.finished and not drafted and not sampling.relaxed_top_n
 
 
 def _error(code: FinishCode, request: ActiveRequest, status: int) -> str:

@@ -75,8 +75,9 @@ class Watchdog:
     def _report(self, in_flight: InFlight, host: HostLink) -> str:
         stats = host.stats
         counters = f"{sum(stats.nodes)} ended, {stats.fills} masks, {stats.accepts} accepted tokens, {stats.rollbacks} rollbacks"
+        rounds = ", ".join(f"{'launch' if each.loops else 'round'} {each.number} ({each.key})" for each in in_flight.pending)
         lines = [
-            f"the device of an engine did not finish within {self._seconds:g} s; in flight: {in_flight.describe() or 'no rounds'}",
+            f"the device of an engine did not finish within {self._seconds:g} s; in flight: {rounds or 'no rounds'}",
             *(self._backend.active_work() or ("no information about its streams",)),
             f"host nodes, {host.name}: {counters}",
         ]

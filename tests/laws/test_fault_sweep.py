@@ -174,7 +174,8 @@ def _check_affected(point: Point, fault: Fault, found: list[Ending], expected: l
 def _check_nothing_is_held(engine: Engine, rows: Sequence[weakref.ref[Any]] = ()) -> None:
     compiler = engine._parts.compiler
     assert compiler is not None
-    assert (len(engine._scheduler.active), len(engine._in_flight), len(engine.queue.waiting), engine.queue.unfinished) == (0, 0, 0, {})
+    held = engine._scheduler.active, engine._in_flight.pending, engine.queue.waiting, engine.queue.unfinished
+    assert not any(map(len, held))
     assert engine._scheduler.rows.pages.num_free == engine.limits.num_pages
     assert not any(entry.claims for entry in compiler._cache._entries.values())
     if any(row() for row in rows):

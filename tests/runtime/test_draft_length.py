@@ -400,7 +400,7 @@ def test_rounds_after_prompts_and_skipped_tokens_measure_no_cost() -> None:
     engine.submit([5, 6, 7], max_new_tokens=30, sampling=IGNORE_EOS)
     for chooser.fixed in (PLAIN, PLAIN, Drafting(3), Drafting(3)):
         engine.step()
-        measured.append(math.isfinite(engine._in_flight._pending[-1].launched_at))
+        measured.append(math.isfinite(engine._in_flight.pending[-1].launched_at))
     assert measured == [False, True, False, True]
     engine.close()
 

@@ -36,7 +36,7 @@ def engine() -> Iterator[Engine]:
 
 
 def finish(engine: Engine) -> None:
-    while engine.has_work or engine._in_flight:
+    while engine.has_work or engine._in_flight.pending:
         engine.step()
 
 
@@ -122,7 +122,7 @@ def test_stream_has_events_of_a_launch_that_runs_and_leaving_it_ends_the_launch(
 def test_late_request_is_admitted_after_at_most_one_round(engine: Engine) -> None:
     first = start(engine, [7, 1], 90)
     second = engine.submit([7, 2], max_new_tokens=60, sampling=ENDLESS)
-    launch = engine._in_flight._pending[-1]
+    launch = engine._in_flight.pending[-1]
     engine._admit()
     seen = published(engine)
     wait_for(launch.event.query)
@@ -134,9 +134,9 @@ def test_late_request_is_admitted_after_at_most_one_round(engine: Engine) -> Non
 def test_launch_ends_when_a_row_finishes_and_a_request_waits(engine: Engine) -> None:
     jobs = [engine.submit([7, index], max_new_tokens=12 if index == 3 else 60, sampling=ENDLESS) for index in range(5)]
     short, waiting = jobs[3:]
-    while not (engine._in_flight and len(engine._in_flight._pending[-1].requests) == 4):
+    while not (engine._in_flight.pending and len(engine._in_flight.pending[-1].requests) == 4):
         engine.step()
-    launch = engine._in_flight._pending[-1]
+    launch = engine._in_flight.pending[-1]
     wait_for(launch.event.query)
     assert launch.number >= engine.buffers.loop_control_host[Control.STOP_BEFORE], "the host did not interrupt it"
     engine.step()
@@ -160,9 +160,9 @@ def test_full_ring_ends_the_launch_and_loses_nothing(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Limits, "result_slots", 16)
     with make_engine(replace(LOOPS, k=0, max_rows=1, buckets=None)) as engine:
         job = start(engine, [7, 1], 90)
-        while not engine._in_flight._pending:  # the launch of the first step has ended if this thread was slow
+        while not engine._in_flight.pending:  # the launch of the first step has ended if this thread was slow
             engine.step()
-        launch, read = engine._in_flight._pending[-1], engine._in_flight.rounds
+        launch, read = engine._in_flight.pending[-1], engine._in_flight.rounds
         wait_for(launch.event.query)
         assert published(engine) - read == 16 - engine.limits.ring_depth
         finish(engine)

@@ -12,8 +12,8 @@ import pytest
 
 from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Job, SamplingParams
 from stepgraph.runtime.models.toy import ToyTarget
-from stepgraph.runtime.preemption import PreemptingScheduler
 from stepgraph.runtime.request import ActiveRequest
+from stepgraph.runtime.scheduler import Scheduler
 from tests.helpers.toy_engines import VOCABULARY, Setup, make_engine, shared_engine
 
 PLAIN, DRAFTED = (Setup(k=k, greedy_only=False, max_rows=2, buckets=(2,)) for k in (0, 3))
@@ -167,12 +167,12 @@ def test_a_preempted_request_can_be_cancelled_and_fails_with_the_engine() -> Non
 def test_a_planted_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that continues from one token too few."""
 
-    def suspend(self: PreemptingScheduler, request: ActiveRequest, pinned: bool, real: Any = PreemptingScheduler.suspend) -> None:
+    def suspend(self: Scheduler, request: ActiveRequest, pinned: bool, real: Any = Scheduler.suspend) -> None:
         kept = request.job.tokens.pop()
         real(self, request, pinned)
         request.job.tokens.append(kept)
 
-    monkeypatch.setattr(PreemptingScheduler, "suspend", suspend)
+    monkeypatch.setattr(Scheduler, "suspend", suspend)
     with pytest.raises((AssertionError, ValueError)):  # of tokens, or of a grammar that does not allow the first one
         test_preempted_requests_have_the_tokens_that_they_have_alone("drafted")
 
