@@ -149,7 +149,7 @@ def queue_types(
     config: EngineConfig, ranks: Ranks | None, recorder: Recorder | None
 ) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
     """With ranks: those that keep them in step. ValueError for preemption, where others read the rounds of a request as one series."""
-    others = {"record": recorder, "save_hidden_states": config.save_hidden_states}
+    others = {"record": recorder, "save_hidden_states": config.save_hidden_states, "tensor_parallel": ranks}
     for name in (name for name, part in others.items() if part is not None and config.preemption):
         raise ValueError(f"EngineConfig.preemption: got True with {name}, expected False")
     if ranks is None:
