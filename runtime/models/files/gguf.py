@@ -77,7 +77,7 @@ class GgufSource:
         header = read_gguf_header(path)
         self._path, self.metadata, self.dtype = path, header.metadata, torch.float32
         self._data = np.asarray(np.memmap(path, mode="r"))  # operations on a memmap itself are slow
-        self._blocks: dict[str, npt.NDArray[np.uint8]] = {}  # [*shape[:-1], bytes per row]
+        self._rows: dict[str, Bytes] = {}  # [rows, bytes per row]
         self.tensors: dict[str, Stored] = {}
         for stored_name, tensor in header.tensors.items():
             name = self._renamed(stored_name, len(tensor.shape))
@@ -98,43 +98,36 @@ class GgufSource:
             for index, part in enumerate(blocks) if _EACH_EXPERT in name else [(0, blocks)]:
                 own = name.replace(_EACH_EXPERT, str(index))
                 shape = tensor.shape if part is blocks else tensor.shape[1:]
-                self._blocks[own], self.tensors[own] = part, Stored(shape, kind.name, kind.name in ("F32", "F16", "BF16", *LAYOUTS))
+                self._rows[own] = part.reshape(-1, rows[-1])
+                self.tensors[own] = Stored(shape, kind.name, kind.name in ("F32", "F16", "BF16", *LAYOUTS))
         self.config = self._read_config(header.tensors)
 
     def read(self, name: str) -> Tensor:
-        dtype, shape = self.dtype if self.tensors[name].kind in LAYOUTS else torch.float32, self.tensors[name].shape
-        return self._in_order(name, self._dequantised(name, dtype).view(shape))
-
-    def _rows(self, name: str) -> npt.NDArray[np.uint8]:
-        return self._blocks[name].reshape(-1, self._blocks[name].shape[-1])
-
-    def _dequantised(self, name: str, dtype: torch.dtype) -> Tensor:
-        """[rows, values of a row]"""
         import gguf
 
-        stored = self._rows(name)
-        values = torch.empty(len(stored), self.tensors[name].shape[-1], dtype=dtype)
+        stored, (shape, kind, _) = self._rows[name], self.tensors[name]
+        values = torch.empty(len(stored), shape[-1], dtype=self.dtype if kind in LAYOUTS else torch.float32)
         rows = max(_VALUES_AT_ONCE // values.shape[1] // _ROWS_AT_ONCE, 1) * _ROWS_AT_ONCE
         for first, part in enumerate(values.split(rows)):
             blocks = stored[first * rows :][: len(part)]
             joined = blocks.reshape(len(blocks) // math.gcd(len(blocks), _ROWS_AT_ONCE), -1)
-            found = gguf.quants.dequantize(joined, gguf.GGMLQuantizationType[self.tensors[name].kind]).reshape(part.shape)
+            found = gguf.quants.dequantize(joined, gguf.GGMLQuantizationType[kind]).reshape(part.shape)
             part.copy_(torch.from_numpy(np.require(found, requirements=["C", "W"])))  # what the file maps cannot be written
-        return values
+        return self._in_order(name, values.view(shape))
 
     def read_scales(self, name: str) -> Tensor:
         """A quantised tensor is finite exactly if its scales are: the other numbers of a block are small integers."""
         layout = LAYOUTS.get(self.tensors[name].kind)
         if layout is None:
             return self.read(name)
-        blocks = self._blocks[name].reshape(-1, layout.block_bytes)
+        blocks = self._rows[name].reshape(-1, layout.block_bytes)
         return torch.from_numpy(blocks[:, layout.scales].copy().view(np.float16))
 
     def read_grouped(self, name: str) -> Iterator[Grouped]:
         kind, (count, inner) = self.tensors[name].kind, self.tensors[name].shape
         order = self._in_order(name, torch.arange(count)).numpy()
         for places in np.split(order, range(at_once := max(_GROUPED_AT_ONCE // inner // TILE, 1) * TILE, count, at_once)):
-            yield read_blocks(kind, self._rows(name)[places])
+            yield read_blocks(kind, self._rows[name][places])
 
     def _in_order(self, name: str, tensor: Tensor) -> Tensor:
         num_heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
