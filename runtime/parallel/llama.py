@@ -254,7 +254,10 @@ def shard(checkpoint: Checkpoint, ranks: Ranks) -> ShardedCheckpoint:
 
 def shard_draft(draft: StoredDraft | None, ranks: Ranks) -> StoredDraft | None:
     """The part of `ranks.rank` of a draft model whose layers are large enough. Others are whole on every rank."""
-    if not isinstance(draft, DraftCheckpoint) or draft.model is None or _layer_weights(draft.model.config) < LEAST_LAYER_WEIGHTS:
+    if not isinstance(draft, DraftCheckpoint) or draft.model is None:
+        return draft
+    last = LlamaLayer(draft.model.config, draft.model.config.num_layers - 1, torch.empty(0, device="meta"))
+    if sum(parameter.numel() for parameter in last.parameters()) < LEAST_LAYER_WEIGHTS:
         return draft
     try:
         own, following = _own_and_next(check_divisible(draft.model, ranks.size), ranks, tokens=False)
@@ -273,9 +276,3 @@ def shard_draft(draft: StoredDraft | None, ranks: Ranks) -> StoredDraft | None:
 def _own_and_next(checkpoint: Checkpoint, ranks: Ranks, tokens: bool = True) -> tuple[Checkpoint, Checkpoint]:
     own, following = (_divide(checkpoint, rank % ranks.size, ranks.size, tokens) for rank in (ranks.rank, ranks.rank + 1))
     return own, following
-
-
-def _layer_weights(config: LlamaConfig) -> int:
-    """Of the last layer."""
-    layer = LlamaLayer(config, config.num_layers - 1, torch.empty(0, device="meta"))
-    return sum(parameter.numel() for parameter in layer.parameters())

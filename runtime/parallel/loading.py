@@ -12,7 +12,6 @@ from types import NoneType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.models.files.draft import StoredDraft
@@ -80,19 +79,14 @@ def load_rank(
     try:
         loaded = load_models(path, draft, config, divide=divide, **options)
         if gpu is not None:
-            joined[0].choose_sums(_largest_round(loaded))
+            assert isinstance(loaded.target, Llama)
+            rows = loaded.config.max_rows * (loaded.config.num_speculative_tokens + 1)  # of the largest round
+            joined[0].choose_sums(loaded.target.norm.new_empty(rows, loaded.target.config.hidden_size))
         return _in_step(loaded._replace(vocabulary=vocabulary(loaded.vocabulary)), joined[0])
     except BaseException:
         for ranks in joined:
             ranks.close()
         raise
-
-
-def _largest_round(loaded: Loaded) -> Tensor:
-    """[N, H]: hidden states of the largest round."""
-    assert isinstance(loaded.target, Llama)
-    rows = loaded.config.max_rows * (loaded.config.num_speculative_tokens + 1)
-    return loaded.target.norm.new_empty(rows, loaded.target.config.hidden_size)
 
 
 def _in_step(loaded: Loaded, ranks: Ranks) -> Loaded:
