@@ -100,11 +100,6 @@ class LatentConfig:
     def size(self) -> int:
         return self.plain + self.rotated
 
-    def first_parts(self, heads: int) -> dict[str, int]:
-        """Outputs of the products with the hidden state, by their names in files."""
-        query = {"q_proj": heads * self.size} if self.query_rank is None else {"q_a_proj": self.query_rank}
-        return query | {"kv_a_proj_with_mqa": self.rank + self.rotated}
-
     def products(self, heads: int) -> dict[str, tuple[str, int, int]]:
         """Those with the small states, by the names of their parameters: the name in files, outputs and inputs."""
         entries = "kv_b_proj", heads * (self.plain + self.value_size), self.rank
@@ -147,9 +142,10 @@ class LlamaConfig:
     @property
     def qkv_parts(self) -> dict[str, int]:
         """Outputs of the parts of the first product of attention, by their names in files."""
-        if self.latent is not None:
-            return self.latent.first_parts(self.num_heads)
         query, entry = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        if self.latent is not None:
+            first = {"q_proj": query} if self.latent.query_rank is None else {"q_a_proj": self.latent.query_rank}
+            return first | {"kv_a_proj_with_mqa": self.latent.rank + self.latent.rotated}
         return {"qkv_proj": query + 2 * entry} if self.fused else {"q_proj": query, "k_proj": entry, "v_proj": entry}
 
     @property

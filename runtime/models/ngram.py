@@ -44,5 +44,4 @@ class NgramLookup(NoCache):
         return (f"draft: n-gram look-up, {self.min_ngram} to {self.max_ngram} tokens{reason}",)
 
     def propose(self, history: History, buffers: StaticBuffers) -> Tensor:
-        text, length, generated, start, count = history
-        return look_up(text, length, generated, start, count, self.max_ngram, self.min_ngram)
+        return look_up(*history, self.max_ngram, self.min_ngram)

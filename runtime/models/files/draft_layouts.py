@@ -30,7 +30,6 @@ _UNSUPPORTED = {
     "logit_scale": 1.0,
     "num_hidden_layers": 1,
 }
-_INTEGERS = ("I64", "I32")
 # Parts of tensor names that only unsupported layers have.
 _OTHER_LAYERS = {
     **dict.fromkeys((".mlp.experts.", ".mlp.gate."), "a mixture of experts (MoE)"),
@@ -111,7 +110,7 @@ def read_d2t(source: Source, config: Eagle3Config) -> Tensor | None:
         if own != total:
             raise ValueError(f"d2t is missing, expected it with shape ({own},): the head proposes {own} of {total} tokens")
         return None
-    if tensors["d2t"].shape != (own,) or tensors["d2t"].kind not in _INTEGERS:
+    if tensors["d2t"].shape != (own,) or tensors["d2t"].kind not in ("I64", "I32"):
         raise ValueError(f"d2t: got {tensors['d2t'].kind} of shape {tensors['d2t'].shape}, expected I64 of shape ({own},)")
     ids = source.read("d2t").to(torch.int64) + torch.arange(own)  # stored as the difference of target id and draft id
     if bool(((ids < 0) | (ids >= total)).any()) or len(ids.unique()) != own:
