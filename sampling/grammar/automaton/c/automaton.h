@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "interned.h"
 #include "nfa.h"
 
 #include <array>
@@ -27,7 +28,11 @@ struct Move {
     int32_t target = DEAD, push = -1, counter = -1, last_target = DEAD;
     std::array<int32_t, 2 * MAX_SETS> sets, last_sets; // (counter, value) pairs; counter -1: none
     Move() { sets.fill(-1), last_sets.fill(-1); }
+
+    static constexpr size_t INTS = 4 + 4 * MAX_SETS; // it consists of
+    const int32_t *ints() const { return (const int32_t *)this; }
 };
+static_assert(sizeof(Move) == Move::INTS * sizeof(int32_t));
 
 // Neighbouring byte classes with one entry, from `low` to before `end`.
 struct Span {
@@ -54,12 +59,46 @@ struct Automaton {
     }
     void end_state() { span_start.push_back((int32_t)spans.size()); }
 
-    struct Spans {
-        const Span *first, *last;
-        const Span *begin() const { return first; }
-        const Span *end() const { return last; }
-    };
-    Spans spans_of(int32_t state) const { return {spans.data() + span_start[(size_t)state], spans.data() + span_start[(size_t)state + 1]}; }
+    Slice<Span> spans_of(int32_t state) const { return {spans.data() + span_start[(size_t)state], spans.data() + span_start[(size_t)state + 1]}; }
+};
+
+// What states read, compared by their spans: rows of a table with a column for each byte class. The column `left_out` counts for nothing;
+// -1: all count.
+class Rows {
+public:
+    Rows(int32_t classes, int32_t left_out) : left_out(left_out), factors(1, 0) {
+        for (int32_t at = 0; at < classes; at++) factors.push_back(factors.back() + (at == left_out ? 0 : mixed((uint64_t)at + 1)));
+    }
+
+    // Rows have equal hashes if after(entry), which is at least -2, is equal in every column: no entry differs from any.
+    template <class After> uint64_t hash(Slice<Span> row, const After &after) const {
+        uint64_t sum = 0;
+        for (const Span &span : row) sum += ((uint64_t)after(span.entry) + 3) * (factors[(size_t)span.end] - factors[(size_t)span.low]);
+        return sum;
+    }
+
+    template <class Same> bool is_equal(Slice<Span> row, Slice<Span> other, const Same &same) const {
+        for (int32_t at = 0;; at = std::min(row.first->end, other.first->end)) {
+            int32_t column = next_column(row, at);
+            if (column != next_column(other, at)) return false;
+            if (row.empty()) return true;
+            if (!same(row.first->entry, other.first->entry)) return false;
+        }
+    }
+
+private:
+    // The first one from `at` on with an entry, which is that of the first span then; -1: there is none.
+    int32_t next_column(Slice<Span> &row, int32_t at) const {
+        for (; !row.empty(); ++row.first) {
+            int32_t column = std::max(at, row.first->low);
+            column += column == left_out;
+            if (column < row.first->end) return column;
+        }
+        return -1;
+    }
+
+    int32_t left_out;
+    std::vector<uint64_t> factors; // [classes + 1] sums of those of the classes before
 };
 
 Automaton determinise(const Nfa &nfa, const Limits &limits);

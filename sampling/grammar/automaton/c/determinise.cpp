@@ -5,8 +5,6 @@
 
 #include <algorithm>
 #include <map>
-#include <numeric>
-#include <unordered_map>
 
 namespace stepgraph {
 
@@ -14,11 +12,6 @@ namespace {
 
 constexpr int32_t NOT_FOUND = -2;
 constexpr int64_t STEPS_PER_MEMBER = 16; // sorting sets takes longer than following the bytes of tokens
-
-void sort_unique(Ints &values) {
-    std::sort(values.begin(), values.end());
-    values.erase(std::unique(values.begin(), values.end()), values.end());
-}
 
 // What a set of states reaches without reading a byte: states that read, call or end; and loops to enter or to run again.
 struct Reached {
@@ -70,36 +63,32 @@ private:
     // States from which the end of their automaton can be reached.
     void find_live() {
         size_t count = nfa.states.size();
-        std::vector<std::pair<int32_t, int32_t>> moves; // to, from
-        std::unordered_map<int32_t, std::vector<std::pair<int32_t, int32_t>>> calls_before; // (caller, automaton) by the state after the call
+        ByState<int32_t> before; // states before each
+        ByState<std::pair<int32_t, int32_t>> calls_before; // (caller, automaton) by the state after the call
         live.assign(count, 0);
         Ints stack;
         for (size_t index = 0; index < count; index++) {
             const Nfa::State &state = nfa.states[index];
-            for (const Nfa::Edge &edge : nfa.edges.of((int32_t)index)) moves.push_back({edge.to, (int32_t)index});
-            for (int32_t to : nfa.next.of((int32_t)index)) moves.push_back({to, (int32_t)index});
-            for (const Nfa::Call &call : nfa.calls.of((int32_t)index)) calls_before[call.back].push_back({(int32_t)index, call.automaton});
-            if (state.kind != Nfa::PLAIN) moves.push_back({nfa.loops[state.target_loop].head, (int32_t)index});
-            if (state.kind == Nfa::AGAIN) moves.push_back({nfa.loops[state.target_loop].exit, (int32_t)index});
+            for (const Nfa::Edge &edge : nfa.edges.of((int32_t)index)) before.add(edge.to, (int32_t)index);
+            for (int32_t to : nfa.next.of((int32_t)index)) before.add(to, (int32_t)index);
+            for (const Nfa::Call &call : nfa.calls.of((int32_t)index)) calls_before.add(call.back, {(int32_t)index, call.automaton});
+            if (state.kind != Nfa::PLAIN) before.add(nfa.loops[state.target_loop].head, (int32_t)index);
+            if (state.kind == Nfa::AGAIN) before.add(nfa.loops[state.target_loop].exit, (int32_t)index);
             if (state.final_of >= 0) stack.push_back((int32_t)index), live[index] = 1;
         }
-        Ints begin(count + 1, 0), before(moves.size()); // states before each state
-        for (auto &[to, from] : moves) begin[to + 1]++;
-        std::partial_sum(begin.begin(), begin.end(), begin.begin());
-        Ints fill(begin.begin(), begin.end() - 1);
-        for (auto &[to, from] : moves) before[fill[to]++] = from;
+        before.sort(count);
+        calls_before.sort(count);
         std::vector<char> productive(nfa.starts.size(), 0);
         std::vector<Ints> waiting(nfa.starts.size());
         auto mark = [&](int32_t state) { if (!live[state]) live[state] = 1, stack.push_back(state); };
         while (!stack.empty()) {
             int32_t state = stack.back();
             stack.pop_back();
-            for (int32_t at = begin[state]; at < begin[state + 1]; at++) mark(before[at]);
-            if (auto calls = calls_before.find(state); calls != calls_before.end())
-                for (auto &[caller, called] : calls->second) {
-                    if (productive[called]) mark(caller);
-                    else waiting[called].push_back(caller);
-                }
+            for (int32_t from : before.of(state)) mark(from);
+            for (auto &[caller, called] : calls_before.of(state)) {
+                if (productive[called]) mark(caller);
+                else waiting[called].push_back(caller);
+            }
             if (!stack.empty()) continue;
             for (size_t called = 0; called < nfa.starts.size(); called++) {
                 if (productive[called] || !live[nfa.starts[called]]) continue;
@@ -254,10 +243,7 @@ private:
     int32_t entry_of(const Move &move) {
         bool is_plain = move.push < 0 && move.counter < 0 && move.sets[0] < 0;
         if (is_plain) return move.target;
-        Ints key{move.target, move.push, move.counter, move.last_target};
-        key.insert(key.end(), move.sets.begin(), move.sets.end());
-        key.insert(key.end(), move.last_sets.begin(), move.last_sets.end());
-        auto [number, is_new] = move_index.add(key);
+        auto [number, is_new] = move_index.add(move.ints(), Move::INTS);
         if (is_new) automaton.moves.push_back(move);
         return SPECIAL + number;
     }
@@ -376,8 +362,7 @@ private:
                     for (const Nfa::Edge &edge : nfa.edges.of(member)) add(call, edge.low, edge.high, edge.to);
                 }
             }
-        std::sort(calls.begin(), calls.end());
-        calls.erase(std::unique(calls.begin(), calls.end()), calls.end());
+        sort_unique(calls);
         for (auto &[called, back] : calls) {
             const Reached &after = closure(back);
             if (!after.enters.empty()) uncountable(after.enters[0]);

@@ -6,8 +6,6 @@
 
 #include "masks.h"
 
-#include "runs.h"
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -261,7 +259,7 @@ struct SparseRow {
 class Masks {
 public:
     Masks(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits)
-        : automaton(automaton), vocabulary(vocabulary), limits(limits), narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(bytes_by_class(automaton)), quote(bytes_of[automaton.class_of['"']].size() == 1 ? automaton.class_of['"'] : -1), table(automaton.classes, quote),
+        : automaton(automaton), vocabulary(vocabulary), limits(limits), narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(bytes_by_class(automaton)), quote(bytes_of[automaton.class_of['"']].size() == 1 ? automaton.class_of['"'] : -1), rows(automaton.classes, quote),
           row((size_t)vocabulary.words), part_row(row), ordered(vocabulary.starts.size() / 32 + 1), top_at((size_t)vocabulary.longest + 1),
           pushed((size_t)vocabulary.longest + 1) {
         find_steps();
@@ -384,8 +382,7 @@ private:
         for (int state = 0; state < PlainText::STATES; state++) {
             for (int byte = 0; byte < 256; byte++)
                 if (plain_text.next[state][byte] >= 0) moves[state].push_back({automaton.class_of[byte], plain_text.next[state][byte]});
-            std::sort(moves[state].begin(), moves[state].end());
-            moves[state].erase(std::unique(moves[state].begin(), moves[state].end()), moves[state].end());
+            sort_unique(moves[state]);
         }
         std::vector<Ints> after(states); // states after one character
         std::vector<char> some(states, 0), all(states, 1); // whether any, whether every plain character is legal
@@ -418,8 +415,7 @@ private:
                     }
                 }
             }
-            std::sort(after[state].begin(), after[state].end());
-            after[state].erase(std::unique(after[state].begin(), after[state].end()), after[state].end());
+            sort_unique(after[state]);
         }
         for (int32_t state = 0; state < states; state++)
             if (all[state] && some[state] && after[state].size() == 1) after_plain[state] = after[state][0];
@@ -453,7 +449,6 @@ private:
 
     void find_levels() {
         bool is_apart = quote >= 0;
-        for (int32_t state = 0; state < automaton.states; state++) table.add_row(automaton.spans_of(state));
         Level every; // state is a class of its own
         every.class_of.resize((size_t)automaton.states);
         std::iota(every.class_of.begin(), every.class_of.end(), 0);
@@ -479,19 +474,30 @@ private:
     void find_longest() {
         for (int32_t state : levels[0].first) {
             int32_t most = automaton.pop[(size_t)state] < 0 ? 0 : Trie::MOST_BYTES;
-            for (int32_t at = run_start[(size_t)state]; at < run_start[(size_t)state + 1]; at++) {
-                int32_t to = target_of(runs[(size_t)at].entry), like = to < 0 ? to : levels[0].class_of[(size_t)to];
+            for (const Span &span : automaton.spans_of(state)) {
+                int32_t like = class_after(levels[0], span);
                 if (like >= 0) most = std::max(most, like < (int32_t)longest.size() ? longest[(size_t)like] + 1 : Trie::MOST_BYTES);
             }
             longest.push_back(std::min(most, Trie::MOST_BYTES));
         }
     }
 
+    // The class of the state that a span leads to, or DEAD; also of a quote, which ends a text of a level.
+    int32_t class_after(const Level &level, const Span &span) const {
+        int32_t to = is_quote(span) ? DEAD : target_of(span.entry);
+        return to < 0 ? DEAD : level.class_of[(size_t)to];
+    }
+
+    bool is_quote(const Span &span) const { return span.low == quote && span.end == quote + 1; }
+
     // Components of the states without the moves of quotes.
     void find_components() {
         component_start.push_back(0);
-        auto count = [&](int32_t state) { return run_start[state + 1] - run_start[state]; };
-        auto target = [&](int32_t state, int32_t at) { return target_of(runs[run_start[state] + at].entry); };
+        auto count = [&](int32_t state) { return automaton.span_start[state + 1] - automaton.span_start[state]; };
+        auto target = [&](int32_t state, int32_t at) {
+            const Span &span = automaton.spans_of(state).first[at];
+            return is_quote(span) ? DEAD : target_of(span.entry);
+        };
         each_component(automaton.states, 0, automaton.states, count, target, [&](auto begin, auto end) {
             in_components.insert(in_components.end(), std::make_reverse_iterator(end), std::make_reverse_iterator(begin));
             component_start.push_back((int32_t)in_components.size());
@@ -516,23 +522,24 @@ private:
             return move ? move->push + 1 : 0;
         };
         auto after_quote = [&](int32_t state) -> int64_t {
-            int32_t entry = before ? table.left_out_entries[(size_t)state] : DEAD, to = target_of(entry);
+            int32_t entry = before ? entry_of(state, quote) : DEAD, to = target_of(entry);
             return to < 0 ? -1 : before->class_of[to] | (int64_t)push_of(entry) << 32;
         };
         auto class_after = [&](int32_t entry, int32_t state) -> int64_t { // SELF: the state itself
             int32_t to = target_of(entry);
             return to < 0 ? -1 : (to == state ? -2 : level.class_of[to]) | (int64_t)push_of(entry) << 32;
         };
+        auto is_same = [&](int32_t entry, int32_t other) { return class_after(entry, -1) == class_after(other, -1); };
         auto is_equal = [&](int32_t state, int32_t other) {
             return automaton.pop[state] == automaton.pop[other] && after_quote(state) == after_quote(other) &&
-                   table.is_equal(state, other, [&](int32_t entry) { return class_after(entry, -1); });
+                   rows.is_equal(automaton.spans_of(state), automaton.spans_of(other), is_same);
         };
         for (size_t component = 0; component + 1 < component_start.size(); component++) {
             const int32_t *begin = in_components.data() + component_start[component], *end = in_components.data() + component_start[component + 1];
             if (end - begin == 1) {
                 int32_t state = *begin;
                 auto after = [&](int32_t entry) { return class_after(entry, state); };
-                uint64_t hash = mixed((uint64_t)after_quote(state) + 3) + table.hash(state, after);
+                uint64_t hash = mixed((uint64_t)after_quote(state) + 3) + rows.hash(automaton.spans_of(state), after);
                 const int32_t key[] = {automaton.pop[state], (int32_t)hash, (int32_t)(hash >> 32)};
                 auto [number, is_new] = keys.add(key, std::size(key));
                 if (is_new) class_of_key.push_back(new_class(state));
@@ -540,24 +547,18 @@ private:
                 if (!is_new && !is_equal(state, level.first[(size_t)like])) like = new_class(state);
                 continue;
             }
-            auto in_component = [&](int32_t entry) { return target_of(entry) >= 0 && level.class_of[target_of(entry)] < 0; };
+            auto after = [&](int32_t entry) {
+                bool in_component = target_of(entry) >= 0 && level.class_of[target_of(entry)] < 0;
+                return mixed(in_component ? hashes[target_of(entry)] + (uint64_t)push_of(entry) : (uint64_t)class_after(entry, -1));
+            };
             for (const int32_t *state = begin; state < end; state++) hashes[*state] = mixed((uint64_t)after_quote(*state) + 3);
             size_t different = 0;
             for (int32_t round = 0; round < MAX_ROUNDS; round++) {
                 next.clear();
-                for (const int32_t *state = begin; state < end; state++) {
-                    uint64_t hash = hashes[*state];
-                    for (int32_t at = run_start[*state]; at < run_start[*state + 1]; at++) {
-                        int32_t entry = runs[at].entry;
-                        uint64_t after = in_component(entry) ? hashes[target_of(entry)] + (uint64_t)push_of(entry) : (uint64_t)class_after(entry, -1);
-                        hash += mixed(after) * runs[at].factor;
-                    }
-                    next.push_back(mixed(hash));
-                }
+                for (const int32_t *state = begin; state < end; state++) next.push_back(mixed(hashes[*state] + rows.hash(automaton.spans_of(*state), after)));
                 for (size_t at = 0; at < next.size(); at++) hashes[begin[at]] = next[at];
                 sorted = next;
-                std::sort(sorted.begin(), sorted.end());
-                sorted.erase(std::unique(sorted.begin(), sorted.end()), sorted.end());
+                sort_unique(sorted);
                 if (sorted.size() == different) break;
                 different = sorted.size();
             }
@@ -603,13 +604,14 @@ private:
             Ints found = last;
             level.is_final = true;
             still.clear();
-            auto is_changed = [&](const Runs::Run &run) {
-                int32_t to = target_of(run.entry), like = to < 0 ? to : level.class_of[(size_t)to];
+            auto is_same = [&](int32_t entry, int32_t other) { return class_after(entry) == class_after(other); };
+            auto is_changed = [&](const Span &span) {
+                int32_t like = this->class_after(level, span);
                 return like >= 0 && last[(size_t)like] != before[(size_t)like];
             };
+            auto spans_of = [&](int32_t like) { return automaton.spans_of(level.first[(size_t)like]); };
             auto leads_to_same = [&](int32_t like) { // as in the round before
-                const int32_t *range = &run_start[(size_t)level.first[(size_t)like]];
-                return std::none_of(runs.begin() + range[0], runs.begin() + range[1], is_changed);
+                return std::none_of(spans_of(like).begin(), spans_of(like).end(), is_changed);
             };
             for (Ints &members : open) {
                 if (!is_first && std::all_of(members.begin(), members.end(), leads_to_same)) {
@@ -618,18 +620,17 @@ private:
                 }
                 sorted.clear();
                 for (int32_t like : members) {
-                    int32_t state = level.first[(size_t)like];
-                    work += run_start[state + 1] - run_start[state];
-                    sorted.push_back({table.hash(state, class_after), like});
+                    work += spans_of(like).end() - spans_of(like).begin();
+                    sorted.push_back({rows.hash(spans_of(like), class_after), like});
                 }
                 std::sort(sorted.begin(), sorted.end());
                 for (size_t begin = 0, end; begin < sorted.size(); begin = end) { // the first part keeps the number
                     int32_t number = begin ? count++ : last[(size_t)members[0]];
-                    auto state_at = [&](size_t at) { return level.first[(size_t)sorted[at].second]; };
-                    auto is_same = [&](size_t at) {
-                        return sorted[at].first == sorted[begin].first && table.is_equal(state_at(at), state_at(begin), class_after);
+                    auto is_like_first = [&](size_t at) {
+                        auto [hash, like] = sorted[at];
+                        return hash == sorted[begin].first && rows.is_equal(spans_of(like), spans_of(sorted[begin].second), is_same);
                     };
-                    for (end = begin + 1; end < sorted.size() && is_same(end);) end++;
+                    for (end = begin + 1; end < sorted.size() && is_like_first(end);) end++;
                     level.is_final &= end - begin == sorted.size();
                     const bool is_open = end - begin > 1;
                     if (is_open) still.emplace_back();
@@ -771,7 +772,7 @@ private:
         std::array<Ints, ByteGroups::OTHERS> classes; // of each group
         for (int byte = 0; byte < 256; byte++)
             if (int group = byte_groups.of[byte]; group < ByteGroups::OTHERS) classes[(size_t)group].push_back(automaton.class_of[byte]);
-        for (Ints &some : classes) std::sort(some.begin(), some.end()), some.erase(std::unique(some.begin(), some.end()), some.end());
+        for (Ints &some : classes) sort_unique(some);
         auto target_of_group = [&](int32_t state, size_t group) { // DEAD: not the same for all bytes
             int32_t found = DEAD;
             for (int32_t c : classes[group]) {
@@ -1135,11 +1136,7 @@ private:
             int32_t &only = byte_of[automaton.class_of[byte]];
             only = only == -2 ? byte : -1;
         }
-        for (const Move &move : automaton.moves) {
-            for (int32_t value : {move.target, move.push, move.counter, move.last_target}) moves.push_back(value);
-            moves.insert(moves.end(), move.sets.begin(), move.sets.end());
-            moves.insert(moves.end(), move.last_sets.begin(), move.last_sets.end());
-        }
+        for (const Move &move : automaton.moves) moves.insert(moves.end(), move.ints(), move.ints() + Move::INTS);
         int32_t most = 0;
         for (const Ints &tokens : crossing) {
             cross_start.push_back((int32_t)cross.size());
@@ -1211,9 +1208,7 @@ private:
     size_t suffix_words_size = 0; // of all of them
     std::vector<Step> steps_of; // [states]
     const int32_t quote; // the byte class of the quote, or -1 where it is not one of its own
-    Runs table; // of states, without the moves of quotes
-    const std::vector<Runs::Run> &runs = table.runs;
-    const Ints &run_start = table.start;
+    const Rows rows; // of states, without the moves of quotes
     Ints in_components, component_start; // states by component; [components + 1]
     std::vector<Level> levels;
     Ints longest; // [classes of the first level] bytes of the longest text, at most MOST_BYTES; empty if there is but one level

@@ -1,7 +1,6 @@
 // Minimisation of states and stack symbols together, by partition refinement.
 
 #include "automaton.h"
-#include "interned.h"
 
 #include <algorithm>
 #include <iterator>
@@ -68,14 +67,13 @@ void merge_classes(Automaton &automaton) {
 class Blocks {
 public:
     explicit Blocks(const Automaton &automaton)
-        : automaton(automaton), factors(1, 0), hashes((size_t)(automaton.states + automaton.symbols), 1), next(hashes.size()),
+        : automaton(automaton), rows(automaton.classes, -1), hashes((size_t)(automaton.states + automaton.symbols), 1), next(hashes.size()),
           open(hashes.size()), place(hashes.size()), block_of(hashes.size()) {
-        for (int32_t at = 0; at < automaton.classes; at++) factors.push_back(factors.back() + mixed((uint64_t)at + 1));
         Interned shapes;
         for (const Move &move : automaton.moves) {
-            Ints shape{move.counter, move.push >= 0, move.last_target >= 0};
-            for (const auto *sets : {&move.sets, &move.last_sets}) shape.insert(shape.end(), sets->begin(), sets->end());
-            shape_of.push_back(shapes.add(shape).number);
+            Move shape = move;
+            shape.target = 0, shape.push = move.push >= 0, shape.last_target = move.last_target >= 0;
+            shape_of.push_back(shapes.add(shape.ints(), Move::INTS).number);
         }
         std::iota(open.begin(), open.end(), 0);
         for (size_t before = 2 * open.size(); open.size() * 10 < before * 9;) {
@@ -87,14 +85,15 @@ public:
             leave_out_lone();
         }
         find_blocks();
-        find_sources();
+        for (int32_t node : open) each_target(node, [&](int32_t to) { sources.add(to, node); });
+        sources.sort(hashes.size());
         for (int32_t node : open) mark(node);
         while (!touched.empty()) {
             changed.clear();
             for (; !touched.empty(); touched.pop_back()) divide(touched.back());
             for (auto [node, block] : changed) set_block(node, block);
             for (auto [node, block] : changed)
-                for (int32_t at = source_start[(size_t)node]; at < source_start[(size_t)node + 1]; at++) mark(sources[(size_t)at]);
+                for (int32_t source : sources.of(node)) mark(source);
         }
         count = (int32_t)blocks.size();
         for (int32_t &block : block_of)
@@ -129,8 +128,7 @@ private:
             return mixed(sum);
         }
         uint64_t sum = (uint64_t)automaton.accepts[(size_t)node] << 32 | (uint32_t)automaton.pop[(size_t)node];
-        for (const Span &span : automaton.spans_of(node)) sum += hash_after_entry(span.entry) * (factors[(size_t)span.end] - factors[(size_t)span.low]);
-        return mixed(sum);
+        return mixed(sum + rows.hash(automaton.spans_of(node), [&](int32_t entry) { return hash_after_entry(entry); }));
     }
 
     // For each open node the number of its hash, and how many nodes have each.
@@ -191,15 +189,6 @@ private:
         }
     }
 
-    void find_sources() {
-        source_start.assign(hashes.size() + 1, 0);
-        for (int32_t node : open) each_target(node, [&](int32_t to) { source_start[(size_t)to + 1]++; });
-        std::partial_sum(source_start.begin(), source_start.end(), source_start.begin());
-        Ints fill(source_start.begin(), source_start.end() - 1);
-        sources.resize((size_t)source_start.back());
-        for (int32_t node : open) each_target(node, [&](int32_t to) { sources[(size_t)fill[(size_t)to]++] = node; });
-    }
-
     void mark(int32_t node) {
         Block &block = blocks[(size_t)block_of[(size_t)node]];
         int32_t from = place[(size_t)node], to = block.first + block.marked;
@@ -227,16 +216,8 @@ private:
             return true;
         }
         auto kind = [&](int32_t state) { return std::make_pair(automaton.accepts[(size_t)state], automaton.pop[(size_t)state]); };
-        if (kind(node) != kind(other)) return false;
-        auto [left, left_end] = automaton.spans_of(node);
-        auto [right, right_end] = automaton.spans_of(other);
-        for (int32_t at = 0; left < left_end && right < right_end;) {
-            if (std::max(at, left->low) != std::max(at, right->low) || !is_equal_entry(left->entry, right->entry)) return false;
-            at = std::min(left->end, right->end);
-            left += left->end == at;
-            right += right->end == at;
-        }
-        return left == left_end && right == right_end;
+        auto is_same = [&](int32_t entry, int32_t with) { return is_equal_entry(entry, with); };
+        return kind(node) == kind(other) && rows.is_equal(automaton.spans_of(node), automaton.spans_of(other), is_same);
     }
 
     // Nodes that are not marked lead to the same blocks as before.
@@ -266,14 +247,14 @@ private:
     }
 
     const Automaton &automaton;
-    std::vector<uint64_t> factors; // [classes + 1] sums of those of the classes before
+    const Rows rows;
     Ints shape_of; // [moves] what they do, without where they lead
     std::vector<uint64_t> hashes, next; // of nodes, and the next ones; once there are blocks, of their numbers
     Ints open; // nodes that are not alone
     Ints elements, place; // open nodes by block; [nodes] where in `elements`
     Ints block_of; // [nodes]
     std::vector<Block> blocks;
-    Ints source_start, sources; // [nodes + 1] into the nodes that lead to each
+    ByState<int32_t> sources; // the nodes that lead to each
     Ints touched; // blocks with marked nodes
     std::vector<std::pair<int32_t, int32_t>> changed; // nodes, and their new blocks
     std::vector<std::pair<uint64_t, int32_t>> sorted; // nodes by hash
@@ -327,10 +308,7 @@ Automaton minimise(Automaton automaton) {
         move.target = renamed(move.target);
         move.last_target = renamed(move.last_target);
         if (move.push >= 0) move.push = symbol_number[(size_t)blocks[automaton.states + move.push]];
-        Ints key{move.target, move.push, move.counter, move.last_target};
-        key.insert(key.end(), move.sets.begin(), move.sets.end());
-        key.insert(key.end(), move.last_sets.begin(), move.last_sets.end());
-        auto [number, is_new] = moves.add(key);
+        auto [number, is_new] = moves.add(move.ints(), Move::INTS);
         if (is_new) smaller.moves.push_back(move);
         return known = SPECIAL + number;
     };

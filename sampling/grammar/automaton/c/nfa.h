@@ -42,15 +42,21 @@ struct Grammar {
     bool has_times = true; // else the bodies of times are used
 };
 
+template <class Item> struct Slice {
+    const Item *first, *last;
+    const Item *begin() const { return first; }
+    const Item *end() const { return last; }
+    bool empty() const { return first == last; }
+};
+
+template <class Item> void sort_unique(std::vector<Item> &values) {
+    std::sort(values.begin(), values.end());
+    values.erase(std::unique(values.begin(), values.end()), values.end());
+}
+
 // Items of states, in the order of the states.
 template <class Item> class ByState {
 public:
-    struct Span {
-        const Item *first, *last;
-        const Item *begin() const { return first; }
-        const Item *end() const { return last; }
-        bool empty() const { return first == last; }
-    };
     void add(int32_t state, const Item &item) { added.push_back({state, item}); }
     void sort(size_t states) { // after the last was added
         starts.assign(states + 1, 0);
@@ -61,7 +67,7 @@ public:
         for (auto &[state, item] : added) items[(size_t)fill[(size_t)state]++] = item;
         added = {};
     }
-    Span of(int32_t state) const { return {items.data() + starts[(size_t)state], items.data() + starts[(size_t)state + 1]}; }
+    Slice<Item> of(int32_t state) const { return {items.data() + starts[(size_t)state], items.data() + starts[(size_t)state + 1]}; }
 
 private:
     std::vector<std::pair<int32_t, Item>> added;
