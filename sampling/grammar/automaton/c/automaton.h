@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include "interned.h"
 #include "nfa.h"
 
 #include <array>
@@ -22,11 +21,13 @@ struct Uncountable {
 constexpr int32_t DEAD = -1, SPECIAL = 1 << 30; // an entry of `next` is DEAD, a state, or SPECIAL + an index of `moves`
 constexpr int MAX_SETS = 2; // counters that one move sets
 
+using Sets = std::array<int32_t, 2 * MAX_SETS>; // (counter, value) pairs; counter -1: none
+
 // A move that does more than enter a state. With `counter` >= 0 that counter is decremented first; if it was 1, the move goes to
 // `last_target` and sets `last_sets` instead.
 struct Move {
     int32_t target = DEAD, push = -1, counter = -1, last_target = DEAD;
-    std::array<int32_t, 2 * MAX_SETS> sets, last_sets; // (counter, value) pairs; counter -1: none
+    Sets sets, last_sets;
     Move() { sets.fill(-1), last_sets.fill(-1); }
 
     static constexpr size_t INTS = 4 + 4 * MAX_SETS; // it consists of

@@ -1,7 +1,6 @@
 // The subset construction. See automaton.h.
 
 #include "automaton.h"
-#include "interned.h"
 
 #include <algorithm>
 #include <map>
@@ -24,11 +23,6 @@ struct Reached {
     void sort() { sort_unique(members), sort_unique(enters), sort_unique(agains); }
 };
 
-struct Target { // a state, and the counters that are set on the way to it
-    int32_t state = DEAD;
-    std::array<int32_t, 2 * MAX_SETS> sets;
-};
-
 class Determiniser {
 public:
     Determiniser(const Nfa &nfa, const Limits &limits)
@@ -39,8 +33,9 @@ public:
         find_live();
         split_classes();
         if (!live[nfa.starts[0]]) throw Unfit("no text satisfies it");
-        Target start = resolve(closure(nfa.starts[0]));
-        automaton.start = start.state;
+        Move start;
+        resolve(closure(nfa.starts[0]), start.target, start.sets);
+        automaton.start = start.target;
         for (size_t index = 0; index < start.sets.size() && start.sets[index] >= 0; index += 2)
             automaton.counters[start.sets[index]] = start.sets[index + 1];
         for (size_t called = 0; called < nfa.starts.size(); called++)
@@ -50,8 +45,8 @@ public:
             expand((int32_t)done);
         }
         automaton.states = sets.size();
-        automaton.symbols = (int32_t)symbols.size();
-        automaton.finish_sets = (int32_t)finish_sets.size();
+        automaton.symbols = symbols.size();
+        automaton.finish_sets = finish_sets.size();
         automaton.go.assign((size_t)automaton.finish_sets * automaton.symbols, DEAD);
         for (auto &[pair, state] : returns) automaton.go[(size_t)pair.first * automaton.symbols + pair.second] = state;
         return std::move(automaton);
@@ -162,27 +157,21 @@ private:
     }
     int32_t intern(const Ints &members) { return members.empty() ? DEAD : intern(members.data(), members.size()); }
 
-    // The state of a set, once the loops in `enters` are entered.
-    Target resolve(const Reached &base) {
-        Target target;
-        target.sets.fill(-1);
-        if (base.enters.empty()) {
-            target.state = intern(base.members);
-            return target;
-        }
+    // Finds the state of a set, once the loops in `enters` are entered, and the counters that are set on the way to it.
+    void resolve(const Reached &base, int32_t &state, Sets &sets) {
         Reached all = base;
         Ints wait = base.enters, entered;
-        size_t used = 0; // of target.sets
+        size_t used = 0; // of the sets
         while (!wait.empty()) {
             int32_t loop = wait.back(), counter = nfa.loops[loop].counter, count = nfa.loops[loop].count;
             wait.pop_back();
             if (std::count(entered.begin(), entered.end(), loop)) continue;
             if (uses_counter(base.members, counter)) uncountable(loop);
             size_t at = 0;
-            while (at < used && target.sets[at] != counter) at += 2;
-            if (at == target.sets.size() || (at < used && target.sets[at + 1] != count)) uncountable(loop);
-            target.sets[at] = counter;
-            target.sets[at + 1] = count;
+            while (at < used && sets[at] != counter) at += 2;
+            if (at == sets.size() || (at < used && sets[at + 1] != count)) uncountable(loop);
+            sets[at] = counter;
+            sets[at + 1] = count;
             used = std::max(used, at + 2);
             entered.push_back(loop);
             const Reached &head = closure(nfa.loops[loop].head);
@@ -190,13 +179,12 @@ private:
             all.add(head);
             wait.insert(wait.end(), head.enters.begin(), head.enters.end());
         }
-        sort_unique(all.members);
-        if (used == 4 && target.sets[0] > target.sets[2]) { // one order, so that equal moves are equal
-            std::swap(target.sets[0], target.sets[2]);
-            std::swap(target.sets[1], target.sets[3]);
+        if (used) sort_unique(all.members);
+        if (used == 4 && sets[0] > sets[2]) { // one order, so that equal moves are equal
+            std::swap(sets[0], sets[2]);
+            std::swap(sets[1], sets[3]);
         }
-        target.state = intern(all.members);
-        return target;
+        state = intern(all.members);
     }
 
     // Whether one of the states is inside a loop with this counter. Loops that are entered with the same byte and count share a counter, as
@@ -210,19 +198,14 @@ private:
 
     // The move to the states in `base`, of which one may be the end of a loop's body.
     void move_to(Reached &base, Move &move) {
-        if (base.agains.empty()) {
-            Target target = resolve(base);
-            move.target = target.state;
-            move.sets = target.sets;
-            return;
-        }
+        if (base.agains.empty()) return resolve(base, move.target, move.sets);
         Ints agains;
         agains.swap(base.agains);
         int32_t counter = nfa.loops[agains[0]].counter;
         for (int32_t loop : agains)
             if (nfa.loops[loop].counter != counter || std::count(base.enters.begin(), base.enters.end(), loop)) uncountable(loop);
         if (uses_counter(base.members, counter)) uncountable(agains[0]);
-        auto joined = [&](int32_t Nfa::Loop::*state) {
+        auto join = [&](int32_t Nfa::Loop::*state, int32_t &target, Sets &sets) {
             Reached all = base;
             for (int32_t loop : agains) {
                 const Reached &added = closure(nfa.loops[loop].*state);
@@ -230,14 +213,11 @@ private:
                 all.add(added);
             }
             all.sort();
-            return resolve(all);
+            resolve(all, target, sets);
         };
-        Target more = joined(&Nfa::Loop::head), last = joined(&Nfa::Loop::exit);
         move.counter = counter;
-        move.target = more.state;
-        move.sets = more.sets;
-        move.last_target = last.state;
-        move.last_sets = last.sets;
+        join(&Nfa::Loop::head, move.target, move.sets);
+        join(&Nfa::Loop::exit, move.last_target, move.last_sets);
     }
 
     int32_t entry_of(const Move &move) {
@@ -275,7 +255,7 @@ private:
     }
 
     void expand(int32_t number) {
-        members.assign(sets.values(number), sets.values(number) + sets.length(number));
+        members.assign(sets.of(number).begin(), sets.of(number).end());
         bool accepts = false, continues = false, has_calls = false;
         Ints finished;
         ranges.clear();
@@ -293,9 +273,7 @@ private:
         if (!finished.empty()) {
             if (continues || has_calls || accepts) throw Nondeterministic("it may end a nested part or continue it, after the same text");
             sort_unique(finished);
-            auto [finish, is_new] = finish_index.add(finished);
-            if (is_new) finish_sets.push_back(finished);
-            automaton.pop.back() = finish;
+            automaton.pop.back() = finish_sets.add(finished).number;
         }
         if (((int64_t)number + 1) * automaton.classes > limits.bytes) exceeded("bytes", limits.bytes); // of four: minimising makes it smaller
         if (has_calls) expand_calls();
@@ -345,8 +323,7 @@ private:
 
     // The states inside called automata after a byte of this class; `push` becomes the symbol of what follows the calls.
     Ints call_targets(int byte_class, int32_t &push) {
-        Ints inside, key;
-        Symbol symbol;
+        Ints inside, symbol;
         std::vector<std::pair<int32_t, int32_t>> calls; // automaton, state after it
         auto add = [&](const Nfa::Call &call, int32_t low, int32_t high, int32_t to) {
             if (automaton.class_of[low] > byte_class || byte_class > automaton.class_of[high] || !live[call.back] || !live[to]) return;
@@ -367,46 +344,40 @@ private:
             const Reached &after = closure(back);
             if (!after.enters.empty()) uncountable(after.enters[0]);
             if (!after.agains.empty()) uncountable(after.agains[0]);
-            key.push_back(-1 - called);
-            key.insert(key.end(), after.members.begin(), after.members.end());
-            symbol.push_back({called, after.members});
+            symbol.push_back(-1 - called);
+            symbol.insert(symbol.end(), after.members.begin(), after.members.end());
         }
         if (inside.empty()) return inside;
         sort_unique(inside);
-        auto [number, is_new] = symbol_index.add(key);
-        if (is_new) symbols.push_back(symbol);
-        push = number;
+        push = symbols.add(symbol).number;
         return inside;
     }
 
     // States entered when a finish set meets a symbol. Returns whether there are new states.
     bool add_returns() {
         int32_t before = sets.size();
-        for (size_t finish = 0; finish < finish_sets.size(); finish++)
-            for (size_t symbol = 0; symbol < symbols.size(); symbol++) {
+        for (int32_t finish = 0; finish < finish_sets.size(); finish++)
+            for (int32_t symbol = 0; symbol < symbols.size(); symbol++) {
                 if (finish < finish_done && symbol < symbols_done) continue;
                 Ints members;
                 bool all = true;
-                for (int32_t called : finish_sets[finish]) {
-                    bool found = false;
-                    for (auto &[automaton_number, after] : symbols[symbol])
-                        if (automaton_number == called) {
-                            found = true;
-                            members.insert(members.end(), after.begin(), after.end());
-                        }
+                for (int32_t called : finish_sets.of(finish)) {
+                    bool found = false, is_after = false;
+                    for (int32_t value : symbols.of(symbol)) {
+                        if (value < 0) found |= is_after = value == -1 - called;
+                        else if (is_after) members.push_back(value);
+                    }
                     all &= found;
                 }
                 if (!all) continue; // a text that ends all of these was not called here
                 sort_unique(members);
                 int32_t state = intern(members);
-                if (state >= 0) returns[{(int32_t)finish, (int32_t)symbol}] = state;
+                if (state >= 0) returns[{finish, symbol}] = state;
             }
         finish_done = finish_sets.size();
         symbols_done = symbols.size();
         return sets.size() > before;
     }
-
-    using Symbol = std::vector<std::pair<int32_t, Ints>>; // called automaton, members after it
 
     const Nfa &nfa;
     const Limits &limits;
@@ -416,16 +387,16 @@ private:
     Ints stamps, entries; // entries: where an edge to each state leads, as an entry of `next`
     int64_t steps = 0, stored = 0; // stored: bytes
     int32_t stamp = 0;
-    Interned sets, target_sets, finish_index, symbol_index, move_index;
+    Interned sets, target_sets, finish_sets, move_index;
+    Interned symbols; // for each called automaton -1 minus its number, and then the members after it
     Reached combined; // closures of several states
     Ints stack; // of `closure`
     Ints entries_to_sets, members, targets; // members, targets, ranges, active: of the state that is being expanded
     std::vector<Nfa::Edge> ranges, active; // of byte classes
     int32_t past = 0;
-    std::vector<Ints> called_starts, finish_sets;
-    std::vector<Symbol> symbols;
+    std::vector<Ints> called_starts;
     std::map<std::pair<int32_t, int32_t>, int32_t> returns;
-    size_t finish_done = 0, symbols_done = 0;
+    int32_t finish_done = 0, symbols_done = 0;
 };
 
 } // namespace

@@ -8,6 +8,15 @@
 
 namespace stepgraph {
 
+// Items that are stored elsewhere.
+template <class Item> struct Slice {
+    const Item *first, *last;
+    const Item *begin() const { return first; }
+    const Item *end() const { return last; }
+    bool empty() const { return first == last; }
+    size_t size() const { return (size_t)(last - first); }
+};
+
 inline uint64_t mixed(uint64_t value) {
     value = (value ^ value >> 30) * 0xbf58476d1ce4e5b9ull;
     value = (value ^ value >> 27) * 0x94d049bb133111ebull;
@@ -37,8 +46,8 @@ public:
 
     int32_t size() const { return (int32_t)begin.size() - 1; }
     size_t total() const { return pool.size(); }
-    size_t length(int32_t number) const { return begin[(size_t)number + 1] - begin[(size_t)number]; }
-    const int32_t *values(int32_t number) const { return pool.data() + begin[(size_t)number]; } // valid until the next one is added
+    // A sequence; valid until the next one is added.
+    Slice<int32_t> of(int32_t number) const { return {pool.data() + begin[(size_t)number], pool.data() + begin[(size_t)number + 1]}; }
 
 private:
     struct Slot {
@@ -60,7 +69,7 @@ private:
     }
 
     bool is_equal(int32_t number, const int32_t *other, size_t size) const {
-        return length(number) == size && std::equal(other, other + size, values(number));
+        return of(number).size() == size && std::equal(other, other + size, of(number).begin());
     }
 
     void grow() {

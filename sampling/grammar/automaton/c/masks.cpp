@@ -307,7 +307,7 @@ public:
                 for (const Trie &trie : vocabulary.tries) {
                     walk_tokens(trie, Trie::ROOT, 0, state, 0);
                     ordered.move_to(packed);
-                    set_ordered(trie, packed.data(), packed.size(), row);
+                    set_ordered(trie, slice_of(packed), row);
                 }
             }
             if (automaton.symbols) sort_by_text(crossing[state]);
@@ -324,6 +324,8 @@ public:
     }
 
 private:
+    static Slice<int32_t> slice_of(const Ints &values) { return {values.data(), values.data() + values.size()}; }
+
     static std::vector<std::vector<uint8_t>> bytes_by_class(const Automaton &automaton) {
         std::vector<std::vector<uint8_t>> bytes((size_t)automaton.classes);
         for (int byte = 0; byte < 256; byte++) bytes[automaton.class_of[(size_t)byte]].push_back((uint8_t)byte);
@@ -698,7 +700,7 @@ private:
         }
         const Below &found = below[(size_t)at->second];
         followed = std::max(followed, found.followed);
-        set_words(below_bits.values(found.bits), below_bits.length(found.bits), ordered);
+        set_words(below_bits.of(found.bits), ordered);
         append_crossed(found);
         return true;
     }
@@ -721,8 +723,8 @@ private:
     }
 
     // Words and their bits, by turns.
-    static void set_words(const int32_t *pairs, size_t size, SparseRow &to) {
-        for (size_t at = 0; at < size; at += 2) to.set(pairs[at], (uint32_t)pairs[at + 1]);
+    static void set_words(Slice<int32_t> pairs, SparseRow &to) {
+        for (const int32_t *at = pairs.first; at < pairs.last; at += 2) to.set(at[0], (uint32_t)at[1]);
     }
 
     void append_crossed(const Below &found) {
@@ -731,23 +733,21 @@ private:
     }
 
     // Set tokens that are given by their places in the order of a tree.
-    static void set_ordered(const Trie &trie, const int32_t *pairs, size_t size, SparseRow &to) {
-        for (size_t at = 0; at < size; at += 2)
-            for (auto bits = (uint32_t)pairs[at + 1]; bits; bits &= bits - 1)
-                to.add(trie.tokens[(size_t)pairs[at] * 32 + (size_t)__builtin_ctz(bits)]);
+    static void set_ordered(const Trie &trie, Slice<int32_t> pairs, SparseRow &to) {
+        for (const int32_t *at = pairs.first; at < pairs.last; at += 2)
+            for (auto bits = (uint32_t)at[1]; bits; bits &= bits - 1) to.add(trie.tokens[(size_t)at[0] * 32 + (size_t)__builtin_ctz(bits)]);
     }
 
     // Set the tokens of a tree, given by their number in `below_bits`. Where they are many, several rows have them.
     void set_part(size_t part, int32_t number) {
-        const int32_t *pairs = below_bits.values(number);
-        size_t size = below_bits.length(number);
-        if (size < MANY_WORDS) return set_ordered(vocabulary.tries[part], pairs, size, row);
+        Slice<int32_t> pairs = below_bits.of(number);
+        if (pairs.size() < MANY_WORDS) return set_ordered(vocabulary.tries[part], pairs, row);
         Ints &words = words_of_part[part][number];
         if (words.empty()) {
-            set_ordered(vocabulary.tries[part], pairs, size, part_row);
+            set_ordered(vocabulary.tries[part], pairs, part_row);
             part_row.move_to(words);
         }
-        set_words(words.data(), words.size(), row);
+        set_words(slice_of(words), row);
     }
 
     // Set the tokens below a node, after so many bytes, whose text after it is plain.
@@ -924,9 +924,7 @@ private:
     template <class Found> void each_suffix(int32_t state, const Found &found) {
         for (bool several : {false, true}) {
             int32_t number = suffixes_of(state, several);
-            const int32_t *values = suffix_lists.values(number);
-            auto found_value = [&](int32_t value) { found(value < 0 ? -1 - value : value, value >= 0); };
-            std::for_each(values, values + suffix_lists.length(number), found_value);
+            for (int32_t value : suffix_lists.of(number)) found(value < 0 ? -1 - value : value, value >= 0);
         }
     }
 
@@ -947,7 +945,7 @@ private:
             row.move_to(words);
             suffix_words_size += words.size();
         }
-        set_words(words.data(), words.size(), row);
+        set_words(slice_of(words), row);
     }
 
     void add_crossing_suffixes(int32_t start, int32_t inside) {
@@ -1045,38 +1043,23 @@ private:
         if (base == -1) return add_row(base);
         const int32_t *plain = vocabulary.plain.data() + (size_t)(-2 - base) * (size_t)vocabulary.words;
         size_t kept = 0;
-        uint64_t hash = (uint64_t)base;
         for (size_t at = 0; at < packed.size(); at += 2) { // words that the base has anyway are no change
             int32_t word = packed[at], bits = packed[at + 1] | plain[word];
             if (bits == plain[word]) continue;
             packed[kept++] = word, packed[kept++] = bits;
-            hash += mixed((uint64_t)word << 32 | (uint32_t)bits);
         }
         packed.resize(kept);
-        Ints &rows = rows_by_hash[hash];
-        auto same = std::find_if(rows.begin(), rows.end(), [&](int32_t other) { return is_equal(other, base); });
-        if (same != rows.end()) return *same;
-        rows.push_back(add_row(base));
-        return rows.back();
-    }
-
-    bool is_equal(int32_t other, int32_t base) const {
-        if (built_on[other] != base || (size_t)built_size[other] != packed.size()) return false;
-        const uint32_t *dense_row = base_of[other] < 0 ? nullptr : dense[(size_t)base_of[other]].data();
-        for (size_t at = 0; at < packed.size(); at += 2) {
-            size_t from = (size_t)change_start[other] + at / 2;
-            int32_t word = packed[at], bits = packed[at + 1];
-            if (dense_row ? (int32_t)dense_row[word] != bits : change_word[from] != word || change_value[from] != bits) return false;
-        }
-        return true;
+        packed.push_back(base);
+        auto [number, is_new] = changed_rows.add(packed);
+        packed.pop_back();
+        if (is_new) row_of_changed.push_back(add_row(base));
+        return row_of_changed[(size_t)number];
     }
 
     int32_t add_row(int32_t base) { // of the words in `packed`
         bool any_text = false;
         for (size_t at = 0; at < packed.size(); at += 2) any_text |= (packed[at + 1] & ~vocabulary.stop_words[(size_t)packed[at]]) != 0;
         status_of.push_back(any_text || base != -1 ? 1 : packed.empty() ? 4 : 2); // MaskStatus OK, DEAD_END, COMPLETE
-        built_on.push_back(base);
-        built_size.push_back((int32_t)packed.size());
         change_start.push_back((int32_t)change_word.size());
         bool is_dense = packed.size() * 2 > (size_t)vocabulary.words; // a change takes two words
         base_of.push_back(is_dense ? (int32_t)dense.size() : base);
@@ -1129,13 +1112,10 @@ private:
 
     Image assembled() {
         change_start.push_back((int32_t)change_word.size());
-        Ints leave = automaton.pop, byte_of(automaton.classes, -2), moves, cross_start, cross;
+        Ints leave = automaton.pop, byte_of, moves, cross_start, cross;
         for (int32_t state = 0; state < automaton.states; state++)
             if (automaton.accepts[state]) leave[state] = -2;
-        for (int byte = 0; byte < 256; byte++) {
-            int32_t &only = byte_of[automaton.class_of[byte]];
-            only = only == -2 ? byte : -1;
-        }
+        for (const auto &bytes : bytes_of) byte_of.push_back(bytes.size() == 1 ? bytes[0] : -1);
         for (const Move &move : automaton.moves) moves.insert(moves.end(), move.ints(), move.ints() + Move::INTS);
         int32_t most = 0;
         for (const Ints &tokens : crossing) {
@@ -1234,9 +1214,10 @@ private:
     struct Pushed { int32_t symbol, below, size; }; // a symbol, the one below it as in top_at, and the number with those below
     Ints top_at; // [bytes] where in `pushed` the top of the stack is after so many bytes; 0: it is empty
     std::vector<Pushed> pushed; // [bytes] by the byte that pushed it
-    Ints base_of, status_of, built_on, built_size, change_start, change_word, change_value; // rows
+    Ints base_of, status_of, change_start, change_word, change_value; // rows
     std::vector<std::vector<uint32_t>> dense;
-    std::unordered_map<uint64_t, Ints> rows_by_hash;
+    Interned changed_rows; // words of rows over a base, their bits, and the base
+    Ints row_of_changed; // by number in `changed_rows`
     static constexpr size_t EXCHANGED = 3; // what is before the tokens
     Ints left_out, added, exchanged; // crossing tokens of the state that is being exchanged; and tokens to set, or -1 - to unset, in order
     Interned exchanged_lists;

@@ -1,7 +1,6 @@
 // See nfa.h. States are created per (expression, continuation), so that right recursion becomes a loop, from the end of the grammar on:
 // equal ends of expressions share their states. Left-linear rules are built apart. Other recursion must be between literal bytes: such parts of alternatives become automata of their own, which are called.
 
-#include "interned.h"
 #include "nfa.h"
 
 #include <algorithm>

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "interned.h"
+
 #include <algorithm>
 #include <cstdint>
 #include <stdexcept>
@@ -40,13 +42,6 @@ struct Grammar {
     const int32_t *data, *offsets, *bodies, *formats;
     int32_t num_expressions, num_rules, root;
     bool has_times = true; // else the bodies of times are used
-};
-
-template <class Item> struct Slice {
-    const Item *first, *last;
-    const Item *begin() const { return first; }
-    const Item *end() const { return last; }
-    bool empty() const { return first == last; }
 };
 
 template <class Item> void sort_unique(std::vector<Item> &values) {
