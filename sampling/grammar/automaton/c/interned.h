@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string_view>
 #include <vector>
 
 namespace stepgraph {
@@ -32,7 +33,7 @@ public:
     };
 
     Found add(const int32_t *values, size_t length) {
-        auto hash = (uint32_t)hash_of(values, length);
+        auto hash = (uint32_t)std::hash<std::string_view>()({(const char *)values, length * sizeof *values});
         size_t at = (size_t)hash & (slots.size() - 1);
         for (; slots[at].number >= 0; at = (at + 1) & (slots.size() - 1))
             if (slots[at].hash == hash && is_equal(slots[at].number, values, length)) return {slots[at].number, false};
@@ -54,19 +55,6 @@ private:
         uint32_t hash = 0;
         int32_t number = -1;
     };
-
-    // Long sequences are hashed in parts that do not wait for each other.
-    static uint64_t hash_of(const int32_t *values, size_t length) {
-        constexpr size_t PARTS = 4;
-        uint64_t hashes[PARTS] = {length, 1, 2, 3};
-        auto add = [](uint64_t &hash, uint64_t value) { hash = (hash ^ value) * 0x9e3779b97f4a7c15ull, hash ^= hash >> 32; };
-        size_t at = 0;
-        for (; at + PARTS <= length; at += PARTS)
-            for (size_t part = 0; part < PARTS; part++) add(hashes[part], (uint32_t)values[at + part]);
-        for (; at < length; at++) add(hashes[0], (uint32_t)values[at]);
-        for (size_t part = 1; part < PARTS; part++) add(hashes[0], hashes[part]);
-        return hashes[0];
-    }
 
     bool is_equal(int32_t number, const int32_t *other, size_t size) const {
         return of(number).size() == size && std::equal(other, other + size, of(number).begin());
