@@ -1,8 +1,8 @@
-// See masks.h. The row of a state is found by walking the tree of tokens from it. Six things make that cheap: most tokens are plain text,
-// whose rows inside strings are known beforehand by their number of characters; the other tokens have few different suffixes from their
-// first character that is not plain; few tokens have quotes, and states that differ only behind a quote share all others; a part of the
-// tree is walked once for all states that behave alike for every text of its height; it is not walked at all where every text of the bytes
-// in it is legal, as in names and numbers; and states whose tokens are found to be equal share a row before its words are written.
+// See masks.h. The row of a state is found by walking trees of tokens from it. These things make that cheap: tokens that are plain text have
+// trees of their own, which are not walked inside strings, where their rows are known beforehand by the number of characters; few tokens
+// have quotes, and states that differ only behind a quote share all others; a part of the tree is walked once for all states that behave
+// alike for every text of its height; it is not walked at all where every text of the bytes in it is legal, as in names and numbers; and
+// states whose tokens are found to be equal share a row before its words are written.
 
 #include "masks.h"
 
@@ -13,54 +13,47 @@
 #include <iterator>
 #include <new>
 #include <numeric>
-#include <type_traits>
 #include <unordered_map>
 #include <utility>
 
 namespace stepgraph {
 
-PlainText::PlainText() {
-    memset(next, -1, sizeof next);
-    // 1 to 3: that many bytes to come; 4 after E0, 5 after ED (no surrogates), 6 after F0, 7 after F4; 8 and 9 after EE and EE 80, because
-    // the JSON grammars do not have U+E000
-    for (int byte = 0x20; byte < 0x80; byte++)
-        if (byte != '"' && byte != '\\') next[0][byte] = 0;
-    for (int byte = 0xC2; byte <= 0xDF; byte++) next[0][byte] = 1;
-    for (int byte = 0xE1; byte <= 0xEF; byte++) next[0][byte] = 2;
-    for (int byte = 0xF1; byte <= 0xF3; byte++) next[0][byte] = 3;
-    next[0][0xE0] = 4;
-    next[0][0xEE] = 8;
-    next[8][0x80] = 9;
-    next[0][0xED] = 5;
-    next[0][0xF0] = 6;
-    next[0][0xF4] = 7;
-    for (int byte = 0x80; byte <= 0xBF; byte++) {
-        for (int left = 1; left <= 3; left++) next[left][byte] = (int8_t)(left - 1);
-        if (byte != 0x80) next[8][byte] = 1, next[9][byte] = 0;
-        if (byte >= 0xA0) next[4][byte] = 1;
-        else next[5][byte] = 1;
-        if (byte >= 0x90) next[6][byte] = 2;
-        else next[7][byte] = 2;
-    }
-}
+// Plain characters are those that may be anywhere in a JSON string as they are.
+struct PlainText {
+    static constexpr int STATES = 10; // 0: between characters
+    int8_t next[STATES][256];
 
-int PlainText::plain_from(const uint8_t *text, int size) const {
-    int from = size;
-    for (int start = size - 1; start >= 0; start--) { // the last start of a character, and so on towards the front
-        int state = 0, at = start;
-        while (at < from && state >= 0) state = next[state][text[at++]];
-        if (state == 0) from = start;
-        else if (from - start >= 4) break;
+    PlainText() {
+        memset(next, -1, sizeof next);
+        // 1 to 3: that many bytes to come; 4 after E0, 5 after ED (no surrogates), 6 after F0, 7 after F4; 8 and 9 after EE and EE 80, because
+        // the JSON grammars do not have U+E000
+        for (int byte = 0x20; byte < 0x80; byte++)
+            if (byte != '"' && byte != '\\') next[0][byte] = 0;
+        for (int byte = 0xC2; byte <= 0xDF; byte++) next[0][byte] = 1;
+        for (int byte = 0xE1; byte <= 0xEF; byte++) next[0][byte] = 2;
+        for (int byte = 0xF1; byte <= 0xF3; byte++) next[0][byte] = 3;
+        next[0][0xE0] = 4;
+        next[0][0xEE] = 8;
+        next[8][0x80] = 9;
+        next[0][0xED] = 5;
+        next[0][0xF0] = 6;
+        next[0][0xF4] = 7;
+        for (int byte = 0x80; byte <= 0xBF; byte++) {
+            for (int left = 1; left <= 3; left++) next[left][byte] = (int8_t)(left - 1);
+            if (byte != 0x80) next[8][byte] = 1, next[9][byte] = 0;
+            if (byte >= 0xA0) next[4][byte] = 1;
+            else next[5][byte] = 1;
+            if (byte >= 0x90) next[6][byte] = 2;
+            else next[7][byte] = 2;
+        }
     }
-    return from;
-}
 
-int PlainText::plain_until(const uint8_t *text, int size) const {
-    int until = 0, state = 0;
-    for (int at = 0; at < size && (state = next[state][text[at]]) >= 0; at++)
-        if (state == 0) until = at + 1;
-    return until;
-}
+    bool is_plain(const uint8_t *text, int size) const {
+        int state = 0;
+        for (int at = 0; at < size && state >= 0; at++) state = next[state][text[at]];
+        return state == 0;
+    }
+};
 
 static const PlainText plain_text;
 
@@ -96,33 +89,17 @@ static bool in_text_order(const Entry &left, const Entry &right) {
     return order ? order < 0 : left.size != right.size ? left.size < right.size : left.id < right.id;
 }
 
-constexpr int32_t SHARED_TOKENS = 100; // below a node
-
 static Trie make_trie(const std::vector<Entry> &sorted) {
     Trie trie;
     std::vector<Trie::Node> &nodes = trie.nodes;
     Ints sizes{0}; // [nodes] bytes up to the node
-    size_t longest = 0;
-    for (const auto &[text, size, id] : sorted) {
-        trie.tokens.push_back(id);
-        trie.plain_from.push_back(plain_text.plain_from(text, size));
-        longest = std::max(longest, (size_t)size);
-    }
+    for (const Entry &entry : sorted) trie.tokens.push_back(entry.id);
     trie.bytes.push_back(0);
-    nodes.push_back({0, 0, 0, 0, (int32_t)sorted.size(), 0, 0, 0, 0});
+    nodes.push_back({0, 0, 0, 0, (int32_t)sorted.size(), 0});
     for (size_t number = 0; number < nodes.size(); number++) {
-        int32_t size = sizes[number], at = nodes[number].first_token, height = 0, plain_height = 0;
+        int32_t size = sizes[number], at = nodes[number].first_token;
         Trie::Node node = nodes[number];
-        for (int32_t token = node.first_token; token < node.end_token; token++) {
-            int32_t from = trie.plain_from[(size_t)token], rest = sorted[(size_t)token].size - size;
-            node.reach = std::max(node.reach, from);
-            height = std::max(height, rest);
-            if (from > size) continue;
-            node.starts_plain |= from == size && rest > 0;
-            plain_height = std::max(plain_height, rest);
-        }
-        node.height = (uint16_t)std::min(height, Trie::MOST_BYTES);
-        node.plain_height = (uint16_t)std::min(plain_height, Trie::MOST_BYTES) & Trie::MOST_BYTES;
+        for (int32_t token = node.first_token; token < node.end_token; token++) node.height = std::max(node.height, sorted[(size_t)token].size - size);
         while (at < node.end_token && sorted[(size_t)at].size == size) at++;
         node.below_token = at;
         node.first_child = (int32_t)nodes.size();
@@ -132,33 +109,32 @@ static Trie make_trie(const std::vector<Entry> &sorted) {
             uint8_t byte = sorted[(size_t)at].text[size];
             int32_t first = at;
             while (at < node.end_token && sorted[(size_t)at].text[size] == byte) at++;
-            nodes.push_back({0, 0, first, first, at, 0, 0, 0, 0});
+            nodes.push_back({0, 0, first, first, at, 0});
             if (!size) trie.first_of[byte] = (int32_t)nodes.size() - 1;
             trie.bytes.push_back(byte);
             sizes.push_back(size + 1);
         }
     }
-    nodes.push_back({0, (int32_t)nodes.size(), 0, 0, 0, 0, 0, 0, 0});
+    nodes.push_back({0, (int32_t)nodes.size(), 0, 0, 0, 0});
     for (size_t number = nodes.size() - 1; number-- > 0;)
         for (int32_t child = nodes[number].first_child; child < nodes[number + 1].first_child; child++)
             nodes[number].groups |= nodes[(size_t)child].groups | 1ull << byte_groups.of[trie.bytes[(size_t)child]];
-    trie.plain_after.assign(longest + 1, std::vector<uint32_t>(sorted.size() / 32 + 1, 0));
-    for (size_t at = 0; at < trie.tokens.size(); at++)
-        for (size_t bytes = (size_t)trie.plain_from[at]; bytes < trie.plain_after.size(); bytes++) trie.plain_after[bytes][at / 32] |= 1u << (at % 32);
     return trie;
 }
 
-// The tokens are in trees by their number of quotes, and those without one also by their length. Few tokens have quotes, few are long.
-struct Part { int32_t quotes, shortest, longest; }; // quotes: or more, in the last
-constexpr Part PARTS[] = {{0, 1, 8}, {0, 9, 16}, {0, 17, 1 << 30}, {1, 1, 1 << 30}, {2, 1, 1 << 30}};
+// The tokens are in trees by whether they are plain text and by their number of quotes; plain ones also by their length. Few tokens are not
+// plain, few are long.
+struct Part { bool is_plain; int32_t quotes, shortest, longest; }; // quotes: or more, in the last
+constexpr Part PARTS[] = {{true, 0, 1, 8}, {true, 0, 9, 16}, {true, 0, 17, 1 << 30}, {false, 0, 1, 1 << 30}, {false, 1, 1, 1 << 30}, {false, 2, 1, 1 << 30}};
 constexpr size_t NUM_PARTS = std::size(PARTS);
+constexpr int32_t MOST_BYTES = 1 << 15; // of a text without end
+constexpr int32_t SHARED_TOKENS = 100; // below a node
 constexpr int32_t MAX_ROUNDS = 64; // of hashing the states of a component
 constexpr int32_t MAX_ALIKE = 16; // bytes
 constexpr int64_t ALIKE_STEPS = 50'000'000; // moves that are compared to find states that are alike
 // Followed before states that are alike are searched for, and before parts of the tree are shared, which takes longer where few states are alike.
 constexpr int64_t MOVES_PER_STEP = 8, STEPS_PER_MOVE = 2;
 constexpr size_t MAX_BELOW = 8'000'000; // words
-constexpr size_t MANY_WORDS = 64; // and their bits
 
 static Ints bits_of(const Ints &tokens, int32_t words) {
     Ints row((size_t)words, 0);
@@ -184,44 +160,20 @@ Vocabulary::Vocabulary(
         std::vector<Entry> some;
         for (const Entry &entry : entries) {
             auto quotes = std::min((int32_t)std::count(entry.text, entry.text + entry.size, '"'), PARTS[NUM_PARTS - 1].quotes);
-            if (quotes == part.quotes && part.shortest <= entry.size && entry.size <= part.longest) some.push_back(entry);
+            bool is_plain = plain_text.is_plain(entry.text, entry.size), is_long = entry.size >= part.shortest && entry.size <= part.longest;
+            if (is_plain == part.is_plain && quotes == part.quotes && is_long) some.push_back(entry);
         }
         tries.push_back(make_trie(some));
     }
-    Ints characters(num_tokens, -1); // of plain tokens
-    std::vector<Entry> others; // tokens that are not plain, without the characters before the first that is not
+    Ints characters; // [entries], -1: not plain
     for (const Entry &entry : entries) {
-        int32_t until = plain_text.plain_until(entry.text, entry.size), count = count_characters(entry.text, until);
-        if (until < entry.size) {
-            others.push_back({entry.text + until, entry.size - until, entry.id});
-            by_characters.resize(std::max(by_characters.size(), (size_t)count + 1));
-            continue;
-        }
-        characters[entry.id] = count;
-        longest_plain = std::max(longest_plain, count);
+        characters.push_back(plain_text.is_plain(entry.text, entry.size) ? count_characters(entry.text, entry.size) : -1);
+        longest_plain = std::max(longest_plain, characters.back());
     }
     plain.assign((size_t)(longest_plain + 1) * words, 0);
-    for (const Entry &entry : entries)
-        for (int32_t count = characters[entry.id]; count >= 0 && count <= longest_plain; count++)
-            plain[(size_t)count * words + entry.id / 32] |= (int32_t)(1u << (entry.id % 32));
-    std::sort(others.begin(), others.end(), in_text_order);
-    std::vector<Entry> distinct;
-    for (const Entry &entry : others) {
-        if (distinct.empty() || distinct.back().size != entry.size || memcmp(distinct.back().text, entry.text, (size_t)entry.size)) {
-            distinct.push_back({entry.text, entry.size, (int32_t)distinct.size()});
-            suffix_start.push_back((int32_t)suffix_tokens.size());
-        }
-        suffix_tokens.push_back(entry.id);
-        const uint8_t *start = text.data() + starts[entry.id];
-        by_characters[count_characters(start, (int32_t)(entry.text - start))].push_back({(int32_t)distinct.size() - 1, entry.id});
-    }
-    suffix_start.push_back((int32_t)suffix_tokens.size());
-    for (bool several : {false, true}) {
-        std::vector<Entry> some;
-        auto quotes = [](const Entry &entry) { return std::count(entry.text, entry.text + entry.size, '"'); };
-        std::copy_if(distinct.begin(), distinct.end(), std::back_inserter(some), [&](const Entry &entry) { return (quotes(entry) > 1) == several; });
-        suffixes[several] = make_trie(some);
-    }
+    for (size_t at = 0; at < entries.size(); at++)
+        for (int32_t id = entries[at].id, count = characters[at]; count >= 0 && count <= longest_plain; count++)
+            plain[(size_t)count * words + id / 32] |= (int32_t)(1u << (id % 32));
 }
 
 image_vocabulary Vocabulary::view() const {
@@ -260,7 +212,7 @@ class Masks {
 public:
     Masks(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits)
         : automaton(automaton), vocabulary(vocabulary), limits(limits), narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(bytes_by_class(automaton)), quote(bytes_of[automaton.class_of['"']].size() == 1 ? automaton.class_of['"'] : -1), rows(automaton.classes, quote),
-          row((size_t)vocabulary.words), part_row(row), ordered(vocabulary.starts.size() / 32 + 1), top_at((size_t)vocabulary.longest + 1),
+          row((size_t)vocabulary.words), ordered(vocabulary.starts.size() / 32 + 1), top_at((size_t)vocabulary.longest + 1),
           pushed((size_t)vocabulary.longest + 1) {
         find_steps();
     }
@@ -269,7 +221,6 @@ public:
         find_plain_rows();
         find_levels();
         row_of.assign(automaton.states, -1);
-        suffix_number.assign(automaton.states, -1);
         crossing.resize(automaton.symbols ? automaton.states : 0);
         for (int32_t state = 0; state < automaton.states; state++) {
             if (automaton.pop[state] >= 0) continue; // a text is never in it
@@ -278,54 +229,29 @@ public:
             shares_parts = steps > STEPS_PER_MOVE * moves;
             int32_t base = plain_row[state] > 0 ? -2 - plain_row[state] : -1;
             if (automaton.symbols) crossed = &crossing[state];
-            int32_t *known = nullptr; // the row of a state with the same parts
-            if (base == -1) {
-                std::array<int32_t, NUM_PARTS + 1> parts{};
-                for (size_t part = 0; part < NUM_PARTS; part++) {
-                    const Below &found = below[(size_t)part_of(state, part)];
-                    parts[part] = found.bits;
-                    if (automaton.symbols) append_crossed(found);
-                }
-                parts[NUM_PARTS] = automaton.accepts[state];
-                auto [number, is_new] = parts_of_rows.add(parts.data(), parts.size());
-                if (is_new) row_of_parts.push_back(-1);
-                known = &row_of_parts[(size_t)number];
-                for (size_t part = 0; is_new && part < NUM_PARTS; part++) set_part(part, parts[part]);
-            } else if (int32_t number = suffix_key(state, base); number >= 0) {
-                known = &row_of_suffixes[(size_t)number];
-                Ints &crossed_by_all = crossing_of_suffixes[(size_t)number];
-                if (*known >= 0) {
-                    if (automaton.symbols) crossing[state] = crossed_by_all;
-                } else {
-                    add_suffixes(state);
-                    if (automaton.symbols) crossed_by_all = crossing[state];
-                }
-            } else if (int32_t number = find_like_rest(state, base); number >= 0) {
-                known = &row_of_exchanged[(size_t)number];
-                if (*known < 0) set_like_rest(state);
-            } else {
-                for (const Trie &trie : vocabulary.tries) {
-                    walk_tokens(trie, Trie::ROOT, 0, state, 0);
-                    ordered.move_to(packed);
-                    set_ordered(trie, slice_of(packed), row);
-                }
+            std::array<int32_t, NUM_PARTS + 2> parts; // and what else decides the row
+            for (size_t part = 0; part < NUM_PARTS; part++) {
+                parts[part] = -1;
+                if (PARTS[part].is_plain && base != -1) continue;
+                const Below &found = below[(size_t)part_of(state, part)];
+                parts[part] = found.bits;
+                if (automaton.symbols) append_crossed(found);
             }
+            parts[NUM_PARTS] = automaton.accepts[state], parts[NUM_PARTS + 1] = base;
             if (automaton.symbols) sort_by_text(crossing[state]);
-            if (known && *known >= 0) {
-                row_of[state] = *known;
-                continue;
-            }
+            auto [number, is_new] = parts_of_rows.add(parts.data(), parts.size());
+            row_of[state] = number;
+            if (!is_new) continue;
+            for (size_t part = 0; part < NUM_PARTS; part++)
+                if (parts[part] >= 0) set_ordered(vocabulary.tries[part], below_bits.of(parts[part]), row);
             if (automaton.accepts[state])
                 for (int32_t stop : vocabulary.stops) row.add(stop);
-            row_of[state] = take_row(base);
-            if (known) *known = row_of[state];
+            add_row(base);
         }
         return assembled();
     }
 
 private:
-    static Slice<int32_t> slice_of(const Ints &values) { return {values.data(), values.data() + values.size()}; }
-
     static std::vector<std::vector<uint8_t>> bytes_by_class(const Automaton &automaton) {
         std::vector<std::vector<uint8_t>> bytes((size_t)automaton.classes);
         for (int byte = 0; byte < 256; byte++) bytes[automaton.class_of[(size_t)byte]].push_back((uint8_t)byte);
@@ -377,8 +303,6 @@ private:
     void find_plain_rows() {
         int32_t longest = vocabulary.longest_plain, states = automaton.states;
         plain_row.assign(states, 0);
-        after_plain.assign(states, -1);
-        rest_of.assign(states, -1);
         if (!longest) return;
         std::vector<std::pair<uint8_t, int8_t>> moves[PlainText::STATES];
         for (int state = 0; state < PlainText::STATES; state++) {
@@ -419,15 +343,10 @@ private:
             }
             sort_unique(after[state]);
         }
-        for (int32_t state = 0; state < states; state++)
-            if (all[state] && some[state] && after[state].size() == 1) after_plain[state] = after[state][0];
-        for (int32_t state = 0; state < states; state++)
-            for (int32_t to : after[state])
-                if (after_plain[to] == to) rest_of[state] = to;
         // surely: texts of so many plain characters are all legal; maybe: some text of so many is. Other states have their values from the start.
         Ints surely(states, 0), maybe(states, 0), open;
         for (int32_t state = 0; state < states; state++) {
-            if (after_plain[state] == state) surely[state] = maybe[state] = longest;
+            if (some[state] && all[state] && after[state] == Ints{state}) surely[state] = maybe[state] = longest;
             else if (some[state] && all[state]) open.push_back(state);
             else if (some[state]) maybe[state] = longest + 1;
         }
@@ -444,7 +363,7 @@ private:
             }
         }
         for (int32_t state = 0; state < states; state++) {
-            steps_of[(size_t)state].surely = std::min(surely[state], Trie::MOST_BYTES - 1);
+            steps_of[(size_t)state].surely = surely[state];
             if (surely[state] == maybe[state] || (surely[state] == longest && maybe[state] >= longest)) plain_row[state] = surely[state];
         }
     }
@@ -458,7 +377,6 @@ private:
         if (is_apart) {
             find_components();
             levels.push_back(level_after(nullptr));
-            find_longest();
             levels.push_back(level_after(&levels[0]));
         }
         levels.push_back(std::move(every));
@@ -470,24 +388,6 @@ private:
             for (size_t byte = 0; byte < 256; byte++) before[automaton.class_of[byte] + 1] += vocabulary.tries[part].first_of[byte] > 0;
             std::partial_sum(before.begin(), before.end(), before.begin());
         }
-    }
-
-    // Texts without a quote. Classes follow those that they lead to, but for the ones of loops.
-    void find_longest() {
-        for (int32_t state : levels[0].first) {
-            int32_t most = automaton.pop[(size_t)state] < 0 ? 0 : Trie::MOST_BYTES;
-            for (const Span &span : automaton.spans_of(state)) {
-                int32_t like = class_after(levels[0], span);
-                if (like >= 0) most = std::max(most, like < (int32_t)longest.size() ? longest[(size_t)like] + 1 : Trie::MOST_BYTES);
-            }
-            longest.push_back(std::min(most, Trie::MOST_BYTES));
-        }
-    }
-
-    // The class of the state that a span leads to, or DEAD; also of a quote, which ends a text of a level.
-    int32_t class_after(const Level &level, const Span &span) const {
-        int32_t to = is_quote(span) ? DEAD : target_of(span.entry);
-        return to < 0 ? DEAD : level.class_of[(size_t)to];
     }
 
     bool is_quote(const Span &span) const { return span.low == quote && span.end == quote + 1; }
@@ -608,7 +508,7 @@ private:
             still.clear();
             auto is_same = [&](int32_t entry, int32_t other) { return class_after(entry) == class_after(other); };
             auto is_changed = [&](const Span &span) {
-                int32_t like = this->class_after(level, span);
+                int32_t to = is_quote(span) ? DEAD : target_of(span.entry), like = to < 0 ? to : level.class_of[(size_t)to];
                 return like >= 0 && last[(size_t)like] != before[(size_t)like];
             };
             auto spans_of = [&](int32_t like) { return automaton.spans_of(level.first[(size_t)like]); };
@@ -660,9 +560,15 @@ private:
             if (!known[bytes].empty() && (found = known[bytes][(size_t)level.alike[bytes][(size_t)like]]) >= 0) return found;
         followed = 1; // also in a state that reads no byte
         const Trie &trie = vocabulary.tries[part];
-        bool is_short = !PARTS[part].quotes && !longest.empty() && longest[(size_t)like] < PARTS[part].shortest;
-        if (is_short || !sum_of(state, first_before[part])) return found = none >= 0 ? none : none = keep_below([] {});
-        found = keep_below([&] { walk_tokens(trie, Trie::ROOT, 0, state, -1); });
+        if (!sum_of(state, first_before[part])) return found = none >= 0 ? none : none = keep_below([] {});
+        found = keep_below([&] {
+            top_at[0] = 0;
+            steps += trie.nodes[Trie::ROOT + 1].first_child - 1; // as many children of the root
+            for (const Span &span : automaton.spans_of(state)) // most states read few bytes
+                for (int32_t c = span.low; c < span.end; c++)
+                    for (uint8_t byte : bytes_of[(size_t)c])
+                        if (trie.first_of[byte] && span.entry >= 0) visit(trie, trie.first_of[byte], 1, span.entry);
+        });
         if (level.alike.empty() || (followed >= (int32_t)level.alike.size() && !level.is_final)) return found;
         size_t bytes = std::min((size_t)followed, level.alike.size() - 1);
         if (known.size() <= bytes) known.resize(bytes + 1);
@@ -670,21 +576,10 @@ private:
         return known[bytes][(size_t)level.alike[bytes][(size_t)like]] = found;
     }
 
-    // Calls found(child, entry) for the first bytes of a tree that a state reads. Most states read few.
-    template <class Found> void each_first(const Trie &trie, int32_t state, const Found &found) const {
-        for (const Span &span : automaton.spans_of(state))
-            for (int32_t c = span.low; c < span.end; c++)
-                for (uint8_t byte : bytes_of[(size_t)c])
-                    if (trie.first_of[byte] && span.entry >= 0) found(trie.first_of[byte], span.entry);
-    }
-
-    // Whether tokens below a node are found for a class of states at a time.
-    bool is_shared(const Trie::Node &node) const { return shares_parts && node.end_token - node.below_token >= SHARED_TOKENS; }
-
     // Find the tokens below a node of a tree, after so many bytes, in a state in which they began. False where they are unknown and there is no
     // room for them.
     bool add_below(const Trie &trie, int32_t node, int32_t size, int32_t state) {
-        size_t part = (size_t)(&trie - vocabulary.tries.data()), height = trie.nodes[(size_t)node].height;
+        size_t part = (size_t)(&trie - vocabulary.tries.data()), height = (size_t)trie.nodes[(size_t)node].height;
         const Level &level = levels[level_of[part]];
         int32_t like = level.class_of[state];
         bool by_height = !level.alike.empty() && (height < level.alike.size() || level.is_final);
@@ -695,12 +590,13 @@ private:
         if (at == known.end()) {
             if (below_bits.total() + below_crossed.size() > MAX_BELOW) return false;
             int32_t before = std::exchange(followed, 0);
-            at = known.emplace(key, keep_below([&] { walk_tokens(trie, node, size, state, -1); })).first;
+            at = known.emplace(key, keep_below([&] { walk_children(trie, node, size, state); })).first;
             followed = before;
         }
         const Below &found = below[(size_t)at->second];
         followed = std::max(followed, found.followed);
-        set_words(below_bits.of(found.bits), ordered);
+        Slice<int32_t> pairs = below_bits.of(found.bits);
+        for (const int32_t *pair = pairs.first; pair < pairs.last; pair += 2) ordered.set(pair[0], (uint32_t)pair[1]);
         append_crossed(found);
         return true;
     }
@@ -712,6 +608,7 @@ private:
         std::swap(ordered, spare);
         Ints found, *outer = std::exchange(crossed, &found);
         walk();
+        if (steps > limits.steps) exceeded("steps", limits.steps);
         crossed = outer;
         ordered.move_to(packed);
         size_t begin = below_crossed.size();
@@ -722,47 +619,24 @@ private:
         return (int32_t)below.size() - 1;
     }
 
-    // Words and their bits, by turns.
-    static void set_words(Slice<int32_t> pairs, SparseRow &to) {
-        for (const int32_t *at = pairs.first; at < pairs.last; at += 2) to.set(at[0], (uint32_t)at[1]);
-    }
-
     void append_crossed(const Below &found) {
         auto begin = below_crossed.begin();
         crossed->insert(crossed->end(), begin + (int64_t)found.crossed.begin, begin + (int64_t)found.crossed.end);
     }
 
-    // Set tokens that are given by their places in the order of a tree.
+    // Set tokens that are given by words of their places in the order of a tree, and their bits, by turns.
     static void set_ordered(const Trie &trie, Slice<int32_t> pairs, SparseRow &to) {
         for (const int32_t *at = pairs.first; at < pairs.last; at += 2)
             for (auto bits = (uint32_t)at[1]; bits; bits &= bits - 1) to.add(trie.tokens[(size_t)at[0] * 32 + (size_t)__builtin_ctz(bits)]);
     }
 
-    // Set the tokens of a tree, given by their number in `below_bits`. Where they are many, several rows have them.
-    void set_part(size_t part, int32_t number) {
-        Slice<int32_t> pairs = below_bits.of(number);
-        if (pairs.size() < MANY_WORDS) return set_ordered(vocabulary.tries[part], pairs, row);
-        Ints &words = words_of_part[part][number];
-        if (words.empty()) {
-            set_ordered(vocabulary.tries[part], pairs, part_row);
-            part_row.move_to(words);
-        }
-        set_words(slice_of(words), row);
-    }
-
-    // Set the tokens below a node, after so many bytes, whose text after it is plain.
-    void set_plain(const Trie &trie, const Trie::Node &node, int32_t size) {
-        const std::vector<uint32_t> &plain = trie.plain_after[(size_t)size];
-        set_range(node.below_token, node.end_token, [&](int32_t word) { return plain[(size_t)word]; });
-    }
-
-    // Set the tokens from `begin` to before `end` whose bits are set in words.
-    template <class Words> void set_range(int32_t begin, int32_t end, const Words &words) {
+    // Set the tokens from `begin` to before `end`.
+    void set_range(int32_t begin, int32_t end) {
         for (int32_t word = begin / 32; word * 32 < end; word++) {
-            uint32_t bits = words(word);
+            uint32_t bits = ~0u;
             if (word == begin / 32) bits &= ~0u << (begin % 32);
             if (end - word * 32 < 32) bits &= ~(~0u << (end % 32));
-            if (bits) ordered.set(word, bits);
+            ordered.set(word, bits);
         }
     }
 
@@ -794,7 +668,7 @@ private:
         for (int32_t start = 0; start < automaton.states; start++) {
             int32_t state = start;
             for (; next[(size_t)state] >= 0 && !steps_of[(size_t)state].closed; state = next[(size_t)state]) {
-                steps_of[(size_t)state].closed = next[(size_t)state] == state ? Trie::MOST_BYTES - 1 : 1;
+                steps_of[(size_t)state].closed = next[(size_t)state] == state ? MOST_BYTES - 1 : 1;
                 path.push_back(state);
             }
             for (; !path.empty(); path.pop_back()) {
@@ -802,44 +676,30 @@ private:
                 const Step &to = steps_of[(size_t)next[(size_t)path.back()]];
                 if (&from == &to || !(from.groups & to.groups)) continue;
                 from.groups &= to.groups;
-                from.closed = std::min(Trie::MOST_BYTES - 1, to.closed + 1);
+                from.closed = std::min(MOST_BYTES - 1, to.closed + 1);
             }
         }
     }
 
-    // Visits the tokens below a node, after `size` bytes, that a text may continue with in `state` after it: `found` gets the places of those
-    // that are legal, `crosses` those whose legality depends on the stack. With `known` >= 0, tokens that are plain from that byte on are left
-    // out. With `covers` tokens that are plain from some later byte on are set at once where all are legal.
-    template <class Found, class Crosses>
-    void walk(const Trie &trie, int32_t node, int32_t size, int32_t state, int32_t known, bool covers, const Found &found, const Crosses &crosses) {
-        if (!size) top_at[0] = 0, steps += trie.nodes[Trie::ROOT + 1].first_child - 1; // as many children of the root
-        if (!size) each_first(trie, state, [&](auto child, auto entry) { visit(trie, child, 1, entry, known, covers, found, crosses); });
-        else walk_children(trie, node, size, state, known, covers, found, crosses);
-        if (steps > limits.steps) exceeded("steps", limits.steps);
-    }
-
-    template <class Found, class Crosses>
-    void walk_children(const Trie &trie, int32_t node, int32_t size, int32_t state, int32_t known, bool covers, const Found &found, const Crosses &crosses) {
+    // Find the tokens below a node, after `size` bytes, that a text may continue with in `state` after it: those that are legal, and those
+    // whose legality depends on the stack.
+    void walk_children(const Trie &trie, int32_t node, int32_t size, int32_t state) {
         int32_t begin = trie.nodes[(size_t)node].first_child, end = trie.nodes[(size_t)node + 1].first_child;
-        if (begin == end) return;
         followed = std::max(followed, size + 1);
         const int32_t *next = automaton.next.data() + (size_t)state * (size_t)automaton.classes;
         steps += end - begin;
-        const bool may_repeat = std::is_same_v<Found, SetOrdered> || known < 0; // tokens that are known may be found
         for (int32_t child = begin; child < end; child++) {
             int32_t entry = next[automaton.class_of[trie.bytes[(size_t)child]]];
             if (entry < 0) continue;
-            bool is_plain = may_repeat && entry < SPECIAL && (!automaton.symbols || steps_of[(size_t)entry].pop < 0);
-            if (int32_t leaf = trie.leaf_token[(size_t)child]; leaf >= 0 && is_plain) found(leaf);
-            else visit(trie, child, size + 1, entry, known, covers, found, crosses);
+            bool is_plain = entry < SPECIAL && (!automaton.symbols || steps_of[(size_t)entry].pop < 0);
+            if (int32_t leaf = trie.leaf_token[(size_t)child]; leaf >= 0 && is_plain) ordered.add(leaf);
+            else visit(trie, child, size + 1, entry);
         }
     }
 
     // The tokens at a node and below it, to which `entry` leads. `size`: bytes up to the node.
-    template <class Found, class Crosses>
-    void visit(const Trie &trie, int32_t number, int32_t size, int32_t entry, int32_t known, bool covers, const Found &found, const Crosses &crosses) {
+    void visit(const Trie &trie, int32_t number, int32_t size, int32_t entry) {
         const Trie::Node &node = trie.nodes[(size_t)number];
-        if (node.reach <= known) return;
         int32_t to = target_of(entry), top = 0;
         bool below = false; // whether the move leaves a part that the token did not begin
         if (automaton.symbols) {
@@ -854,226 +714,46 @@ private:
             top_at[(size_t)size] = top;
         }
         if (to < 0) return;
-        for (int32_t at = node.first_token; at < node.below_token; at++) found(at);
+        for (int32_t at = node.first_token; at < node.below_token; at++) ordered.add(at);
         if (node.below_token == node.end_token) return;
         if (below) {
-            for (int32_t at = node.below_token; at < node.end_token; at++) crosses(at);
+            crossed->insert(crossed->end(), trie.tokens.begin() + node.below_token, trie.tokens.begin() + node.end_token);
             return;
         }
         const Step &step = steps_of[(size_t)to];
-        if (known < 0 && node.height <= step.closed && !(node.groups & ~step.groups)) {
+        bool is_plain = PARTS[&trie - vocabulary.tries.data()].is_plain && node.height <= step.surely;
+        if (is_plain || (node.height <= step.closed && !(node.groups & ~step.groups))) {
             followed = std::max(followed, size + node.height);
-            return found_all(found, node.below_token, node.end_token);
+            return set_range(node.below_token, node.end_token);
         }
-        if (covers && known < 0 && !top && is_shared(node) && add_below(trie, number, size, to)) return;
-        if (covers && step.surely > 0 && step.surely >= node.plain_height) {
-            if (known < size - 1 || node.starts_plain) set_plain(trie, node, size);
-            known = size;
-            followed = std::max(followed, size + node.plain_height);
-        }
-        walk_children(trie, number, size, to, known, covers, found, crosses);
+        bool is_shared = shares_parts && !top && node.end_token - node.below_token >= SHARED_TOKENS;
+        if (is_shared && add_below(trie, number, size, to)) return;
+        walk_children(trie, number, size, to);
     }
 
-    struct SetOrdered {
-        SparseRow &ordered;
-        void operator()(int32_t at) const { ordered.add(at); }
-    };
-
-    // The tokens from `begin` to before `end`.
-    template <class Found> void found_all(const Found &found, int32_t begin, int32_t end) {
-        if constexpr (std::is_same_v<Found, SetOrdered>) set_range(begin, end, [](int32_t) { return ~0u; });
-        else for (int32_t at = begin; at < end; at++) found(at);
-    }
-
-    // Find the tokens below a node, after `size` bytes, that are legal in a state after it.
-    void walk_tokens(const Trie &trie, int32_t node, int32_t size, int32_t state, int32_t known) {
-        walk(trie, node, size, state, known, true, SetOrdered{ordered}, [&](int32_t at) { crossed->push_back(trie.tokens[at]); });
-    }
-
-    // The suffixes that a state reads, of those with several quotes or of the others, as a number in `suffix_lists`. States of a class have
-    // them in common. -1 - suffix: its legality depends on the stack.
-    int32_t suffixes_of(int32_t state, bool several) {
-        const Level &level = levels[std::min<size_t>(several ? 2 : 1, levels.size() - 1)];
-        suffixes[several].resize(level.first.size(), -1);
-        int32_t &known = suffixes[several][(size_t)level.class_of[(size_t)state]];
-        if (known >= 0) return known;
-        const Trie &trie = vocabulary.suffixes[several];
-        packed.clear();
-        walk(trie, Trie::ROOT, 0, state, -1, false, [&](int32_t place) { packed.push_back(trie.tokens[(size_t)place]); },
-             [&](int32_t place) { packed.push_back(-1 - trie.tokens[(size_t)place]); });
-        return known = suffix_lists.add(packed).number;
-    }
-
-    // A number that states have in common from which the same suffixes can be read.
-    int32_t suffixes_number(int32_t state) {
-        int32_t &known = suffix_number[(size_t)state];
-        if (known >= 0) return known;
-        const int32_t pair[] = {suffixes_of(state, false), suffixes_of(state, true)};
-        return known = suffix_pairs.add(pair, std::size(pair)).number;
-    }
-
-    // [suffixes] 1: legal in a state, 2: crosses, 0: neither
-    const std::vector<uint8_t> &kinds_of_suffixes(int32_t state) {
-        std::vector<uint8_t> &kinds = suffix_kinds[suffixes_number(state)];
-        if (!kinds.empty()) return kinds;
-        kinds.resize(vocabulary.suffix_start.size());
-        each_suffix(state, [&](int32_t suffix, bool is_legal) { kinds[(size_t)suffix] = is_legal ? 1 : 2; });
-        return kinds;
-    }
-
-    template <class Found> void each_suffix(int32_t state, const Found &found) {
-        for (bool several : {false, true}) {
-            int32_t number = suffixes_of(state, several);
-            for (int32_t value : suffix_lists.of(number)) found(value < 0 ? -1 - value : value, value >= 0);
-        }
-    }
-
-    // Tokens with the suffixes that are legal in a state, or with those whose legality depends on the stack.
-    template <class Found> void each_suffix_token(int32_t state, bool legal, const Found &found) {
-        each_suffix(state, [&](int32_t suffix, bool is_legal) {
-            const int32_t *range = &vocabulary.suffix_start[(size_t)suffix];
-            for (int32_t at = range[0]; is_legal == legal && at < range[1]; at++) found(vocabulary.suffix_tokens[(size_t)at]);
-        });
-    }
-
-    // Set the tokens that are not plain, if any plain characters before their suffix lead to `inside`. The row is empty.
-    void set_suffixes(int32_t inside) {
-        Ints &words = suffix_words[suffixes_number(inside)]; // and their bits, by turns
-        if (words.empty()) {
-            each_suffix_token(inside, true, [&](int32_t token) { row.add(token); });
-            if (suffix_words_size > MAX_BELOW) return;
-            row.move_to(words);
-            suffix_words_size += words.size();
-        }
-        set_words(slice_of(words), row);
-    }
-
-    void add_crossing_suffixes(int32_t start, int32_t inside) {
-        each_suffix_token(inside, false, [&](int32_t token) { crossing[(size_t)start].push_back(token); });
-    }
-
-    // The most characters before a suffix of a token that is read from a state.
-    int32_t last_suffix(int32_t start) const { return std::min(plain_row[start], (int32_t)vocabulary.by_characters.size() - 1); }
-
-    // A number that states have in common whose rows over a base are equal because the same suffixes can be read from the states after each
-    // number of plain characters. -1 where these characters do not all lead to one state.
-    int32_t suffix_key(int32_t start, int32_t base) {
-        bool stays = after_plain[start] == start;
-        int32_t state = start, last = stays ? 0 : last_suffix(start), previous = -1;
-        suffix_numbers = {base, automaton.accepts[start], stays};
-        for (int32_t count = 0; count <= last; count++) {
-            if (count && (state = after_plain[state]) < 0) return -1;
-            int32_t number = suffixes_number(state);
-            if (number == previous) suffix_numbers.back() = count;
-            else suffix_numbers.push_back(number), suffix_numbers.push_back(count);
-            previous = number;
-        }
-        auto [number, is_new] = suffix_keys.add(suffix_numbers);
-        if (is_new) row_of_suffixes.push_back(-1), crossing_of_suffixes.emplace_back();
-        return number;
-    }
-
-    // The tokens that are not plain, in a state with a number as above.
-    void add_suffixes(int32_t start) {
-        if (after_plain[start] == start) return set_suffixes(start), add_crossing_suffixes(start, start);
-        int32_t state = start, last = last_suffix(start);
-        for (int32_t count = 0; count <= last; count++, state = after_plain[state]) {
-            const std::vector<uint8_t> &kinds = kinds_of_suffixes(state);
-            for (auto &[suffix, token] : vocabulary.by_characters[count]) {
-                if (kinds[(size_t)suffix] == 1) row.add(token);
-                if (kinds[(size_t)suffix] == 2) crossing[(size_t)start].push_back(token);
-            }
-        }
-    }
-
-    // The tokens that are not plain, in a state where most plain characters lead to a state that they do not leave, are those of that state,
-    // but for texts that lead elsewhere. Finds them, and returns a number that states have in common whose rows over a base are equal because
-    // these are; -1 in other states.
-    int32_t find_like_rest(int32_t start, int32_t base) {
-        int32_t rest = rest_of[start];
-        if (rest < 0 || plain_row[start] != plain_row[rest]) return -1;
-        left_out.clear();
-        added.clear();
-        exchanged = {base, automaton.accepts[start], suffixes_number(rest)};
-        for (const Trie &trie : vocabulary.tries) exchange(trie, Trie::ROOT, 0, start, rest);
-        auto [number, is_new] = exchanged_lists.add(exchanged);
-        if (is_new) row_of_exchanged.push_back(-1);
-        add_crossing_suffixes(start, rest);
-        if (left_out.empty() && added.empty()) return number;
-        Ints &tokens = crossing[start];
-        std::sort(left_out.begin(), left_out.end());
-        auto is_left_out = [&](int32_t token) { return std::binary_search(left_out.begin(), left_out.end(), token); };
-        tokens.erase(std::remove_if(tokens.begin(), tokens.end(), is_left_out), tokens.end());
-        tokens.insert(tokens.end(), added.begin(), added.end());
-        return number;
-    }
-
-    // Set those that were found.
-    void set_like_rest(int32_t start) {
-        set_suffixes(rest_of[start]);
-        for (size_t at = EXCHANGED; at < exchanged.size(); at++) {
-            int32_t token = exchanged[at] < 0 ? -1 - exchanged[at] : exchanged[at];
-            if (exchanged[at] >= 0) row.add(token);
-            else row.bits[(size_t)token / 32] &= ~(1u << (token % 32));
-        }
-    }
-
-    // Below a node, after `size` bytes, exchange the tokens of state `from` that are not plain for those of `to`.
-    void exchange(const Trie &trie, int32_t parent, int32_t size, int32_t to, int32_t from) {
-        auto is_simple = [&](int32_t entry) { return entry >= 0 && entry < SPECIAL && automaton.pop[(size_t)entry] < 0; };
-        auto unset = [&](int32_t at) { exchanged.push_back(-1 - trie.tokens[(size_t)at]); };
-        for (int32_t node = trie.nodes[(size_t)parent].first_child; node < trie.nodes[(size_t)parent + 1].first_child; node++) {
-            int32_t c = automaton.class_of[trie.bytes[(size_t)node]], entry = entry_of(to, c), other = entry_of(from, c);
-            steps++;
-            if (entry == other || trie.nodes[(size_t)node].reach <= 0) continue;
-            if (is_simple(entry) && is_simple(other)) {
-                exchange(trie, node, size + 1, entry, other);
-                continue;
-            }
-            top_at[(size_t)size] = 0;
-            if (other >= 0) visit(trie, node, size + 1, other, 0, false, unset, [&](int32_t token) { left_out.push_back(trie.tokens[(size_t)token]); });
-            auto add = [&](int32_t token) { exchanged.push_back(trie.tokens[(size_t)token]); };
-            if (entry >= 0) visit(trie, node, size + 1, entry, 0, false, add, [&](int32_t token) { added.push_back(trie.tokens[(size_t)token]); });
-        }
-    }
-
-    // The number of the row that was built over a base: an equal one, or a new one. Rows without a base have different parts.
-    int32_t take_row(int32_t base) {
+    // The row that was built, over a base.
+    void add_row(int32_t base) {
+        const int32_t *plain = base == -1 ? nullptr : vocabulary.plain.data() + (size_t)(-2 - base) * (size_t)vocabulary.words;
         row.move_to(packed);
-        if (base == -1) return add_row(base);
-        const int32_t *plain = vocabulary.plain.data() + (size_t)(-2 - base) * (size_t)vocabulary.words;
+        bool any_text = base != -1;
         size_t kept = 0;
         for (size_t at = 0; at < packed.size(); at += 2) { // words that the base has anyway are no change
-            int32_t word = packed[at], bits = packed[at + 1] | plain[word];
-            if (bits == plain[word]) continue;
-            packed[kept++] = word, packed[kept++] = bits;
+            int32_t word = packed[at], before = plain ? plain[word] : 0, bits = packed[at + 1] | before;
+            any_text |= (bits & ~vocabulary.stop_words[(size_t)word]) != 0;
+            if (bits != before) packed[kept++] = word, packed[kept++] = bits;
         }
         packed.resize(kept);
-        packed.push_back(base);
-        auto [number, is_new] = changed_rows.add(packed);
-        packed.pop_back();
-        if (is_new) row_of_changed.push_back(add_row(base));
-        return row_of_changed[(size_t)number];
-    }
-
-    int32_t add_row(int32_t base) { // of the words in `packed`
-        bool any_text = false;
-        for (size_t at = 0; at < packed.size(); at += 2) any_text |= (packed[at + 1] & ~vocabulary.stop_words[(size_t)packed[at]]) != 0;
-        status_of.push_back(any_text || base != -1 ? 1 : packed.empty() ? 4 : 2); // MaskStatus OK, DEAD_END, COMPLETE
+        status_of.push_back(any_text ? 1 : packed.empty() ? 4 : 2); // MaskStatus OK, DEAD_END, COMPLETE
         change_start.push_back((int32_t)change_word.size());
         bool is_dense = packed.size() * 2 > (size_t)vocabulary.words; // a change takes two words
         base_of.push_back(is_dense ? (int32_t)dense.size() : base);
-        if (is_dense) {
-            const int32_t *plain = vocabulary.plain.data() + (size_t)(-2 - base) * (size_t)vocabulary.words;
-            if (base != -1) dense.emplace_back(plain, plain + vocabulary.words);
-            else dense.emplace_back((size_t)vocabulary.words, 0);
-        }
+        if (is_dense && plain) dense.emplace_back(plain, plain + vocabulary.words);
+        else if (is_dense) dense.emplace_back((size_t)vocabulary.words, 0);
         for (size_t at = 0; at < packed.size(); at += 2) {
             if (is_dense) dense.back()[(size_t)packed[at]] = (uint32_t)packed[at + 1];
             else change_word.push_back(packed[at]), change_value.push_back(packed[at + 1]);
         }
         check_size(4 * (int64_t)(dense.size() * (size_t)vocabulary.words + 2 * change_word.size() + automaton.next.size() / (narrow ? 2 : 1)));
-        return (int32_t)base_of.size() - 1;
     }
 
     // The most symbols that a legal token has on the stack at a time. After a token has left the part in which it began, its next moves are
@@ -1176,28 +856,16 @@ private:
     std::vector<std::vector<uint8_t>> bytes_of; // [classes]
     Ints plain_row, row_of; // [states]
     std::vector<Ints> crossing; // [states]
-    Ints after_plain; // [states] the state after any plain character, or -1 if it is not one
-    Ints rest_of; // [states] a state after some plain character that no plain character leaves, or -1
-    std::array<Ints, 2> suffixes; // [classes] in `suffix_lists`, or -1
-    Interned suffix_lists, suffix_pairs, suffix_keys;
-    Ints suffix_number, suffix_numbers; // [states] in `suffix_pairs`, or -1; the key that is being looked up
-    Ints row_of_suffixes; // by key
-    std::vector<Ints> crossing_of_suffixes;
-    std::unordered_map<int32_t, std::vector<uint8_t>> suffix_kinds; // by number in `suffix_pairs`
-    std::unordered_map<int32_t, Ints> suffix_words; // by number in `suffix_pairs`
-    size_t suffix_words_size = 0; // of all of them
     std::vector<Step> steps_of; // [states]
     const int32_t quote; // the byte class of the quote, or -1 where it is not one of its own
     const Rows rows; // of states, without the moves of quotes
     Ints in_components, component_start; // states by component; [components + 1]
     std::vector<Level> levels;
-    Ints longest; // [classes of the first level] bytes of the longest text, at most MOST_BYTES; empty if there is but one level
     std::array<size_t, NUM_PARTS> level_of{};
     std::array<Ints, NUM_PARTS> first_before; // [classes + 1] how many bytes before begin a token
     std::array<Ints, NUM_PARTS> below_of; // [classes of the level] in `below`, or -1
     std::array<std::vector<Ints>, NUM_PARTS> parts_like; // [bytes][class] in `below`: a part that was found by following so many bytes, or -1
-    Interned parts_of_rows; // the parts, and whether the text may end
-    Ints row_of_parts;
+    Interned parts_of_rows; // the parts, whether the text may end, and the base
     int32_t followed = 0; // the most bytes of a token that decided the row, or the part of it, that is being walked
     bool shares_parts = false; // whether tokens below a node are found for several states at once
     std::vector<Below> below;
@@ -1208,20 +876,13 @@ private:
     Ints below_crossed, *crossed = nullptr; // tokens whose legality depends on the stack; of the state or the part that is being walked
     std::deque<SparseRow> spares; // of the parts of the tree that are being walked
     size_t level = 0; // of these
-    SparseRow row, part_row; // being built
-    std::array<std::unordered_map<int32_t, Ints>, NUM_PARTS> words_of_part; // words of rows and their bits; by number in `below_bits`
+    SparseRow row; // being built
     SparseRow ordered; // the tokens of a tree, in its order: those below a node are neighbours
     struct Pushed { int32_t symbol, below, size; }; // a symbol, the one below it as in top_at, and the number with those below
     Ints top_at; // [bytes] where in `pushed` the top of the stack is after so many bytes; 0: it is empty
     std::vector<Pushed> pushed; // [bytes] by the byte that pushed it
     Ints base_of, status_of, change_start, change_word, change_value; // rows
     std::vector<std::vector<uint32_t>> dense;
-    Interned changed_rows; // words of rows over a base, their bits, and the base
-    Ints row_of_changed; // by number in `changed_rows`
-    static constexpr size_t EXCHANGED = 3; // what is before the tokens
-    Ints left_out, added, exchanged; // crossing tokens of the state that is being exchanged; and tokens to set, or -1 - to unset, in order
-    Interned exchanged_lists;
-    Ints row_of_exchanged; // by number in `exchanged_lists`
     int64_t steps = 0;
     int32_t pushes = 0; // the most symbols that the tokens walked so far had on the stack at a time
 };
