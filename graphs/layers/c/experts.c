@@ -1,8 +1,15 @@
-/* Experts: which ones a token takes, the products with their weights, and the sums of their results. */
+/* Experts: which ones a token takes, the rows of each, and the sums of their results. */
 
 #include "kernels.h"
 
-enum { MOST_EXPERTS = 1024, GATHERED_BYTES = 1 << 17, GATHERED_ROWS = 8, COLUMNS = 64, LISTED = 1024 };
+enum { MOST_EXPERTS = 1024, GATHERED_BYTES = 1 << 17 }; /* as in experts.py */
+
+/* The place of the largest of `count` numbers, the first one of equal ones; 0 if none is a number above -INFINITY. */
+INLINED int64_t largest(const float *numbers, int64_t count) {
+    int64_t best = 0;
+    for (int64_t i = 1; i < count; i++) best = numbers[i] > numbers[best] ? i : best;
+    return best;
+}
 
 /* logits [rows, experts]; count; normalised; shares [rows, count] float32, experts [rows, count]. */
 EXPORTED FOR_EACH_PROCESSOR int stepgraph_choose_experts(const argument *given) {
@@ -16,8 +23,7 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_choose_experts(const argument *given) 
         }
         for (int64_t i = 0; i < experts; i++) total += powers[i] = expf(powers[i] - highest);
         for (int64_t place = 0; place < count; place++) {
-            int64_t best = 0; /* also where no power is a number */
-            for (int64_t i = 1; i < experts; i++) best = powers[i] > powers[best] ? i : best;
+            int64_t best = largest(powers, experts);
             chosen += shares[place] = powers[best];
             ((int64_t *)given[4].data)[row * count + place] = best;
             powers[best] = -1.0f;
@@ -25,13 +31,6 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_choose_experts(const argument *given) 
         for (int64_t place = 0; place < count; place++) shares[place] /= given[2].integer ? chosen : total;
     }
     return 0;
-}
-
-/* The place of the largest of `count` numbers, the first one of equal ones; 0 if none is a number above -INFINITY. */
-INLINED int64_t largest(const float *numbers, int64_t count) {
-    int64_t best = 0;
-    for (int64_t i = 1; i < count; i++) best = numbers[i] > numbers[best] ? i : best;
-    return best;
 }
 
 /* logits [rows, experts], correction [experts], both float32; count; groups; groups taken; normalised; factor; shares [rows, count],
@@ -73,67 +72,25 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_choose_grouped_experts(const argument 
     return 0;
 }
 
-typedef struct {
-    const argument *weights, *biases, *output;
-    const char *gathered;
-    const int64_t *order; /* the rows of the output */
-    int64_t expert, rows, inner, bfloat16;
-} expert_call;
-
-/* Blocks of columns of one expert. */
-static void columns_of_expert(const void *given, int64_t block, int64_t last) {
-    const expert_call *call = given;
-    char found[GATHERED_ROWS * COLUMNS * sizeof(float)];
-    int64_t bytes = call->bfloat16 ? 2 : 4, outer = call->output->size[1];
-    for (; block < last; block++) {
-        int64_t first = block * COLUMNS, column = call->expert * outer + first, wide = outer - first < COLUMNS ? outer - first : COLUMNS;
-        all_columns(&(product_call){
-            .states = call->gathered, .weight = (const char *)call->weights->data + column * call->inner * bytes,
-            .bias = call->biases->data ? (const char *)call->biases->data + column * bytes : NULL, .output = found,
-            .rows = call->rows, .inner = call->inner, .outer = wide, .step = call->inner, .bfloat16 = call->bfloat16,
-        });
-        for (int64_t row = 0; row < call->rows; row++) {
-            char *to = (char *)call->output->data + (call->order[row] * outer + first) * bytes;
-            memcpy(to, found + row * wide * bytes, (size_t)(wide * bytes));
-        }
-    }
-}
-
-/* Rows of states `order`, `count` of them, by the weights of one expert. Rows are gathered, so that a weight is read once for several. */
-INLINED void rows_of_expert(const argument *given, int64_t expert, const int64_t *order, int64_t count) {
-    const argument *states = given, *output = given + 5;
-    char gathered[GATHERED_BYTES];
-    int64_t bytes = states->bfloat16 ? 2 : 4, inner = states->size[1], outer = output->size[1], per_state = output->size[0] / states->size[0];
-    int64_t most = GATHERED_BYTES / (inner * bytes) < GATHERED_ROWS ? GATHERED_BYTES / (inner * bytes) : GATHERED_ROWS;
-    expert_call call = {
-        .weights = given + 2, .biases = given + 4, .output = output, .gathered = gathered, .expert = expert, .inner = inner, .bfloat16 = states->bfloat16,
-    };
-    for (int64_t start = 0; start < count; start += most) {
-        call.order = order + start, call.rows = count - start < most ? count - start : most;
-        for (int64_t row = 0; row < call.rows; row++) {
-            int64_t from = call.order[row] / per_state * states->stride[0];
-            memcpy(gathered + row * inner * bytes, (const char *)states->data + from * bytes, (size_t)(inner * bytes));
-        }
-        divide_work(columns_of_expert, &call, (outer + COLUMNS - 1) / COLUMNS, outer * inner * bytes);
-    }
-}
-
-/* states [choices / per_state, inner]; experts [choices]; weights [experts * outer, inner]; experts; biases [experts * outer] or NULL;
-   output [choices, outer]. */
-EXPORTED int stepgraph_expert_product(const argument *given) {
+int each_expert(const argument *given, expert_rows run) {
     const int64_t *chosen = given[1].data;
-    int64_t choices = given[5].size[0], experts = given[3].integer, order[LISTED];
+    int64_t choices = given[5].size[0], experts = given[3].integer, per_state = choices / given->size[0], number = given->bfloat16 ? 2 : 4;
+    int64_t row_bytes = given->size[1] * number, fitting = GATHERED_BYTES / row_bytes, most = fitting < GATHERED_ROWS ? fitting : GATHERED_ROWS;
+    int64_t places[GATHERED_ROWS], rows = 0;
+    char gathered[GATHERED_BYTES];
     for (int64_t i = 0; i < choices; i++)
         if (chosen[i] < 0 || chosen[i] >= experts) return 1;
-    for (int64_t first = 0; first < choices; first += LISTED) {
-        int64_t end = first + LISTED < choices ? first + LISTED : choices;
-        for (int64_t expert = 0; expert < experts; expert++) {
-            int64_t count = 0;
-            for (int64_t i = first; i < end; i++)
-                if (chosen[i] == expert) order[count++] = i;
-            if (count) rows_of_expert(given, expert, order, count);
+    for (int64_t expert = 0; expert < experts; expert++)
+        for (int64_t i = 0; i < choices; i++) {
+            if (chosen[i] == expert) {
+                const char *from = (const char *)given->data + i / per_state * given->stride[0] * number;
+                memcpy(gathered + rows * row_bytes, from, (size_t)row_bytes);
+                places[rows++] = i;
+            }
+            if (rows < most && (!rows || i < choices - 1)) continue;
+            run(given, expert, gathered, places, rows);
+            rows = 0;
         }
-    }
     return 0;
 }
 

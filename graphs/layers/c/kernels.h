@@ -9,11 +9,18 @@ enum { MOST_SIZE = 256 };
 typedef struct {
     const void *states, *weight, *bias; /* [rows, inner], rows `step` numbers apart; [outer, inner]; [outer] or NULL */
     void *output;                       /* [rows, outer] */
+    const int64_t *places;              /* where the output has each row; NULL: in order */
     int64_t rows, inner, outer, step, bfloat16;
 } product_call;
 
 void product_by_pairs(const product_call *call, int64_t first, int64_t end); /* bfloat16, columns [first, end) */
-void all_columns(const product_call *call);
+
+/* Calls `run` for the rows of each expert, up to GATHERED_ROWS of them at once, side by side: a weight is read once for all. places: of the
+   rows in the output. given: states [choices / per_state, inner]; experts [choices]; weights of all experts, one after the other; experts;
+   biases [experts * outer] or NULL; output [choices, outer]. Returns 1 if there is no such expert. */
+enum { GATHERED_ROWS = 16 };
+typedef void (*expert_rows)(const argument *given, int64_t expert, const char *gathered, const int64_t *places, int64_t rows);
+int each_expert(const argument *given, expert_rows run);
 
 /* Calls `work` for ranges that make up [0, count), on the threads of stepgraph_use_threads. bytes: that all of it reads. */
 typedef void (*range_work)(const void *call, int64_t first, int64_t end);
@@ -111,16 +118,10 @@ INLINED float power_of_e(float x) {
     return sum;
 }
 
-/* Sixteen numbers at a time, and their sums in one order. */
-enum { LANES = 16 };
-
-typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(2)));
-typedef int32_t places __attribute__((vector_size(LANES * sizeof(float)), aligned(2)));
-
 #ifdef __clang__
 #define CHOSEN(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define CHOSEN(a, b, ...) __builtin_shuffle(a, b, (places){__VA_ARGS__})
+#define CHOSEN(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
 #endif
 
 /* The sum of each of sixteen, all in the first: halves are added to halves, two by two. */

@@ -18,7 +18,7 @@ static FOR_EACH_PROCESSOR void some_columns(const void *given, int64_t block, in
     }
 }
 
-void all_columns(const product_call *call) {
+static void all_columns(const product_call *call) {
     int64_t bytes = call->outer * call->inner * (call->bfloat16 ? 2 : 4);
     divide_work(some_columns, call, (call->outer + COLUMNS - 1) / COLUMNS, bytes);
 }
@@ -32,6 +32,17 @@ EXPORTED int stepgraph_product(const argument *given) {
     all_columns(&call);
     return 0;
 }
+
+static void rows_of_expert(const argument *given, int64_t expert, const char *gathered, const int64_t *places, int64_t rows) {
+    int64_t inner = given->size[1], outer = given[5].size[1], bytes = given->bfloat16 ? 2 : 4, column = expert * outer;
+    all_columns(&(product_call){
+        .states = gathered, .weight = (const char *)given[2].data + column * inner * bytes,
+        .bias = given[4].data ? (const char *)given[4].data + column * bytes : NULL, .output = given[5].data, .places = places,
+        .rows = rows, .inner = inner, .outer = outer, .step = inner, .bfloat16 = given->bfloat16,
+    });
+}
+
+EXPORTED int stepgraph_expert_product(const argument *given) { return each_expert(given, rows_of_expert); }
 
 /* states [batch * count, inner]; slots [batch] of any stride; weights [slots, outer, inner]; base [batch * count, outer] or NULL; output. */
 EXPORTED FOR_EACH_PROCESSOR int stepgraph_slot_product(const argument *given) {

@@ -5,8 +5,6 @@
 
 enum { MOST_ROWS = 8 };
 
-typedef uint32_t words __attribute__((vector_size(LANES * sizeof(float)), aligned(2)));
-
 /* Reads LANES float32 numbers into parts[0], or 2 * LANES bfloat16 numbers: even indices into parts[0], odd ones into parts[1]. */
 INLINED void taken(const char *from, int64_t bfloat16, lanes parts[2]) {
     words raw = *(const words *)from;
@@ -69,8 +67,9 @@ INLINED void tile(const product_call *call, int64_t row, int64_t column, int tal
     uint16_t rounded_off[LANES];
     for (int one = 0; one < LANES; one++) rounded_off[one] = narrowed(found[one]);
     for (int one = 0; one < tall; one++) {
+        int64_t place = call->places ? call->places[row + one] : row + one;
         const void *from = bfloat16 ? (const void *)(rounded_off + one * wide) : (const void *)(found + one * wide);
-        memcpy((char *)call->output + ((row + one) * call->outer + column) * bytes, from, (size_t)(wide * bytes));
+        memcpy((char *)call->output + (place * call->outer + column) * bytes, from, (size_t)(wide * bytes));
     }
 }
 

@@ -3,15 +3,13 @@
 #define EVERY_HEIGHT 0
 #include "quantised.h"
 
-enum { GATHERED_BYTES = 1 << 17 }; /* as in experts.py */
-
 /* Fields as numbers; float8_e4m3fn: the bits in place of float32's, with an exponent that is 120 too small. */
 INLINED void numbers_of(words fields, int zero, lanes *to) {
     if (zero == FLOAT8) {
         lanes found = (lanes)((fields & 0x7f) << 20) * 0x1p120f;
         *to = (lanes)((words)found | (fields & 0x80) << 24);
     } else
-        *to = __builtin_convertvector((places)fields - zero, lanes);
+        *to = __builtin_convertvector((ints)fields - zero, lanes);
 }
 
 /* Fields `at` and `at` + 16 of every word. */
@@ -74,9 +72,9 @@ static FOR_EACH_PROCESSOR void some_tiles(const void *given, int64_t first, int6
     FOR_FIELDS(in_numbers, call, first, end);
 }
 
-/* Up to ROWS_AT_ONCE rows. */
+/* Up to GATHERED_ROWS rows. */
 static FOR_EACH_PROCESSOR void rows_at_once(quantised_call call) {
-    float totals[ROWS_AT_ONCE][MOST_BLOCKS];
+    float totals[GATHERED_ROWS][MOST_BLOCKS];
     call.totals = totals;
     for (int64_t one = 0; call.kind.ranged && one < call.rows; one++) add_up(&call, one, totals[one]);
     divide_work(some_tiles, &call, call.tiles, call.tiles * call.blocks * block_bytes(call.kind));
@@ -95,47 +93,25 @@ EXPORTED int stepgraph_quantised_product(const argument *given) {
     quantised_call call = call_of(states, given + 1);
     int64_t number_bytes = call.bfloat16 ? 2 : 4;
     call.bias = given[2].data;
-    for (int64_t row = 0; row < states->size[0]; row += ROWS_AT_ONCE) {
+    for (int64_t row = 0; row < states->size[0]; row += GATHERED_ROWS) {
         call.states = (const char *)states->data + row * call.step * number_bytes;
         call.output = (char *)given[3].data + row * call.tiles * LANES * number_bytes;
-        call.rows = states->size[0] - row < ROWS_AT_ONCE ? states->size[0] - row : ROWS_AT_ONCE;
+        call.rows = states->size[0] - row < GATHERED_ROWS ? states->size[0] - row : GATHERED_ROWS;
         rows_at_once(call);
     }
     return 0;
 }
 
-/* states [choices / per_state, inner]; experts [choices]; weights of all experts, one after the other; experts; biases [experts * outer]
-   or NULL; output [choices, outer]. The rows of an expert are gathered, so that a weight is read once for several. */
-EXPORTED int stepgraph_quantised_expert_product(const argument *given) {
-    const argument *states = given, *weights = given + 2, *output = given + 5;
-    const int64_t *chosen = given[1].data;
-    char gathered[GATHERED_BYTES];
-    quantised_call call = call_of(states, weights);
-    int64_t choices = output->size[0], experts = given[3].integer, per_state = choices / states->size[0], inner = states->size[1];
-    int64_t bytes = call.bfloat16 ? 2 : 4, fitting = GATHERED_BYTES / (inner * bytes);
-    int64_t most = fitting < ROWS_AT_ONCE ? fitting : ROWS_AT_ONCE, places[ROWS_AT_ONCE];
-    for (int64_t i = 0; i < choices; i++)
-        if (chosen[i] < 0 || chosen[i] >= experts) return 1;
-    call.states = gathered, call.step = inner, call.output = output->data, call.places = places, call.tiles /= experts;
-    int64_t weight_bytes = call.tiles * call.blocks * block_bytes(call.kind);
-    for (int64_t expert = 0; expert < experts; expert++) {
-        call.weight = (const char *)weights->data + expert * weight_bytes;
-        call.bias = given[4].data ? (const char *)given[4].data + expert * call.tiles * LANES * bytes : NULL;
-        call.rows = 0;
-        for (int64_t i = 0; i < choices; i++) {
-            if (chosen[i] == expert) {
-                const char *from = (const char *)states->data + i / per_state * states->stride[0] * bytes;
-                memcpy(gathered + call.rows * inner * bytes, from, (size_t)(inner * bytes));
-                places[call.rows++] = i;
-            }
-            if (call.rows == most || (call.rows && i == choices - 1)) {
-                rows_at_once(call);
-                call.rows = 0;
-            }
-        }
-    }
-    return 0;
+static void rows_of_expert(const argument *given, int64_t expert, const char *gathered, const int64_t *places, int64_t rows) {
+    quantised_call call = call_of(given, given + 2);
+    call.tiles /= given[3].integer;
+    call.weight += expert * call.tiles * call.blocks * block_bytes(call.kind);
+    call.bias = given[4].data ? (const char *)given[4].data + expert * call.tiles * LANES * (call.bfloat16 ? 2 : 4) : NULL;
+    call.states = gathered, call.step = given->size[1], call.rows = rows, call.output = given[5].data, call.places = places;
+    rows_at_once(call);
 }
+
+EXPORTED int stepgraph_quantised_expert_product(const argument *given) { return each_expert(given, rows_of_expert); }
 
 /* Arguments: indices [N] int64, weight, None (the dtype), output [N, inner]. */
 EXPORTED FOR_EACH_PROCESSOR int stepgraph_quantised_rows(const argument *given) {

@@ -10,7 +10,7 @@
 
 #include "kernels.h"
 
-enum { ROWS_AT_ONCE = 16, MOST_BLOCKS = 1024, MOST_GROUP = 128, AHEAD = 4096, FLOAT8 = -1 };
+enum { MOST_BLOCKS = 1024, MOST_GROUP = 128, AHEAD = 4096, FLOAT8 = -1 };
 
 typedef struct {
     int bits, zero; /* zero: FLOAT8 for float8_e4m3fn */
@@ -37,9 +37,6 @@ typedef struct {
 } quantised_call;
 
 void quantised_by_pairs(const quantised_call *call, int64_t first, int64_t end); /* tiles; states in bfloat16 */
-
-typedef uint32_t words __attribute__((vector_size(LANES * sizeof(float)), aligned(2)));
-typedef uint16_t halves __attribute__((vector_size(LANES * sizeof(uint16_t)), aligned(2)));
 
 INLINED int64_t word_bytes(quantised_kind kind) { return kind.bits * kind.group * LANES / 8; }
 INLINED int64_t scale_bytes(quantised_kind kind) { return LANES * (kind.wide ? 4 : 2); }

@@ -4,20 +4,25 @@
 #include "kernels.h"
 
 #ifdef HAS_DOT_PRODUCTS
+/* The values of a field of four bits in bfloat16, as they are and minus 8. Five bits select an entry, the highest of which belongs to the
+   next field. And both bytes of those of a field of eight bits minus 128: of negative numbers, and of the others. */
+static uint16_t FROM_ZERO[32], CENTRED[32];
+static uint8_t LOWS[2][128], HIGHS[2][128];
+
+static __attribute__((constructor)) void fill_tables(void) { /* before the line from which on all processors do not have the instructions */
+    for (int field = 0; field < 32; field++) FROM_ZERO[field] = narrowed((float)(field % 16)), CENTRED[field] = narrowed((float)(field % 16 - 8));
+    for (int field = 0; field < 256; field++) {
+        uint16_t value = narrowed((float)(field - 128));
+        LOWS[field / 128][field % 128] = (uint8_t)value, HIGHS[field / 128][field % 128] = (uint8_t)(value >> 8);
+    }
+}
+
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512bf16,avx512vbmi,fma,f16c")
 #include <immintrin.h>
 
 #define EVERY_HEIGHT 1
 #define FROM_FLOAT16(from) ((lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from))))
 #include "quantised.h"
-
-/* The values of a field of four bits in bfloat16, as they are and minus 8. Five bits select an entry, the highest of which belongs to the
-   next field. */
-#define TWICE(...) {__VA_ARGS__, __VA_ARGS__}
-static const uint16_t FROM_ZERO[32] = TWICE(
-    0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170);
-static const uint16_t CENTRED[32] = TWICE(
-    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0);
 
 /* A field of eight bits, minus 128, as float32: as the lowest bits of 2^23, of which 2^23 + 128 is subtracted. */
 INLINED __m512i byte_number(__m512i shifted) {
@@ -33,18 +38,6 @@ INLINED __m512i from_bytes(__m512i raw, unsigned field) {
 
 /* The same for few rows, by tables of both bytes of the numbers from -128 on: half the instructions. Beside the sums of more rows the tables
    find no registers. The bytes are those of a number from 0 to 128 in bfloat16. */
-#define HIGH(n) ((n) > 127 ? 0x43 : (n) > 31 ? 0x42 : (n) > 7 ? 0x41 : (n) > 1 ? 0x40 : (n) > 0 ? 0x3f : 0)
-#define HIGH_OF_NEGATIVE(n) (HIGH(n) | 0x80)
-#define LOW_TO_31(n) ((n) > 15 ? (n) << 3 : (n) > 7 ? (n) << 4 & 127 : (n) > 3 ? (n) << 5 : (n) > 1 ? (n) << 6 & 127 : (n) << 7)
-#define LOW(n) (255 & ((n) > 127 ? 0 : (n) > 63 ? (n) << 1 : (n) > 31 ? (n) << 2 & 127 : LOW_TO_31(n)))
-#define FOUR(byte, n, step) byte(n), byte((n) + (step)), byte((n) + 2 * (step)), byte((n) + 3 * (step))
-#define EIGHT(byte, n, step) FOUR(byte, n, step), FOUR(byte, (n) + 4 * (step), step)
-#define QUARTER(byte, n, step) EIGHT(byte, n, step), EIGHT(byte, (n) + 8 * (step), step), \
-    EIGHT(byte, (n) + 16 * (step), step), EIGHT(byte, (n) + 24 * (step), step)
-#define HALF(byte, n, step) QUARTER(byte, n, step), QUARTER(byte, (n) + 32 * (step), step)
-static const uint8_t LOWS[2][128] = {{HALF(LOW, 128, -1), HALF(LOW, 64, -1)}, {HALF(LOW, 0, 1), HALF(LOW, 64, 1)}};
-static const uint8_t HIGHS[2][128] = {{HALF(HIGH_OF_NEGATIVE, 128, -1), HALF(HIGH_OF_NEGATIVE, 64, -1)}, {HALF(HIGH, 0, 1), HALF(HIGH, 64, 1)}};
-
 INLINED __m512i looked_up(__m512i raw, __mmask64 positive, const uint8_t tables[2][128]) {
     __m512i found = _mm512_mask2_permutex2var_epi8(_mm512_loadu_si512(tables[1]), raw, positive, _mm512_loadu_si512(tables[1] + 64));
     return _mm512_mask2_permutex2var_epi8(_mm512_loadu_si512(tables[0]), found, ~positive, _mm512_loadu_si512(tables[0] + 64));

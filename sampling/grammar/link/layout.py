@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-HEADERS = ("forced.h", "marker.h", "host_link.h", "llguidance.h")  # in the order in which the compiler reads them
+HEADERS = ("forced.h", "marker.h", "host_link.h")  # in the order in which the compiler reads them
 TYPES: dict[str, Any] = {
     **{"char": c_char, "uint8_t": c_uint8, "int": c_int, "atomic_int": c_int, "int32_t": c_int32, "uint32_t": c_uint32},
     **{"int64_t": c_int64, "double": c_double, "void": None},

@@ -42,11 +42,12 @@ INLINED void read_word(float values[WORD], const void *logits, int64_t first, ui
 }
 
 /* `mask` is NULL for a row that is not constrained. */
-INLINED void choose_in_order(choice *found, const void *logits, const int32_t *mask, int64_t width, int64_t bfloat16) {
+INLINED void choose_in_order(
+    choice *found, const argmax_call *call, const void *logits, const int32_t *mask, const int64_t *ids, int64_t bfloat16) {
     float values[WORD];
-    for (int64_t first = 0; first < width; first += WORD) {
-        int64_t count = width - first < WORD ? width - first : WORD;
-        uint32_t word = mask ? (uint32_t)mask[first / WORD] : UINT32_MAX;
+    for (int64_t first = 0; first < call->width; first += WORD) {
+        int64_t count = call->width - first < WORD ? call->width - first : WORD;
+        uint32_t word = allowed_in(mask, ids, first, count, call->words);
         if (!word) continue;
         if (count == WORD) read_word(values, logits, first, word, WORD, bfloat16); /* a count known to the compiler */
         else read_word(values, logits, first, word, count, bfloat16);
@@ -54,26 +55,10 @@ INLINED void choose_in_order(choice *found, const void *logits, const int32_t *m
     }
 }
 
-/* Logits whose mask bits are `ids`: 1 if an id lies outside of the mask. */
-INLINED int choose_by_ids(choice *found, const argmax_call *call, const void *logits, const int32_t *mask, int64_t bfloat16) {
-    float values[WORD];
-    for (int64_t first = 0; first < call->width; first += WORD) {
-        int64_t count = call->width - first < WORD ? call->width - first : WORD, outside = 0;
-        for (int64_t i = 0; i < WORD; i++) values[i] = -INFINITY;
-        for (int64_t i = 0; i < count; i++) {
-            int64_t id = index_in(call->ids[first + i], call->words * WORD);
-            outside |= id < 0;
-            id = id < 0 ? 0 : id;
-            values[i] = (uint32_t)mask[id / WORD] >> (id % WORD) & 1 ? number(logits, first + i, bfloat16) : -INFINITY;
-        }
-        if (outside) return 1;
-        if (promising(values, found->value) && better(found, values, first, count)) return 0;
-    }
-    return 0;
-}
-
 INLINED int argmax_all(const argmax_call *call, int64_t bfloat16) {
     int64_t bytes = bfloat16 ? 2 : 4;
+    for (int64_t i = 0; call->ids && i < call->width; i++)
+        if (index_in(call->ids[i], call->words * WORD) < 0) return 1;
     for (int64_t row = 0; row < call->batch; row++) {
         int64_t mask_row = call->rows ? index_in(call->rows[row], call->mask_rows) : row;
         if (mask_row < 0) return 1;
@@ -83,11 +68,8 @@ INLINED int argmax_all(const argmax_call *call, int64_t bfloat16) {
             int64_t at = row * call->positions + position;
             choice found = {-INFINITY, 0};
             bool constrained = call->constrained[row], open = !constrained || !call->status || call->status[at] == STATUS_OK;
-            if (open && constrained && call->ids) {
-                if (choose_by_ids(&found, call, logits, mask, bfloat16)) return 1;
-            } else if (open) {
-                choose_in_order(&found, logits, constrained ? mask : NULL, call->width, bfloat16);
-            }
+            if (open && constrained && call->ids) choose_in_order(&found, call, logits, mask, call->ids, bfloat16);
+            else if (open) choose_in_order(&found, call, logits, constrained ? mask : NULL, NULL, bfloat16); /* a constant */
             call->finite[at] = isfinite(found.value);
             call->token[at] = found.index;
         }

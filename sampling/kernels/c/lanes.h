@@ -12,12 +12,6 @@
 
 #include "native.h"
 
-enum { LANES = 16 };
-
-typedef float lanes __attribute__((vector_size(LANES * 4)));
-typedef int32_t ints __attribute__((vector_size(LANES * 4)));
-typedef uint32_t words __attribute__((vector_size(LANES * 4)));
-typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
 typedef int64_t longs __attribute__((vector_size(LANES * 8)));
 
 INLINED ints either(ints mask, ints yes, ints no) { return (mask & yes) | (~mask & no); }

@@ -34,10 +34,29 @@ enum { FINISH_RUNNING = 1, FINISH_STOP, FINISH_LENGTH, FINISH_COMPLETE, FINISH_D
 #define EXPORTED __attribute__((visibility("default")))
 #define INLINED static inline __attribute__((always_inline))
 
+/* Sixteen numbers at a time, which memory may hold at any even address. */
+enum { LANES = 16 };
+typedef float lanes __attribute__((vector_size(LANES * 4), aligned(2)));
+typedef int32_t ints __attribute__((vector_size(LANES * 4), aligned(2)));
+typedef uint32_t words __attribute__((vector_size(LANES * 4), aligned(2)));
+typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2)));
+
 /* A negative index counts from the end, as in torch; -1 if it lies outside of [0, size). */
 INLINED int64_t index_in(int64_t index, int64_t size) {
     index += index < 0 ? size : 0;
     return index < 0 || index >= size ? -1 : index;
+}
+
+/* Which of up to WORD logits, from `first` on, a mask allows. mask NULL: all; ids: the bit of each logit, or NULL: its index. */
+INLINED uint32_t allowed_in(const int32_t *mask, const int64_t *ids, int64_t first, int64_t count, int64_t words) {
+    uint32_t allowed = 0;
+    if (!mask) return UINT32_MAX;
+    if (!ids) return (uint32_t)mask[first / WORD];
+    for (int64_t i = 0; i < count; i++) {
+        int64_t id = index_in(ids[first + i], words * WORD);
+        allowed |= ((uint32_t)mask[id / WORD] >> (id % WORD) & 1) << i;
+    }
+    return allowed;
 }
 
 INLINED float widened(uint16_t bits) {

@@ -7,14 +7,14 @@ enum { REPETITION_PENALTY = 4, PRESENCE_PENALTY, FREQUENCY_PENALTY, MIN_NEW_TOKE
 /* One row at one position. */
 typedef struct {
     const void *logits;      /* [width] */
-    const uint32_t *mask;    /* of a constrained row with a valid mask, else NULL */
+    const int32_t *mask;     /* of a constrained row with a valid mask, else NULL */
     const int64_t *ids;      /* [width] tokens of the logits, or NULL */
     const float *params, *biases;
     const int64_t *bias_ids, *stop_ids;
     const bool *prompt_seen; /* [vocabulary] */
     const int32_t *output_counts;
     float *output;
-    int64_t width, biased, stops;
+    int64_t width, words, biased, stops;
     bool forbidden; /* every token */
 } position_call;
 
@@ -28,13 +28,11 @@ INLINED int64_t index_of(const position_call *call, int64_t token) {
     return -1;
 }
 
-INLINED bool permitted(const position_call *call, int64_t token) { return !call->mask || call->mask[token / WORD] >> (token % WORD) & 1; }
-
 INLINED void write_masked(const position_call *call, int64_t bfloat16) {
     for (int64_t first = 0; first < call->width; first += WORD) {
         int64_t count = call->width - first < WORD ? call->width - first : WORD;
         float *to = call->output + first;
-        uint32_t word = call->forbidden ? 0 : call->mask && !call->ids ? call->mask[first / WORD] : UINT32_MAX;
+        uint32_t word = call->forbidden ? 0 : allowed_in(call->mask, call->ids, first, count, call->words);
         if (!word) {
             for (int64_t i = 0; i < count; i++) to[i] = -INFINITY;
         } else if (word == UINT32_MAX) {
@@ -42,8 +40,6 @@ INLINED void write_masked(const position_call *call, int64_t bfloat16) {
         } else {
             for (int64_t i = 0; i < count; i++) to[i] = word >> i & 1 ? number(call->logits, first + i, bfloat16) + 0.0f : -INFINITY;
         }
-        if (!call->ids || !call->mask || call->forbidden) continue;
-        for (int64_t i = 0; i < count; i++) to[i] = permitted(call, call->ids[first + i]) ? to[i] : -INFINITY;
     }
 }
 
@@ -108,7 +104,7 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_process_logits(const argument *given) 
             .stop_ids = (const int64_t *)tables[3].data + at * tables[3].stride[0],
             .prompt_seen = (const bool *)tables[4].data + at * tables[4].stride[0],
             .output_counts = (const int32_t *)tables[5].data + at * tables[5].stride[0],
-            .width = width, .biased = tables[1].size[1], .stops = tables[3].size[1],
+            .width = width, .words = masks->size[2], .biased = tables[1].size[1], .stops = tables[3].size[1],
         };
         for (int64_t position = 0; position < positions; position++) {
             int64_t index = row * positions + position, before[MOST_BEFORE], count = first + position;
@@ -116,7 +112,7 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_process_logits(const argument *given) 
             count = count < drafts->size[1] ? count : drafts->size[1];
             for (int64_t i = 0; i < count; i++) before[i] = ((const int64_t *)drafts->data)[row * drafts->stride[0] + i * drafts->stride[1]];
             call.logits = (const char *)logits->data + (row * logits->stride[0] + position * logits->stride[1]) * bytes;
-            call.mask = masked ? (const uint32_t *)masks->data + mask_row * masks->stride[0] + position * masks->stride[1] : NULL;
+            call.mask = masked ? (const int32_t *)masks->data + mask_row * masks->stride[0] + position * masks->stride[1] : NULL;
             call.forbidden = masked && status && known != STATUS_OK;
             call.output = (float *)given[16].data + index * width;
             if (logits->bfloat16) write_masked(&call, 1);

@@ -295,3 +295,24 @@ void stepgraph_counts(const host_link *link, int64_t *counts) {
 const char *stepgraph_fault(matcher_row *row) {
     return atomic_load_explicit(&row->faulted, memory_order_acquire) ? row->fault : "";
 }
+
+/* Makes the calls in order on this thread, as the CUDA driver would. For tests and benchmarks. */
+void stepgraph_run_calls(void *data) {
+    call_list *list = data;
+    for (int64_t index = 0; index < list->count; index++) {
+        list->calls[index].function(list->calls[index].data);
+        list->calls[index].finished = (double)ns_of(CLOCK_MONOTONIC) * 1e-9;
+    }
+}
+
+/* Writes the values of layout.OWN_LAYOUT, if there is room for them, and returns their number. */
+int64_t stepgraph_layout(int64_t *values, int64_t room) {
+    const int64_t own[] = {
+        LAYOUT_VERSION, sizeof(token_table), sizeof(forced_text), sizeof(marker_table), sizeof(marker_progress),
+        sizeof(matcher_library), sizeof(mask_content), sizeof(matcher_row), sizeof(link_shape), sizeof(host_step), sizeof(host_node),
+        sizeof(xgrammar_library), sizeof(llguidance_library), sizeof(timed_call), sizeof(call_list),
+    };
+    int64_t count = sizeof own / sizeof *own;
+    if (count <= room) memcpy(values, own, sizeof own);
+    return count;
+}

@@ -5,7 +5,7 @@
    accepts them again. When the lexer has no room for another state, possibly because of earlier texts, a clone of the start
    matcher with an empty lexer does. Stop tokens are not passed to the library because its rollback miscounts them. */
 
-#include "llguidance.h"
+#include "host_link.h"
 
 #include <stdio.h>
 #include <stdlib.h>
