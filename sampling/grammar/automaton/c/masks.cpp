@@ -99,7 +99,7 @@ static Trie make_trie(const std::vector<Entry> &sorted) {
     for (size_t number = 0; number < nodes.size(); number++) {
         int32_t size = sizes[number], at = nodes[number].first_token;
         Trie::Node node = nodes[number];
-        for (int32_t token = node.first_token; token < node.end_token; token++) node.height = std::max(node.height, sorted[(size_t)token].size - size);
+        for (int32_t token = at; token < node.end_token; token++) node.height = std::max(node.height, sorted[(size_t)token].size - size);
         while (at < node.end_token && sorted[(size_t)at].size == size) at++;
         node.below_token = at;
         node.first_child = (int32_t)nodes.size();
@@ -125,10 +125,12 @@ static Trie make_trie(const std::vector<Entry> &sorted) {
 // The tokens are in trees by whether they are plain text and by their number of quotes; plain ones also by their length. Few tokens are not
 // plain, few are long.
 struct Part { bool is_plain; int32_t quotes, shortest, longest; }; // quotes: or more, in the last
-constexpr Part PARTS[] = {{true, 0, 1, 8}, {true, 0, 9, 16}, {true, 0, 17, 1 << 30}, {false, 0, 1, 1 << 30}, {false, 1, 1, 1 << 30}, {false, 2, 1, 1 << 30}};
+constexpr int32_t ANY = 1 << 30;
+constexpr Part PARTS[] = {{true, 0, 1, 8}, {true, 0, 9, 16}, {true, 0, 17, ANY}, {false, 0, 1, ANY}, {false, 1, 1, ANY}, {false, 2, 1, ANY}};
 constexpr size_t NUM_PARTS = std::size(PARTS);
 constexpr int32_t MOST_BYTES = 1 << 15; // of a text without end
 constexpr int32_t SHARED_TOKENS = 100; // below a node
+constexpr size_t MANY_WORDS = 64; // and their bits
 constexpr int32_t MAX_ROUNDS = 64; // of hashing the states of a component
 constexpr int32_t MAX_ALIKE = 16; // bytes
 constexpr int64_t ALIKE_STEPS = 50'000'000; // moves that are compared to find states that are alike
@@ -212,7 +214,7 @@ class Masks {
 public:
     Masks(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits)
         : automaton(automaton), vocabulary(vocabulary), limits(limits), narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(bytes_by_class(automaton)), quote(bytes_of[automaton.class_of['"']].size() == 1 ? automaton.class_of['"'] : -1), rows(automaton.classes, quote),
-          row((size_t)vocabulary.words), ordered(vocabulary.starts.size() / 32 + 1), top_at((size_t)vocabulary.longest + 1),
+          row((size_t)vocabulary.words), part_row(row), ordered(vocabulary.starts.size() / 32 + 1), top_at((size_t)vocabulary.longest + 1),
           pushed((size_t)vocabulary.longest + 1) {
         find_steps();
     }
@@ -243,7 +245,7 @@ public:
             row_of[state] = number;
             if (!is_new) continue;
             for (size_t part = 0; part < NUM_PARTS; part++)
-                if (parts[part] >= 0) set_ordered(vocabulary.tries[part], below_bits.of(parts[part]), row);
+                if (parts[part] >= 0) set_part(part, parts[part]);
             if (automaton.accepts[state])
                 for (int32_t stop : vocabulary.stops) row.add(stop);
             add_row(base);
@@ -377,6 +379,7 @@ private:
         if (is_apart) {
             find_components();
             levels.push_back(level_after(nullptr));
+            find_longest();
             levels.push_back(level_after(&levels[0]));
         }
         levels.push_back(std::move(every));
@@ -390,6 +393,24 @@ private:
         }
     }
 
+    // Texts without a quote. Classes follow those that they lead to, but for the ones of loops.
+    void find_longest() {
+        for (int32_t state : levels[0].first) {
+            int32_t most = automaton.pop[(size_t)state] < 0 ? 0 : MOST_BYTES;
+            for (const Span &span : automaton.spans_of(state)) {
+                int32_t like = class_after(levels[0], span);
+                if (like >= 0) most = std::max(most, like < (int32_t)longest.size() ? longest[(size_t)like] + 1 : MOST_BYTES);
+            }
+            longest.push_back(std::min(most, MOST_BYTES));
+        }
+    }
+
+    // The class of the state that a span leads to, or DEAD; also of a quote, which ends a text of a level.
+    int32_t class_after(const Level &level, const Span &span) const {
+        int32_t to = is_quote(span) ? DEAD : target_of(span.entry);
+        return to < 0 ? DEAD : level.class_of[(size_t)to];
+    }
+
     bool is_quote(const Span &span) const { return span.low == quote && span.end == quote + 1; }
 
     // Components of the states without the moves of quotes.
@@ -400,7 +421,7 @@ private:
             const Span &span = automaton.spans_of(state).first[at];
             return is_quote(span) ? DEAD : target_of(span.entry);
         };
-        each_component(automaton.states, 0, automaton.states, count, target, [&](auto begin, auto end) {
+        each_component(automaton.states, count, target, [&](auto begin, auto end) {
             in_components.insert(in_components.end(), std::make_reverse_iterator(end), std::make_reverse_iterator(begin));
             component_start.push_back((int32_t)in_components.size());
         });
@@ -457,7 +478,8 @@ private:
             size_t different = 0;
             for (int32_t round = 0; round < MAX_ROUNDS; round++) {
                 next.clear();
-                for (const int32_t *state = begin; state < end; state++) next.push_back(mixed(hashes[*state] + rows.hash(automaton.spans_of(*state), after)));
+                for (const int32_t *state = begin; state < end; state++)
+                    next.push_back(mixed(hashes[*state] + rows.hash(automaton.spans_of(*state), after)));
                 for (size_t at = 0; at < next.size(); at++) hashes[begin[at]] = next[at];
                 sorted = next;
                 sort_unique(sorted);
@@ -508,7 +530,7 @@ private:
             still.clear();
             auto is_same = [&](int32_t entry, int32_t other) { return class_after(entry) == class_after(other); };
             auto is_changed = [&](const Span &span) {
-                int32_t to = is_quote(span) ? DEAD : target_of(span.entry), like = to < 0 ? to : level.class_of[(size_t)to];
+                int32_t like = this->class_after(level, span);
                 return like >= 0 && last[(size_t)like] != before[(size_t)like];
             };
             auto spans_of = [&](int32_t like) { return automaton.spans_of(level.first[(size_t)like]); };
@@ -560,7 +582,8 @@ private:
             if (!known[bytes].empty() && (found = known[bytes][(size_t)level.alike[bytes][(size_t)like]]) >= 0) return found;
         followed = 1; // also in a state that reads no byte
         const Trie &trie = vocabulary.tries[part];
-        if (!sum_of(state, first_before[part])) return found = none >= 0 ? none : none = keep_below([] {});
+        bool is_short = !PARTS[part].quotes && !longest.empty() && longest[(size_t)like] < PARTS[part].shortest;
+        if (is_short || !sum_of(state, first_before[part])) return found = none >= 0 ? none : none = keep_below([] {});
         found = keep_below([&] {
             top_at[0] = 0;
             steps += trie.nodes[Trie::ROOT + 1].first_child - 1; // as many children of the root
@@ -628,6 +651,18 @@ private:
     static void set_ordered(const Trie &trie, Slice<int32_t> pairs, SparseRow &to) {
         for (const int32_t *at = pairs.first; at < pairs.last; at += 2)
             for (auto bits = (uint32_t)at[1]; bits; bits &= bits - 1) to.add(trie.tokens[(size_t)at[0] * 32 + (size_t)__builtin_ctz(bits)]);
+    }
+
+    // Set the tokens of a tree, given by their number in `below_bits`. Where they are many, several rows have them.
+    void set_part(size_t part, int32_t number) {
+        Slice<int32_t> pairs = below_bits.of(number);
+        if (pairs.size() < MANY_WORDS) return set_ordered(vocabulary.tries[part], pairs, row);
+        Ints &words = words_of_part[part][number];
+        if (words.empty()) {
+            set_ordered(vocabulary.tries[part], pairs, part_row);
+            part_row.move_to(words);
+        }
+        for (size_t at = 0; at < words.size(); at += 2) row.set(words[at], (uint32_t)words[at + 1]);
     }
 
     // Set the tokens from `begin` to before `end`.
@@ -861,6 +896,7 @@ private:
     const Rows rows; // of states, without the moves of quotes
     Ints in_components, component_start; // states by component; [components + 1]
     std::vector<Level> levels;
+    Ints longest; // [classes of the first level] bytes of the longest text, at most MOST_BYTES; empty if there is but one level
     std::array<size_t, NUM_PARTS> level_of{};
     std::array<Ints, NUM_PARTS> first_before; // [classes + 1] how many bytes before begin a token
     std::array<Ints, NUM_PARTS> below_of; // [classes of the level] in `below`, or -1
@@ -876,7 +912,8 @@ private:
     Ints below_crossed, *crossed = nullptr; // tokens whose legality depends on the stack; of the state or the part that is being walked
     std::deque<SparseRow> spares; // of the parts of the tree that are being walked
     size_t level = 0; // of these
-    SparseRow row; // being built
+    std::array<std::unordered_map<int32_t, Ints>, NUM_PARTS> words_of_part; // words of rows and their bits; by number in `below_bits`
+    SparseRow row, part_row; // being built
     SparseRow ordered; // the tokens of a tree, in its order: those below a node are neighbours
     struct Pushed { int32_t symbol, below, size; }; // a symbol, the one below it as in top_at, and the number with those below
     Ints top_at; // [bytes] where in `pushed` the top of the stack is after so many bytes; 0: it is empty

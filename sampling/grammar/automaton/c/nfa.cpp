@@ -133,7 +133,7 @@ public:
         std::vector<std::set<int32_t>> components;
         auto count = [&](int32_t rule) { return (int32_t)references[rule].size(); };
         auto target = [&](int32_t rule, int32_t at) { return references[rule][at]; };
-        each_component(grammar.num_rules, 0, grammar.num_rules, count, target, [&](auto begin, auto end) {
+        each_component(grammar.num_rules, count, target, [&](auto begin, auto end) {
             const Ints &own = references[*begin];
             bool recursive = end - begin > 1 || std::find(own.begin(), own.end(), *begin) != own.end();
             if (recursive && reached.count(*begin)) components.emplace_back(begin, end);
@@ -308,6 +308,34 @@ private:
     std::set<int32_t> reached; // rules, by the root
 };
 
+class Memo { // (expression, or ~rule, and continuation) -> state, by open addressing
+public:
+    // NONE: unknown; it has to be set. Valid until the next call.
+    int32_t &state(int32_t expression, int32_t continuation) {
+        if (used * 2 >= slots.size()) {
+            std::vector<Slot> before(slots.size() * 2);
+            before.swap(slots);
+            for (const Slot &slot : before)
+                if (slot.state != NONE) slot_of(slot.expression, slot.continuation) = slot;
+        }
+        Slot &slot = slot_of(expression, continuation);
+        if (slot.state == NONE) slot = {expression, continuation, NONE}, used++;
+        return slot.state;
+    }
+    static constexpr int32_t NONE = -1, OPEN = -2; // OPEN: it is being built, and nothing has referred to it yet
+
+private:
+    struct Slot { int32_t expression = 0, continuation = 0, state = NONE; };
+    Slot &slot_of(int32_t expression, int32_t continuation) {
+        uint64_t key = ((uint64_t)(uint32_t)expression << 32 | (uint32_t)continuation) * 0x9e3779b97f4a7c15ull;
+        size_t at = (size_t)(key ^ key >> 32) & (slots.size() - 1);
+        while (slots[at].state != NONE && (slots[at].expression != expression || slots[at].continuation != continuation)) at = (at + 1) & (slots.size() - 1);
+        return slots[at];
+    }
+    std::vector<Slot> slots = std::vector<Slot>(1024);
+    size_t used = 0;
+};
+
 class Builder {
 public:
     Builder(const Grammar &grammar, const Limits &limits, std::unordered_set<int64_t> &unrolled, Calls calls)
@@ -346,23 +374,14 @@ private:
     void follow(int32_t from, int32_t to) { nfa.next.add(from, to); }
     void edge(int32_t from, int low, int high, int32_t to) { nfa.edges.add(from, {low, high, to}); }
 
-    // The state for a key; NONE: it has to be set; OPEN: it is being built, and nothing has referred to it yet. Valid until the next call.
-    int32_t &known_state(const int32_t *key, size_t size) {
-        auto [number, is_new] = keys.add(key, size);
-        if (is_new) states_of_keys.push_back(NONE);
-        return states_of_keys[(size_t)number];
-    }
-
-    // The state for an expression, or ~rule, and a continuation, which `build` finds. A recursion inside of it returns to a state of its own
-    // before that.
-    template <class Build> int32_t once(int32_t number, int32_t continuation, const Build &build) {
-        const int32_t key[] = {number, continuation};
-        int32_t &known = known_state(key, std::size(key));
-        if (known == OPEN) known = state_before(continuation);
-        if (known != NONE) return known;
-        known = OPEN;
-        int32_t found = build(), &start = known_state(key, std::size(key));
-        if (start == OPEN) return start = found;
+    // The state for a key of the memo, which `build` finds. A recursion inside of it returns to a state of its own before that.
+    template <class Build> int32_t once(int32_t key, int32_t continuation, const Build &build) {
+        int32_t &known = memo.state(key, continuation);
+        if (known == Memo::OPEN) known = state_before(continuation);
+        if (known != Memo::NONE) return known;
+        known = Memo::OPEN;
+        int32_t found = build(), &start = memo.state(key, continuation);
+        if (start == Memo::OPEN) return start = found;
         follow(start, found);
         return start;
     }
@@ -497,8 +516,7 @@ private:
     // A left-linear component: one state per rule that means "this rule is complete".
     int32_t left_rule(int32_t number, int32_t continuation, const std::set<int32_t> &component) {
         int32_t start = state_before(continuation);
-        const int32_t key[] = {~number, continuation};
-        known_state(key, std::size(key)) = start;
+        memo.state(~number, continuation) = start;
         std::map<int32_t, int32_t> complete;
         for (int32_t member : component) complete[member] = state_before(continuation);
         follow(complete[number], continuation);
@@ -559,9 +577,12 @@ private:
     // The state that reads one byte and then continues: one for each byte and continuation.
     int32_t byte_before(int32_t byte, int32_t continuation) {
         const int32_t key[] = {BYTES, byte, continuation};
-        int32_t &known = known_state(key, std::size(key));
-        if (known == NONE) edge(known = state_before(continuation), byte, byte, continuation);
-        return known;
+        auto [number, is_new] = shared.add(key, std::size(key));
+        if (is_new) {
+            shared_states.push_back(state_before(continuation));
+            edge(shared_states.back(), byte, byte, continuation);
+        }
+        return shared_states[(size_t)number];
     }
 
     int32_t choices(const View &at, int32_t continuation) {
@@ -572,11 +593,12 @@ private:
         std::sort(found, key.end());
         key.erase(std::unique(found, key.end()), key.end());
         if (key.size() == 3) return key[2];
-        int32_t &known = known_state(key.data(), key.size());
-        if (known != NONE) return known;
-        known = state_before(continuation);
-        for (; found != key.end(); ++found) follow(known, *found);
-        return known;
+        auto [number, is_new] = shared.add(key);
+        if (is_new) {
+            shared_states.push_back(state_before(continuation));
+            for (; found != key.end(); ++found) follow(shared_states.back(), *found);
+        }
+        return shared_states[(size_t)number];
     }
 
     int32_t call(int32_t alternative, int32_t continuation) {
@@ -741,9 +763,9 @@ private:
     const Calls calls;
     Ints shortest; // [rules] bytes of the shortest text
     Nfa nfa;
-    static constexpr int32_t NONE = -1, OPEN = -2;
-    Interned keys; // of two numbers: see `once`; of three: reads of a byte; of more: choices, by what they lead to
-    Ints states_of_keys;
+    Memo memo;
+    Interned shared; // reads of a byte, and choices, by what they lead to
+    Ints shared_states;
     std::map<std::vector<Range>, Shape> shapes;
     std::unordered_map<int32_t, const Shape *> class_shapes; // by expression
     std::set<int32_t> called; // expressions with an automaton of their own

@@ -102,11 +102,10 @@ enum class Calls { FEW, BRACKETS, STRINGS, ANY_SIZE };
 // `unrolled`: expressions of loops to write out. Adds to it and returns an empty automaton where a loop has to be written out after all.
 Nfa build_nfa(const Grammar &grammar, const Limits &limits, std::unordered_set<int64_t> &unrolled, Calls calls);
 
-// Calls found(begin, end) with the members of each strongly connected component, after those that it leads to, of the nodes that are reached
-// from nodes `first` to before `last`; by Tarjan's algorithm.
+// Calls found(begin, end) with the members of each strongly connected component, after those that it leads to; by Tarjan's algorithm.
 // edges(node): how many; target(node, edge): the node it leads to, or -1.
 template <class Edges, class Target, class Found>
-void each_component(int32_t count, int32_t first, int32_t last, const Edges &edges, const Target &target, const Found &found) {
+void each_component(int32_t count, const Edges &edges, const Target &target, const Found &found) {
     std::vector<int32_t> order((size_t)count, -1), low((size_t)count), stack;
     std::vector<char> on_stack((size_t)count, 0);
     std::vector<std::pair<int32_t, int32_t>> work; // node and the edge to follow
@@ -116,7 +115,7 @@ void each_component(int32_t count, int32_t first, int32_t last, const Edges &edg
         on_stack[(size_t)node] = 1;
         stack.push_back(node), work.push_back({node, 0});
     };
-    for (int32_t start = first; start < last; start++) {
+    for (int32_t start = 0; start < count; start++) {
         if (order[(size_t)start] < 0) open(start);
         while (!work.empty()) {
             auto &[node, edge] = work.back();

@@ -310,7 +310,7 @@ int64_t stepgraph_layout(int64_t *values, int64_t room) {
     const int64_t own[] = {
         LAYOUT_VERSION, sizeof(token_table), sizeof(forced_text), sizeof(marker_table), sizeof(marker_progress),
         sizeof(matcher_library), sizeof(mask_content), sizeof(matcher_row), sizeof(link_shape), sizeof(host_step), sizeof(host_node),
-        sizeof(xgrammar_library), sizeof(llguidance_library), sizeof(timed_call), sizeof(call_list),
+        sizeof(xgrammar_library), sizeof(timed_call), sizeof(call_list), sizeof(llguidance_library),
     };
     int64_t count = sizeof own / sizeof *own;
     if (count <= room) memcpy(values, own, sizeof own);

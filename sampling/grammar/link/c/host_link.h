@@ -117,6 +117,18 @@ typedef struct {
     int32_t matcher_type;
 } xgrammar_library;
 
+/* One call of `stepgraph_run_calls`. */
+typedef struct {
+    void (*function)(void *data);
+    void *data;
+    double finished; /* CLOCK_MONOTONIC, in seconds */
+} timed_call;
+
+typedef struct {
+    timed_call *calls;
+    int64_t count;
+} call_list;
+
 /* llguidance's C API, and the matcher that a row holds for it. */
 typedef struct llguidance_matcher llguidance_matcher; /* the library's matcher and the history needed to rebuild it */
 typedef struct {
@@ -133,18 +145,6 @@ typedef struct {
     void *(*clone)(const void *matcher);
     void (*free)(void *matcher);
 } llguidance_library;
-
-/* One call of `stepgraph_run_calls`. */
-typedef struct {
-    void (*function)(void *data);
-    void *data;
-    double finished; /* CLOCK_MONOTONIC, in seconds */
-} timed_call;
-
-typedef struct {
-    timed_call *calls;
-    int64_t count;
-} call_list;
 
 #define STEPGRAPH_API __attribute__((visibility("default")))
 
