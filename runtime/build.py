@@ -61,7 +61,7 @@ from stepgraph.runtime.validate import RequestValidator
 from stepgraph.runtime.watchdog import Watchdog
 from stepgraph.sampling.fields import check_members, check_value, instance_of, optional
 from stepgraph.sampling.grammar.automaton.grammar import SplitTensors, TokenTensors, split_tensors, token_tensors
-from stepgraph.sampling.grammar.link.choose import open_host_link
+from stepgraph.sampling.grammar.link.native import open_host_link
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.kernels.triton import why_no_triton

@@ -22,8 +22,8 @@ from stepgraph.runtime.commands.terminal import ORIGINS
 from stepgraph.runtime.demo.variants import SCENARIOS, Case, Pair, Scenario, open_pair, tokens_per_second, toy_pair, variants
 from stepgraph.runtime.request import Job, StepEvent
 from stepgraph.runtime.trace import StageTime, Timeline
+from stepgraph.sampling.grammar.compile.backends import check_constraints
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
-from stepgraph.sampling.grammar.compile.coverage import check_constraints
 
 TRACE = "timeline.json"
 TRACED_ROUNDS = 6

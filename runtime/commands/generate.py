@@ -19,7 +19,7 @@ from stepgraph.runtime.request import Job
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar import Constraint
-from stepgraph.sampling.grammar.compile.coverage import check_constraints
+from stepgraph.sampling.grammar.compile.backends import check_constraints
 from stepgraph.sampling.params import SamplingParams
 
 

@@ -1,7 +1,7 @@
 """Constraints on text: their definition, compilation against a vocabulary, and matching token by token."""
 
+from stepgraph.sampling.grammar.compile.backends import Coverage, coverage
 from stepgraph.sampling.grammar.compile.compiler import Claim, CompiledConstraint, CompileStats, GrammarCompiler
-from stepgraph.sampling.grammar.compile.coverage import Coverage, coverage
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported

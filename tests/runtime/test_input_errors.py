@@ -27,8 +27,7 @@ from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits
-from stepgraph.sampling.grammar.link.choose import open_host_link
-from stepgraph.sampling.grammar.link.native import NativeLink, load
+from stepgraph.sampling.grammar.link.native import NativeLink, load, open_host_link
 from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
 from stepgraph.sampling.kernels.filter_choice import choose_filters
 from tests.helpers.c_library import needs_c

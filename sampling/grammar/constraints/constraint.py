@@ -9,22 +9,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from stepgraph.sampling.fields import (
-    BOOL,
-    Check,
-    check_fields,
-    check_value,
-    clip_name,
-    clip_repr,
-    instance_of,
-    is_int,
-    one_of,
-    optional,
-    whole,
-)
+from stepgraph.sampling.fields import Check, check_fields, check_value, clip_name, clip_repr, instance_of, is_int, one_of, optional, whole
 from stepgraph.sampling.grammar.constraints.structural_tag import checked_tag
 from stepgraph.sampling.grammar.schema.options import Objects, Options, PropertyOrder, Unknown
 
@@ -44,18 +32,14 @@ _FORMATS = {  # the fields of response_format by its type
 }
 _STRING = instance_of(str, "a string")
 _NON_BLANK = Check(lambda value: isinstance(value, str) and bool(value.strip()), "a non-blank string")
-_OF_SCHEMAS = {  # fields for kind json_schema
-    "objects": one_of(get_args(Objects)),
-    "unknown_keywords": one_of(get_args(Unknown)),
-    "unknown_formats": one_of(get_args(Unknown)),
-    "property_order": one_of(get_args(PropertyOrder)),
-    "approximate": BOOL,
-}
 _FIELDS = {
     "kind": one_of(get_args(ConstraintKind)),
     "backend": one_of(get_args(BackendChoice)),
     "marker_limit": optional(whole(1, MAX_MARKER_LIMIT)),
-    **_OF_SCHEMAS,
+    "objects": one_of(get_args(Objects)),
+    "unknown_keywords": one_of(get_args(Unknown)),
+    "unknown_formats": one_of(get_args(Unknown)),
+    "property_order": one_of(get_args(PropertyOrder)),
 }
 _NON_EMPTY = Check(lambda value: isinstance(value, str) and bool(value), "a non-empty string")
 _SCHEMA_FORMAT = {  # the fields of its json_schema
@@ -99,10 +83,10 @@ class Constraint:
         _check_text(f"Constraint.payload of {self.kind}", self.payload)
         if self.any_whitespace and self.kind not in ("json_schema", "json_object", "structural_tag"):
             raise ValueError(f"Constraint.any_whitespace: got True for {self.kind}, expected False: for kinds with JSON only")
-        for name in _OF_SCHEMAS:
-            value, default = getattr(self, name), getattr(Options, name)
+        for option in fields(Options)[1:]:  # without any_whitespace, which other kinds have too
+            value, default = getattr(self, option.name), option.default
             if value != default and self.kind != "json_schema":
-                raise ValueError(f"Constraint.{name}: got {value} for {self.kind}, expected {default}: for json_schema only")
+                raise ValueError(f"Constraint.{option.name}: got {value} for {self.kind}, expected {default}: for json_schema only")
         of_ids = isinstance(self.marker, tuple) and all(is_int(token_id) and token_id >= 0 for token_id in self.marker)
         if self.marker is not None and (not (of_ids or isinstance(self.marker, str)) or not self.marker):
             raise ValueError(f"Constraint.marker: got {clip_repr(self.marker)}, expected a text or token ids, at least one")
@@ -116,7 +100,7 @@ class Constraint:
     @property
     def schema_options(self) -> Options:
         """How its schemas are read."""
-        return Options(self.any_whitespace, **{name: getattr(self, name) for name in _OF_SCHEMAS})
+        return Options(**{option.name: getattr(self, option.name) for option in fields(Options)})
 
     @classmethod
     def json_schema(

@@ -1,7 +1,8 @@
 """The native host link: a host node is one C function over a plain struct and does not take the GIL.
 
 Rows are processed by a pool of threads that includes the calling one. C borrows rows and matchers; Python keeps them alive until
-the rounds that they were pushed with have ended. The library is built at installation if there is a C compiler.
+the rounds that they were pushed with have ended. The library is built at installation if there is a C compiler; without it an engine has
+the Python link, see `open_host_link`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import math
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Sequence
 from ctypes import addressof, byref, c_int64, c_void_p
@@ -27,7 +29,8 @@ from stepgraph.sampling.grammar.automaton.grammar import AutomatonMatcher
 from stepgraph.sampling.grammar.compile.backends import installed
 from stepgraph.sampling.grammar.link.layout import OWN_LAYOUT, constants, declare, layout_of, structs
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceBinding, llguidance_api
-from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostAction, HostStats, HostStep, MatcherRow
+from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostAction, HostLink, HostStats, HostStep, MatcherRow
+from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.link.xgrammar_binding import XGrammarBinding, check_versions, versions_are_known
 from stepgraph.sampling.grammar.matchers.forced import Forcing, TokenTable
 from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
@@ -37,7 +40,9 @@ from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 from stepgraph.sampling.native import Unavailable, find_library
 
+HOST_LINKS = ("auto", "native", "python")
 NO_LIMIT = (1 << 63) - 1
+_warned: set[str] = set()
 
 
 class NativeLibrary:
@@ -285,3 +290,40 @@ class NativeLink:
 
 def _new_counts() -> Any:
     return (c_int64 * constants.COUNTS)()
+
+
+def open_host_link(
+    choice: str,
+    state_host: Tensor,
+    drafts_host: Tensor,
+    masks_host: Tensor,
+    tags_host: Tensor,
+    depth: int,
+    forcing: Forcing | None = None,
+    check_masks: bool = False,
+    contents_host: Tensor | None = None,
+) -> HostLink:
+    """The host link for `EngineConfig.host_link`. With `auto` it is the native one if available, else the Python one and a warning.
+
+    `depth`: maximum number of rounds that are pushed and not ended. `forcing`: where forced tokens are written; None: they are not
+    searched. `contents_host`: as for NativeLink. `check_masks`: masks are compared in Python, so the link is the Python one. ValueError
+    for an unknown choice; RuntimeError if `native` is not available.
+    """
+    if choice not in HOST_LINKS:
+        raise ValueError(f"host_link: got {choice!r}, expected one of {', '.join(HOST_LINKS)}")
+    reason = "check_masks compares masks in Python" if check_masks else ""
+    if choice != "python" and not check_masks:
+        try:
+            return NativeLink(load(), state_host, drafts_host, masks_host, tags_host, depth, forcing=forcing, contents_host=contents_host)
+        except Unavailable as error:
+            if choice == "native":
+                raise RuntimeError(f"host_link 'native': {error}") from error
+            reason = f"no native link, {error}"
+            _warn_once(f"stepgraph: grammars are driven from Python, under the GIL: {reason}")
+    return PythonLink(state_host, drafts_host, masks_host, tags_host, reason, forcing)
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=6)  # at the caller of Engine(...), which is wrapped once

@@ -12,20 +12,7 @@ from typing import NoReturn, TypeVar
 
 from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.schema.automata import is_empty
-from stepgraph.sampling.grammar.schema.forms import (
-    ANYTHING,
-    NEVER,
-    TRUE,
-    Array,
-    Contains,
-    Expr,
-    Form,
-    Keys,
-    Object,
-    all_of,
-    negations,
-    single,
-)
+from stepgraph.sampling.grammar.schema.forms import ANYTHING, NEVER, TRUE, Array, Contains, Expr, Form, Keys, Object, all_of, negations
 from stepgraph.sampling.grammar.schema.language import ANY_TEXT, both, complement, either, words
 from stepgraph.sampling.grammar.schema.numbers import Numbers
 
@@ -224,14 +211,14 @@ def _other_objects(item: Object, where: str) -> Iterator[Object]:
     if item.is_subset:
         _reject_negated(where, "unevaluatedProperties, or names of a format of which not all are known; write the properties out")
     for name in sorted(item.required):
-        yield single(name, NEVER, required=False)
+        yield Object.single(name, NEVER, required=False)
     if item.low > len(item.required):
         yield Object(high=item.low - 1)
     if item.high is not None:
         yield Object(low=item.high + 1)
     for name, value in item.declared:
         for other in negations(value) if value else ():
-            yield single(name, other, required=True)
+            yield Object.single(name, other, required=True)
     declared = complement(words(name for name, _ in item.declared))
     for keys in item.others:
         for other in negations(keys.value) if keys.value else ():

@@ -114,6 +114,11 @@ class Object:
     evaluated: Term = NOTHING  # names that a keyword describes, for unevaluatedProperties
     is_subset: bool = False
 
+    @classmethod
+    def single(cls, name: str, value: Expr, required: bool) -> Object:
+        """Objects in which one property is described."""
+        return cls(((name, value),), frozenset([name] if required else []))
+
     @cached_property
     def values(self) -> dict[str, Expr]:
         return dict(self.declared)
@@ -123,11 +128,6 @@ class Object:
         if name in self.values:
             return self.values[name]
         return next((keys.value for keys in self.others if len(self.others) == 1 or matches(keys.names, name)), NEVER)
-
-
-def single(name: str, value: Expr, required: bool) -> Object:
-    """Objects in which one property is described."""
-    return Object(((name, value),), frozenset([name] if required else []))
 
 
 @dataclass(frozen=True)

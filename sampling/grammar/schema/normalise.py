@@ -29,7 +29,6 @@ from stepgraph.sampling.grammar.schema.forms import (
     exactly,
     expr,
     join,
-    single,
 )
 from stepgraph.sampling.grammar.schema.language import ANY_CHAR, ANY_TEXT, NOTHING, Term, both, complement, either, matches, repeat, words
 from stepgraph.sampling.grammar.schema.numbers import Numbers
@@ -342,7 +341,7 @@ class Normaliser:
         """Properties that call for others, or for a schema of the whole object."""
         for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
             for name, value in node.keywords.get(keyword, {}).items():
-                absent = replace(ANYTHING, objects=(single(name, NEVER, required=False),))
+                absent = replace(ANYTHING, objects=(Object.single(name, NEVER, required=False),))
                 names = [value] if isinstance(value, str) else value
                 if isinstance(names, list):
                     if not all(isinstance(other, str) for other in names):

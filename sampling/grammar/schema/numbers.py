@@ -9,19 +9,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from stepgraph.sampling.grammar.constraints.charset import charset
-from stepgraph.sampling.grammar.schema.language import (
-    EPSILON,
-    NOTHING,
-    Term,
-    both,
-    cat,
-    chars,
-    complement,
-    either,
-    multiple_of,
-    repeat,
-    words,
-)
+from stepgraph.sampling.grammar.schema import language
+from stepgraph.sampling.grammar.schema.language import EPSILON, NOTHING, Term, both, cat, chars, complement, either, repeat, words
 
 MAX_MULTIPLE = 4_000  # states of an automaton over remainders
 MAX_LISTED = 1_000  # multiples that are listed instead
@@ -141,8 +130,8 @@ class Numbers:
         if self.high is not None:
             found = both(found, complement(_at_least(self.high, not self.high_open)))
         if self.multiple is not None and self.multiple != 1:
-            found = both(found, multiple_of(*_scaled(self.multiple)))
-        return both(found, *(complement(multiple_of(*_scaled(other))) for other in self.not_multiples))
+            found = both(found, language.multiple_of(*_scaled(self.multiple)))
+        return both(found, *(complement(language.multiple_of(*_scaled(other))) for other in self.not_multiples))
 
 
 def _least_common(first: Fraction, second: Fraction) -> Fraction:

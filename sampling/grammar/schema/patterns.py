@@ -9,14 +9,7 @@ import unicodedata
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
-from stepgraph.sampling.grammar.constraints.charset import (
-    EVERY,
-    CharSet,
-    charset,
-    complement,
-    intersection,
-    union,
-)
+from stepgraph.sampling.grammar.constraints.charset import EVERY, CharSet, charset, complement, intersection, union
 from stepgraph.sampling.grammar.schema import language
 from stepgraph.sampling.grammar.schema.language import ANY_TEXT, END, EPSILON, MARKED_TEXT, START, Term, both, cat, chars, either
 

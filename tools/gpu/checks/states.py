@@ -23,7 +23,7 @@ from stepgraph.sampling.grammar import Constraint, GrammarCompiler
 from stepgraph.sampling.grammar.automaton.grammar import split_tensors, token_tensors
 from stepgraph.sampling.grammar.automaton.library import Field, Image
 from stepgraph.sampling.grammar.compile.limits import DEFAULTS
-from stepgraph.sampling.grammar.link.choose import open_host_link
+from stepgraph.sampling.grammar.link.native import open_host_link
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.kernels.advance import PlaceColumn

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from stepgraph import EngineConfig
-from stepgraph.sampling.grammar.link import choose, native, xgrammar_binding
+from stepgraph.sampling.grammar.link import native, xgrammar_binding
 from stepgraph.sampling.grammar.link.native import NativeLibrary, load
 from stepgraph.sampling.native import Unavailable, find_library
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, needs_native, plain
@@ -23,8 +23,8 @@ NOT_BUILT = "it was not built: there was no C compiler when stepgraph was instal
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(choose, "load", lambda: NativeLibrary(find_library(tmp_path)))
-    monkeypatch.setattr(choose, "_warned", set())
+    monkeypatch.setattr(native, "load", lambda: NativeLibrary(find_library(tmp_path)))
+    monkeypatch.setattr(native, "_warned", set())
 
 
 @pytest.mark.usefixtures("no_library")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stepgraph import Constraint, Vocabulary
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher
-from stepgraph.sampling.grammar.link import choose, llguidance_binding
+from stepgraph.sampling.grammar.link import llguidance_binding, native
 from stepgraph.sampling.grammar.link.layout import constants, structs
 from stepgraph.sampling.grammar.link.llguidance_binding import MAX_LEXER_UPDATES, LLGuidanceApi
 from stepgraph.sampling.grammar.link.native import NativeLibrary, NativeLink, NativeRow
@@ -242,7 +242,7 @@ def test_a_library_that_differs_is_not_called(monkeypatch: pytest.MonkeyPatch, n
 
 def test_an_unknown_llguidance_is_driven_from_python_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llguidance_binding, "VERSION", re.compile(b"llguidance@2"))
-    monkeypatch.setattr(choose, "load", lambda: NativeLibrary(find_library()))
+    monkeypatch.setattr(native, "load", lambda: NativeLibrary(find_library()))
     llguidance_binding.llguidance_api.cache_clear()
     constraint = Constraint.regex("[a-c]{3,6}x", backend="llguidance")
     why = r"llguidance's C API: got llguidance@1\.9\.\d+ .*, expected "
