@@ -16,9 +16,8 @@ from torch import Tensor
 from stepgraph.sampling.fields import IDS, Check, check_value, checked_path, clip_repr, instance_of, is_int, is_series, optional
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_of_metadata
-from stepgraph.sampling.grammar.tokenizers.objects import read_object, table_of_ranks
+from stepgraph.sampling.grammar.tokenizers.readers import read_object, read_tokenizer_json, table_of_ranks
 from stepgraph.sampling.grammar.tokenizers.table import TokenTable
-from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_tokenizer_json
 
 if TYPE_CHECKING:
     import xgrammar

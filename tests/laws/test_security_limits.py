@@ -28,8 +28,8 @@ from stepgraph.sampling.grammar.schema.grammar import MAX_WHITESPACE
 from stepgraph.sampling.grammar.schema.patterns import MAX_COUNT
 from stepgraph.sampling.grammar.schema.reader import MAX_DEPTH
 from stepgraph.sampling.grammar.tokenizers.gguf import MAX_GGUF_ENTRIES
+from stepgraph.sampling.grammar.tokenizers.readers import MAX_JSON_BYTES
 from stepgraph.sampling.grammar.tokenizers.table import MAX_IDS
-from stepgraph.sampling.grammar.tokenizers.tokenizer_json import MAX_JSON_BYTES
 from tests.helpers.c_library import needs_c
 from tests.helpers.grammar_bombs import nested
 from tests.helpers.grammar_texts import PRINTABLE, accepts, claimed, encode, filled

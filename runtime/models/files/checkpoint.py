@@ -20,7 +20,7 @@ from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.sampling.fields import checked_path, clip_repr
 from stepgraph.sampling.grammar.tokenizers.gguf import table_of_metadata
-from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_folder
+from stepgraph.sampling.grammar.tokenizers.readers import read_folder
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.kernels.c_kernel import why_no_c
 

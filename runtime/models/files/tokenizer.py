@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 
 from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_of_metadata
-from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_json
+from stepgraph.sampling.grammar.tokenizers.readers import read_json
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}  # and their names in GGUF

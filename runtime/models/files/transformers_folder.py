@@ -23,7 +23,7 @@ from stepgraph.runtime.models.files.draft_layouts import MAX_DRAFTS, mtp_layers
 from stepgraph.runtime.models.files.weights import SafetensorsSource, check_stored, read_finite, read_json, require_finite
 from stepgraph.runtime.models.mtp import TransformersMtp
 from stepgraph.sampling.fields import check_value, checked_path, clip_error, clip_repr, one_of, reason
-from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_folder
+from stepgraph.sampling.grammar.tokenizers.readers import read_folder
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:

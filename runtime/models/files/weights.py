@@ -19,7 +19,7 @@ from tqdm import tqdm
 from stepgraph.graphs.layers.quantised import KINDS, TILE, Grouped, Kind, common_kind, empty_packed, pack
 from stepgraph.runtime.models.llama_config import ExpertsConfig, LlamaConfig
 from stepgraph.sampling.fields import clip_error
-from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_json as read_json
+from stepgraph.sampling.grammar.tokenizers.readers import read_json as read_json
 
 FLOATS = ("F32", "BF16", "F16")
 M = TypeVar("M", bound=nn.Module)

@@ -14,7 +14,7 @@ from transformers.models.bartpho.tokenization_bartpho import BartphoTokenizer
 from transformers.models.gpt_sw3.tokenization_gpt_sw3 import GPTSw3Tokenizer
 
 from stepgraph.sampling.grammar import Vocabulary
-from stepgraph.sampling.grammar.tokenizers.objects import read_ranks
+from stepgraph.sampling.grammar.tokenizers.readers import read_ranks
 from tests.helpers.made_tokenizers import MADE, byte_level, differences, is_text_of, made_table, sentence_pieces
 from tests.helpers.vocabularies import vocabulary
 
