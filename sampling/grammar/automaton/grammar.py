@@ -150,7 +150,8 @@ class AutomatonBuilder:
 
     def check(self, constraint: Constraint) -> None:
         """ValueError, an UnsupportedError where the part is known, for what would not be enforced; without compiling."""
-        check_text(constraint, self._limits)
+        if constraint.kind in ("regex", "ebnf", "lark"):
+            check_text(constraint, self._limits)
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> AutomatonGrammar:
         """UnfitError where it takes more states or bytes than the limits allow; other errors as by `XGrammarBuilder.build`."""

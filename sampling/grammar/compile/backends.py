@@ -1,4 +1,4 @@
-"""The grammar libraries: the order in which they are tried, the checks that apply to all, and which parts of a constraint each enforces."""
+"""The grammar libraries, the order in which they are tried, the checks that apply to all, and which parts of a constraint each enforces."""
 
 from __future__ import annotations
 
