@@ -7,9 +7,8 @@ from stepgraph.graphs.capture import Backend, Recorded
 from stepgraph.graphs.context import current_context
 from stepgraph.graphs.errors import CaptureError, HostNodeError, StepError
 from stepgraph.graphs.graph_key import GraphKey
-from stepgraph.graphs.graph_set import GraphSet
+from stepgraph.graphs.graph_set import CaptureReport, GraphSet
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.recording import CaptureReport
 from stepgraph.graphs.spans import RecordedReport
 from stepgraph.graphs.tape.backend import TapeBackend
 

@@ -78,12 +78,3 @@ def model_logits(name: str, model: TargetModel | DraftModel, hidden: Tensor, lim
     if not logits.is_floating_point():
         raise ValueError(f"{name} logits: got {logits.dtype}, expected a floating-point dtype")
     return logits[..., : limits.num_tokens]
-
-
-class Choice(NamedTuple):
-    """The target's tokens for every position of a row."""
-
-    tokens: Tensor  # [B, K + 1] int64
-    finite: Tensor  # [B, K + 1] bool: some legal logit is finite
-    accepted: Tensor | None  # [B] int64: leading drafts that are accepted; None: those that equal the tokens
-    status: Tensor  # [B, K + 1] int64 MaskStatus

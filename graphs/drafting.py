@@ -107,10 +107,7 @@ def store_drafts(rows: Longs, chain: StridedLongs, row_drafts: Longs, row_counts
     row_counts.index_copy_(0, rows, (chain >= 0).sum(1))
 
 
-_SELECTED = "drafts", "chain", "row_looked_up", "row_forced", "row_certain"
-
-
-@operation(empty_as, writes=_SELECTED, triton=True, c=True)
+@operation(empty_as, writes=("drafts", "chain", "row_looked_up", "row_forced", "row_certain"), triton=True, c=True)
 def select_draft(
     tokens: Longs,
     finite: Flags,

@@ -96,31 +96,14 @@ class DeviceTables:
         b, size = self.buffers, self.shape.size
         drafts = b.row_drafts if of_last_round else b.batch_drafts[:, :size].T
         rows, images = b.batch_rows[:size], b.row_state[:, Column.IMAGE]
+        tables = b.grammar_arena, *self.tokens, b.row_places, b.row_stacks, b.row_masks, b.row_tags, b.batch_status
+        masks = first, last, int(fill_new), int(of_last_round)
         split = self.split
         searched = split is not None and not of_last_round  # no draft of this round is chosen by the masks of the last one
+        texts, slots, merges = (b.row_forced_text, split.token_slots, int(split.merges)) if split else (None, None, 0)
+        forced, takes_forced = b.batch_forced if searched else None, int(searched and self.shape.proposed and last > 0)
         with self.context.stage(f"fill {name}"):
-            advance_fill(
-                b.row_state,
-                images,
-                rows,
-                drafts,
-                b.grammar_arena,
-                *self.tokens,
-                b.row_places,
-                b.row_stacks,
-                b.row_masks,
-                b.row_tags,
-                b.batch_status,
-                first,
-                last,
-                int(fill_new),
-                int(of_last_round),
-                b.row_forced_text if split else None,
-                split.token_slots if split else None,
-                b.batch_forced if searched else None,
-                int(split is not None and split.merges),
-                int(searched and self.shape.proposed and last > 0),
-            )
+            advance_fill(b.row_state, images, rows, drafts, *tables, *masks, texts, slots, forced, merges, takes_forced)
 
 
 def mask_name(first: int, last: int) -> str:

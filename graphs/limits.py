@@ -33,7 +33,7 @@ class Limits:
     max_bad_word_tokens: int = 8  # of one
     max_top_logprobs: int = 0  # most probable tokens reported per position
     prefill_chunk: int = 128
-    rounds_per_launch: int | str = 1  # or UNTIL_EVENT: graphs/looping.py
+    rounds_per_launch: int | str = 1  # or UNTIL_EVENT: graphs/publishing.py
     kv_cache_dtype: str = "auto"  # or fp8_e4m3: attention/float8.py
     max_loras: int = 0
     max_lora_rank: int = 16

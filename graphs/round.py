@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from stepgraph.graphs import drafting, proposing, stages
-from stepgraph.graphs.accept_options import PLAIN_ACCEPT, AcceptOptions
 from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
 from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.buffers import StaticBuffers
@@ -36,6 +35,7 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.proposing import ProposedRound
 from stepgraph.graphs.publishing import publish
+from stepgraph.graphs.sampled_stages import PLAIN_ACCEPT, AcceptOptions
 from stepgraph.sampling.grammar.automaton.grammar import SplitTensors, TokenTensors
 from stepgraph.sampling.grammar.link.protocol import HostLink
 from stepgraph.sampling.kernels import Emission

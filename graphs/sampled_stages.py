@@ -1,30 +1,190 @@
-"""What sampled rounds do in place of greedy ones: the choices of target and draft model, and counts of tokens for penalties."""
+"""What sampled rounds do in place of greedy ones: the choices of target and draft model, and counts of tokens for penalties.
+
+On request, drafts are accepted with given probabilities, for benchmarks; and in sampled rounds there are the user's logits processors, bad
+words of several tokens and relaxed acceptance, each only if the engine has the table of its settings.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import accept_options
-from stepgraph.graphs.accept_options import AcceptOptions, after_accepted, force_accepted
-from stepgraph.graphs.batch import Batch, Choice
+from stepgraph.graphs.batch import Batch
+from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.layers.vocabulary_shard import Operations
+from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.errors import step_errors
+from stepgraph.graphs.layers.vocabulary_shard import Operations, VocabularyShard
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.round_specs import Counter
-from stepgraph.graphs.row_layout import Column
+from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.sampling import kernels, rng, sampler
-from stepgraph.sampling.kernels import GrammarMask, processors
+from stepgraph.sampling.acceptance import may_accept
+from stepgraph.sampling.fields import FUNCTION, Check, check_fields, whole
+from stepgraph.sampling.kernels import GrammarMask, processors, rejection
 from stepgraph.sampling.kernels.operation import Contiguous, operation
+from stepgraph.sampling.kernels.processors import Processed, judge
+from stepgraph.sampling.sampler import Columns, from_units, portable_exp, units
+
+MAX_ARGUMENTS = 64
+
+
+class ProcessorInput(NamedTuple):
+    """What a logits processor reads of B rows at Q positions: a position follows the last token of its row, or a draft."""
+
+    arguments: Tensor  # [B, num_arguments] float32: those of each request; 0 in a row that does not use the processor
+    tokens: Tensor  # [B, Q] int64, the token before each position; -1 where there is no draft
+    generated: Tensor  # [B] int64, tokens emitted so far: before position 0
+    output_counts: Tensor  # [B, num_tokens] int32: how often each of them is a token id
+
+
+@dataclass(frozen=True)
+class LogitsProcessor:
+    """A device function that changes the target's logits, for the requests that name it in SamplingParams.logits_processors.
+
+    function(logits, given): logits [B, Q, num_tokens] float32, a copy, and a ProcessorInput; returns logits of that shape, float32. It is
+    recorded in the round, so it obeys the rules of a step: no value is read on the host. The logits of a position are used only if the
+    drafts before it are accepted, so given.tokens[:, 1:] count as emitted. An nn.Module may have tensors on the engine's device.
+    """
+
+    name: str
+    function: Callable[[Tensor, ProcessorInput], Tensor]
+    num_arguments: int = 0  # numbers that a request passes
+
+    def __post_init__(self) -> None:
+        name = Check(lambda value: isinstance(value, str) and value.isidentifier(), "an identifier")
+        check_fields(self, {"name": name, "function": FUNCTION, "num_arguments": whole(0, MAX_ARGUMENTS)})
+
+    def apply(self, logits: Tensor, given: ProcessorInput) -> Tensor:
+        """The function's logits. ValueError for anything else that it returns."""
+        found = self.function(logits.to(torch.float32, copy=True), given)
+        if not isinstance(found, Tensor) or found.shape != logits.shape or found.dtype is not torch.float32:
+            got = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"LogitsProcessor {self.name!r}: returned {got}, expected torch.float32 {tuple(logits.shape)}")
+        return found
+
+
+@dataclass(frozen=True)
+class AcceptOptions:
+    """Beside the settings of the rows."""
+
+    forced: tuple[float, ...] | None = None  # for benchmarks: the probability that draft j is accepted, whatever the models
+    processors: tuple[LogitsProcessor, ...] = ()
+    shard: VocabularyShard | None = None  # the tokens of the target's logits, where ranks divide them
+
+
+PLAIN_ACCEPT = AcceptOptions()
+
+
+def check_processors(processors: tuple[LogitsProcessor, ...], limits: Limits, backend: Backend, device: torch.device) -> None:
+    """Records each function by itself. CaptureError, with rule, file and line, for one that cannot be part of a round."""
+    rows, positions, width = limits.max_rows, limits.positions, limits.num_tokens
+    for processor in processors:
+        specs = (
+            BufferSpec("logits", (rows, positions, width), torch.float32),
+            BufferSpec("arguments", (rows, processor.num_arguments), torch.float32),
+            BufferSpec("tokens", (rows, positions), torch.int64),
+            BufferSpec("generated", (rows,), torch.int64),
+            BufferSpec("output_counts", (rows, width), torch.int32),
+        )
+        module = processor.function if isinstance(processor.function, torch.nn.Module) else None
+        buffers = StaticBuffers(specs, device, None if module is None else {"processor": module})
+
+        def step(buffers: StaticBuffers, processor: LogitsProcessor = processor) -> None:
+            given = ProcessorInput(buffers.arguments, buffers.tokens, buffers.generated, buffers.output_counts)
+            buffers.logits.copy_(processor.apply(buffers.logits, given))
+
+        with step_errors(f"LogitsProcessor {processor.name!r}", device):
+            backend.measure(step, buffers)
+
+
+def force_accepted(batch: Batch, finite: Tensor, status: Tensor, shares: Sequence[float]) -> Tensor:
+    owner, length = batch.column(Column.OWNER), batch.column(Column.LENGTH)
+    return rejection.force_accepted(shares, finite, batch.column(Column.DRAFT_COUNT), status, owner, length)
+
+
+def after_accepted(batch: Batch, accepted: Tensor, tokens: Tensor) -> Tensor:
+    """[B, K + 1] the accepted drafts, then `tokens` from that position on."""
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    return torch.where(index < accepted[:, None], torch.cat([batch.drafts, tokens[:, -1:]], 1), tokens)
+
+
+def apply_processors(
+    buffers: StaticBuffers, batch: Batch, logits: Tensor, processors: Sequence[LogitsProcessor], columns: Columns
+) -> Tensor:
+    """Logits [B, Q, V] after the processors that each row uses; the bits of other rows do not change. Functions get those of all tokens."""
+    settings, first = buffers.row_processors[batch.rows], 0  # [B, sum of 1 + num_arguments]: whether it is used, then its arguments
+    logits = columns.whole(logits)
+    tokens = torch.cat([batch.column(Column.LAST_TOKEN)[:, None], batch.drafts], 1)
+    for processor in processors:
+        end = first + 1 + processor.num_arguments
+        counts = buffers.row_output_counts[batch.rows]
+        given = ProcessorInput(settings[:, first + 1 : end], tokens, batch.column(Column.GENERATED), counts)
+        logits = torch.where((settings[:, first] != 0)[:, None, None], processor.apply(logits, given), logits)
+        first = end
+    return columns.part(logits)
+
+
+def ban_words(buffers: StaticBuffers, batch: Batch, processed: Processed, columns: Columns) -> Processed:
+    """Minus infinity for each token that would complete a bad word of its row: output and drafts before a position end with the rest."""
+    words, recent = buffers.row_bad_words[batch.rows], buffers.row_recent[batch.rows]  # [B, N, L] -1 before a shorter word, [B, L - 1]
+    ends = torch.cat([recent, batch.drafts], 1).unfold(1, recent.shape[1], 1)  # [B, Q, L - 1], the tokens before each position
+    rest, last = words[:, None, :, :-1], words[..., -1]
+    complete = ((rest == ends[:, :, None]) | (rest < 0)).all(-1) & (last >= 0)[:, None]  # [B, Q, N]
+    index, own = columns.local(last.clamp(min=0)[:, None].expand(-1, ends.shape[1], -1))
+    banned = processed.logits.scatter_add(2, index, torch.where(complete & own, float("-inf"), 0.0))
+    return judge(processed.status, processed.finite, banned, columns)
+
+
+def remember_output(rows: Tensor, tokens: Tensor, emitted: Tensor, row_recent: Tensor) -> None:
+    """Append the emitted tokens of [B, Q] to the last ones of each row: row_recent [R, L - 1]."""
+    size = row_recent.shape[1]
+    index = emitted[:, None] + torch.arange(size, device=rows.device)
+    row_recent.index_copy_(0, rows, torch.cat([row_recent[rows], tokens], 1).gather(1, index))
+
+
+def relax(
+    buffers: StaticBuffers, batch: Batch, processed: Processed, probs: Tensor, tokens: Tensor, accepted: Tensor, columns: Columns
+) -> tuple[Tensor, Tensor]:
+    """tokens [B, K + 1] and accepted [B] of rows with relaxed acceptance: a draft holds if it is one of the `relaxed_top_n` most probable
+    legal tokens and at most `relaxed_delta` less probable than the first. Greedy rows only. Writes which drafts are not the target's."""
+    count = batch.drafts.shape[1]
+    top_n, delta = buffers.row_relaxed[batch.rows][..., None].unbind(1)  # [B, 1] each, 0: exact acceptance
+    logits, best = processed.logits[:, :-1], columns.best(probs)[1][..., 0]
+    weights = portable_exp(logits - columns.best(logits)[0])  # 1 for the most probable
+    own = columns.pick(weights, batch.drafts.clamp(min=0)[..., None])
+    above, total = columns.total(torch.stack([(weights > own).to(torch.int64), units(weights)], -2).sum(-1)).unbind(-1)  # [B, K] each
+    near = (above < top_n) & ((1 - own[..., 0]) / from_units(total) <= delta) & (own[..., 0] > 0)
+    holds = near & processed.finite[:, :-1] & may_accept(processed.status, batch.column(Column.DRAFT_COUNT))
+    relaxed, held = top_n > 0, holds.to(torch.int64).cumprod(1)
+    others = (held * (batch.drafts != best[:, :-1]) * relaxed) << torch.arange(count, device=held.device)
+    ResultLayout(count).write(buffers.results[: len(batch.rows)], relaxed=others.sum(1))
+    number = torch.where(relaxed[:, 0], held.sum(1), accepted)
+    chosen = after_accepted(batch, number, best.gather(1, number[:, None]).expand_as(tokens))
+    return torch.where(relaxed, chosen, tokens), number
+
+
+class Choice(NamedTuple):
+    """The target's tokens for every position of a row."""
+
+    tokens: Tensor  # [B, K + 1] int64
+    finite: Tensor  # [B, K + 1] bool: some legal logit is finite
+    accepted: Tensor | None  # [B] int64: leading drafts that are accepted; None: those that equal the tokens
+    status: Tensor  # [B, K + 1] int64 MaskStatus
 
 
 def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, options: AcceptOptions) -> Choice:
     """Masks and logit processors, then rejection sampling against the distributions of the drafts."""
     own, forced, ops, columns = logits, options.forced, options.shard or kernels, options.shard or sampler.ALL
     if options.processors:
-        own = accept_options.apply_processors(buffers, batch, logits, options.processors, columns)
+        own = apply_processors(buffers, batch, logits, options.processors, columns)
     processed = ops.process(own, row_settings(buffers, batch), batch.rows, batch.drafts, mask=mask)
     if "row_bad_words" in buffers:
-        processed = accept_options.ban_words(buffers, batch, processed, columns)
+        processed = ban_words(buffers, batch, processed, columns)
     masked, finite, status = processed
     params = params_of(buffers, batch)
     probs = ops.distribution(masked, params)
@@ -36,7 +196,7 @@ def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: G
         probs, buffers.row_draft_probs[:, :drafts], batch.rows, certain, finite, batch.drafts, draft_count, status, seed, length
     )
     if "row_relaxed" in buffers and drafts:
-        tokens, accepted = accept_options.relax(buffers, batch, processed, probs, tokens, accepted, columns)
+        tokens, accepted = relax(buffers, batch, processed, probs, tokens, accepted, columns)
     if forced is not None:
         accepted = force_accepted(batch, finite, status, forced)
         index = accepted[:, None, None].expand(-1, 1, probs.shape[2])
@@ -53,7 +213,7 @@ def record_output(buffers: StaticBuffers, rows: Tensor, tokens: Tensor, emitted:
     """What later rounds need of the emitted tokens."""
     count_output(rows, tokens, emitted, buffers.row_output_counts)
     if "row_recent" in buffers:
-        accept_options.remember_output(rows, tokens, emitted, buffers.row_recent)
+        remember_output(rows, tokens, emitted, buffers.row_recent)
 
 
 @operation(lambda *_: None, writes=("output_counts",), triton=True)

@@ -12,14 +12,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.accept_options import PLAIN_ACCEPT, AcceptOptions, after_accepted, force_accepted
-from stepgraph.graphs.batch import Batch, Choice, model_input, model_logits
+from stepgraph.graphs.batch import Batch, model_input, model_logits
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import TargetModel
 from stepgraph.graphs.model_call import check_shape, run_model
 from stepgraph.graphs.row_layout import Column, ResultLayout
-from stepgraph.graphs.sampled_stages import choose_sampled, record_output
+from stepgraph.graphs.sampled_stages import (
+    PLAIN_ACCEPT,
+    AcceptOptions,
+    Choice,
+    after_accepted,
+    choose_sampled,
+    force_accepted,
+    record_output,
+)
 from stepgraph.sampling import kernels
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.kernels import Emission, GrammarMask
@@ -83,9 +90,6 @@ def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: G
     return Choice(tokens, finite, accepted, status)
 
 
-_WRITTEN = "row_state", "results"
-
-
 class Written(NamedTuple):
     """What write_emission makes of the rows."""
 
@@ -94,7 +98,7 @@ class Written(NamedTuple):
     state: Tensor  # [B, columns] int64, after the emission
 
 
-@operation(lambda row, state, *_: Written(empty_as(row), empty_as(row), empty_as(state)), writes=_WRITTEN, triton=True, c=True)
+@operation(lambda row, state, *_: Written(*map(empty_as, (row, row, state))), writes=("row_state", "results"), triton=True, c=True)
 def write_emission(
     rows: Longs,
     state: Longs,

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stepgraph.graphs.accept_options import AcceptOptions, check_processors
 from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.graphs.attention.float8 import FLOAT8
 from stepgraph.graphs.attention.paged import AttentionChoice
@@ -39,6 +38,7 @@ from stepgraph.graphs.round_specs import (
     skipped_specs,
     state_specs,
 )
+from stepgraph.graphs.sampled_stages import AcceptOptions, check_processors
 from stepgraph.runtime.check_models import Drafter, check_models, checked_vocabulary_size, devices_of, forces_drafts, resolve_drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.device_grammars import INT_BYTES, DeviceGrammars, why_no_device_grammars

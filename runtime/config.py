@@ -6,12 +6,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import get_args
 
-from stepgraph.graphs.accept_options import LogitsProcessor
 from stepgraph.graphs.attention.choose import ATTENTION
+from stepgraph.graphs.graph_set import OnFailure
 from stepgraph.graphs.key_sets import bucket_sizes, checked_buckets
 from stepgraph.graphs.limits import KV_CACHE_DTYPES, UNTIL_EVENT, Limits
 from stepgraph.graphs.proposing import ANCHOR
-from stepgraph.graphs.recording import OnFailure
+from stepgraph.graphs.sampled_stages import LogitsProcessor
 from stepgraph.sampling.fields import (
     BOOL,
     Check,
@@ -31,7 +31,7 @@ from stepgraph.sampling.grammar.compile.limits import DEFAULTS, MIB, GrammarLimi
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.link.native import HOST_LINKS
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.kernels.filter_choice import FILTERS
+from stepgraph.sampling.kernels.filters import FILTERS
 
 MAX_SECONDS = 86_400
 GRAMMAR_LANES = ("auto", "device", "host")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from stepgraph.graphs.attention.float8 import FLOAT8
-from stepgraph.graphs.recording import CaptureReport
+from stepgraph.graphs.graph_set import CaptureReport
 from stepgraph.runtime.build import EngineParts
 from stepgraph.runtime.parallel.ranks import CAPTURE
 from stepgraph.runtime.profiled import read_range

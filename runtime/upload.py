@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.accept_options import LogitsProcessor
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.errors import step_errors
@@ -26,6 +25,7 @@ from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.prefill import Chunk, Prompts
 from stepgraph.graphs.proposing import ANCHOR, given_from
 from stepgraph.graphs.row_layout import Column
+from stepgraph.graphs.sampled_stages import LogitsProcessor
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.sampling import bitmask

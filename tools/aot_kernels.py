@@ -64,7 +64,7 @@ class Variant(NamedTuple):
 
 def variants(every: bool = False) -> list[Variant]:
     """Every kernel, in the shapes that matter: all logit types, most tiles, most drafts. every: also rare combinations."""
-    from stepgraph.sampling.kernels.triton import chain, choice, filters, rejection
+    from stepgraph.sampling.kernels.triton import choice, filters, rejection
     from stepgraph.sampling.rng import GOLDEN, Purpose, signed
 
     found = []
@@ -85,7 +85,7 @@ def variants(every: bool = False) -> list[Variant]:
     for known in (True, False):
         types = ["*i64", "*i1", *["*i64"] * 5, "*i64" if known else None, *["*i64"] * 3, "i32", "i32"]
         label = f"accept_chain {'known' if known else 'compared'}"
-        found.append(_variant(label, chain.accept_chain, types, {"POSITIONS": 16, "STOPS": 16}, 1))
+        found.append(_variant(label, choice.accept_chain, types, {"POSITIONS": 16, "STOPS": 16}, 1))
     types = ["*fp32", "*fp32", "*i64", "*i1", "*i1", *["*i64"] * 7, *["i32"] * 6]
     constants = {"POSITIONS": 16, "TILE": rejection.REJECTION_TILE}
     found.append(_variant("rejection_candidates", rejection.rejection_candidates, types, constants, 4))
@@ -96,10 +96,10 @@ def variants(every: bool = False) -> list[Variant]:
 
 def _mask_variants(every: bool) -> list[Variant]:
     """Tags, and masks with every setting of a request."""
-    from stepgraph.sampling.kernels.triton import alternatives, chain, processors
+    from stepgraph.sampling.kernels.triton import alternatives, choice, processors
 
     types: list[str | None] = [*["*i64"] * 4, "i32", "*i64", "*i64", "*i1", *["i32"] * 6]
-    found = [_variant("check_tags", chain.check_tags, types, {"POSITIONS": 16}, 1)]
+    found = [_variant("check_tags", choice.check_tags, types, {"POSITIONS": 16}, 1)]
     for dtype, has_masks, has_ids in itertools.product(("fp32", "bf16", "fp16"), (True, False), (True, False)):
         of_mask = ["*i32", "*i64", "*i1", "*i64"] if has_masks else [None] * 4
         types = [f"*{dtype}", *of_mask, "*i64" if has_ids else None, "*i64", "*fp32", "*i64", "*fp32", "*i64", "*i1", "*i32"]
@@ -246,7 +246,7 @@ def _dense_variants() -> list[Variant]:
 def _layer_variants() -> list[Variant]:
     """Adapters, experts; slots, angles, masks and drafts of a round."""
     from stepgraph.graphs.layers.triton import experts, lora, slot_mapping
-    from stepgraph.graphs.triton import drafting, host_nodes, looping, proposing, publishing, sampled_stages, stages
+    from stepgraph.graphs.triton import drafting, host_nodes, proposing, publishing, sampled_stages, stages
 
     found = []
     for kind in ("bf16", "fp32"):
@@ -283,7 +283,7 @@ def _layer_variants() -> list[Variant]:
     found.append(_variant("take_rows", publishing.take_rows, [*["*i64"] * 3, *["i32"] * 3], {"ROWS": 64}, 1))
     types = ["*i64", "*fp32", "*i64", "*i64", "*fp32", *["i32"] * 5]
     found.append(_variant("publish_round", publishing.publish_round, types, {"TILE": publishing.TILE}, 4))
-    found.append(_variant("decide_end", looping.decide_end, [*["*i64"] * 4, "*i32", "*i64", *["i32"] * 5], {"ROWS": 64}, 1))
+    found.append(_variant("decide_end", publishing.decide_end, [*["*i64"] * 4, "*i32", "*i64", *["i32"] * 5], {"ROWS": 64}, 1))
     found.append(_variant("store_row", drafting.store_row, [*["*i64"] * 4, *["i32"] * 4], {"WIDTH": 8}, 1))
     types = ["*i64", "*fp32", "*bf16", "*bf16", "i32", "fp32"]
     return [*found, _variant("angles_of", slot_mapping.angles_of, types, {"HALF": 128}, 4)]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import triton
 
-from stepgraph.graphs import looping, publishing
+from stepgraph.graphs import publishing
 from stepgraph.graphs.round_specs import Control, Counter
 from stepgraph.graphs.row_layout import ResultLayout
 from tools.bench_attention import counting
@@ -60,7 +60,7 @@ def _ring_calls() -> Iterator[Call]:
     yield Call(publishing.publish_results, shape, published, ())
     done, headers = torch.zeros(1, dtype=torch.int32), numbers(CPU, slots, len(Counter))
     ended = (results, rows, numbers(CPU, len(Control)), counters, done, headers, ROWS, slots)
-    yield Call(looping.end_round, shape, ended, ())
+    yield Call(publishing.end_round, shape, ended, ())
 
 
 def counted(width: int, size: int) -> dict[str, dict[str, Any]]:

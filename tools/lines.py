@@ -175,8 +175,6 @@ DECODE_RING = (
     "sampling/kernels/triton/automaton.py",
     "sampling/kernels/choice.py",
     "sampling/kernels/triton/choice.py",
-    "sampling/kernels/chain.py",
-    "sampling/kernels/triton/chain.py",
 )
 
 

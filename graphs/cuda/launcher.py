@@ -45,17 +45,12 @@ class CudaEvent:
         self._launcher.stats.event_waits += 1
         if seconds is None:
             self._launcher.driver.cuEventSynchronize(self.handle)
-        elif not self._poll(until=time.monotonic() + seconds):
-            return False
-        self._launcher.errors.raise_first()
-        return True
-
-    def _poll(self, until: float) -> bool:
-        """Query until the event is reached; the driver has no wait with a time-out."""
-        while not self.query():
+        until = time.monotonic() + (seconds or 0)
+        while not self.query():  # the driver has no wait with a time-out
             if time.monotonic() > until:
                 return False
             time.sleep(POLL_SECONDS)
+        self._launcher.errors.raise_first()
         return True
 
     def __del__(self) -> None:

@@ -21,11 +21,9 @@ _CONSTRAINED = tl.constexpr(int(Column.CONSTRAINED))
 
 # columns of a result, whatever the number of drafts; the tokens are followed by the statuses and the drafts
 _RESULT = ResultLayout(num_drafts=0).columns
-_RESULT_EMITTED = tl.constexpr(_RESULT["emitted"].start)
-_RESULT_FINISH = tl.constexpr(_RESULT["finish"].start)
-_RESULT_ACCEPTED = tl.constexpr(_RESULT["accepted"].start)
-_RESULT_DRAFT_COUNT = tl.constexpr(_RESULT["draft_count"].start)
-_RESULT_TOKENS = tl.constexpr(_RESULT["tokens"].start)
+_RESULT_EMITTED, _RESULT_FINISH, _RESULT_ACCEPTED, _RESULT_DRAFT_COUNT, _RESULT_TOKENS = (
+    tl.constexpr(_RESULT[name].start) for name in ("emitted", "finish", "accepted", "draft_count", "tokens")
+)
 
 
 @triton.jit

@@ -6,10 +6,8 @@ from stepgraph.sampling import native
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.kernels.advance import advance_fill
 from stepgraph.sampling.kernels.alternatives import top_logprobs
-from stepgraph.sampling.kernels.chain import Emission, chain_accept, mask_status
-from stepgraph.sampling.kernels.choice import GrammarMask, masked_argmax, most_probable
-from stepgraph.sampling.kernels.filter_choice import choose_filters
-from stepgraph.sampling.kernels.filters import distribution, draw, race
+from stepgraph.sampling.kernels.choice import Emission, GrammarMask, chain_accept, mask_status, masked_argmax, most_probable
+from stepgraph.sampling.kernels.filters import choose_filters, distribution, draw, race
 from stepgraph.sampling.kernels.processors import Processed, log_probabilities, process
 from stepgraph.sampling.kernels.rejection import reject_sample
 

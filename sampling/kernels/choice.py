@@ -1,4 +1,4 @@
-"""The most probable legal token of each row."""
+"""The most probable legal token of each row, which masks are valid, how many drafts of a chain hold, and whether a row is finished."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stepgraph.sampling import bitmask
-from stepgraph.sampling.grammar.status import BITS_PER_WORD
-from stepgraph.sampling.kernels.operation import Dense, DenseFloats, Flags, Longs, operation
+from stepgraph.sampling import acceptance, bitmask
+from stepgraph.sampling.grammar.status import BITS_PER_WORD, TAG_FIELDS
+from stepgraph.sampling.kernels.operation import Dense, DenseFloats, Flags, Longs, StridedLongs, operation
 
 
 class GrammarMask(NamedTuple):
@@ -28,21 +28,15 @@ def _argmax_outputs(
     assert logits.dim() == 3 and (masks is None) == (constrained is None), f"logits {logits.shape}"
     if masks is not None:
         assert masks.dim() == 3 and masks.shape[1] == logits.shape[1], f"logits {logits.shape}, masks {masks.shape}"
-        assert masks.dtype is torch.int32, f"masks {masks.dtype}"
-        assert ids is not None or masks.shape[2] * BITS_PER_WORD >= logits.shape[2], f"masks {masks.shape}, logits {logits.shape}"
+        assert masks.dtype is torch.int32 and (rows is not None or len(masks) == len(logits)), f"masks {masks.dtype} {masks.shape}"
+        covered = masks.shape[2] * BITS_PER_WORD >= logits.shape[2] if ids is None else len(ids) == logits.shape[2]
+        assert covered, f"masks {masks.shape}, logits {logits.shape}, ids {ids if ids is None else ids.shape}"
     finite = torch.empty(logits.shape[:2], dtype=torch.bool, device=logits.device)
     return finite, torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
 
 
-def _c_supports(
-    logits: Tensor, masks: Tensor | None, rows: Tensor | None, constrained: Tensor | None, ids: Tensor | None, status: Tensor | None
-) -> bool:
-    if masks is None or constrained is None:
-        return False
-    (batch, positions, width), (mask_rows, mask_positions, words) = logits.shape, masks.shape
-    covered = words * BITS_PER_WORD >= width if ids is None else words > 0 and len(ids) == width
-    fits = mask_positions == positions and (rows is not None or mask_rows == batch) and len(constrained) == batch and width > 0
-    return masks.dtype is torch.int32 and covered and fits
+def _c_supports(logits: Tensor, masks: Tensor | None, *_: object) -> bool:
+    return masks is not None and logits.shape[2] > 0 and masks.shape[2] > 0
 
 
 @operation(_argmax_outputs, triton=True, c=True, takes=_c_supports)
@@ -76,3 +70,55 @@ def most_probable(logits: Tensor, mask: GrammarMask | None, ids: Tensor | None =
         best, index = logits.max(-1)
         return best.abs() < math.inf, index  # isfinite takes two kernels more
     return masked_argmax(logits, mask.masks, mask.rows, mask.constrained, ids, mask.status)
+
+
+class Emission(NamedTuple):
+    """The tokens that one round adds to each row."""
+
+    tokens: Tensor  # [B, K + 1] int64, valid below emitted
+    emitted: Tensor  # [B] int64, number of tokens
+    accepted: Tensor  # [B] int64, number of drafts among them
+    finish: Tensor  # [B] int64 FinishCode
+
+
+def _status_outputs(tags: Tensor, owner: Tensor, *others: Tensor | int | None) -> tuple[Tensor, Tensor]:
+    assert tags.dim() == 3 and tags.dtype is torch.int64 and tags.shape[2] == TAG_FIELDS, f"tags {tags.dtype} {tags.shape}"
+    assert others[-1] is not None or len(tags) == len(owner), f"tags {tags.shape}, owner {owner.shape}"
+    status = torch.empty(len(owner), tags.shape[1], dtype=torch.int64, device=tags.device)
+    return status, torch.empty(len(owner), dtype=torch.bool, device=tags.device)
+
+
+@operation(_status_outputs, triton=True, c=True)
+def mask_status(
+    tags: Dense, owner: StridedLongs, generated: StridedLongs, constrained: StridedLongs, first: int = 0, rows: Longs | None = None
+) -> tuple[Tensor, Tensor]:
+    """acceptance.mask_status of tags [R, N, 4] of which row b reads rows[b] ([B] int64; None: row b); and `constrained` as bool.
+
+    owner, generated, constrained [B] int64, the last one not 0 for rows with a constraint; first: the index of the first tag.
+    """
+    has_grammar = constrained != 0
+    return acceptance.mask_status(tags if rows is None else tags[rows], owner, generated, has_grammar, first), has_grammar
+
+
+def _outputs(sampled: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    emitted, accepted, finish = torch.empty(3, len(sampled), dtype=torch.int64, device=sampled.device)
+    return emitted, accepted, finish
+
+
+@operation(_outputs, triton=True, c=True)
+def chain_accept(
+    sampled: Longs,
+    finite: Flags,
+    drafts: Longs,
+    draft_count: Longs,
+    status: Longs,
+    stop_ids: Longs,
+    room: Longs,
+    accepted: Longs | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """acceptance.count_accepted and acceptance.emit in one: Emission.emitted, .accepted and .finish, [B] int64 each.
+
+    accepted [B]: how many drafts hold, where that is decided already.
+    """
+    count = acceptance.count_accepted(sampled, finite, drafts, draft_count, status) if accepted is None else accepted
+    return acceptance.emit(sampled, finite, count, status, stop_ids, room)

@@ -15,8 +15,7 @@ import torch
 from stepgraph import Engine, EngineConfig, Job, ModelInput, ModelOutput
 from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers, TapeBackend
 from stepgraph.graphs.graph_key import GraphKey
-from stepgraph.graphs.graph_set import GraphSet
-from stepgraph.graphs.recording import CaptureBudget, OnFailure
+from stepgraph.graphs.graph_set import CaptureBudget, GraphSet, OnFailure
 from stepgraph.graphs.tape.backend import Tape
 from stepgraph.runtime.models.toy import ToyTarget
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, plain

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.looping import FINISH, end_round
-from stepgraph.graphs.publishing import publish_results, take_batch
+from stepgraph.graphs.publishing import FINISH, end_round, publish_results, take_batch
 from stepgraph.graphs.round_specs import Counter
 from stepgraph.graphs.row_layout import ResultLayout
 from stepgraph.sampling.grammar.status import FinishCode

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, TextCodec
-from stepgraph.graphs import accept_options
+from stepgraph.graphs import sampled_stages
 from stepgraph.sampling.params import GREEDY
 from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engine, plain
 
@@ -73,7 +73,7 @@ def test_drafts_are_accepted_beside_bad_words_and_a_planted_error_is_found(monke
     """Planted: drafts do not count as output before later positions of the same round."""
     text = plain([3], 24, sampling=replace(GREEDY, ignore_eos=True)).tokens
     sampling = replace(GREEDY, ignore_eos=True, bad_words=(tuple(text[9:11]), tuple(text[15:19])))
-    expected, honest = plain([3], 24, sampling=sampling).tokens, accept_options.ban_words
+    expected, honest = plain([3], 24, sampling=sampling).tokens, sampled_stages.ban_words
     assert expected != text
     with make_engine(SETUPS["perfect"], max_bad_words=2) as engine:
         job = engine.generate([3], sampling=sampling, max_new_tokens=24)
@@ -82,7 +82,7 @@ def test_drafts_are_accepted_beside_bad_words_and_a_planted_error_is_found(monke
     def forgets_drafts(buffers: Any, batch: Any, *others: Any) -> Any:
         return honest(buffers, batch._replace(drafts=torch.full_like(batch.drafts, -1)), *others)
 
-    monkeypatch.setattr(accept_options, "ban_words", forgets_drafts)
+    monkeypatch.setattr(sampled_stages, "ban_words", forgets_drafts)
     with make_engine(SETUPS["perfect"], max_bad_words=2) as engine:
         assert engine.generate([3], sampling=sampling, max_new_tokens=24).tokens != expected
 

@@ -29,7 +29,7 @@ from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits
 from stepgraph.sampling.grammar.link.native import NativeLink, load, open_host_link
 from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
-from stepgraph.sampling.kernels.filter_choice import choose_filters
+from stepgraph.sampling.kernels.filters import choose_filters
 from tests.helpers.c_library import needs_c
 from tests.helpers.grammar_texts import PRINTABLE
 

@@ -14,7 +14,7 @@ from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers
 from stepgraph.graphs.capture import Check
 from stepgraph.graphs.cuda.backend import CudaBackend
 from stepgraph.sampling.cuda_graphs import replayed
-from stepgraph.sampling.kernels.filter_choice import breaks_in_a_graph
+from stepgraph.sampling.kernels.filters import breaks_in_a_graph
 from tests.stub_cuda import device
 from tests.stub_cuda.counters import counted
 

@@ -8,8 +8,8 @@ import pytest
 
 from stepgraph import SamplingParams
 from stepgraph.graphs.cuda.backend import CudaBackend
-from stepgraph.graphs.looping import FINISH
-from stepgraph.graphs.recording import CaptureReport
+from stepgraph.graphs.graph_set import CaptureReport
+from stepgraph.graphs.publishing import FINISH
 from tests.stub_cuda import counters
 from tests.stub_cuda.subject import Constraint, Engine, greedy_engine
 

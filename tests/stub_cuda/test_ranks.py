@@ -15,8 +15,8 @@ import torch.distributed as dist
 from stepgraph import Engine, EngineConfig, Vocabulary
 from stepgraph.graphs import BufferSpec, StaticBuffers, run_eager
 from stepgraph.graphs.cuda.backend import CudaBackend
+from stepgraph.graphs.graph_set import CaptureReport
 from stepgraph.graphs.layers.parallel import RankGroups, register_group, sum_over_ranks
-from stepgraph.graphs.recording import CaptureReport
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.parallel.llama import ShardedLlama
 from stepgraph.runtime.parallel.ranks import Ranks, process_group

@@ -17,7 +17,7 @@ import torch
 from stepgraph import Engine
 from stepgraph.graphs.graph_key import FULL, LONGEST, Drafting, GraphKey
 from stepgraph.graphs.key_sets import PromptKey, graph_keys
-from stepgraph.graphs.looping import FINISH
+from stepgraph.graphs.publishing import FINISH
 from stepgraph.sampling.grammar.link.native import available_processors
 from stepgraph.sampling.grammar.status import FinishCode
 from stepgraph.sampling.kernels.operation import OPERATIONS

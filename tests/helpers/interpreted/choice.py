@@ -19,8 +19,7 @@ from torch import Tensor
 import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling import bitmask, rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import chain, choice, filters
-from stepgraph.sampling.kernels.triton import chain as chain_programs
+from stepgraph.sampling.kernels import choice, filters
 from stepgraph.sampling.kernels.triton import choice as choice_programs
 from stepgraph.sampling.kernels.triton import filters as filter_programs
 from stepgraph.sampling.kernels.triton import numeric
@@ -208,7 +207,7 @@ def test_race_over_many_tiles_and_a_view() -> None:
 
 def compare_chains(*inputs: Any, known: Tensor | None = None) -> None:
     outputs: Any = [torch.full((2, len(inputs[0])), -9) for _ in range(3)]
-    for version, run in enumerate((chain.chain_accept.run_reference, chain_programs.chain_accept)):
+    for version, run in enumerate((choice.chain_accept.run_reference, choice_programs.chain_accept)):
         arguments: Any = (*inputs, known, *(output[version] for output in outputs))
         run(*arguments)
     for name, output in zip(("emitted", "accepted", "finish"), outputs, strict=True):

@@ -20,8 +20,8 @@ from stepgraph.graphs.layers.triton import quantised as quantised_programs
 from stepgraph.graphs.layers.triton import slot_mapping as slot_programs
 from stepgraph.graphs.triton import drafting as draft_programs
 from stepgraph.graphs.triton import host_nodes as upload_programs
-from stepgraph.graphs.triton import looping, publishing
 from stepgraph.graphs.triton import proposing as proposed_programs
+from stepgraph.graphs.triton import publishing
 from stepgraph.sampling.grammar.status import TAG_FIELDS
 from stepgraph.sampling.kernels.operation import Operation
 from tests.graphs.layers.test_quantised import every_kind, made
@@ -262,6 +262,6 @@ def test_written_emissions_equal_the_reference(drafts: int) -> None:
 
 def test_published_rounds_equal_the_reference() -> None:
     check_batch(publishing.take_batch)
-    check_slot(publishing.publish_results, looping.end_round)
+    check_slot(publishing.publish_results, publishing.end_round)
     for end in ENDS:
-        check_end(looping.end_round, *end)
+        check_end(publishing.end_round, *end)

@@ -13,9 +13,9 @@ from torch import Tensor
 import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import GrammarMask, Processed, chain, processors
+from stepgraph.sampling.kernels import GrammarMask, Processed, choice, processors
 from stepgraph.sampling.kernels.triton import alternatives as alternative_programs
-from stepgraph.sampling.kernels.triton import chain as chain_programs
+from stepgraph.sampling.kernels.triton import choice as choice_programs
 from stepgraph.sampling.kernels.triton import processors as programs
 from tests.helpers.pairs import pairs
 from tools.gpu.checks.masks import Case, make_case, tag_inputs
@@ -126,8 +126,8 @@ def test_mask_status_equals_the_reference(positions: int) -> None:
         outputs = [(torch.full((40, positions), -9), torch.zeros(40, dtype=torch.bool)) for _ in range(2)]
         own = tags if chosen is not None else tags[rows].transpose(0, 1).contiguous().transpose(0, 1)
         arguments = (own, owner, generated, constrained, first, chosen)
-        chain.mask_status.run_reference(*arguments, *outputs[0])
-        chain_programs.mask_status(*arguments, *outputs[1])
+        choice.mask_status.run_reference(*arguments, *outputs[0])
+        choice_programs.mask_status(*arguments, *outputs[1])
         assert all(map(torch.equal, *outputs)) and torch.equal(outputs[1][1], constrained != 0)
         statuses = outputs[0][0][constrained != 0]
         assert int((statuses == MaskStatus.NONE).sum()) > 0 and (first == 0 or int((statuses != MaskStatus.NONE).sum()) > 0)

@@ -15,7 +15,7 @@ from stepgraph import Engine, EngineConfig
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling import kernels, rng, sampler
-from stepgraph.sampling.kernels import filter_choice, filters
+from stepgraph.sampling.kernels import filters
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.rng import Purpose
 
@@ -99,7 +99,7 @@ def test_tape_replays_the_operations_in_place() -> None:
 @pytest.fixture
 def _forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """No implementation is chosen, and Triton can run."""
-    monkeypatch.setattr(filter_choice, "_chosen", {})
+    monkeypatch.setattr(filters, "_chosen", {})
     monkeypatch.setattr(programs, "why_no_triton", lambda device: "")
 
 
@@ -107,35 +107,35 @@ def _forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestChoice:
     def test_cpu_uses_torch_and_reports_the_reason(self) -> None:
         choice = kernels.choose_filters("cpu")
-        assert choice.name == "torch" and filter_choice.filter_module(CPU) == ""
+        assert choice.name == "torch" and filters.filter_module(CPU) == ""
         assert str(choice) == "torch; no triton: it runs on CUDA devices, not on cpu; no flashinfer: it runs on CUDA devices, not on cpu"
 
     def test_missing_libraries_are_not_chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "flashinfer", None)
         monkeypatch.delitem(sys.modules, "stepgraph.sampling.kernels.flashinfer", raising=False)
         assert kernels.choose_filters("cuda:0") == ("triton", ())
-        assert filter_choice.filter_module(torch.device("cuda:0")) == TRITON
-        assert filter_choice.filter_module(torch.device("cuda:1")) == TRITON, "the default"
+        assert filters.filter_module(torch.device("cuda:0")) == TRITON
+        assert filters.filter_module(torch.device("cuda:1")) == TRITON, "the default"
         monkeypatch.setattr(programs, "why_no_triton", lambda device: f"planted for {device}")
         choice = kernels.choose_filters("cuda:0")
         assert choice.name == "torch" and "no triton: planted for cuda:0; no flashinfer: ModuleNotFoundError" in str(choice)
-        assert filter_choice.filter_module(torch.device("cuda:0")) == "", "the reference"
+        assert filters.filter_module(torch.device("cuda:0")) == "", "the reference"
 
     def test_flashinfer_that_fails_its_probe_is_not_chosen(self, stand_in: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(programs, "why_no_triton", lambda device: "planted")
         for failing, reason in (("differs", "it keeps other tokens"), ("breaks_in_a_graph", "its replay differs")):
             with monkeypatch.context() as patch:
-                patch.setattr(filter_choice, "differs", lambda *_: "")
-                patch.setattr(filter_choice, "breaks_in_a_graph", lambda *_: "")
+                patch.setattr(filters, "differs", lambda *_: "")
+                patch.setattr(filters, "breaks_in_a_graph", lambda *_: "")
                 assert kernels.choose_filters("cuda:0").name == "flashinfer"
-                patch.setattr(filter_choice, failing, lambda *_, why=reason: why)
+                patch.setattr(filters, failing, lambda *_, why=reason: why)
                 assert kernels.choose_filters("cuda:0") == ("torch", ("no triton: planted", f"no flashinfer: {reason}"))
 
     def test_error_of_a_compiler_or_driver_is_reported(self, stand_in: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         def breaks(*_: object) -> str:
             raise RuntimeError("nvcc: not found\nand much more")
 
-        monkeypatch.setattr(filter_choice, "differs", breaks)
+        monkeypatch.setattr(filters, "differs", breaks)
         monkeypatch.setattr(programs, "why_no_triton", lambda device: "planted")
         assert kernels.choose_filters("cuda:0").passed_over == ("no triton: planted", "no flashinfer: RuntimeError: nvcc: not found")
 
@@ -189,7 +189,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_flashinfer_adaptor_equals_the_reference(stand_in: ModuleType) -> None:
     """With plain torch instead of FlashInfer's kernels: dead rows, greedy rows, every setting, normalisation and d2t."""
     programs = importlib.import_module("stepgraph.sampling.kernels.flashinfer")
-    assert filter_choice.differs(programs.distribution, CPU) == ""
+    assert filters.differs(programs.distribution, CPU) == ""
     rows, seed = torch.tensor([3, 0, 1]), torch.arange(3)
     for ids, width in ((torch.randperm(300)[:101], 300), (None, 101)):
         expected, probs = torch.zeros(2, 4, width)
@@ -205,7 +205,7 @@ def test_probe_finds_filters_that_ignore_a_setting(column: int) -> None:
         neutral = torch.tensor([1.0, 0, 1, 0])
         probs.copy_(sampler.distribution(logits, params.clone().index_fill_(1, torch.tensor([column]), float(neutral[column]))))
 
-    assert "it keeps other tokens than the reference" in filter_choice.differs(forgetful, CPU)
+    assert "it keeps other tokens than the reference" in filters.differs(forgetful, CPU)
 
 
 def test_probe_finds_wrong_ties_and_probability_sums() -> None:
@@ -218,5 +218,5 @@ def test_probe_finds_wrong_ties_and_probability_sums() -> None:
     def unnormalised(logits: Tensor, params: Tensor, probs: Tensor) -> None:
         probs.copy_(sampler.distribution(logits, params) * 0.99)
 
-    assert "it keeps other tokens than the reference" in filter_choice.differs(by_id, CPU)
-    assert "its probabilities are not the reference's" in filter_choice.differs(unnormalised, CPU)
+    assert "it keeps other tokens than the reference" in filters.differs(by_id, CPU)
+    assert "its probabilities are not the reference's" in filters.differs(unnormalised, CPU)

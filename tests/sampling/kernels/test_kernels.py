@@ -18,7 +18,7 @@ from torch.library import opcheck
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.sampling import acceptance, bitmask, kernels, native, rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import chain, choice, filters, rejection
+from stepgraph.sampling.kernels import choice, filters, rejection
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.native import Unavailable, why_not
 from tests.helpers.c_library import needs_c
@@ -138,7 +138,7 @@ def test_operations_pass_opcheck() -> None:
     opcheck(choice.masked_argmax.out, (logits[..., :9].clone(), masks, rows, constrained, torch.arange(9) * 10, None, finite, token))
     opcheck(filters.race.out, (torch.rand(2, 50), numbers[0, :2] * 0, numbers[1, :2] * 0, 1, torch.empty(2, dtype=torch.int64)))
     for known in (None, torch.tensor([1, 0])):
-        opcheck(chain.chain_accept.out, (*chain_inputs(), known, *(torch.empty(2, dtype=torch.int64) for _ in range(3))))
+        opcheck(choice.chain_accept.out, (*chain_inputs(), known, *(torch.empty(2, dtype=torch.int64) for _ in range(3))))
     for k in (0, 2):
         outputs = (torch.empty(6, k + 1, dtype=torch.int64), torch.empty(6, dtype=torch.int64))
         opcheck(rejection.reject_sample.out, (*rejection_inputs(k), *outputs))

@@ -15,7 +15,7 @@ from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling import acceptance, bitmask, kernels
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
-from stepgraph.sampling.kernels import GrammarMask, chain, processors
+from stepgraph.sampling.kernels import GrammarMask, choice, processors
 from stepgraph.sampling.kernels.processors import RowSettings, process_logits
 from stepgraph.sampling.sampler import Param
 from tools.gpu.checks.masks import make_case, tag_inputs
@@ -34,7 +34,7 @@ def backend() -> Iterator[TapeBackend]:
 def test_operations_pass_opcheck() -> None:
     tags, owner, generated, constrained, rows = tag_inputs(5, 3, CPU)
     for some, chosen in ((tags, rows), (tags[:5], None)):
-        opcheck(chain.mask_status.out, (some, owner, generated, constrained, 1, chosen, torch.empty(5, 3, dtype=torch.int64), rows < 0))
+        opcheck(choice.mask_status.out, (some, owner, generated, constrained, 1, chosen, torch.empty(5, 3, dtype=torch.int64), rows < 0))
     for case in (make_case(4, 2, 90, torch.bfloat16), make_case(4, 1, 90, torch.float32, own=20, masked=False, first=2)):
         opcheck(process_logits.out, case.arguments(case.outputs()))
 

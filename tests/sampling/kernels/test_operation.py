@@ -16,7 +16,7 @@ from stepgraph.graphs.layers import dense, experts, lora, quantised, slot_mappin
 from stepgraph.sampling import bitmask, native
 from stepgraph.sampling.grammar.automaton import library as automaton_library
 from stepgraph.sampling.grammar.status import TAG_FIELDS, MaskStatus
-from stepgraph.sampling.kernels import chain
+from stepgraph.sampling.kernels import choice
 from stepgraph.sampling.kernels.operation import Operation
 from stepgraph.sampling.native import Unavailable
 
@@ -163,12 +163,12 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
         [torch.zeros(3, 6, dtype=torch.int32)],
     ),
     "mask_status": (
-        chain.mask_status,
+        choice.mask_status,
         [TAGS, torch.tensor([0, 1]), torch.tensor([7, 8]), torch.tensor([0, 5]), 3, None],
         [torch.zeros(2, 1, dtype=torch.int64), *like(ALIVE)],
     ),
     "chain_accept": (
-        chain.chain_accept,
+        choice.chain_accept,
         [SAMPLED, TRUE, DRAFTS, torch.tensor([2, 2]), OK, STOPS, torch.tensor([9, 2]), None],
         [torch.zeros(2, dtype=torch.int64) for _ in range(3)],
     ),

@@ -15,7 +15,7 @@ import torch
 from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.graphs.model import AttentionShape
 from stepgraph.sampling import kernels
-from stepgraph.sampling.kernels import filter_choice
+from stepgraph.sampling.kernels import filters
 from stepgraph.sampling.kernels import triton as programs
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -29,7 +29,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton can l
 @pytest.fixture(autouse=True)
 def _no_result_is_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Clear the cached result of the probe between tests."""
-    monkeypatch.setattr(filter_choice, "_chosen", {})
+    monkeypatch.setattr(filters, "_chosen", {})
     programs.why_no_triton.cache_clear()
     yield
     programs.why_no_triton.cache_clear()
@@ -73,13 +73,13 @@ from tests.stub_cuda.preload import preload_where_needed
 preload_where_needed()
 from triton.runtime.build import compile_module_from_src
 from stepgraph.sampling.kernels.triton import probe
-from tests.sampling.kernels.test_triton_probe import CUDA, check_choices, filter_choice, programs
+from tests.sampling.kernels.test_triton_probe import CUDA, check_choices, filters, programs
 probe.launch = lambda device: compile_module_from_src("int launcher;", "launcher")
 os.environ.pop("CC", None)
 for changed in ({"PATH": sys.argv[1]}, {"PATH": os.environ["PATH"], "CC": "false"}):  # triton keeps the compiler that it found
     os.environ.update(changed)
     programs.why_no_triton.cache_clear()
-    filter_choice._chosen.clear()
+    filters._chosen.clear()
     why = programs.why_no_triton(CUDA)
     check_choices(why)
     print(why.splitlines()[0])
@@ -104,5 +104,5 @@ def test_one_launch_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "launch", launched.append)
     for _ in range(3):
         assert kernels.describe(CUDA) == kernels.describe("cuda:1") == "triton"
-        assert filter_choice.why_not("triton", CUDA) == ""
+        assert filters.why_not("triton", CUDA) == ""
     assert launched == [CUDA, torch.device("cuda:1")]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stepgraph.sampling import bitmask, sampler
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
-from stepgraph.sampling.kernels import alternatives, chain, choice, filters, processors, rejection
+from stepgraph.sampling.kernels import alternatives, choice, filters, processors, rejection
 from stepgraph.sampling.kernels.operation import Operation
 from stepgraph.sampling.rng import Purpose
 from stepgraph.sampling.sampler import Param
@@ -198,11 +198,11 @@ def chain_accept(device: torch.device, batch: int, k: int) -> Call:
     outputs = tuple(numbers(device, batch) for _ in range(3))
     least = batch * ((k + 1) * 17 + k * 8 + 3 * 8 + 5 * 8)
     inputs = (*(tensor.to(device) for tensor in on_cpu), None)
-    return Call(chain.chain_accept, f"B={batch} K={k}", inputs, outputs, least, batch * k * 8)
+    return Call(choice.chain_accept, f"B={batch} K={k}", inputs, outputs, least, batch * k * 8)
 
 
 def reject_sample(device: torch.device, batch: int, k: int, width: int) -> Call:
-    """Permuted rows, every fourth greedy, drafts from distributions near the target's; a few drafts are certain or end their chain.
+    """Permuted rows, every fourth greedy, drafts from distributions near the target's; a few drafts are certain or end their choice.
 
     Of all positions only the one after the accepted drafts is read, and the distribution of a rejected draft.
     """
@@ -234,7 +234,7 @@ def reject_sample(device: torch.device, batch: int, k: int, width: int) -> Call:
 def mask_status(device: torch.device, batch: int, positions: int) -> Call:
     tags, owner, generated, constrained, rows = tag_inputs(batch, positions, device)
     inputs, least = (tags, owner, generated, constrained, 2, rows), batch * (positions * 5 * 8 + 4 * 8 + 1)
-    return Call(chain.mask_status, f"B={batch} N={positions}", inputs, (numbers(device, batch, positions), constrained < 0), least)
+    return Call(choice.mask_status, f"B={batch} N={positions}", inputs, (numbers(device, batch, positions), constrained < 0), least)
 
 
 def process_logits(

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.host_nodes import scatter_masks
-from stepgraph.graphs.looping import FINISH, end_round
-from stepgraph.graphs.publishing import publish_results, take_batch
+from stepgraph.graphs.publishing import FINISH, end_round, publish_results, take_batch
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode
 from stepgraph.sampling.kernels.operation import Operation
 
