@@ -5,6 +5,7 @@ a round that runs no draft model. The draft model processes the tokens of such r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from stepgraph.graphs.row_layout import REFUSED, Column
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.kernels import Emission
-from stepgraph.sampling.kernels.operation import Contiguous, Dense, Flags, Ints, Longs, StridedLongs, empty_as, empty_of, operation
+from stepgraph.sampling.kernels.operation import Contiguous, Dense, Flags, Ints, Longs, StridedLongs, dense, empty_as, empty_of, operation
 
 ANCHOR = 8  # prompt tokens copied before a given text, so that the start of the output is found after the end of the prompt
 
@@ -74,25 +75,25 @@ def mark_looked_up(buffers: StaticBuffers, after: Batch, sampled: bool) -> None:
         buffers.row_certain.index_fill_(0, after.rows, True)
 
 
-@operation(empty_as, writes=("row_forced",), triton=True, c=True)
+@operation(empty_as, writes=("row_forced",), triton=True, c=True, takes=lambda *given: (given[8] is None) is (given[9] is None))
 def choose_chain(
     proposed: Longs,
     finish: StridedLongs,
     limit: StridedLongs,
     num_tokens: int,
     rows: Longs,
-    masks: Dense | None = None,
+    masks: Annotated[Tensor, dense, (torch.int32,)] | None = None,
     constrained: Flags | None = None,
     status: StridedLongs | None = None,
-    forced: Dense | None = None,
-    row_forced: Tensor | None = None,
+    forced: Annotated[Tensor, dense, (torch.int64,)] | None = None,
+    row_forced: Annotated[Tensor, None, (torch.bool,)] | None = None,
 ) -> Tensor:
     """[B, K] the drafts of proposed chains: each the token that the grammar forces, else the proposed token if it is legal.
 
     Drafts are -1 in rows that do not run, from the limit of a row on, and after a token that is none, or another one than proposed: then
     only forced tokens go on. REFUSED, where the proposed token is not legal, ends a chain as well: statistics count the two separately.
-    proposed [B, K]; finish, limit [B]; rows [B]. With a grammar: masks [R, >= K, words] int32; constrained [B]; status [B, K] of these
-    masks. With forced tokens: forced [K, B] int64, -1 where the grammar leaves a choice; row_forced [R, >= K] bool: gets whether each
+    proposed [B, K]; finish, limit [B]; rows [B]. With a grammar: masks [R, >= K, words]; constrained [B]; status [B, K] of these
+    masks. With forced tokens: forced [K, B], -1 where the grammar leaves a choice; row_forced [R, >= K]: gets whether each
     draft is forced.
     """
     alive = follows = finish == FinishCode.RUNNING

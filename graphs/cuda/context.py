@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from ctypes import c_void_p
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,20 +32,17 @@ class HostCallback:
         self._function = function  # owns the data of a native function
         entry = native_entry(name, function)
         if entry is None:
-            self._entry = _python_entry(name, function, errors)
+
+            def enter(_: int | None) -> None:
+                try:
+                    with without_collection:  # a host node must not call CUDA
+                        function()
+                except BaseException as error:
+                    errors.store(name, error)
+
+            self._entry = C_HOST_FUNCTION(enter)
             entry = int(c_void_p.from_buffer(self._entry).value or 0), 0  # ctypes.cast would make a reference cycle
         self.address, self.data = entry
-
-
-def _python_entry(name: str, function: Callable[[], object], errors: HostErrors) -> Any:
-    def enter(_: int | None) -> None:
-        try:
-            with without_collection:  # a host node must not call CUDA
-                function()
-        except BaseException as error:
-            errors.store(name, error)
-
-    return C_HOST_FUNCTION(enter)
 
 
 class CudaStreamEvent(NamedTuple):

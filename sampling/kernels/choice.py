@@ -28,15 +28,21 @@ def _argmax_outputs(
     assert logits.dim() == 3 and (masks is None) == (constrained is None), f"logits {logits.shape}"
     if masks is not None:
         assert masks.dim() == 3 and masks.shape[1] == logits.shape[1], f"logits {logits.shape}, masks {masks.shape}"
-        assert masks.dtype is torch.int32 and (rows is not None or len(masks) == len(logits)), f"masks {masks.dtype} {masks.shape}"
-        covered = masks.shape[2] * BITS_PER_WORD >= logits.shape[2] if ids is None else len(ids) == logits.shape[2]
-        assert covered, f"masks {masks.shape}, logits {logits.shape}, ids {ids if ids is None else ids.shape}"
+        assert masks.dtype is torch.int32, f"masks {masks.dtype}"
+        assert ids is not None or masks.shape[2] * BITS_PER_WORD >= logits.shape[2], f"masks {masks.shape}, logits {logits.shape}"
     finite = torch.empty(logits.shape[:2], dtype=torch.bool, device=logits.device)
     return finite, torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
 
 
-def _c_supports(logits: Tensor, masks: Tensor | None, *_: object) -> bool:
-    return masks is not None and logits.shape[2] > 0 and masks.shape[2] > 0
+def _c_supports(
+    logits: Tensor, masks: Tensor | None, rows: Tensor | None, constrained: Tensor | None, ids: Tensor | None, status: Tensor | None
+) -> bool:
+    if masks is None or constrained is None:
+        return False
+    (batch, positions, width), (mask_rows, mask_positions, words) = logits.shape, masks.shape
+    covered = words * BITS_PER_WORD >= width if ids is None else words > 0 and len(ids) == width
+    fits = mask_positions == positions and (rows is not None or mask_rows == batch) and len(constrained) == batch and width > 0
+    return masks.dtype is torch.int32 and covered and fits
 
 
 @operation(_argmax_outputs, triton=True, c=True, takes=_c_supports)
@@ -81,14 +87,13 @@ class Emission(NamedTuple):
     finish: Tensor  # [B] int64 FinishCode
 
 
-def _status_outputs(tags: Tensor, owner: Tensor, *others: Tensor | int | None) -> tuple[Tensor, Tensor]:
+def _status_outputs(tags: Tensor, owner: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     assert tags.dim() == 3 and tags.dtype is torch.int64 and tags.shape[2] == TAG_FIELDS, f"tags {tags.dtype} {tags.shape}"
-    assert others[-1] is not None or len(tags) == len(owner), f"tags {tags.shape}, owner {owner.shape}"
     status = torch.empty(len(owner), tags.shape[1], dtype=torch.int64, device=tags.device)
     return status, torch.empty(len(owner), dtype=torch.bool, device=tags.device)
 
 
-@operation(_status_outputs, triton=True, c=True)
+@operation(_status_outputs, triton=True, c=True, takes=lambda tags, owner, *others: others[-1] is not None or len(tags) == len(owner))
 def mask_status(
     tags: Dense, owner: StridedLongs, generated: StridedLongs, constrained: StridedLongs, first: int = 0, rows: Longs | None = None
 ) -> tuple[Tensor, Tensor]:
