@@ -1,9 +1,9 @@
-"""The recorded rounds and prompt chunks of an engine: recorded within a memory budget, and reported."""
+"""The recorded rounds and prompt chunks of an engine: their keys, recorded within a memory budget, and the report."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, cast, get_args
 
@@ -13,12 +13,94 @@ from stepgraph.graphs.backends import EagerStep
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Recorded, Step
 from stepgraph.graphs.errors import LESS, CaptureError, step_errors
-from stepgraph.graphs.graph_key import FULL, Drafting, GraphKey, GraphTable
-from stepgraph.graphs.key_sets import PromptKey, checked_buckets, graph_keys, host_buckets, prompt_keys
+from stepgraph.graphs.graph_key import FULL, LONGEST, PLAIN, Drafting, GraphKey, GraphTable
 from stepgraph.graphs.memory import resident_bytes
-from stepgraph.graphs.prefill import Prompts
+from stepgraph.graphs.prefill import PromptKey, Prompts, prompt_keys
 from stepgraph.graphs.spans import RecordedReport
-from stepgraph.sampling.fields import BOOL, FUNCTION, Check, check_members, check_value, instance_of, one_of, optional, whole
+from stepgraph.sampling.fields import (
+    BOOL,
+    FUNCTION,
+    Check,
+    check_members,
+    check_value,
+    clip_repr,
+    instance_of,
+    is_int,
+    is_series,
+    one_of,
+    optional,
+    whole,
+)
+
+
+def bucket_sizes(max_rows: int) -> tuple[int, ...]:
+    """Powers of two below `max_rows`, and `max_rows`."""
+    sizes = []
+    size = 1
+    while size < max_rows:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, max_rows)
+
+
+def checked_buckets(buckets: Iterable[int], max_rows: int | None = None) -> tuple[int, ...]:
+    """The buckets sorted; ValueError if there are none, or if a batch of 1..max_rows would have none."""
+    sizes = tuple(buckets) if is_series(buckets) else ()
+    whole = sizes and all(is_int(size) and size >= 1 for size in sizes)
+    if not whole or max(sizes) != (max_rows or max(sizes)):
+        largest = "" if max_rows is None else f" of which the largest is max_rows={max_rows}"
+        raise ValueError(f"buckets: got {clip_repr(buckets)}, expected integers >= 1{largest}")
+    return tuple(sorted(set(sizes)))
+
+
+def host_buckets(buckets: Iterable[int]) -> tuple[int, ...]:
+    """Every other bucket, the largest included: the sizes with graphs for grammars on the host where grammars may be on the device.
+
+    Few batches need these graphs, and each also has the kernels for grammars on the device.
+    """
+    return tuple(sorted(buckets)[::-2][::-1])
+
+
+def draft_choices(longest: int, model: bool, look_up: bool) -> tuple[Drafting, ...]:
+    """The choices of an engine, by length. Each has its graphs. look_up: there is one beside the draft model.
+
+    Without a model there are two: a proposed chain takes about as long whatever its length.
+    """
+    lengths = sorted({0, (longest // 2 if model else 0) or longest, longest})
+    return (*map(Drafting, lengths), *([Drafting(longest, model=False)] if look_up else []))
+
+
+def host_drafting(drafting: Sequence[Drafting]) -> tuple[Drafting, ...]:
+    """None and the most drafts: what graphs for grammars on the host have where grammars may be on the device. See `host_buckets`."""
+    most = min(drafting, key=_longest_first)
+    return tuple(each for each in drafting if each in (PLAIN, most))
+
+
+def _longest_first(drafting: Drafting) -> tuple[bool, int, bool]:
+    return drafting.length != LONGEST, -drafting.length, not drafting.model
+
+
+def graph_keys(
+    buckets: Iterable[int], greedy_only: bool = False, device: bool = False, drafting: Sequence[Drafting] = (FULL,)
+) -> tuple[GraphKey, ...]:
+    """Every key, largest first: the memory pool then places the small graphs in the memory of the large ones.
+
+    device: grammars may be on the device. The constrained graphs then serve batches that also have grammars on the host.
+    """
+    sizes = sorted(buckets, reverse=True)
+    on_host = (host_buckets(sizes), host_drafting(drafting)) if device else (sizes, drafting)
+    # constrained, on the device, rows and drafts
+    lanes = ((True, True, sizes if device else (), drafting), (True, False, *on_host), (False, False, sizes, drafting))
+    modes = (False,) if greedy_only else (True, False)
+    return tuple(
+        GraphKey(rows, constrained, sampled, lane, *each)
+        for rows in sizes
+        for each in sorted(drafting, key=_longest_first)
+        for constrained, lane, served, drafts in lanes
+        if rows in served and each in drafts
+        for sampled in modes
+    )
+
 
 OnFailure = Literal["raise", "eager"]
 Key = GraphKey | PromptKey

@@ -20,12 +20,12 @@ from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Step
-from stepgraph.graphs.key_sets import PromptKey
 from stepgraph.graphs.layers.slot_mapping import place_tokens
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair, TargetModel
 from stepgraph.graphs.model_call import Attend, Embeddings, ModelInput, run_model
 
+LEAST_CHUNK = 32  # tokens; the weights are read for any number
 AttendCall = Callable[[], Attend | None]
 
 
@@ -84,6 +84,33 @@ def prompt_specs(limits: Limits, target: TargetModel) -> tuple[BufferSpec, ...]:
     if embedding_size is None:
         return lines
     return (*lines, BufferSpec("prompt_embeddings", (limits.prompt_window, embedding_size), target.feature_dtype))
+
+
+@dataclass(frozen=True, order=True)
+class PromptKey:
+    """Identifies a recorded prompt chunk."""
+
+    tokens: int  # for at most so many
+
+    def __str__(self) -> str:
+        return f"prompt tokens={self.tokens}"
+
+    @property
+    def rows(self) -> int:
+        """Of its matrix products."""
+        return self.tokens
+
+    @property
+    def kind(self) -> str:
+        return "prompt"
+
+
+def prompt_keys(limits: Limits) -> tuple[PromptKey, ...]:
+    """Largest first: a whole chunk, and quarters of that for the ends of prompts. Below LEAST_CHUNK a shorter one is no faster."""
+    keys = [PromptKey(limits.prompt_window - 1)]
+    while keys[-1].tokens // 4 >= LEAST_CHUNK:
+        keys.append(PromptKey(keys[-1].tokens // 4))
+    return tuple(keys)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -73,13 +73,4 @@ def nvtx_range() -> MakeRange:
         torch.cuda.nvtx.mark("stepgraph")
     except RuntimeError as error:
         raise ValueError(f"nvtx: got True, expected False: torch {torch.__version__} has no NVTX ({str(error).splitlines()[0]})") from None
-    return _pushed
-
-
-@contextlib.contextmanager
-def _pushed(name: str) -> Iterator[None]:
-    torch.cuda.nvtx.range_push(name)
-    try:
-        yield
-    finally:
-        torch.cuda.nvtx.range_pop()
+    return functools.partial(torch.cuda.nvtx.range, "{}")  # a name is no format

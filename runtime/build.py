@@ -19,8 +19,7 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.errors import LESS
 from stepgraph.graphs.graph_key import FULL
-from stepgraph.graphs.graph_set import GraphSet
-from stepgraph.graphs.key_sets import draft_choices
+from stepgraph.graphs.graph_set import GraphSet, draft_choices
 from stepgraph.graphs.layers.lora import lora_specs
 from stepgraph.graphs.layers.product_choice import choose_products
 from stepgraph.graphs.limits import UNTIL_EVENT

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from stepgraph.graphs.attention.choose import ATTENTION
-from stepgraph.graphs.graph_set import OnFailure
-from stepgraph.graphs.key_sets import bucket_sizes, checked_buckets
+from stepgraph.graphs.graph_set import OnFailure, bucket_sizes, checked_buckets
 from stepgraph.graphs.limits import KV_CACHE_DTYPES, UNTIL_EVENT, Limits
 from stepgraph.graphs.proposing import ANCHOR
 from stepgraph.graphs.sampled_stages import LogitsProcessor

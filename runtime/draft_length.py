@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from stepgraph.graphs.graph_key import FULL, PLAIN, Drafting, GraphKey
-from stepgraph.graphs.key_sets import host_drafting
+from stepgraph.graphs.graph_set import host_drafting
 from stepgraph.graphs.round_specs import MAX_SKIPPED
 from stepgraph.graphs.row_layout import ResultRecord
 from stepgraph.runtime.request import ActiveRequest

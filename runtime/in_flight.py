@@ -21,7 +21,7 @@ from stepgraph.runtime.draft_length import DraftLengthChooser
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar.link.protocol import HostLink
-from stepgraph.sampling.kernels.alternatives import read_top_logprobs
+from stepgraph.sampling.kernels.processors import read_top_logprobs
 
 _layout = functools.cache(ResultLayout)
 Launch = tuple[int, bool, bool, bool, Drafting]  # rows; whether some are constrained, some sampled, all grammars on the device

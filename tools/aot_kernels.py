@@ -96,7 +96,7 @@ def variants(every: bool = False) -> list[Variant]:
 
 def _mask_variants(every: bool) -> list[Variant]:
     """Tags, and masks with every setting of a request."""
-    from stepgraph.sampling.kernels.triton import alternatives, choice, processors
+    from stepgraph.sampling.kernels.triton import choice, processors
 
     types: list[str | None] = [*["*i64"] * 4, "i32", "*i64", "*i64", "*i1", *["i32"] * 6]
     found = [_variant("check_tags", choice.check_tags, types, {"POSITIONS": 16}, 1)]
@@ -111,7 +111,7 @@ def _mask_variants(every: bool) -> list[Variant]:
     types = ["*bf16", "*fp32", "*i64", "*fp32", "*fp32", *["i32"] * 7]
     found.append(_variant("report_token bf16", processors.report_token, types, {"TILES": 64}, 1))
     types = ["*bf16", "*fp32", "*i64", "*fp32", "*i64", "*i32", "*fp32", *["i32"] * 12]
-    found.append(_variant("rank_tokens bf16", alternatives.rank_tokens, types, {"TILE": alternatives.TOP_TILE}, 8))
+    found.append(_variant("rank_tokens bf16", processors.rank_tokens, types, {"TILE": processors.TOP_TILE}, 8))
     for has_status in (True, False):
         types = ["*i32", "*i64" if has_status else None, "*i1", "*i64", "i32"]
         found.append(_variant(f"judge_positions {has_status}", processors.judge_positions, types, {"TILES": 512}, 1))

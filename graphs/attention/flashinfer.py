@@ -23,27 +23,16 @@ PLAN_BYTES = 1 << 20  # of one prompt's plan
 
 
 class Call(NamedTuple):
-    """What a plan depends on besides lengths."""
+    """What a plan depends on besides lengths, by the names of the arguments of FlashInfer's `plan`."""
 
-    heads: int
-    kv_heads: int
-    size: int
-    dtype: torch.dtype
-    window: int  # 0: none
-    scale: float
-
-    def settings(self, page_size: int) -> dict[str, Any]:
-        """Keyword arguments of FlashInfer's `plan`."""
-        return {
-            "num_qo_heads": self.heads,
-            "num_kv_heads": self.kv_heads,
-            "head_dim_qk": self.size,
-            "page_size": page_size,
-            "causal": True,
-            "sm_scale": self.scale,
-            "window_left": self.window - 1,  # how many before a query's own position; -1: all
-            "q_data_type": self.dtype,
-        }
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    q_data_type: torch.dtype
+    window_left: int  # how many before a query's own position; -1: all
+    sm_scale: float
+    page_size: int
+    causal: bool = True
 
 
 class PlannedAttention:
@@ -66,7 +55,7 @@ class PlannedAttention:
 
         def attend(query: Tensor, keys: Tensor, values: Tensor, inputs: ModelInput, window: int, scale: float, output: Tensor) -> None:
             batch, count, heads, size = query.shape
-            call = Call(heads, keys.shape[1], size, query.dtype, window, scale)
+            call = Call(heads, keys.shape[1], size, query.dtype, window - 1, scale, self.page_size)
             plan = self._round_plan(batch, count, inputs.block_tables.shape[1], call)
             if written.get(plan) is not inputs.slots:
                 plan.tables.write(inputs)
@@ -82,10 +71,10 @@ class PlannedAttention:
 
         def attend(query: Tensor, keys: Tensor, values: Tensor, inputs: ModelInput, window: int, scale: float, output: Tensor) -> None:
             assert query.shape[:2] == (1, count), f"planned for {count} tokens of one prompt, got {query.shape}"
-            call = Call(query.shape[2], keys.shape[1], query.shape[3], query.dtype, window, scale)
+            call = Call(query.shape[2], keys.shape[1], query.shape[3], query.dtype, window - 1, scale, self.page_size)
             if call not in plans:
                 plans[call] = self._next_prompt()
-                plans[call].plan(first, count, inputs.block_tables, self.page_size, call)
+                plans[call].plan(first, count, inputs.block_tables, call)
             _run(plans[call].wrapper, self.page_size, query, keys, values, output)
 
         return attend
@@ -94,7 +83,7 @@ class PlannedAttention:
         key = (batch, count, pages, call)
         if key not in self._rounds:
             assert not torch.cuda.is_current_stream_capturing(), f"{key} appeared in a capture but not in its warm-up"
-            self._rounds[key] = RoundPlan(self._device, batch, count, pages, self.page_size, call)
+            self._rounds[key] = RoundPlan(self._device, batch, count, pages, call)
         return self._rounds[key]
 
     def _next_prompt(self) -> PromptPlan:
@@ -112,14 +101,14 @@ class PromptPlan:
         self._lengths_host = torch.zeros(6, dtype=INDEX, pin_memory=True)
         self._sent: torch.cuda.Event | None = None
 
-    def plan(self, first: int, count: int, block_tables: Tensor, page_size: int, call: Call) -> None:
+    def plan(self, first: int, count: int, block_tables: Tensor, call: Call) -> None:
         if self._sent is not None and not self._sent.query():
             self._sent.synchronize()
-        pages = -(-(first + count) // page_size)
-        self._lengths_host.copy_(torch.tensor([0, count, 0, pages, first + count - (pages - 1) * page_size, first + count], dtype=INDEX))
+        pages, end = -(-(first + count) // call.page_size), first + count
+        self._lengths_host.copy_(torch.tensor([0, count, 0, pages, end - (pages - 1) * call.page_size, end], dtype=INDEX))
         qo_indptr, kv_indptr, last_page, length = self._lengths_host.split([2, 2, 1, 1])
         entries = block_tables[0, :pages].to(INDEX)
-        self.wrapper.plan(qo_indptr, kv_indptr, entries, last_page, seq_lens=length, **call.settings(page_size))
+        self.wrapper.plan(qo_indptr, kv_indptr, entries, last_page, seq_lens=length, **call._asdict())
         self._sent = torch.cuda.Event()
         self._sent.record()
 
@@ -127,12 +116,12 @@ class PromptPlan:
 class RoundPlan:
     """A permanent plan for rounds of one size; every round writes the tables that it reads."""
 
-    def __init__(self, device: torch.device, batch: int, count: int, pages: int, page_size: int, call: Call) -> None:
-        self.tables = RowTables(device, batch, count, pages, page_size)
-        tiles = batch * -(-count * call.heads // call.kv_heads // 16)
+    def __init__(self, device: torch.device, batch: int, count: int, pages: int, call: Call) -> None:
+        self.tables = RowTables(device, batch, count, pages, call.page_size)
+        tiles = batch * -(-count * call.num_qo_heads // call.num_kv_heads // 16)
         self.wrapper = _wrapper(torch.empty(16, dtype=torch.uint8, device=device), (1 << 16) + 64 * tiles)
         starts = (self.tables.qo_indptr, self.tables.kv_indptr, self.tables.pages, self.tables.last_page)
-        self.wrapper.plan(*starts, disable_split_kv=True, **call.settings(page_size))
+        self.wrapper.plan(*starts, disable_split_kv=True, **call._asdict())
 
 
 def _wrapper(sums: Tensor, plan_bytes: int) -> Any:

@@ -19,9 +19,8 @@ from stepgraph.graphs.layers.parallel import RankGroups, gather_over_ranks, sum_
 from stepgraph.sampling import bitmask, kernels
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import GrammarMask, Processed
-from stepgraph.sampling.kernels.alternatives import ranked_log_probabilities, write_ranked
 from stepgraph.sampling.kernels.filters import drawn
-from stepgraph.sampling.kernels.processors import RowSettings, write_log_probabilities
+from stepgraph.sampling.kernels.processors import RowSettings, ranked_log_probabilities, write_log_probabilities, write_ranked
 from stepgraph.sampling.kernels.rejection import exact_rejection, offered
 from stepgraph.sampling.sampler import Columns, Weighed, distribution, units
 

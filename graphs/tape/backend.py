@@ -93,21 +93,15 @@ class Tape:
             raise error
 
     def _run_stream(self, stream: str) -> None:
-        enabled, dtype = self._autocast
-        if enabled or torch.is_autocast_enabled("cpu"):  # autocast is a thread setting, but belongs to the recording
-            with torch.autocast("cpu", dtype=dtype, enabled=enabled):
-                self._run_items(stream)
-        else:
-            self._run_items(stream)
-
-    def _run_items(self, stream: str) -> None:
-        items = self._programs.get(stream, [])
-        for item in items if self._timed is None else self._timed(stream, items):
-            self.at[stream] = item
-            try:
-                item(self._error is not None)
-            except BaseException as error:  # also KeyboardInterrupt: other streams still wait for this one
-                self._error = self._error or error
+        (enabled, dtype), items = self._autocast, self._programs.get(stream, [])
+        casts = enabled or torch.is_autocast_enabled("cpu")  # autocast is a thread setting, but belongs to the recording
+        with torch.autocast("cpu", dtype=dtype, enabled=enabled) if casts else NOTHING:
+            for item in items if self._timed is None else self._timed(stream, items):
+                self.at[stream] = item
+                try:
+                    item(self._error is not None)
+                except BaseException as error:  # also KeyboardInterrupt: other streams still wait for this one
+                    self._error = self._error or error
         self.at.pop(stream, None)
 
     def _run_side(self, stream: str) -> None:

@@ -112,32 +112,28 @@ class Call:
         return values
 
 
-class Repeat(NamedTuple):
-    """The call of every replay, None if there is none, and its kind in the report."""
+def repeat(call: Call, result: object, results: Sequence[Tensor], fresh: Sequence[Tensor]) -> tuple[str, Callable[[], object] | None]:
+    """How to repeat a call and rewrite its recorded `result` in place: its kind in the report, and what every replay calls, if anything.
 
-    kind: str
-    call: Callable[[], object] | None
-
-
-def repeat(call: Call, result: object, results: Sequence[Tensor], fresh: Sequence[Tensor]) -> Repeat:
-    """How to repeat a call and rewrite its recorded `result` in place. `results`: its tensors; `fresh`: those that it created."""
+    results: its tensors; fresh: those that it created.
+    """
     func, args, kwargs, name, mutable = call.func, call.args, call.kwargs, call.schema.name, call.schema.mutable
     if name in _EMPTY or (not fresh and not mutable and results):
-        return Repeat("view", None)
+        return "view", None
     kind = "copy" if name in _COPIES else "fill" if name in _FILLS else "kernel"
     if call.operation is None and len(results) == 1 and (not fresh or not mutable):
         small = small_operation(name, call.values, results[0])
         if small is not None and (not fresh or _repeats_exactly(small, fresh, compare=True)):
-            return Repeat(kind, small)
+            return kind, small
     if not fresh:  # mutates its arguments, or is an assertion
-        return Repeat(kind, call.native or functools.partial(func, *args, **kwargs))
+        return kind, call.native or functools.partial(func, *args, **kwargs)
     if name == "aten::_to_copy":
-        return Repeat(kind, functools.partial(fresh[0].copy_, args[0]))
+        return kind, functools.partial(fresh[0].copy_, args[0])
     again = None if mutable else _through_out(call, result)
     # The second draw of a random operation differs from the first.
     if again is not None and _repeats_exactly(again, fresh, compare=not call.schema.seeded):
-        return Repeat(kind, again)
-    return Repeat("copied", functools.partial(_run_and_copy, func, args, dict(kwargs), result))
+        return kind, again
+    return "copied", functools.partial(_run_and_copy, func, args, dict(kwargs), result)
 
 
 def _through_out(call: Call, result: object) -> Callable[[], object] | None:

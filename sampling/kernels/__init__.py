@@ -5,10 +5,9 @@ import torch
 from stepgraph.sampling import native
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.kernels.advance import advance_fill
-from stepgraph.sampling.kernels.alternatives import top_logprobs
 from stepgraph.sampling.kernels.choice import Emission, GrammarMask, chain_accept, mask_status, masked_argmax, most_probable
 from stepgraph.sampling.kernels.filters import choose_filters, distribution, draw, race
-from stepgraph.sampling.kernels.processors import Processed, log_probabilities, process
+from stepgraph.sampling.kernels.processors import Processed, log_probabilities, process, top_logprobs
 from stepgraph.sampling.kernels.rejection import reject_sample
 
 __all__ = [

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from stepgraph.graphs import GraphKey, Limits
 from stepgraph.graphs.graph_key import dispatch
-from stepgraph.graphs.key_sets import bucket_sizes, checked_buckets, graph_keys, host_buckets
+from stepgraph.graphs.graph_set import bucket_sizes, checked_buckets, graph_keys, host_buckets
 
 SIZES: dict[str, Any] = {
     "max_rows": 3,

@@ -11,8 +11,8 @@ import torch
 
 from stepgraph import Engine
 from stepgraph.graphs import TapeBackend
-from stepgraph.graphs.key_sets import PromptKey, prompt_keys
 from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.prefill import PromptKey, prompt_keys
 from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.request import Job
 from tests.helpers.toy_engines import TARGET

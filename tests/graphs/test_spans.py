@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from stepgraph import Engine, EngineConfig
-from stepgraph.graphs import BufferSpec, RecordedReport, StaticBuffers, TapeBackend, capture, current_context, run_eager, spans
+from stepgraph.graphs import BufferSpec, RecordedReport, StaticBuffers, TapeBackend, capture, current_context, run_eager
 from stepgraph.graphs.backends import EagerContext
 from stepgraph.graphs.cuda.context import CudaCaptureContext
 from stepgraph.graphs.errors import HostErrors
@@ -170,7 +170,7 @@ def calls_of(functions: tuple[Callable[..., object], ...], work: Callable[[], ob
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_round_without_ranges_creates_no_context_managers(eager: bool) -> None:
-    makers = (spans._pushed.__wrapped__, Ranges.__call__.__wrapped__, contextlib.nullcontext.__init__)  # type: ignore[attr-defined]
+    makers = (torch.cuda.nvtx.range.__wrapped__, Ranges.__call__.__wrapped__, contextlib.nullcontext.__init__)  # type: ignore[attr-defined]
     counts = []
     for ranges in (None, Ranges()):
         with small_engine(2, eager=eager, backend=TapeBackend(ranges=ranges)) as engine:

@@ -14,7 +14,7 @@ from stepgraph import Engine
 from stepgraph.graphs.buffers import storage_key
 from stepgraph.graphs.cuda.context import CudaCaptureContext
 from stepgraph.graphs.graph_key import FULL
-from stepgraph.graphs.key_sets import graph_keys
+from stepgraph.graphs.graph_set import graph_keys
 from stepgraph.graphs.tape.races import Region, overlap, region_of
 from stepgraph.graphs.tape.replay_ops import Call, tensors_in
 from tests.graphs.tape.test_races import DISJOINT, PAIRS, SPECS, forked

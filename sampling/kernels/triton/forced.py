@@ -21,7 +21,6 @@ _INVERSE = tl.constexpr(pow(forced.KEY_FACTOR, -1, 1 << 64) - (pow(forced.KEY_FA
 _TOKENS = tl.constexpr(advance.TEXT_COLUMNS)
 _PUSHES = tl.constexpr(advance.FORCED_PUSHES)
 _TEXT_INTS = tl.constexpr(advance.TEXT_INTS)
-_INT_BYTES = tl.constexpr(4)
 _CLASS_TILE = tl.constexpr(256)
 _CLASSES = tl.constexpr(int(Field.CLASSES))
 _BYTE_OF = tl.constexpr(int(Field.BYTE_OF))

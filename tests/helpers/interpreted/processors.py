@@ -14,7 +14,6 @@ import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import GrammarMask, Processed, choice, processors
-from stepgraph.sampling.kernels.triton import alternatives as alternative_programs
 from stepgraph.sampling.kernels.triton import choice as choice_programs
 from stepgraph.sampling.kernels.triton import processors as programs
 from tests.helpers.pairs import pairs
@@ -142,4 +141,4 @@ def test_log_probabilities_equal_the_reference(width: int, tile: int) -> None:
 @pytest.mark.parametrize(("width", "tile"), [(4, 32), (70, 32), (1_003, 256), (131_071, 4096)])
 def test_top_logprobs_equal_the_reference(width: int, tile: int) -> None:
     call = top_logprobs(torch.device("cpu"), 5, 2, width)
-    assert not any(call.different_rows(lambda *arguments: alternative_programs.top_logprobs(*arguments, tile=tile)))
+    assert not any(call.different_rows(lambda *arguments: programs.top_logprobs(*arguments, tile=tile)))

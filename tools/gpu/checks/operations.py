@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stepgraph.sampling import bitmask, sampler
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
-from stepgraph.sampling.kernels import alternatives, choice, filters, processors, rejection
+from stepgraph.sampling.kernels import choice, filters, processors, rejection
 from stepgraph.sampling.kernels.operation import Operation
 from stepgraph.sampling.rng import Purpose
 from stepgraph.sampling.sampler import Param
@@ -182,7 +182,7 @@ def top_logprobs(device: torch.device, batch: int, positions: int, width: int) -
     rings = torch.full(shape, -7, dtype=torch.int32, pin_memory=pinned), torch.full(shape, 7.5, pin_memory=pinned)
     inputs = (logits.to(device)[..., :width], probs.to(device), rows.to(device), params.to(device), numbers(device, 1).fill_(4), *rings)
     least = batch * positions * width * 8
-    return Call(alternatives.top_logprobs, f"B={batch} Q={positions} V={width}", inputs, (), least, writes=(5, 6), near=1e-5)
+    return Call(processors.top_logprobs, f"B={batch} Q={positions} V={width}", inputs, (), least, writes=(5, 6), near=1e-5)
 
 
 def chain_accept(device: torch.device, batch: int, k: int) -> Call:
