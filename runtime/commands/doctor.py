@@ -274,7 +274,7 @@ def filters() -> dict[str, str]:
 
     import torch
 
-    from stepgraph.sampling.kernels.filter_choice import choose_filters, why_not
+    from stepgraph.sampling.kernels.filters import choose_filters, why_not
 
     if not torch.cuda.is_available():
         return {"auto": str(choose_filters("cpu"))}
