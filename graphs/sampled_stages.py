@@ -25,7 +25,7 @@ from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.sampling import kernels, rng, sampler
 from stepgraph.sampling.acceptance import may_accept
 from stepgraph.sampling.fields import FUNCTION, Check, check_fields, whole
-from stepgraph.sampling.kernels import GrammarMask, processors, rejection
+from stepgraph.sampling.kernels import GrammarMask, processors
 from stepgraph.sampling.kernels.operation import Contiguous, operation
 from stepgraph.sampling.kernels.processors import Processed, judge
 from stepgraph.sampling.sampler import Columns, from_units, portable_exp, units
@@ -103,8 +103,13 @@ def check_processors(processors: tuple[LogitsProcessor, ...], limits: Limits, ba
 
 
 def force_accepted(batch: Batch, finite: Tensor, status: Tensor, shares: Sequence[float]) -> Tensor:
+    """For benchmarks: accept a legal draft j with probability shares[j]. Returns the number of leading accepted drafts, [B]."""
     owner, length = batch.column(Column.OWNER), batch.column(Column.LENGTH)
-    return rejection.force_accepted(shares, finite, batch.column(Column.DRAFT_COUNT), status, owner, length)
+    coins = rng.uniform(owner[:, None], length[:, None] + torch.arange(len(shares), device=length.device), rng.Purpose.ACCEPT)
+    equal = len(set(shares)) == 1
+    accepts = coins < shares[0] if equal else torch.stack([coin < share for coin, share in zip(coins.unbind(1), shares, strict=True)], 1)
+    holds = accepts & finite[:, :-1] & may_accept(status, batch.column(Column.DRAFT_COUNT))
+    return holds.to(torch.int64).cumprod(1).sum(1)
 
 
 def after_accepted(batch: Batch, accepted: Tensor, tokens: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ DEVICE_FILES = (
     "graphs/batch.py",
     "graphs/drafting.py",
     "graphs/proposing.py",
-    "graphs/attention/rope_kv.py",
+    "graphs/layers/slot_mapping.py",
     "graphs/stages.py",
     "graphs/round.py",
     "runtime/models/llama.py",

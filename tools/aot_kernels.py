@@ -187,7 +187,7 @@ class Attended(NamedTuple):
 def attention_variants() -> list[Variant]:
     """Rounds with all head sizes, prompts with some; other group sizes, page sizes and float16, each once."""
     from stepgraph.graphs.attention.triton import paged as paged_programs
-    from stepgraph.graphs.attention.triton import rope_kv as rope_programs
+    from stepgraph.graphs.layers.triton import slot_mapping as rope_programs
 
     launched = [Attended("bf16", size, 16) for size in paged.HEAD_SIZES] + [Attended("bf16", size, 64) for size in (64, 256)]
     launched += [Attended("bf16", 96, 16, 3, 64, True), Attended("fp16", 128, 64, 1, 32)]

@@ -163,8 +163,6 @@ DECODE_RING = (
     "graphs/cuda/driver.py",
     "graphs/attention/paged.py",
     "graphs/attention/triton/paged.py",
-    "graphs/attention/rope_kv.py",
-    "graphs/attention/triton/rope_kv.py",
     "graphs/layers/slot_mapping.py",
     "graphs/layers/triton/slot_mapping.py",
     "graphs/layers/dense.py",

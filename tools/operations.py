@@ -20,6 +20,9 @@ from tools.generated import print_or_write
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "operations.md"
+FLASHINFER = dict.fromkeys(("distribution", "draw"), "sampling/kernels/flashinfer.py") | {
+    "paged_attention": "graphs/attention/flashinfer.py"
+}
 C_SOURCES = ("sampling/kernels/c", "graphs/layers/c")
 INTRODUCTION = """# Device operations
 
@@ -67,7 +70,7 @@ def _triton(found: Operation[..., Any]) -> str:
 
 
 def _flashinfer(found: Operation[..., Any]) -> str:
-    return _link(_path_of(found.flashinfer)) if found.flashinfer else ""
+    return _link(ROOT / FLASHINFER[found.name]) if found.name in FLASHINFER else ""
 
 
 def _module_with(module: str, function: str) -> str:

@@ -64,7 +64,6 @@ paged_attention = operation(
     triton="stepgraph.graphs.attention.triton.paged",
     c="attention",
     takes=_in_c,
-    flashinfer="stepgraph.graphs.attention.flashinfer",
 )(reference_attention.reference)
 
 

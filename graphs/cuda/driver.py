@@ -9,12 +9,46 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Mapping
-from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
 import torch
 
-from stepgraph.graphs.cuda.driver_calls import SIGNATURES, declared
+
+class KernelParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = (
+        ("func", c_void_p),
+        ("shape", c_uint * 7),  # grid, block, dynamic shared memory
+        ("kernel_params", c_void_p),
+        ("extra", c_void_p),
+        ("kern", c_void_p),
+        ("ctx", c_void_p),
+    )
+
+
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuGetErrorName": (c_int, POINTER(c_char_p)),
+    "cuDriverGetVersion": (POINTER(c_int),),
+    "cuCtxGetCurrent": (POINTER(c_void_p),),
+    "cuCtxSetCurrent": (c_void_p,),
+    "cuStreamQuery": (c_void_p,),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuStreamGetCaptureInfo_v2": (c_void_p, POINTER(c_int), POINTER(c_uint64), POINTER(c_void_p), POINTER(c_void_p), POINTER(c_size_t)),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
+    "cuEventCreate": (POINTER(c_void_p), c_uint),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuEventQuery": (c_void_p,),
+    "cuEventSynchronize": (c_void_p,),
+    "cuEventDestroy_v2": (c_void_p,),
+    "cuLaunchHostFunc": (c_void_p, c_void_p, c_void_p),
+    "cuGraphUpload": (c_void_p, c_void_p),
+    "cuGraphGetNodes": (c_void_p, POINTER(c_void_p), POINTER(c_size_t)),
+    "cuGraphNodeGetType": (c_void_p, POINTER(c_int)),
+    "cuGraphKernelNodeGetParams_v2": (c_void_p, c_void_p),
+}
+
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY, the result of a query
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING; waits spin, for low latency
@@ -31,8 +65,15 @@ class Driver:
         self.declare(SIGNATURES, "12.0")
 
     def declare(self, signatures: Mapping[str, tuple[Any, ...]], version: str) -> None:
-        """Make these calls, which the drivers from this version of CUDA on have."""
-        for name, call in declared(self._library, signatures, version).items():
+        """Make these calls. RuntimeError if the library is older than this version of CUDA, which has them."""
+        for name, signature in signatures.items():
+            try:
+                call: Any = self._library[name]
+            except AttributeError as error:
+                raise RuntimeError(
+                    f"the CUDA driver library has no {name}: {error}; expected a driver for CUDA {version} or newer"
+                ) from error
+            call.restype, call.argtypes = c_int, signature
             setattr(self, name, call)
             if name != "cuGetErrorName":
                 call.errcheck = self._check

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.cuda.driver import Driver
-from stepgraph.graphs.cuda.driver_calls import KernelParams
+from stepgraph.graphs.cuda.driver import Driver, KernelParams
 
 VERSION = 12040  # of CUDA, the first with WHILE nodes
 CONDITIONAL_NODE = 13  # CU_GRAPH_NODE_TYPE_CONDITIONAL

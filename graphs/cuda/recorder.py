@@ -16,8 +16,7 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Step, refusing_threads
 from stepgraph.graphs.context import MAIN, use_context
 from stepgraph.graphs.cuda.context import CudaCaptureContext, HostCallback
-from stepgraph.graphs.cuda.driver import Driver
-from stepgraph.graphs.cuda.driver_calls import KernelParams
+from stepgraph.graphs.cuda.driver import Driver, KernelParams
 from stepgraph.graphs.cuda.loop import Loops
 from stepgraph.graphs.errors import CaptureError, HostErrors, Site, fail, site_of_error
 from stepgraph.graphs.spans import GraphNode, MakeRange, RecordedReport, stage_runs

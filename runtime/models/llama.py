@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph.graphs.attention.paged import attention
-from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.dense import Residual, activate_and_mul, add_rms_norm, linear, lookup, rms_norm
 from stepgraph.graphs.layers.huge_pages import empty_weight
 from stepgraph.graphs.layers.lora import Adapted, add_lora
-from stepgraph.graphs.layers.slot_mapping import rope_angles
+from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv, rope_angles
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput

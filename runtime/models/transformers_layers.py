@@ -17,11 +17,10 @@ from transformers.activations import SiLUActivation
 
 from stepgraph.graphs.attention.float8 import to_entries
 from stepgraph.graphs.attention.paged import attention
-from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.dense import activate_and_mul, add_rms_norm, product, rms_norm
 from stepgraph.graphs.layers.lora import add_lora
-from stepgraph.graphs.layers.slot_mapping import rope_angles
+from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv, rope_angles
 from stepgraph.graphs.model_call import ModelInput
 
 _TOKENS = 5  # of the inputs for comparisons

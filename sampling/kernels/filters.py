@@ -21,8 +21,11 @@ from stepgraph.sampling.kernels.operation import Dense, DenseFloats, Longs, oper
 from stepgraph.sampling.sampler import Columns
 
 FILTERS = ("auto", "triton", "flashinfer", "torch")
-FLASHINFER = "stepgraph.sampling.kernels.flashinfer"
-MODULES = {"flashinfer": FLASHINFER, "triton": "stepgraph.sampling.kernels.triton.filters", "torch": ""}  # "": the reference
+MODULES = {
+    "flashinfer": "stepgraph.sampling.kernels.flashinfer",
+    "triton": "stepgraph.sampling.kernels.triton.filters",
+    "torch": "",
+}  # "": the reference
 Filter = Callable[[Tensor, Tensor, Tensor], None]  # logits [B, Q, V], params [B, 4], probs [B, Q, V], written
 log = logging.getLogger(__name__)
 
@@ -168,7 +171,7 @@ def _distribution_outputs(logits: Tensor, params: Tensor) -> Tensor:
     return torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
 
 
-@operation(_distribution_outputs, triton=filter_module, flashinfer=FLASHINFER, c=True, takes=lambda logits, _: logits.shape[-1] > 0)
+@operation(_distribution_outputs, triton=filter_module, c=True, takes=lambda logits, _: logits.shape[-1] > 0)
 def distribution(logits: DenseFloats, params: Dense) -> Tensor:
     """sampler.distribution of logits [B, Q, V], of any float type, and params [B, 4 or more] float32 -> [B, Q, V] float32."""
     return sampler.distribution(logits, params)
@@ -190,7 +193,7 @@ def _c_draws(logits: Tensor, params: Tensor, *others: Any) -> bool:
     return logits.shape[-1] > 0 and (ids is None or bool((ids[:1] >= 0).all() and (ids.diff() > 0).all()))  # scattered in place
 
 
-@operation(_draw_outputs, writes=("row_probs",), triton=filter_module, flashinfer=FLASHINFER, c=True, takes=_c_draws)
+@operation(_draw_outputs, writes=("row_probs",), triton=filter_module, c=True, takes=_c_draws)
 def draw(
     logits: DenseFloats,
     params: Dense,

@@ -74,13 +74,12 @@ class Operation(Generic[P, R]):
         triton: bool | str | Callable[[torch.device], str],
         c: bool | str,
         takes: Callable[..., bool],
-        flashinfer: str,
         mapped: bool,
     ) -> None:
         functools.update_wrapper(self, reference)
         parameters, hints = inspect.signature(reference).parameters, typing.get_type_hints(reference, include_extras=True)
         package, _, module = reference.__module__.rpartition(".")
-        self.reference, self.flashinfer, self.mapped = reference, flashinfer, mapped
+        self.reference, self.mapped = reference, mapped
         self.name = name or reference.__name__
         self.c, self._takes = c if isinstance(c, str) else self.name if c else "", takes  # the kernel without the prefix stepgraph_
         # the module of the program, which has the name of the operation
@@ -182,19 +181,18 @@ def operation(
     triton: bool | str | Callable[[torch.device], str] = False,
     c: bool | str = False,
     takes: Callable[..., bool] = lambda *_: True,
-    flashinfer: str = "",
     mapped: bool = False,
 ) -> Callable[[Callable[P, R]], Operation[P, R]]:
     """Declare an operation by its reference: a function of tensors and numbers in plain torch, the first argument a tensor.
 
     outputs: checks the inputs and allocates what the reference returns. writes: inputs that it changes.
     triton: there is a program of the same name in PACKAGE/triton/MODULE.py; or the module that it is in; or a function that gives, for a
-    device, that module, empty for the reference. flashinfer: the module that uses FlashInfer instead, where it was chosen.
+    device, that module, empty for the reference.
     c: there is a kernel of the same name in the C library; or its name. takes: which inputs it takes, besides what their forms say.
     mapped: the device accesses pinned arguments in host memory.
     Without a program and without C for its arguments, a call is a call of the reference.
     """
-    return lambda reference: Operation(reference, outputs, name, writes, triton, c, takes, flashinfer, mapped)
+    return lambda reference: Operation(reference, outputs, name, writes, triton, c, takes, mapped)
 
 
 def _needs_gradient(inputs: Sequence[Any]) -> bool:

@@ -1,8 +1,6 @@
-"""Exact rejection of sampled drafts and the token drawn after those that hold; acceptance of drafts at a given rate."""
+"""Exact rejection of sampled drafts, and the token drawn after those that hold."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -93,13 +91,3 @@ def exact_rejection(
     drawn = sampler.race(probs, noise, columns)[:, None]
     padded = torch.cat([drafts, drawn], 1)
     return torch.where(index < last[:, None], padded, drawn), last
-
-
-def force_accepted(shares: Sequence[float], finite: Tensor, draft_count: Tensor, status: Tensor, owner: Tensor, length: Tensor) -> Tensor:
-    """For benchmarks: accept a legal draft j with probability shares[j]. Returns the number of leading accepted drafts, [B]."""
-    index = torch.arange(len(shares), device=length.device)
-    coins = rng.uniform(owner[:, None], length[:, None] + index, rng.Purpose.ACCEPT)
-    equal = len(set(shares)) == 1
-    accepts = coins < shares[0] if equal else torch.stack([coin < share for coin, share in zip(coins.unbind(1), shares, strict=True)], 1)
-    holds = accepts & finite[:, :-1] & may_accept(status, draft_count)
-    return holds.to(torch.int64).cumprod(1).sum(1)

@@ -14,9 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.attention.rope_kv import rotate
 from stepgraph.graphs.layers.dense import product, rms_norm
-from stepgraph.graphs.layers.slot_mapping import rope_angles
+from stepgraph.graphs.layers.slot_mapping import rope_angles, rotate
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import LlamaLayer
 from stepgraph.runtime.models.mtp import Mtp, MtpModule

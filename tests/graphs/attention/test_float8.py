@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs.attention.float8 import ENTRIES, from_entries, to_entries
 from stepgraph.graphs.attention.reference import by_reference
-from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
+from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv
 from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.transformers_folder import open_target

@@ -18,7 +18,6 @@ from torch.library import opcheck
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.graphs.attention.paged import paged_attention
-from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.layers.dense import (
     Activation,
     activate_and_mul,
@@ -27,6 +26,7 @@ from stepgraph.graphs.layers.dense import (
     rms_norm,
 )
 from stepgraph.graphs.layers.lora import slot_product
+from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv
 from stepgraph.graphs.model import AttentionShape
 from stepgraph.sampling import native
 from stepgraph.sampling.kernels import operation

@@ -11,9 +11,9 @@ import triton
 import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.graphs.attention.float8 import ENTRIES, from_entries, to_entries
 from stepgraph.graphs.attention.paged import attention
-from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.attention.triton import paged as paged_programs
-from stepgraph.graphs.attention.triton import rope_kv as rope_programs
+from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv
+from stepgraph.graphs.layers.triton import slot_mapping as rope_programs
 from tests.graphs.attention.test_paged import Case, make_case
 from tools.bench_attention import Shape, figures
 

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from stepgraph.graphs.cuda import driver, loop, recorder
-from stepgraph.graphs.cuda.driver_calls import KernelParams
+from stepgraph.graphs.cuda.driver import KernelParams
 from tools.gpu.checks import driver_calls
 
 STRUCTURES = {

@@ -15,7 +15,7 @@ from torch import Tensor
 from stepgraph import Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs.attention.choose import ATTENTION, choose_attention, differs
 from stepgraph.graphs.attention.paged import HEAD_SIZES, AttentionChoice, attention, paged_attention
-from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
+from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv
 from stepgraph.graphs.model import AttentionShape
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.models.llama import Llama

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from stepgraph.graphs.attention.rope_kv import rope_and_write_kv, rotate
-from stepgraph.graphs.layers.slot_mapping import rope_angles
+from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv, rope_angles, rotate
 from stepgraph.runtime.models.llama_config import RopeConfig
 
 TOKENS, HEADS, KV_HEADS, SIZE = 5, 4, 2, 12
