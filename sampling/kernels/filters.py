@@ -24,8 +24,8 @@ FILTERS = ("auto", "triton", "flashinfer", "torch")
 MODULES = {
     "flashinfer": "stepgraph.sampling.kernels.flashinfer",
     "triton": "stepgraph.sampling.kernels.triton.filters",
-    "torch": "",
-}  # "": the reference
+    "torch": "",  # the reference
+}
 Filter = Callable[[Tensor, Tensor, Tensor], None]  # logits [B, Q, V], params [B, 4], probs [B, Q, V], written
 log = logging.getLogger(__name__)
 
