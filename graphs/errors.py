@@ -27,7 +27,7 @@ _SKIPPED_FILES = {
     os.path.join(os.path.dirname(_GRAPHS), "sampling", "cuda_graphs.py"),
     *(
         os.path.join(_GRAPHS, name)
-        for name in ("backends.py", "backup.py", "buffer_spec.py", "buffers.py", "capture.py", "context.py", "errors.py")
+        for name in ("backends.py", "buffer_spec.py", "buffers.py", "capture.py", "context.py", "errors.py", "memory.py")
     ),
 }
 _SKIPPED_FOLDERS = (

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from stepgraph.graphs.backup import Backup
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Step, refusing_threads
 from stepgraph.graphs.context import MAIN, use_context
@@ -19,6 +18,7 @@ from stepgraph.graphs.cuda.context import CudaCaptureContext, HostCallback
 from stepgraph.graphs.cuda.driver import Driver, KernelParams
 from stepgraph.graphs.cuda.loop import Loops
 from stepgraph.graphs.errors import CaptureError, HostErrors, Site, fail, site_of_error
+from stepgraph.graphs.memory import Backup
 from stepgraph.graphs.spans import GraphNode, MakeRange, RecordedReport, stage_runs
 from stepgraph.graphs.tape.recorder import Recorder, first_difference
 from stepgraph.sampling.cuda_graphs import CaptureStreams, GraphPool, Streams, capturing, empty_cache, hold_workspaces

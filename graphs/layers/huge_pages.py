@@ -18,14 +18,7 @@ _PAGE, _MAPPING = 1 << 21, 1 << 25  # a mapping is for several tensors; memory t
 _LEAST_BYTES = 1 << 16
 
 
-class _Latest(threading.local):
-    """The mapping of the latest tensors, while one of them exists."""
-
-    mapping: weakref.ref[mmap.mmap] | None = None
-    used = 0
-
-
-_latest = _Latest()
+_latest = threading.local()  # .mapping: a weak reference to that of the latest tensors; .used: its bytes
 
 
 def empty_in_huge_pages(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
@@ -34,7 +27,7 @@ def empty_in_huge_pages(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype
     nbytes = math.prod(shape) * dtype.itemsize
     if not like.is_cpu or nbytes < _LEAST_BYTES or _ADVICE is None:
         return like.new_empty(shape, dtype=dtype)
-    mapping = None if _latest.mapping is None else _latest.mapping()
+    mapping = getattr(_latest, "mapping", lambda: None)()
     if mapping is None or _latest.used + nbytes > len(mapping):
         mapping = mmap.mmap(-1, max(_MAPPING, nbytes) + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages

@@ -17,11 +17,11 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepgraph.graphs.backup import Backup
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
 from stepgraph.graphs.capture import Step, refusing_threads
 from stepgraph.graphs.context import MAIN, StreamEvent, setting, use_context
 from stepgraph.graphs.errors import CaptureError, Site, call_site, fail
+from stepgraph.graphs.memory import Backup
 from stepgraph.graphs.spans import STEP
 from stepgraph.graphs.tape.arena import Arena
 from stepgraph.graphs.tape.races import WHOLE, Access, Clock, RaceChecker, region_of

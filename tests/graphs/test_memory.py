@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stepgraph.graphs import BufferSpec, StaticBuffers
-from stepgraph.graphs.backup import Backup, holds_only
+from stepgraph.graphs.memory import Backup, holds_only
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
