@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -58,12 +59,10 @@ class Span(NamedTuple):
 
 def stage_runs(nodes: Iterable[StageRun]) -> tuple[StageRun, ...]:
     """Join the runs of single nodes, in capture order."""
-    runs: list[StageRun] = []
-    for node in nodes:
-        if node.kind == "stage" and runs and (runs[-1].stream, runs[-1].name, runs[-1].kind) == (node.stream, node.name, node.kind):
-            runs[-1] = replace(runs[-1], nodes=runs[-1].nodes + 1)
-        else:
-            runs.append(node)
+    runs = list[StageRun]()
+    for run, group in itertools.groupby(nodes):
+        same = list(group)
+        runs += [replace(run, nodes=len(same))] if run.kind == "stage" else same
     return tuple(runs)
 
 

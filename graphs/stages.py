@@ -7,8 +7,6 @@ that made it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -72,11 +70,11 @@ def accept(
     lines = buffers.results[: len(batch.rows)]
     forced = buffers.row_forced if constrained and "row_forced" in buffers else None
     looked_up = buffers.row_looked_up if "row_looked_up" in buffers else None
-    written = write_emission(batch.rows, batch.state, tokens, status, drafts, *chosen, buffers.row_state, lines, forced, looked_up)
-    emission, after = Emission(tokens, written.emitted, chosen[1], written.finish), batch._replace(state=written.state)
+    given, flags = (batch.rows, batch.state, tokens, status, drafts, *chosen), (forced, looked_up)
+    emitted, finish, state = write_emission(*given, buffers.row_state, lines, *flags)
     if sampled:
-        record_output(buffers, batch.rows, tokens, written.emitted)
-    return emission, after
+        record_output(buffers, batch.rows, tokens, emitted)
+    return Emission(tokens, emitted, chosen[1], finish), batch._replace(state=state)
 
 
 def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, options: AcceptOptions) -> Choice:
@@ -90,15 +88,7 @@ def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: G
     return Choice(tokens, finite, accepted, status)
 
 
-class Written(NamedTuple):
-    """What write_emission makes of the rows."""
-
-    emitted: Tensor  # [B] int64, 0 for inert rows
-    finish: Tensor  # [B] int64 FinishCode; inert rows keep theirs
-    state: Tensor  # [B, columns] int64, after the emission
-
-
-@operation(lambda row, state, *_: Written(*map(empty_as, (row, row, state))), writes=("row_state", "results"), triton=True, c=True)
+@operation(lambda row, state, *_: (empty_as(row), empty_as(row), empty_as(state)), writes=("row_state", "results"), triton=True, c=True)
 def write_emission(
     rows: Longs,
     state: Longs,
@@ -112,9 +102,10 @@ def write_emission(
     results: Longs,
     row_forced: Flags | None = None,
     row_looked_up: Flags | None = None,
-) -> Written:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Advance the rows by what they emit, and write the first fields of a ResultRecord. Inert rows keep their state.
 
+    Returns the tokens emitted [B], 0 for inert rows; the FinishCode [B], of inert rows theirs; and the state after it [B, columns].
     rows [B]; state [B, columns]; tokens, status [B, K + 1]; drafts [B, K]; emitted, accepted, finish [B]: of chain_accept;
     row_state [R, columns]; results [B, columns of a ResultLayout]. row_forced, row_looked_up [R, >= K]: where the drafts
     came from, for a bit of each that was verified. A row without a constraint has no forced drafts: its flags are of another request.
@@ -149,4 +140,4 @@ def write_emission(
     for name, flags, counted in (("forced", row_forced, constrained), ("looked_up", row_looked_up, verified)):
         if flags is not None:
             layout.write(results, **{name: ((flags[rows, : len(index)] & counted).to(torch.int64) << index).sum(1)})
-    return Written(emitted, finish, after)
+    return emitted, finish, after

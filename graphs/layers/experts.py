@@ -13,7 +13,6 @@ from torch import Tensor
 from stepgraph.graphs.layers.dense import product
 from stepgraph.graphs.layers.quantised import TILE, is_packed, quantised_product
 from stepgraph.graphs.layers.reference import sigmoid
-from stepgraph.sampling.kernels.c_kernel import is_contiguous
 from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, Float32s, Longs, empty_of, operation
 
 _MOST_EXPERTS, _MOST_BYTES = 1024, 1 << 17  # of a row of states; as in experts.c
@@ -70,7 +69,7 @@ def _product_outputs(states: Tensor, experts: Tensor, weights: Tensor, num_exper
 
 
 def _product_in_c(states: Tensor, experts: Tensor, weights: Tensor, *_: object) -> bool:
-    fits = is_packed(weights) if weights.dtype is torch.uint8 else is_contiguous(states.dtype, weights)
+    fits = is_packed(weights) if weights.dtype is torch.uint8 else weights.dtype is states.dtype and weights.is_contiguous()
     return fits and states.shape[1] * states.element_size() <= _MOST_BYTES
 
 

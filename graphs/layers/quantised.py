@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stepgraph.graphs.layers.huge_pages import empty_in_huge_pages
 from stepgraph.graphs.layers.reference import matrix_product
-from stepgraph.sampling.kernels.c_kernel import FLOATS, is_contiguous
+from stepgraph.sampling.kernels.c_kernel import FLOATS
 from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, Longs, empty_of, operation
 
 TILE = 16  # columns
@@ -159,7 +159,7 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def is_packed(weight: Tensor) -> bool:
-    return is_contiguous(torch.uint8, weight) and weight.shape[1] * kind_of(weight).together <= _MOST_BLOCKS
+    return weight.dtype is torch.uint8 and weight.is_contiguous() and weight.shape[1] * kind_of(weight).together <= _MOST_BLOCKS
 
 
 def _product_in_c(states: Tensor, weight: Tensor, *_: object) -> bool:

@@ -61,11 +61,6 @@ def same_float_type(*tensors: Tensor) -> bool:
     return tensors[0].dtype in FLOATS and all(tensor.dtype is tensors[0].dtype for tensor in tensors)
 
 
-def is_contiguous(dtype: torch.dtype, *tensors: Tensor) -> bool:
-    """Whether all are contiguous and of this type."""
-    return all(tensor.dtype is dtype and tensor.is_contiguous() for tensor in tensors)
-
-
 def why_no_c(*dtypes: torch.dtype) -> str:
     """Why layers of these types do not run in C on the CPU; empty if they do."""
     unknown = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype not in FLOATS]

@@ -69,12 +69,13 @@ class Operation(Generic[P, R]):
         self,
         reference: Callable[P, R],
         outputs: Callable[..., R],
-        name: str,
-        writes: Sequence[str],
-        triton: bool | str | Callable[[torch.device], str],
-        c: bool | str,
-        takes: Callable[..., bool],
-        mapped: bool,
+        *,
+        name: str = "",
+        writes: Sequence[str] = (),
+        triton: bool | str | Callable[[torch.device], str] = False,
+        c: bool | str = False,
+        takes: Callable[..., bool] = lambda *_: True,
+        mapped: bool = False,
     ) -> None:
         functools.update_wrapper(self, reference)
         parameters, hints = inspect.signature(reference).parameters, typing.get_type_hints(reference, include_extras=True)
@@ -173,16 +174,7 @@ class Operation(Generic[P, R]):
 OPERATIONS: dict[str, Operation[Any, Any]] = {}  # by qualified name
 
 
-def operation(
-    outputs: Callable[..., R],
-    *,
-    name: str = "",
-    writes: Sequence[str] = (),
-    triton: bool | str | Callable[[torch.device], str] = False,
-    c: bool | str = False,
-    takes: Callable[..., bool] = lambda *_: True,
-    mapped: bool = False,
-) -> Callable[[Callable[P, R]], Operation[P, R]]:
+def operation(outputs: Callable[..., R], **settings: Any) -> Callable[[Callable[P, R]], Operation[P, R]]:
     """Declare an operation by its reference: a function of tensors and numbers in plain torch, the first argument a tensor.
 
     outputs: checks the inputs and allocates what the reference returns. writes: inputs that it changes.
@@ -192,7 +184,7 @@ def operation(
     mapped: the device accesses pinned arguments in host memory.
     Without a program and without C for its arguments, a call is a call of the reference.
     """
-    return lambda reference: Operation(reference, outputs, name, writes, triton, c, takes, mapped)
+    return lambda reference: Operation(reference, outputs, **settings)
 
 
 def _needs_gradient(inputs: Sequence[Any]) -> bool:
