@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Backend, Check, Recorded, Step, host_call
+from stepgraph.graphs.capture import Backend, Between, Check, Generators, Recorded, Step, host_call
 from stepgraph.graphs.context import NOTHING, StreamEvent, use_context
 from stepgraph.graphs.errors import CaptureError, HostNodeError
 from stepgraph.graphs.spans import MakeRange, RecordedReport, nvtx_range
@@ -50,8 +50,8 @@ def capture(
     backend: str | Backend = "auto",
     *,
     check: Check = "once",
-    between: Callable[[], None] | None = None,
-    generators: Sequence[torch.Generator] = (),
+    between: Between = None,
+    generators: Generators = (),
 ) -> Recorded:
     """Record `step(buffers)` once. `.replay()` of the result runs it in place on the current contents of the buffers.
 

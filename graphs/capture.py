@@ -25,6 +25,8 @@ from stepgraph.sampling.fields import check_value, instance_of, whole
 
 Step = Callable[[StaticBuffers], None]
 Check = Literal["once", "twice"]
+Between = Callable[[], None] | None
+Generators = Sequence[torch.Generator]
 
 
 class Event(Protocol):
@@ -89,13 +91,7 @@ class Backend(Protocol):
         """Why `Recorded.replay(until=...)` is not possible; empty if it is."""
 
     def capture(
-        self,
-        step: Step,
-        buffers: StaticBuffers,
-        *,
-        check: Check = "once",
-        between: Callable[[], None] | None = None,
-        generators: Sequence[torch.Generator] = (),
+        self, step: Step, buffers: StaticBuffers, *, check: Check = "once", between: Between = None, generators: Generators = ()
     ) -> Recorded:
         """Record `step` and leave the buffers unchanged. CaptureError if the step cannot be replayed."""
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Check, Step
+from stepgraph.graphs.capture import Between, Check, Generators, Step
 from stepgraph.graphs.context import MAIN, setting
 from stepgraph.graphs.cuda.launcher import CudaGraph, CudaLauncher
 from stepgraph.graphs.cuda.recorder import CudaRecorder, broken_rule
@@ -43,13 +43,7 @@ class CudaBackend(CudaLauncher):
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
 
     def capture(
-        self,
-        step: Step,
-        buffers: StaticBuffers,
-        *,
-        check: Check = "once",
-        between: Callable[[], None] | None = None,
-        generators: Sequence[torch.Generator] = (),
+        self, step: Step, buffers: StaticBuffers, *, check: Check = "once", between: Between = None, generators: Generators = ()
     ) -> CudaGraph:
         if torch.empty(0, device=buffers.device).device != self.device:
             raise ValueError(f"CudaBackend.capture: got buffers on {buffers.device}, expected {self.device}")

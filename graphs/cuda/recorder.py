@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import byref, c_int, c_size_t, c_void_p
 from typing import NamedTuple
 
 import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Step, refusing_threads
+from stepgraph.graphs.capture import Between, Generators, Step, refusing_threads
 from stepgraph.graphs.context import MAIN, use_context
 from stepgraph.graphs.cuda.context import CudaCaptureContext, HostCallback
 from stepgraph.graphs.cuda.driver import Driver, KernelParams
@@ -62,7 +62,7 @@ class CudaRecorder:
         self._capture_streams = capture_streams
         self._device = pool.stream.device
 
-    def warm_up(self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]) -> bool:
+    def warm_up(self, step: Step, buffers: StaticBuffers, generators: Generators) -> bool:
         """Run the step once, then restore the buffers. Returns whether it draws from a generator.
 
         Libraries create handles and load kernels in their first call, which a capture does not allow.
@@ -91,9 +91,7 @@ class CudaRecorder:
                 self.synchronize()
                 context.close()
 
-    def record_twice(
-        self, step: Step, buffers: StaticBuffers, between: Callable[[], None] | None, generators: Sequence[torch.Generator], draws: bool
-    ) -> Recording:
+    def record_twice(self, step: Step, buffers: StaticBuffers, between: Between, generators: Generators, draws: bool) -> Recording:
         """Record and compare. CaptureError if the two differ.
 
         Arguments are compared by recordings of the tape: those of a kernel have bytes that are not initialised.
@@ -112,7 +110,7 @@ class CudaRecorder:
             raise error
         return recording
 
-    def _tape_of(self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]) -> Recorder:
+    def _tape_of(self, step: Step, buffers: StaticBuffers, generators: Generators) -> Recorder:
         """The operations of a step and their arguments, under the rules of the tape."""
         recorder = tape_recorder(buffers, [*generators, torch.cuda.default_generators[self._device.index]], compared=True)
         with torch.cuda.stream(self._streams[MAIN]):
@@ -120,7 +118,7 @@ class CudaRecorder:
         self.synchronize()
         return recorder
 
-    def record(self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator], draws: bool) -> Recording:
+    def record(self, step: Step, buffers: StaticBuffers, generators: Generators, draws: bool) -> Recording:
         hold_workspaces(self._capture_streams.values())
         begin, reserved = time.perf_counter(), torch.cuda.memory_reserved(self._device)
         graph, context = self._capture(step, buffers, generators)
@@ -150,9 +148,7 @@ class CudaRecorder:
         for stream in self._streams.values():
             self._driver.cuStreamSynchronize(stream.cuda_stream)
 
-    def _capture(
-        self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]
-    ) -> tuple[torch.cuda.CUDAGraph, CudaCaptureContext]:
+    def _capture(self, step: Step, buffers: StaticBuffers, generators: Generators) -> tuple[torch.cuda.CUDAGraph, CudaCaptureContext]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         context = CudaCaptureContext(self._driver, self._capture_streams, buffers, self._errors, launch_host=True, ranges=self._ranges)
         try:
@@ -213,7 +209,7 @@ def as_capture_error(error: Exception) -> CaptureError:
     return fail("unjoined-fork" if "unjoined" in text else "cuda", text, site)
 
 
-def broken_rule(error: Exception, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]) -> CaptureError | None:
+def broken_rule(error: Exception, step: Step, buffers: StaticBuffers, generators: Generators) -> CaptureError | None:
     """The rule of the tape that the line of a failed capture breaks; None if it breaks none. CUDA names no rule, and no line of a fork."""
     rule = error.rule if isinstance(error, CaptureError) else ""
     if rule not in ("", "cuda", "exception", "unjoined-fork", "stream-outside-capture"):
@@ -230,7 +226,7 @@ def broken_rule(error: Exception, step: Step, buffers: StaticBuffers, generators
     return None
 
 
-def tape_recorder(buffers: StaticBuffers, generators: Sequence[torch.Generator], compared: bool = False) -> Recorder:
+def tape_recorder(buffers: StaticBuffers, generators: Generators, compared: bool = False) -> Recorder:
     def finish() -> None:
         torch.cuda.current_stream(buffers.device).synchronize()
 

@@ -12,14 +12,14 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import BackendStats, Check, Event, Step, checked_loop
+from stepgraph.graphs.capture import BackendStats, Between, Check, Event, Generators, Step, checked_loop
 from stepgraph.graphs.context import COPIES, MAIN, NOTHING, setting
 from stepgraph.graphs.errors import fail
 from stepgraph.graphs.spans import MakeRange, RecordedReport, Span
@@ -169,13 +169,7 @@ class TapeBackend:
         self._finalizer.atexit = False  # player._end_threads stops and joins the workers
 
     def capture(
-        self,
-        step: Step,
-        buffers: StaticBuffers,
-        *,
-        check: Check = "once",
-        between: Callable[[], None] | None = None,
-        generators: Sequence[torch.Generator] = (),
+        self, step: Step, buffers: StaticBuffers, *, check: Check = "once", between: Between = None, generators: Generators = ()
     ) -> Tape:
         self._enter("capture()")
         if check not in ("once", "twice"):
@@ -327,7 +321,7 @@ def _refuse_while_recording(what: str) -> None:
             raise fail("nested-capture" if what == "capture()" else "host-sync", f"{what} inside a step that is being captured")
 
 
-def _record(step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator], arena: Arena, compared: bool) -> Recorder:
+def _record(step: Step, buffers: StaticBuffers, generators: Generators, arena: Arena, compared: bool) -> Recorder:
     arena.restart()
     recorder = Recorder(buffers, generators, lambda key: any(tape.owns(key) for tape in _tapes), arena, compared)
     with setting(_local, "recording", recorder):
