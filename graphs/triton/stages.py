@@ -11,13 +11,9 @@ from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.sampling.grammar.status import FinishCode
 
 _RUNNING = tl.constexpr(int(FinishCode.RUNNING))
-_GENERATED = tl.constexpr(int(Column.GENERATED))
-_LAST_TOKEN = tl.constexpr(int(Column.LAST_TOKEN))
-_ACCEPTED = tl.constexpr(int(Column.ACCEPTED))
-_FINISH = tl.constexpr(int(Column.FINISH))
-_DRAFT_COUNT = tl.constexpr(int(Column.DRAFT_COUNT))
-_LENGTH = tl.constexpr(int(Column.LENGTH))
-_CONSTRAINED = tl.constexpr(int(Column.CONSTRAINED))
+_GENERATED, _LAST_TOKEN, _ACCEPTED, _FINISH, _DRAFT_COUNT, _LENGTH, _CONSTRAINED = (
+    tl.constexpr(int(Column[name])) for name in ("GENERATED", "LAST_TOKEN", "ACCEPTED", "FINISH", "DRAFT_COUNT", "LENGTH", "CONSTRAINED")
+)
 
 # columns of a result, whatever the number of drafts; the tokens are followed by the statuses and the drafts
 _RESULT = ResultLayout(num_drafts=0).columns

@@ -144,13 +144,10 @@ _ILLEGAL = tl.constexpr(int(MaskStatus.ILLEGAL))
 _COMPLETE = tl.constexpr(int(MaskStatus.COMPLETE))
 _TERMINATED = tl.constexpr(int(MaskStatus.TERMINATED))
 _DEAD_END = tl.constexpr(int(MaskStatus.DEAD_END))
-_RUNNING = tl.constexpr(int(FinishCode.RUNNING))
-_STOP = tl.constexpr(int(FinishCode.STOP))
-_LENGTH = tl.constexpr(int(FinishCode.LENGTH))
-_FINISHED_COMPLETE = tl.constexpr(int(FinishCode.CONSTRAINT_COMPLETE))
-_FINISHED_DEAD_END = tl.constexpr(int(FinishCode.DEAD_END))
-_MASK_FAULT = tl.constexpr(int(FinishCode.MASK_FAULT))
-_LOGITS_FAULT = tl.constexpr(int(FinishCode.LOGITS_FAULT))
+_RUNNING, _STOP, _LENGTH, _FINISHED_COMPLETE, _FINISHED_DEAD_END, _MASK_FAULT, _LOGITS_FAULT = (
+    tl.constexpr(int(FinishCode[name]))
+    for name in ("RUNNING", "STOP", "LENGTH", "CONSTRAINT_COMPLETE", "DEAD_END", "MASK_FAULT", "LOGITS_FAULT")
+)
 
 
 @triton.jit
