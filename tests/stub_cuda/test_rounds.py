@@ -16,7 +16,8 @@ import torch
 
 from stepgraph import Engine
 from stepgraph.graphs.graph_key import FULL, LONGEST, Drafting, GraphKey
-from stepgraph.graphs.graph_set import PromptKey, graph_keys
+from stepgraph.graphs.graph_set import graph_keys
+from stepgraph.graphs.prefill import PromptKey
 from stepgraph.graphs.publishing import FINISH
 from stepgraph.sampling.grammar.link.native import available_processors
 from stepgraph.sampling.grammar.status import FinishCode
