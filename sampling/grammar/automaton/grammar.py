@@ -170,7 +170,7 @@ class AutomatonBuilder:
 class TokenTensors(NamedTuple):
     """The tables of a vocabulary on a device, as `image_vocabulary` of image.h."""
 
-    token_text: Tensor  # [bytes] uint8, of all tokens
+    token_text: Tensor  # [bytes] uint8, of all tokens, padded to whole words
     token_starts: Tensor  # [tokens + 1] int32
     plain_rows: Tensor  # [n, words] int32
     stop_words: Tensor  # [words] int32
@@ -192,7 +192,9 @@ def token_tensors(vocabulary: Vocabulary, device: torch.device) -> TokenTensors:
     """Copies of the tables with which the grammars of this vocabulary are compiled."""
     view = token_table(vocabulary).view
     plain = np.ctypeslib.as_array((c_int32 * (view.plain_rows * view.words)).from_address(view.plain)).reshape(-1, view.words)
-    return TokenTensors(*(torch.tensor(table, device=device) for table in (*vocabulary.texts, plain, vocabulary.stop_words)))
+    text, starts = vocabulary.texts
+    text = np.pad(text, (0, -len(text) % 4))  # kernels load words
+    return TokenTensors(*(torch.tensor(table, device=device) for table in (text, starts, plain, vocabulary.stop_words)))
 
 
 # Free text up to a marker: states that find the marker, whose masks allow all text that does not pass its end.

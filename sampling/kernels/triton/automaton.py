@@ -105,10 +105,13 @@ def _set_counter(which, value, counters, when):
 
 @triton.jit
 def _class_codes(class_of, text, at, end, live):
-    """The classes of the next _AHEAD bytes, one byte each."""
-    codes, kinds = (at * 0).to(tl.int64), (at * 0).to(tl.int64)
-    for ahead in tl.static_range(_AHEAD):
-        codes |= tl.load(text + at + ahead, mask=live & (at + ahead < end), other=0).to(tl.int64) << (8 * ahead)
+    """The classes of the next _AHEAD bytes, one byte each. Text is loaded in words: bytes would be loaded after the classes of others."""
+    word, words, shift = at >> 2, text.to(tl.pointer_type(tl.int32)), ((at & 3) * 8).to(tl.uint64)
+    low = tl.load(words + word, mask=live & (at < end), other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+    middle = tl.load(words + word + 1, mask=live & (4 * word + 4 < end), other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(words + word + 2, mask=live & (4 * word + 8 < end), other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+    codes = ((low | (middle << 32)) >> shift) | ((high << 1) << (63 - shift))
+    kinds = (at * 0).to(tl.int64)
     for ahead in tl.static_range(_AHEAD):
         code = ((codes >> (8 * ahead)) & 255).to(tl.int32)
         kinds |= tl.load(class_of + code, mask=live & (at + ahead < end), other=0).to(tl.int64) << (8 * ahead)
@@ -152,22 +155,22 @@ def _pop(pops, state, kept, own, own_pushed, finish_set, stack, return_of, symbo
 
 
 @triton.jit
-def follow(image, text, begin, end, place, LANES: tl.constexpr):
-    """Read the bytes of one token, a scalar, or of LANES tokens; `begin` equals `end` where there are none.
+def follow(image, text, begin, end, active, place, LANES: tl.constexpr):
+    """Read the bytes of one token, a scalar, or of LANES tokens, where `active`; `begin` equals `end` where there are none.
 
-    Returns whether they are legal, whether they nest too deep, and the place after them. Of its stack, the first symbols are those of the
-    stack before, and only the symbols that were pushed after these are in the register.
+    text: at a multiple of four bytes, in whole words. Returns whether they are legal, whether they nest too deep, and the place after them.
+    Of its stack, the first symbols are those of the stack before, and only the symbols that were pushed after these are in the register.
 
     In each turn, a token reads a byte or leaves a nested part, so that a turn takes one reduction over the lanes.
     """
     state, counters, stack = place
     class_of, entries, moves, classes = table(image, _CLASS_OF), entries_of(image), table(image, _MOVES), tl.load(image + _CLASSES)
     leave_of, return_of, symbols = table(image, _LEAVE), table(image, _RETURN), tl.load(image + _SYMBOLS)
-    live, deep = begin < end, begin > end  # never too deep yet
+    live, deep = active & (begin < end), begin > end  # never too deep yet
     at, kept, own = begin, state * 0 + stack[1] + stack[2], state * 0
     own_pushed, finish_set = own.to(tl.int64), own - 1
+    kinds = _class_codes(class_of, text, at, end, begin < end)  # does not wait for `active`, nor for the place
     while _most((live & (at < end)).to(tl.int32), LANES) > 0:
-        kinds = _class_codes(class_of, text, at, end, live)
         until = tl.minimum(at + _AHEAD, end)
         reads = live & (at < until)
         entry = entry_at(entries, state * classes + (kinds & 255).to(tl.int32), reads, 0)
@@ -193,6 +196,7 @@ def follow(image, text, begin, end, place, LANES: tl.constexpr):
             entry = entry_at(entries, state * classes + (kinds & 255).to(tl.int32), may_read, 0)  # beside `finish_set`
             reads, pops_next = may_read & (finish_set < 0), live & (finish_set >= 0)
             work = _most(tl.where(reads & (entry < -1), _SPECIAL, tl.where(reads | pops_next, _PLAIN, 0)), LANES)
+        kinds = _class_codes(class_of, text, at, end, live)
     return live, deep, (state, counters, (stack[0], kept, own, own_pushed))
 
 
@@ -254,7 +258,7 @@ def fill(
         none = tl.zeros((LANES,), tl.int32)
         while cross < last_cross:
             places = (none + state, (none + counters[0], none + counters[1], none + counters[2]), stack)
-            legal, _, _ = follow(image, text, begin, end, places, LANES)
+            legal, _, _ = follow(image, text, begin, end, begin < end, places, LANES)
             tl.atomic_or(mask + (token >> 5), (none + 1) << (token & 31), mask=legal)
             status = tl.where(_most(legal.to(tl.int32), LANES) > 0, _OK, status)
             cross += LANES

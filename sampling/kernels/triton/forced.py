@@ -84,7 +84,7 @@ def _find_text(image, text, state, counters, depth, stack, scratch):
         tl.debug_barrier()
         if goes_on:
             place = (state, counters, (scratch, depth, depth * 0, depth.to(tl.int64) * 0))
-            legal, deep, place = follow(image, text, size, size + 1, place, 0)
+            legal, deep, place = follow(image, text, size, size + 1, goes_on, place, 0)
             state, counters, symbols = place
             _, kept, own, pushed = symbols
             tl.store(scratch + kept, (pushed & 0xFFFF).to(tl.int32), mask=own > 0)
