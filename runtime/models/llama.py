@@ -119,7 +119,8 @@ class Llama(LlamaBase):
 
     def adapted(self, index: int, inputs: ModelInput, buffers: StaticBuffers) -> Adapted:
         """What the products of a layer become."""
-        return lambda name, states, product: add_lora(f"{self.name}_{index}_{name}", states, product, inputs, buffers)
+        prefix = f"{self.name}_{index}_"
+        return unchanged if inputs.lora_slots is None else lambda name, x, found: add_lora(prefix + name, x, found, inputs, buffers)
 
 
 def embed(inputs: ModelInput, table: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:

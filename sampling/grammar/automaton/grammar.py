@@ -193,8 +193,8 @@ def token_tensors(vocabulary: Vocabulary, device: torch.device) -> TokenTensors:
     view = token_table(vocabulary).view
     plain = np.ctypeslib.as_array((c_int32 * (view.plain_rows * view.words)).from_address(view.plain)).reshape(-1, view.words)
     text, starts = vocabulary.texts
-    text = np.pad(text, (0, -len(text) % 4))  # kernels load words
-    return TokenTensors(*(torch.tensor(table, device=device) for table in (text, starts, plain, vocabulary.stop_words)))
+    tables = np.pad(text, (0, -len(text) % 4)), starts, plain, vocabulary.stop_words  # kernels load words of text
+    return TokenTensors(*(torch.tensor(table, device=device) for table in tables))
 
 
 # Free text up to a marker: states that find the marker, whose masks allow all text that does not pass its end.

@@ -16,7 +16,7 @@ from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn
 from stepgraph.sampling.kernels import advance
 from stepgraph.sampling.kernels.advance import PlaceColumn
 from stepgraph.sampling.kernels.triton.automaton import fill, follow, symbol_at
-from stepgraph.sampling.kernels.triton.forced import draft_or_forced, follow_text, within_limit, write_forced_token
+from stepgraph.sampling.kernels.triton.forced import follow_text, token_of, within_limit, write_forced_token
 
 _VERSION = tl.constexpr(IMAGE_VERSION)
 _HEADER_INTS = tl.constexpr(advance.HEADER_INTS)
@@ -57,7 +57,7 @@ def _status_of(tag, owner, generated, index):
 
 
 @triton.jit
-def _write_status(tag, owner, generated, index, status_of_mask, is_own, status):
+def _write_status(tag, owner, generated, index, own_status, is_own, status):
     """The tag of a mask, without owner and history if it is not valid, and its status where it is one of this call."""
     valid = status != _NONE
     tl.debug_barrier()  # all threads have read the tags of this step
@@ -65,7 +65,7 @@ def _write_status(tag, owner, generated, index, status_of_mask, is_own, status):
     tl.store(tag + 1, tl.where(valid, generated, 0))
     tl.store(tag + 2, index.to(tl.int64))
     tl.store(tag + 3, status)
-    tl.store(status_of_mask, status, mask=is_own)
+    tl.store(own_status, status, mask=is_own)
     tl.debug_barrier()  # the next step reads them, and the place
 
 
@@ -84,28 +84,17 @@ def _kind_of(tags, owner, generated, index, token, positions, running):
 
 
 @triton.jit
-def _token_of(drafts, draft_step, forced, slot, forced_step, index, last_token, vocabulary, TAKES_FORCED: tl.constexpr):
-    """The token that leads to mask `index`, and where its text begins and ends: nowhere if it is none."""
-    _, token_starts, num_tokens = vocabulary
-    token = draft_or_forced(drafts, draft_step, forced, slot, forced_step, index, last_token, TAKES_FORCED)
-    is_token = (token >= 0) & (token < num_tokens)
-    begin, end = tl.load(token_starts + token, mask=is_token, other=0), tl.load(token_starts + token + 1, mask=is_token, other=0)
-    return token, begin, end
-
-
-@triton.jit
 def _accept(image, mask, vocabulary, stop_words, active, read, place, tokens):
     """Append a token to a place with this mask where `active`: whether it is legal, and the place as by `follow`, after so many tokens."""
-    text, token, begin, end = vocabulary[0], read[0], read[1], read[2]
+    token, begin, end = read
     active, is_token = active & (place[0] >= 0), (token >= 0) & (token < vocabulary[2])
     # Loads that do not wait for `active`, nor for the place.
     allowed = ((tl.load(mask + (token >> 5), mask=is_token, other=0) >> (token & 31).to(tl.int32)) & 1) != 0
-    is_stop = ((tl.load(stop_words + (token >> 5), mask=is_token, other=0) >> (token & 31).to(tl.int32)) & 1) != 0
-    is_stop, allowed = active & is_stop, active & allowed
-    legal, deep, place = follow(image, text, begin, end, active & ~is_stop, place, 0)
+    is_stop = active & (((tl.load(stop_words + (token >> 5), mask=is_token, other=0) >> (token & 31).to(tl.int32)) & 1) != 0)
+    legal, deep, place = follow(image, vocabulary[0], begin, end, active & ~is_stop, place, 0)
     state, counters, stack = place
     state = tl.where(deep, _TOO_DEEP, tl.where(is_stop, _ENDED, state))
-    return allowed & (legal | deep | is_stop), within_limit(image, (state, counters, stack), tokens)
+    return active & allowed & (legal | deep | is_stop), within_limit(image, (state, counters, stack), tokens)
 
 
 @triton.jit
@@ -194,8 +183,8 @@ def advance_rows(
     owner, generated = tl.load(columns + _OWNER * state_column_step), tl.load(columns + _GENERATED * state_column_step)
     last_token, finish = tl.load(columns + _LAST_TOKEN * state_column_step), tl.load(columns + _FINISH * state_column_step)
     vocabulary = (token_text, token_starts, num_tokens)
-    # Before the image is known, of which these loads are independent; before any store, which loads do not pass.
-    read = _token_of(line, draft_position_step, batch_forced, slot, forced_step, first, last_token, vocabulary, TAKES_FORCED)
+    drafted = line, draft_position_step, slot, forced_step, last_token, token_starts, num_tokens
+    read = token_of(drafted, batch_forced, first, TAKES_FORCED)  # here, as loads of it need not wait for the image, but pass no store
     _clear(batch_status, slot, status_step, first, last, _NONE)
     inside, image = (offset > 0) & (offset <= arena_ints - _HEADER_INTS), arena + offset
     if tl.load(image, mask=inside, other=0) == _VERSION:
@@ -203,22 +192,12 @@ def advance_rows(
         tags, ring, step = row_tags + row * positions * _TAG_FIELDS, positions + 1, first
         if FILL_NEW:
             step = first - (running & (_status_of(tags, owner, generated, 0) == _NONE)).to(tl.int32)
-            read = _token_of(
-                line,
-                draft_position_step,
-                batch_forced,
-                slot,
-                forced_step,
-                tl.where(step < first, 0, first),
-                last_token,
-                vocabulary,
-                TAKES_FORCED,
-            )
+            read = token_of(drafted, batch_forced, tl.where(step < first, 0, first), TAKES_FORCED)
         _clear(batch_forced, slot, forced_step, first, tl.minimum(last, positions - 2), -1)
         while step <= last:
             index = tl.where(step < first, 0, step)
             by_token, starts, known, guide = _kind_of(tags, owner, generated, index, read[0], positions, running)
-            tokens = (generated + index).to(tl.int32)
+            tokens, own_status = (generated + index).to(tl.int32), batch_status + slot + step * status_step
             source, target = row * ring + (tokens - by_token.to(tl.int32)) % ring, row * ring + tokens % ring
             reached, stack = by_token | known, row_stacks + target * room
             place = _read_place(image, starts, reached, row_places + source * _PLACE_INTS, row_stacks + source * room)
@@ -249,13 +228,9 @@ def advance_rows(
                     MERGES,
                     LEGAL_WORDS,
                 )
-            _write_status(
-                tags + index * _TAG_FIELDS, owner, generated, index, batch_status + slot + step * status_step, step >= first, status
-            )
+            _write_status(tags + index * _TAG_FIELDS, owner, generated, index, own_status, step >= first, status)
             step += 1
-            read = _token_of(
-                line, draft_position_step, batch_forced, slot, forced_step, tl.minimum(step, last), last_token, vocabulary, TAKES_FORCED
-            )
+            read = token_of(drafted, batch_forced, tl.minimum(step, last), TAKES_FORCED)
 
 
 def advance_fill(*tensors: Any, tile: int = WORDS, lanes: int = LANES) -> None:
@@ -269,5 +244,5 @@ def advance_fill(*tensors: Any, tile: int = WORDS, lanes: int = LANES) -> None:
     flags = {"FILL_NEW": fill_new, "BY_ROW": by_row, "MERGES": merges, "TAKES_FORCED": takes_forced, "ALIGNED": aligned, "LANES": lanes}
     width = triton.next_power_of_2(words)
     tiles = {"WORDS": min(tile, width), "LEGAL_WORDS": min(tile, LEGAL_WORDS, width)}
-    options = {"num_warps": WARPS, "maxnreg": REGISTERS[aligned and not merges]}
-    advance_rows[(len(rows),)](*arguments, texts, slots, forced, *sizes, *strides, **flags, **tiles, **options)
+    flags |= {"num_warps": WARPS, "maxnreg": REGISTERS[aligned and not merges]}
+    advance_rows[(len(rows),)](*arguments, texts, slots, forced, *sizes, *strides, **flags, **tiles)

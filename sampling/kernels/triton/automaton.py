@@ -87,10 +87,7 @@ def symbol_at(pushed, below):
 @triton.jit
 def _most(number, LANES: tl.constexpr):
     """The greatest number of any lane; of a scalar (LANES 0) itself."""
-    if LANES == 0:
-        return number
-    else:  # not compiled for a scalar
-        return tl.max(number, 0)
+    return number if LANES == 0 else tl.max(number, 0)
 
 
 @triton.jit
@@ -110,8 +107,7 @@ def _class_codes(class_of, text, at, end, live):
     low = tl.load(words + word, mask=live & (at < end), other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
     middle = tl.load(words + word + 1, mask=live & (4 * word + 4 < end), other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(words + word + 2, mask=live & (4 * word + 8 < end), other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
-    codes = ((low | (middle << 32)) >> shift) | ((high << 1) << (63 - shift))
-    kinds = (at * 0).to(tl.int64)
+    codes, kinds = ((low | (middle << 32)) >> shift) | ((high << 1) << (63 - shift)), (at * 0).to(tl.int64)
     for ahead in tl.static_range(_AHEAD):
         code = ((codes >> (8 * ahead)) & 255).to(tl.int32)
         kinds |= tl.load(class_of + code, mask=live & (at + ahead < end), other=0).to(tl.int64) << (8 * ahead)

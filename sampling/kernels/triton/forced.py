@@ -42,13 +42,17 @@ def _count_bits(word):
 
 
 @triton.jit
-def draft_or_forced(drafts, draft_step, forced, slot, forced_step, index, last_token, TAKES_FORCED: tl.constexpr):
-    """Draft `index`, from 1, or the token that was forced in its place; the last token for index 0."""
+def token_of(source, forced, index, TAKES_FORCED: tl.constexpr):
+    """Draft `index`, from 1, or the token forced in its place; for 0 the last one. And where its text begins and ends: nowhere if none."""
+    drafts, draft_step, slot, forced_step, last_token, token_starts, num_tokens = source
     token = tl.load(drafts + (index - 1) * draft_step, mask=index > 0, other=-1)
     if TAKES_FORCED:
         forced_token = tl.load(forced + slot + (index - 1) * forced_step, mask=index > 0, other=-1)
         token = tl.where(forced_token >= 0, forced_token, token)
-    return tl.where(index > 0, token, last_token)
+    token = tl.where(index > 0, token, last_token)
+    is_token = (token >= 0) & (token < num_tokens)
+    begin, end = tl.load(token_starts + token, mask=is_token, other=0), tl.load(token_starts + token + 1, mask=is_token, other=0)
+    return token, begin, end
 
 
 @triton.jit
