@@ -72,7 +72,7 @@ def dispatch(
 class GraphTable:
     """The recorded graph of each key, and the key for each batch.
 
-    host_buckets: the sizes of batches whose grammars are followed by host nodes. record: records a key on demand.
+    host_buckets: the sizes of batches whose grammars are followed by host nodes. record: a method that records a key on demand.
     """
 
     def __init__(self, buckets: tuple[int, ...], host_buckets: tuple[int, ...], record: Callable[..., Recorded]) -> None:
@@ -97,5 +97,5 @@ class GraphTable:
 
     def __getitem__(self, key: Hashable) -> Recorded:
         if self.on_demand and key not in self._recorded:
-            self._recorded[key] = self._record(key)
+            self._recorded[key] = self._record(self, key)
         return self._recorded[key]

@@ -254,7 +254,7 @@ class GraphSet(GraphTable):
         self._backend, self._buffers, self._step_of, self._prompts = backend, buffers, step_of, prompts
         self._prompt_keys = prompt_keys(prompts.limits) if prompts else ()
         sizes = checked_buckets(buckets)
-        super().__init__(sizes, host_buckets(sizes) if device_grammars else sizes, self.record_one)
+        super().__init__(sizes, host_buckets(sizes) if device_grammars else sizes, GraphSet.record_one)  # a bound one would be a cycle
         self.eager: Mapping[GraphKey, str] = {}  # keys that run eagerly, and the reason
 
     def capture(self, notes: tuple[str, ...] = (), eager: bool = False, greedy_only: bool = False, progress: bool = False) -> CaptureReport:
