@@ -254,7 +254,7 @@ class _Translation:
             equation = {"": name.upper()}
         else:
             self._expressions[name.upper()] = _either(*(f"{text} {follows.upper()}".strip() for follows, text in equation.items()))
-        for user in users[name]:
+        for user in sorted(users[name]):  # the order decides the names of shared expressions
             before = equations[user].pop(name)
             for follows, text in equation.items():
                 text = f"{before} {text}".strip()
