@@ -80,7 +80,7 @@ def advance_fill(
     Of R rows, the batch has B; K drafts, W words of a mask.
     state [R, columns] int64: HostColumn. images [R] int64: offset of the row's image in `arena`; 0: no image, the row is not touched.
     rows [B] int64. drafts [B, K] int64, or [R, K] if by_row; negative: no draft. All of these may have any strides.
-    arena [ints] int32: images at multiples of arena.ALIGNMENT. token_text [bytes] uint8, token_starts [tokens + 1] int32, plain_rows
+    arena [ints] int32: images at multiples of arena.ALIGNMENT. token_text [4 * n] uint8, token_starts [tokens + 1] int32, plain_rows
     [n, W] int32, stop_words [W] int32: the token table that the images were compiled for.
     row_places [R, K + 2, PLACE_INTS], row_stacks [R, K + 2, depth] int32: the place after n tokens, drafts included, is in slot
     n % (K + 2). So a rejected draft takes no work: the place before it is still there. `depth` is at least the IMAGE_DEPTH of every image.
