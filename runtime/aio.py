@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class StreamBuffer:
-    """What a stream has not yet read of its job."""
+    """The part of a job that its stream has not read yet."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.known = self.read = 0  # tokens
+        self.known = self.read = 0  # numbers of tokens
         self.drafts = NO_DRAFTS  # since the last read
         self.unread = self.ended = False
         self.changed = asyncio.Event()
@@ -44,7 +44,7 @@ class StreamBuffer:
         self.changed.set()
 
     def end(self) -> None:
-        """For a job that ended without an event, since the engine was closed."""
+        """End the stream of a job that ended without an event because the engine was closed."""
         self.known, self.unread, self.ended = len(self.job.tokens), True, True
         self.changed.set()
 
@@ -78,20 +78,20 @@ class StepThread:
         self._events: collections.deque[StepEvent] = collections.deque()  # from the thread to the event loop
         self._room: asyncio.Event | None = None
         self._notified = False  # a call of _deliver is scheduled
-        self._last_jobs: Sequence[Job] | None = None  # those to finish before the thread ends
+        self._last_jobs: Sequence[Job] | None = None  # the jobs that must finish before the thread ends
         self.thread = threading.Thread(target=self._run, name="stepgraph-aio", daemon=True)
         self.thread.start()
         close_at_exit(self, ExitStage.STEPPER)
 
     async def wait_for_room(self) -> None:
-        """Wait until the queue may have room. For one task at a time."""
+        """Wait until the queue may have room. Only one task at a time may call this."""
         while self.engine.queue.full and not self.stopping:
             self._room = room = asyncio.Event()
-            if self.engine.queue.full:  # otherwise room appeared before the thread could see the event
+            if self.engine.queue.full:  # otherwise room appeared before `_room` was set
                 await room.wait()
 
     def stop(self, drain: bool) -> None:
-        """Ask the thread to end after the present jobs have ended, or to cancel them. Takes no lock, as finalisers call it."""
+        """Let the thread end after the present jobs have ended, or cancel them. Takes no lock, because finalisers call it."""
         self._cancel_jobs = self._cancel_jobs or not drain
         self.stopping = True
         self.engine.queue.wake.notify()
@@ -102,7 +102,7 @@ class StepThread:
         self.thread.join(seconds)
 
     def cancel_soon(self, job: Job) -> None:
-        """For finalisers, which may run at a point where their thread holds a lock of the engine."""
+        """Cancel the job from the event loop. For finalisers: their thread may hold a lock of the engine."""
         if not job.finished and os.getpid() == self.process:
             self._call_in_loop(self.engine.cancel, job)
 
@@ -115,7 +115,7 @@ class StepThread:
                 while not self._done():
                     if self.engine.wait():
                         self._pass_on(self.engine.step())
-        except BaseException as error:  # of any kind: all streams must end
+        except BaseException as error:  # any exception: all streams must end
             self.failure = error
         self.stopping = True
         self._call_in_loop(self._end)
@@ -131,18 +131,18 @@ class StepThread:
         return all(job.finished for job in self._last_jobs)
 
     def _pass_on(self, events: Sequence[StepEvent]) -> None:
-        """Schedule one call in the event loop for all steps until it runs."""
+        """Store the events, and schedule _deliver in the event loop unless a call of it is pending."""
         self._events.extend(events)
         has_room = self._room is not None and not self.engine.queue.full
         if not self._notified and (events or has_room):
             self._notified = True
             self._call_in_loop(self._deliver)
-        elif self.loop.is_closed():  # and the call that was scheduled is lost
+        elif self.loop.is_closed():  # the pending call of _deliver never runs
             self.stop(drain=False)
 
     def _deliver(self) -> None:
         """In the event loop: add the events to the buffers, and wake the task that waits for room."""
-        self._notified = False  # before the events are taken: the thread schedules another call for later ones
+        self._notified = False  # before the events are taken: for later events the thread schedules another call
         while self._events:
             event = self._events.popleft()
             buffer = self.buffers.get(event.job_id)  # None for a job of Engine.submit()
@@ -242,7 +242,7 @@ class AsyncEngine(OfOneProcess):
     def __init__(self, engine: Engine) -> None:
         check_value("AsyncEngine.engine", engine, instance_of(Engine, "an Engine"))
         if isinstance(engine.queue, LockstepQueue) and not engine.queue.ranks.decided:
-            raise ValueError("AsyncEngine.engine: got an engine under torchrun, expected one that started its ranks: their requests differ")
+            raise ValueError("AsyncEngine.engine: got an engine under torchrun, expected one that started its ranks")
         self.engine = engine
         self._stepper: StepThread | None = None
         self._submit_lock = asyncio.Lock()
@@ -287,7 +287,7 @@ class AsyncEngine(OfOneProcess):
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that ended the stepping; None before one and after close()."""
+        """The error that ended the stepping thread; None if there was none, or if the engine was closed."""
         failure = self._stepper.failure if self._stepper else None
         return None if isinstance(failure, EngineClosedError) else failure
 

@@ -133,7 +133,7 @@ class EngineParts:
 
     @property
     def ranks(self) -> Ranks | None:
-        """Of a tensor-parallel target."""
+        """The ranks of a tensor-parallel target; None for another target."""
         return getattr(self.models.target, "ranks", None)
 
 
@@ -147,7 +147,7 @@ def accept_options(parts: EngineParts) -> AcceptOptions:
 def queue_types(
     config: EngineConfig, ranks: Ranks | None, recorder: Recorder | None
 ) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
-    """With ranks: those that keep them in step. ValueError for preemption, where others read the rounds of a request as one series."""
+    """The types of queue and scheduler. ValueError for preemption with a part that requires the rounds of a request to be one series."""
     others = {"record": recorder, "save_hidden_states": config.save_hidden_states, "tensor_parallel": ranks}
     for name in (name for name, part in others.items() if part is not None and config.preemption):
         raise ValueError(f"EngineConfig.preemption: got True with {name}, expected False")
@@ -157,7 +157,7 @@ def queue_types(
 
 
 def loops_of(parts: EngineParts, recorded: bool) -> Callable[..., InFlight]:
-    """Makes the rounds of an engine whose launches run many. ValueError if that is not possible."""
+    """The constructor of Loops, whose launches run many rounds. ValueError if the engine cannot have them."""
     reasons = {
         parts.backend.why_no_loops: bool(parts.backend.why_no_loops),
         "no Triton kernel writes the results": parts.backend.device.type == "cuda" and bool(why_no_triton(parts.backend.device)),
@@ -205,8 +205,8 @@ def attention_for(device: torch.device, config: EngineConfig, models: ModelPair)
 
 
 def products_for(models: ModelPair, ranks: Ranks | None) -> str:
-    """A note; empty without packed weights on a GPU."""
-    modules: list[object] = list(models)  # a member of the pair has none of the methods of a module for the type checker
+    """The note on products with packed weights; empty without such weights on a GPU."""
+    modules: list[object] = list(models)  # the declared types of the models have no methods of nn.Module
     weights = (each for module in modules if isinstance(module, nn.Module) for each in module.parameters())
     return choose_products(models.target.feature_dtype, weights, ranks)
 

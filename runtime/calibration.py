@@ -31,7 +31,7 @@ class Calibration:
         self._catch_up = catch_up
 
     def measure_all(self) -> None:
-        """Unconstrained greedy rounds of every draft length, after the capture."""
+        """Measure unconstrained greedy rounds of every draft length, after the capture."""
         costs, key_for = self._lengths.costs, self._graphs.key_for
         if self._catch_up:
             costs.catch_ups.update(self._by_rows(self._catch_up_seconds))
@@ -40,7 +40,7 @@ class Calibration:
                 costs.calibrate(key_for(rows, False, False, False, drafting), seconds)
 
     def _by_rows(self, seconds_of: Callable[[int], float]) -> Iterator[tuple[int, float]]:
-        """Of the fewest and the most rows; those between are about linear in the rows."""
+        """Rows and seconds of every bucket: measured for the fewest and the most rows, interpolated linearly between them."""
         fewest, *_, most = (*self._graphs.buckets, self._graphs.buckets[-1])
         low = seconds_of(fewest)
         high = low if most == fewest else seconds_of(most)
@@ -48,7 +48,7 @@ class Calibration:
             yield rows, low + (high - low) * (rows - fewest) / max(1, most - fewest)
 
     def measure(self, key: GraphKey) -> None:
-        """Rounds of every draft length for batches like that of `key`, which is used for the first time: records their graphs."""
+        """Measure rounds of every draft length for batches like that of `key`, before its first use. Records their graphs."""
         if key.on_host:  # rounds of inert rows have no batch for the host nodes
             key = self._graphs.key_for(key.rows, False, False)
         if self._catch_up and key.rows not in self._lengths.costs.catch_ups:
@@ -62,7 +62,7 @@ class Calibration:
         return self._least(lambda: self._backend.run(catch_up))
 
     def _seconds(self, key: GraphKey) -> float:
-        """Of a round of inert rows."""
+        """The time of a round of inert rows."""
         graph, published = self._graphs[key], self._buffers.round_counters[Counter.PUBLISHED :]
         return self._least(graph.replay, lambda: self._backend.run(lambda: published.sub_(1)))
 
@@ -70,11 +70,11 @@ class Calibration:
         seconds, before = list[float](), dict(vars(self._backend.stats))
         for _ in range(CALIBRATING_ROUNDS):
             self._backend.event().wait()
-            self._buffers.batch_rows_ring_host.fill_(self._dummy_row)  # no launched round has still to read its batch
+            self._buffers.batch_rows_ring_host.fill_(self._dummy_row)  # every launched round has read its batch
             begin = self._lengths.clock()
             work()
             self._backend.event().wait()
             seconds.append(self._lengths.clock() - begin)
             after()
-        vars(self._backend.stats).update(before)  # these are no rounds
+        vars(self._backend.stats).update(before)  # statistics do not count these rounds
         return min(seconds)

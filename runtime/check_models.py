@@ -68,9 +68,9 @@ def check_config(config: object) -> None:
 
 
 def checked_drafter(draft: Drafter | None, config: EngineConfig) -> DraftModel | Proposer | None:
-    """The drafter, a function wrapped as a proposer. ValueError if it does not fit the config, or is missing."""
+    """The drafter; a function is wrapped as a proposer. ValueError if it does not fit the config, or is missing."""
     if isinstance(draft, ForcedDrafts) and not config.draft_masks:
-        raise ValueError(f"Engine.draft: got {FORCED!r} with draft_masks=False, expected draft_masks=True: masks are its only source")
+        raise ValueError(f"Engine.draft: got {FORCED!r} with draft_masks=False, expected draft_masks=True: its drafts come from the masks")
     if draft is not None and not isinstance(draft, Proposer) and not hasattr(draft, "forward"):
         draft = _function_proposer(draft, config)
     if draft is not None and not isinstance(draft, Proposer):
@@ -84,7 +84,7 @@ def checked_drafter(draft: Drafter | None, config: EngineConfig) -> DraftModel |
 
 
 def named_proposer(name: str, reason: str = "") -> Proposer | None:
-    """The drafter for one of DRAFTER_NAMES. reason: why "auto" is the look-up, for the capture report."""
+    """The drafter for one of DRAFTER_NAMES. reason: why "auto" chose look-up, for the capture report."""
     if name not in DRAFTER_NAMES:
         names = ", ".join(map(repr, DRAFTER_NAMES))
         raise ValueError(f"Engine.draft: got {clip_repr(name)}, expected a draft model, a proposer, a function, or one of {names}")
@@ -101,7 +101,7 @@ def without_drafts(config: EngineConfig | None) -> EngineConfig:
 
 def check_models(models: ModelPair, backend: Backend, limits: Limits) -> None:
     """ValueError for tensors on another device, for active dropout, which a CUDA graph would freeze and the tape cannot record, for
-    attributes of wrong types, and for the cache of a draft that stays at one position."""
+    attributes of wrong types, and for the cache of a draft with advances = False."""
     for name, model in (("target", models.target), ("draft", models.drafter)):
         wrong = [device for device in devices_of(model) if device != backend.device]
         if wrong:

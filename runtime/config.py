@@ -42,7 +42,7 @@ PROCESSORS = Check(
     ),
     "a tuple of LogitsProcessors with different names",
 )
-# Beside flags, and the other sizes, which Limits checks.
+# All fields except flags, and except sizes that Limits checks.
 CHECKS = {
     **dict.fromkeys(("max_rows", "max_length", "page_size"), whole(1)),
     "backend": one_of(("auto", "tape", "cuda")),
@@ -95,14 +95,14 @@ class EngineConfig:
 
     max_rows: int = 8  # requests decoded at once
     num_speculative_tokens: int = 4  # most drafts per round, 0 to 8; a request may use fewer; 0 without a drafter
-    draft_length: str | int = "auto"  # "auto": each round has the number of drafts that is fastest; an integer: every round has so many
+    draft_length: str | int = "auto"  # "auto": each round has the number of drafts that is fastest; an integer: the number in every round
     max_length: int = 1024  # tokens of one request, prompt included
     page_size: int = 16  # tokens per cache page
     num_pages: int | None = None  # None: enough for max_rows requests of max_length
-    # Of cached keys and values. auto: the model's type; fp8_e4m3: eight bits without a scale, in any model, at some loss of precision
+    # Type of cached keys and values. auto: the model's type; fp8_e4m3: eight bits without a scale, in any model, with less precision
     kv_cache_dtype: str = "auto"
     prefix_reuse: bool = True  # reuse cached full pages of equal prefixes; outputs are the same
-    prefix_cache_pages: int | None = None  # cached pages kept without a user; None: all that are free
+    prefix_cache_pages: int | None = None  # cached pages kept that no request holds; None: all that are free
     rounds_in_flight: int = 2  # rounds launched before the results of the first are read
     # 1, or "until_event": a launch runs rounds until a row has finished and a request waits, or until the host or a full ring of results
     # ends it. Batches with grammars on the host have one round per launch
@@ -113,20 +113,20 @@ class EngineConfig:
     prompt_graphs: bool | None = None
     max_stop_ids: int = 8  # per request, the vocabulary's included
     max_bias_ids: int = 256  # entries of a request's logit_bias and bad_token_ids together
-    max_bad_words: int = 0  # of a request: SamplingParams.bad_words
-    max_bad_word_tokens: int = 8  # of one bad word
+    max_bad_words: int = 0  # most SamplingParams.bad_words of a request
+    max_bad_word_tokens: int = 8  # most tokens of one bad word
     # Device functions that change the target's logits, for the requests that name them: part of each sampled round, and checked like a step
     logits_processors: tuple[LogitsProcessor, ...] = ()
     # True: requests may accept drafts that are not the target's choice (SamplingParams.relaxed_top_n); by default outputs are the target's
     relaxed_acceptance: bool = False
-    max_loras: int = 0  # LoRA adapters loaded at once, each in a slot of the graphs; 0: none, and requests cannot have one
+    max_loras: int = 0  # LoRA adapters loaded at once, each in a slot of the graphs; 0: requests cannot have an adapter
     max_lora_rank: int = 16  # memory is taken for this rank in every slot
-    max_top_logprobs: int = 0  # most probable tokens that a request may have reported beside each of its own, up to 100
-    # True: a request takes the row of one with a larger priority number, which continues later, with the same tokens. Not of sampled ones
-    # with drafts, whose draws depend on where rounds begin
+    max_top_logprobs: int = 0  # most alternatives that a request may have reported for each token, up to 100
+    # True: a request takes the row of one with a larger priority number, which continues later, with the same tokens. Sampled requests with
+    # drafts keep their rows: their draws depend on where rounds begin
     preemption: bool = False
     max_queued: int = 4096  # requests waiting for a row; more raise QueueFullError
-    forced_drafts: bool | None = None  # draft tokens that are the grammar's only choice; None: only where no model drafts
+    forced_drafts: bool | None = None  # propose tokens that are the grammar's only choice; None: only without a draft model
     look_up: int = 0  # beside a draft model: minimum n-gram match for look-up drafts; 0: none
     draft_masks: bool = True  # False: drafts are unmasked and one host node checks them; same tokens
     greedy_only: bool = False  # True: half the graphs; requests that need more than a masked argmax are refused
@@ -135,11 +135,11 @@ class EngineConfig:
     filters: str = "auto"  # top-k, top-p etc. on a GPU: triton, flashinfer, torch, or auto: the first that can run and passes its test
     buckets: tuple[int, ...] | None = None  # batch sizes with a graph; None: powers of two and max_rows
     backend: str = "auto"  # tape, cuda, or auto: by the device of the target model
-    grammar_backend: BackendChoice = "auto"  # for constraints without one: automaton, xgrammar, llguidance, or auto
+    grammar_backend: BackendChoice = "auto"  # for constraints that name none: automaton, xgrammar, llguidance, or auto
     save_hidden_states: str | Path | None = None  # save target hidden states to this folder, to train a draft model
     states_shard_bytes: int = 1 << 28  # size of one such file; up to twice as much is buffered in memory
     grammar_limits: GrammarLimits = DEFAULTS  # time and memory limits of one constraint
-    grammar_cache_bytes: int = CACHE_BYTES  # compiled grammars kept; grammars in use are kept beyond it
+    grammar_cache_bytes: int = CACHE_BYTES  # size of the compiled grammars kept; grammars in use are kept even if larger
     compile_isolation: Isolation = "process"  # "process": xgrammar compiles in a worker process; "none": in this process, without limits
     max_compiles: int = 2  # concurrent compiles, each in its own worker process, started on demand
     check_masks: bool = False  # True: check every accepted token against its mask; a mismatch ends that request with an error
@@ -170,7 +170,7 @@ class EngineConfig:
             raise ValueError(f"EngineConfig.draft_length: got {self.draft_length}, {expected}")
         if self.forced_acceptance is not None and self.draft_length == "auto":
             raise ValueError(
-                "EngineConfig.draft_length: got 'auto' with forced_acceptance, expected an integer: nothing is learned from it"
+                "EngineConfig.draft_length: got 'auto' with forced_acceptance, expected an integer: 'auto' needs measured acceptance"
             )
         if self.rounds_per_launch == UNTIL_EVENT:
             between = {"eager": self.eager, "save_hidden_states": self.save_hidden_states, "draft_length": self.draft_length == "auto"}
@@ -178,7 +178,7 @@ class EngineConfig:
                 expected = "expected 1, or an integer" if name == "draft_length" else "expected 1"
                 raise ValueError(
                     f"EngineConfig.rounds_per_launch: got {UNTIL_EVENT!r} with {name}={getattr(self, name)!r}, "
-                    f"{expected}: it needs the host between two rounds"
+                    f"{expected}: {name} needs the host between two rounds"
                 )
         needs_sampled = {
             "max_bad_words": self.max_bad_words,

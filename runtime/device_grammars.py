@@ -1,4 +1,4 @@
-"""Which constrained requests have their grammar in device memory, and where. Others use the host link."""
+"""Decides which constrained requests have their grammar in device memory, and where. Other requests use the host link."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DeviceGrammars:
     def __init__(self, off: str, config: EngineConfig, host: HostLink) -> None:
         self.off, self._host = off, host
         self.arena = ImageArena(0 if off else config.grammar_arena_bytes // INT_BYTES)
-        self.on_device = self.on_host = self.arena_full = 0  # admitted requests; arena_full: of those on the host
+        self.on_device = self.on_host = self.arena_full = 0  # admitted requests; arena_full: part of on_host
 
     @property
     def note(self) -> str:
@@ -41,14 +41,14 @@ class DeviceGrammars:
         for field, limit, what in limits:
             if image[field] > limit:
                 return f"a token may open {image[field]} {what}, at most {limit} are supported"
-        return "a resumed request has the state of a matcher" if resumed else ""
+        return "a resumed request needs a matcher on the host" if resumed else ""
 
     def prepare(self, job: Job, compiled: CompiledConstraint) -> MatcherRow | None:
-        """Called from any thread when the grammar is compiled: a row of the host link, None where the admission decides."""
+        """A row of the host link, or None if `admit` chooses the lane. Called from any thread once the grammar is compiled."""
         return self._row(job, compiled) if self.why_host(compiled, bool(job.given_output)) else None
 
     def admit(self, request: ActiveRequest, compiled: CompiledConstraint) -> None:
-        """Give an admitted request the block of its grammar; a row of the host link if it has none and the arena is full."""
+        """Give an admitted request a block of the arena for its grammar, or a row of the host link if the arena is full."""
         job, reason = request.job, self.why_host(compiled, bool(request.job.given_output))
         if compiled.image is not None and not reason:
             request.block = self.arena.acquire(compiled.image)

@@ -1,12 +1,12 @@
 """The choice of the draft length of a round: most expected tokens per second, with a bounded loss against plain decoding.
 
-With a look-up beside a draft model, the choice is also whether the model drafts. Acceptance is estimated per row, draft position and
-source, discounted over rounds; what a row has not shown yet is estimated from all rows with grammars, or all without. A round with the
-model also shows what a round without it would have accepted: its drafts up to the first one of the model.
+With a look-up beside a draft model, the choice includes whether the model drafts. Acceptance is estimated per row, draft position and
+source, discounted over rounds; the prior of a row is the estimate from all rows with grammars, or from all without. A round with the
+model also shows what a round without the model would have accepted: the drafts before the first one of the model.
 
 An account holds the time that plain decoding would have needed for the emitted tokens, less the time that the rounds took. A
 round that could overdraw it is plain. So the total time is at most `1 + slack` times that of plain decoding, plus the first account.
-Batches with grammars have an account of their own, so that rejected drafts of the others do not stop their drafts.
+Batches with grammars have a separate account, so that rejected drafts of other batches do not stop their drafts.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _MOST_WEIGHT = 1e100
 DRAFTS_COST = 1.03  # a round with more drafts takes at least this multiple of one with fewer
 Costs = Mapping[Drafting, float]  # seconds of a round, for one kind of batch; PLAIN is plain decoding
 # Parameters of the choice. The same values for all models; tests/runtime/test_draft_length.py shows what they achieve.
-DISCOUNT = 0.97  # of older rounds, per round with drafts
-PAUSED_DISCOUNT = 0.95  # of a row's older rounds, per round without drafts: it is soon estimated from all rows again,
-PAUSED_DISCOUNT_OF_ALL = 0.98  # which are estimated from the prior only after long
+DISCOUNT = 0.97  # factor of older rounds, per round with drafts
+PAUSED_DISCOUNT = 0.95  # factor of a row's older rounds, per round without drafts: it soon returns to the estimate of all rows,
+PAUSED_DISCOUNT_OF_ALL = 0.98  # which returns to the constant prior slowly
 PRIOR_ACCEPTANCE = 0.55  # of each draft, before any result
-PRIOR_WITHOUT_MODEL = 0.3  # the same in rounds without the model. Lower: rounds with it show what the look-up finds
-PRIOR_ROUNDS = 3.0  # how many rounds the prior counts as
-HYSTERESIS = 0.02  # another length must be better by this share
-SPELL = 3  # rounds with drafts after plain ones: the first one verifies none, and results arrive rounds later; most by one choice
+PRIOR_WITHOUT_MODEL = 0.3  # the same in rounds without the model. Lower, since rounds with the model also measure the look-up
+PRIOR_ROUNDS = 3.0  # weight of the prior, in rounds
+HYSTERESIS = 0.02  # another length must be better by at least this share
+SPELL = 3  # rounds with drafts after plain ones, as the first verifies none and results arrive later; also the most rounds of one choice
 SLACK = 0.01  # share of each plain round that is credited to the account
 CREDIT = 3.0  # initial account, in plain rounds
-TRIED = 5  # in a batch, drafts may double the time: so many rounds with drafts are paid, a spell and those in flight
+TRIED = 5  # rounds with drafts that the initial account pays, a spell and those in flight: in a batch drafts may double the time
 MAX_CREDIT = 16.0  # maximum account, in plain rounds
-REST = 5  # rounds that are plain after a decision for that, unless the requests change
-STALE = 64  # rounds after which a choice is made again, since its time may have been measured on a busier machine,
-NEAR = 0.9  # if it is expected to have at least this share of the best one's tokens per second; its square after twice as many
+REST = 5  # plain rounds after a choice of PLAIN, unless the requests change
+STALE = 64  # rounds after which a draft length is tried again, since its time may have been measured on a busier machine,
+NEAR = 0.9  # if its expected tokens per second are at least this share of the best; after 2 * STALE rounds, the square of this share
 
 
 def first_account(costs: Costs) -> float:
-    """Seconds that rounds with drafts may lose, before any have saved time."""
+    """The initial account: seconds that rounds with drafts may lose before any of them saved time."""
     plain, shortest = costs[PLAIN], min((cost for each, cost in costs.items() if each.length), default=costs[PLAIN])
     return max(CREDIT * plain, TRIED * min(shortest - plain, plain))
 
@@ -57,16 +57,16 @@ class Acceptance:
     """Discounted acceptance of one row, or of all rows: by draft position, the share of the chains that reach it and are accepted there."""
 
     def __init__(self, longest: int, prior: Acceptance | float) -> None:
-        """prior: that of all rows, or a share."""
+        """prior: the Acceptance of all rows, or a constant."""
         self._prior = prior
         self._paused = PAUSED_DISCOUNT if isinstance(prior, Acceptance) else PAUSED_DISCOUNT_OF_ALL
         self._accepted, self._reached = [0.0] * longest, [0.0] * longest
-        self._weight = 1.0  # of the latest round: it grows, which discounts those before
+        self._weight = 1.0  # of the latest round: it grows, which discounts earlier rounds
         self._rates: list[float] | None = None
         self._expected: list[float] | None = None
 
     def add(self, offered: int, accepted: int, rows: int = 1) -> None:
-        """A round of so many rows that could have accepted `offered` drafts, and accepted so many. Also added to the prior."""
+        """Add a round of `rows` rows, in which this row was offered `offered` drafts and accepted `accepted`. Also added to the prior."""
         if isinstance(self._prior, Acceptance):
             self._prior._count(offered, accepted, 1 / rows)
         self._count(offered, accepted, 1)
@@ -84,7 +84,7 @@ class Acceptance:
 
     @property
     def rates(self) -> list[float]:
-        """The prior of a position is the mean of its own and the rate before it, so that longer drafts are tried where all are accepted."""
+        """The prior of a position is averaged with the rate of the position before, so that longer drafts are tried if all are accepted."""
         if self._rates is None:
             priors = self._prior.rates if isinstance(self._prior, Acceptance) else itertools.repeat(self._prior)
             weight, self._rates = PRIOR_ROUNDS * self._weight, list[float]()
@@ -95,22 +95,22 @@ class Acceptance:
 
     @property
     def expected(self) -> list[float]:
-        """By draft length: expected tokens of a round, with the one of the target."""
+        """By draft length: expected tokens of a round, the target's own token included."""
         if self._expected is None:
             self._expected = list(itertools.accumulate(itertools.accumulate([1.0, *self.rates], operator.mul)))
         return self._expected
 
 
-Sources = Mapping[bool, Acceptance]  # of chains with and without drafts of the model
-Counts = Mapping[bool, tuple[int, int]]  # by source as well: arguments of Acceptance.add
+Sources = Mapping[bool, Acceptance]  # acceptance of chains with (True) and without drafts of the model
+Counts = Mapping[bool, tuple[int, int]]  # with the same keys: arguments of Acceptance.add
 NOTHING: Counts = {True: (0, 0), False: (0, 0)}
 
 
 def verified(model: bool, offered: int, accepted: int, drafts: int, certain: int) -> Counts:
-    """Of one row's drafts that a round verified, with or without drafts of the model, what they show of both sources.
+    """The counts for both sources from the drafts of one row that a round verified. model: whether the model drafted.
 
-    offered: drafts that the row could have had; drafts: that it had, as a chain may end before; certain: the first ones that are
-    looked up or forced.
+    offered: drafts that the row could have had; drafts: drafts that it had, as a chain may end earlier; certain: number of drafts
+    before the first one of the model.
     """
     if model:
         return {True: (offered, accepted), False: (offered, min(accepted, certain))}
@@ -118,7 +118,7 @@ def verified(model: bool, offered: int, accepted: int, drafts: int, certain: int
 
 
 class DraftLengths:
-    """Chooses how each round drafts. `choices`: the captured ones, PLAIN among them."""
+    """Chooses how each round drafts. `choices`: the captured draftings, PLAIN among them."""
 
     def __init__(self, choices: Sequence[Drafting]) -> None:
         assert PLAIN in choices, "plain decoding bounds the loss"
@@ -130,12 +130,12 @@ class DraftLengths:
             for constrained in (False, True)
         }
         self._accounts: dict[bool, float] = {}  # seconds, of batches with and without grammars
-        # By round in flight: its account, and seconds beyond plain, if it accepts no draft
+        # By round in flight: its account, and the seconds that it loses if no draft is accepted
         self._at_risk: collections.deque[tuple[bool, float]] = collections.deque()
-        self._ended: list[tuple[Drafting, Sequence[tuple[Sources, Counts]], Costs]] = []  # rounds that the next choice learns from
+        self._ended: list[tuple[Drafting, Sequence[tuple[Sources, Counts]], Costs]] = []  # rounds that the next choice reads
         self._last, self._risk = PLAIN, 0.0  # the latest choice, and its seconds beyond plain
-        self._same = self._held = 0  # rounds that have it already, for the same requests, and that will have it
-        self._rounds, self._made = 0, dict.fromkeys(choices, 0)  # and when each choice was made
+        self._same = self._held = 0  # rounds that had the latest choice with the same requests, and further rounds that will have it
+        self._rounds, self._made = 0, dict.fromkeys(choices, 0)  # rounds so far, and the latest round of each choice
         self._rows: Sequence[tuple[Sources, int]] = ()
 
     def row(self, constrained: bool = False) -> Sources:
@@ -145,14 +145,14 @@ class DraftLengths:
     def choose(
         self, rows: Sequence[tuple[Sources, int]], costs: Costs, choices: Sequence[Drafting] = (), constrained: bool = False
     ) -> Drafting:
-        """For a round of rows, each with its most drafts. Counts the round as in flight until `add`. choices: of this round, if not all.
-        constrained: with grammars."""
+        """The drafting of the next round, which is in flight until `add`. rows: acceptance and most drafts of each. choices: draftings for
+        this round; empty: all. constrained: with grammars."""
         self._rounds += 1
         if self._held and rows == self._rows and self._last in (choices or self._choices):
             self._held -= 1
-        else:  # for several rounds, so that it takes little time: for a quarter of those that had the same choice
+        else:  # for several rounds, to save time: for a quarter of the rounds that had the same choice
             plain, before = costs[PLAIN], self._last
-            least = 1 if before.length else SPELL  # a spell is only started if it can be paid
+            least = 1 if before.length else SPELL  # a spell starts only if the account can pay it
             room = self.account(constrained, costs) - sum(risk for kind, risk in self._at_risk if kind == constrained)
             paid = {each: costs[each] for each in choices or self._choices if least * (costs[each] - plain) <= max(0.0, room)}
             self._last = self._best(rows, paid) if len(paid) > 1 else PLAIN
@@ -166,7 +166,7 @@ class DraftLengths:
         return self._last
 
     def add(self, drafting: Drafting, results: Sequence[tuple[Sources, Counts]], costs: Costs) -> None:
-        """The oldest round in flight has ended. Read when a choice is made: between two rounds, the code and data are in no cache."""
+        """The oldest round in flight has ended. The next choice reads its results, since here code and data are not in the CPU cache."""
         self._ended.append((drafting, results, costs))
 
     def _learn(self) -> None:
@@ -207,23 +207,23 @@ class DraftLengths:
 
 
 class _Measured(NamedTuple):
-    """Of the rounds of one key, by their drafting."""
+    """Measurements of the rounds of one key, by drafting."""
 
     seconds: dict[Drafting, float]
     rounds: dict[Drafting, int]
-    latest: dict[Drafting, int]  # the number of the last one, of all these rounds
+    latest: dict[Drafting, int]  # the number of its last round, counted over all draftings
 
 
 class RoundCosts:
-    """Seconds of a round, and of what the draft model does later for its tokens, by graph key and context: measured from the capture on."""
+    """Seconds of a round, with the later work of the draft model for its tokens, by graph key and context. Measured from the capture on."""
 
     def __init__(self, choices: Sequence[Drafting], weight: float = 0.05) -> None:
         self._choices, self._weight = choices, weight
-        self._measured: dict[tuple[GraphKey, int], _Measured] = {}  # by key, with FULL drafts, and binary digits of the context
+        self._measured: dict[tuple[GraphKey, int], _Measured] = {}  # by key with FULL drafting, and bit length of the context
         self.catch_ups: dict[int, float] = {}  # seconds of the draft model for skipped tokens, by rows
 
     def of(self, key: GraphKey, context: int = 0) -> Costs:
-        """For batches like that of `key`, at first those of the most similar ones. Current also after later calls of `add`."""
+        """Costs of batches like that of `key`; before any is measured, of the most similar batches. `add` updates the returned mapping."""
         return self._of(key, context).seconds
 
     def _of(self, key: GraphKey, context: int) -> _Measured:
@@ -235,18 +235,18 @@ class RoundCosts:
         return measured
 
     def known(self, key: GraphKey) -> bool:
-        """Whether `of` has an answer."""
+        """Whether `of` has a cost for every choice."""
         return any(len(self._measured[each, 0].seconds) == len(self._choices) for each in (key, _plain(key)) if (each, 0) in self._measured)
 
     def calibrate(self, key: GraphKey, seconds: float) -> None:
-        """`key` with its drafting."""
+        """Set the cost of `key` with its drafting."""
         costs = self._measured.setdefault((key.with_drafting(FULL), 0), _Measured({}, {}, {})).seconds
         costs[key.drafting] = seconds + self._later(key.rows, key.drafting)
         self._bound_shorter(costs, key.drafting)
 
     def add(self, key: GraphKey, drafting: Drafting, seconds: float, context: int = 0) -> None:
-        """A round of `key` with this drafting. What made it slower or faster, as a longer context or a busy machine, concerns all choices:
-        half of the change is applied to them. After other choices, it is that of this one alone, and counts more after many of them."""
+        """Add a round of `key` with this drafting. A change, by a longer context or a busy machine, affects all choices: its square root
+        is applied to the others. After rounds of other choices it is applied to this one only, with more weight after many of them."""
         costs, counts, latest = self._of(key, context)
         before, rounds = sum(counts.values()), counts.get(drafting, 0) + 1
         others, counts[drafting], latest[drafting] = before - latest.get(drafting, 0), rounds, before + 1
@@ -254,7 +254,7 @@ class RoundCosts:
             return  # the first replay of a graph takes longer
         seconds += self._later(key.rows, drafting)
         weight = max(self._weight, 1 / rounds, min(others / (4 * STALE), 0.25))
-        change = 1 + weight * (min(seconds / costs[drafting], 2) - 1)  # at most twice: an interrupted round says nothing about its drafts
+        change = 1 + weight * (min(seconds / costs[drafting], 2) - 1)  # at most doubled: a round may have been interrupted
         for each in costs:
             costs[each] *= change if each == drafting else 1 if others else math.sqrt(change)
         self._bound_shorter(costs, drafting)
@@ -265,7 +265,7 @@ class RoundCosts:
 
     @staticmethod
     def _bound_shorter(costs: dict[Drafting, float], drafting: Drafting) -> None:
-        """Shorter rounds that were measured while the machine was busy would otherwise never be tried, and so never measured again."""
+        """Bound the cost of shorter rounds: if measured on a busy machine, they would otherwise never be tried and measured again."""
         for each in (PLAIN, *costs):
             if each.length < drafting.length and (drafting.model or not each.length):
                 costs[each] = min(costs.get(each, math.inf), costs[drafting] / DRAFTS_COST)
@@ -276,7 +276,7 @@ def _plain(key: GraphKey) -> GraphKey:
 
 
 def _nearest(drafting: Drafting, choices: Sequence[Drafting]) -> Drafting:
-    """`drafting` if it is a choice, otherwise the shortest one with the model that has as many drafts."""
+    """`drafting` if it is a choice, otherwise the shortest choice with the model and at least as many drafts."""
     return drafting if drafting in choices else min(each for each in choices if each.model and each.length >= drafting.length)
 
 
@@ -288,16 +288,16 @@ class _Batch(NamedTuple):
     context: int  # tokens of all requests, when the first one had `first` tokens of output
     first: int
     costs: Costs
-    choices: Sequence[Drafting]  # with graphs for such batches
-    required: Drafting | None  # of all rounds; None if the rule chooses
-    rows: list[tuple[Sources, int]]  # and the maximum length
+    choices: Sequence[Drafting]  # draftings with graphs for such batches
+    required: Drafting | None  # the drafting of every round; None if DraftLengths chooses
+    rows: list[tuple[Sources, int]]  # acceptance and most drafts of each request
 
 
 class DraftLengthChooser:
     """Chooses how an engine's rounds draft, from the results of earlier ones. For the stepping thread.
 
-    Sampled tokens depend on the drafts. A batch with a request that has a seed of its own therefore gets as many drafts as that
-    request may have, with the draft model, in every round, and nothing is learned from it.
+    Sampled tokens depend on the drafts. In a batch with a sampled request that has a seed, every round therefore has as many drafts as
+    that request allows, from the draft model, and its results do not change the estimates.
     """
 
     def __init__(
@@ -306,18 +306,18 @@ class DraftLengthChooser:
         """chosen: called with the choice for each round. device_grammars: see host_drafting."""
         self._chosen, self.choices = chosen, choices
         self.given: Callable[[ActiveRequest], int] | None = None  # drafts that a user function returned for the next round
-        self.clock: Callable[[], float] = time.perf_counter  # of costs; benchmarks on a shared machine use the processor's time
-        self.fixed: Drafting | None = None  # of every round until it is None: for replays of recordings, and to compare choices
+        self.clock: Callable[[], float] = time.perf_counter  # measures costs; benchmarks on a shared machine use the processor's time
+        self.fixed: Drafting | None = None  # the drafting of every round while not None: for replays of recordings, and to compare choices
         self.log: list[tuple[Drafting, float]] | None = None  # choice and account of each round, while it is a list
         self.costs, self._choice = RoundCosts(choices), DraftLengths(choices)
         self._on_host = host_drafting(choices) if device_grammars else choices
         self._batch: _Batch | None = None  # of the latest round
-        self._in_flight: collections.deque[tuple[_Batch, bool]] = collections.deque()  # and whether the choice was free
-        self._rows: dict[ActiveRequest, tuple[Sources, Drafting]] = {}  # of the latest batch; its pending drafts are at most these
-        self._skipped = 0  # no request has more tokens that the draft model has not processed
+        self._in_flight: collections.deque[tuple[_Batch, bool]] = collections.deque()  # and whether DraftLengths chose
+        self._rows: dict[ActiveRequest, tuple[Sources, Drafting]] = {}  # of the latest batch: acceptance, and a limit of the pending drafts
+        self._skipped = 0  # most tokens of a request that the draft model has not processed
 
     def choose(self, requests: tuple[ActiveRequest, ...], key: GraphKey) -> Drafting:
-        """For a round of these requests with the graph of `key`, whatever its drafts."""
+        """The drafting of a round of these requests. key: that of the round, with any drafting."""
         batch = self._batch
         if batch is None or batch.requests != requests or self.given or len(requests[0].job.tokens) > batch.first + STALE:
             batch = self._batch = self._batch_of(requests, key)
@@ -339,7 +339,7 @@ class DraftLengthChooser:
         return needed
 
     def ended(self, drafting: Drafting, results: Sequence[tuple[ActiveRequest, ResultRecord]], seconds: float | None) -> None:
-        """The oldest round has ended. seconds: its duration, if known and of nothing else."""
+        """The oldest round has ended. seconds: its duration; None if unknown or if it includes other work."""
         (batch, free), outcomes = self._in_flight.popleft(), list[tuple[Sources, Counts]]()
         for request, result in results:
             if request in self._rows:
@@ -359,7 +359,7 @@ class DraftLengthChooser:
             self._choice.add(drafting, outcomes, batch.costs)
 
     def _batch_of(self, requests: tuple[ActiveRequest, ...], key: GraphKey) -> _Batch:
-        """Called when the requests or costs of the rounds change: a request that left does not come back."""
+        """The batch of new requests or costs. Drops the acceptance of requests that left: they do not come back."""
         self._rows = {request: self._rows.get(request) or (self._choice.row(request.constrained), PLAIN) for request in requests}
         if given := self.given:
             self._rows = {request: (row, Drafting(given(request))) for request, (row, _) in self._rows.items()}

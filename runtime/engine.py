@@ -60,7 +60,7 @@ class Engine(EngineCore, OfOneProcess):
         backend: Backend | None = None,
         record: Recording | str | Path | None = None,
     ) -> None:
-        """tokenizer: for prompts that are text; a function is called for the first of these."""
+        """tokenizer: encodes prompts that are text; a function is called at the first such prompt."""
         if isinstance(target, (str, Path)):
             raise ValueError(f"Engine.target: got {clip_repr(target)}, expected a model; Engine.from_pretrained loads one from files")
         check_value("Engine.tokenizer", tokenizer, _TOKENIZER)
@@ -95,7 +95,7 @@ class Engine(EngineCore, OfOneProcess):
         implementation: "native" for the families of docs/models.md; "transformers" for a folder of any causal language model of that
         package (`pip install 'stepgraph[transformers]'`); "auto" is "native" where it implements the model's config.
         progress: print the memory required, and show a progress bar. record: the file that `stepgraph replay` reads.
-        tensor_parallel: the number of processes, each with a part of the layers, which are started here.
+        tensor_parallel: the number of processes, each with a part of every layer; this call starts them.
         ValueError for a wrong file, field or tensor. Downloads nothing and runs no code of the folder.
         """
         options: dict[str, Any] = {"dtype": dtype, "weights": weights, "feature_layers": feature_layers, "implementation": implementation}
@@ -154,8 +154,8 @@ class Engine(EngineCore, OfOneProcess):
         prompt_embeddings: {position in the prompt: tensor [n, width]} replaces the embeddings of n ids, e.g. by those of an image.
         resume_from: the tokens of an earlier job with the same arguments, of this engine or another, e.g. one that was cancelled. The new
         job has the tokens that would have followed. max_new_tokens and min_new_tokens count them. Not for a sampled request with drafts.
-        priority: waiting requests with lower numbers have rows first. With EngineConfig.preemption they also take those of others.
-        tenant: waiting requests of equal priority have rows in turn, one of each tenant.
+        priority: requests with lower numbers get rows first. With EngineConfig.preemption they also take the rows of higher numbers.
+        tenant: at equal priority, tenants get rows in turn, for one request each.
         """
         self._require_open("submit")
         job = self._parts.validator.job(
@@ -212,8 +212,7 @@ class Engine(EngineCore, OfOneProcess):
             self._loras.add(lora_name, contents)
 
     def remove_lora(self, lora_name: str) -> bool:
-        """Refuse further requests for an adapter; its slot is free once those that have it have ended. False if it is unknown. From any
-        thread."""
+        """Refuse further requests for an adapter; its slot is free once its requests have ended. False if unknown. From any thread."""
         return self._loras.remove(lora_name)
 
     def list_loras(self) -> list[str]:
@@ -244,7 +243,7 @@ class Engine(EngineCore, OfOneProcess):
 
     @checked_keywords(REQUEST_NAMES, RequestOptions.__annotations__)
     def generate(self, prompt: Any, **options: Unpack[RequestOptions]) -> Job | list[Job]:
-        """Submit a request, or one for each prompt of a list, and step until it finishes. Options as for submit().
+        """Submit a request, or one for each prompt of a list, and step until all have finished. Options as for submit().
 
         Other jobs proceed meanwhile; their tokens are in their jobs, their events are not returned.
         """
@@ -286,7 +285,7 @@ class Engine(EngineCore, OfOneProcess):
         """Within the block, record the timeline of the next `rounds` rounds; then read `.timeline`. For the stepping thread."""
         self._require_open("trace")
         if self.limits.loops:
-            raise RuntimeError("Engine.trace(): a launch of this engine runs many rounds; trace one with EngineConfig.rounds_per_launch=1")
+            raise RuntimeError("Engine.trace(): a launch of this engine runs many rounds; use EngineConfig.rounds_per_launch=1 for a trace")
         return Trace(self.backend, self._in_flight.rounds, rounds, self.config.eager or bool(self._graphs.eager), self._parts.lengths)
 
     def close(self) -> None:
@@ -327,7 +326,7 @@ class Engine(EngineCore, OfOneProcess):
         return prompt
 
     def _with_word_ids(self, sampling: SamplingParams | None) -> SamplingParams | None:
-        """Bad words that are texts as token ids, each alone and after a blank."""
+        """Replace bad words that are texts by token ids, once without and once with a blank before the word."""
         if (
             self._make_tokenizer is None
             or not isinstance(sampling, SamplingParams)

@@ -53,7 +53,7 @@ class EngineCore(EngineState):
         return events + [self._scheduler.finish(queued.job, None, FinishReason.ERROR, queued.error) for queued in failed]
 
     def _preempt(self) -> list[StepEvent]:
-        """Queue requests again that hold what an earlier one waits for. What they have generated is known then."""
+        """Requeue requests that hold a row or pages for which an earlier one waits, once the results of all rounds in flight are read."""
         if not self._scheduler.victim():
             return []
         self._in_flight.interrupt()
@@ -91,6 +91,6 @@ class EngineCore(EngineState):
         return self._scheduler.finish(job, request, reason, error)
 
     def _retire(self, request: ActiveRequest) -> None:
-        """Make the row of a request inert that ended on the host."""
+        """Make the row of a request that ended on the host inert."""
         self._in_flight.interrupt()
         self._uploader.retire(request.row)

@@ -1,4 +1,4 @@
-"""The parts of an engine, and what happens before its first round and after its last one: the capture of its graphs, and its end."""
+"""The parts of an engine, the capture of its graphs, and its end."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class EngineState:
             return report
 
     def ensure_captured(self, progress: bool = False) -> None:
-        """What the first step does if capture() was not called. On the CPU it takes seconds, and an answer needs few of the graphs."""
+        """Capture, if capture() was not called. On the CPU each graph at its first use: all take seconds, and an answer needs few."""
         if self.captured:
             return
-        # With limits of failures and memory, and for profiles and loops, all graphs come first.
+        # Limits of failures and memory, profiles and loops require all graphs before the first round.
         config, profiled = self.config, read_range(os.environ) is not None
         whole = config.eager or config.capture_bytes is not None or config.on_capture_failure != "raise" or self.limits.loops or profiled
         if self.backend.name == "tape" and not whole:
@@ -60,7 +60,7 @@ class EngineState:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The implementations that were chosen, as in the capture report. Chooses that of the filters, before they are captured."""
+        """The chosen implementations, as in the capture report. Also chooses that of the filters, which precedes their capture."""
         parts, config, device = self._parts, self.config, self.backend.device
         masked = "each is kept while its mask allows it" if "batch_forced" in self.buffers else "without masks"
         filters = ""
@@ -69,7 +69,7 @@ class EngineState:
                 filters = str(kernels.choose_filters(device, config.filters))
             except ValueError as error:
                 raise ValueError(f"EngineConfig.{error}") from None
-        notes: dict[str, object] = {  # and whether it applies
+        notes: dict[str, object] = {  # each note, and whether it applies
             f"host link: {parts.host_link.name}": True,
             f"grammar lane: {parts.grammars.note}": True,
             "rounds per launch: until an event; one in graphs with host nodes": self.limits.loops,

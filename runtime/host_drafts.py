@@ -39,7 +39,7 @@ class ForcedDrafts(_EmptyChains):
 
 
 class FunctionProposer(_EmptyChains):
-    """The device side: proposes nothing, since drafts are uploaded before the round that verifies them."""
+    """The device part of a draft function: proposes nothing, since drafts are uploaded before the round that verifies them."""
 
     notes = ("draft: a function, called on the host between rounds",)
 
@@ -63,7 +63,7 @@ class FunctionDrafts:
         self.given = collections.Counter[ActiveRequest]()  # the number of drafts of a request for the next round
 
     def upload(self, requests: Sequence[ActiveRequest]) -> list[tuple[ActiveRequest, str]]:
-        """Requires that no round is in flight, whose tokens the function would miss. Returns the requests whose call failed, and why."""
+        """Requires that no round is in flight, since the function needs all tokens. Returns the requests whose call failed, and why."""
         lines, failed = list[list[int]](), list[tuple[ActiveRequest, str]]()
         self.given.clear()
         for request in requests:
@@ -71,7 +71,7 @@ class FunctionDrafts:
                 try:
                     lines.append(self._line(request))
                     self.given[request] = lines[-1][1]
-                except Exception as error:  # of any kind: it fails this request only
+                except Exception as error:  # any exception fails this request only
                     failed.append((request, f"the draft function failed: {type(error).__name__}: {error}"))
         if not lines:
             return failed

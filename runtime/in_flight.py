@@ -28,7 +28,7 @@ Launch = tuple[int, bool, bool, bool, Drafting]  # rows; whether some are constr
 
 
 class LaunchedRound(NamedTuple):
-    """A launched round, or with `loops` several, whose results have not all been read."""
+    """A launch of one round, or with `loops` of many, whose results have not all been read."""
 
     event: Event
     number: int  # of the launch; its slot in the rings of launches is number % ring_depth
@@ -41,7 +41,7 @@ class LaunchedRound(NamedTuple):
 
 
 class InFlight:
-    """Launches one replay per round, whose slots of the rings are the round's number, and reads the results ring."""
+    """Launches one replay per round, and reads the results ring. The ring slot of a round is its number modulo the ring depth."""
 
     def __init__(
         self,
@@ -57,19 +57,19 @@ class InFlight:
         self._backend, self._buffers, self._graphs, self._host = backend, buffers, graphs, host
         self._states, self._lengths, self._catch_up = states, lengths, catch_up
         self._calibration = Calibration(backend, buffers, graphs, limits.dummy_row, lengths, catch_up) if lengths else None
-        self._idle_at = 0.0  # when the device had ended the latest collected round; infinity if unknown
-        self._other_work = False  # since the latest launch: the time of the next round includes it
+        self._idle_at = 0.0  # when the device ended the latest collected round; infinity if unknown
+        self._other_work = False  # launched since the latest round: the time of the next round includes it
         self._ring_depth, self._dummy_row = limits.ring_depth, limits.dummy_row
         self._batches = buffers.batch_rows_ring_host.numpy()
         self._num_drafts = limits.num_speculative_tokens
-        # Fields that no round writes: their columns hold those of longer rounds.
+        # Fields that no round writes: their columns hold values of rounds with more drafts.
         self._unwritten: dict[str, Any] = {name: 0 for name in ("forced", "looked_up", "relaxed") if f"row_{name}" not in buffers}
         self.pending: collections.deque[LaunchedRound] = collections.deque()
         self.rounds = 0
         self.launches: dict[Launch, int] = {}  # number of rounds; single operations only, as other threads read it
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Entered around the capture of the graphs."""
+        """The context in which the graphs are captured."""
         return contextlib.nullcontext()
 
     def _replay(self, key: GraphKey, **loop: Any) -> None:
@@ -126,7 +126,7 @@ class InFlight:
             yield from self.collect()
 
     def interrupt(self, *, next_too: bool = False) -> None:
-        """Let running launches, or also the next one, end after a round. Called before other work. Here a launch is one round."""
+        """End running launches, with `next_too` also the next one, after a round. Called before other work. Here a launch is one round."""
         self._other_work |= not next_too
 
     def collect(self) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
@@ -146,7 +146,7 @@ class InFlight:
             self._lengths.ended(launched.launch[-1], results, seconds)
 
     def _results(self, launched: LaunchedRound, slot: int) -> Iterator[tuple[int, ActiveRequest, ResultRecord]]:
-        """Batch index, request and result of its unfinished requests. `slot`: of the rings of results."""
+        """Batch index, request and result of each unfinished request of the launch. slot: of the result rings."""
         b, length = self._buffers, launched.key.draft_length
         layout = _layout(self._num_drafts if length == LONGEST else length)
         results = b.results_ring_host[slot].tolist()
@@ -160,7 +160,7 @@ class InFlight:
                 yield index, request, result._replace(**self._unwritten) if self._unwritten else result
 
     def _wait(self, launched: LaunchedRound) -> float | None:
-        """The duration of the round; None if the device had ended it before this call, or began it after other work."""
+        """Wait for the round. Returns its duration; None if the device ended it before this call, or began it after other work."""
         reached = self._lengths is not None and launched.event.query()
         launched.event.wait()
         started, self._idle_at = max(launched.launched_at, self._idle_at), math.inf if reached else self._now()

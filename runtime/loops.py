@@ -17,9 +17,9 @@ Poll = Callable[[Callable[[], bool]], None]
 
 
 class Loops(InFlight):
-    """At most one launch runs without an end in sight, the last one. A launch of a graph with host nodes is one round.
+    """Only the last launch may still start new rounds. A launch of a graph with host nodes is one round.
 
-    Here `rounds` and `launches` count rounds that were read.
+    In this class `rounds` and `launches` count rounds that were read.
     """
 
     def __init__(self, queue: RequestQueue, poll: Poll, max_rounds: int, *parts: Any) -> None:
@@ -73,7 +73,7 @@ class Loops(InFlight):
         oldest = self.pending[0]
         self._poll(lambda: self._published or oldest.event.query())
         ended = oldest.event.query()  # if so, all its rounds are read below
-        for _ in self._headers:  # a device that is faster than this loop does not hold it
+        for _ in self._headers:  # bounded, since the device may publish rounds faster than this loop reads them
             if not self._published:
                 break
             slot = self.rounds % len(self._headers)

@@ -19,7 +19,7 @@ from stepgraph.sampling.fields import Check, check_value, checked_path, clip_rep
 
 
 def lora_weights(target: TargetModel, limits: Limits) -> dict[str, LoraWeight]:
-    """The target's weights that adapters may change. ValueError if adapters are configured, and it has none."""
+    """The target's weights that adapters may change. ValueError if adapters are configured and the target has no such weights."""
     weights: dict[str, LoraWeight] = getattr(target, "lora_weights", {}) if limits.max_loras else {}
     if limits.max_loras and not weights:
         raise ValueError(f"EngineConfig.max_loras: got {limits.max_loras}, expected 0: {type(target).__name__} has no lora_weights")
@@ -40,7 +40,7 @@ class LoraTable:
         return list(self._loras)
 
     def find(self, name: Any) -> Lora:
-        """ValueError if there is no such adapter."""
+        """The adapter of this name. ValueError if it is not loaded."""
         if name == "":
             return Lora()
         if not isinstance(name, str) or name not in self._loras:
@@ -49,12 +49,12 @@ class LoraTable:
         return self._loras[name]
 
     def check(self, lora: Lora) -> None:
-        """ValueError if the adapter was removed. Under the queue's lock, so that its slot is not given away."""
+        """ValueError if the adapter was removed. Called under the queue's lock, so that its slot is not reused."""
         if lora.slot and self._loras.get(lora.name) is not lora:
             raise ValueError(f"lora_name: got {clip_repr(lora.name)}, which was removed")
 
     def read(self, name: Any, path: Any) -> dict[str, SlotContent]:
-        """The checked content of a slot."""
+        """Read and check an adapter; returns the content of its slot."""
         if not self._weights:
             raise ValueError("Engine.add_lora: the engine has no slots for adapters, expected EngineConfig(max_loras=...) of at least 1")
         check_value("lora_name", name, Check(lambda value: isinstance(value, str) and value != "", "a name"))
@@ -62,7 +62,7 @@ class LoraTable:
         return read_lora(checked_path("lora_path", path), self._weights, self._limits.max_lora_rank, self._dtype)
 
     def add(self, name: str, contents: dict[str, SlotContent]) -> None:
-        """Between rounds: fill a free slot. Later launches see it, and earlier ones, which may still use the slot, are before it."""
+        """Fill a free slot, between rounds. The copy runs after earlier launches, which may still use the slot, and before later ones."""
         self._require_new(name)
         with self._queue.lock:
             taken = {lora.slot for lora in (*self._loras.values(), *(queued.job.lora for queued in self._queue.unfinished.values()))}
@@ -87,6 +87,6 @@ class LoraTable:
             raise ValueError(f"lora_name: got {clip_repr(name)}, which is loaded, expected another name, or a call of remove_lora() first")
 
     def remove(self, name: str) -> bool:
-        """Whether there was one. Requests that were submitted with it keep it."""
+        """Remove an adapter; False if it is not loaded. Requests that were submitted with it keep it."""
         with self._queue.lock:
             return self._loras.pop(name, None) is not None

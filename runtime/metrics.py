@@ -64,7 +64,7 @@ def _metrics(stats: EngineStats) -> list[Metric]:
         counter("drafting_rounds", "Rounds of a row for which drafts could be made.", drafting.rounds),
         counter("drafting_tokens", "Tokens emitted in these rounds; divided by drafting_rounds: the accepted length.", drafting.tokens),
         counter("full_chains", "Drafting rounds in which every draft was accepted.", drafting.full),
-        _counters("lost_chains", "The other drafting rounds, by the first cause in the chain.", losses),
+        _counters("lost_chains", "Drafting rounds in which not every draft was accepted, by the first cause.", losses),
         _counters("position_offered", "Drafts offered, by position in the chain.", _by_position(drafting.offered)),
         _counters("position_accepted", "Drafts accepted, by position in the chain.", _by_position(drafting.accepted)),
         counter("forced_drafts", "Drafts forced by a grammar.", drafts.forced),

@@ -2,7 +2,7 @@
 
 A published page is identified by its tokens and its preceding page, compared exactly and not by a hash, so two texts never collide.
 A request that holds a page holds all pages before it, and a held page is never handed out. A draft model may keep entries that depend on
-later tokens: then a page is identified by `lookahead` more of them. Page 0 is the scratch page and never handed out. Host numbers only.
+later tokens: then a page is identified by `lookahead` more tokens. Page 0 is the scratch page and never handed out. Host data only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Salt = tuple[str, int]  # of a text
+Salt = tuple[str, int]  # of a text: cache salt, and serial of the adapter
 Key = tuple[int | Salt, tuple[int, ...]]  # the serial of the preceding page, or the salt of the text; the page's own tokens
 
 
@@ -80,7 +80,7 @@ class PageCache:
             self._idle.pop(page, None)
 
     def release(self, pages: Sequence[CachedPage]) -> None:
-        """`pages`: in text order from its first page, as found or published."""
+        """pages: of a text, in order from its first page, as found or published."""
         for page in reversed(pages):
             page.holders -= 1
             assert page.holders >= 0, f"page {page.page} is released more often than acquired"
@@ -92,8 +92,8 @@ class PageCache:
             self._evict(len(self._idle) - self._max_idle)
 
     def publish(self, salt: Salt, held: list[CachedPage], ids: Sequence[int], page: int) -> None:
-        """Publish the allocated page that follows `held`, and append it there, acquired. If another page with this text is already
-        published, that one is appended instead."""
+        """Publish the allocated page that follows `held`, acquire it and append it to `held`. If another page with this text is already
+        published, that page is acquired and appended instead."""
         key = self._key(salt, held, ids)
         cached = self._published.get(key)
         if cached is None:
@@ -102,7 +102,7 @@ class PageCache:
         held.append(cached)
 
     def unpublish(self, pages: Sequence[CachedPage]) -> None:
-        """Let no further request find these held pages. Their holders keep them."""
+        """Hide these held pages from further requests. Their holders keep them."""
         for page in pages:
             assert page.holders > 0, f"page {page.page} is unpublished without being held"
             if self._published.get(page.key) is page:

@@ -59,7 +59,7 @@ def read_range(environment: Mapping[str, str]) -> ProfileRange | None:
 
 
 def in_flight_type() -> Callable[..., InFlight]:
-    """Makes the rounds of an engine: profiled if the environment asks for it and this is the first engine."""
+    """The constructor of InFlight, or of ProfiledInFlight if the environment sets a range and this is the first engine."""
     found = read_range(os.environ)
     return functools.partial(ProfiledInFlight, found) if found and _first.acquire(blocking=False) else InFlight
 
@@ -73,7 +73,7 @@ class ProfiledInFlight(InFlight):
         self._with_nsys = found.tool == "nsys" and self._backend.name == "cuda"
         most_nodes = (found.last - found.first + 1) * (len(self._buffers.masks_host) + 1)
         self._log = np.zeros((1 + most_nodes, 3), np.int64)  # for HostLink.log_nodes
-        self._launched: list[tuple[int, GraphKey, int]] = []  # and not written: round, key, time in nanoseconds
+        self._launched: list[tuple[int, GraphKey, int]] = []  # rounds to write: round, key, time in nanoseconds
         self._spans: list[tuple[object, ...]] = []
         self._counters = {"row_rounds": 0, "tokens": 0, "accepted_drafts": 0}
 
@@ -106,7 +106,7 @@ class ProfiledInFlight(InFlight):
             self._write()
 
     def clear(self) -> None:
-        """At the end of the engine: write the rounds profiled so far."""
+        """Called at the end of the engine: writes the rounds profiled so far."""
         with contextlib.suppress(Exception):  # of a failed device, which the engine reports
             if self._active:
                 self._end()

@@ -1,4 +1,4 @@
-"""A request as its user sees it: the job, its events, and its finish reason; and a job that holds a row."""
+"""A request: the job, its events and its finish reason; and the active request, a job that holds a row."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class FinishReason(str, enum.Enum):
 
 
 class Origin(str, enum.Enum):
-    """Which drafter proposed an emitted token. Every emitted token is the target's choice."""
+    """Which drafter proposed an emitted token. Without relaxed acceptance every emitted token is the target's choice."""
 
-    TARGET = "target"  # none: the last token of a round, unless the output ended before it
+    TARGET = "target"  # no drafter: the last token of a round, unless the output ended before it
     DRAFT = "draft"  # a draft model, a proposer or a function
     LOOK_UP = "look_up"  # an n-gram match in the text or in draft_ids
     FORCED = "forced"  # the only token that the grammar allows
@@ -57,7 +57,7 @@ class TokenLogprob(NamedTuple):
 
     raw: float  # under the target's unprocessed logits
     masked: float  # under the distribution it was sampled from, after masks, penalties, temperature and filters; 0.0 where greedy
-    # With SamplingParams.top_logprobs, the most probable tokens and their log-probabilities, in descending order; fewer where fewer exist
+    # With SamplingParams.top_logprobs, the most probable tokens and their log-probabilities, in descending order; fewer if fewer exist
     top_raw: tuple[tuple[int, float], ...] = ()
     top_masked: tuple[tuple[int, float], ...] = ()
 
@@ -105,7 +105,7 @@ class Lora(NamedTuple):
 
     name: str = ""
     slot: int = 0
-    serial: int = 0  # never used twice: the prefixes that it computed are found under the same one only
+    serial: int = 0  # unique: a cached prefix is found only with the serial under which it was computed
 
 
 @dataclass(eq=False)
@@ -127,10 +127,10 @@ class Job:
     embeddings: tuple[tuple[int, Tensor], ...] = field(default=(), repr=False)
     resume_from: tuple[int, ...] = ()  # the output of an earlier request, which this one continues; not part of `tokens`
     resumed_host: Tensor | None = field(default=None, repr=False)  # `given_output`, for the counts of penalties
-    priority: int = 0  # lower ones have rows first
-    tenant: str = ""  # of equal priorities each tenant has a row in turn
-    num_preemptions: int = 0  # how often it gave its row up and continued
-    num_suspended: int = 0  # of `tokens`, those before the latest one
+    priority: int = 0  # lower numbers get rows first
+    tenant: str = ""  # at equal priority, tenants get rows in turn
+    num_preemptions: int = 0  # how often it lost its row and continued
+    num_suspended: int = 0  # number of `tokens` before the latest preemption
     vocabulary: Vocabulary | None = field(default=None, repr=False)
     parse: Callable[[str], Any] = field(default=str, repr=False)  # the text of a complete output -> `parsed`
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
@@ -157,7 +157,7 @@ class Job:
         return self._text_stream()[0]
 
     def _text_stream(self) -> tuple[TextStream, str]:
-        """And the text of `resume_from`, which the decoder has read."""
+        """The decoder, which has read `resume_from`, and the text of `resume_from`."""
         if self.vocabulary is None:
             raise ValueError("Job.text: the engine has no vocabulary, expected Engine(vocabulary=...)")
         stream = TextStream(self.vocabulary, self.sampling.stop)
@@ -165,7 +165,7 @@ class Job:
 
     @functools.cached_property
     def given_output(self) -> tuple[int, ...]:
-        """Its output before it had its row: of the job that it continues, and its own if it gave a row up."""
+        """The output before the present row: `resume_from`, and the own tokens before the latest preemption."""
         return (*self.resume_from, *self.tokens[: self.num_suspended])
 
     @functools.cached_property
@@ -185,7 +185,7 @@ class Job:
 
     @property
     def cache_key(self) -> tuple[str, int]:
-        """Only requests with equal ones share prefixes: the salt and the adapter."""
+        """The salt and the adapter. Only requests with equal keys share prefixes."""
         return self.cache_salt, self.lora.serial
 
     @property
@@ -220,5 +220,5 @@ class ActiveRequest:
 
     @property
     def to_prefill(self) -> int:
-        """All but the last given token, which is an input of the first round."""
+        """Number of tokens left to prefill: all but the last given token, which is an input of the first round."""
         return len(self.job.given_ids) - 1 - self.prefilled

@@ -28,7 +28,7 @@ class QueueFullError(RuntimeError):
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """An unfinished job. With a constraint it is not ready for a row before the compile of its grammar succeeded or failed."""
+    """An unfinished job. With a constraint it is not ready for a row until the compile of its grammar has succeeded or failed."""
 
     job: Job
     claim: Claim | None = None
@@ -74,7 +74,7 @@ class RequestQueue:
             queued.place = job.priority, self._turn_of(job), self.submitted
             index = self.index_of(queued.place)
             most = max(self.most_waiting, len(self.waiting) + 1)
-            # An interrupt is raised on return from a call. From here on only the last statement calls one, so nothing or all is done.
+            # KeyboardInterrupt is raised on return from a call. From here on only the last statement is a call, so all is done or nothing.
             self.unfinished[job.id] = queued
             self.submitted += 1
             self.most_waiting = most
@@ -82,14 +82,14 @@ class RequestQueue:
         self.wake.notify()
 
     def index_of(self, place: tuple[int, int, int]) -> int:
-        """Where a request with this place waits."""
+        """The index in `waiting` of a request with this place."""
         if not self.waiting or self.waiting[-1].place < place:
             return len(self.waiting)
         return bisect.bisect([queued.place for queued in self.waiting], place)
 
     def _turn_of(self, job: Job) -> int:
-        """Of equal priorities each tenant has one request per turn, so that a long queue of one delays no other. A new request has the
-        first turn, from the present one on, in which no earlier one of its tenant waits."""
+        """At equal priority each tenant has one request per turn, so that a long queue of one tenant does not delay others. A new request
+        has the first turn, from the present one on, in which no earlier request of its tenant waits."""
         turns = [(queued.place[1], queued.job.tenant) for queued in self.waiting if queued.job.priority == job.priority]
         present = min((turn for turn, _ in turns), default=0)
         return max(present, max((turn + 1 for turn, tenant in turns if tenant == job.tenant), default=0))
@@ -132,7 +132,7 @@ class RequestQueue:
     def _compiled(self, queued: QueuedRequest, claim: Claim) -> None:
         try:
             queued.matcher = self._grammars.prepare(queued.job, claim.result())
-        except Exception as error:  # of any kind: it fails this request only
+        except Exception as error:  # any exception fails this request only
             queued.error = str(error) or type(error).__name__
         queued.ready = True
         self.wake.notify()
@@ -153,9 +153,9 @@ class RequestQueue:
 
 
 class WakeSignal:
-    """Wakes one waiting thread: a lock used as an auto-reset event. A notification without a waiter is kept, once.
+    """Wakes one waiting thread: a lock used as an auto-reset event. Without a waiting thread, one notification is kept.
 
-    `notify` is one C call that never blocks, so a finaliser may call it anywhere. An Event would not do: a finaliser that runs while its
+    `notify` is one C call that never blocks, so a finaliser may call it anywhere. An Event is not used: a finaliser that runs while its
     internal lock is held would deadlock.
     """
 

@@ -24,7 +24,7 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 class Loss(str, enum.Enum):
-    """Why a round accepted fewer drafts than the request asks for: the first cause in the chain."""
+    """Why a round accepted fewer drafts than requested: the first cause in the chain."""
 
     ILLEGAL = "illegal"  # the grammar forbids the next draft; found when it was proposed or when it was verified
     IMPROBABLE = "improbable"  # the target chose or sampled another token
@@ -65,7 +65,7 @@ class Counters:
         self.losses: dict[Loss | None, int] = dict.fromkeys((None, *Loss), 0)
 
     def add_drafting_round(self, result: ResultRecord, loss: Loss | None) -> None:
-        """A round of a row for which drafts could be made."""
+        """Count a round of a row that could have drafts."""
         self.offered[result.draft_count] += 1
         self.accepted[result.accepted] += 1
         self.drafting_tokens += result.emitted
@@ -73,7 +73,7 @@ class Counters:
 
 
 class Scheduler:
-    """Takes requests from the queue, and keeps them until they end. Changes what other threads read under the queue's lock."""
+    """Takes requests from the queue, and keeps them until they end. What other threads read is changed under the queue's lock."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Scheduler:
             return bool(self._active or self._queue.cancelled or any(queued.ready for queued in self._queue.waiting))
 
     def pop_cancelled(self) -> list[tuple[Job, ActiveRequest | None]]:
-        """The first call of every step: remove the cancelled jobs from the queue, and return them."""
+        """Remove the cancelled jobs from the queue, and return them. The first call of every step."""
         queue = self._queue
         if self._recorder:
             self._recorder.steps += 1
@@ -114,7 +114,7 @@ class Scheduler:
         return [(job, self._active.get(job.id)) for job in cancelled.values() if not job.finished]
 
     def admit(self) -> list[QueuedRequest]:
-        """Give rows to queued requests in order of arrival. The first one without a free row or pages holds back those after it; one whose
+        """Give rows to queued requests in the order of the queue. The first one without a free row or pages holds back the rest; one whose
         grammar is still being compiled does not. Returns the requests whose grammar could not be compiled."""
         failed, not_ready = list[QueuedRequest](), list[QueuedRequest]()
         with self._queue.lock:
@@ -211,7 +211,7 @@ class Scheduler:
         return StepEvent(job.id, finish_reason=reason, error=error)
 
     def victim(self) -> ActiveRequest | None:
-        """The request that gives its row up: the last in order, if the first waiting one has no room and a smaller priority number."""
+        """The request to suspend: the last in order, if the first waiting one has no room and a smaller priority number."""
         with self._queue.lock:
             waiting = (queued.job for queued in self._queue.waiting if not self._held_back(queued) and not queued.error)
             first = next(waiting, None)
@@ -221,14 +221,14 @@ class Scheduler:
             return max(candidates, key=lambda request: self._queue.unfinished[request.job.id].place, default=None)
 
     def suspend(self, request: ActiveRequest, pinned: bool) -> None:
-        """Free what a request holds, whose results are all recorded and whose row is inert, and queue it again, at its place."""
+        """Free what a request holds and queue it again, at its place. Its results must be recorded, and its row inert."""
         job = request.job
         with self._queue.lock:
             self._free(request)
             job.num_preemptions, job.num_suspended = job.num_preemptions + 1, len(job.tokens)
             for name in ("given_output", "given_ids"):
                 job.__dict__.pop(name, None)
-            ids = torch.tensor(job.given_output, dtype=torch.int64)  # of none as well
+            ids = torch.tensor(job.given_output, dtype=torch.int64)  # also if empty
             job.resumed_host = ids.pin_memory() if pinned else ids
             queued = self._queue.unfinished[job.id]
             queued.matcher = self._grammars.prepare(job, queued.claim.result()) if queued.claim else None
@@ -241,7 +241,7 @@ class Scheduler:
         request.matcher = None  # rounds in flight hold their own references
 
     def finish_all(self, reason: FinishReason, error: str) -> None:
-        """End every job. A submit before this is among them; a later one is refused."""
+        """End every job. Jobs submitted before are included; later submits are refused."""
         if self._recorder:
             self._recorder.closed(error)
         with self._queue.lock:

@@ -27,9 +27,9 @@ class PrefixSharing:
 class RowTable:
     """Free rows and pages. The lowest free row is allocated first.
 
-    Pages may be shared, and allocated again, at once, because everything on the device is launched in one order:
+    Pages may be shared or allocated again at once, because all device work is launched in one order:
     - a page is published after the launch that fills it, so a request that finds it reads it later than that;
-    - of a text whose first n tokens are known here, later launches write entries from position n - 1 on (a draft with `lookahead`: from
+    - if the first n tokens of a text are known here, later launches write entries from position n - 1 on (a draft with `lookahead`: from
       n - lookahead on), or find the row inert, which writes to the scratch page. Pages are published up to that position: those of a
       prompt during its prefill, those of an output when it ends. So no published page is ever written;
     - a page that was freed or evicted is written by launches after all those that still read or write it.
@@ -46,7 +46,7 @@ class RowTable:
         return self._limits.max_rows - len(self._free_rows)
 
     def allocate(self, job: Job, matcher: MatcherRow | None) -> ActiveRequest | None:
-        """A row, and pages for the job's maximum length; None where there are too few of either."""
+        """A row, and pages for the job's maximum length; None if there are too few of either."""
         if not self.has_room(job):
             return None
         count = self._pages_of(job)
@@ -64,7 +64,7 @@ class RowTable:
         return ActiveRequest(job, row, pages, matcher, not job.sampling.plain, cached, stops=stops)
 
     def has_room(self, job: Job) -> bool:
-        """Whether there are a row and pages, if all of its full pages are found."""
+        """Whether a row and enough pages are free, assuming that all full pages of the job are found."""
         return bool(self._free_rows) and self._pages_of(job) - len(job.given_ids) // self._limits.page_size <= self.pages.num_free
 
     def _pages_of(self, job: Job) -> int:
@@ -89,7 +89,7 @@ class RowTable:
         self._publish(request, request.job.given_ids, request.prefilled)
 
     def release(self, request: ActiveRequest) -> None:
-        """Free the row and the pages at once. The pages of the output are published, or, after an error, all its pages unpublished."""
+        """Free the row and the pages at once. The pages of the output are published; after an error, all pages are unpublished."""
         assert request.row not in self._free_rows
         heapq.heappush(self._free_rows, request.row)
         if request.job.finish_reason == FinishReason.ERROR:

@@ -57,9 +57,9 @@ class LaneStats:
     off: str  # why all are followed on the host; empty if they can be on the device
     device: int  # requests
     host: int
-    arena_full: int  # of those on the host: their grammar found no room
-    grammars: int  # in the arena, with and without users
-    nbytes: int  # of these
+    arena_full: int  # requests on the host because the arena was full
+    grammars: int  # in the arena, used by requests or not
+    nbytes: int  # of these grammars
     evicted: int
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 class StepLock:
     """Serialises step(), capture() and close(), and reserves step() for one thread.
 
-    A re-entrant call, say from a draft function or a signal handler, raises RuntimeError: it would wait for itself."""
+    A re-entrant call, e.g. from a draft function or a signal handler, raises RuntimeError."""
 
     def __init__(self) -> None:
         self._lock, self._held = threading.RLock(), False

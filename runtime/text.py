@@ -48,7 +48,7 @@ class TextCodec(OfOneProcess):
 
     @classmethod
     def of_bytes(cls, vocabulary: Vocabulary) -> TextCodec:
-        """For a vocabulary without a tokenizer, as in the toy models: encodes by longest match; chats are plain lines.
+        """A codec for a vocabulary without a tokenizer, as in the toy models: encodes by longest match; chats are plain lines.
 
         A tokenizer may split differently, but the text is the same.
         """
@@ -63,7 +63,7 @@ class TextCodec(OfOneProcess):
 
     def with_text(self, spellings: Iterable[str]) -> TextCodec:
         """The codec with a vocabulary in which these control tokens are text, so that answers and grammars contain their spellings.
-        Stop tokens, and spellings of anything else, are left as they are."""
+        Stop tokens, and spellings of other tokens, are not changed."""
         check_value("TextCodec.with_text.spellings", spellings, Check(is_series, "a sequence of texts"))
         old, texts = self.vocabulary, dict[int, bytes]()
         for spelling in spellings:
@@ -136,7 +136,7 @@ def held_back(text: str, delimiters: Sequence[str]) -> int:
 
 
 class TextStream:
-    """Decodes tokens as they arrive, up to a stop string. An incomplete character, or what may begin a stop string, is kept back."""
+    """Decodes tokens as they arrive, up to a stop string. An incomplete character, or what may begin a stop string, is held back."""
 
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = ()) -> None:
         self._vocabulary, self._stop = vocabulary, stop

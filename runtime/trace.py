@@ -90,7 +90,7 @@ class ChosenLength(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of some rounds, ordered by start. Spans on one stream do not overlap. lengths: with draft_length="auto"."""
+    """The spans of some rounds, ordered by start. Spans on one stream do not overlap. lengths: chosen ones, if draft_length="auto"."""
 
     spans: tuple[Span, ...]
     backend: str = "tape"
@@ -210,7 +210,7 @@ class Trace:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time as ordered intervals without overlaps."""
+    """The union of the intervals, in order and without overlaps."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:

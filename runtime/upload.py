@@ -54,7 +54,7 @@ class PinnedRing:
     def send(self, values: Sequence[int] | npt.NDArray[Any], copy: Callable[[Any], object], launch: Launch | None = None) -> Event:
         """Write `values` to the start of the next slot, and launch `copy(slot)`. Waits while the slot is being copied.
 
-        launch: other than between rounds. Returns an event after the copy.
+        launch: replaces the launch between rounds. Returns an event after the copy.
         """
         busy = self._events[self._next]
         if busy is not None and not self.ready:
@@ -93,12 +93,12 @@ class Uploader:
         self._options = PinnedRing(backend, buffers.options_ring_host) if "options_ring_host" in buffers else None
         self._processors = processors
         self._images = PinnedRing(backend, buffers.image_ring_host) if "image_ring_host" in buffers else None
-        self._copied: weakref.WeakKeyDictionary[ArenaBlock, Event] = weakref.WeakKeyDictionary()  # the last copy of each
+        self._copied: weakref.WeakKeyDictionary[ArenaBlock, Event] = weakref.WeakKeyDictionary()  # the event of its last copy
 
     def send_image(self, request: ActiveRequest) -> bool:
-        """Launch copies of the request's grammar to its block, as many as do not wait; whether all of it is launched.
+        """Launch copies of the request's grammar to its block, until one would wait. Returns whether all are launched.
 
-        They run beside the rounds. Rounds in flight may still read the grammar that had this memory before.
+        The copies run beside the rounds. Rounds in flight may still read the grammar that had this memory before.
         """
         block, images = request.block, self._images
         while block is not None and images is not None and block.copied < len(block.image):
@@ -200,7 +200,7 @@ class Uploader:
     def _upload_state(self, request: ActiveRequest) -> None:
         buffers, job, row = self._buffers, request.job, request.row
         prompt, start = len(job.prompt_ids), given_from(self._limits)
-        # With draft masks, a draft is verified with the mask it was chosen under; draft_ids were chosen under none.
+        # With draft masks, a draft is verified with the mask it was chosen under; draft_ids have no such mask.
         usable = not job.given_output and (not request.constrained or (self._models.draft is None and "batch_forced" not in buffers))
         offered = min(len(job.draft_ids), job.num_speculative_tokens) if usable else 0
         state = {
@@ -247,7 +247,7 @@ def _copy_start(to: Tensor, slot: Tensor) -> None:
 
 
 def _options(job: Job, limits: Limits, processors: Sequence[LogitsProcessor]) -> dict[str, list[int]]:
-    """By table. Bad words are each at the end of its line; recent tokens are the end of the output so far."""
+    """Optional settings by table. A bad word fills the end of its line; recent tokens are the end of the output so far."""
     size, words = limits.max_bad_word_tokens, [[int(token) for token in word] for word in job.sampling.bad_words]
     words += [[]] * (limits.max_bad_words - len(words))
     settings = list[float]()
@@ -263,12 +263,12 @@ def _options(job: Job, limits: Limits, processors: Sequence[LogitsProcessor]) ->
 
 
 def _joined(parts: Mapping[str, list[int]]) -> list[int]:
-    """The line of a ring that `_copy_parts` divides."""
+    """The parts as one line of a ring, which `_copy_parts` splits."""
     return list(itertools.chain.from_iterable(parts.values()))
 
 
 def _copy_parts(buffers: StaticBuffers, row: int, parts: Mapping[str, list[int]], line: Tensor) -> None:
-    """From a line to one row of each table."""
+    """Copy the parts of a line to one row of each table."""
     sizes, line = [len(part) for part in parts.values()], line.to(buffers.device, non_blocking=True)
     for name, part in zip(parts, line[: sum(sizes)].split(sizes), strict=True):
         table = buffers[name][row]

@@ -1,6 +1,6 @@
-"""What Engine.submit() takes, and its check: arguments -> Job. Every field is checked before anything is queued.
+"""Checks the arguments of Engine.submit() and makes a Job. Every field is checked before anything is queued.
 
-Also the names that other libraries have for arguments, for errors.
+Also the names of arguments in other libraries, which errors map to those of this package.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class RequestValidator:
         seed = sampling.seed if sampling.seed is not None else 0 if sampling.greedy else secrets.randbits(63)
         if not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt: got {type(cache_salt).__name__}, expected a string")
-        check_value("priority", priority, Check(is_int, "a whole number; lower ones have rows first"))
+        check_value("priority", priority, Check(is_int, "a whole number; lower numbers get rows first"))
         check_value("tenant", tenant, Check(lambda value: isinstance(value, str), "a string"))
         embeddings = () if prompt_embeddings is None else self._embeddings(prompt_embeddings, len(prompt))
         job = Job(
@@ -206,7 +206,7 @@ class RequestValidator:
         return ids
 
     def _sampling(self, requested: Any, constrained: bool, max_new_tokens: int) -> SamplingParams:
-        """GREEDY for None. ValueError for a field that the engine or the rest of the request excludes."""
+        """The checked parameters; GREEDY for None. ValueError for a field that does not fit the engine or the request."""
         if requested is None:
             return GREEDY
         if not isinstance(requested, SamplingParams):
@@ -278,7 +278,7 @@ class RequestValidator:
 
 
 def check_options(sampling: SamplingParams, config: EngineConfig, limits: Limits) -> None:
-    """ValueError for bad words, logits processors and relaxed acceptance that the engine does not have."""
+    """ValueError for bad words, logits processors and relaxed acceptance that the engine does not allow."""
     if len(sampling.bad_words) > limits.max_bad_words:
         expected = f"expected at most EngineConfig.max_bad_words={limits.max_bad_words}"
         raise ValueError(f"sampling.bad_words: got {len(sampling.bad_words)} words, {expected}")

@@ -138,7 +138,7 @@ def _encode(entry: dict[str, Any], codec: TextCodec) -> list[int]:
 
 
 def _measure(cases: list[Case], prompts: list[Prompt], options: argparse.Namespace) -> tuple[dict[bool, int], list[str]]:
-    """How many speculative answers equal the plain ones, without and with a grammar, and the failures. The first repeat warms up."""
+    """How many speculative answers equal the plain ones, without and with a grammar, and the failures. The first repeat is a warm-up."""
     same, failed = {False: 0, True: 0}, []
     total = (1 + options.repeats) * len(cases) * len(prompts)
     with tqdm(total=total, desc="bench", unit="answer", disable=not terminal.shows_progress(), leave=False) as bar:
@@ -157,7 +157,7 @@ def _measure(cases: list[Case], prompts: list[Prompt], options: argparse.Namespa
 
 
 def _figures(case: Case, prompts: int) -> dict[str, Any]:
-    """Without the first repeat."""
+    """The figures of one variant, without the first repeat."""
     rates = [tokens_per_second(case.times[start : start + prompts]) for start in range(prompts, len(case.times), prompts)]
     return {
         **case.figures(),
@@ -169,7 +169,7 @@ def _figures(case: Case, prompts: int) -> dict[str, Any]:
 
 
 def ratios(variants: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of tokens per second. A ratio is that of the tokens per round, divided by that of the times of a round."""
+    """Ratios of tokens per second: each is the ratio of tokens per round, divided by the ratio of round times."""
     rows = {row["variant"]: row for row in variants}
     found = []
     for name, base in PAIRS:
@@ -191,7 +191,7 @@ def _print_table(document: dict[str, Any]) -> None:
     ]
     terminal.print_text("\n".join(terminal.table(["", "ratio", "of tokens/round", "of times of a round", "in README"], compared)))
     terminal.print_text(
-        "ratio of tokens/s = ratio of tokens/round divided by ratio of times of a round; README measured the pair of the demo"
+        "ratio of tokens/s = ratio of tokens/round divided by ratio of times of a round; in README: measured with the pair of the demo"
     )
     same = document["same_texts"]
     terminal.print_text(f"speculative answers equal to the plain ones: {same['free']} without a grammar, {same['grammar']} with one")

@@ -156,7 +156,7 @@ def _table(document: dict[str, Any]) -> str:
     nodes = ", ".join(f"{count} {kind}" for kind, count in document["nodes"].items())
     lines = [f"capturable on {document['where']}: {nodes or 'no nodes'}"]
     names = ", ".join(document["host_nodes"])
-    lines += [f"host nodes: {names}; unchecked: whether they access device buffers or ones that they do not declare"] if names else []
+    lines += [f"host nodes: {names}; unchecked: whether they access device buffers, or buffers that they do not declare"] if names else []
     lines += [f"{document['intermediate_bytes']:,} bytes of intermediates, {document['buffer_bytes']:,} of buffers"]
     if document["replay_equals_eager"] is not None:
         lines += ["replay and step have equal bits" if document["replay_equals_eager"] else "REPLAY AND STEP DIFFER"]

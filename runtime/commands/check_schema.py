@@ -35,7 +35,7 @@ def _checked(schema: dict[str, Any], objects: Any) -> dict[str, Any]:
 
 
 def _row(part: Unsupported, schema: dict[str, Any], result: str) -> dict[str, Any]:
-    """A line of the table, where the value has a column of its own."""
+    """A row of the table. The value has its own column, so the reason does not repeat it."""
     reason, suggestion = part.split
     suggestion = suggestion or ("nothing to do" if result == "narrowed" else "remove it, and check it in the finished text")
     value = None if part.where == "#" and part.keyword not in schema else value_of(schema, part)  # None: the whole document

@@ -28,7 +28,7 @@ from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 TRACE = "timeline.json"
 TRACED_ROUNDS = 6
 MIN_LENGTH = 512
-WIDTH = 2400  # of the timeline, which scrolls
+WIDTH = 2400  # of the timeline, which can be scrolled
 ROW = 26
 STYLE = """
 :root { color-scheme: light dark; --text: #1b1f24; --back: #ffffff; --line: #d0d7de; --soft: #57606a; --draft: #c6efd0; --look_up: #b8e3f5;
@@ -70,7 +70,7 @@ class Demonstration:
         self.pair, self.scenarios, self.options = pair, scenarios, options
         self.prompts = {scenario.name: pair.codec.chat(scenario.messages) for scenario in scenarios}
         self.cases: list[Case] = []
-        self.pieces: dict[str, list[tuple[str, str]]] = {}  # of the answers by scenario: texts of tokens, and their origins
+        self.pieces: dict[str, list[tuple[str, str]]] = {}  # by scenario: text and origin of each token of the answer
         self.traced: Timeline | None = None
         self.rates: dict[str, dict[str, float]] = {}  # tokens per second, by variant and scenario
         self._colour = terminal.colour_enabled(sys.stdout) and not options.json
@@ -107,7 +107,7 @@ class Demonstration:
     def prepare(self, stack: contextlib.ExitStack) -> None:
         """Make the engines and compile the grammars, so that bad input raises before anything is printed."""
         length = max(MIN_LENGTH, *(len(prompt) + self.options.max_new_tokens for prompt in self.prompts.values()))
-        # Drafts of the toy pair take as long as its target: with "auto" it would not show any.
+        # A draft of the toy pair takes as long as the target: with "auto" no round would have drafts.
         all_variants = variants(self.options.drafts, draft_length=self.options.drafts if self.options.toy else "auto")
         with self._bar("prepare", len(all_variants) + len(self.scenarios)) as bar:
             for variant in all_variants:
@@ -141,7 +141,7 @@ class Demonstration:
         }
 
     def race(self, scenario: Scenario, update: Callable[[], object]) -> None:
-        """Measure the variants, interleaved, without their first answers."""
+        """Measure the variants, interleaved. The answers before are not counted."""
         cases = self._suitable(scenario)
         for _ in range(self.options.repeats):
             for case in cases:
@@ -170,7 +170,7 @@ class Demonstration:
         return self.cases[-1].engine.compile(scenario.constraint) if scenario.constraint else None
 
     def _suitable(self, scenario: Scenario) -> list[Case]:
-        """The variants whose answers differ for this scenario: without a schema, those without grammars."""
+        """The variants to run for this scenario: without a schema, only the variants without grammars."""
         return [case for case in self.cases if scenario.schema is not None or not case.variant.constrained]
 
     def _run(self, case: Case, scenario: Scenario, show: Callable[[StepEvent], object] = lambda event: None) -> Job:
@@ -193,7 +193,7 @@ def table(cases: list[Case], rates: Mapping[str, Mapping[str, float]]) -> tuple[
     counts = {"per round": "tokens_per_round", "host masks": "mask_fills", "replays": "replays", "syncs": "host_syncs"}
     rows = []
     for case in cases:
-        if row := rates.get(case.variant.name):  # none for a variant with grammars, without a scenario that has one
+        if row := rates.get(case.variant.name):  # a variant with grammars has no rates if no scenario has a schema
             figures = case.figures()
             cells = [row.get(name, "") for name in scenarios] + [figures[key] for key in counts.values()]
             rows.append([case.variant.name, *map(str, cells)])
@@ -205,7 +205,7 @@ def table(cases: list[Case], rates: Mapping[str, Mapping[str, float]]) -> tuple[
 
 
 def failure_of(job: Job, compiled: CompiledConstraint | None) -> str:
-    """Empty for an answer that a new matcher accepts, complete or cut short by its length."""
+    """Why the answer failed; empty if a new matcher accepts it, complete or cut short by its length."""
     if failure := engines.failure_of(job):
         return failure
     matcher = compiled.matcher() if compiled else None
@@ -221,7 +221,7 @@ def page(
     rows: Iterable[Sequence[str]],
     timeline: Timeline | None,
 ) -> str:
-    """answers: with their texts and the origins of the tokens of these."""
+    """answers: each scenario with text and origin of every token of its answer."""
     legend = " ".join(f'<mark class="{origin}">{meaning}</mark>' for origin, meaning in ORIGINS.items())
     parts = [f"<h1>stepgraph: {html.escape(title)}</h1>", f"<p>Origin of each token: {legend}</p>"]
     for scenario, pieces in answers:

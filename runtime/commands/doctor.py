@@ -1,7 +1,7 @@
 """`stepgraph doctor`: which parts are installed and work on this machine, what is lost without them, and how to install them.
 
-Checks that could crash are probes: a separate process runs this module and prints one JSON line per probe, at once: name and answer, which
-is a dict, or the reason why a part does not work (empty if it does).
+Checks that could crash are probes: a separate process runs this module and prints one JSON line per probe as soon as it ends: its name and
+its answer. An answer is a dict, or the reason why a part does not work (empty if it does).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Finding:
     name: str
     state: str  # ok, missing, too old, too new or failed
     found: str
-    lost: str = ""  # without it
+    lost: str = ""  # what is lost without it
     mend: str = ""
     required: bool = False
 
@@ -115,7 +115,7 @@ def _probed(answers: Mapping[str, Any]) -> Iterator[Finding]:
         lost, mend = OPTIONAL["triton"]
         mend += "; a C compiler: apt-get install gcc python3-dev, or set CC"
         yield Finding("Triton launch", "failed" if why else "ok", why or "a program was compiled and launched", lost, mend)
-    # For the commands that answer one request at a time on the CPU.
+    # CPU threads of the commands that decode.
     yield Finding("threads", "failed", build) if isinstance(build, str) else Finding("threads", "ok", build["threads"])
     for name in ("attention", "filters", "grammar_lane"):
         choices = answers[name]
@@ -145,7 +145,7 @@ def build_command(folder: Path) -> str:
 
 
 def package(name: str, lost: str, mend: str, required: bool = False) -> Finding:
-    """By its metadata on disk: importing it could crash."""
+    """The finding for a package, from its metadata on disk: importing it could crash."""
     accepted = requirement(name)
     try:
         version = importlib.metadata.version(name)
@@ -247,7 +247,7 @@ def native_library() -> str:
 
 
 def triton_launch() -> str:
-    """Why Triton programs cannot run on the first GPU; empty if they can, and without a GPU."""
+    """Why Triton programs cannot run on the first GPU; empty if they can, or if there is no GPU."""
     import torch
 
     from stepgraph.sampling.kernels.triton import why_no_triton
@@ -256,7 +256,7 @@ def triton_launch() -> str:
 
 
 def attention() -> dict[str, str]:
-    """The kernels for a typical bfloat16 model, or why they do not fit. On a GPU flashinfer is not built, which takes minutes."""
+    """The kernels for a typical bfloat16 model, or why they do not fit. Does not build flashinfer's kernels, which takes minutes."""
     import torch
 
     from stepgraph.graphs.attention.choose import choose_attention, unfit
@@ -283,7 +283,7 @@ def filters() -> dict[str, str]:
 
 
 def grammar_lane() -> dict[str, str]:
-    """Where grammars with tables are followed, and why on the host."""
+    """Where grammars with tables are followed; for the host, also why."""
     import torch
 
     from stepgraph import EngineConfig, Vocabulary
@@ -327,7 +327,7 @@ PROBES: tuple[Callable[[], object], ...] = (
 
 
 def probe_all() -> None:
-    """In the probing process."""
+    """Run all probes and print their answers. Called in the probing process."""
     warnings.simplefilter("ignore")  # the answers contain what the warnings report
     for probe in PROBES:
         try:

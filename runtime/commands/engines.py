@@ -21,7 +21,7 @@ MAX_THREADS = 1024
 def load(
     options: argparse.Namespace, config: EngineConfig, progress: bool, vocabulary: Callable[[Vocabulary], Vocabulary] | None = None
 ) -> Loaded:
-    """The models of --model and --draft. vocabulary: gives the one of the engine, for the one in the files."""
+    """The models of --model and --draft. vocabulary: maps the vocabulary in the files to the engine's."""
     dtype = getattr(torch, options.dtype) if options.dtype else None
     how: dict[str, Any] = {"weights": options.weights, "implementation": options.implementation}
     if (size := getattr(options, "tensor_parallel", 1)) > 1:
@@ -32,7 +32,7 @@ def load(
 
 
 def failure_of(job: Job) -> str:
-    """Empty unless the engine ended the answer early."""
+    """Why the engine ended the answer early; empty if it did not."""
     return f"{job.finish_reason}: {job.error or 'no token is allowed'}" if job.finish_reason in ("error", "dead_end") else ""
 
 

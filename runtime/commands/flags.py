@@ -49,18 +49,18 @@ class Command(NamedTuple):
     description: str
     examples: tuple[str, ...]  # tests run them
     add: Callable[[argparse.ArgumentParser], None]  # add the flags
-    check: Callable[[argparse.Namespace], None] = lambda options: None  # raises ValueError; replaces names of files by their contents
+    check: Callable[[argparse.Namespace], None] = lambda options: None  # raises ValueError; replaces paths of files by their contents
 
 
 def demo(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-k", "--drafts", type=int, default=DRAFTS, metavar="K", help="drafts per round, 1 to 8 (default: %(default)s)")
-    add("--prompt", metavar="TEXT", help="your own prompt instead of the three")
+    add("--prompt", metavar="TEXT", help="a prompt to use instead of the three built-in ones")
     add("--schema", metavar="FILE|JSON", help="a JSON schema for the answer to --prompt")
     add_max_new_tokens(parser, 128)
     add("--repeats", type=int, default=3, metavar="N", help="measured answers of each variant (default: %(default)s)")
     add_threads(parser)
-    add("--out", type=Path, default=Path("stepgraph-demo"), metavar="FOLDER", help="for the timeline (default: %(default)s)")
+    add("--out", type=Path, default=Path("stepgraph-demo"), metavar="FOLDER", help="the folder for the timeline (default: %(default)s)")
     add("--no-timeline", action="store_true", help="do not write a timeline")
     add("--html", metavar="FILE", help="also write answers, table and timeline as one HTML page, without scripts or network")
     add("--toy", action="store_true", help="use the toy pair: nothing to install, texts without meaning")
@@ -69,13 +69,13 @@ def demo(parser: argparse.ArgumentParser) -> None:
 def check_demo(options: argparse.Namespace) -> None:
     if options.schema is not None:
         if options.prompt is None:
-            accepted = "both: the built-in prompts have schemas of their own"
+            accepted = "both: the built-in prompts have their own schemas"
             raise ValueError(f"--schema: got {clip_repr(options.schema)} without --prompt, expected {accepted}")
         options.schema = read_schema("--schema", options.schema)
     for flag, least, most in (("drafts", 1, 8), ("max-new-tokens", 2, 4096), ("repeats", 1, 1000)):
         check_range(options, flag, least, most)
     if not options.no_timeline:
-        require_folder(options.out)  # before minutes of decoding
+        require_folder(options.out)  # checked now, since decoding takes minutes
     if options.html is not None:
         require_writable("--html", options.html)
 
@@ -103,7 +103,7 @@ def generate(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     for name, (kind, help_text) in SAMPLING.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper(), help=help_text)
-    words = "a text that ends the answer and is not part of it; repeat the flag for others"
+    words = "a text that ends the answer and is not part of it; repeat the flag for more"
     group.add_argument("--stop", metavar="TEXT", action="append", help=words)
     group.add_argument("--stop-token-ids", metavar="IDS", help="token ids that end the answer in addition to the model's own, such as 2,13")
     add_loading(parser)
@@ -183,27 +183,27 @@ def serve(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-body-bytes", type=int, default=2 << 20, metavar="N", help="of a request; a larger one gets status 413 (default: %(default)s)"
     )
-    words = "time for an answer, with its time in the queue; status 504 after it (default: %(default)s)"
+    words = "time limit of an answer, its time in the queue included; then status 504 (default: %(default)s)"
     add("--answer-seconds", type=float, default=600.0, metavar="SECONDS", help=words)
-    add("--preemption", action="store_true", help="requests take the rows of those with larger `priority`, which continue later")
+    add("--preemption", action="store_true", help="a request takes the row of one with larger `priority`, which continues later")
     add("--eager", action="store_true", help="capture no graphs: faster start, slower decoding")
-    words = "time for a round, after which the engine and its requests end with an error (default: none; 60 with --tensor-parallel)"
+    words = "time limit of a round; then the engine and its requests end with an error (default: none; 60 with --tensor-parallel)"
     add("--round-timeout-seconds", type=float, metavar="SECONDS", help=words)
-    words = "LoRA adapters, which requests select by their name in `model`: folders in the layout of PEFT"
+    words = "LoRA adapters: folders in the layout of PEFT; a request selects an adapter by its name in `model`"
     add("--lora-modules", nargs="+", default=[], metavar="NAME=FOLDER", help=words)
-    add("--max-lora-rank", type=int, default=16, metavar="N", help="memory is taken for adapters of this rank (default: %(default)s)")
+    add("--max-lora-rank", type=int, default=16, metavar="N", help="largest adapter rank; sets the memory taken (default: %(default)s)")
     add("--api-keys", metavar="FILE", help="accept only requests with an API key of this file, which has one key per line (default: any)")
     add("--log", action=argparse.BooleanOptionalAction, help="write one JSON object per request to stderr", default=True)
-    words = "how the model writes calls of tools; auto: as its chat template describes, otherwise hermes (default: %(default)s)"
+    words = "how the model writes tool calls; auto: as its chat template describes, otherwise hermes (default: %(default)s)"
     formats = ("auto", "hermes", "llama3", "mistral", "mistral-list", "qwen3-coder", "gpt-oss")
     add("--tool-format", choices=formats, default="auto", help=words)
     words = "time for running answers after SIGTERM or Ctrl-C; a second signal ends them at once (default: %(default)s)"
     add("--grace", type=float, default=30.0, metavar="SECONDS", help=words)
     add_drafts(parser)
     group = parser.add_argument_group("replicas (docs/scale.md)")
-    words = "engines in processes of Ray Serve, or the least and the most of them; a stream whose process ends continues on another"
+    words = "number of engines, or least and most, in processes of Ray Serve; if a process ends, its streams continue on another"
     group.add_argument("--replicas", type=_replicas, metavar="N|LEAST-MOST", help=words)
-    words = "whether it continues: where its tokens are exactly the same, also where a near tie may differ, or never (default: exact)"
+    words = "when such a stream continues: with exactly the same tokens only, also if a near tie may differ, or never (default: exact)"
     group.add_argument("--resume", choices=("exact", "same-hardware", "never"), default="exact", help=words)
     words = "processes among which each engine divides its layers (default: 1)"
     group.add_argument("--tensor-parallel", type=int, default=1, metavar="M", help=words)
@@ -228,7 +228,7 @@ def check_serve(options: argparse.Namespace) -> None:
     for flag, bounds in (ranges | dict.fromkeys(("replica-cpus", "replica-gpus"), (0, 4096))).items():
         check_range(options, flag, *bounds)
     try:
-        options.host.encode("idna")  # as the socket does, which raises TypeError
+        options.host.encode("idna")  # the socket would raise TypeError
     except UnicodeError:
         raise ValueError(f"--host: got {clip_repr(options.host)}, expected a host name or an address of this machine") from None
     for flag, seconds in (("round-timeout-seconds", options.round_timeout_seconds), ("answer-seconds", options.answer_seconds)):
@@ -246,16 +246,16 @@ def check_serve(options: argparse.Namespace) -> None:
     if options.api_keys is not None and not lines:
         raise ValueError(f"--api-keys: got {clip_repr(options.api_keys)} without a key, expected one key per line")
     options.api_keys = lines
-    open_listener(options.host, options.port).close()  # so that an address in use is reported before a model is loaded
+    open_listener(options.host, options.port).close()  # an address in use is reported before a model is loaded
 
 
 def _named_folders(pairs: Sequence[str], model: str) -> dict[str, str]:
-    """Of --lora-modules."""
+    """The values of --lora-modules, by name."""
     found: dict[str, str] = {}
     for pair in pairs:
         name, _, folder = pair.partition("=")
         if not name or not folder or name == model or name in found:
-            expected = f"NAME=FOLDER, where no other adapter and not the model ({model}) has the name"
+            expected = f"NAME=FOLDER with a name that neither the model ({model}) nor another adapter has"
             raise ValueError(f"--lora-modules: got {clip_repr(pair)}, expected {expected}")
         found[name] = folder
     return found
@@ -343,7 +343,7 @@ COMMANDS = {
         "what a model is, how much memory its weights take, how it runs, and what is refused, without loading it",
         "Read config, tokenizer and headers, and print family, stored types, and for each implementation and kind of weights the bytes\n"
         "in memory, or why it is refused; then the drafters.\n"
-        "Exit code 1: it cannot be run.",
+        "Exit code 1: the model cannot be run.",
         ("stepgraph inspect model", "stepgraph inspect model --draft model --json"),
         inspect,
     ),
@@ -375,8 +375,7 @@ COMMANDS = {
         "submit the requests of a recording (record=FILE) again and compare the answers token by token",
         "Submit the recorded requests to the same model at the steps at which they started, and compare the answers. Rounds have the\n"
         "recorded numbers of drafts. The text of a cancelled request is compared up to the length of the shorter one.\n"
-        "Exit code 1: an answer differs. 2: FILE is not a recording, or is one of\n"
-        "another model.",
+        "Exit code 1: an answer differs. 2: FILE is not a recording, or is one of another model.",
         ("stepgraph replay toy.jsonl --toy", "stepgraph replay run.jsonl --model model --draft ngram --json"),
         replay,
         check_replay,
@@ -405,10 +404,10 @@ def _draft_length(text: str) -> int | str:
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: the model's own)")
+    parser.add_argument("--dtype", choices=DTYPES, help="type of weights and cache (default: the model's own)")
     words = "quantised weights: converted to --dtype, or kept quantised in memory (default: %(default)s)"
     parser.add_argument("--weights", choices=("dequantised", "quantised"), default="dequantised", help=words)
-    words = "class of the model: stepgraph's own, or that of transformers where auto finds no other (default: %(default)s)"
+    words = "native: a model class of stepgraph; transformers: of that package; auto: native if it supports the model (default: %(default)s)"
     parser.add_argument("--implementation", choices=("auto", "native", "transformers"), default="auto", help=words)
 
 

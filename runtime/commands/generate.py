@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     with engine:
         engine.ensure_captured(progress=terminal.shows_progress())
         if request.constraint is not None:
-            engine.compile(request.constraint)  # bad input if it cannot be enforced; not part of the measured time
+            engine.compile(request.constraint)  # ValueError if it cannot be enforced; not part of the measured time
         document = _generate(engine, request, options)
         document |= {"threads": torch.get_num_threads(), "notes": engine.notes, "stats": asdict(engine.stats())}
     if options.json:
@@ -59,7 +59,7 @@ def _summary(document: dict[str, Any]) -> str:
 
 
 def _read_request(options: argparse.Namespace) -> Request:
-    """Check the texts before the weights are read, and the constraint before the tokenizer is."""
+    """Check the constraint before the tokenizer is read, and the prompt before the weights are read."""
     if constraint := constraint_of(options, None):
         with terminal.waiting("checking the constraint ..."):
             check_constraints([constraint])
@@ -181,7 +181,7 @@ def _generate(engine: Engine, request: Request, options: argparse.Namespace) -> 
 
 
 def _failure_of(job: Job) -> str:
-    """Empty for a successful answer."""
+    """Why the answer failed; empty if it did not."""
     if job.finish_reason == "length" and job.constraint is not None:
         return f"cut short by --max-new-tokens {job.max_new_tokens}: the text is not complete"
     return engines.failure_of(job)

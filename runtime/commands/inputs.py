@@ -13,7 +13,7 @@ from stepgraph.sampling.fields import clip_repr
 
 
 def read_schema(flag: str, value: str) -> dict[str, Any] | bool:
-    """A JSON schema from the value itself if it starts with {, else from the file of this path."""
+    """A JSON schema: the value itself if it starts with {, otherwise the content of the file at this path."""
     text = value if value.lstrip().startswith("{") else read_file(flag, value, "a JSON schema: the path of a file, or the schema itself")
     try:
         schema = json.loads(text)
@@ -65,7 +65,7 @@ def require_writable(flag: str, path: str) -> None:
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """A listening socket. ValueError if there is none for this address, and for an empty host, which would be every address."""
+    """A listening socket. ValueError if the address cannot be used, and for an empty host, which would mean all addresses."""
     why = "0.0.0.0 listens on all addresses"
     try:
         if host:

@@ -88,7 +88,7 @@ def _has_quantised(target: Target | None) -> bool:
 
 
 def _draft_bytes(draft: StoredDraft) -> str:
-    """Without the weights that are the target's."""
+    """The bytes of the draft, without weights that it shares with the target."""
     return f"; {_listed(_bytes_by_kind(draft.own_weights()))}" if isinstance(draft, DraftCheckpoint) else ""
 
 

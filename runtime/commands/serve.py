@@ -27,7 +27,7 @@ from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 ANSWER_SECONDS = 5
-STARTS = 6  # on a loaded machine Ray's own limit of 30 seconds for a start is often too short
+STARTS = 6  # on a loaded machine a start often takes longer than Ray's limit of 30 seconds
 
 
 def run(options: argparse.Namespace) -> int:
@@ -53,7 +53,7 @@ async def _serve_engine(engine: Engine, options: argparse.Namespace) -> None:
 
 
 def ready_engine(options: argparse.Namespace, progress: bool = False) -> Engine:
-    """With its adapters and graphs, which are made before the event loop starts, so that Ctrl-C interrupts it. Replicas call it, too."""
+    """An engine with its adapters and graphs, made before the event loop starts so that Ctrl-C interrupts it. Also called in replicas."""
     engines.set_threads(options)
     engine = open_engine(options)
     try:
@@ -98,7 +98,7 @@ def open_codec(options: argparse.Namespace, vocabulary: Vocabulary) -> TextCodec
 
 
 def vocabulary_with_markers(model: str, tool_format: str, vocabulary: Vocabulary) -> Vocabulary:
-    """For the vocabulary in the model's files. A module's function, as other ranks call it, too."""
+    """The vocabulary in the model's files, with markers as text. At module level, so that pickle can pass it to other ranks."""
     return with_markers(TextCodec.open(model, vocabulary), tool_format).vocabulary
 
 
@@ -136,7 +136,7 @@ def announce(listener: socket.socket, options: argparse.Namespace) -> None:
 
 
 def run_replicas(options: argparse.Namespace) -> None:
-    """Until a signal arrives. The replicas end with this process, unless they run on a cluster that was there before."""
+    """Serve until a signal arrives, then delete the replicas. On a cluster that existed before, they outlive a killed process."""
     import ray  # needs the extra
     from ray import serve as ray_serve
 
@@ -162,10 +162,10 @@ def run_replicas(options: argparse.Namespace) -> None:
 
 
 def connect(cpus: float) -> None:
-    """To the cluster of RAY_ADDRESS or of this machine, or else a new one here with at least these processors."""
+    """Connect to the cluster of RAY_ADDRESS or of this machine, otherwise start one here with at least this many processors."""
     import ray
 
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would send them
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # by default Ray sends usage statistics
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
     if "RAY_ADDRESS" in os.environ or noted_cluster_answers():
         ray.init(address="auto", **quiet)
@@ -174,14 +174,14 @@ def connect(cpus: float) -> None:
         try:
             ray.init(address="local", num_cpus=max(os.cpu_count() or 1, int(cpus) + 1), include_dashboard=False, **quiet)
             return
-        except Exception as error:  # Ray raises that class itself
+        except Exception as error:  # Ray raises plain Exception
             ray.shutdown()
             if "timed out during startup" not in str(error) or attempt == STARTS - 1:
                 raise
 
 
 def noted_cluster_answers() -> bool:
-    """Whether the cluster is there whose address Ray keeps in a file. A killed one leaves the file, and Ray waits for it for minutes."""
+    """Whether the cluster whose address is in Ray's file answers. A killed cluster leaves the file, and ray.init() waits minutes for it."""
     folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
     try:
         host, _, port = (Path(folder) / "ray" / "ray_current_cluster").read_text(encoding="utf-8").strip().rpartition(":")

@@ -36,7 +36,7 @@ def colour_enabled(stream: TextIO) -> bool:
 
 
 def shows_progress() -> bool:
-    """Progress bars are written to stderr, so that a pipe receives the result only."""
+    """Whether stderr is a terminal. Progress bars are written there, so that a pipe receives the result only."""
     return sys.stderr.isatty()
 
 
@@ -61,7 +61,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def report_failures(command: str, failures: Iterable[str]) -> int:
-    """Print them to stderr. Returns the exit code."""
+    """Print the failures to stderr. Returns the exit code."""
     code = 0
     for failure in failures:
         print_error(f"stepgraph {command}: {failure}")
@@ -83,14 +83,14 @@ def waiting(message: str) -> Iterator[None]:
 
 
 def print_json(document: object) -> None:
-    """Values without a JSON type become strings."""
+    """Print the document as JSON. Values without a JSON type become strings."""
     text = json.dumps(document, indent=2, default=str, ensure_ascii=not _encodes_everything(sys.stdout))
     print(CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))  # json.dumps leaves U+007F to U+009F
 
 
 def _repair_streams() -> None:
-    """Replace closed standard streams by the null device, and escape what stdout's encoding lacks and control characters of warnings."""
-    # In this order they take the closed file descriptors 0, 1 and 2, which files opened later would take otherwise.
+    """Replace closed standard streams by the null device, and escape control characters of warnings and what stdout's encoding lacks."""
+    # Opened in this order, they take the closed file descriptors 0, 1 and 2; otherwise files opened later would take these.
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 - stays open until the process ends
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115

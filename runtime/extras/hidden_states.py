@@ -110,14 +110,14 @@ class StatesWriter:
             return True
 
     def finish(self) -> None:
-        """Have the texts in memory written, without waiting. Idempotent."""
+        """Let the thread write the texts in memory and end, without waiting for it. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._texts.put(None)
 
     def close(self, seconds: float | None = None) -> None:
-        """Write the texts in memory, and wait at most so long. Idempotent."""
+        """Write the texts in memory, and wait at most `seconds`. Idempotent."""
         self.finish()
         self._thread.join(seconds)
 
@@ -170,7 +170,7 @@ class StatesWriter:
         try:
             if not self.error:
                 self._write_shard(texts)
-        except Exception as error:  # of any kind: it ends the saving and nothing else
+        except Exception as error:  # any exception ends the saving and nothing else
             self.error = f"{self._folder}: {error}"
         with self._lock:
             self._held -= size
@@ -254,7 +254,7 @@ class HiddenStates:
         self._sent: collections.deque[PromptLines] = collections.deque()
         self._states: dict[int, list[Tensor]] = {}  # by job id, in order: [n, layout.width]
         self._warned = False
-        weakref.finalize(self, self.writer.finish).atexit = False  # for an engine that is not closed
+        weakref.finalize(self, self.writer.finish).atexit = False  # for an engine that is dropped without close()
 
     def prompt_launched(self, job: Job, count: int) -> None:
         """Copy the states of the chunk just launched to the host. Waits only if the whole ring is being copied."""
@@ -276,7 +276,7 @@ class HiddenStates:
 
     def emitted(self, job: Job, slot: int, batch_index: int, count: int) -> None:
         """Keep the states of the `count` tokens that a finished round emitted for one row."""
-        while self._sent and self._sent[0].event.query():  # prompts of this job were sent before the round was
+        while self._sent and self._sent[0].event.query():  # the prompt of this job was copied before the round
             self._take_oldest()
         if job.id in self._states and count:
             self._states[job.id].append(self._buffers.states_ring_host[slot, batch_index, :count].clone())

@@ -34,7 +34,7 @@ from stepgraph.sampling.lifetimes import call_after_fork
 
 FORMAT = 1
 PACKAGES = ("torch", "xgrammar", "llguidance", "triton")
-# Arguments of submit() that a line has as they are.
+# Arguments of submit() that a line contains unchanged.
 COPIED = ("prompt_ids", "max_new_tokens", "num_speculative_tokens", "draft_ids", "cache_salt", "resume_from", "priority", "tenant")
 FULL = b'{"kind":"full"}\n'
 FIRST_VALUES = 16  # of each tensor: enough to distinguish models of the same shape
@@ -73,7 +73,7 @@ class Recorder:
         self.write("engine", **header)
 
     def chosen(self, drafting: Drafting) -> None:
-        """How the round of this step drafts, where it is chosen for each round."""
+        """Record how the round of this step drafts, if that is chosen for each round."""
         self.write("round", drafts=drafting.length, model=drafting.model)
 
     def closed(self, why: str) -> None:

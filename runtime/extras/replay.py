@@ -1,7 +1,7 @@
 """Reads a recording, submits its requests to another engine at the same steps, and compares tokens and finish reasons.
 
-A request is submitted at the step at which it got a row, since its grammar is compiled beforehand while the recorded engine may have
-waited for it. So rounds have the same requests, and with the recorded draft lengths sampled tokens are the same as well.
+A request is submitted at the step at which it got a row: its grammar is already compiled, while the recorded engine may have waited for
+the compile. So rounds have the same requests, and with the recorded draft lengths sampled tokens are the same as well.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RecordedRequest:
     step: int  # steps begun before it was submitted
     options: dict[str, Any]  # arguments of Engine.submit; empty if it cannot be replayed
     tokens: list[int] = field(default_factory=list)
-    reason: FinishReason | None = None  # None: it had not ended when the recording did
+    reason: FinishReason | None = None  # None: it had not ended at the end of the recording
     error: str = ""
     end_step: int = 0
     admission: tuple[int, int] | None = None  # the step in which it got a row, and its number among the requests that got one
@@ -45,7 +45,7 @@ class RecordedRun:
     path: Path
     header: dict[str, Any]
     by_id: dict[int, RecordedRequest] = field(default_factory=dict)  # in the order of submission
-    lengths: dict[int, Drafting] = field(default_factory=dict)  # of a step's round, where it was chosen for each round
+    lengths: dict[int, Drafting] = field(default_factory=dict)  # by step: how its round drafted, if that was chosen for each round
     admitted: int = 0
     steps: int = 0
     ending: str = "the process ended"  # why the recording ends
@@ -102,7 +102,7 @@ class Difference(NamedTuple):
     position: int
     got: int | str
     expected: int | str
-    error: str  # of the finish reason
+    error: str  # that belongs to the finish reason
 
     def __str__(self) -> str:
         error = f" ({self.error})" if self.error else ""
@@ -181,7 +181,7 @@ def version_differences(run: RecordedRun) -> tuple[str, ...]:
 def _execute(run: RecordedRun, engine: Engine) -> dict[int, Job]:
     """Submit and cancel the requests after as many steps as in the recording. Returns the jobs by recorded job id."""
     requests, lengths = [request for request in run.requests if request.options], engine._parts.lengths
-    # At one time, submissions are first, and of these the requests that got a row, in the order of their admission.
+    # Within a step, submissions come before cancellations, and requests that got a row come first, in the order of their admission.
     submits = [(*(request.admission or (max(request.step + 1, request.end_step), run.admitted)), request, False) for request in requests]
     cancelled = [request for request in requests if request.reason == FinishReason.CANCELLED]
     cancels = [(max(request.end_step, request.step + 1), run.admitted + 1, request, True) for request in cancelled]
@@ -201,7 +201,7 @@ def _execute(run: RecordedRun, engine: Engine) -> dict[int, Job]:
             lengths.fixed = run.lengths.get(step)
         engine.step()
         if step >= run.steps:
-            # Cancel the jobs that had not ended when the recording did, once all their recorded tokens are compared.
+            # Cancel the jobs that have no recorded end, once they have as many tokens as were recorded.
             for request in requests:
                 job = jobs.get(request.job_id)
                 if job and request.reason is None and len(job.tokens) >= len(request.tokens):

@@ -23,12 +23,12 @@ class TokenMap(NamedTuple):
 
 
 class TokenMapped(nn.Module):
-    """A base class, before that of a target, of a draft that reads the tokens only and ignores the target's features."""
+    """A draft that reads tokens only and ignores the target's features. A base class, listed before the class of a target model."""
 
     vocab_size: int
 
     def set_token_map(self, token_map: TokenMap | None, device: str | torch.device) -> None:
-        """Called once. None: the draft has the target's vocabulary."""
+        """Called once, in __init__. token_map: None if the draft has the target's vocabulary."""
         draft_ids, proposable, d2t = (None, None, None) if token_map is None else (ids.to(device) for ids in token_map)
         for name, ids in (("draft_ids", draft_ids), ("proposable", proposable), ("d2t", d2t)):
             self.register_buffer(name, ids, persistent=False)
@@ -72,7 +72,7 @@ def map_tokens(draft: Vocabulary, target: Vocabulary) -> TokenMap | None:
     for draft_id, content in enumerate(draft.tokens):
         draft_id_of.setdefault((content, draft_id in draft.non_text_ids), draft_id)
     draft_ids, missing = [0] * target.logits_width, list[int]()
-    target_id_of: dict[int, int] = {}  # by draft id
+    target_id_of: dict[int, int] = {}  # by the draft's id
     for token, content in enumerate(target.tokens):
         key = (content, token in target.non_text_ids)
         same_id = token < len(draft.tokens) and (draft.tokens[token], token in draft.non_text_ids) == key

@@ -60,7 +60,7 @@ class Eagle3(LlamaBase):
 
     @property
     def shares_embeddings(self) -> bool:
-        """Heads are trained over the target's token embeddings, unless they have another width."""
+        """Whether token embeddings are the target's: heads are trained over them, unless their width differs."""
         return self.config.layer.hidden_size == self.config.target_hidden_size
 
     @property
@@ -71,7 +71,7 @@ class Eagle3(LlamaBase):
         return (f"draft: EAGLE-3 over the inputs of layers {layers}; proposes {proposed}",)
 
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
-        layer = self.config.layer  # positions beyond max_positions lower acceptance only, so they are accepted
+        layer = self.config.layer  # no check of max_positions: positions beyond it only lower acceptance
         return cache_specs("draft", 1, limits, layer.num_kv_heads, layer.head_size, layer.dtype)
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
@@ -92,9 +92,9 @@ class Eagle3(LlamaBase):
 
 
 def shift_inputs(inputs: ModelInput, count: int) -> ModelInput:
-    """The same tokens with their cache entries `count` positions earlier, the position of the state that they follow.
+    """The same tokens with cache entries `count` positions earlier, at the position of the state before them.
 
-    The first `count` tokens of a history follow no state, and entries in shared pages exist already: both become inert.
+    The first `count` tokens of a history have no such state, and entries in shared pages exist already: both become inert.
     """
     slots = inputs.slots
     if isinstance(inputs.shared, Tensor):

@@ -1,8 +1,8 @@
-"""Parts of layers that some families have in place of a Llama's.
+"""Parts of layers that some families have instead of those of Llama.
 
-An MLP of experts: those of Mixtral, Qwen3-MoE, GPT-OSS, DeepSeek-V3 and GLM-4.5. Multi-head latent attention in expanded form, as in
+An MLP of experts, as in Mixtral, Qwen3-MoE, GPT-OSS, DeepSeek-V3 and GLM-4.5. Multi-head latent attention in expanded form, as in
 DeepSeek-V3: queries, keys and values from small states of each token. Keys and values are computed when a token is processed, and cached
-for every head; values with more numbers after their own.
+for every head; values are padded to the size of keys.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from stepgraph.graphs.layers.huge_pages import empty_weight
 from stepgraph.graphs.layers.lora import Adapted
 from stepgraph.runtime.models.llama_config import ExpertsConfig, LatentConfig, LlamaConfig
 
-_EPSILON = 1e-6  # of both norms of latent attention, whatever the config says of others
+_EPSILON = 1e-6  # of both norms of latent attention; the config's value is for other norms
 
 
 class ExpertMlp(nn.Module):
-    """Six operations, or eleven with a router in float32 and a shared MLP. Which experts a token takes is read on the device; a row's
-    result does not depend on the other rows."""
+    """Six operations, or eleven with a router in float32 and a shared MLP. The experts of a token are read on the device; the result of a
+    row does not depend on other rows."""
 
     def __init__(self, config: LlamaConfig, experts: ExpertsConfig, like: Tensor) -> None:
         super().__init__()
@@ -66,8 +66,8 @@ class ExpertMlp(nn.Module):
 
 
 class LatentProjection(nn.Module):
-    """What follows the first product of attention, whose result is queries or their state, the state of keys and values, and the rotated
-    part of keys, which all heads share. Six operations."""
+    """Follows the first product of attention. That product gives queries or their latent state, the latent state of keys and values, and
+    the rotated part of keys, which all heads share. Six operations."""
 
     def __init__(self, config: LlamaConfig, latent: LatentConfig, like: Tensor) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class LatentProjection(nn.Module):
         self.columns: Tensor
 
     def forward(self, mixed: Tensor, adapted: Adapted) -> Tensor:
-        """[N, 3 * heads * size]: queries, keys and values, the rotated numbers of each head first, as `rotate` expects them."""
+        """[N, 3 * heads * size]: queries, keys and values, the rotated elements of each head first, as `rotate` expects them."""
         query, state, rotated = mixed.split(self.sizes, 1)
         if self.query_norm is not None:
             query = rms_norm(query, self.query_norm, _EPSILON)
@@ -94,7 +94,7 @@ class LatentProjection(nn.Module):
 
 
 def _head_columns(latent: LatentConfig, heads: int, device: torch.device) -> Tensor:
-    """Where each number of queries, keys and values is in queries, unrotated keys with values, and the rotated part of keys."""
+    """The column of each element of queries, keys and values in the concatenation of queries, entries and rotated keys."""
     size, plain = latent.size, latent.plain
     unrotated = heads * (plain + latent.value_size)
     turned = torch.arange(latent.rotated, device=device)
@@ -104,5 +104,5 @@ def _head_columns(latent: LatentConfig, heads: int, device: torch.device) -> Ten
     queries = torch.cat([queries[:, plain:][:, turned], queries[:, :plain]], 1)
     keys = torch.cat([(heads * size + unrotated + turned).expand(heads, -1), entries[:, :plain]], 1)
     values = entries[:, plain:]
-    fill = values[:, :1].expand(-1, size - latent.value_size)  # any numbers: nothing reads them
+    fill = values[:, :1].expand(-1, size - latent.value_size)  # any elements: nothing reads them
     return torch.cat([queries, keys, torch.cat([values, fill], 1)]).flatten()

@@ -29,7 +29,7 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines of `rope_angles`
 
 
 class LlamaBase(nn.Module):
-    """What a target and its drafts have besides their layers. layer_config: the sizes of these layers."""
+    """The parts that a target and its drafts share besides layers. layer_config: the sizes of the layers."""
 
     embedding: nn.Parameter
     head: nn.Parameter | None
@@ -118,14 +118,14 @@ class Llama(LlamaBase):
         return ModelOutput(hidden, torch.cat(features, -1).view(*shape, -1) if features else hidden)
 
     def adapted(self, index: int, inputs: ModelInput, buffers: StaticBuffers) -> Adapted:
-        """What the products of a layer become."""
+        """The function that adds LoRA adapters to the products of a layer."""
         prefix = f"{self.name}_{index}_"
         return unchanged if inputs.lora_slots is None else lambda name, x, found: add_lora(prefix + name, x, found, inputs, buffers)
 
 
 def embed(inputs: ModelInput, table: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    """[B * Q, H] embeddings of the tokens, times the scale, or those that replace them."""
-    states: Tensor = getattr(table, "lookup", lookup)(inputs.tokens.flatten(), table, dtype)  # ranks may divide the table
+    """[B * Q, H] embeddings of the tokens, times the scale; embeddings of the request replace them."""
+    states: Tensor = getattr(table, "lookup", lookup)(inputs.tokens.flatten(), table, dtype)  # of tables that ranks divide
     states = states if scale == 1 else states * scale
     if inputs.embeddings is None:
         return states

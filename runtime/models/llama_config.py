@@ -40,18 +40,18 @@ class RopeConfig:
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_length: int | None = None  # in tokens
-    rotated: int | None = None  # how many numbers of a head are rotated; None: all
+    rotated: int | None = None  # number of rotated elements of a head; None: all
     divisors: tuple[float, ...] = ()  # one for each frequency
-    magnitude: float = 1.0  # a factor of cosines and sines
+    magnitude: float = 1.0  # factor of cosines and sines
 
     def frequencies(self, size: int) -> Tensor:
-        """[rotated / 2] float32 radians per position, for heads of `size` numbers."""
+        """[rotated / 2] float32 radians per position, for heads of `size` elements."""
         size = self.rotated or size
         powers = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
         frequencies = 1.0 / (self.theta**powers)
         if self.original_length is None:
             return frequencies / (torch.tensor(self.divisors) if self.divisors else self.factor)
-        # Frequencies with many periods in the original length stay, those with few are scaled, and between them both are mixed.
+        # Frequencies with many periods in the original length are kept, those with few are scaled, and those between are interpolated.
         periods = self.original_length * frequencies / (2 * math.pi)
         kept = (periods - self.low_frequency_factor) / (self.high_frequency_factor - self.low_frequency_factor)
         kept = kept.clamp(0, 1)
@@ -71,14 +71,14 @@ class ExpertsConfig:
     """The MLP of some layers: a router and experts, of which every token takes a few."""
 
     count: int
-    taken: int  # by each token
-    size: int  # the intermediate size of each
-    normalised: bool  # the probabilities of those taken sum to one
-    # Names in files: of the MLP in a layer, and of gate, up and down in an expert; None: as GPT-OSS has them.
+    taken: int  # experts per token
+    size: int  # intermediate size of each expert
+    normalised: bool  # whether the weights of the taken experts sum to one
+    # Names in files: of the MLP in a layer, and of gate, up and down in an expert; None: the layout of GPT-OSS.
     stored: tuple[str, str, str, str] | None
-    dense_layers: frozenset[int] = frozenset()  # with an MLP as in other models
-    routing: Routing | None = None  # None: by softmax
-    shared_size: int = 0  # the intermediate size of an MLP that every token takes
+    dense_layers: frozenset[int] = frozenset()  # layers with a dense MLP
+    routing: Routing | None = None  # None: softmax
+    shared_size: int = 0  # intermediate size of the shared MLP, which every token takes
 
     @property
     def biased(self) -> bool:
@@ -87,21 +87,21 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Queries, keys and values that are products of small states, which are products of the hidden state. See `layer_parts`."""
+    """Latent attention: queries, keys and values are projected from small states, which are projected from the hidden state."""
 
-    query_rank: int | None  # the size of the state of queries; None: these are products of the hidden state
-    rank: int  # the size of the state of keys and values
-    plain: int  # how many numbers of a query or key are not rotated
+    query_rank: int | None  # size of the state of queries; None: queries are projected from the hidden state
+    rank: int  # size of the state of keys and values
+    plain: int  # number of elements of a query or key that are not rotated
     rotated: int
     value_size: int
-    interleaved: bool  # pairs of rotated numbers are neighbours
+    interleaved: bool  # the two elements of a rotated pair are adjacent
 
     @property
     def size(self) -> int:
         return self.plain + self.rotated
 
     def products(self, heads: int) -> dict[str, tuple[str, int, int]]:
-        """Those with the small states, by the names of their parameters: the name in files, outputs and inputs."""
+        """The products with the small states, by parameter name: name in files, number of outputs and of inputs."""
         entries = "kv_b_proj", heads * (self.plain + self.value_size), self.rank
         query = {} if self.query_rank is None else {"query": ("q_b_proj", heads * self.size, self.query_rank)}
         return query | {"entries": entries}
@@ -118,7 +118,7 @@ class LlamaConfig:
     windows: tuple[int | None, ...]  # attention window of each layer, in positions; None: unlimited
     norm_epsilon: float = 1e-6
     rope: RopeConfig = field(default_factory=RopeConfig)
-    local_rope: RopeConfig | None = None  # of layers with a window, if another
+    local_rope: RopeConfig | None = None  # of layers with a window, if different
     qkv_bias: bool = False
     output_bias: bool = False
     head_norms: bool = False  # RMS norm of every query and key head
@@ -141,7 +141,7 @@ class LlamaConfig:
 
     @property
     def qkv_parts(self) -> dict[str, int]:
-        """Outputs of the parts of the first product of attention, by their names in files."""
+        """Numbers of outputs of the parts of the first product of attention, by name in files."""
         query, entry = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
         if self.latent is not None:
             first = {"q_proj": query} if self.latent.query_rank is None else {"q_a_proj": self.latent.query_rank}
@@ -165,19 +165,19 @@ class LlamaConfig:
 
     @property
     def embedding_factor(self) -> float:
-        """The scale of embeddings as a number of `dtype`, as transformers multiplies with."""
+        """The scale of embeddings, rounded to `dtype` as in transformers."""
         return float(torch.tensor(self.embedding_scale, dtype=self.dtype, device="cpu"))
 
     @property
     def has_llama_layers(self) -> bool:
-        """Whether layers have the parts of a Llama's and no others, as those of draft heads, stored under the same names."""
+        """Whether layers have exactly the parts of a Llama layer, stored under the same names, as draft heads require."""
         plain = replace(self, output_norms=False, norm_offset=0.0, activation=Activation.SILU, attention_scale=None, embedding_scale=1.0)
         plain = replace(plain, fused=False, experts=None, latent=None, sinks=False)
         return self == replace(plain, rope=replace(self.rope, rotated=None, divisors=()), local_rope=None)
 
     def products(self, experts: ExpertsConfig | None) -> dict[str, tuple[int, dict[str, int]]]:
-        """The products of a layer by the names of their parameters: inputs, and outputs by the names of modules in files. Those of experts
-        are none of them."""
+        """The products of a layer, without those of experts, by parameter name: number of inputs, and numbers of outputs by the name of the
+        module in files."""
         attended, middle, prefix, names = self.num_heads * self.value_size, self.intermediate_size, "mlp", ("gate_up", "down")
         found = {
             "qkv": (self.hidden_size, {f"self_attn.{part}": size for part, size in self.qkv_parts.items()}),
@@ -211,4 +211,4 @@ class Eagle3Config:
     feature_layers: tuple[int, ...]  # layers of the target whose inputs are fused
     target_hidden_size: int
     draft_vocab_size: int  # tokens that the head can propose
-    norm_before_residual: bool = False  # the residual connection around attention takes the normalised state
+    norm_before_residual: bool = False  # the residual connection around attention starts from the normalised state

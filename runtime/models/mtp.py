@@ -2,7 +2,7 @@
 
 Module k combines the state of module k - 1 at position i (for k = 1 the target's) with the token at i + k. Its output state
 predicts token i + k + 1. A single module runs repeatedly, over its own drafts. With several modules, module k makes draft k
-only. Each module also processes every new token of the text, with the kept state of the module before it, so that its cache
+only. Each module also processes every new token of the text, with the saved state of the module before it, so that its cache
 is the same as after processing the whole text at once; entries of rejected drafts are overwritten in the next round. Some
 serving engines differ: they leave later modules without cache entries for most of a text, or give them the target's states.
 The state that is passed on is normalised by `shared_head.norm`, like the target's.
@@ -68,7 +68,7 @@ class MtpModules(nn.Module):
 
     @abstractmethod
     def run_module(self, index: int, previous: Tensor, embedded: Tensor, entries: ModelInput, buffers: StaticBuffers) -> Tensor:
-        """States [B * Q, H] after a module, of the states before it and token embeddings, [B * Q, H] each."""
+        """The output states [B * Q, H] of a module. previous, embedded: [B * Q, H], its input states and token embeddings."""
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         assert inputs.features is not None
@@ -86,7 +86,7 @@ class MtpModules(nn.Module):
 
 
 class Mtp(MtpModules, LlamaBase):
-    """One module per layer of `config`, each a dense layer of a Llama. Their weights are uninitialised."""
+    """One module per layer of `config`, with a layer of the Llama family. The weights are uninitialised."""
 
     head: nn.Parameter
 
@@ -111,7 +111,7 @@ class Mtp(MtpModules, LlamaBase):
 class TransformersMtp(MtpModules):
     """Modules whose layers are those of a family of `transformers`, with experts or latent attention: DeepSeek-V3, GLM-4.5.
 
-    decoders: of one layer each, with names of their own; their last norms are the modules'. Other weights are uninitialised.
+    decoders: of one layer each, with distinct names; the last norm of a decoder is that of the module. Other weights are uninitialised.
     """
 
     def __init__(self, decoders: Sequence[TransformersModel], epsilon: float, embedding: nn.Parameter, head: nn.Parameter) -> None:

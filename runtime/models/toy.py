@@ -18,7 +18,7 @@ from stepgraph.graphs.model_call import ModelInput, ModelOutput
 
 _LIMBS, _LIMB_BITS, _HASH_BITS = 3, 14, 42  # a hash as three floats, which are exact in float32
 _MASK = (1 << _HASH_BITS) - 1
-_FACTOR, _GATE = 0x2545F4914F6CDD1D, -0x71BA30AC78285ACA  # the second one: _salted(0x5851F42D)
+_FACTOR, _GATE = 0x2545F4914F6CDD1D, -0x71BA30AC78285ACA  # _GATE is _salted(0x5851F42D)
 
 
 class ToyTarget(nn.Module):
@@ -49,7 +49,7 @@ class ToyTarget(nn.Module):
 class ToyDraft(nn.Module):
     """A draft that agrees with its target on a share of all prefixes, if its cache and features are right.
 
-    agreement: that share; for other prefixes it uses another hash. d2t: the target ids of the draft's tokens; None for the
+    agreement: that share; other prefixes use another hash. d2t: the target ids of the draft's tokens; None for the
     target's vocabulary.
     """
 
@@ -73,7 +73,7 @@ class ToyDraft(nn.Module):
         assert inputs.features is not None
         own = _prefix_hash(inputs, buffers.toy_draft_cache)
         expected = (_from_limbs(inputs.features) + hash_pair(inputs.tokens, inputs.positions)) & _MASK
-        hidden = _to_limbs(torch.where(own == expected, own, own ^ 1))  # a wrong feature or cache entry ends all agreement
+        hidden = _to_limbs(torch.where(own == expected, own, own ^ 1))  # after a wrong feature or cache entry no draft agrees
         return ModelOutput(hidden, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Modules of this package in place of those of `transformers` that compute the same: fewer nodes in a round.
+"""Modules that replace equivalent modules of `transformers`, so that a round has fewer nodes.
 
-What a module computes is not read from its class: `replace_modules` runs both on the same input and compares the results.
+Whether two modules are equivalent is not read from the class: `replace_modules` runs both on the same input and compares the results.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv, rope_angles
 from stepgraph.graphs.model_call import ModelInput
 
 _TOKENS = 5  # of the inputs for comparisons
-_NEAR = 1e-4  # of the largest number; in float32
+_NEAR = 1e-4  # tolerance relative to the largest value, in float32
 _PAGE = 16
-_STEP = 40_001  # between the positions compared: far apart, so that whatever depends on them shows
+_STEP = 40_001  # between the positions compared: large, so that every use of positions shows
 
 
 class LayerAttention(NamedTuple):
     heads: int
     kv_heads: int
     size: int  # of queries and keys
-    value_size: int  # at most `size`: values are stored with zeros after them
+    value_size: int  # at most `size`: values are padded with zeros
     window: int | None
     scale: float
     softcap: float = 0.0
@@ -67,7 +67,7 @@ class Call(NamedTuple):
 
 
 class Product(nn.Module):
-    """nn.Linears of one input as one product: on the CPU a row has the same bits in any batch. They are named for adapters."""
+    """nn.Linears with the same input as one product: on the CPU a row has the same bits in any batch. Adapters use their names."""
 
     def __init__(self, linears: Mapping[str, nn.Linear]) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Product(nn.Module):
         self.bias = None if biases[0] is None else biases[0] if len(modules) == 1 else joined(biases)
         self.parts = {name: each.out_features for name, each in linears.items()}
         self.lora = ""  # the name of its adapters
-        self.calls: Sequence[Call] = ()  # the present one, if it has adapters
+        self.calls: Sequence[Call] = ()  # the current call, if the model has adapters
 
     def forward(self, states: Tensor) -> Tensor:
         flat = states.reshape(-1, states.shape[-1])
@@ -177,7 +177,7 @@ class Rotary(nn.Module):
 
 
 def replace_modules(decoder: nn.Module, prefix: str, layers: Sequence[LayerAttention]) -> None:
-    """Replace the modules of a decoder that compute what those above do. Without data, on the meta device, only its products.
+    """Replace modules of a decoder by equivalent ones of this file. On the meta device, which has no data, only nn.Linears.
 
     prefix: the name of the decoder.
     """
@@ -202,7 +202,7 @@ def replace_modules(decoder: nn.Module, prefix: str, layers: Sequence[LayerAtten
 
 
 class _Comparison:
-    """Inputs on which a module and its replacement have to agree, in float32."""
+    """Inputs in float32 for which a module and its replacement must return the same."""
 
     def __init__(self, decoder: nn.Module, layers: Sequence[LayerAttention]) -> None:
         weight = next(decoder.parameters())
@@ -214,12 +214,12 @@ class _Comparison:
         self.rotary = made if _agree(self._angles, _run(made, states, self._positions)) else None
 
     def replace(self, parent: nn.Module, name: str, make: Callable[[nn.Module], nn.Module]) -> None:
-        """By the module that `make` makes, if both compute the same."""
+        """Replace a module by the result of `make`, if both compute the same."""
         module = copy.deepcopy(parent.get_submodule(name)).float()
         size = next(each.shape[-1] for each in module.parameters() if each.dim() == 2)
         states = torch.randn(1, _TOKENS, size, generator=self._made).to(self._device)
         other = make(module)
-        # A single token has no scores that could be close, so its numbers may be large: clamps show.
+        # With a single token no two attention scores can be close, so inputs may be large: clamps change the result.
         if all(_agree(self._run(module, given), self._run(other, given)) for given in (states, states[:, :1] * 1000)):
             setattr(parent, name, make(parent.get_submodule(name)))
 
@@ -242,10 +242,10 @@ class _Comparison:
 
 @torch.no_grad()
 def _run(module: Any, *inputs: Tensor, **options: Any) -> tuple[Tensor, ...] | None:
-    """What a module returns, None if it does not accept these arguments."""
+    """The tensors that a module returns; None if it does not accept these arguments."""
     try:
         found = module(*inputs, **options)
-    except Exception:  # of any kind, from modules of any family
+    except Exception:  # modules of other families may raise anything
         return None
     return tuple(each for each in (found if isinstance(found, tuple) else (found,)) if each is not None)
 
@@ -257,7 +257,7 @@ def _agree(one: tuple[Tensor, ...] | None, other: tuple[Tensor, ...] | None) -> 
 
 
 def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """Every module inside, those within others first: its path, its parent, and its name there."""
+    """Every submodule, inner ones first: its path, its parent, and its name in the parent."""
     for name, child in module.named_children():
         yield from _children(child, f"{prefix}.{name}")
         yield f"{prefix}.{name}", module, name, child
@@ -268,7 +268,7 @@ def _norm_of(module: nn.Module) -> Norm | None:
     epsilon: object = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, nn.Parameter) or not isinstance(epsilon, float) or weight.dim() != 1:
         return None
-    # Norms of several families differ in their rounding, or add one to the weight: these stay.
+    # Norms of some families round differently, or add one to the weight: these are kept.
     states = torch.linspace(-3, 3, 4 * len(weight), device=weight.device).cos().view(4, -1).to(weight.dtype)
     same = torch.equal(module(states), rms_norm.reference(states, weight, epsilon))
     return Norm(weight, epsilon) if same else None
@@ -279,7 +279,7 @@ def _linears(module: nn.Module, path: str, parts: Sequence[str]) -> dict[str, nn
 
 
 def _consists_of(module: nn.Module, linears: Sequence[str], *others: str) -> bool:
-    """Of nn.Linears whose biases are alike, and of other modules."""
+    """Whether a module has these nn.Linears, all but the last with or all without a bias, and no child outside `others`."""
     children = dict(module.named_children())
     found = [children.pop(name) for name in linears if type(children.get(name)) is nn.Linear]
     return len(found) == len(linears) and children.keys() <= set(others) and len({each.bias is None for each in found[:-1]}) == 1

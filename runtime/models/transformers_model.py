@@ -27,13 +27,13 @@ from stepgraph.runtime.models.draft_llama import TokenMap, TokenMapped
 from stepgraph.runtime.models.transformers_layers import Call, LayerAttention, Product, replace_modules
 
 PAGED, INSPECTED = "stepgraph", "stepgraph_inspected"  # names in transformers' attention interface
-_ACCEPTED = {"dropout", "position_ids", "use_cache", "sliding_window", "is_causal"}  # options of attention that are known without effect
+_ACCEPTED = {"dropout", "position_ids", "use_cache", "sliding_window", "is_causal"}  # options of attention that have no effect here
 _PROBED_TOKENS = 2
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What engines and drafts need to know of a config."""
+    """The sizes in a config that engines and drafts use."""
 
     vocab_size: int
     hidden_size: int
@@ -47,7 +47,7 @@ class ModelSizes:
 
 
 class _Inspection:
-    """Takes the place of a Call, over tensors without data: collects what every layer asks of its attention."""
+    """Replaces a Call for tensors without data: collects the attention parameters of every layer."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerAttention] = {}
@@ -73,17 +73,17 @@ class _Inspection:
 
 def _attention(module: nn.Module, *tensors: Any, stepgraph: Call | _Inspection | None = None, **options: Any) -> tuple[Tensor, None]:
     if stepgraph is None:
-        raise ValueError(f"{type(module).__name__} does not pass keyword arguments to its attention, as every call needs here")
+        raise ValueError(f"{type(module).__name__} does not pass keyword arguments to its attention, which is required here")
     return stepgraph.attend(module, *tensors, **options), None
 
 
 AttentionInterface.register(PAGED, _attention)
 AttentionInterface.register(INSPECTED, _attention)
-AttentionMaskInterface.register(INSPECTED, lambda **options: options["mask_function"])  # PAGED has none: no mask is built
+AttentionMaskInterface.register(INSPECTED, lambda **options: options["mask_function"])  # PAGED has no mask function: no mask is built
 
 
 def inspect_model(model: PreTrainedModel) -> ModelSizes:
-    """The sizes of a model on the meta device, made with INSPECTED. ValueError names the layer that is not supported, and why."""
+    """The sizes of a model on the meta device that was made with INSPECTED. ValueError names an unsupported layer, and why."""
     config, inspection = model.config.get_text_config(), _Inspection()
     decoder = decoder_of(model)
     ids = torch.zeros(1, _PROBED_TOKENS, dtype=torch.int64, device="meta")
@@ -132,14 +132,14 @@ def _layers(decoder: nn.Module, config: Any) -> nn.ModuleList:
 
 
 class _Given(nn.Module):
-    """Takes the place of the decoder, so that the model's own forward computes logits from a hidden state."""
+    """Replaces the decoder, so that the model's own forward computes logits from a hidden state."""
 
     def forward(self, inputs_embeds: Tensor, **_: object) -> MoeModelOutputWithPast:
         return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 class TransformersModel(nn.Module):
-    """A target. model: loaded, with PAGED attention. sizes: from `inspect_model`. feature_layers, name: as of Llama."""
+    """A target. model: loaded, with PAGED attention. sizes: from `inspect_model`. feature_layers, name: as in Llama."""
 
     def __init__(self, model: PreTrainedModel, sizes: ModelSizes, *, feature_layers: Sequence[int] = (), name: str = "target") -> None:
         super().__init__()
@@ -159,14 +159,14 @@ class TransformersModel(nn.Module):
         for child_name, child in self.head.named_children():
             if type(child) is nn.Linear:
                 setattr(self.head, child_name, Product({child_name: child}))
-        self._calls: list[Call] = []  # the present one
+        self._calls: list[Call] = []  # the current call
         self.lora_weights: dict[str, LoraWeight] = {}
         for index, module in enumerate(module for module in self.decoder.modules() if isinstance(module, Product)):
             module.lora, module.calls = f"{name}_lora{index}", self._calls
             self.lora_weights[module.lora] = LoraWeight(module.parts, module.weight.shape[1])
         products = [module for module in self.modules() if isinstance(module, (Product, nn.Embedding))]
         known = {id(weight) for module in products for weight in module.parameters()}
-        # On the CPU: whether a row has the same bits in any batch. Routers and experts multiply without nn.Linear.
+        # Whether on the CPU a row has the same bits in any batch. Routers and experts multiply without nn.Linear.
         self.batch_invariant = all(weight.dim() == 1 or id(weight) in known for weight in self.parameters())
         self._save_layer_inputs(_layers(self.decoder, model.config.get_text_config()))
         shapes: dict[tuple[int, int], list[int]] = {}
@@ -227,7 +227,7 @@ class TransformersModel(nn.Module):
         call = Call(self.config.attention, self.cache_of, inputs, buffers, {})
         self._calls[:] = [call]
         output = self.decoder(**given, position_ids=inputs.positions, use_cache=False, stepgraph=call)
-        self._calls.clear()  # they hold the buffers
+        self._calls.clear()  # a call holds the buffers
         return output.last_hidden_state, call.layer_inputs
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class TransformersModel(nn.Module):
         return self.name if len(self._groups) == 1 else f"{self.name}{number}"
 
     def _save_layer_inputs(self, layers: nn.ModuleList) -> None:
-        """Hooks that keep the inputs of the feature layers for the call."""
+        """Register hooks that save the inputs of the feature layers in the call."""
 
         def keep(index: int, options: Mapping[str, Any], states: Tensor | tuple[Tensor, ...]) -> None:
             options["stepgraph"].layer_inputs[index] = states if isinstance(states, Tensor) else states[0]

@@ -28,9 +28,9 @@ from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.parallel.ranks import Ranks
 
 _TOKEN_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
-_ADDED = ("o_proj.bias", "experts.down_proj_bias")  # to a sum over the ranks: on the first one; zeros on others
-_SUMMED = ("output", "down")  # products with some columns of a weight: their sum over the ranks is the whole product
-LEAST_LAYER_WEIGHTS = 7_000_000  # of a draft model that is divided; measured, see docs/tensor-parallel.md
+_ADDED = ("o_proj.bias", "experts.down_proj_bias")  # biases of a sum over the ranks: loaded on rank 0, zeros on other ranks
+_SUMMED = ("output", "down")  # products with a part of a weight's columns: their sum over the ranks is the whole product
+LEAST_LAYER_WEIGHTS = 7_000_000  # in a layer of a draft model that is divided; measured, see docs/tensor-parallel.md
 
 
 class ShardedLayer(LlamaLayer):
@@ -40,7 +40,7 @@ class ShardedLayer(LlamaLayer):
 
     @property
     def fused(self) -> Callable[[Tensor, Tensor, Tensor, float], Residual] | None:
-        """A sum with the residual connection and the norm behind it, where one was chosen, and nothing is between them."""
+        """The fused sum, residual connection and norm, if it was chosen and no operation is between them; otherwise None."""
         sums, between = self._groups.sums, self.attention_output_norm is not None or self.experts is not None or self.config.norm_offset
         return None if sums is None or between else sums.fused
 
@@ -52,14 +52,14 @@ class ShardedLayer(LlamaLayer):
 
 
 class ShardedLayers(Llama):
-    """config: with the heads and the intermediate size of one rank. A base class, before others of the family."""
+    """A Llama with divided layers. config: with the heads and intermediate size of one rank. Listed before other base classes."""
 
     def divide(self, ranks: Ranks) -> None:
         """Called once, at the end of `__init__`."""
         self.lora_weights, self.ranks = {}, ranks
         for index in range(len(self.layers)):
             layer = self.layers[index] = ShardedLayer(self.config, index, self.norm, ranks.groups)
-            if layer.experts is not None:  # of which every rank has some rows of each, and the whole router
+            if layer.experts is not None:  # every rank has some rows of each expert, and the whole router
                 layer.experts.register_forward_hook(lambda module, inputs, found: sum_over_ranks.out(found, ranks.groups.current))
 
     def adapted(self, index: int, inputs: ModelInput, buffers: StaticBuffers) -> Adapted:
@@ -74,7 +74,7 @@ class ShardedLayers(Llama):
 
 
 class ShardedDraft(ShardedLayers, DraftLlama):
-    """Layers only: every rank has the whole embedding and head, so that its choices need no messages."""
+    """Only layers are divided: every rank has the whole embedding and head, so that choosing drafts needs no messages."""
 
     def __init__(self, config: LlamaConfig, token_map: TokenMap | None, ranks: Ranks, device: str | torch.device) -> None:
         DraftLlama.__init__(self, config, token_map, device=device)
@@ -82,7 +82,7 @@ class ShardedDraft(ShardedLayers, DraftLlama):
 
 
 class ShardedLlama(ShardedLayers):
-    """num_tokens: of which it has some, in embedding and head."""
+    """num_tokens: rows of the whole embedding and head, of which each rank has a part."""
 
     def __init__(
         self, config: LlamaConfig, ranks: Ranks, num_tokens: int, feature_layers: Sequence[int], device: str | torch.device
@@ -94,7 +94,7 @@ class ShardedLlama(ShardedLayers):
         self.token_ids: Tensor
         self.shard = VocabularyShard(self.token_ids, tokens.start, ranks.groups, ranks.size, num_tokens)
         self.embedding = empty_weight(self.norm, len(self.token_ids), config.hidden_size)
-        self.embedding.lookup = self.shard.lookup  # type: ignore[attr-defined]  # drafts may use the parameter too
+        self.embedding.lookup = self.shard.lookup  # type: ignore[attr-defined]  # a draft may share the parameter
         self.head = None if config.tied else empty_weight(self.norm, len(self.token_ids), config.hidden_size)
 
     @property
@@ -111,7 +111,7 @@ class ShardSource:
     def __init__(self, checkpoint: Checkpoint, local: LlamaConfig, rank: int, size: int, tokens: slice | None) -> None:
         """checkpoint: of the whole model. local: the config of one rank. tokens: rows of embedding and head; None: all.
 
-        Where key-value heads are fewer than ranks, neighbouring ranks have the same one."""
+        If there are fewer key-value heads than ranks, neighbouring ranks share a head."""
         assert isinstance(checkpoint.source, PartSource)
         self._source, self._rank = checkpoint.source, rank
         self.tensors: dict[str, Stored] = dict(checkpoint.source.tensors)
@@ -146,7 +146,7 @@ class ShardSource:
 
 
 def _lengths(config: LlamaConfig, name: str, length: int) -> tuple[int, ...]:
-    """Rows of the weights in a stored one that holds several."""
+    """Lengths of the weights that a stored tensor concatenates."""
     query, key = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     fused = {"qkv_proj.weight": (query, key, key), "gate_up_proj.weight": (config.intermediate_size,) * 2}
     return next((lengths for ending, lengths in fused.items() if name.endswith(ending)), (length,))
@@ -154,7 +154,7 @@ def _lengths(config: LlamaConfig, name: str, length: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ShardedCheckpoint(Checkpoint):
-    """One rank's part of a checkpoint. next_source: the next rank's part, to compare what it loaded with these files."""
+    """One rank's part of a checkpoint. next_source: the next rank's part in these files, to check what that rank loaded."""
 
     ranks: Ranks = field(kw_only=True)
     next_source: Source = field(kw_only=True)
@@ -185,7 +185,7 @@ class ShardedDraftCheckpoint(DraftCheckpoint):
 
 
 def require_equal_weights(stored: StoredModel, model: Llama, ranks: Ranks, next_source: Source) -> None:
-    """ValueError on every rank if one has loaded other weights than the rank before it finds for it in its own files."""
+    """ValueError on every rank, unless each rank loaded the weights that the rank before it reads from its own files."""
     own, following = list[int](), list[int]()
     for name, target in stored.slices.items():
         if kind := stored.packed.get(target.parameter):
@@ -199,7 +199,7 @@ def require_equal_weights(stored: StoredModel, model: Llama, ranks: Ranks, next_
         loaded = (rank + 1) % ranks.size
         for name, one, other in zip(stored.slices, found[loaded][0].tolist(), expected.tolist(), strict=True):
             if one != other:
-                raise ValueError(f"{stored.path}: {name}: rank {loaded} loaded other weights than the file of rank {rank} has for it")
+                raise ValueError(f"{stored.path}: {name}: rank {loaded} loaded other weights than rank {rank} reads from its file")
 
 
 def checksum(tensor: Tensor) -> int:
@@ -231,8 +231,8 @@ def check_divisible(checkpoint: object, size: int) -> Checkpoint:
 
 
 def _divide(checkpoint: Checkpoint, rank: int, size: int, tokens: bool = True) -> Checkpoint:
-    """With the config and the tensors of one rank. tokens: also of embedding and head, which then do not stay quantised: their parts are
-    no whole tiles."""
+    """The checkpoint with the config and the tensors of one rank. tokens: divide also embedding and head, which then do not stay quantised,
+    since their parts are not whole tiles."""
     config = checkpoint.config
     heads, middle = config.num_heads // size, config.intermediate_size // size
     experts = config.experts
@@ -245,7 +245,7 @@ def _divide(checkpoint: Checkpoint, rank: int, size: int, tokens: bool = True) -
 
 
 def shard(checkpoint: Checkpoint, ranks: Ranks) -> ShardedCheckpoint:
-    """The part of `ranks.rank`."""
+    """This rank's part of the model."""
     tensors = sorted(checkpoint.source.tensors.items())
     ranks.require_equal("the configs and tensor tables of the models", repr((checkpoint.config, checkpoint.packed, tensors)).encode())
     own, following = _own_and_next(checkpoint, ranks)
@@ -253,7 +253,7 @@ def shard(checkpoint: Checkpoint, ranks: Ranks) -> ShardedCheckpoint:
 
 
 def shard_draft(draft: StoredDraft | None, ranks: Ranks) -> StoredDraft | None:
-    """The part of `ranks.rank` of a draft model whose layers are large enough. Others are whole on every rank."""
+    """This rank's part of a draft model whose layers are large enough. Other drafts are whole on every rank."""
     if not isinstance(draft, DraftCheckpoint) or draft.model is None:
         return draft
     last = LlamaLayer(draft.model.config, draft.model.config.num_layers - 1, torch.empty(0, device="meta"))
@@ -261,7 +261,7 @@ def shard_draft(draft: StoredDraft | None, ranks: Ranks) -> StoredDraft | None:
         return draft
     try:
         own, following = _own_and_next(check_divisible(draft.model, ranks.size), ranks, tokens=False)
-    except ValueError:  # other numbers of heads, or another format
+    except ValueError:  # not divisible, or another format
         return draft
     tensors = sorted(draft.source.tensors.items())
     ranks.require_equal("the configs and tensor tables of the drafts", repr((own.config, own.packed, tensors)).encode())

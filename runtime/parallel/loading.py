@@ -28,9 +28,9 @@ _ACCEPTED = {
 
 
 def load_part(path: str | Path, draft: object, config: EngineConfig | None, size: int, record: object = None, **options: Any) -> Loaded:
-    """ValueError for what is not divided among ranks. The loaded config has a time limit of rounds, which is also that of sums.
+    """Load this rank's part. ValueError for unsupported settings. The loaded config has a time limit of rounds, also for sums.
 
-    options: as for load_models; and `vocabulary`, a function that pickle copies, which changes the one in the files on every rank.
+    options: as for load_models; and `vocabulary`, a picklable function that maps the vocabulary in the files, on every rank.
     """
     wanted = f"tensor_parallel={size}"
     if record is not None:
@@ -41,7 +41,7 @@ def load_part(path: str | Path, draft: object, config: EngineConfig | None, size
     on_cuda, own = uses_cuda(backend), int(os.environ.get("LOCAL_RANK", 0)) if under_torchrun() else 0
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size)) if under_torchrun() else size
     if on_cuda and torch.cuda.device_count() < here:
-        expected = f"a GPU for each of {here} processes, of which there are {torch.cuda.device_count()}, or 'tape'"
+        expected = f"'tape', or a GPU for each of {here} processes: there are {torch.cuda.device_count()} GPUs"
         raise ValueError(f"EngineConfig.backend: got {backend!r} with {wanted}, expected {expected}")
     for name, accepted in _ACCEPTED.items() if config is not None else ():
         if getattr(config, name) not in accepted:
@@ -65,7 +65,7 @@ def load_rank(
     config: EngineConfig | None,
     options: dict[str, Any],
 ) -> Loaded:
-    """join: called when the files are checked. gpu: which one becomes the present one of this thread."""
+    """join: called once the files are checked. gpu: index of the GPU that this thread uses."""
     joined, options = list[Ranks](), dict(options)
     if gpu is not None:
         torch.cuda.set_device(gpu)
@@ -90,22 +90,22 @@ def load_rank(
 
 
 def _in_step(loaded: Loaded, ranks: Ranks) -> Loaded:
-    """With a config by which no rank does what depends on times that it measures."""
+    """Replace settings whose effect depends on measured times, which differ between ranks."""
     fixed = replace(loaded.config, round_timeout_seconds=ranks.seconds)
-    if fixed.grammar_lane == "auto":  # when the copy of a grammar to the device has ended differs between ranks
+    if fixed.grammar_lane == "auto":  # the copy of a grammar to the device ends at different steps
         fixed = replace(fixed, grammar_lane="host")
-    if fixed.draft_length == "auto":  # by measured times, which differ between ranks
+    if fixed.draft_length == "auto":  # chosen by measured times
         fixed = replace(fixed, draft_length=fixed.num_speculative_tokens)
     ranks.require_equal("the engine configs", _described(fixed).encode())
     return loaded._replace(config=fixed)
 
 
 def _require_copies(config: EngineConfig) -> None:
-    """ValueError for a logits processor that the processes of other ranks cannot have."""
+    """ValueError for a logits processor that cannot be copied to the processes of other ranks."""
     for index, processor in enumerate(config.logits_processors):
         try:
-            copied = b"__main__" not in pickle.dumps(processor.function)  # in the other processes, that is another module
-        except Exception:  # of pickle, or of a method of the object
+            copied = b"__main__" not in pickle.dumps(processor.function)  # in other processes __main__ is another module
+        except Exception:  # raised by pickle, or by a method of the object
             copied = False
         if not copied:
             expected = "expected a function or nn.Module that pickle copies, of a module that other processes can import"
@@ -115,7 +115,7 @@ def _require_copies(config: EngineConfig) -> None:
 
 
 def _described(config: EngineConfig) -> str:
-    """The same on ranks with equal configs. The repr of a function has its address."""
+    """A text that is equal on ranks with equal configs. The repr of a function contains its address."""
     processors = []
     for name, function, num_arguments in ((each.name, each.function, each.num_arguments) for each in config.logits_processors):
         tensors = (*function.named_parameters(), *function.named_buffers()) if isinstance(function, torch.nn.Module) else ()

@@ -1,6 +1,6 @@
 """Keeps the ranks of a tensor-parallel engine in step.
 
-Started by the first rank: it decides what each step does and publishes it, and every COMPARED_STEPS steps the ranks compare their results.
+Ranks that the first rank starts: it decides each step and publishes it, and every COMPARED_STEPS steps the ranks compare their results.
 Under torchrun: every rank makes the same calls of submit(), cancel() and step() in the same order, each rank in one thread; before every
 step the ranks compare their requests and results.
 """
@@ -88,7 +88,7 @@ class LockstepScheduler(Scheduler):
 
     def finish_all(self, reason: FinishReason, error: str) -> None:
         if reason == FinishReason.ERROR:
-            self._ranks.abort()  # a sum in flight fails at once, where another rank does not answer
+            self._ranks.abort()  # a sum that waits for a lost rank fails at once
         super().finish_all(reason, error)
 
     def _held_back(self, queued: QueuedRequest) -> bool:
@@ -112,7 +112,7 @@ class LockstepScheduler(Scheduler):
 
 
 def _options(job: Job) -> dict[str, Any]:
-    """Of submit(), for the same job on another rank."""
+    """The options of submit() for the same job on another rank."""
     copied = ("constraint", "max_new_tokens", "num_speculative_tokens", "cache_salt", "resume_from", "priority", "tenant")
     options = {name: getattr(job, name) for name in copied}
     return options | {"sampling": replace(job.sampling, seed=job.seed), "draft_ids": job.draft_ids or None}

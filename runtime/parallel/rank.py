@@ -62,14 +62,14 @@ def _apply(engine: Engine, decided: Decided, jobs: dict[int, Job], seconds: floa
                 raise RankError(f"the grammar of a job that the first rank has compiled is not ready after {seconds:g} s")
             engine.queue.wake.wait(0.01)
         if failed != bool(queued.error):
-            raise RankError(f"a grammar compiles on one rank only: {queued.error or 'not on the first one'}")
+            raise RankError(f"a grammar compiled on one rank only: {queued.error or 'it failed on the first rank'}")
         engine.queue.admissible.add(queued.job.id)
 
 
 def _end_with(link: Link) -> None:
-    """Ends the process with the link, whatever the main thread waits for."""
+    """End the process when the link closes, even if the main thread waits."""
     hung_up = select.poll()
-    hung_up.register(link, 0)  # what poll() always reports: the other end is closed
+    hung_up.register(link, 0)  # poll() always reports that the other end is closed
     hung_up.poll()
     os._exit(0)
 
@@ -80,4 +80,4 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # not by the end of the interpreter: it would wait for the threads of a hanging sum
+        os._exit(1)  # the interpreter's exit would wait for the threads of a hanging sum

@@ -1,7 +1,7 @@
 """The ranks of a tensor-parallel engine, one process each: started by the first rank, or by torchrun.
 
-Messages of the first rank to the others: contents in memory that the processes share, and a socket to each that wakes it. The memory has no
-name, so nothing of it is left when the processes end, however they end. Positions go through the sockets, which orders the accesses: a
+The first rank sends messages to the others through shared memory, and a socket to each wakes it. The memory has no name, so nothing of it
+is left when the processes end, however they end. Positions are sent through the sockets, which orders the accesses: a
 reader has read up to its last answer, and the first rank has written up to its last notice.
 """
 
@@ -34,10 +34,10 @@ from stepgraph.graphs.layers.rank_sums import choose_sums
 TIMEOUT_SECONDS = 60.0  # where EngineConfig.round_timeout_seconds is None
 START_SECONDS = 600.0  # for a process to start, and to load its part of the model
 END_SECONDS = 2.0  # for a process to end by itself
-COMPARED_STEPS = 16  # results are compared every so many steps, where the first rank decides what a step does
-SIZE = 1 << 20  # bytes that the first rank is ahead of a reader, at most
+COMPARED_STEPS = 16  # steps between two comparisons of results, if the first rank decides each step
+SIZE = 1 << 20  # most bytes that the first rank writes ahead of a reader
 _LENGTH = 8  # bytes of a number in messages
-_GROUPS = ("graph", "eager", "control")  # on GPUs the first two are NCCL's
+_GROUPS = ("graph", "eager", "control")  # on GPUs the first two use NCCL
 CAPTURE = "capture"  # a message: record all graphs
 RANK_MODULE = "stepgraph.runtime.parallel.rank"
 Link = multiprocessing.connection.Connection
@@ -48,10 +48,10 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """This process among `size` of them. `groups`: of recorded sums, and of others; a third group compares what the ranks do.
+    """This process as one of `size` ranks. groups: for recorded sums, for other sums, and for comparisons between ranks.
 
-    writer, processes: of messages to the other ranks, and theirs, if this is the first one and has started them. decided: whether the first
-    rank decides each step, as under `start`; otherwise every rank runs the same program.
+    writer, processes: writer of messages to the other ranks, and their processes, if this rank has started them. decided: whether the first
+    rank decides each step, as after `start`; otherwise every rank runs the same program.
     """
 
     def __init__(self, rank: int, groups: Sequence[dist.ProcessGroup], seconds: float, decided: bool = True) -> None:
@@ -61,11 +61,11 @@ class Ranks:
         self.writer: MessageWriter | None = None
         self.processes = list[subprocess.Popen[bytes]]()
         self.close: Callable[[], object] = lambda: None
-        self.note_of_sums = ""  # where they were chosen
+        self.note_of_sums = ""  # empty until sums were chosen
 
     @classmethod
     def join(cls, size: int, seconds: float, on_cuda: bool = False) -> Ranks:
-        """Among the processes of torchrun. ValueError for a size other than their number."""
+        """Join the processes of torchrun. ValueError if their number is not `size`."""
         timeout = datetime.timedelta(seconds=max(seconds, START_SECONDS))
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timeout)
@@ -105,12 +105,12 @@ class Ranks:
         return cls(rank, groups, seconds)
 
     def choose_sums(self, like: Tensor) -> None:
-        """Of tensors on a GPU. Every rank calls this. RankError if none works."""
+        """Choose the sums of tensors on a GPU. Every rank must call this. RankError if no sum works."""
         with _lost(self.rank, self.size, START_SECONDS):
             self.note_of_sums = f"sums over ranks: {choose_sums(self, self.groups, like)}"
 
     def exchange(self, value: object) -> list[Any]:
-        """`value` of every rank; pickle copies it."""
+        """The `value` of every rank, copied by pickle."""
         contents = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = self.gather(torch.tensor([len(contents)])).flatten().tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -122,7 +122,7 @@ class Ranks:
         """Close, and end sums that wait on a GPU for a rank that is lost."""
         self.close()
         for group in (self._graph, self._eager):
-            if hasattr(group, "abort"):  # NCCL's
+            if hasattr(group, "abort"):  # of NCCL
                 group.abort()
 
     def publish(self, message: object) -> None:
@@ -145,7 +145,7 @@ class Ranks:
 
     def require_same_notes(self) -> None:
         """RankError unless every rank has made the same notes."""
-        self.require_equal("the requests or the results of the steps before", self._notes.digest(), self.seconds)
+        self.require_equal("the requests or the results of earlier steps", self._notes.digest(), self.seconds)
 
     def require_equal(self, what: str, value: bytes, seconds: float = START_SECONDS) -> None:
         """RankError unless `value` is the same on every rank."""
@@ -161,7 +161,7 @@ def under_torchrun() -> bool:
 
 
 def process_group(path: str, rank: int, size: int, seconds: float, on_cuda: bool = False) -> dist.ProcessGroup:
-    """Connects processes through a new file; on GPUs, this process uses its present one. torch's default group stays as it is."""
+    """Connects processes through a new file; on GPUs, this process uses its current GPU. torch's default group is not changed."""
     untyped: Any = dist
     store, timeout = untyped.FileStore(path, size), datetime.timedelta(seconds=seconds)
     group: dist.ProcessGroup
@@ -176,7 +176,7 @@ def process_group(path: str, rank: int, size: int, seconds: float, on_cuda: bool
 
 @contextlib.contextmanager
 def _errors_only() -> Iterator[None]:
-    """For new groups of NCCL: by default a sum that is late ends the process."""
+    """New groups of NCCL only report errors: by default a late sum ends the process."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = before or "0"
@@ -196,10 +196,10 @@ def _lost(rank: int, size: int, seconds: float) -> Iterator[None]:
 
 
 def _start(links: list[Link], file: int, arguments: bytes, seconds: float) -> subprocess.Popen[bytes]:
-    """A process that follows the link that is appended. It ends with the link, also if this process is killed."""
+    """Start a process and append its link. The process ends when the link closes, also if this process is killed."""
     own, other = socket.socketpair()
     with other:
-        # A stopped rank reads nothing, so its socket fills.
+        # A stopped rank reads nothing, so its socket fills and sending must time out.
         own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds) + 1, 0))
         links.append(Link(own.detach()))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -221,11 +221,11 @@ def _wait_for_start(link: Link) -> None:
 
 
 def _end(owner: int, processes: list[subprocess.Popen[bytes]], links: list[Link], folder: str) -> None:
-    """Close the links, by which the processes end, and kill those that do not."""
+    """Close the links, which ends the processes, and kill those that do not end."""
     for link in links:
         link.close()
     if os.getpid() != owner:
-        return  # a fork's copy
+        return  # in a fork: the processes belong to its parent
     for process in processes:
         try:
             process.wait(END_SECONDS)
@@ -247,14 +247,14 @@ def anonymous_file(size: int = SIZE) -> int:
 
 
 class MessageWriter:
-    """links: to the readers. seconds: that a reader has for making room."""
+    """links: to the readers. seconds: time limit for a reader to make room."""
 
     def __init__(self, file: int, links: Sequence[Link], seconds: float) -> None:
         self._memory, self._links, self._seconds = mmap.mmap(file, 0), links, seconds
         self._written, self._read = 0, [0] * len(links)  # bytes since the start
 
     def send(self, message: bytes) -> None:
-        """OSError or EOFError for a reader that is lost, or makes no room in time."""
+        """OSError or EOFError if a reader is lost, or makes no room in time."""
         size, rest = len(self._memory), memoryview(_number(len(message)) + message)
         while rest:
             for index, link in enumerate(self._links):
@@ -288,7 +288,7 @@ class MessageReader:
             part = self._memory[at : min(size, at + min(missing, self._written - self._read))]
             found += part
             self._read += len(part)
-            if self._read - self._answered >= size // 4:  # seldom, and before the writer has no room
+            if self._read - self._answered >= size // 4:  # rarely, but before the writer runs out of room
                 self._link.send_bytes(_number(self._read))
                 self._answered = self._read
         return bytes(found)

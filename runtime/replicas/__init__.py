@@ -1,1 +1,1 @@
-"""Replicas of an engine in processes of Ray Serve, and streams that survive the loss of one."""
+"""Replicas of an engine in processes of Ray Serve, and streams that continue when one is lost."""

@@ -1,4 +1,4 @@
-"""Replicas under Ray Serve. Ray starts, checks, scales and updates them and carries the calls; tokens and grammars are the engine's.
+"""Replicas under Ray Serve. Ray starts, checks, scales and updates them and transports calls; the engines compute tokens and grammars.
 
 ```python
 from ray import serve
@@ -69,7 +69,7 @@ class Replica:
         return {"replica": self._name}, await asyncio.to_thread(self._engine.stats)
 
     async def generate(self, ask: Ask) -> AsyncIterator[Part]:
-        """Ray closes the generator when its caller leaves, which cancels the job."""
+        """The parts of an answer. Ray closes the generator when the caller drops it, which cancels the job."""
         async with contextlib.aclosing(answer(self._serving, ask, self._name, self._identity)) as parts:
             async for part in parts:
                 yield part
@@ -83,7 +83,7 @@ class Replica:
 class PrefixRequestRouter(RequestRouter):
     """Ray's order of replicas: by the prefix of the request, with bounded load."""
 
-    queue_len_response_deadline_s = 1.0  # by default 0.1: replicas on a busy machine answer later, and others would get their requests
+    queue_len_response_deadline_s = 1.0  # default 0.1: replicas on a busy machine answer later, and would lose requests to others
 
     def initialize_state(self, **options: Any) -> None:
         self._prefixes = PrefixRouter(**options)
@@ -91,7 +91,7 @@ class PrefixRequestRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Each replica is a rank of its own. Ray takes the first one that is not full, and otherwise asks again later."""
+        """One list per replica. Ray takes the first replica that is not full, and calls again later if all are full."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
         ask = _ask_of(pending_request)
@@ -122,9 +122,9 @@ def deployment(
 ) -> serve.Application:
     """An application for serve.run(). ValueError for a number that is out of range.
 
-    make_engine: opens and captures an engine, in the replica's process; cloudpickle has to carry it there.
+    make_engine: opens and captures an engine, in the replica's process; cloudpickle must be able to copy it.
     replicas: their number, or the least and the most, between which Ray chooses by requests and free pages.
-    rows: EngineConfig.max_rows of the engines; a replica has a quarter more requests, which wait for the next free row.
+    rows: EngineConfig.max_rows of the engines; a replica accepts a quarter more requests, which wait for the next free row.
     cpus, gpus: of one replica; Ray places it where they are free.
     load_factor: see PrefixRouter.
     drain_seconds: time that a replica's streams have to end when it is removed or updated; later they continue on another one.
@@ -143,7 +143,7 @@ def deployment(
         Replica,
         name=NAME,
         max_ongoing_requests=rows + max(1, rows // 4),
-        max_queued_requests=-1,  # ReplicaPool bounds them, so that a stream that continues is never refused
+        max_queued_requests=-1,  # ReplicaPool limits requests, so that a stream that continues is never refused
         graceful_shutdown_timeout_s=drain_seconds,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=0.5,
@@ -158,7 +158,7 @@ def deployment(
 
 
 class ReplicaPool:
-    """What a server uses in place of an engine: a Serving over the replicas of a deployment."""
+    """A Serving over the replicas of a deployment, which a server uses instead of an engine."""
 
     def __init__(self, handle: Any, info: Info, codec: TextCodec, replicas: int, how: Resumption, max_open: int) -> None:
         """Use open()."""
@@ -178,9 +178,9 @@ class ReplicaPool:
         how: Resumption | None = None,
         max_open: int = 4096,
     ) -> ReplicaPool:
-        """Wait for a replica and read what its engine is.
+        """Wait for a replica and read the Info of its engine.
 
-        codec: makes the TextCodec of a server. replicas: the most that there can be. max_open: requests at once; more raise QueueFullError.
+        codec: makes the TextCodec of a server. replicas: their maximum number. max_open: requests at once; more raise QueueFullError.
         """
         info = await handle.describe.remote()
         return cls(handle, info, codec(info) if codec else TextCodec.of_bytes(info.vocabulary), replicas, how or Resumption(), max_open)
@@ -191,7 +191,7 @@ class ReplicaPool:
     async def generate(self, prompt_ids: Sequence[int], **options: Any) -> ResumedStream:
         """Submit a request to the best replica; options as for Engine.submit(), with a prompt of token ids.
 
-        ValueError as there, after a replica has checked it; QueueFullError; AnswerError if no replica can serve it.
+        ValueError as for Engine.submit(), from the replica; QueueFullError; AnswerError if no replica can serve it.
         """
         if self._open >= self._max_open:
             raise QueueFullError(f"{self._open} requests are open already, of at most {self._max_open}")
@@ -207,7 +207,7 @@ class ReplicaPool:
                 yield part
         except LOST as error:
             raise ReplicaLost(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
-        except RayTaskError as error:  # of the replica's own code
+        except RayTaskError as error:  # raised by the replica's code
             raise RuntimeError(f"a replica failed: {error}") from error
         finally:
             response.cancel()
@@ -216,10 +216,10 @@ class ReplicaPool:
         self._open -= 1
 
     async def metrics(self) -> list[Metric]:
-        """Of every replica, with its label, and of the streams."""
+        """The metrics of every replica, with its label, and of the streams."""
         found = await self._handle.broadcast("labelled_stats").results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
         return [
-            *engine_metrics(pair for pair in found if isinstance(pair, tuple)),  # others end in this moment
+            *engine_metrics(pair for pair in found if isinstance(pair, tuple)),  # other replicas are ending
             counter("streams_retried", "Requests sent to another replica before their first token.", self.counts.retried),
             counter("streams_continued", "Times that a stream was continued on another replica.", self.counts.continued),
             counter("streams_refused", "Streams that could not be continued.", self.counts.refused),
@@ -227,4 +227,4 @@ class ReplicaPool:
         ]
 
     async def close(self, drain: bool = True) -> None:
-        """The replicas belong to Ray Serve, and the streams to their readers."""
+        """Does nothing: the replicas belong to Ray Serve, the streams to their readers."""

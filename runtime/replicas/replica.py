@@ -1,4 +1,4 @@
-"""What a replica and its callers send each other, its side of requests, and which replicas compute the same bits. Needs no Ray."""
+"""Messages between a replica and its callers, requests in the replica, and which replicas compute the same bits. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class Ask:
     options: dict[str, Any]  # of Engine.submit()
     pages: tuple[bytes, ...] = ()  # hashes of the prompt's pages
     avoid: frozenset[str] = frozenset()  # replicas that could not serve it
-    identity: str = ""  # only a replica with this one may answer; empty: any
+    identity: str = ""  # only a replica with this identity may answer; empty: any
 
 
 class Refused(NamedTuple):
-    """The replica has not accepted it, or its engine has failed."""
+    """The replica has not accepted the request, or its engine has failed."""
 
     replica: str
-    why: str  # value: the request is wrong; full: too many wait; identity: not the one of the request; failed: the engine
+    why: str  # value: the request is wrong; full: too many wait; identity: not that of the request; failed: the engine failed
     message: str
 
 
 class Tokens(NamedTuple):
-    """The last ones have a reason."""
+    """New tokens of a request; the last part has a reason."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -67,7 +67,7 @@ Part = Opened | Refused | Tokens
 
 @dataclass(frozen=True)
 class Info:
-    """What callers need to know of the engine. All replicas of one deployment have the same, apart from the names and the device."""
+    """Properties of an engine for callers. All replicas of a deployment have equal ones, except replica, device and process."""
 
     max_rows: int
     max_length: int
@@ -75,11 +75,11 @@ class Info:
     vocabulary: Vocabulary | None
     lora_names: tuple[str, ...]
     num_drafts: int  # most drafts of a round
-    fixed_drafts: bool  # a request that runs again has the same ones, at any load
-    exact: bool  # the target's results depend on no sizes of batches and chunks
+    fixed_drafts: bool  # a repeated request has the same drafts, at any load
+    exact: bool  # the target's results do not depend on sizes of batches and chunks
     replica: str
     device: str
-    process: int  # its number on its machine
+    process: int  # process id
 
 
 def device_name(engine: Engine) -> str:
@@ -104,7 +104,7 @@ def identity_of(engine: Engine) -> str:
         "settings": settings,
         "loras": engine.list_loras(),
     }
-    # Of a setting that is no JSON: a function has another address in each process.
+    # For settings that are not JSON: the repr of a function contains its address, which differs between processes.
     text = json.dumps(facts, sort_keys=True, default=lambda value: str(getattr(value, "__qualname__", value)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -114,7 +114,7 @@ def vocabulary_of(engine: Engine) -> Vocabulary | None:
 
 
 def _processor(*fields: str) -> str:
-    """These fields of all cores: two processors with equal instruction sets may differ in caches and so in block sizes."""
+    """These fields of /proc/cpuinfo: two processors with equal instruction sets may differ in caches and so in block sizes."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
     names = {line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() in fields}
@@ -122,7 +122,7 @@ def _processor(*fields: str) -> str:
 
 
 async def answer(serving: AsyncEngine, ask: Ask, replica: str, identity: str) -> AsyncGenerator[Part, None]:
-    """Closing the generator cancels the job. replica, identity: those of this process."""
+    """The parts of an answer. Closing the generator cancels the job. replica, identity: those of this process."""
     if ask.identity not in ("", identity):
         yield Refused(replica, "identity", f"replica {replica} has other hardware, packages, weights or settings")
         return

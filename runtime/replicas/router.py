@@ -1,6 +1,6 @@
 """The order in which replicas are tried: one that holds a request's prefix first, unless it has too many requests.
 
-Also how many replicas Ray Serve runs: by requests, running and queued, and by the cache pages that are free. Needs no Ray.
+Also the number of replicas that Ray Serve runs: by running and queued requests, and by free cache pages. Needs no Ray.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from stepgraph.sampling.fields import Check, check_value, is_number, whole
 MAX_PAGES = 256  # of a prompt that are compared: 4,096 tokens at the default size
 MAX_HOLDERS = 8  # replicas that are remembered for a page
 FREE_PAGES = "free_pages"  # share of a replica's cache pages that a request can get
-LEAST_FREE = 0.1  # where all replicas have less, another one is started
+LEAST_FREE = 0.1  # if all replicas have less, another one is started
 
 
 def wanted_replicas(requests: float, target: float, running: int, free_pages: Mapping[Any, float]) -> int:
     """target: requests per replica. free_pages: by replica."""
     wanted = math.ceil(requests / target)
     if free_pages and len(free_pages) >= running and max(free_pages.values()) < LEAST_FREE:
-        wanted = max(wanted, running + 1)  # requests wait for pages, however few they are
+        wanted = max(wanted, running + 1)  # even few requests may wait for pages
     return max(wanted, 1)
 
 
@@ -36,7 +36,7 @@ def scale(context: Any) -> tuple[int, dict[str, Any]]:
 
 
 def page_hashes(prompt_ids: Sequence[int], page_size: int, salt: Iterable[str]) -> tuple[bytes, ...]:
-    """Of each full page, with all pages before it. Requests with different salts have no hash in common."""
+    """A hash of each full page with all pages before it. Requests with different salts have no hash in common."""
     state = hashlib.blake2b(repr((page_size, *salt)).encode(), digest_size=8)
     found = []
     for start in range(0, min(len(prompt_ids) // page_size, MAX_PAGES) * page_size, page_size):
@@ -46,7 +46,7 @@ def page_hashes(prompt_ids: Sequence[int], page_size: int, salt: Iterable[str]) 
 
 
 class PrefixRouter:
-    """Which replicas got which pages. A replica may have evicted one since; then the prefix is computed again."""
+    """Records which replicas got which pages. A replica may have evicted a page since; then it computes the prefix again."""
 
     def __init__(self, load_factor: float = 1.25, max_pages: int = 1 << 17) -> None:
         """load_factor: a replica gets no request for its prefix while it has more than this times the mean number of requests."""
@@ -73,7 +73,7 @@ class PrefixRouter:
 
         def order(replica: str) -> tuple[bool, int, int, bytes]:
             over = loads[replica] >= limit
-            # Of equal replicas, other processes with routers choose the same one for a new prefix, and any for a prompt without pages.
+            # Among equal replicas, routers in all processes choose the same one for a new prefix, and a random one without pages.
             tie = hashlib.blake2b(hashes[0] + replica.encode(), digest_size=8).digest() if hashes else random.randbytes(8)
             return over, 0 if over else -depths.get(replica, 0), loads[replica], tie
 

@@ -1,8 +1,8 @@
 """Streams that continue on another replica when theirs is lost, with exactly the tokens that they would have had. Needs no Ray.
 
-Tokens depend only on the request, on equal hardware: greedy ones and those drawn without drafts follow from the tokens before them, so
-`resume_from` continues them. Draws with drafts depend on where rounds begin: the request is repeated, and the tokens that were delivered
-are compared and left out.
+On equal hardware tokens depend only on the request. Greedy tokens and those drawn without drafts follow from the tokens before them, so
+`resume_from` continues the request. Draws with drafts depend on where rounds begin: the request is repeated, and the delivered tokens are
+compared and left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stepgraph.sampling.fields import check_value, number, one_of, whole
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.params import SamplingParams
 
-# Calls a replica: Opened with the first tokens, then Tokens; or Refused. ReplicaLost.
+# Calls a replica. Yields Opened with the first tokens, then Tokens; or Refused. Raises ReplicaLost.
 Call = Callable[[Ask], AsyncGenerator[Part, None]]
 POLICIES = ("exact", "same-hardware", "never")
 
@@ -40,7 +40,7 @@ class OtherHardware(ReplicaLost):
 
 @dataclass(eq=False)
 class RemoteJob:
-    """What is known of a request on a replica."""
+    """The known state of a request on a replica."""
 
     constraint: Constraint | None
     seed: int
@@ -67,7 +67,7 @@ class Resumption:
     """What to do when a replica is lost."""
 
     policy: str = "exact"  # exact; same-hardware: also where a near tie may end differently; never
-    attempts: int = 4  # replicas lost in a row without a new token
+    attempts: int = 4  # most replicas that are lost in a row without a new token
     backoff_seconds: float = 0.05  # before the second attempt, then doubled
 
     def __post_init__(self) -> None:
@@ -96,13 +96,13 @@ class ResumedStream:
         """ended: called once, at the end of a stream that was opened."""
         self._call, self._info, self._how, self._counts, self._started = call, info, how, counts, time.perf_counter()
         sampling: SamplingParams = options.get("sampling") or SamplingParams()
-        if not sampling.greedy and sampling.seed is None:  # a draw by the replica could not be repeated
+        if not sampling.greedy and sampling.seed is None:  # a seed drawn by the replica could not be repeated
             sampling = replace(sampling, seed=secrets.randbits(63))
         drafts = options.get("num_speculative_tokens")
         drafts = info.num_drafts if drafts is None else drafts
         by_drafts = bool(drafts) and (not sampling.greedy or sampling.relaxed_top_n > 0)  # its tokens depend on where rounds begin
         if by_drafts and not info.fixed_drafts and how.continues(info):
-            options = options | {"num_speculative_tokens": 0}  # where the next run may have other drafts
+            options = options | {"num_speculative_tokens": 0}  # a repetition could have other drafts
             by_drafts = False
         self._repeats = by_drafts
         options = options | {"sampling": sampling}
@@ -114,7 +114,7 @@ class ResumedStream:
         self._first: StepEvent | None = None
 
     async def open(self) -> None:
-        """Wait for the first tokens. ValueError and QueueFullError of the engine; AnswerError."""
+        """Wait for the first tokens. Raises ValueError and QueueFullError of the engine, and AnswerError."""
         self._first = await self._events.__anext__()
 
     def __aiter__(self) -> ResumedStream:
@@ -153,7 +153,7 @@ class ResumedStream:
             ended()
 
     def _check(self, error: ReplicaLost, lost: int) -> None:
-        """AnswerError if the request is not sent to another replica."""
+        """AnswerError if the request must not be sent to another replica."""
         why = ""
         if lost >= self._how.attempts:
             why = f"{lost} replicas in a row gave no new token"
@@ -194,14 +194,14 @@ class ResumedStream:
         if part.why == "full" and not self.job.tokens:
             raise QueueFullError(part.message)
         if part.why == "identity":
-            if part.replica in self._avoid:  # the router has no other one
+            if part.replica in self._avoid:  # no other replica is left
                 self._fail(part.message)
             self._avoid.add(part.replica)
             raise OtherHardware(part.message, part.replica)
         raise ReplicaLost(part.message, part.replica)
 
     def _event(self, part: Tokens, skip: list[int]) -> StepEvent | None:
-        """The new tokens of a part. skip: the tokens that are to be left out, of which it takes its own."""
+        """The new tokens of a part. skip: tokens to leave out; those in this part are removed from it."""
         job, count = self.job, min(len(skip), len(part.tokens))
         if list(part.tokens[:count]) != skip[:count]:
             self._fail(f"replica {job.replicas[-1]} computed other tokens than {job.replicas[-2]}")

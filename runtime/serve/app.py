@@ -51,10 +51,10 @@ class App:
 
     def __init__(self, serving: Serving, model: str, bounds: Bounds, keys: Sequence[str] = (), tool_format: str = "auto") -> None:
         self.serving, self._codec, self._model, self.bounds = serving, serving.codec, model, bounds
-        self._keys = {hashlib.sha256(key.encode()).hexdigest() for key in keys}  # looked up by hash: no timing of a comparison
+        self._keys = {hashlib.sha256(key.encode()).hexdigest() for key in keys}  # looked up by hash: times of comparisons reveal no key
         self._style = call_style(self._codec, tool_format)
         rows = serving.max_rows
-        self.gate = Gate(rows + max(1, rows // 4), bounds.waiting)  # some wait in the engine, for the next free row
+        self.gate = Gate(rows + max(1, rows // 4), bounds.waiting)  # some requests wait in the engine for the next free row
         self._opened = int(time.time())
         self.leaving = False
         routes = [
@@ -80,7 +80,7 @@ class App:
             await self.serving.close(drain=False)  # answers in progress end with an error; raises that of a failed engine
         finally:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(serving, 1.0)  # a client that does not read is not waited for
+                await asyncio.wait_for(serving, 1.0)  # no wait for a client that does not read
 
     async def _metrics(self, request: Request) -> Response:
         waiting = gauge("http_waiting", "Answers that wait to be submitted.", self.gate.waiting)
@@ -101,7 +101,7 @@ class App:
 
     @property
     def _names(self) -> list[str]:
-        """Of the model, then of its adapters."""
+        """The name of the model, then those of its adapters."""
         return [self._model, *self.serving.list_loras()]
 
     def _card(self, name: str) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class App:
             raise
 
     async def _accept(self, request: Request, started: float) -> ASGIApp:
-        """HttpError where the request is refused before it is submitted."""
+        """Check a request and queue its choices. HttpError if it is refused before it is submitted."""
         key = self._authorize(request)
         body = await read_json(request, self.bounds)
         chat = request.scope["path"] == "/v1/chat/completions"
@@ -216,12 +216,12 @@ class Answer:
 
     async def _deltas(self) -> AsyncGenerator[tuple[Reply, Delta | None], None]:
         """Deltas of all choices as they arrive, then None for each choice. HttpError if one fails."""
-        found: asyncio.Queue[tuple[Reply, Delta | HttpError | None]] = asyncio.Queue(2 * self._request.n)  # so a slow client delays reading
+        found: asyncio.Queue[tuple[Reply, Delta | HttpError | None]] = asyncio.Queue(2 * self._request.n)  # full if a client is slow
 
         async def read(reply: Reply, ticket: Ticket) -> None:
             end: HttpError | None = None
             try:
-                await asyncio.shield(ticket.entered)  # a cancelled reader must not end the ticket
+                await asyncio.shield(ticket.entered)  # a cancelled reader must not cancel the ticket
                 async with contextlib.aclosing(self._answer(reply)) as deltas:
                     async for delta in deltas:
                         await found.put((reply, delta))
@@ -250,7 +250,7 @@ class Answer:
             await asyncio.gather(*readers, return_exceptions=True)
 
     async def _answer(self, reply: Reply) -> AsyncGenerator[Delta, None]:
-        """Deltas of one choice until the end or a stop text; HttpError where the job failed."""
+        """Deltas of one choice until the end or a stop text; HttpError if the job failed."""
         request = self._request
         while True:
             stream = await self._submit(request.prompt_ids + reply.ids, reply)
@@ -272,7 +272,7 @@ class Answer:
             yield delta
 
     async def _submit(self, prompt_ids: list[int], reply: Reply) -> AnswerStream:
-        """Submit a choice, or its rest after reasoning that was closed. HttpError if that is refused."""
+        """Submit a choice, or its continuation after closed reasoning. HttpError if that is refused."""
         request = self._request
         try:
             stream = await self._serving.generate(prompt_ids, **request.options_of(reply.index, reply.tokens))
@@ -289,7 +289,7 @@ class Answer:
         if event.finish_reason == FinishReason.CANCELLED:
             raise HttpError(503, "the server is shutting down")
         if event.finish_reason == FinishReason.DEAD_END:
-            raise HttpError(500, "no token may follow: the constraint and the sampling fields together exclude every one")
+            raise HttpError(500, "no token may follow: the constraint and the sampling fields together exclude every token")
         if event.finish_reason == FinishReason.ERROR:
             refused = job.constraint is not None and not job.rounds and self._serving.failure is None
             if refused:

@@ -13,25 +13,25 @@ from stepgraph.runtime.text import TextCodec, held_back
 from stepgraph.sampling.grammar.schema.parameters import PARAMETER_END
 
 Delta = dict[str, Any]  # content or reasoning_content: some text, or tool_calls: the next part of one call
-TextParameters = Mapping[str, frozenset[str]]  # by function, the parameters that are written as they are
+TextParameters = Mapping[str, frozenset[str]]  # by function, the parameters whose values are plain text
 Result = TypeVar("Result")
 Steps = Generator[Delta | None, None, Result]
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """A call is `prefix`, the function's name, `infix`, its arguments, `suffix`. A text of calls only has `separator` between them."""
+    """A call is `prefix`, the function's name, `infix`, its arguments, `suffix`. A text of calls alone has `separator` between them."""
 
     trigger: str  # the text that begins a call, or a list of calls, and nothing else
     prefix: str
     infix: str
     suffix: str
     separator: str = ""
-    opening: str = ""  # before the calls of a list; empty: a call in free text stands alone
+    opening: str = ""  # before the calls of a list; empty: calls in free text form no list
     closing: str = ""  # after the calls of a list
     style: str = "json"  # of the arguments: see structural tags
     other_infixes: tuple[str, ...] = ()  # that a model may write instead; `ChannelSplitter` replaces them
-    parallel: bool = True  # whether an answer of calls only can have several
+    parallel: bool = True  # whether an answer that consists of calls can have several
 
     @property
     def is_list(self) -> bool:
@@ -85,12 +85,12 @@ FORMATS = {
 
 class CallStyle(NamedTuple):
     form: CallFormat
-    templated: bool  # the chat template describes this format; otherwise a system message has to
+    templated: bool  # the chat template describes this format; otherwise a system message does
 
 
 def call_style(codec: TextCodec, name: str = "auto") -> CallStyle:
-    """The format of that name, or the one that the chat template describes; Hermes' where it describes none or another."""
-    described = {  # the first one counts
+    """The format of that name, or the one that the chat template describes; Hermes if it describes no known format."""
+    described = {  # the first match is used
         "gpt-oss": "<|channel|>",
         "mistral": "[ARGS]",
         "mistral-list": "[TOOL_CALLS]",
@@ -107,32 +107,32 @@ def call_style(codec: TextCodec, name: str = "auto") -> CallStyle:
 
 
 class CallParser:
-    """The deltas of a text that arrives in pieces: content up to a stop text, and calls. What may begin one of these is held back.
+    """The deltas of a text that arrives in pieces: content up to a stop text, and calls. What may begin a stop text or a call is held back.
 
-    only_calls: the text has nothing else, as a grammar requires; what is between them is dropped.
+    only_calls: a grammar allows calls only; text between them is dropped.
     """
 
     def __init__(self, stops: Sequence[str], form: CallFormat | None, texts: TextParameters, only_calls: bool, parallel: bool) -> None:
         self._stops, self._form, self._texts, self._only_calls, self._parallel = tuple(stops), form, texts, only_calls, parallel
         self._pending, self._ended = "", False
-        self.calls = 0  # that are complete
+        self.calls = 0  # number of complete calls
         self.at_stop_text = False
         self._steps = self._parse()
 
     @property
     def stopped(self) -> bool:
-        """At a stop text, or after the only call that is allowed."""
+        """Whether a stop text was found, or the only allowed call is complete."""
         return self.at_stop_text or (self.calls > 0 and not self._parallel)
 
     def push(self, text: str, ended: bool = False) -> Iterator[Delta]:
-        """ended: no more text follows. Of a call that is cut short there, the deltas have as much as there is."""
+        """ended: no more text follows. A call that is cut short is reported up to the end of the text."""
         self._pending, self._ended = self._pending + text, ended
         for delta in self._steps:
             if delta is None:
                 return
             yield delta
 
-    # These steps yield None where they need more text.
+    # These generators yield None when they need more text.
 
     def _parse(self) -> Steps[None]:
         form = self._form
@@ -151,7 +151,7 @@ class CallParser:
             yield from self._skip(form.closing)
 
     def _call(self, form: CallFormat) -> Steps[bool]:
-        """One call; whether it is complete."""
+        """Parse one call. Returns whether it is complete."""
         header = yield from self._match(re.escape(form.prefix) + r"([\w-]+)" + re.escape(form.infix))
         if header is None:
             yield {"content": self._pending}
@@ -167,7 +167,7 @@ class CallParser:
         return True
 
     def _object(self) -> Steps[bool]:
-        """Arguments that are an object of JSON."""
+        """Parse arguments that are a JSON object. Returns whether they are complete."""
         end, size = _ObjectEnd(), None
         while size is None:
             if not self._pending:
@@ -181,7 +181,7 @@ class CallParser:
         return True
 
     def _parameters(self, texts: frozenset[str]) -> Steps[bool]:
-        """Arguments between <parameter=NAME> and </parameter>. texts: the names of those that are not JSON."""
+        """Parse arguments between <parameter=NAME> and </parameter>. texts: names of parameters whose values are not JSON."""
         before = "{"
         while True:
             header = yield from self._match(r"<parameter=([^<>\n]+)>\n|(?=</)")
@@ -209,7 +209,7 @@ class CallParser:
         return self._arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def _up_to(self, delimiters: Sequence[str], delta: Callable[[str], Delta], is_dropped: bool = False) -> Steps[str]:
-        """The deltas of the text up to the first delimiter, which is returned; the rest begins with it. Empty: the text ended before."""
+        """Yield the text up to the first delimiter. Returns the delimiter, with which the rest begins; empty if the text ended before."""
         while True:
             found = [(start, -len(each), each) for each in delimiters if (start := self._pending.find(each)) >= 0]
             start, _, delimiter = min(found, default=(len(self._pending), 0, ""))
@@ -222,14 +222,14 @@ class CallParser:
             yield None
 
     def _match(self, pattern: str) -> Steps[re.Match[str] | None]:
-        """Pass a match of the pattern; None if the text ended before."""
+        """Skip a match of the pattern and return it; None if the text ended before."""
         while (found := re.match(pattern, self._pending)) is None and not self._ended:
             yield None
         self._pending = self._pending[found.end() :] if found else self._pending
         return found
 
     def _skip(self, text: str) -> Steps[bool]:
-        """Pass a text, or the part of it that there is at the end; False where the rest does not begin with it."""
+        """Skip a text, or the part of it before the end. Returns False if the rest does not begin with the whole text."""
         while text.startswith(self._pending) and self._pending != text and not self._ended:
             yield None
         size = len(text) if self._pending.startswith(text) else len(self._pending) if text.startswith(self._pending) else 0
@@ -238,13 +238,13 @@ class CallParser:
 
 
 class _ObjectEnd:
-    """Where an object of JSON ends, in text that arrives in pieces."""
+    """Finds the end of a JSON object in text that arrives in pieces."""
 
     def __init__(self) -> None:
         self._depth, self._in_string, self._escaped = 0, False, False
 
     def find(self, text: str) -> int | None:
-        """The index after the object; None if it goes on."""
+        """The index after the object; None if the object continues."""
         for index, char in enumerate(text):
             if self._in_string:
                 self._in_string = char != '"' or self._escaped
@@ -261,7 +261,7 @@ class _ObjectEnd:
 
 
 def joined(first: Delta, then: Delta) -> Delta | None:
-    """Two deltas as one; None where that is not possible."""
+    """Two deltas as one; None if that is not possible."""
     if first.keys() != then.keys():
         return None
     if "tool_calls" not in first:

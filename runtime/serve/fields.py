@@ -32,7 +32,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _EFFORT = Check(_EFFORTS.__contains__, f"one of {', '.join(_EFFORTS)}")
 _FLAG, _OBJECT = BOOL._replace(expected="true or false"), instance_of(dict, "an object")
-_NOTES = {**dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), instance_of(str, "a string")), "metadata": _OBJECT}  # not read
+_NOTES = {**dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), instance_of(str, "a string")), "metadata": _OBJECT}  # ignored
 _NO_EFFECT: dict[str, tuple[Any, ...]] = {  # fields that are accepted with these values only
     "echo": (False,),
     "store": (False,),
@@ -47,7 +47,7 @@ MAX_PRIORITY = 1000
 _PRIORITY = whole(-MAX_PRIORITY, MAX_PRIORITY)._replace(
     expected=f"a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}; lower ones are answered first"
 )
-_BUDGET = whole(1)._replace(expected="a whole number >= 1; reasoning_effort 'none' switches it off")
+_BUDGET = whole(1)._replace(expected="a whole number >= 1; reasoning_effort 'none' switches reasoning off")
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,17 @@ class GenerationRequest:
     logprobs: bool
     tools: ToolUse | None
     n: int  # choices
-    constraint_field: str  # that its constraint comes from
-    reasoning: Reasoning | None  # None: the answer has none
+    constraint_field: str  # the field that sets the constraint
+    reasoning: Reasoning | None  # None: the answer has no reasoning
 
     @property
     def reasoning_limit(self) -> int | None:
-        """Tokens after which the constraint closes the reasoning. None: there is no budget, or what follows is another request."""
+        """Tokens after which the constraint closes the reasoning. None: there is no budget, or a second request follows the reasoning."""
         reasoning, constrained = self.reasoning, self.options["constraint"] is not None
         return reasoning.budget if reasoning is not None and constrained and reasoning.opened and not reasoning.in_channels else None
 
     def options_of(self, index: int, written: int = 0) -> dict[str, Any]:
-        """Of one choice, or of its rest after `written` tokens with closed reasoning. With a seed, each choice has another."""
+        """The options of one choice, or of its continuation after `written` tokens. With a seed, each choice has its own seed."""
         options, constraint = dict(self.options), self.options["constraint"]
         sampling: SamplingParams = options["sampling"]
         if sampling.seed is not None:
@@ -125,8 +125,8 @@ def checked_model(name: Any, models: Sequence[str]) -> str:
 
 
 def runtime_refusal(error: ValueError | str, prompt_field: str = "messages", constraint_field: str = "response_format") -> HttpError:
-    """An error of the runtime, with the name of the field in the request's body instead of the runtime's."""
-    message = re.sub(r"^constraint \w+:", "constraint:", str(error))  # a kind of constraint, which requests do not name
+    """The response to an error of the runtime, with the field name of the request body instead of the runtime's."""
+    message = re.sub(r"^constraint \w+:", "constraint:", str(error))  # kinds of constraints have no name in requests
     subject, _, reason = message.partition(":")
     subject = subject.removeprefix("SamplingParams.").removeprefix("sampling.")
     name = re.match(r"\w*", subject)
@@ -216,7 +216,7 @@ def _template_variables(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _max_tokens(fields: Mapping[str, Any], prompt: int, max_length: int, chat: bool) -> int:
-    """Of the answer. HttpError if the prompt, or the prompt with the answer, is too long."""
+    """Most tokens of the answer. HttpError if the prompt, or the prompt with the answer, is too long."""
     room = max_length - prompt
     if room < 1 or prompt < 1:
         field = "messages" if chat else "prompt"

@@ -19,20 +19,20 @@ class Ticket:
 
 
 class Gate:
-    """Lets `capacity` requests into the engine, beside those of larger priority numbers, which the engine queues or preempts. For one event
-    loop."""
+    """Admits up to `capacity` requests to the engine, not counting those with larger priority numbers, which the engine queues or preempts.
+    For one event loop."""
 
     def __init__(self, capacity: int, max_waiting: int) -> None:
         self._capacity, self._max_waiting, self._arrivals = capacity, max_waiting, itertools.count()
-        self._waiting, self._entered = list[Ticket](), list[Ticket]()  # both without those that left
+        self._waiting, self._entered = list[Ticket](), list[Ticket]()  # without tickets that left
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
     def tickets(self, count: int, priority: int, tenant: str = "") -> list[Ticket]:
-        """QueueFullError if fewer than `count` may still wait. Lower priorities enter first. Of equal ones each tenant has one per turn, so
-        that a long queue of one delays no other."""
+        """QueueFullError if fewer than `count` may still wait. Lower priorities enter first. At equal priority each tenant has one per
+        turn, so that a long queue of one tenant does not delay others."""
         waiting = len(self._waiting) + len(self._entered) - self._capacity
         if waiting + count > self._max_waiting:
             raise QueueFullError(f"{max(waiting, 0)} requests are waiting already, of at most {self._max_waiting}")
@@ -44,13 +44,13 @@ class Gate:
         return tickets
 
     def _next_turn(self, priority: int, tenant: str) -> int:
-        """The first one, from the present one on, in which no earlier request of the tenant enters."""
+        """The first turn, from the present one on, in which no earlier request of the tenant enters."""
         entered, waiting = ([each for each in them if each.key[0] == priority] for them in (self._entered, self._waiting))
         present = max((each.key[1] for each in entered), default=min((each.key[1] for each in waiting), default=0))
         return max([present, *(each.key[1] + 1 for each in entered + waiting if each.tenant == tenant)])
 
     def leave(self, ticket: Ticket) -> None:
-        """Give the place up, whether or not it was reached. Idempotent."""
+        """Remove a ticket, entered or waiting. Idempotent."""
         for tickets in (self._entered, self._waiting):
             if ticket in tickets:
                 tickets.remove(ticket)

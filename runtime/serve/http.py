@@ -23,7 +23,7 @@ class Bounds:
     body_bytes: int = 2 << 20
     idle_seconds: int = 60  # until the head of a connection's next request is complete
     read_seconds: float = 20.0  # until the body of a request is complete
-    answer_seconds: float = 600.0  # until an answer is complete, with the time in the queue
+    answer_seconds: float = 600.0  # until an answer is complete, time in the queue included
     write_seconds: float = 30.0  # without progress, while a client does not read
     connections: int = 512
     waiting: int = 256  # answers that wait for others to end
@@ -164,7 +164,7 @@ def json_response(value: Any, status: int = 200) -> Response:
 async def error_response(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         error = HttpError(500, f"{type(error).__name__}: {error}")
-    elif not isinstance(error, HttpError):  # the router's, for a path or a method
+    elif not isinstance(error, HttpError):  # of the router, for a wrong path or method
         error = HttpError(error.status_code, f"{request.method[:20]} {request.scope['path'][:80]}: {error.detail}")
     response = json_response(error.body, error.status_code)
     response.headers.update(error.headers or {})

@@ -24,7 +24,7 @@ class Reasoning:
     in_channels: bool = False
 
     def marker(self, of_calls: bool, required: bool, closed: bool) -> str | None:
-        """The text after which a constraint applies; None for the whole answer. closed: the answer goes on after closed reasoning."""
+        """The text after which a constraint applies; None for the whole answer. closed: the answer continues after closed reasoning."""
         if not self.in_channels:
             return None if closed else CLOSING
         if of_calls:
@@ -33,7 +33,7 @@ class Reasoning:
 
 
 def with_markers(codec: TextCodec, tool_format: str) -> TextCodec:
-    """The codec in which what divides an answer into reasoning, calls and text is itself text, also where it is control tokens."""
+    """The codec in which markers of reasoning and calls are text, even if they are control tokens."""
     found = {
         *([OPENING, CLOSING] if codec.template_mentions(OPENING) else ()),
         *([MESSAGE_END] if codec.template_mentions(CHANNEL) else ()),
@@ -64,7 +64,7 @@ class ReasoningSplitter:
         self._pending, self._trims = "", False
 
     def push(self, text: str, ended: bool = False) -> Iterator[tuple[bool, str]]:
-        """Pieces; True with reasoning. ended: no more text follows."""
+        """Yields pieces, with True for reasoning. ended: no more text follows."""
         self._pending += text
         if self._may_open:
             start = self._pending.lstrip()
@@ -98,7 +98,7 @@ class ChannelSplitter:
         self._pending, self._in_header = "", True
 
     def push(self, text: str, ended: bool = False) -> Iterator[tuple[bool, str]]:
-        """Pieces; True with reasoning. ended: no more text follows."""
+        """Yields pieces, with True for reasoning. ended: no more text follows."""
         self._pending += text
         while True:
             if self._in_header:

@@ -18,7 +18,7 @@ class Reply:
 
     def __init__(self, request: GenerationRequest, codec: TextCodec, index: int) -> None:
         self.request, self.index, self._codec = request, index, codec
-        self.job: AnswerJob | None = None  # once it is submitted
+        self.job: AnswerJob | None = None  # set when it is submitted
         self._text = codec.stream()
         tools = request.tools
         only_calls = tools is not None and tools.required
@@ -60,7 +60,7 @@ class Reply:
         return budget is not None and self._reasoning.inside and self.reasoning_tokens >= budget
 
     def close_reasoning(self) -> list[Delta]:
-        """Go on as if the model had closed its reasoning."""
+        """Continue as if the model had closed its reasoning."""
         assert self.request.reasoning is not None
         self.ids += self.request.reasoning.closing_ids
         return _merged(self._deltas(self._text.push(self.request.reasoning.closing_ids)))
@@ -78,7 +78,7 @@ class Reply:
         return "tool_calls" if self._calls.calls and not self._calls.at_stop_text else "stop"
 
     def take_logprobs(self, offset: int = 0) -> dict[str, Any] | None:
-        """Of the tokens since the last call, in the form of the endpoint. offset: characters of the answer sent before them."""
+        """Log-probabilities of the tokens since the last call, in the endpoint's form. offset: characters of the answer before them."""
         if not self.request.logprobs:
             return None
         taken, self._logprobs = self._logprobs, []
@@ -90,7 +90,7 @@ class Reply:
             return {"content": content, "refusal": None}
         texts, values = [self._token_text(token) for token, _ in taken], [found.raw for _, found in taken]
         offsets = [offset + sum(map(len, texts[:index])) for index in range(len(texts))]
-        # of tokens with equal texts, the most probable
+        # among tokens with equal texts, the most probable
         top = [{self._token_text(other): value for other, value in reversed(found.top_raw)} for _, found in taken]
         asked = self.request.options["sampling"].top_logprobs
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top if asked else None, "text_offset": offsets}
@@ -109,7 +109,7 @@ class Reply:
 
 
 def _merged(deltas: Sequence[Delta]) -> list[Delta]:
-    """With adjacent parts of a text or a call as one."""
+    """The deltas, with adjacent parts of a text or a call joined."""
     merged: list[Delta] = []
     for delta in deltas:
         if merged and (both := joined(merged[-1], delta)) is not None:
@@ -131,7 +131,7 @@ def whole_message(deltas: Sequence[Delta]) -> dict[str, Any]:
 
 
 def usage_of(replies: Sequence[Reply]) -> dict[str, Any]:
-    """Of all choices together; they share a prompt."""
+    """The usage of all choices together; they share a prompt."""
     prompt, completion = len(replies[0].request.prompt_ids), sum(reply.tokens for reply in replies)
     return {
         "prompt_tokens": prompt,

@@ -1,4 +1,4 @@
-"""What the endpoints need of an engine, or of several."""
+"""The interface through which the endpoints use one engine or several."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class AnswerError(RuntimeError):
-    """An answer cannot be completed, by no fault of its request."""
+    """An answer cannot be completed, and the request is not the cause."""
 
 
 class AnswerJob(Protocol):
@@ -40,7 +40,7 @@ class AnswerStream(Protocol):
     def __aiter__(self) -> AnswerStream: ...
 
     async def __anext__(self) -> StepEvent:
-        """AnswerError where the answer cannot be completed."""
+        """AnswerError if the answer cannot be completed."""
 
     def cancel(self) -> None:
         """End the request, without waiting. Idempotent."""
@@ -59,7 +59,7 @@ class Serving(Protocol):
     async def metrics(self) -> list[Metric]: ...
 
     async def generate(self, prompt_ids: list[int], **options: Any) -> AnswerStream:
-        """ValueError, QueueFullError and EngineClosedError as of Engine.submit(); AnswerError."""
+        """Raises ValueError, QueueFullError and EngineClosedError as Engine.submit() does, and AnswerError."""
 
     async def close(self, drain: bool = True) -> None: ...
 

@@ -23,8 +23,8 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 class ToolUse:
     callable: tuple[dict[str, Any], ...]  # entries of `tools` that may be called
     form: CallFormat
-    templated: bool  # the chat template describes that form
-    required: bool = False  # the answer is calls and nothing else
+    templated: bool  # the chat template describes this format
+    required: bool = False  # the answer consists of calls
     parallel: bool = True  # an answer may have several calls
 
     @cached_property
@@ -35,14 +35,14 @@ class ToolUse:
 
     @cached_property
     def texts(self) -> TextParameters:
-        """UnsupportedError for a schema that the format cannot express."""
+        """Parameters whose values are plain text. UnsupportedError for a schema that the format cannot express."""
         return {name: text_parameters(schema) for name, schema in self.functions.items()} if self.form.style == "qwen_xml" else {}
 
     def constraint(self) -> Constraint:
         return Constraint.structural_tag(self.form.structural_tag(self.functions, self.required, self.parallel))
 
     def prompt_ids(self, codec: TextCodec, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[int]:
-        """The conversation with the functions, in the chat template's words if it describes the format, else in a system message."""
+        """The conversation with the functions, described by the chat template if it has the format, else by a system message."""
         ids = codec.chat(messages, variables=variables)
         with_tools = codec.chat(messages, self.callable, variables=variables) if self.templated else ids
         return with_tools if with_tools != ids else codec.chat(self._as_system_message(messages), variables=variables)
@@ -57,7 +57,7 @@ class ToolUse:
 
 
 def tool_use(tools: Any, choice: Any, parallel: bool, style: CallStyle) -> ToolUse | None:
-    """None where no function may be called. HttpError names the field that is wrong."""
+    """None if no function may be called. HttpError names the field that is wrong."""
     if tools is None:
         if choice not in (None, "none"):
             raise HttpError(400, f"tool_choice: got {json.dumps(choice)[:60]} without tools, expected tools", "tool_choice")

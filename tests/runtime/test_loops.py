@@ -237,7 +237,7 @@ def test_close_ends_a_running_loop() -> None:
     [
         ({"rounds_per_launch": 2}, "rounds_per_launch: got 2, expected 1 or 'until_event'"),
         ({"rounds_per_launch": True}, "rounds_per_launch: got True, expected 1 or 'until_event'"),
-        ({"eager": True}, "rounds_per_launch: got 'until_event' with eager=True, expected 1: it needs the host between two rounds"),
+        ({"eager": True}, "rounds_per_launch: got 'until_event' with eager=True, expected 1: eager needs the host between two rounds"),
         ({"draft_length": "auto"}, "rounds_per_launch: got 'until_event' with draft_length='auto', expected 1"),
         ({"save_hidden_states": "folder"}, "rounds_per_launch: got 'until_event' with save_hidden_states='folder', expected 1"),
     ],

@@ -33,7 +33,7 @@ class Checkpoint(StoredModel):
 
     config: LlamaConfig
     vocabulary: Vocabulary
-    mtp_modules: int = 0  # stored in the same files
+    mtp_modules: int = 0  # number of MTP modules in the same files
 
     def outline(self, feature_layers: Sequence[int] = ()) -> Llama:
         """The model on the meta device."""
@@ -50,7 +50,7 @@ class Checkpoint(StoredModel):
 
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> Llama:
         """Call `check` first."""
-        # Packed weights replace others, whose memory a GPU would have to provide; the host's is not touched.
+        # Packed weights replace empty ones, for which a GPU would have to allocate memory; on the host untouched memory costs nothing.
         model = self.make_room(Llama(self.config, feature_layers=feature_layers, device="cpu" if self.packed else device)).to(device)
         self.fill(model, progress)
         model.origin = self.path.name
@@ -106,7 +106,7 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
 
 
 def kept_quantised(checkpoint: Checkpoint) -> dict[str, Kind]:
-    """Raises ValueError for a tensor that has to stay quantised and cannot."""
+    """The parameters that stay quantised, by name. Raises ValueError for a quantised tensor that cannot stay so."""
     packable = checkpoint.packable()
     if not torch.cuda.is_available() and (why_not := why_no_c(checkpoint.config.dtype)):
         raise ValueError(f"weights: got {QUANTISED!r}, expected {DEQUANTISED!r}: the product in C is not available: {why_not}")

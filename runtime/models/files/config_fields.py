@@ -39,11 +39,11 @@ _GROUPED_ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_laye
 
 
 class UnsupportedConfigError(ValueError):
-    """A config that is well-formed, and needs something that the class does not implement."""
+    """A well-formed config with an option that the class does not implement."""
 
 
 def require_off(config: Mapping[str, Any], options: Mapping[str, object]) -> None:
-    """Raises UnsupportedConfigError for an option that is neither missing nor has its value in `options`, which turns it off."""
+    """Raises UnsupportedConfigError for an option that is on. options: names, and the value that turns each off."""
     for name, off in options.items():
         if config.get(name, off) not in (off, None):
             raise UnsupportedConfigError(f"config.{name}: got {config[name]!r:.100}, expected {off!r}")
@@ -80,7 +80,7 @@ def flag_field(config: Mapping[str, Any], name: str, *, default: bool = False) -
 
 
 def read_config(config: Mapping[str, Any]) -> LlamaConfig:
-    """From the fields of a config.json. Raises ValueError for a field that is missing, out of range or not supported."""
+    """The LlamaConfig of a config.json. Raises ValueError for a field that is missing, out of range or not supported."""
     architecture = _architecture(config)
     gemma, gpt_oss, deepseek, glm = (architecture == name for name in (GEMMA, GPT_OSS, DEEPSEEK, GLM))
     _check_unsupported(config)
@@ -107,7 +107,7 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     bias = gpt_oss or (flag_field(config, "attention_bias") if architecture in biased else False)
     windows = _windows(config, architecture, layers)
     rope, local_rope = _ropes(config, architecture, head_size if latent is None else latent.rotated)
-    # A text beyond the original length of longrope would change the entries of all its tokens.
+    # Beyond the original length, longrope uses other divisors, which would change the cache entries of all tokens before.
     positions = count_field(
         config, _ORIGINAL_LENGTH if architecture == PHI and rope.divisors else "max_position_embeddings", 1 << 30, default=1 << 20
     )
@@ -164,7 +164,7 @@ def _experts(config: Mapping[str, Any], architecture: str, layers: int) -> Exper
 
 
 def _check_total_size(config: LlamaConfig) -> None:
-    """Sizes can be in range one by one and still make an absurd total."""
+    """ValueError for an absurd total: each size may be in range on its own."""
     wide = 3 * max(config.intermediate_size, config.experts.count * config.experts.size if config.experts else 0)
     per_layer = config.hidden_size * (config.qkv_size + config.num_heads * config.head_size + wide)
     parameters = config.num_layers * per_layer + config.vocab_size * config.hidden_size
@@ -197,7 +197,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _windows(config: Mapping[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
-    """The window of each layer, from `layer_types` if given, else by the rules of the architecture."""
+    """The window of each layer, from `layer_types` if given, otherwise by the rules of the architecture."""
     kinds = config.get("layer_types")
     if kinds is None:
         if architecture.startswith("Qwen") and flag_field(config, "use_sliding_window"):
@@ -233,7 +233,7 @@ def _read_latent(config: Mapping[str, Any]) -> LatentConfig:
 
 
 def _latent_scale(config: Mapping[str, Any], size: int) -> float:
-    """Of scores. With `mscale_all_dim` they grow with the logarithm of the factor of positions."""
+    """The scale of attention scores. With `mscale_all_dim` it grows with the logarithm of the factor of positions."""
     fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if fields.get("rope_type", fields.get("type", "default")) == "default" or not fields.get("mscale_all_dim"):
         return float(size**-0.5)
@@ -242,7 +242,7 @@ def _latent_scale(config: Mapping[str, Any], size: int) -> float:
 
 
 def _read_grouped_experts(config: Mapping[str, Any], layers: int) -> ExpertsConfig:
-    """Of models like DeepSeek-V3 and GLM-4.5."""
+    """The experts of models like DeepSeek-V3 and GLM-4.5."""
     require_off(config, _GROUPED_ONLY)
     name = "n_routed_experts" if config.get("n_routed_experts") is not None else "num_local_experts"
     count, size = count_field(config, name, 1024), count_field(config, "moe_intermediate_size", 1 << 20)
@@ -265,9 +265,9 @@ def _read_grouped_experts(config: Mapping[str, Any], layers: int) -> ExpertsConf
 
 
 def _ropes(config: Mapping[str, Any], architecture: str, head_size: int) -> tuple[RopeConfig, RopeConfig | None]:
-    """From `rope_theta` with `rope_scaling`, or both in `rope_parameters`: of all layers, and of layers with a window if others.
+    """Frequencies of all layers, and of window layers if different: by `rope_theta` and `rope_scaling`, or by `rope_parameters`.
 
-    Gemma 3 has two objects there, or `rope_local_base_freq` for layers with a window.
+    Gemma 3 has two objects in `rope_parameters`, or `rope_local_base_freq` for layers with a window.
     """
     fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
     local, theta = None, 10_000.0
@@ -305,7 +305,7 @@ def _rope(config: Mapping[str, Any], fields: Any, default_theta: float) -> RopeC
 
 
 def _yarn(fields: Mapping[str, Any], theta: float, head_size: int) -> RopeConfig:
-    """Frequencies with few periods in the original length are divided by the factor, those with many stay, between them both are mixed."""
+    """Frequencies with few periods in the original length are divided by the factor, those with many kept, those between interpolated."""
     factor, original = number_field(fields, "factor", 0.0, 1e6), count_field(fields, _ORIGINAL_LENGTH, 1 << 30)
     periods = [number_field(fields, name, 0.0, 1e6, default=default) for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))]
     first, last = (head_size * math.log(original / (count * 2 * math.pi)) / (2 * math.log(theta)) for count in periods)
@@ -330,7 +330,7 @@ def _yarn_scale(factor: float, weight: float) -> float:
 
 
 def _partial_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig:
-    """config: also the fields of `rope_scaling`. A part of each head may be rotated; longrope has the divisors of its original length."""
+    """config: includes the fields of `rope_scaling`. Part of each head may be rotated; longrope: divisors up to its original length."""
     theta = number_field(config, "rope_theta", 0.0, 1e12, default=10_000.0)
     rotated = int(head_size * number_field(config, "partial_rotary_factor", 0.0, 1.0 + 1e-9, default=1.0))
     if rotated < 2 or rotated % 2:

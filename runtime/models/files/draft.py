@@ -1,4 +1,4 @@
-"""Drafts from files: find out what a draft folder holds, check all of it against the target, then load it."""
+"""Drafts from files: determine what a draft folder holds, check it against the target, then load it."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class DraftCheckpoint(StoredModel):
     """A draft that was checked against its target; its weights are not in memory yet."""
 
     kind: str
-    make: Callable[[Llama | TransformersModel, Device], Draft]  # for this target, on this device
+    make: Callable[[Llama | TransformersModel, Device], Draft]  # arguments: the target, and the device
     target: Target
     feature_layers: tuple[int, ...] = ()  # layers of the target whose inputs are the draft's features
     max_drafts: int = layouts.MAX_DRAFTS  # per round
-    max_positions: int | None = None  # None: more positions than in the training cost acceptance only
-    model: Checkpoint | None = None  # a complete model, which ranks may divide
+    max_positions: int | None = None  # None: no limit; positions beyond those of the training only lower acceptance
+    model: Checkpoint | None = None  # set for a complete model, which ranks may divide
     token_map: TokenMap | None = None
-    repeated: Mapping[str, str] = field(default_factory=dict)  # stored copies of target tensors, and the target's names
+    repeated: Mapping[str, str] = field(default_factory=dict)  # names of stored copies of target tensors, and their names in the target
 
     def check_shapes(self, others: Iterable[str] = ()) -> DraftCheckpoint:
         """Check names, shapes and types of all tensors but the `others`. Raises ValueError that names the tensor. Returns self."""
@@ -67,7 +67,7 @@ class DraftCheckpoint(StoredModel):
         return memory_need(f"{self.path.name}: {self.kind}", draft, limits, shared=target)
 
     def own_weights(self) -> list[nn.Parameter]:
-        """On the meta device."""
+        """The parameters, on the meta device, that the draft does not share with the target."""
         target, draft = self._outline()
         shared = set(target.parameters())
         return [parameter for parameter in draft.parameters() if parameter not in shared]
@@ -155,12 +155,12 @@ def open_draft(draft: str | Path, target: Target, dtype: torch.dtype | None = No
         return _open_model(path, target, dtype, weights)
     except UnsupportedConfigError as error:
         raise ValueError(f"{error}, an EAGLE-3 head (LlamaForCausalLMEagle3), or MTP modules (eh_proj.weight)") from None
-    except ValueError as error:  # with the draft's path, so that it is not taken for an error of the target
+    except ValueError as error:  # the path shows that the draft is wrong, not the target
         raise error if str(path) in str(error) else ValueError(f"{path}: {error}") from None
 
 
 def _share_head(draft: D, target: object) -> D:
-    """With the tokens of the target's logits, where ranks divide them."""
+    """If ranks divide the target's head, its shard is also that of the draft, which shares the head."""
     if hasattr(target, "shard"):
         draft.shard = target.shard
     return draft
@@ -187,7 +187,7 @@ def _open_eagle3(path: Path, fields: Mapping[str, object], target: Target) -> Dr
 
     slices = layouts.eagle3_slices(config.layer, own_embedding, own_head)
     head = DraftCheckpoint(path, source, slices, "EAGLE-3 head", make, target, config.feature_layers).check_shapes()
-    # Whatever the target's weights become: drafts change no text.
+    # Packed whether or not the target's weights are: drafts change no text.
     why_not = why_no_triton(torch.device("cuda")) if torch.cuda.is_available() else why_no_c(config.layer.dtype)
     return head if why_not else replace(head, packed=head.packable())
 
@@ -202,8 +202,8 @@ def _open_mtp(path: Path, source: Source, fields: Mapping[str, object] | None, t
         layouts.mtp_layers(source) if fields is not None else range(target.config.num_layers, target.config.num_layers + target.mtp_modules)
     )
     first, count = min(layers), len(layers)
-    others = set() if fields is not None else source.tensors.keys() - target.mtp_tensors  # those of the target
-    if grouped:  # modules with the target's last layers, whatever the config of their own folder says
+    others = set() if fields is not None else source.tensors.keys() - target.mtp_tensors  # the target's own tensors
+    if grouped:  # modules have the layer type of the target's last layers; the config of their own folder is not read
         config = replace(same, windows=same.windows[-1:] * count, experts=same.experts and replace(same.experts, dense_layers=frozenset()))
     else:
         layouts.check_dense_layers(source)

@@ -21,7 +21,7 @@ from stepgraph.sampling.fields import is_int
 if TYPE_CHECKING:
     from stepgraph.runtime.models.transformers_model import ModelSizes
 
-MAX_DRAFTS = 8  # of modules that run for every draft
+MAX_DRAFTS = 8  # of a single module, which runs for every draft
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Options that are not implemented, with the values that turn them off.
 _UNSUPPORTED = {
@@ -30,7 +30,7 @@ _UNSUPPORTED = {
     "logit_scale": 1.0,
     "num_hidden_layers": 1,
 }
-# Parts of tensor names that only unsupported layers have.
+# Parts of tensor names that occur in unsupported layers only.
 _OTHER_LAYERS = {
     **dict.fromkeys((".mlp.experts.", ".mlp.gate."), "a mixture of experts (MoE)"),
     **dict.fromkeys(("_proj_with_mqa.", ".self_attn.kv_b_proj.", ".self_attn.q_b_proj."), "latent attention (MLA)"),
@@ -38,13 +38,13 @@ _OTHER_LAYERS = {
 
 
 def is_eagle3(config: Mapping[str, Any]) -> bool:
-    """Some public heads have the architecture LlamaForCausalLM; these have a draft_vocab_size."""
+    """Whether the config is of an EAGLE-3 head. Heads with the architecture LlamaForCausalLM have a draft_vocab_size."""
     kind = [config.get("architectures"), config.get("speculators_model_type")]
     return "draft_vocab_size" in config or "eagle3" in str(kind).lower()
 
 
 def read_eagle3(config: Mapping[str, Any], target: LlamaConfig | ModelSizes) -> Eagle3Config:
-    """Takes the configs of EAGLE, SpecForge and ModelOpt, and those of speculators, which nest the layer's fields."""
+    """Reads configs of EAGLE, SpecForge, ModelOpt and speculators, which nests the layer's fields."""
     nested = config.get("eagle_config") or {}
     layer_config = config.get("transformer_layer_config") or {}
     for name, part in (("eagle_config", nested), ("transformer_layer_config", layer_config)):
@@ -123,7 +123,7 @@ def read_d2t(source: Source, config: Eagle3Config) -> Tensor | None:
 
 
 def eagle3_name(name: str) -> str:
-    """EAGLE's name of a stored tensor. speculators calls the layer `layers.0`; some heads prefix all names with `model`."""
+    """The name of a stored tensor in EAGLE. speculators calls the layer `layers.0`; some heads prefix all names with `model`."""
     name = name.removeprefix("model.")
     return f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name
 
@@ -137,7 +137,7 @@ def eagle3_slices(layer: LlamaConfig, own_embedding: bool, own_head: bool) -> Sl
 
 
 def mtp_slices(config: LlamaConfig, first: int) -> Slices:
-    """All stored tensors of the modules except those of the target. first: layer number of the first module in the file."""
+    """All stored tensors of the modules except copies of target tensors. first: layer number of the first module in the file."""
     whole = {"enorm": "token_norm", "hnorm": "state_norm", "eh_proj": "join", "shared_head.norm": "norm"}
     found: Slices = {}
     for index in range(config.num_layers):

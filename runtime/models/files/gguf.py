@@ -1,7 +1,7 @@
 """A GGUF file as a source of weights and of a config. The `gguf` package is used to dequantise only.
 
-`gguf.quants.dequantize` is the reference of the layouts of blocks. It returns values in float32 only; to compute and divide these takes
-longer than to read the integers.
+`gguf.quants.dequantize` is the reference for the block layouts. It returns float32 values only, so weights that stay quantised are read
+here: reading the integers is faster than quantising these values again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3moe": QWEN_EXPERTS}
 _ROTATED_PAIRS = (ARCHITECTURES["llama"], MIXTRAL)  # a llama with experts is a Mixtral
-_ROWS_AT_ONCE = 32  # the package takes 16 rows at a time, which is little work for a call
-_VALUES_AT_ONCE = 2**18  # in float32, which fit in a cache
-_GROUPED_AT_ONCE = 2**17  # of weights that stay quantised; torch starts threads for 2**15 words, which take longer than the work
+_ROWS_AT_ONCE = 32  # the package handles 16 rows per call, which is too little work
+_VALUES_AT_ONCE = 2**18  # float32 values that fit in a cache
+_GROUPED_AT_ONCE = 2**17  # for weights that stay quantised; from 2**15 words on, torch starts threads, which takes longer than the work
 _FIELDS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -60,13 +60,13 @@ _EACH_EXPERT = "<expert>"
 
 Bytes = npt.NDArray[np.uint8]  # [blocks, bytes]
 Floats = npt.NDArray[np.float32]  # [blocks, scales]
-Parts = tuple[Bytes, Floats, Floats | None]  # numbers [blocks, values], modulo 256; scales and minimums
+Parts = tuple[Bytes, Floats, Floats | None]  # integers [blocks, values], modulo 256; scales and minimums
 
 
 class GgufSource:
     """The tensors of one GGUF file under their Hugging Face names.
 
-    Attributes: config, as a config.json of the same model holds it; metadata; tensors; dtype. `read` dequantises to `dtype`.
+    Attributes: config, with the fields of a config.json of the same model; metadata; tensors; dtype. `read` dequantises to `dtype`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -112,11 +112,11 @@ class GgufSource:
             blocks = stored[first * rows :][: len(part)]
             joined = blocks.reshape(len(blocks) // math.gcd(len(blocks), _ROWS_AT_ONCE), -1)
             found = gguf.quants.dequantize(joined, gguf.GGMLQuantizationType[kind]).reshape(part.shape)
-            part.copy_(torch.from_numpy(np.require(found, requirements=["C", "W"])))  # what the file maps cannot be written
+            part.copy_(torch.from_numpy(np.require(found, requirements=["C", "W"])))  # the mapped file is not writable
         return self._in_order(name, values.view(shape))
 
     def read_scales(self, name: str) -> Tensor:
-        """A quantised tensor is finite exactly if its scales are: the other numbers of a block are small integers."""
+        """The scales of a quantised tensor, which is finite exactly if they are: the other values of a block are small integers."""
         layout = LAYOUTS.get(self.tensors[name].kind)
         if layout is None:
             return self.read(name)
@@ -132,7 +132,7 @@ class GgufSource:
     def _in_order(self, name: str, tensor: Tensor) -> Tensor:
         num_heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         if num_heads is not None and self.config["architectures"][0] in _ROTATED_PAIRS:
-            # GGUF stores the two numbers of a rotated pair next to each other; the model has them half a head apart.
+            # GGUF stores the two elements of a rotated pair next to each other; in the model they are half a head apart.
             tensor = tensor.view(self.config[num_heads], -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
         return tensor
 
@@ -150,12 +150,12 @@ class GgufSource:
             "architectures": [MIXTRAL if kind == "llama" and fields["num_local_experts"] else ARCHITECTURES[kind]],
             "vocab_size": embedding.shape[0] if embedding else None,
             "tie_word_embeddings": "output.weight" not in tensors,
-            "norm_topk_prob": True,  # llama.cpp knows no other models of this architecture
+            "norm_topk_prob": True,  # llama.cpp supports no other models of this architecture
             "dtype": "bfloat16",
         }
 
     def _renamed(self, stored: str, dimensions: int) -> str:
-        """blk.3.attn_q.weight: model.layers.3.self_attn.q_proj.weight; with _EACH_EXPERT for a tensor of all experts."""
+        """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; with _EACH_EXPERT for a tensor of all experts."""
         parts, kind = stored.split("."), self.metadata.get("general.architecture")
         has_experts, mixtral = bool(self.metadata.get(f"{kind}.expert_count")), kind == "llama"
         mlp, *experts = ("block_sparse_moe", "w1", "w3", "w2") if mixtral else ("mlp", "gate_proj", "up_proj", "down_proj")
@@ -192,7 +192,7 @@ def _nibbles(stored: Bytes, width: int = 16) -> Bytes:
 
 
 def _fields(stored: Bytes, bits: int, width: int = 32) -> Bytes:
-    """Of each `width` bytes the fields of `bits` bits, those of the lowest bits first, each shifted to bit 4."""
+    """The fields of `bits` bits in each `width` bytes, lowest bits first, each shifted to bit 4."""
     whole = np.ascontiguousarray(stored)
     parts = [(whole >> shift & (1 << bits) - 1) << 4 for shift in range(0, 8, bits)]
     return np.stack([part.reshape(len(stored), -1, width) for part in parts], 2).reshape(len(stored), -1)
@@ -205,7 +205,7 @@ def _bits(stored: Bytes) -> Bytes:
 
 
 def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Eight scales and eight minimums of six bits, the high ones of the last four of each in two bits of the first four."""
+    """Eight scales and eight minimums of six bits. The last four of each have their two high bits in the bytes of the first four."""
     scales, minimums, ends = (blocks[:, start : start + 4] for start in (4, 8, 12))
     six_bits = [scales & 63, ends & 15 | scales >> 2 & 48], [minimums & 63, ends >> 4 | minimums >> 2 & 48]
     whole, whole_minimum = (np.concatenate(each, 1).astype(np.float32) for each in six_bits)
@@ -213,7 +213,7 @@ def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
 
 
 def _plain(blocks: Bytes, *, fifth_bits: bool, subtracted: int = 0) -> Parts:
-    """With one scale, and a minimum where nothing is subtracted from the numbers."""
+    """Blocks with one scale, and with a minimum if nothing is subtracted from the integers."""
     start = 2 if subtracted else 4
     numbers = _nibbles(blocks[:, start + 4 * fifth_bits :])
     if fifth_bits:
@@ -228,7 +228,7 @@ def _q6_k(blocks: Bytes) -> Parts:
 
 
 class Layout(NamedTuple):
-    """Of one kind of blocks."""
+    """The layout of one kind of block."""
 
     block_bytes: int
     scales: slice  # the bytes of a block that hold its scales as float16

@@ -46,11 +46,11 @@ def load_models(
     implementation: str = AUTO_CLASS,
     divide: Divide = lambda target, draft: (target, draft),
 ) -> Loaded:
-    """A target and its drafter on the device of the config's backend. "demo" is the demonstration's pair.
+    """A target and its drafter on the device of the config's backend. "demo" is the pair of the demonstration.
 
     config: None for the defaults, reduced to the positions and drafts that the models support. draft: "auto" uses the MTP
     modules in the target's folder, or n-gram look-up if there are none. weights: quantised ones are kept QUANTISED or DEQUANTISED.
-    implementation: of the target, as in `open_target`. divide: gives the parts of the opened target and draft that are loaded.
+    implementation: of the target, as in `open_target`. divide: returns the parts of the opened target and draft to load.
     """
     check_config(config)
     check_value("progress", progress, BOOL)
@@ -109,7 +109,7 @@ def _check_weights(weights: str, on_cuda: bool) -> None:
 def _open_drafter(
     draft: Drafter | str | Path | None, checkpoint: Target, dtype: torch.dtype | None, weights: str
 ) -> tuple[Drafter | None, StoredDraft | None]:
-    """A drafter that needs no files, or the checked files of one."""
+    """A drafter that needs no files, or the opened and checked files of a draft."""
     if draft == AUTO and checkpoint.mtp_modules:
         draft = OWN_MTP
     if isinstance(draft, str) and draft in DRAFTER_NAMES:

@@ -16,10 +16,10 @@ from stepgraph.runtime.models.files.weights import SafetensorsSource, check_stor
 from stepgraph.sampling.fields import is_int, is_number
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
-_ACCEPTED: dict[str, tuple[object, ...]] = {  # of fields that change what an adapter computes, or which weights it belongs to
+_ACCEPTED: dict[str, tuple[object, ...]] = {  # values of fields that change what an adapter computes or to which weights
     "peft_type": ("LORA",),
     "bias": (None, "none"),
-    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),  # others change the model's own weights
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),  # other values change the model's own weights
     "task_type": (None, "CAUSAL_LM"),
     **dict.fromkeys(("use_dora", "lora_bias", "fan_in_fan_out", "use_qalora"), (None, False)),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), (None, {})),
@@ -37,7 +37,7 @@ class SlotContent(NamedTuple):
 
 
 def read_lora(folder: Path, weights: Mapping[str, LoraWeight], max_rank: int, dtype: torch.dtype) -> dict[str, SlotContent]:
-    """What the slot of the adapter holds, for each of `weights`; the adapter's scale is in `up`. On the CPU.
+    """The content of the adapter's slot for each of `weights`, on the CPU; `up` includes the adapter's scale.
 
     ValueError names the file, and the field or tensor.
     """

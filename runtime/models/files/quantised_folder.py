@@ -1,4 +1,4 @@
-"""Quantised weights in safetensors files: FP8, four bits as compressed-tensors, AWQ and GPTQ store them, and eight as the first does."""
+"""Quantised weights in safetensors files: FP8, four and eight bits of compressed-tensors, and four bits of AWQ and GPTQ."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from stepgraph.graphs.layers.quantised import TILE, Grouped
 from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, Stored
 
-_AWQ_COLUMNS = [0, 4, 1, 5, 2, 6, 3, 7]  # the place of each column among the eight fields of a word
+_AWQ_COLUMNS = [0, 4, 1, 5, 2, 6, 3, 7]  # the index of each column among the eight fields of a word
 _FP8_BLOCK = 128
 _ROWS_AT_ONCE = 16 * TILE
 _FP8_SCALES = ("weight_scale", "weight_scale_inv")
-_WORDS: dict[str, tuple[int, int, tuple[str, ...]]] = {  # dimensions of words: of the rows, and the one that is packed; stored tensors
+_WORDS: dict[str, tuple[int, int, tuple[str, ...]]] = {  # dimension of the rows, packed dimension, names of the stored tensors
     "pack-quantized": (0, 1, ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")),
     "awq": (1, 1, ("qweight", "scales", "qzeros")),
     "gptq": (1, 0, ("qweight", "scales", "qzeros", "g_idx")),
@@ -26,9 +26,9 @@ _WORDS: dict[str, tuple[int, int, tuple[str, ...]]] = {  # dimensions of words: 
 
 class Scheme(NamedTuple):
     layout: str  # "fp8", or one of _WORDS
-    group: int = -1  # inner indices with one scale; -1: all of a row
+    group: int = -1  # inner indices that share a scale; -1: a whole row
     zero_offset: int = 0  # added to stored zero points
-    bits: int = 4  # of a number in a word
+    bits: int = 4  # per weight in a word
 
 
 def read_scheme(config: object) -> Scheme:
@@ -64,7 +64,7 @@ def _read_compressed_tensors(fields: Fields) -> Scheme:
     group.one_of("targets", ["Linear"])
     group.one_of("output_activations", None)
     weights = group.inner("weights")
-    if written == "float-quantized":  # activations are not quantised, whatever the scheme says
+    if written == "float-quantized":  # activations are not quantised, even if the scheme quantises them
         weights.one_of("type", "float")
         weights.one_of("num_bits", 8)
         if weights.one_of("strategy", "tensor", "channel", "block") == "block":
@@ -80,7 +80,7 @@ def _read_compressed_tensors(fields: Fields) -> Scheme:
 
 
 class Fields(NamedTuple):
-    """An object of a config, and its path for messages."""
+    """An object of a config, and its path for error messages."""
 
     config: Mapping[str, Any]
     path: str
@@ -116,7 +116,7 @@ class QuantisedSource:
             raise ValueError(f"config.quantization_config: got {scheme.layout}, and no tensor is quantised in this way")
 
     def read(self, name: str, dim: int = 0, part: slice | None = None) -> Tensor:
-        """part: of one dimension: of a quantised weight the file's other numbers are not read, and all scales are."""
+        """part: indices of dimension `dim`. Of a quantised weight the file is read for their values and for all scales."""
         if name not in self._quantised:
             return self._source.read(name, dim, part)
         numbers, scales, minimums = self._read_numbers(name, dim, part)
@@ -137,7 +137,7 @@ class QuantisedSource:
         return (Grouped(*part) for part in itertools.zip_longest(*parts))
 
     def _read_numbers(self, name: str, dim: int = 0, part: slice | None = None) -> Grouped:
-        """part: some rows (dim 0), or some inner indices (dim 1), which may make groups smaller."""
+        """part: rows (dim 0), or inner indices (dim 1), whose bounds may require smaller groups."""
         read = self._read_fp8 if self._scheme.layout == "fp8" else self._read_words
         numbers, scales, minimums = read(name, dim, part)
         if part is not None:
@@ -146,7 +146,7 @@ class QuantisedSource:
         return Grouped(numbers, scales, minimums)
 
     def _find_fp8(self, stored: str) -> str:
-        """The name of the weight if `stored` is one of this scheme, else an empty one; its other tensors are taken from the list."""
+        """The name of the weight if `stored` is one of this scheme, otherwise empty. Its other tensors are removed from `tensors`."""
         tensor = self._source.tensors[stored]
         if tensor.kind != "F8_E4M3":
             return ""
@@ -156,13 +156,13 @@ class QuantisedSource:
         shapes += [] if inner % _FP8_BLOCK else [(-(-rows // _FP8_BLOCK), inner // _FP8_BLOCK)]
         if len(scales) != 1 or scales[0] not in shapes:
             raise ValueError(f"{module}.{_FP8_SCALES[0]}: got shapes {scales}, expected one of {', '.join(map(str, shapes))}")
-        for suffix in (*_FP8_SCALES, "input_scale"):  # the last is of activations, which are not quantised here
+        for suffix in (*_FP8_SCALES, "input_scale"):  # input_scale is of activations, which are not quantised here
             self.tensors.pop(f"{module}.{suffix}", None)
         self.tensors[stored] = Stored(tensor.shape, "FP8", True)
         return stored
 
     def _read_fp8(self, name: str, dim: int, part: slice | None) -> Grouped:
-        """Numbers of the part, all scales."""
+        """The values of the part, and all scales."""
         module = name.removesuffix(".weight")
         scale = next(self._source.read(each) for suffix in _FP8_SCALES if (each := f"{module}.{suffix}") in self._source.tensors).float()
         numbers, rows = self._source.read(name, dim, part).view(torch.uint8), self.tensors[name].shape[0]
@@ -195,7 +195,7 @@ class QuantisedSource:
         return f"{module}.weight"
 
     def _read_words(self, name: str, dim: int, part: slice | None) -> Grouped:
-        """Numbers of the part, all scales and minimums."""
+        """The values of the part, and all scales and minimums."""
         module, scheme, shape = name.removesuffix(".weight"), self._scheme, self.tensors[name].shape
         of_rows, packed, (words, *others) = _WORDS[scheme.layout]
         found = {each: self._source.read(stored) for each in others if (stored := f"{module}.{each}") in self._source.tensors}
@@ -220,7 +220,7 @@ class QuantisedSource:
                 raise ValueError(f"{module}.g_idx: got another order, expected the groups one after another (desc_act=False)")
         if part is not None and stored_dim == packed:
             numbers = numbers.narrow(dim, part.start % width, part.stop - part.start)
-        if scheme.bits == 8:  # kept as signed numbers
+        if scheme.bits == 8:  # kept as signed integers
             numbers, zeros = numbers - 128, zeros - 128.0
             if self.tensors[name].kind == "INT8":
                 return Grouped(numbers.contiguous(), scales.to(torch.float16).contiguous())
@@ -228,7 +228,7 @@ class QuantisedSource:
 
 
 def _cut(values: Tensor, inner: int, dim: int, part: slice) -> Tensor:
-    """Scales [out, groups] of a part of the weight, whose boundaries may divide groups."""
+    """Scales [out, groups] of a part of the weight. Groups become smaller if a bound of the part divides one."""
     if dim == 0:
         return values[part]
     group = inner // values.shape[1]
@@ -237,17 +237,17 @@ def _cut(values: Tensor, inner: int, dim: int, part: slice) -> Tensor:
 
 
 def _fields(words: Tensor, bits: int = 4, places: list[int] | None = None) -> Tensor:
-    """The numbers of each word in the last dimension, the lowest bits first."""
+    """The fields of each word in the last dimension, lowest bits first."""
     found = (words[..., None] >> torch.arange(0, 32, bits, dtype=torch.int32) & (1 << bits) - 1).to(torch.uint8)
     return (found if places is None else found[..., places]).flatten(-2)
 
 
 def quantised_source(source: SafetensorsSource, fields: Mapping[str, Any]) -> Source:
-    """fields: of the config.json of its folder."""
+    """The source, or a QuantisedSource over it. fields: of the config.json in its folder."""
     config = fields.get("quantization_config")
     return source if not config else QuantisedSource(source, read_scheme(config))
 
 
 def without_scheme(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The other fields of a config.json."""
+    """The fields of a config.json without quantization_config."""
     return {name: value for name, value in fields.items() if name != "quantization_config"}

@@ -31,7 +31,7 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}` marks the parts that the model is trained on; it does not change the text."""
 
-    tags = {"generation"}  # noqa: RUF012 - declared like this in the base class
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it like this
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -84,7 +84,7 @@ class ChatTemplate:
 
 
 def _json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own filter escapes < as &lt;."""
+    """Replaces Jinja's filter, which escapes < as &lt;."""
     return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
 
 
@@ -107,7 +107,7 @@ class OpenedTokenizer(NamedTuple):
 
 
 def open_tokenizer(path: Path) -> OpenedTokenizer:
-    """Raises ValueError that names the file, or the missing package."""
+    """Open a folder or .gguf file. Raises ValueError that names the file, or the missing package."""
     if path.is_dir():
         return _open_folder(path)
     if path.suffix == ".gguf" and path.is_file():
@@ -132,7 +132,7 @@ def _open_folder(folder: Path) -> OpenedTokenizer:
         tokenizer = library.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{path}: the tokenizer cannot be read: {error}") from None
-    tokenizer.no_truncation()  # settings saved by training scripts
+    tokenizer.no_truncation()  # training scripts save these settings
     tokenizer.no_padding()
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
     special = {name: text for name in _SPECIAL if (text := _token_text(config.get(name))) is not None}
@@ -147,7 +147,7 @@ def _open_folder(folder: Path) -> OpenedTokenizer:
 
 
 def _folder_template(folder: Path, config: Mapping[str, Any], special: Mapping[str, str]) -> ChatTemplate | None:
-    """From chat_template.jinja, or from tokenizer_config.json, which holds one template or a list of named ones."""
+    """The template in chat_template.jinja or in tokenizer_config.json, which holds one template or a list of named ones."""
     path = folder / "chat_template.jinja"
     source: Any = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
     with_tools: Any = None
@@ -163,7 +163,7 @@ def _folder_template(folder: Path, config: Mapping[str, Any], special: Mapping[s
 
 
 def _token_text(entry: object) -> str | None:
-    """A special token is stored as its text, or as an object with `content`."""
+    """The text of a special token, which is stored as such or as an object with `content`."""
     text = entry.get("content") if isinstance(entry, dict) else entry
     return text if isinstance(text, str) else None
 
@@ -175,7 +175,7 @@ class _PreTokenizer(NamedTuple):
     single_digits: bool = False
     ignore_merges: bool = False  # a piece that is a token stays whole
     nfc: bool = False
-    adds_begin_id: bool = False  # if the file has no add_bos_token
+    adds_begin_id: bool = False  # used if the file has no add_bos_token
 
 
 _PRE_TOKENIZERS = {  # by tokenizer.ggml.pre

@@ -1,4 +1,4 @@
-"""A model folder for the implementation of `transformers`, and MTP modules for one: checked on the meta device before weights are loaded.
+"""Model folders for the implementation of `transformers`, and MTP modules for such models: checked before weights are loaded.
 
 `open_target` opens any target, with the class that runs it: a native one, or that of `transformers`.
 """
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from stepgraph.runtime.models.transformers_model import ModelSizes, TransformersModel
 
 AUTO, NATIVE, TRANSFORMERS = "auto", "native", "transformers"
-_EXPERTS = "batched_mm"  # the one for experts that reads nothing on the host
+_EXPERTS = "batched_mm"  # the implementation of experts that reads nothing on the host
 _LAYERS = ("full_attention", "sliding_attention")
 _VARYING_ROPE = ("dynamic", "longrope")
 _OWN = {"enorm.weight": "token_norm", "hnorm.weight": "state_norm", "eh_proj.weight": "join"}
-_REPEATED = {"embed_tokens.weight": "embedding", "shared_head.head.weight": "unembedding"}  # the target's
+_REPEATED = {"embed_tokens.weight": "embedding", "shared_head.head.weight": "unembedding"}  # copies of target tensors
 _LAST_NORM = "shared_head.norm.weight"
 
 
@@ -75,19 +75,19 @@ class TransformersCheckpoint:
 
     @property
     def mtp_prefixes(self) -> tuple[str, ...]:
-        """Of the MTP modules' tensors: the modules are stored as layers after the model's last one."""
+        """Prefixes of the MTP modules' tensors: the modules are stored as layers after the model's last one."""
         return tuple(f"model.layers.{self.config.num_layers + index}." for index in range(self.mtp_modules))
 
 
 def _load_weights(kind: Any, path: Path, dtype: torch.dtype, unused: tuple[str, ...] = (), progress: bool = False, **options: Any) -> Any:
-    """A model of the class `kind` from a folder, or from `state_dict` and `config` of the options. unused: prefixes of other tensors.
+    """A model of the class `kind` from a folder, or from `state_dict` and `config` of the options. unused: prefixes of tensors to ignore.
 
     ValueError names a tensor that is missing, does not fit, or holds NaN or infinity.
     """
     from stepgraph.runtime.models.transformers_model import PAGED
 
     try:
-        with _quiet(progress), torch.random.fork_rng(devices=[]):  # tensors that are missing, and refused below, are drawn
+        with _quiet(progress), torch.random.fork_rng(devices=[]):  # draws random values for missing tensors, which are refused below
             loaded, report = kind.from_pretrained(
                 None if "state_dict" in options else path,
                 **_model_options(dtype, PAGED),
@@ -112,7 +112,7 @@ def open_transformers(path: Path, dtype: torch.dtype | None = None) -> Transform
         raise ValueError(f"implementation: got {TRANSFORMERS!r}, expected {NATIVE!r}: {why}")
     fields = read_json(path / "config.json")
     kind = _class_of(path, fields)
-    SafetensorsSource(path)  # the folder has its weights in this format
+    SafetensorsSource(path)  # raises if the folder has no weights in this format
     try:
         config = kind.config_class.from_dict(dict(fields))
     except Exception as error:  # transformers checks some fields, with exceptions of several packages
@@ -149,7 +149,7 @@ def _class_of(path: Path, fields: Mapping[str, Any]) -> Any:
     names, remote = fields.get("architectures"), fields.get("auto_map")
     name = names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else ""
     stated = remote.get("AutoModelForCausalLM") if isinstance(remote, dict) else remote
-    # Public folders of models that transformers has since adopted still name their file, with the same class.
+    # Public folders of models that transformers has adopted since still name their own file, with the same class name.
     if remote and (name not in causal or str(stated).rpartition(".")[2] != name):
         raise _refused(path, "auto_map", remote, "a class of transformers, since code in a model folder is not run")
     if name not in causal:
@@ -199,7 +199,7 @@ def _model_options(dtype: torch.dtype, attention: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _quiet(progress: bool) -> Iterator[None]:
-    """Without the messages of `transformers`, whose content is checked here, and without its progress bar unless wanted."""
+    """Suppress messages of `transformers`, whose content is checked here, and its progress bar unless `progress`."""
     logging = importlib.import_module("transformers").utils.logging
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -213,17 +213,17 @@ def _quiet(progress: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class MtpCheckpoint:
-    """Modules whose names and sizes were checked."""
+    """MTP modules whose names and sizes were checked; their weights are not in memory yet."""
 
     path: Path
     source: SafetensorsSource
     target: TransformersCheckpoint
-    layers: tuple[int, ...]  # numbers of the modules in the file
+    layers: tuple[int, ...]  # layer numbers of the modules in the file
     outlined: Any  # a model of one layer on the meta device: the decoder of a module
     sizes: ModelSizes
     kind: str = "MTP"
     feature_layers: tuple[int, ...] = ()
-    max_positions: int | None = None  # the target's are as many
+    max_positions: int | None = None  # no limit below the target's
 
     @property
     def max_drafts(self) -> int:
@@ -257,7 +257,7 @@ class MtpCheckpoint:
         return TransformersMtp(decoders, float(self.outlined.config.rms_norm_eps), target.embedding, target.unembedding)
 
     def _load(self, layer: int, progress: bool) -> Any:
-        """The decoder of a module. Its embedding and head have one token and no use."""
+        """The decoder of a module. Its embedding and head have one token and are not used."""
         inside = {name: name.removeprefix(_prefix(layer)) for name in self.source.tensors if name.startswith(_prefix(layer))}
         names = {stored: f"model.layers.0.{name}" for stored, name in inside.items() if name not in {**_OWN, **_REPEATED, _LAST_NORM: ""}}
         names[f"{_prefix(layer)}{_LAST_NORM}"] = "model.norm.weight"

@@ -1,4 +1,4 @@
-"""Tensors from files and where each goes in a model. Names, shapes and types are checked before any weight is read.
+"""Tensors from files, and the parameter that each fills. Names, shapes and types are checked before any weight is read.
 
 safetensors and GGUF are data formats: nothing here unpickles or executes file contents.
 """
@@ -30,7 +30,7 @@ class Stored(NamedTuple):
     """A tensor as the file's header describes it."""
 
     shape: tuple[int, ...]
-    kind: str  # the format's name of its type
+    kind: str  # name of its type in the file format
     readable: bool
 
 
@@ -41,13 +41,13 @@ class Source(Protocol):
     def tensors(self) -> Mapping[str, Stored]: ...
 
     def read(self, name: str) -> Tensor:
-        """On the CPU."""
+        """The whole tensor, on the CPU."""
 
     def read_scales(self, name: str) -> Tensor:
-        """Numbers that are finite exactly if the tensor is."""
+        """Values that are finite exactly if the tensor is."""
 
     def read_grouped(self, name: str) -> Iterator[Grouped]:
-        """A tensor of one of KINDS, in parts of consecutive rows, whole tiles each: with little memory besides what is kept."""
+        """A tensor of one of KINDS, in parts of consecutive rows, each of whole tiles, so that reading takes little further memory."""
 
 
 class ParameterSlice(NamedTuple):
@@ -55,7 +55,7 @@ class ParameterSlice(NamedTuple):
 
     parameter: str
     rows: slice = slice(None)
-    # Of a tensor stored with other dimensions: those of the parameter, their order in the file, and the shape there.
+    # For a tensor stored with other dimensions: those of the parameter, their order in the file, and the shape in the file.
     unfolded: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
@@ -69,20 +69,20 @@ class ParameterSlice(NamedTuple):
 
     @property
     def tiles(self) -> slice:
-        """The rows, where the parameter is packed."""
+        """The rows in tiles, for a packed parameter."""
         start, stop = self.rows.start, self.rows.stop
         return slice(start and start // TILE, stop and stop // TILE)
 
 
-Slices = dict[str, ParameterSlice]  # by names of stored tensors
+Slices = dict[str, ParameterSlice]  # by name of the stored tensor
 
 
 class SafetensorsSource:
-    """The tensors of one file, or of those that its index lists. renamed: the name here of a stored one."""
+    """The tensors of one file, or of the files that an index lists. renamed: maps a stored name to the name in `tensors`."""
 
     def __init__(self, folder: Path, single: str = "model.safetensors", renamed: Callable[[str], str] = str) -> None:
         self.tensors: dict[str, Stored] = {}
-        self._stored: dict[str, tuple[Any, str]] = {}  # the opened file of each tensor, and its name there
+        self._stored: dict[str, tuple[Any, str]] = {}  # the opened file of each tensor, and its name in the file
         index = folder / f"{single}.index.json"
         if index.exists():
             files = read_json(index).get("weight_map")
@@ -106,7 +106,7 @@ class SafetensorsSource:
             self._stored[name] = opened[file], stored
 
     def read(self, name: str, dim: int = 0, part: slice | None = None) -> Tensor:
-        """part: of one dimension; the file's other bytes are not read."""
+        """part: indices of dimension `dim`; the file's other bytes are not read."""
         file, stored = self._stored[name]
         tensor: Tensor = file.get_tensor(stored) if part is None else file.get_slice(stored)[(slice(None),) * dim + (part,)]
         return tensor
@@ -137,7 +137,7 @@ def llama_slices(config: LlamaConfig) -> Slices:
 
 
 def layer_slices(config: LlamaConfig, stored: str, module: str, experts: ExpertsConfig | None = None) -> Slices:
-    """The tensors of one layer. stored: prefix of their names in the file; module: of the parameters."""
+    """The tensors of one layer. stored: prefix of their names in the file. module: prefix of the parameters."""
     whole = {
         "input_layernorm.weight": "attention_norm",
         "post_attention_layernorm.weight": "attention_output_norm" if config.output_norms else "mlp_norm",
@@ -171,7 +171,7 @@ def _expert_slices(experts: ExpertsConfig, hidden_size: int, stored: str, module
 
 
 def _gpt_oss_slices(experts: ExpertsConfig, hidden_size: int, stored: str, module: str) -> Slices:
-    """Weights are stored with their outputs last, of which gate and up take turns."""
+    """The outputs are the last dimension of stored weights; those of gate and up alternate."""
     count, size = experts.count, experts.size
     found = whole_slices({"router.weight": "router", "router.bias": "router_bias"}, stored, module)
     kinds = {
@@ -184,12 +184,12 @@ def _gpt_oss_slices(experts: ExpertsConfig, hidden_size: int, stored: str, modul
 
 
 def whole_slices(parameters: Mapping[str, str], stored: str = "", module: str = "") -> Slices:
-    """parameters: their names by the stored ones, both without the prefixes `stored` and `module`."""
+    """parameters: from stored name to parameter name, without the prefixes `stored` and `module`."""
     return {stored + name: ParameterSlice(module + parameter) for name, parameter in parameters.items()}
 
 
 def _row_slices(rows: Mapping[str, int], parameter: str) -> Slices:
-    """rows: of stored tensors that follow one another in a parameter."""
+    """rows: numbers of rows of stored tensors that are consecutive in a parameter."""
     ends = itertools.accumulate(rows.values())
     return {name: ParameterSlice(parameter, slice(end - count, end)) for (name, count), end in zip(rows.items(), ends, strict=True)}
 
@@ -213,7 +213,7 @@ def read_finite(path: Path, source: Source, name: str) -> Tensor:
 
 
 def require_finite(path: Path, name: str, tensor: Tensor) -> Tensor:
-    ends = torch.stack(tensor.aminmax())  # of which NaN is both; one pass over the tensor
+    ends = torch.stack(tensor.aminmax())  # both are NaN if an element is; one pass over the tensor
     if not bool(torch.isfinite(ends).all()):
         raise ValueError(f"{path}: {name} holds NaN or infinity")
     return tensor
@@ -239,12 +239,12 @@ class StoredModel:
             raise ValueError(f"{self.path}: got {len(extra)} tensors that the config does not account for, such as {extra[0]}")
 
     def check(self, progress: bool = False) -> None:
-        """Raises ValueError for a tensor with NaN or infinity. A separate pass, so that memory is taken for good files only."""
+        """Raises ValueError for a tensor with NaN or infinity. A separate pass, so that no memory is allocated for a bad file."""
         for name, tensor in self._read(progress, "check", self.source.read_scales):
             require_finite(self.path, name, tensor)
 
     def packable(self) -> dict[str, Kind]:
-        """The parameters whose tensors are all of one of KINDS, in whole tiles and groups."""
+        """The parameters whose tensors have a common kind of KINDS, in whole tiles and groups."""
         parts: dict[str, list[Stored]] = {}
         whole: dict[str, bool] = {}
         for name, target in self.slices.items():
@@ -275,7 +275,7 @@ class StoredModel:
             room, start = model.get_parameter(target.parameter)[target.tiles], 0
             for rows in stored:
                 packed = pack(self.packed[target.parameter], rows)
-                room[start : start + len(packed)].view(torch.int64).copy_(packed.view(torch.int64))  # fewer elements, no threads
+                room[start : start + len(packed)].view(torch.int64).copy_(packed.view(torch.int64))  # few elements, so no threads
                 start += len(packed)
         model.eval()
 

@@ -137,7 +137,7 @@ def test_ranks_give_the_tokens_of_one_process(size: int, draft: str, monkeypatch
         assert engine.generate([1, 2, 3], max_new_tokens=20, resume_from=whole.tokens[:5]).tokens == whole.tokens[5:]
         ranks_of(engine).note("another result")
         job = engine.submit([1, 2, 3], max_new_tokens=60, num_speculative_tokens=0)
-        with pytest.raises(RankError, match="the results of the steps before differ"):
+        with pytest.raises(RankError, match="the results of earlier steps differ"):
             list(engine.stream())
         assert job.finish_reason == FinishReason.ERROR and len(job.tokens) <= COMPARED_STEPS
     assert len(processes) == size - 1 and all(process.poll() is not None for process in processes)
@@ -646,7 +646,7 @@ def unpicklable(logits: torch.Tensor, given: ProcessorInput) -> torch.Tensor:
     [
         (
             {"backend": "cuda"},
-            "EngineConfig.backend: got 'cuda' with tensor_parallel=2, expected a GPU for each of 2 processes, of which there are 0",
+            "EngineConfig.backend: got 'cuda' with tensor_parallel=2, expected 'tape', or a GPU for each of 2 processes: there are 0 GPUs",
         ),
         ({"save_hidden_states": "states"}, "EngineConfig.save_hidden_states: got 'states' with tensor_parallel, expected None"),
         ({"max_loras": 1}, "EngineConfig.max_loras: got 1 with tensor_parallel, expected 0"),
@@ -695,5 +695,5 @@ def test_other_requests_on_one_rank_end_all_jobs() -> None:
     with programs([model_folder()] * 2, "none", counts=(4, 3), round_timeout_seconds=20.0) as started:
         found = [result(process) for process in started]
     for each in found:
-        assert "the requests or the results of the steps before differ" in each["error"] and each["seconds"] < 20
+        assert "the requests or the results of earlier steps differ" in each["error"] and each["seconds"] < 20
         assert all(reason == "error" for _, reason, _ in each["jobs"])
