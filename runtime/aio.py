@@ -141,7 +141,7 @@ class StepThread:
             self.stop(drain=False)
 
     def _deliver(self) -> None:
-        """In the event loop: add the events to the buffers, and wake the task that waits for room."""
+        """Add the events to the buffers, and wake the task that waits for room. Runs in the event loop."""
         self._notified = False  # before the events are taken: for later events the thread schedules another call
         while self._events:
             event = self._events.popleft()
@@ -155,7 +155,7 @@ class StepThread:
             self._room = None
 
     def _end(self) -> None:
-        """In the event loop, after the thread's last step."""
+        """End all buffers. Runs in the event loop, after the thread's last step."""
         self._deliver()
         for buffer in self.buffers.values():
             buffer.end()
@@ -250,7 +250,7 @@ class AsyncEngine(OfOneProcess):
     async def open(self) -> None:
         """Start stepping, after capture() if it was not called. RuntimeError if another thread steps the engine."""
         if self._stepper is not None and self._stepper.loop.is_closed():
-            self._stepper.close(EXIT_SECONDS)  # its thread may be asleep
+            self._stepper.close(EXIT_SECONDS)  # ends the thread of the closed loop, which may be asleep
         if self._stepper is not None and self._stepper.thread.is_alive():
             raise RuntimeError("AsyncEngine.open(): already open")
         self._stepper = stepper = StepThread(self.engine, asyncio.get_running_loop())

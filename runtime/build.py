@@ -174,7 +174,7 @@ def loops_of(parts: EngineParts, recorded: bool) -> Callable[..., InFlight]:
 def make_chooser(
     config: EngineConfig, models: ModelPair, recorder: Recorder | None, device_grammars: bool, function: FunctionDrafts | None
 ) -> DraftLengthChooser | None:
-    """None where every round has num_speculative_tokens drafts."""
+    """The chooser of draft lengths; None if every round has num_speculative_tokens drafts."""
     if config.draft_length != "auto" or models.drafter is None:
         return None
     choices = draft_choices(config.num_speculative_tokens, models.draft is not None, models.look_up is not None)

@@ -31,8 +31,8 @@ DRAFTS_COST = 1.03  # a round with more drafts takes at least this multiple of o
 Costs = Mapping[Drafting, float]  # seconds of a round, for one kind of batch; PLAIN is plain decoding
 # Parameters of the choice. The same values for all models; tests/runtime/test_draft_length.py shows what they achieve.
 DISCOUNT = 0.97  # factor of older rounds, per round with drafts
-PAUSED_DISCOUNT = 0.95  # factor of a row's older rounds, per round without drafts: it soon returns to the estimate of all rows,
-PAUSED_DISCOUNT_OF_ALL = 0.98  # which returns to the constant prior slowly
+PAUSED_DISCOUNT = 0.95  # factor of a row's older rounds, per round without drafts: it soon has the estimate of all rows again
+PAUSED_DISCOUNT_OF_ALL = 0.98  # the same for the estimate of all rows, which returns to the constant prior slowly
 PRIOR_ACCEPTANCE = 0.55  # of each draft, before any result
 PRIOR_WITHOUT_MODEL = 0.3  # the same in rounds without the model. Lower, since rounds with the model also measure the look-up
 PRIOR_ROUNDS = 3.0  # weight of the prior, in rounds
@@ -312,7 +312,7 @@ class DraftLengthChooser:
         self.costs, self._choice = RoundCosts(choices), DraftLengths(choices)
         self._on_host = host_drafting(choices) if device_grammars else choices
         self._batch: _Batch | None = None  # of the latest round
-        self._in_flight: collections.deque[tuple[_Batch, bool]] = collections.deque()  # and whether DraftLengths chose
+        self._in_flight: collections.deque[tuple[_Batch, bool]] = collections.deque()  # each round's batch, and whether DraftLengths chose
         self._rows: dict[ActiveRequest, tuple[Sources, Drafting]] = {}  # of the latest batch: acceptance, and a limit of the pending drafts
         self._skipped = 0  # most tokens of a request that the draft model has not processed
 

@@ -108,5 +108,5 @@ class EngineState:
             self._parts.ranks.close()
 
     def _detach(self) -> None:
-        """In a fork: every call raises EngineClosedError."""
+        """Called in a fork, in which every call raises EngineClosedError."""
         self._closed, self.step_lock = FORKED, StepLock()

@@ -43,7 +43,7 @@ class ProfileRange(NamedTuple):
 
 
 def read_range(environment: Mapping[str, str]) -> ProfileRange | None:
-    """None if no rounds are to be profiled. ValueError names the variable."""
+    """The range; None if no rounds are to be profiled. ValueError names the variable."""
     rounds, tool = environment.get(ROUNDS, ""), environment.get(TOOL, "trace")
     if not rounds:
         return None

@@ -145,7 +145,7 @@ class RequestQueue:
         return self._compiler
 
     def _detach(self) -> None:
-        """In a fork: all jobs end with an error."""
+        """Called in a fork: all jobs end with an error there."""
         self.lock = threading.Lock()
         for queued in self.unfinished.values():
             queued.job.error, queued.job.finish_reason = FORKED, FinishReason.ERROR

@@ -176,7 +176,7 @@ class Scheduler:
                 counters.first_token_seconds.add(job.first_token_seconds)
             counters.tokens += len(tokens)
             counters.drafts = counters.drafts.plus(drafts)
-            most = min(job.num_speculative_tokens, len(result.drafts))  # that this round could verify
+            most = min(job.num_speculative_tokens, len(result.drafts))  # drafts that this round could verify
             if result.draft_count or (job.rounds and most):
                 counters.add_drafting_round(result, loss_of(most, result))
         origins = origins_of(len(tokens), accepted, forced, looked_up)

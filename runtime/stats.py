@@ -27,7 +27,7 @@ class DraftStats:
     rounds: int
     tokens: int  # emitted in these rounds
     full: int  # rounds in which every requested draft was accepted
-    illegal: int  # the other rounds by Loss
+    illegal: int  # illegal to undrafted: the other rounds by Loss
     improbable: int
     ended: int
     undrafted: int
@@ -52,7 +52,7 @@ class GraphStats:
 
 @dataclass(frozen=True)
 class LaneStats:
-    """Where the grammars of admitted requests are followed."""
+    """Counts of admitted requests by grammar lane, and the arena."""
 
     off: str  # why all are followed on the host; empty if they can be on the device
     device: int  # requests
@@ -94,7 +94,7 @@ class EngineStats:
     replays: int
     host_syncs: int  # waits of the launching thread for the whole device; rounds make none
     event_waits: int  # for the results of a round, or for a pinned slot that was still being copied
-    eager_rounds: int  # that replayed no graph
+    eager_rounds: int  # rounds that replayed no graph
     eager_reason: str  # empty if all rounds are recorded
     graphs: tuple[GraphStats, ...]  # largest first; those that were used
     tokens: int
@@ -207,5 +207,5 @@ def histogram(builder: HistogramBuilder) -> Histogram:
 
 
 def _at_least(rounds: Sequence[int]) -> tuple[int, ...]:
-    """From rounds with exactly 0, 1, ... drafts to rounds with at least 1, 2, ... drafts."""
+    """Convert counts of rounds with exactly 0, 1, ... drafts to counts of rounds with at least 1, 2, ... drafts."""
     return tuple(itertools.accumulate(reversed(rounds[1:])))[::-1]

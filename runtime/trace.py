@@ -48,15 +48,15 @@ class Summary:
     round_ns: int  # median of the time from a round's first to its last work on the main stream
     stages: tuple[StageTime, ...]
     host_nodes: int | None  # None: unknown, since the CUDA profiler does not report them
-    host_ns: int  # their total
-    hidden_ns: int  # the part of it during which a stage ran on the main stream
-    exposed_ns: int  # the other part
+    host_ns: int  # total time of host nodes
+    hidden_ns: int  # the part of host_ns during which a stage ran on the main stream
+    exposed_ns: int  # the rest of host_ns
     exposed_wait_ns: int  # waits of the main stream for host nodes and for the copies to and from them
     idle_ns: int  # gaps of the main stream between two rounds
 
     @property
     def share_hidden(self) -> float | None:
-        """None without host nodes in the timeline."""
+        """The hidden share of the time of host nodes; None if the timeline has no host nodes."""
         return self.hidden_ns / self.host_ns if self.host_ns else None
 
     def as_dict(self) -> dict[str, object]:
@@ -126,7 +126,7 @@ class Timeline:
         )
 
     def extents(self) -> dict[int, Interval]:
-        """By round, the start and end of its work on the main stream."""
+        """Start and end of each round's work on the main stream."""
         found: dict[int, Interval] = {}
         for span in self.spans:
             if span.stream == MAIN and span.round != OUTSIDE:

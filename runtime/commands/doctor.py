@@ -283,7 +283,7 @@ def filters() -> dict[str, str]:
 
 
 def grammar_lane() -> dict[str, str]:
-    """Where grammars with tables are followed; for the host, also why."""
+    """The lane of grammars with tables; for the host, also the reason."""
     import torch
 
     from stepgraph import EngineConfig, Vocabulary

@@ -93,7 +93,7 @@ def _encode(options: argparse.Namespace, text: str, codec: TextCodec) -> list[in
 
 
 def constraint_of(options: argparse.Namespace, codec: TextCodec | None) -> Constraint | None:
-    """With a codec, a marker that encodes to control tokens becomes their ids."""
+    """The constraint of the flags. With a codec, a marker that encodes to control tokens becomes their ids."""
     constraint: Constraint | None = None
     if options.schema is not None:
         constraint = Constraint.json_schema(options.schema)

@@ -131,7 +131,7 @@ def open_recorder(
         "format": FORMAT,
         "versions": versions(),
         "backend": backend.name,
-        "config": asdict(config) | {"save_hidden_states": None},  # that folder belongs to the recorded engine
+        "config": asdict(config) | {"save_hidden_states": None},  # the folder belongs to the recorded engine
         "vocabulary": vocabulary_fingerprint(vocabulary),
         "models": model_fingerprints(models),
     }

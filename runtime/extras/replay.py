@@ -102,7 +102,7 @@ class Difference(NamedTuple):
     position: int
     got: int | str
     expected: int | str
-    error: str  # that belongs to the finish reason
+    error: str  # the error that belongs to the finish reason
 
     def __str__(self) -> str:
         error = f" ({self.error})" if self.error else ""

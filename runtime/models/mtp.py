@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class MtpModules(nn.Module):
-    """What the modules of all families share; embedding and head are the target's."""
+    """Base class of the modules of all families. Embedding and head are the target's."""
 
     embedding: nn.Parameter
     head: nn.Parameter

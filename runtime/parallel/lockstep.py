@@ -19,7 +19,7 @@ from stepgraph.runtime.scheduler import Scheduler
 
 
 class Decided(NamedTuple):
-    """What the next step does, as the first rank publishes it."""
+    """The contents of the next step, which the first rank publishes."""
 
     submitted: list[tuple[int, Sequence[int], dict[str, Any], int]]  # id, prompt, options, and the turn of its tenant
     cancelled: list[int]

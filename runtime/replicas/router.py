@@ -80,7 +80,7 @@ class PrefixRouter:
         return sorted(loads, key=order)
 
     def _depths(self, hashes: Sequence[bytes], replicas: Collection[str]) -> dict[str, int]:
-        """By replica, the number of pages from the first one on that it holds; only replicas with some."""
+        """Number of pages that each replica holds, from the first one on; only replicas with at least one."""
         depths: dict[str, int] = {}
         for depth, page in enumerate(hashes):
             holders = [each for each in self._holders.get(page, ()) if each in replicas and depths.get(each, 0) == depth]

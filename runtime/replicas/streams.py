@@ -100,7 +100,7 @@ class ResumedStream:
             sampling = replace(sampling, seed=secrets.randbits(63))
         drafts = options.get("num_speculative_tokens")
         drafts = info.num_drafts if drafts is None else drafts
-        by_drafts = bool(drafts) and (not sampling.greedy or sampling.relaxed_top_n > 0)  # its tokens depend on where rounds begin
+        by_drafts = bool(drafts) and (not sampling.greedy or sampling.relaxed_top_n > 0)  # tokens depend on where rounds begin
         if by_drafts and not info.fixed_drafts and how.continues(info):
             options = options | {"num_speculative_tokens": 0}  # a repetition could have other drafts
             by_drafts = False

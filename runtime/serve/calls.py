@@ -30,7 +30,7 @@ class CallFormat:
     opening: str = ""  # before the calls of a list; empty: calls in free text form no list
     closing: str = ""  # after the calls of a list
     style: str = "json"  # of the arguments: see structural tags
-    other_infixes: tuple[str, ...] = ()  # that a model may write instead; `ChannelSplitter` replaces them
+    other_infixes: tuple[str, ...] = ()  # infixes that a model may write instead; `ChannelSplitter` replaces them
     parallel: bool = True  # whether an answer that consists of calls can have several
 
     @property
@@ -39,7 +39,7 @@ class CallFormat:
 
     @property
     def markers(self) -> set[str]:
-        """Its parts that may be control tokens."""
+        """The parts of the format that may be control tokens."""
         texts = (self.trigger, self.opening, self.prefix, self.infix, *self.other_infixes, self.suffix, self.closing)
         return {marker for text in texts for marker in re.findall(r"<[^<>\s]+>|\[[A-Z_]+\]", text)}
 

@@ -70,7 +70,7 @@ class Server(uvicorn.Server):
 
 def server_config(app: Any, bounds: Bounds) -> uvicorn.Config:
     class BoundedProtocol(H11Protocol):
-        """What uvicorn does not limit: the number of connections, a head that does not end, a client that does not read."""
+        """Adds limits that uvicorn lacks: on the number of connections, heads that do not end, and clients that do not read."""
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             assert isinstance(transport, asyncio.Transport)

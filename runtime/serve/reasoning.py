@@ -42,7 +42,7 @@ def with_markers(codec: TextCodec, tool_format: str) -> TextCodec:
 
 
 def reasoning_of(prompt_ids: Sequence[int], codec: TextCodec, variables: Mapping[str, Any], budget: int | None) -> Reasoning | None:
-    """None if the answer has no reasoning: the template has none, or it was switched off."""
+    """The reasoning of an answer; None if the template has no reasoning or it was switched off."""
     if codec.template_mentions(CHANNEL):
         return Reasoning(False, budget, tuple(codec.encode(MESSAGE_END, begins=False)), in_channels=True)
     if not codec.template_mentions(OPENING):

@@ -57,7 +57,7 @@ class ToolUse:
 
 
 def tool_use(tools: Any, choice: Any, parallel: bool, style: CallStyle) -> ToolUse | None:
-    """None if no function may be called. HttpError names the field that is wrong."""
+    """The functions that may be called; None if there are none. HttpError names the field that is wrong."""
     if tools is None:
         if choice not in (None, "none"):
             raise HttpError(400, f"tool_choice: got {json.dumps(choice)[:60]} without tools, expected tools", "tool_choice")
