@@ -42,7 +42,7 @@ PROCESSORS = Check(
     ),
     "a tuple of LogitsProcessors with different names",
 )
-# All fields except flags, and except sizes that Limits checks.
+# Not listed: flags, and sizes that Limits checks.
 CHECKS = {
     **dict.fromkeys(("max_rows", "max_length", "page_size"), whole(1)),
     "backend": one_of(("auto", "tape", "cuda")),
@@ -121,7 +121,7 @@ class EngineConfig:
     relaxed_acceptance: bool = False
     max_loras: int = 0  # LoRA adapters loaded at once, each in a slot of the graphs; 0: requests cannot have an adapter
     max_lora_rank: int = 16  # memory is taken for this rank in every slot
-    max_top_logprobs: int = 0  # most alternatives that a request may have reported for each token, up to 100
+    max_top_logprobs: int = 0  # limit of SamplingParams.top_logprobs, up to 100
     # True: a request takes the row of one with a larger priority number, which continues later, with the same tokens. Sampled requests with
     # drafts keep their rows: their draws depend on where rounds begin
     preemption: bool = False
