@@ -407,7 +407,7 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="type of weights and cache (default: the model's own)")
     words = "quantised weights: converted to --dtype, or kept quantised in memory (default: %(default)s)"
     parser.add_argument("--weights", choices=("dequantised", "quantised"), default="dequantised", help=words)
-    words = "native: a model class of stepgraph; transformers: of that package; auto: native if it supports the model (default: %(default)s)"
+    words = "native: a class of stepgraph; transformers: of that package; auto: native if it supports the model (default: %(default)s)"
     parser.add_argument("--implementation", choices=("auto", "native", "transformers"), default="auto", help=words)
 
 
