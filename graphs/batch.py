@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
 
 def read_batch(buffers: StaticBuffers, size: int, attention: AttentionChoice = OPERATION, most_drafts: int | None = None) -> Batch:
-    """The first `size` slots. Of each row's drafts at most `most_drafts`, without a number all; the others are dropped."""
+    """The first `size` slots, with at most `most_drafts` drafts of each row; None: all drafts."""
     receive(buffers, size)
     rows, drafts = buffers.batch_rows[:size], buffers.row_drafts
     state = buffers.row_state[rows]

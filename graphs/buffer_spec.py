@@ -59,11 +59,11 @@ class BufferSpec:
 class UnknownBufferError(ValueError, AttributeError, KeyError):
     """A buffer of this name is not declared. An AttributeError for hasattr(), a KeyError for mappings."""
 
-    __str__ = ValueError.__str__  # that of KeyError adds quotes
+    __str__ = ValueError.__str__  # KeyError.__str__ adds quotes
 
 
 class NamedTensors(dict[str, Tensor]):
-    """An error for a wrong name lists the right ones."""
+    """Tensors by name; the error for an unknown name lists the declared ones."""
 
     def __missing__(self, name: object) -> Tensor:
         raise UnknownBufferError(f"StaticBuffers: got {clip_repr(name)}, expected one of: {', '.join(self) or 'none are declared'}")

@@ -64,8 +64,8 @@ class Recorded(Protocol):
         """Run the recorded step once on the current contents of the buffers. Asynchronous if the backend is.
 
         until: one int32 of a device buffer. In the same launch, without the host, the step runs again while `until` is 0 after it, at
-        most `limit` times in total. CaptureError for a step with host nodes, which only a launch can call, and for one that draws from
-        a generator: it would draw the same numbers each time.
+        most `limit` times in total. CaptureError for a step with host nodes, which a loop on the device cannot call, and for one that
+        draws from a generator: it would draw the same numbers each time.
         is_round: False for work between rounds. It is not counted in `stats.replays`, and has no number in a trace.
         """
 

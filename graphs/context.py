@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 MAIN = "main"
-COPIES = "copies beside rounds"  # of a backend, not of its steps
+COPIES = "copies beside rounds"  # a stream of a backend; steps do not use it
 
 
 class StreamEvent(Protocol):
@@ -42,7 +42,7 @@ class CaptureContext(Protocol):
         """
 
 
-NOTHING: AbstractContextManager[None] = contextlib.nullcontext()  # shared: a round creates none
+NOTHING: AbstractContextManager[None] = contextlib.nullcontext()  # shared, so that a round creates no object
 
 
 _local = threading.local()

@@ -1,1 +1,1 @@
-"""Compiled attention, imported only where Triton is (the operation in attention.py decides), and the probe that compares it."""
+"""Paged attention: the operation, its implementations, and the choice between them, for which a probe compares them."""

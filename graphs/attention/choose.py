@@ -24,11 +24,11 @@ from stepgraph.sampling.fields import reason
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.kernels.c_kernel import why_no_c
 
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of the probe
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}  # relative and absolute, in the probe
 ATTENTION = ("auto", "flashinfer", "triton", "reference")
 LEAST_CAPABILITY = (8, 0)
 MOST_HEAD_SIZE = 256
-FLASHINFER_HEAD_SIZES = (64, 128, 256)  # that its kernels are built and tested for
+FLASHINFER_HEAD_SIZES = (64, 128, 256)  # sizes that its kernels are built and tested for
 Rounds = Callable[[], Attend | None]
 Prompts = Callable[[int, int], Attend | None]
 log = logging.getLogger(__name__)
@@ -88,12 +88,12 @@ def _candidate(name: str, device: torch.device, shapes: tuple[AttentionShape, ..
         planned = module.PlannedAttention(device, page_size, shapes)
         wrong = (differs(planned.rounds, planned.prompt, shape, page_size, device) for shape in dict.fromkeys(shapes))
         return _Candidate(next(filter(None, wrong), ""), planned.rounds, planned.prompt)
-    except Exception as error:  # of a compiler, a loader or a driver
+    except Exception as error:  # from a compiler, a loader or a driver
         return _Candidate(reason(error))
 
 
 def unfit(name: str, device: torch.device, shapes: tuple[AttentionShape, ...]) -> str:
-    """Why triton or flashinfer cannot serve these models, as far as it is known without running it."""
+    """Why triton or flashinfer cannot run these models, as far as is known without running it; empty if no reason is known."""
     if device.type != "cuda":
         return f"it runs on CUDA devices, not on {device.type}"
     if name == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
@@ -112,7 +112,7 @@ def unfit(name: str, device: torch.device, shapes: tuple[AttentionShape, ...]) -
         if name == "flashinfer" and (shape.softcap or shape.sinks):
             return "it supports neither soft-capped scores nor sinks here"
         if name == "flashinfer" and shape.float8:
-            return "it does not read caches of eight bits here"
+            return "it does not read 8-bit caches here"
         if shape.size > MOST_HEAD_SIZE or (name == "flashinfer" and shape.size not in FLASHINFER_HEAD_SIZES):
             sizes = ", ".join(map(str, FLASHINFER_HEAD_SIZES)) if name == "flashinfer" else f"up to {MOST_HEAD_SIZE}"
             return f"it supports head sizes {sizes}, not {shape.size}"
@@ -123,7 +123,7 @@ class Probe:
     """Four rows over a cache with NaN wherever no row has an entry; refilled in place for every case."""
 
     rows, count, most = 4, 5, 300
-    rounds = ((7, 300, 0, 64), (300, 6, 65, 0), (5, 0, 17, 131))  # lengths; every second row has an inert position, 0: all are
+    rounds = ((7, 300, 0, 64), (300, 6, 65, 0), (5, 0, 17, 131))  # lengths; 0: all positions are inert; every second row has one
     prompts = ((0, 37), (37, 150), (187, 1), (188, 112))
 
     def __init__(self, shape: AttentionShape, page_size: int, device: torch.device) -> None:
@@ -139,7 +139,7 @@ class Probe:
         self.slots = torch.zeros_like(self.positions)
 
     def hold(self, lengths: tuple[int, ...]) -> None:
-        """Rows of these lengths, whose last live query is at the last entry."""
+        """Fill the cache for rows of these lengths, whose last live query is at the last entry."""
         self.cache.fill_(torch.nan)
         for row, end in enumerate(lengths):
             held = self._slots(row, torch.arange(end, device=self.device))
@@ -153,7 +153,7 @@ class Probe:
         return self.query[:, : self.count], ModelInput(self.positions, self.positions, self.slots, self.tables, self.page_size)
 
     def prompt(self, first: int, count: int) -> tuple[Tensor, ModelInput]:
-        """Of row 1."""
+        """A chunk of a prompt in row 1."""
         positions = first + torch.arange(count, device=self.device)[None]
         return self.query[1:2, :count], ModelInput(positions, positions, self._slots(1, positions), self.tables[1:2], self.page_size)
 
@@ -183,13 +183,13 @@ def differs(rounds: Rounds, prompts: Prompts, shape: AttentionShape, page_size: 
             probe.hold(lengths)
             replay()
             if probe.wrong(output, query, inputs, window):
-                return f"its rounds are not the reference's for rows of {', '.join(map(str, lengths))} tokens{_window(window)}"
+                return f"its rounds differ from the reference for rows of {', '.join(map(str, lengths))} tokens{_window(window)}"
         for first, count in probe.prompts:
             probe.hold((0, first + count, 0, 0))
             query, inputs = probe.prompt(first, count)
             found = attention(query, probe.cache[0], probe.cache[1], inputs._replace(attend=prompts(first, count)), window)
             if probe.wrong(found, query, inputs, window):
-                return f"its prompts are not the reference's for {count} tokens after {first}{_window(window)}"
+                return f"its prompts differ from the reference for {count} tokens after {first}{_window(window)}"
     return ""
 
 

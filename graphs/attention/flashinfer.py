@@ -23,13 +23,13 @@ PLAN_BYTES = 1 << 20  # of one prompt's plan
 
 
 class Call(NamedTuple):
-    """What a plan depends on besides lengths, by the names of the arguments of FlashInfer's `plan`."""
+    """The arguments of FlashInfer's `plan`, under their names, besides lengths and tables."""
 
     num_qo_heads: int
     num_kv_heads: int
     head_dim_qk: int
     q_data_type: torch.dtype
-    window_left: int  # how many before a query's own position; -1: all
+    window_left: int  # visible positions before the query's own; -1: all
     sm_scale: float
     page_size: int
     causal: bool = True
@@ -44,7 +44,7 @@ class PlannedAttention:
         self._rounds: dict[tuple[int, int, int, Call], RoundPlan] = {}
         programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
         groups, size = max(shape.heads // shape.kv_heads for shape in shapes), max(shape.size for shape in shapes)
-        # If the keys of a prompt are split, every program stores its sums in float32, and one line of weights.
+        # If the keys of a prompt are split, every program stores float32 sums and one weight for each row of queries.
         self._sums = torch.empty(4 * programs * groups * MOST_TILE * (size + 1) + 4096, dtype=torch.uint8, device=device)
         self._prompts: list[PromptPlan] = []
         self._next = 0
@@ -125,13 +125,13 @@ class RoundPlan:
 
 
 def _wrapper(sums: Tensor, plan_bytes: int) -> Any:
-    """fa2: its programs read lengths on the device, those of fa3 take them from the plan."""
+    """A wrapper with backend fa2: its programs read lengths on the device, those of fa3 take them from the plan."""
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(sums, "NHD", backend="fa2")
     wrapper.reset_workspace_buffer(sums, torch.empty(plan_bytes, dtype=torch.uint8, device=sums.device))
     return wrapper
 
 
 def _run(wrapper: Any, page_size: int, query: Tensor, keys: Tensor, values: Tensor, output: Tensor) -> None:
-    """Without programmatic dependent launch, which would read the tables before the kernel that writes them has finished."""
+    """Run without programmatic dependent launch, which would read the tables before the kernel that writes them has finished."""
     cache = tuple(part.view(-1, page_size, *part.shape[1:]) for part in (keys, values))
     wrapper.run(query.flatten(0, 1), cache, out=output.view(-1, *output.shape[2:]), enable_pdl=False)

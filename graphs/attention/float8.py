@@ -9,7 +9,7 @@ from stepgraph.sampling.kernels.c_kernel import same_float_type
 
 FLOAT8 = "fp8_e4m3"
 ENTRIES = torch.uint8  # the type of such a cache: torch does not index float8 on every device
-C_HEAD_SIZE = 256  # the largest in C
+C_HEAD_SIZE = 256  # the largest that the kernels in C support
 _LARGEST = 448.0
 
 
@@ -26,5 +26,5 @@ def from_entries(entries: Tensor) -> Tensor:
 
 
 def in_c(*states: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether the types of a cache and of states are those that C computes with."""
+    """Whether the kernels in C support the types of a cache and of states."""
     return same_float_type(*states) and keys.dtype is values.dtype and keys.dtype in (states[0].dtype, ENTRIES)

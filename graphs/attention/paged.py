@@ -18,7 +18,7 @@ from stepgraph.graphs.model_call import Attend, ModelInput
 from stepgraph.sampling.kernels.c_kernel import same_float_type
 from stepgraph.sampling.kernels.operation import empty_as, operation
 
-HEAD_SIZES = (64, 96, 128, 192, 256)  # that the Triton program was checked for; the reference takes any
+HEAD_SIZES = (64, 96, 128, 192, 256)  # tested with the Triton program; the reference takes any
 
 
 def attention(
@@ -35,7 +35,7 @@ def attention(
 
     query [B, Q, heads, size]; keys, values [slots, kv_heads, size] of one layer, already written; query head h reads cache head
     h // (heads // kv_heads). window: how many positions back a query sees, including its own; None: all. softcap: a scaled score s
-    becomes softcap * tanh(s / softcap); 0: it stays. sinks [heads]: the score of one more entry per head, without a value.
+    becomes softcap * tanh(s / softcap); 0: no cap. sinks [heads]: the score of one more entry per head, without a value.
     """
     batch, count, heads, size = query.shape
     assert keys.shape == values.shape and keys.shape[2] == size and heads % keys.shape[1] == 0, f"query {query.shape}, keys {keys.shape}"

@@ -1,4 +1,4 @@
-"""Attention in plain torch: the reference of `paged_attention`, and what runs where no kernel can or where it is asked for."""
+"""Attention in plain torch: the reference of `paged_attention`. It runs where no kernel can, or on request."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ class CudaBackend(CudaLauncher):
     also waits for the launched work, as for any torch operation; without, use events, `run` and `synchronize`. The next call that
     launches or waits raises the error of a host node, once; the nodes after it in that replay still run.
 
-    A step that cannot be captured is run once more under the rules of the tape, which name what its line does.
+    A step that cannot be captured is run once more under the rules of the tape, to name the rule that its line breaks.
 
     `check="twice"` compares the nodes of two captures, kernels by identity and launch shape, and the operations of two recordings of the
-    tape with their arguments: the step runs under all its rules, too. A capture may use torch's default generator; other generators
-    must be in `generators`.
+    tape with their arguments: the step is also checked against all rules of the tape. A capture may use torch's default generator;
+    other generators must be in `generators`.
     """
 
     name = "cuda"
@@ -72,7 +72,7 @@ class CudaBackend(CudaLauncher):
     @contextlib.contextmanager
     def _recording(self, call: str) -> Iterator[None]:
         # Two threads that launch a Triton program for the first time both compile it, and the second result replaces the first: without
-        # the lock, a program that the warm-up has loaded would be one to load in the capture, which is not allowed.
+        # the lock, the capture might have to load a program although its warm-up had loaded it, which is not allowed.
         with one_at_a_time, torch.cuda.device(self.device), self.on_main(call):
             self._drain()
             self.errors.raise_first()

@@ -73,7 +73,7 @@ class CudaCaptureContext:
 
     @contextlib.contextmanager
     def stream(self, name: str) -> Iterator[None]:
-        if self._launch_host and name not in self._streams:  # making one captures a graph of its own
+        if self._launch_host and name not in self._streams:  # creating a stream would nest another capture
             raise fail("baked-branch", f"stream {name!r} was not used in the run before the capture: its name depends on host state")
         self.label_nodes()
         with setting(self, "_current", name):
@@ -120,7 +120,7 @@ class CudaCaptureContext:
             self.label_nodes(StageRun(self._current, name, "host"))
 
     def label_nodes(self, label: StageRun | None = None) -> None:
-        """StageRun the nodes captured since the last call with the current stage, or with `label`."""
+        """Label the nodes captured since the last call with the current stage, or with `label`."""
         if self._launch_host:
             new = self._driver.captured_nodes(self._streams[MAIN].cuda_stream) - len(self.labels)
             self.labels += [label or StageRun(self._current, self._stage)] * new

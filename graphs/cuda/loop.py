@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stepgraph.graphs.cuda.driver import Driver, KernelParams
 
-VERSION = 12040  # of CUDA, the first with WHILE nodes
+VERSION = 12040  # the first version of CUDA with WHILE nodes
 CONDITIONAL_NODE = 13  # CU_GRAPH_NODE_TYPE_CONDITIONAL
 WHILE = 1  # CU_GRAPH_COND_TYPE_WHILE
 ASSIGN_DEFAULT = 1  # CU_GRAPH_COND_ASSIGN_DEFAULT: every launch begins with the handle's default value
@@ -104,7 +104,7 @@ PTX = b"""
 
 
 def why_no_loops(driver: Driver) -> str:
-    """Why this driver has no WHILE nodes; empty if it has."""
+    """Why this driver has no WHILE nodes; empty if it has them."""
     version = c_int()
     driver.cuDriverGetVersion(byref(version))
     found = f"{version.value // 1000}.{version.value % 1000 // 10}"
@@ -144,7 +144,7 @@ class LoopGraph:
         self._driver.cuGraphLaunch(self._instance, stream)
 
     def free(self) -> None:
-        """Only while the device is idle."""
+        """The device must be idle."""
         self._driver.cuGraphExecDestroy(self._instance)
         self._driver.cuGraphDestroy(self._graph)
 
@@ -160,7 +160,7 @@ class Loops(dict[tuple[int, int], LoopGraph]):
         self.latest.launch(stream)
 
     def free(self) -> None:
-        """Only while the device is idle."""
+        """The device must be idle."""
         while self:
             self.popitem()[1].free()
 

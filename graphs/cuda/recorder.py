@@ -40,7 +40,7 @@ class Recording(NamedTuple):
     loops: Loops
 
     def free(self) -> None:
-        """Only while the device is idle."""
+        """The device must be idle."""
         self.loops.free()
         self.graph.reset()
         self.callbacks.clear()
@@ -79,7 +79,7 @@ class CudaRecorder:
                 with use_context(context):
                     step(buffers)
                 for name in context.joined:
-                    self._capture_streams[name]  # a capture cannot take it
+                    self._capture_streams[name]  # takes the stream from the pool, which a capture cannot
                 pairs = zip(used, states, strict=True)
                 return not all(torch.equal(generator.get_state(), state) for generator, state in pairs)
             finally:
@@ -210,7 +210,7 @@ def as_capture_error(error: Exception) -> CaptureError:
 
 
 def broken_rule(error: Exception, step: Step, buffers: StaticBuffers, generators: Generators) -> CaptureError | None:
-    """The rule of the tape that the line of a failed capture breaks; None if it breaks none. CUDA names no rule, and no line of a fork."""
+    """The rule of the tape that the line of a failed capture breaks, or None. CUDA reports neither a rule nor the line of a fork."""
     rule = error.rule if isinstance(error, CaptureError) else ""
     if rule not in ("", "cuda", "exception", "unjoined-fork", "stream-outside-capture"):
         return None
@@ -221,7 +221,7 @@ def broken_rule(error: Exception, step: Step, buffers: StaticBuffers, generators
         unknown = not site.file and not isinstance(error, torch.OutOfMemoryError)
         if unknown or found.rule == rule or site == (found.file, found.line):
             return found
-    except Exception:  # the error has been found without this
+    except Exception:  # the error of the capture is reported anyway
         return None
     return None
 

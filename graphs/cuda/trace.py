@@ -21,10 +21,10 @@ from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, GraphNode, Record
 
 UNNAMED = "unnamed"
 _DEVICE = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "fill"}
-_KERNELS_OF_THE_DRIVER = {"memcpy": "copy", "memset": "fill"}  # by the start of the name: it runs some copies and fills as kernels
+_KERNELS_OF_THE_DRIVER = {"memcpy": "copy", "memset": "fill"}  # by the start of the kernel's name: some copies and fills run as kernels
 _LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
-_MOST_STATES = 64  # of the search, those with the fewest changes; traces of an H200 need 3
-# Of the search: the number of nodes of each captured stream that have run, and the last captured stream of each internal one. Its value is
+_MOST_STATES = 64  # the search keeps those with the fewest changes; traces of an H200 need 3
+# A state of the search: how many nodes of each captured stream have run, and the last captured stream of each internal one. Its value is
 # the number of changes, and the captured streams of the activities as nested pairs, the last one first.
 _State = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -36,7 +36,7 @@ class Activity(NamedTuple):
     start_ns: int
     end_ns: int
     kind: str = "kernel"
-    shape: tuple[int, ...] = ()  # of a kernel: grid and block
+    shape: tuple[int, ...] = ()  # grid and block of a kernel
 
 
 class Captured(NamedTuple):
@@ -47,7 +47,7 @@ class Captured(NamedTuple):
 
 
 class CudaTracer:
-    """Profiles launches until `stop`. `replayed` must be called for each launch, in order: with None if it is no round."""
+    """Profiles launches until `stop`. `replayed` must be called for each launch, in order: with None if it is not a round."""
 
     def __init__(self, first_round: int, rounds: int, activity: ProfilerActivity = ProfilerActivity.CUDA) -> None:
         self._first, self._rounds = first_round, rounds
@@ -59,7 +59,7 @@ class CudaTracer:
         self._launched.append(report)
 
     def stop(self) -> tuple[Span, ...]:
-        """Only while the device is idle."""
+        """The device must be idle."""
         self._profiler.stop()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
@@ -136,7 +136,7 @@ def stages_of(activities: Sequence[Activity], captured: Captured) -> list[tuple[
 def _interleaving(activities: Sequence[Activity], nodes: Mapping[str, Sequence[GraphNode]]) -> list[str]:
     """The captured stream of each activity; empty if no interleaving of the nodes agrees.
 
-    Of several, one in which the internal streams change least from one captured stream to another. Nodes of equal kind and shape
+    If several agree, the one in which the internal streams change captured streams least often. Nodes of equal kind and shape
     that run at the same time on two streams may be confused.
     """
     if len(activities) != sum(map(len, nodes.values())):
@@ -162,7 +162,7 @@ def _interleaving(activities: Sequence[Activity], nodes: Mapping[str, Sequence[G
 
 
 def _agree(node: GraphNode, activity: Activity) -> bool:
-    if node.kind == "kernel":  # some have no known shape
+    if node.kind == "kernel":  # the shape of some is unknown
         return bool(activity.shape) and node.launch[1:7] in (activity.shape, ())
     return node.kind == activity.kind
 

@@ -1,4 +1,4 @@
-"""Cache entries in float8_e4m3fn as bytes, in Triton. sm_80 has no instructions for the type: its bits are moved."""
+"""Cache entries in float8_e4m3fn as bytes, in Triton. sm_80 has no instructions for the type, so its bits are shifted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 @triton.jit
 def as_read(entries, like):
     """Entries as numbers of the type of `like`."""
-    if entries.dtype == tl.uint8:  # as float16, which has a bit more for the exponent: its bias is larger by eight
+    if entries.dtype == tl.uint8:  # as float16: its exponent has one more bit, and its bias is larger by 8
         bits = entries.to(tl.int32)
         half = tl.where((bits & 127) == 127, 0x7FFF, ((bits & 128) << 8) | ((bits & 127) << 7))
         entries = (half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(like.dtype)
@@ -23,7 +23,7 @@ def as_written(states, target):
         bits = states.to(tl.float32).to(tl.int32, bitcast=True)
         sign, size = (bits >> 24) & 128, bits & 0x7FFFFFFF
         normal = (size + 0x7FFFF + ((size >> 20) & 1) - (120 << 23)) >> 20
-        # Below 2 ** -6 a sum with 2 ** 14 has the number in its last bits.
+        # The last bits of value + 2 ** 14 are the float8 of a value below 2 ** -6.
         small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
         found = tl.minimum(tl.where(size < (121 << 23), small, normal), 126)
         states = (tl.where(size > 0x7F800000, 127, found) | sign).to(tl.uint8)

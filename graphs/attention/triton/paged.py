@@ -20,7 +20,7 @@ MOST_PARTS = 64
 LEAST_PART = 128  # keys
 MOST_HEAD_SIZE = 256
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# Triton 3.4 does not compile a branch at run time that changes tensors: there, attention without a window is a program of its own.
+# Triton 3.4 does not compile a branch at run time that changes tensors: with it, attention without a window is a separate program.
 _TWO_PROGRAMS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 4))
 _COUNTED = tl.constexpr(128)  # positions loaded at a time to find the last one
 
@@ -33,16 +33,16 @@ class Tile(NamedTuple):
     size: int  # of a head, rounded up
     warps: int
     stages: int  # of keys and values that are loaded ahead
-    registers: int | None  # of a thread: without a bound, ptxas of Triton 3.6 spills 20 bytes on sm_90
+    registers: int | None  # per thread; without a bound, ptxas of Triton 3.6 spills 20 bytes on sm_90
 
 
 def tile_for(rows: int, size: int, capped: bool = False) -> Tile:
-    """Rounds have few rows, and mostly one step per program; prompts have many. With 32 rows, large heads and soft-capped scores sm_80
-    would spill."""
+    """Rounds have few rows, and mostly one step per program; prompts have many. On sm_80, 32 rows with large heads and soft-capped
+    scores would spill."""
     wide = max(16, triton.next_power_of_2(size))
     most = 64 if wide <= 128 else 16 if capped else 32
     tile_rows = min(most, max(16, triton.next_power_of_2(rows)))
-    in_round = tile_rows <= 32 and wide <= 64  # larger heads would leave one block for each multiprocessor
+    in_round = tile_rows <= 32 and wide <= 64  # with larger heads only one block would fit on a multiprocessor
     keys = LEAST_PART if in_round else 64 if wide <= 128 else 32
     return Tile(tile_rows, keys, wide, 4 if wide <= 64 else 8, 1 if in_round else 3, 168 if tile_rows == 32 and wide > 128 else None)
 
@@ -81,7 +81,7 @@ def product(left, right, WIDE: tl.constexpr):
 
 @triton.jit
 def score(asked, key, scale, cap, WIDE: tl.constexpr):
-    """Exponents of two. With a cap, `scale` includes the factor by which a hyperbolic tangent follows from a power of two."""
+    """Scores as exponents of two. With a cap, `scale` includes the factor by which exp2 replaces exp in tanh."""
     scores = product(asked, key, WIDE) * scale
     if cap is not None:
         scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
@@ -90,7 +90,7 @@ def score(asked, key, scale, cap, WIDE: tl.constexpr):
 
 @triton.jit
 def first_weights(sinks, head, counted, ROWS: tl.constexpr):
-    """Peak and total of a softmax before its first key: of the sinks where they are `counted`, in one part of the keys."""
+    """Initial peak and total of a softmax: those of the sinks where `counted`, which holds in one part of the keys only."""
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if sinks is not None:
@@ -120,9 +120,9 @@ def attend_part(
     tables,  # [B, pages] int64
     sinks,  # [heads], or None
     output,  # [B, Q, heads, size], written where there is one part
-    sums,  # [B * Q * heads, parts, SIZE] float32, written elsewhere; None, as the next two, where there is one part
-    peaks,  # [B * Q * heads, parts] float32; minus infinity: the part saw nothing, and its sum is not written
-    totals,  # as peaks
+    sums,  # [B * Q * heads, parts, SIZE] float32, written; None, as the next two, where there is one part
+    peaks,  # [B * Q * heads, parts] float32; minus infinity: no key of the part was visible, and its sum is not written
+    totals,  # like peaks
     count,  # Q
     heads,
     pages,
@@ -137,11 +137,11 @@ def attend_part(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     SIZE: tl.constexpr,
-    WIDE: tl.constexpr,  # multiply in float32: Triton's interpreter takes bfloat16 for whole numbers
+    WIDE: tl.constexpr,  # multiply in float32: Triton's interpreter treats bfloat16 as integers
 ):
     """One part of the keys of one row and cache head, for ROWS of its queries.
 
-    A round has few keys for each program, so its time is that of dependent loads: each load is issued before the first use of another.
+    A round has few keys per program, so dependent loads determine its time: each load is issued before the first use of another.
     """
     batch, head, parts = tl.program_id(0), tl.program_id(1), tl.cdiv(pages * PAGE, part)
     block, number = tl.program_id(2) // parts, tl.program_id(2) % parts
@@ -155,7 +155,7 @@ def attend_part(
     last = last_position(positions + batch * count, slots + batch * count, count, PAGE).to(tl.int32)
 
     end = tl.minimum(tl.minimum(last, tl.max(position, 0)) + 1, begin + part)
-    if window is not None:  # noqa: SIM102  # of the program; the next one is of the launch
+    if window is not None:  # noqa: SIM102  # at compile time; the next condition may be one at run time
         if _TWO_PROGRAMS or window > 0:
             begin = tl.maximum(begin, (tl.min(tl.where(real, position, last), 0) - window + 1) // KEYS * KEYS)
             page = load_pages(table, begin, end, KEYS, PAGE)
@@ -210,7 +210,7 @@ def combine_parts(sums, peaks, totals, output, parts, size, PARTS: tl.constexpr,
 def paged_attention(*arguments: Any, least_part: int = LEAST_PART) -> None:
     *tensors, page_size, window, scale, softcap, sinks, output = arguments
     query, keys, values, _, _, tables = tensors
-    if query.dtype is torch.float32 and query.is_cuda:  # its products are made without tensor cores, and spill
+    if query.dtype is torch.float32 and query.is_cuda:  # products of float32 would use no tensor cores, and spill
         return paged.paged_attention.run_reference(*arguments)
     batch, count, heads, size = query.shape
     if size > MOST_HEAD_SIZE:
