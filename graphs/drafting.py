@@ -23,7 +23,7 @@ from stepgraph.sampling.kernels.operation import Dense, Flags, Longs, StridedLon
 def draft_prefill(
     buffers: StaticBuffers, before: Batch, emission: Emission, features: Tensor, model: DraftModel, limits: Limits
 ) -> tuple[Tensor, Tensor]:
-    """Run the draft model over the emitted tokens. Returns logits [B, num_tokens] and features [B, 1, F] at each row's last one."""
+    """Run the draft model over the emitted tokens. Returns logits [B, num_tokens] and features [B, 1, F] at each row's last token."""
     inputs = model_input(before, limits, emission.tokens, 0, features=features, count=emission.emitted)
     output = run_model("draft", model.forward, inputs, buffers)
     last = (emission.emitted - 1).clamp(min=0)[:, None, None]
@@ -57,7 +57,7 @@ def choose_draft(
 ) -> Tensor:
     """Draft `step` (from 1) of every row that still drafts, -1 for other rows.
 
-    mask: `grammar_mask_of` this step; it verifies the draft later. None: the draft is chosen without.
+    mask: `grammar_mask_of` this step; it verifies the draft later. None: no mask.
     alive [B] bool: rows that still draft.
     d2t: for a draft model with its own vocabulary, the target id of each of its tokens. Other target tokens are drafted only if
     they are looked up or forced by the grammar.
@@ -75,7 +75,7 @@ def choose_draft(
 
 
 def grammar_mask_of(buffers: StaticBuffers, after: Batch, step: int, on_device: bool = False, count: int = 1) -> GrammarMask:
-    """The masks that guide drafts from `step` on, filled in this round. on_device: all of them by `advance_fill`."""
+    """The masks that guide drafts from `step` on, filled in this round. on_device: `advance_fill` filled all of them."""
     index = slice(step - 1, step - 1 + count)
     if on_device:
         status, has_grammar = buffers.batch_status[index, : len(after.rows)].T, after.has_grammar
@@ -132,7 +132,7 @@ def select_draft(
     a constrained row both need a valid mask, and a looked-up token has to be legal under it; a row that is not constrained is never forced.
     masks [R, words], constrained, status [B]: all three, or none without a grammar.
     Written at `step` (from 1): drafts [K, >= B]; row_looked_up, row_forced, row_certain [R, K] bool: whether the draft of each of `rows`
-    [B] is looked up, forced, or one of both. Rows that draft another token leave their chain: -1.
+    [B] is looked up, forced, or either. The chain of a row that drafts another token becomes -1.
     """
     rule = None if masks is None or constrained is None or status is None else (masks, constrained, status, rows)
     found, took_found, took_forced = (None if chain is None else chain[:, step - 1]), torch.zeros_like(alive), torch.zeros_like(alive)

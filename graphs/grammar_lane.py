@@ -1,4 +1,4 @@
-"""The masks of a round on the side stream: when each is filled, and the two places where grammars are followed.
+"""The masks of a round on the side stream: when each is filled, and the two ways to follow grammars.
 
 `host_nodes.HostNodes` drives matchers on the host: state and drafts to pinned memory, a host node, masks and tags back to the device.
 `DeviceTables` follows grammars in device memory: one kernel, no host node and no copy. A row uses one of them from admission to its
@@ -26,7 +26,7 @@ class MaskSource(Protocol):
     """Fills masks and tags of the rows whose grammars it follows."""
 
     def head(self) -> None:
-        """Complete the masks of the previous round's drafts, all if they were chosen without; fill mask 0 of new rows."""
+        """Complete the masks of the previous round's drafts, all of them if drafts are unmasked; fill mask 0 of new rows."""
 
     def rows(self, first: int, last: int) -> None:
         """Fill these masks of this round's drafts. Index 0: commit the emitted tokens first; others: accept the draft before the mask.
@@ -42,14 +42,14 @@ class GrammarLane:
     sources: Sequence[MaskSource]
     buffers: StaticBuffers
     context: CaptureContext
-    on_device: bool  # all grammars of the batch
+    on_device: bool  # all grammars of the batch are on the device
 
     def head(self) -> StreamEvent:
         """During target_verify."""
         return self._fill(lambda source: source.head())
 
     def rows(self, first: int, last: int) -> StreamEvent:
-        """While the draft model computes."""
+        """Fill masks of this round's drafts while the draft model computes."""
         return self._fill(lambda source: source.rows(first, last))
 
     def mask(self, after: Batch, step: int, count: int = 1) -> GrammarMask:
@@ -70,9 +70,9 @@ class RoundShape:
     """What the sources of a round have in common."""
 
     size: int  # rows of the batch
-    drafts: int  # of this round
+    drafts: int  # drafts of this round
     masked: bool  # each draft is chosen under its mask
-    fixed: bool  # the previous round had as many drafts
+    fixed: bool  # the previous round had the same number of drafts
     proposed: bool  # the drafts are a proposed chain: they are known before their masks
 
 
@@ -81,7 +81,7 @@ class DeviceTables:
     buffers: StaticBuffers
     context: CaptureContext
     tokens: TokenTensors
-    split: SplitTensors | None  # with forced tokens
+    split: SplitTensors | None  # None: no forced tokens
     shape: RoundShape
 
     def head(self) -> None:
@@ -99,7 +99,7 @@ class DeviceTables:
         tables = b.grammar_arena, *self.tokens, b.row_places, b.row_stacks, b.row_masks, b.row_tags, b.batch_status
         masks = first, last, int(fill_new), int(of_last_round)
         split = self.split
-        searched = split is not None and not of_last_round  # no draft of this round is chosen by the masks of the last one
+        searched = split is not None and not of_last_round  # the last round's masks guide no draft of this round
         texts, slots, merges = (b.row_forced_text, split.token_slots, int(split.merges)) if split else (None, None, 0)
         forced, takes_forced = b.batch_forced if searched else None, int(searched and self.shape.proposed and last > 0)
         with self.context.stage(f"fill {name}"):

@@ -44,7 +44,7 @@ def bucket_sizes(max_rows: int) -> tuple[int, ...]:
 
 
 def checked_buckets(buckets: Iterable[int], max_rows: int | None = None) -> tuple[int, ...]:
-    """The buckets sorted; ValueError if there are none, or if a batch of 1..max_rows would have none."""
+    """The buckets sorted; ValueError if there are none, or if the largest is not `max_rows`."""
     sizes = tuple(buckets) if is_series(buckets) else ()
     whole = sizes and all(is_int(size) and size >= 1 for size in sizes)
     if not whole or max(sizes) != (max_rows or max(sizes)):
@@ -62,16 +62,16 @@ def host_buckets(buckets: Iterable[int]) -> tuple[int, ...]:
 
 
 def draft_choices(longest: int, model: bool, look_up: bool) -> tuple[Drafting, ...]:
-    """The choices of an engine, by length. Each has its graphs. look_up: there is one beside the draft model.
+    """The draft lengths of an engine, in ascending order; each has its own graphs. look_up: there is one beside the draft model.
 
-    Without a model there are two: a proposed chain takes about as long whatever its length.
+    Without a model there are two: the time of a proposed chain hardly depends on its length.
     """
     lengths = sorted({0, (longest // 2 if model else 0) or longest, longest})
     return (*map(Drafting, lengths), *([Drafting(longest, model=False)] if look_up else []))
 
 
 def host_drafting(drafting: Sequence[Drafting]) -> tuple[Drafting, ...]:
-    """None and the most drafts: what graphs for grammars on the host have where grammars may be on the device. See `host_buckets`."""
+    """No drafts and the most drafts: the choices for grammars on the host where grammars may be on the device. See `host_buckets`."""
     most = min(drafting, key=_longest_first)
     return tuple(each for each in drafting if each in (PLAIN, most))
 
@@ -130,13 +130,13 @@ class CaptureReport:
     keys: tuple[tuple[GraphKey, RecordedReport], ...]
     prompts: tuple[tuple[PromptKey, RecordedReport], ...]
     buffer_bytes: int
-    # By which the process grew while recording, its threads included; the static buffers were allocated before. None if unknown
+    # Growth of the process while recording, its threads included; the static buffers were allocated before. None if unknown
     resident_bytes: int | None
     seconds: float
     failed: tuple[FailedKey, ...] = ()  # with on_capture_failure="eager"
 
     def as_dict(self) -> dict[str, object]:
-        """Without the single nodes of the graphs."""
+        """The report without the nodes of the graphs."""
         keys, prompts = ([{"key": asdict(key), **asdict(report)} for key, report in pairs] for pairs in (self.keys, self.prompts))
         for row in (*keys, *prompts):
             del row["graph_nodes"]
@@ -182,7 +182,7 @@ class CaptureBudget:
     def learn(self, probes: Sequence[tuple[int, int]], measured: Mapping[Key, int] | None = None, host_bytes: int = 0) -> None:
         """Take rows and bytes of one or two small graphs, from which the others are estimated: memory is linear in the rows.
 
-        measured: bytes of graphs that need no estimate. host_bytes: what each graph needs besides, which it does not share.
+        measured: bytes of graphs that need no estimate. host_bytes: host memory of each graph, which is not shared.
         """
         self._measured, self._host_each = measured or {}, host_bytes
         (rows, nbytes), (more_rows, more_bytes) = probes[0], probes[-1]
@@ -227,7 +227,7 @@ class GraphSet(GraphTable):
 
     on_failure: with "eager", a key that cannot be recorded is listed in the report, and its batches use another key or run eagerly.
     capture_bytes: limit of static buffers and recordings together; None: no limit.
-    device_grammars: record graphs for batches whose grammars are all on the device, as well. drafting: each has its graphs.
+    device_grammars: also record graphs for batches whose grammars are all on the device. drafting: each has its own graphs.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class GraphSet(GraphTable):
         self._backend, self._buffers, self._step_of, self._prompts = backend, buffers, step_of, prompts
         self._prompt_keys = prompt_keys(prompts.limits) if prompts else ()
         sizes = checked_buckets(buckets)
-        super().__init__(sizes, host_buckets(sizes) if device_grammars else sizes, GraphSet.record_one)  # a bound one would be a cycle
+        super().__init__(sizes, host_buckets(sizes) if device_grammars else sizes, GraphSet.record_one)  # a bound method would be a cycle
         self.eager: Mapping[GraphKey, str] = {}  # keys that run eagerly, and the reason
 
     def capture(self, notes: tuple[str, ...] = (), eager: bool = False, greedy_only: bool = False, progress: bool = False) -> CaptureReport:
@@ -297,7 +297,7 @@ class GraphSet(GraphTable):
 
     @property
     def without_host_nodes(self) -> frozenset[GraphKey]:
-        """The keys of which a launch can run many rounds."""
+        """The keys whose graphs can run many rounds in one launch."""
         recorded = ((key, one) for key, one in self._recorded.items() if isinstance(key, GraphKey) and key not in self.eager)
         return frozenset(key for key, one in recorded if not one.report.host_nodes)
 

@@ -24,12 +24,12 @@ class HostNodes:
     link: HostLink
     shape: RoundShape
     dummy_row: int
-    beside_device: bool  # rows of the batch may have their grammars on the device: their masks and tags are not touched
+    beside_device: bool  # rows of the batch may have their grammars on the device: their masks and tags are not written
 
     def head(self) -> None:
         buffers, shape = self.buffers, self.shape
         longest = buffers.row_drafts.shape[1]
-        # With masked drafts one mask is filled per row, in the last stage: its index differs if the number of drafts does.
+        # With masked drafts one mask is filled per row, in the last stage: its index depends on the row's number of drafts.
         stages_filled = range(longest, longest + 1) if shape.masked else range(shape.drafts + 1)
         steps = [fill_next(stage=longest)] if shape.masked else [COMMIT, *(advance(index) for index in stages_filled[1:])]
         ends = not (shape.masked and shape.drafts)

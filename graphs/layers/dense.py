@@ -25,7 +25,7 @@ def _product_in_c(states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 @operation(lambda states, weight, *_: empty_of((len(states), len(weight)), states), triton=True, c=True, takes=_product_in_c)
 def product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """[N, in] by [out, in] -> [N, out], plus `bias`. On the CPU a row has the same bits in any batch; on a GPU the program for a vocabulary
-    has that property, cuBLAS for other products has not."""
+    has that property; cuBLAS, which computes other products, has not."""
     return matrix_product(states, weight, bias)
 
 
@@ -47,14 +47,14 @@ def _norm_in_c(states: Tensor, weight: Tensor, *_: float) -> bool:
 
 @operation(empty_as, triton=True, c=True, takes=_norm_in_c)
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
-    """Scale the last dimension to a mean square of one, in float32, then multiply by `weight`; with an offset in float32, by both added."""
+    """Scale the last dimension to a mean square of one, in float32, then multiply by `weight`, or by weight + offset in float32."""
     wide = states.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     return (wide * (weight.float() + offset)).to(states.dtype) if offset else weight * wide.to(states.dtype)
 
 
 class Residual(NamedTuple):
-    states: Tensor  # with the update
+    states: Tensor  # plus the update
     normed: Tensor
 
 
@@ -85,7 +85,7 @@ def _activated_outputs(pairs: Tensor, activation: int) -> Tensor:
 
 @operation(_activated_outputs, triton=True, c=True, takes=lambda pairs, _: 2 <= pairs.dim() <= 4)
 def activate_and_mul(pairs: ContiguousFloats, activation: int = Activation.SILU) -> Tensor:
-    """An Activation of the first half of the last dimension, times the second half; LIMITED: limited, and plus one."""
+    """An Activation of the first half of the last dimension, times the second half; LIMITED: times its clamped value plus one."""
     gate, up = pairs.chunk(2, -1)
     wide = steep = gate.float()
     if activation == Activation.GELU_TANH:

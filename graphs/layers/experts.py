@@ -1,6 +1,6 @@
-"""Experts: MLPs of which every token takes a few. All shapes are static; which experts a token takes is read on the device.
+"""Experts: MLPs of which every token uses a few. All shapes are static; the device reads which experts a token uses.
 
-Weights of experts may stay quantised in memory: only those of the experts that a token takes are read.
+Weights of experts may stay quantised in memory: only those of the experts that tokens use are read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stepgraph.graphs.layers.quantised import TILE, is_packed, quantised_product
 from stepgraph.graphs.layers.reference import sigmoid
 from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, Float32s, Longs, empty_of, operation
 
-_MOST_EXPERTS, _MOST_BYTES = 1024, 1 << 17  # of a row of states; as in experts.c
+_MOST_EXPERTS, _MOST_BYTES = 1024, 1 << 17  # bytes of a row of states; as in experts.c
 
 
 def _choice_outputs(logits: Tensor, count: int, normalised: bool) -> tuple[Tensor, Tensor]:
@@ -29,7 +29,7 @@ def _choice_in_c(logits: Tensor, *_: object) -> bool:
 
 @operation(_choice_outputs, triton=True, c=True, takes=_choice_in_c)
 def choose_experts(logits: ContiguousFloats, count: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """The most probable experts of each token by logits [N, experts], and their probabilities, [N, count] each; of equal ones the first.
+    """The most probable experts of each token by logits [N, experts], and their probabilities, [N, count] each; ties by lower index.
 
     normalised: the probabilities of a token are divided by their sum.
     """
@@ -49,8 +49,8 @@ def choose_grouped_experts(
 ) -> tuple[Tensor, Tensor]:
     """The experts of each token by scores sigmoid(logits) [N, experts], and their scores times `factor`, [N, count] each.
 
-    correction [experts] is added to scores in comparisons only. The experts of some groups compete: those with the largest sums of two
-    scores. Of equal ones the first. normalised: the scores of a token are divided by their sum.
+    correction [experts] is added to scores in comparisons only. Only experts of the groups with the largest sums of two scores
+    compete. Ties by lower index. normalised: the scores of a token are divided by their sum.
     """
     scores = sigmoid(logits.float())
     compared = scores + correction

@@ -13,12 +13,12 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # of Linux
-_PAGE, _MAPPING = 1 << 21, 1 << 25  # a mapping is for several tensors; memory that none of them uses is not taken
+_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
+_PAGE, _MAPPING = 1 << 21, 1 << 25  # a mapping holds several tensors; the system allocates only pages that are used
 _LEAST_BYTES = 1 << 16
 
 
-_latest = threading.local()  # .mapping: a weak reference to that of the latest tensors; .used: its bytes
+_latest = threading.local()  # .mapping: a weak reference to the mapping of the latest tensors; .used: how many of its bytes are used
 
 
 def empty_in_huge_pages(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
@@ -33,7 +33,7 @@ def empty_in_huge_pages(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype
         with contextlib.suppress(OSError):  # a kernel without huge pages
             mapping.madvise(_ADVICE)
         _latest.mapping, _latest.used = weakref.ref(mapping), -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % _PAGE
-    found = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=_latest.used)  # keeps the mapping
+    found = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=_latest.used)  # keeps the mapping alive
     _latest.used += -(-nbytes // 64) * 64
     return found.view(dtype).view(shape)
 

@@ -18,7 +18,7 @@ from stepgraph.sampling.kernels.operation import operation
 
 # An operation's schema has numbers and tensors, so it names a group by its index here.
 _GROUPS: list[tuple[dist.ProcessGroup, float]] = []
-_SUMS: dict[int, Sums] = {}  # where an implementation was chosen
+_SUMS: dict[int, Sums] = {}  # by group index, where an implementation was chosen
 
 
 class Sums(Protocol):
@@ -26,7 +26,7 @@ class Sums(Protocol):
 
     @property
     def fused(self) -> Callable[[Tensor, Tensor, Tensor, float], Residual] | None:
-        """Of states [N, H], part, weight and epsilon: add_rms_norm with the sum of the parts."""
+        """add_rms_norm of states [N, H], the sum of all parts, weight and epsilon, in one kernel; None: not supported."""
 
     def add(self, states: Tensor) -> None:
         """Replace `states` by its sum over the ranks."""
@@ -34,18 +34,18 @@ class Sums(Protocol):
 
 @dataclass(frozen=True)
 class RankGroups:
-    """Two groups of the same ranks, by their numbers: NCCL orders the work of a group by the calls of the host, which for a graph is one
-    launch, so work that is not in a graph has a communicator of its own."""
+    """The indices of two groups of the same ranks. NCCL orders the work of a group by the calls of the host, and the launch of a graph is
+    one call, so work that is not in a graph has a communicator of its own."""
 
-    graph: int  # of steps that are recorded, also of their warm-ups
+    graph: int  # for steps that are recorded, also for their warm-ups
     eager: int
 
     @property
     def current(self) -> int:
-        """That of the step that this thread runs or records."""
+        """The group of the step that this thread runs or records."""
         try:
             return self.eager if isinstance(current_context(), EagerContext) else self.graph
-        except RuntimeError:  # outside of a step, as chunks of a prompt
+        except RuntimeError:  # outside of a step, such as a chunk of a prompt
             return self.eager
 
     @property
@@ -54,17 +54,17 @@ class RankGroups:
 
     @property
     def sums(self) -> Sums | None:
-        """The chosen implementation of the present step's sums."""
+        """The chosen implementation of sums in the current group."""
         return _SUMS.get(self.current)
 
 
 def set_sums(groups: RankGroups, sums: Sequence[Sums]) -> None:
-    """Of recorded steps, and of others."""
+    """sums: the implementations for recorded steps and for other work."""
     _SUMS[groups.graph], _SUMS[groups.eager] = sums
 
 
 def register_group(group: dist.ProcessGroup, seconds: float) -> int:
-    """The number of a group in `sum_over_ranks`, whose sums fail after `seconds`."""
+    """Register a group whose sums fail after `seconds`. Returns its index for `sum_over_ranks`."""
     _GROUPS.append((group, seconds))
     return len(_GROUPS) - 1
 
@@ -109,7 +109,7 @@ def _no_outputs(states: Tensor, *_: object) -> None:
 @operation(_no_outputs, writes=("states",))
 def sum_over_ranks(states: Tensor, group: int) -> None:
     """Replace `states` by its sum over the ranks of a group, added in their order unless another implementation was chosen. Every rank
-    calls it in the same order"""
+    calls it in the same order."""
     if sums := _SUMS.get(group):
         sums.add(states)
     else:
@@ -118,5 +118,5 @@ def sum_over_ranks(states: Tensor, group: int) -> None:
 
 @operation(_no_outputs, writes=("found",))
 def gather_over_ranks(values: Tensor, found: Tensor, group: int) -> None:
-    """Write `values` of every rank of a group to `found` [size, ...], in the order of the ranks. Every rank calls it in the same order"""
+    """Write `values` of every rank of a group to `found` [size, ...], in the order of the ranks. Every rank calls it in the same order."""
     found.copy_(gather(_GROUPS[group][0], values, _GROUPS[group][1]))

@@ -1,4 +1,4 @@
-"""Products of many states with packed weights on a GPU: by the library of torch with dequantised weights, where a probe finds it faster.
+"""Products of many states with packed weights on a GPU: torch's product of dequantised weights, where a probe finds it faster.
 
 The program for packed weights reads them again for each 16 states, which suits decode rounds; a chunk of a prompt has more. Kernels of
 libraries for packed weights are not among the choices: they read other layouts, so weights would be kept twice.
@@ -20,15 +20,15 @@ from stepgraph.sampling.cuda_graphs import empty_cache, replay_us, replayed
 from stepgraph.sampling.fields import reason
 from stepgraph.sampling.kernels.triton import why_no_triton
 
-ROWS = (512, 256, 128)  # of states; with fewer, the bits of a row never depend on the other rows
-MOST_COLUMNS = 1 << 16  # wider ones are experts, which are not dequantised, and heads, which have few rows
-TOLERANCE = 1e-2  # of the norm of the results: weights are rounded to 8 bits in bfloat16
+ROWS = (512, 256, 128)  # numbers of states; with fewer, the bits of a row never depend on the other rows
+MOST_COLUMNS = 1 << 16  # wider weights are experts, which are not dequantised, and heads, which multiply few rows
+TOLERANCE = 1e-2  # relative to the norm of the results: weights are rounded to 8 bits in bfloat16
 TURNS, NEVER = 7, sys.maxsize
 
 
 def choose_products(dtype: torch.dtype, weights: Iterable[Tensor], ranks: Exchange | None = None) -> str:
-    """Choose for products of states of this type with those of the weights that are packed and on a GPU, and keep the choice for the
-    process. Returns a note; empty if there are no such products. Every rank calls this: all choose what suits the slowest."""
+    """Choose for products of states of this type with each weight that is packed and on a GPU, and keep the choice for the process.
+    Returns a note; empty if there is no such weight. Every rank calls this: all use the largest threshold of any rank."""
     packed = [each for each in weights if each.is_cuda and has_packed_form(each) and len(each) * TILE <= MOST_COLUMNS]
     if not packed or dtype is torch.float32 or why_no_triton(packed[0].device):
         return ""
@@ -42,26 +42,26 @@ def choose_products(dtype: torch.dtype, weights: Iterable[Tensor], ranks: Exchan
         try:
             with torch.cuda.device(weight.device):
                 found[key] = programs.library_rows[key] if key in programs.library_rows else _least_rows(weight, dtype)
-        except Exception as error:  # of a compiler, the allocator, a capture, or a wrong result
+        except Exception as error:  # from a compiler, the allocator or a capture, or for a wrong result
             found[key] = NEVER
             reasons.append(f"not with {TILE * len(weight)} x {inner_size(weight)}: {reason(error)}")
     by_shape = {key[1:]: least for key, least in found.items()}  # without the device
     for other in ranks.exchange(by_shape) if ranks else ():
         found.update({key: max(least, other.get(key[1:], least)) for key, least in found.items()})
     programs.library_rows.update(found)
-    empty_cache()  # results and graphs of the probe
+    empty_cache()  # frees the results and graphs of the probe
     counts = Counter(found.values())
     chosen = [f"from {least} rows on for {counts[least]} of {len(found)} shapes" for least in sorted(counts) if least != NEVER]
     return "; ".join((f"products with dequantised weights: {', '.join(chosen) or 'none'}", *reasons))
 
 
 def _least_rows(weight: Tensor, dtype: torch.dtype) -> int:
-    """From how many rows on the library is faster. RuntimeError if its result is wrong."""
+    """From how many rows on dequantised weights are faster. RuntimeError if their result is wrong."""
     from stepgraph.graphs.layers.triton import quantised as programs
 
     least = NEVER
     for rows in ROWS:
-        made = torch.Generator(weight.device).manual_seed(rows)  # not the generator of the user
+        made = torch.Generator(weight.device).manual_seed(rows)  # leaves the user's generator unchanged
         states = torch.randn(rows, inner_size(weight), generator=made, dtype=dtype, device=weight.device)
         results, times = list[Tensor](), list[float]()
         for multiply in (programs.multiply_packed, programs.multiply_dequantised):

@@ -69,10 +69,10 @@ _KIND_OF = {kind.block_bytes: kind for kind in (*KINDS.values(), MIXED)}
 
 
 class Grouped(NamedTuple):
-    """A quantised weight as files of any format have it: scale * number + minimum."""
+    """A quantised weight as read from a file of any format: scale * number + minimum."""
 
-    numbers: Tensor  # [out, in], the least is not below -zero of its kind; modulo 256 in uint8; float8 as the bits of its bytes
-    scales: Tensor  # [out, groups]; in float16 where its kind has that
+    numbers: Tensor  # [out, in], at least -zero of its kind; modulo 256 in uint8; float8 as its bytes
+    scales: Tensor  # [out, groups]; in float16 if the kind stores float16
     minimums: Tensor | None = None
 
 
@@ -101,10 +101,10 @@ def _words(kind: Kind, numbers: Tensor) -> Tensor:
     """int32 words of fields, from numbers [out, in] modulo 256. Eight at a time, as little-endian int64."""
     mask, zero = (int.from_bytes(bytes([byte]) * 8, "little", signed=True) for byte in ((1 << kind.bits) - 1, kind.zero))
     eight = numbers.view(torch.int64) & mask ^ zero  # adds the zero, which is half of the range or 0
-    if kind.bits == 8:  # the two middle bytes of each four change places
+    if kind.bits == 8:  # swap the two middle bytes of each four
         middle = 0x0000FF000000FF00
         return (eight & ~(middle | middle << 8) | eight >> 8 & middle | (eight & middle) << 8).view(torch.int32)
-    pairs = eight | eight >> 12  # byte n: field n, and above it field n + 2; wanted are fields 0, 2, 4, 6, 1, 3, 5, 7
+    pairs = eight | eight >> 12  # byte n: field n, and above it field n + 2; the order in a word is 0, 2, 4, 6, 1, 3, 5, 7
     words = pairs & 0xFF | pairs >> 24 & 0xFF00 | pairs << 8 & 0xFF0000 | pairs >> 16 & 0xFF000000
     return words.to(torch.int32)
 
@@ -128,12 +128,12 @@ def inner_size(packed: Tensor) -> int:
 
 
 def count_weights(parameter: Tensor) -> int:
-    """Numbers in a parameter, packed or not."""
+    """How many weights a parameter has, packed or not."""
     return parameter.shape[0] * TILE * inner_size(parameter) if parameter.dtype is torch.uint8 else parameter.numel()
 
 
 def kind_name(parameter: Tensor) -> str:
-    """Of the numbers that a parameter holds, packed or not."""
+    """The kind or type of a parameter's weights, packed or not."""
     if parameter.dtype is not torch.uint8:
         return str(parameter.dtype).removeprefix("torch.")
     kind = kind_of(parameter)

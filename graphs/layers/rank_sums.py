@@ -1,9 +1,9 @@
-"""How ranks add on GPUs, chosen by a probe in which all of them take part.
+"""Sums over ranks on GPUs: the implementations, and the choice by a probe on all ranks.
 
 gather: NCCL's all-gather; every rank adds the parts in the order of the ranks, so that the bits of a row do not depend on its batch.
 nccl: NCCL's all-reduce.
 flashinfer: one kernel of FlashInfer, over memory that the GPUs of one machine map from each other. Where a residual connection and a norm
-follow the sum, it includes them. A sum of more rows than its memory is for is NCCL's.
+follow the sum, it includes them. NCCL adds more rows than its memory holds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stepgraph.graphs.layers.parallel import RankGroups, add_gathered, all_reduc
 from stepgraph.sampling.cuda_graphs import replay_us, replayed
 from stepgraph.sampling.fields import reason
 
-SUMS_IN_GRAPH, TURNS = 16, 7  # of a measurement
+SUMS_IN_GRAPH, TURNS = 16, 7  # per measurement
 EPSILON, TOLERANCE = 1e-5, {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}
 FLASHINFER_TYPES = (torch.float16, torch.bfloat16)
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class Gathered:
 
 class Reduced(Gathered):
     def add(self, states: Tensor) -> None:
-        if states.dtype != self._type or states.shape[1:] != (self._width,):  # as counts of weights, whose order decides draws
+        if states.dtype != self._type or states.shape[1:] != (self._width,):  # such as counts of weights: the order of sums affects draws
             super().add(states)
         else:
             all_reduce(self._group, states, self._seconds)
@@ -63,7 +63,7 @@ class FlashInfer(Reduced):
         if like.dtype not in FLASHINFER_TYPES:
             raise RuntimeError(f"it adds bfloat16 and float16, not {str(like.dtype).removeprefix('torch.')}")
         if like.device.index != ranks.rank:
-            raise RuntimeError(f"its memory is that of GPU {ranks.rank} for rank {ranks.rank}, which has {like.device}")
+            raise RuntimeError(f"it needs GPU {ranks.rank} for rank {ranks.rank}, which has {like.device}")
         from flashinfer import comm
 
         self._comm, self.fused = comm, self._fused
@@ -121,12 +121,12 @@ def choose_sums(ranks: Exchange, groups: RankGroups, like: Tensor) -> str:
 
 
 class _Refused(RuntimeError):
-    """What failed, on any rank."""
+    """The reason for which `run` failed on some rank."""
 
 
 def _attempt(ranks: Exchange, run: Callable[[Share], T]) -> tuple[T | None, str]:
-    """The result of `run`, or why it failed, the same on all ranks. `run` may exchange values: a rank whose `run` has failed takes part
-    with its reason, by which it fails on the others."""
+    """The result of `run`, or why it failed, the same on all ranks. `run` may exchange values: a rank whose `run` has failed sends
+    the reason instead, so that `run` fails on the others."""
 
     def shared(why: str, value: object = None) -> list[Any]:
         found = ranks.exchange((why, value))
@@ -140,7 +140,7 @@ def _attempt(ranks: Exchange, run: Callable[[Share], T]) -> tuple[T | None, str]
             result = run(lambda value: shared("", value))
         except _Refused:
             raise
-        except Exception as error:  # of a compiler, a loader, a driver, or a wrong result
+        except Exception as error:  # from a compiler, a loader or a driver, or for a wrong result
             shared(str(error) if type(error) is RuntimeError else reason(error))
             raise
         shared("")
@@ -150,7 +150,7 @@ def _attempt(ranks: Exchange, run: Callable[[Share], T]) -> tuple[T | None, str]
 
 
 def _integers(rank: int, like: Tensor) -> Tensor:
-    """The sums of a few ranks' values are exact in every type and order."""
+    """Values of a rank; the sums of those of a few ranks are exact in every type and order."""
     made = torch.randint(-8, 9, like.shape, generator=torch.Generator().manual_seed(rank))
     return made.to(like.dtype).to(like.device)
 
@@ -158,8 +158,8 @@ def _integers(rank: int, like: Tensor) -> Tensor:
 def _made_and_measured(
     kind: type[Gathered], ranks: Exchange, groups: RankGroups, like: Tensor, share: Share
 ) -> tuple[list[Gathered], float]:
-    """For both groups; and the microseconds of a sum in a graph, of the slowest rank. RuntimeError for a sum that is wrong, or differs
-    between ranks."""
+    """The implementation for both groups, and the microseconds of a sum in a graph on the slowest rank. RuntimeError for a sum that is
+    wrong, or differs between ranks."""
     both = [kind(*group, ranks, share, like) for group in groups.members]
     for sums in both:
         for some in (like[:1], like):
@@ -190,11 +190,11 @@ def _check(sums: Gathered, like: Tensor, ranks: Exchange, share: Share) -> None:
         states, weight = _integers(ranks.size, like), _integers(ranks.size + 1, like[0])
         expected, found_both = add_rms_norm.reference(states, total, weight, EPSILON), sums.fused(states, part, weight, EPSILON)
         _require_close("a sum with the residual connection", found_both.states, expected.states, 0.0)
-        _require_close("the norm behind a sum", found_both.normed, expected.normed, 8 * TOLERANCE[like.dtype])
+        _require_close("the norm after a sum", found_both.normed, expected.normed, 8 * TOLERANCE[like.dtype])
     drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(ranks.rank)).to(like)
     sums.add(drawn)
     if len(set(share(zlib.crc32(drawn.cpu().view(torch.uint8).numpy().data)))) > 1:
-        raise RuntimeError("ranks have different bits of a sum")
+        raise RuntimeError("the bits of a sum differ between ranks")
 
 
 def _require_close(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -204,7 +204,7 @@ def _require_close(what: str, found: Tensor, expected: Tensor, tolerance: float)
 
 
 def _comm_backend(ranks: Exchange, share: Share) -> Any:
-    """What FlashInfer exchanges handles with."""
+    """The backend with which FlashInfer exchanges handles."""
     from flashinfer.comm.mnnvl import CommBackend
 
     class Backend(CommBackend):  # type: ignore[misc]  # without types
@@ -224,6 +224,6 @@ def _comm_backend(ranks: Exchange, share: Share) -> Any:
             share(None)
 
         def Split(self, color: int, key: int) -> Backend:
-            return self  # one machine
+            return self  # all ranks are on one machine
 
     return Backend()

@@ -1,4 +1,4 @@
-"""What references compute with torch so that, on the CPU, a row has the same bits in any batch."""
+"""Operations of torch for references; on the CPU, a row has the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-LEAST_ROWS = 4  # of a matrix product on the CPU: with fewer rows, MKL and oneDNN sum in another order
+LEAST_ROWS = 4  # in a matrix product on the CPU: with fewer rows, MKL and oneDNN sum in another order
 
 
 def matrix_product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear`. Also with one column, and with rows that are not whole multiples of 16 bytes, MKL sums in an order of its own."""
+    """`linear`. MKL also sums in another order with one column, and with rows that are not multiples of 16 bytes."""
     rows, columns, extra = len(states), len(weight), -states.shape[1] % 4
     if states.device.type == "cpu":
         if extra or rows < LEAST_ROWS:
@@ -21,5 +21,5 @@ def matrix_product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 def sigmoid(values: Tensor) -> Tensor:
-    """torch.sigmoid and silu round the last numbers of a tensor in another way."""
-    return 1 / (1 + torch.exp(-values.clamp(min=-80.0)))  # of an infinite power the gradient would be NaN
+    """torch.sigmoid and silu round the last elements of a tensor differently."""
+    return 1 / (1 + torch.exp(-values.clamp(min=-80.0)))  # the gradient of an infinite power would be NaN

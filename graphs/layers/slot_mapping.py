@@ -19,7 +19,7 @@ from stepgraph.sampling.kernels.operation import Contiguous, Flags, Float32s, Lo
 class Placed(NamedTuple):
     """[B, Q] int64 each."""
 
-    tokens: Tensor  # 0 where there is none
+    tokens: Tensor  # 0 at inert positions
     positions: Tensor
     slots: Tensor
 
@@ -78,14 +78,14 @@ def cache_slots(tables: Tensor, positions: Tensor, page_size: int) -> Tensor:
 
 
 def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate each pair (i, i + rotated / 2) of [N, heads, size] by its angle. cosines, sines [N, 1, rotated]: other numbers stay."""
+    """Rotate each pair (i, i + rotated / 2) of [N, heads, size] by its angle. cosines, sines [N, 1, rotated]; others are copied."""
     states, others = states.split([cosines.shape[2], states.shape[2] - cosines.shape[2]], -1)
     first, second = states.chunk(2, -1)
     return torch.cat([states * cosines + torch.cat([-second, first], -1) * sines, others], -1)
 
 
 def packed(states: Tensor) -> Tensor:
-    """The heads of a token next to each other; tokens may lie any distance apart."""
+    """The heads of a token adjacent; tokens may have any stride."""
     return states if states.stride()[1:] == (states.shape[2], 1) else states.contiguous()
 
 

@@ -1,7 +1,7 @@
-"""The tokens of a vocabulary that one rank has: rows of the embedding and the head, and the operations on logits of these tokens.
+"""One rank's part of a vocabulary: rows of the embedding and the head, and the operations on logits of these tokens.
 
-Only logits processors of the user get the logits of all tokens. Otherwise the ranks exchange a value and a token for each position where a
-largest one is wanted, and histograms of weights for top-k and top-p, in which the smallest kept weight is found digit by digit. Every rank
+Only logits processors of the user get the logits of all tokens. Otherwise the ranks exchange a value and a token for each position whose
+maximum is needed, and histograms of weights for top-k and top-p, in which the smallest kept weight is found digit by digit. Every rank
 reduces the same numbers in the same order, so the results have the same bits on all ranks, and those of one process, except for
 log-probabilities.
 """
@@ -24,7 +24,7 @@ from stepgraph.sampling.kernels.processors import RowSettings, ranked_log_probab
 from stepgraph.sampling.kernels.rejection import exact_rejection, offered
 from stepgraph.sampling.sampler import Columns, Weighed, distribution, units
 
-DIGIT_BITS, DIGITS = 10, 3  # of the bits of a weight from 0 to 1: they grow with it, and those of 1 are below 2**30
+DIGIT_BITS, DIGITS = 10, 3  # of the bits of a weight from 0 to 1: weights have the order of their bits, and the bits of 1 are below 2**30
 Operations: TypeAlias = "VocabularyShard | ModuleType"  # the module: sampling.kernels
 
 
@@ -34,7 +34,7 @@ def part_of(total: int, rank: int, size: int) -> slice:
 
 
 class VocabularyShard(Columns):
-    """Has the methods that sampled and greedy rounds use of `sampling.kernels`, over logits and probabilities [..., n] of these tokens.
+    """The functions of `sampling.kernels` that rounds use, as methods, over logits and probabilities [..., n] of these tokens.
 
     tokens: [n] int64, those of `part_of` as a buffer of the model. groups: of `size` ranks, which divide `total` tokens.
     Where an operation takes the `ids` of logits, they are these tokens, so the argument is None. row_probs, draft_probs [R, ..., all
@@ -76,14 +76,14 @@ class VocabularyShard(Columns):
     def best(self, values: Tensor) -> tuple[Tensor, Tensor]:
         best, index = values.to(torch.float32).max(-1, keepdim=True)  # ids are exact in float32: `units` allows 2**22 tokens
         found, tokens = self._gather(best, self.tokens[index].to(torch.float32)).unbind(1)
-        largest, rank = found.max(0, keepdim=True)  # of equal ones the first, whose tokens are lower
+        largest, rank = found.max(0, keepdim=True)  # the first of equal ones, whose token is lower
         return largest[0], tokens.gather(0, rank)[0].to(torch.int64)
 
     def ranked(self, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
         best, index = super().ranked(values.to(torch.float32), count)
         tokens = self.tokens[index.clamp(max=len(self.tokens) - 1)]
         found, ids = self._gather(best, tokens.to(torch.float32)).movedim(0, -2).flatten(-2).unbind(0)  # [..., size * count] each
-        largest, index = super().ranked(found, count)  # of equal ones the first, whose tokens are lower
+        largest, index = super().ranked(found, count)  # the first of equal ones, whose token is lower
         return largest, ids.gather(-1, index).to(torch.int64)
 
     def pick(self, values: Tensor, tokens: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class VocabularyShard(Columns):
         """[..., 1], the largest weight for which the amounts of this and all larger weights sum to `wanted`; 0 if none does."""
         bits = weights.view(torch.int32).to(torch.int64)
         known = torch.zeros_like(wanted, dtype=torch.int64).expand(*weights.shape[:-1], 1)  # the digits that are found
-        above = torch.zeros_like(known)  # the amounts of larger weights than those that begin with these digits
+        above = torch.zeros_like(known)  # the amounts of the weights that are larger than any that begins with these digits
         for shift in range(DIGIT_BITS * (DIGITS - 1), -1, -DIGIT_BITS):
             counted = torch.where(bits >> (shift + DIGIT_BITS) == known, amounts, 0)
             digits = (bits >> shift) & (2**DIGIT_BITS - 1)

@@ -171,7 +171,7 @@ def test_a_sum_that_fails_or_differs_on_another_rank_is_passed_over(groups: Rank
         assert choose_sums(twins, groups, like()).startswith("nccl; nccl 6.2 us; no gather: rank 1: out of memory; no flashinfer: ")
     twins.other = lambda sent: (sent[0], 7) if isinstance(sent[1], int) else sent  # other bits
     with pytest.raises(
-        RuntimeError, match=r"^no sum over ranks works here: no gather: rank 0: ranks have different bits of a sum; no nccl:"
+        RuntimeError, match=r"^no sum over ranks works here: no gather: rank 0: the bits of a sum differ between ranks; no nccl:"
     ):
         choose_sums(twins, groups, like())
 

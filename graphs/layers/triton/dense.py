@@ -16,10 +16,10 @@ from stepgraph.graphs.attention.triton.paged import product as matrix_product
 
 ACTIVATED_TILE = 1024
 # A product of few rows with the weight of a vocabulary. For these cuBLAS clears a workspace first: on an H200 the fill and the wait after
-# it take 6 us of a graph, 15 us of one with two streams. With fewer columns cuBLAS is as fast or faster.
+# it take 6 us in a graph, 15 us in a graph with two streams. With fewer columns cuBLAS is as fast or faster.
 WIDE_COLUMNS, WIDE_ROWS = 32_000, 16
 COLUMN_TILE, INNER_TILE = 64, 128
-WIDE_OPTIONS = {"num_warps": 4, "num_stages": 4, "maxnreg": 64}  # unbounded 66 on sm_80; neither spills
+WIDE_OPTIONS = {"num_warps": 4, "num_stages": 4, "maxnreg": 64}  # without a bound 66 on sm_80; neither spills
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The Triton programs of experts: which ones a token takes, one grouped product for all of them, and the sum of their results.
+"""The Triton programs of experts: which ones a token uses, one grouped product for all of them, and the sum of their results.
 
 Packed weights are read once for 16 rows that chose their expert.
 """
@@ -22,7 +22,7 @@ SCANNED_CHOICES = 128
 
 
 def tiles_of(number_bytes: int) -> dict[str, int]:
-    """Of one product; larger ones in float32 would spill."""
+    """The tiles of a product; larger ones in float32 would spill."""
     return {"ROWS": 64 // number_bytes, "OUTER": OUTER_TILE, "INNER": 128 // number_bytes, "SCANNED": SCANNED_CHOICES}
 
 
@@ -45,7 +45,7 @@ def choose_row(
     best, best_powers = tl.zeros([COUNT], tl.int64), tl.zeros([COUNT], tl.float32)
     for index in range(0, count):
         highest = tl.max(power, 0)
-        first = tl.min(tl.where(power == highest, expert, experts - 1), 0)  # some expert even if the powers are no numbers
+        first = tl.min(tl.where(power == highest, expert, experts - 1), 0)  # a valid expert even if the powers are NaN
         best = tl.where(place == index, first.to(tl.int64), best)
         best_powers = tl.where(place == index, highest, best_powers)
         power = tl.where(expert == first, -1.0, power)
@@ -65,7 +65,7 @@ def choose_experts(logits: Tensor, count: int, normalised: bool, shares: Tensor,
 
 @triton.jit
 def first_largest(numbers, place, most):
-    """The place of the largest number, the first one of equal ones; at most `most`, also where none is a number."""
+    """The place of the largest number, the first of equal ones; at most `most`, even if all numbers are NaN."""
     return tl.minimum(tl.min(tl.where(numbers == tl.max(numbers, 0), place, most), 0), most)
 
 
@@ -124,7 +124,7 @@ def choose_grouped_experts(logits: Tensor, correction: Tensor, *others: Any) -> 
 
 @triton.jit
 def matches_of(chosen, expert, choices, SCANNED: tl.constexpr):
-    """How many of the choices are an expert."""
+    """How many of the choices select an expert."""
     scanned, matches = tl.arange(0, SCANNED), 0
     for start in range(0, choices, SCANNED):
         own = tl.load(chosen + start + scanned, mask=start + scanned < choices, other=-1) == expert
@@ -134,7 +134,7 @@ def matches_of(chosen, expert, choices, SCANNED: tl.constexpr):
 
 @triton.jit
 def choices_of(chosen, expert, wanted, choices, ROWS: tl.constexpr, SCANNED: tl.constexpr):
-    """[ROWS] int32: the choices of an expert with the numbers `wanted` among its own; 0 for numbers that it does not have."""
+    """[ROWS] int32: of the choices that select an expert, those at the indices `wanted`; 0 at indices beyond their number."""
     scanned, rows, seen = tl.arange(0, SCANNED), tl.zeros([ROWS], tl.int32), 0
     for start in range(0, choices, SCANNED):
         own = tl.load(chosen + start + scanned, mask=start + scanned < choices, other=-1) == expert
@@ -191,7 +191,7 @@ def expert_product(states: Tensor, chosen: Tensor, weights: Tensor, num_experts:
 
 
 def _sizes(states: Tensor, output: Tensor) -> tuple[int, ...]:
-    """What both products need besides tensors and constants."""
+    """Arguments of both products besides tensors and constants."""
     choices, outer = output.shape
     return choices, choices // len(states), states.shape[1], outer, states.stride(0)
 

@@ -1,8 +1,8 @@
 """The Triton programs of products with packed weights: each weight is read once for up to `MOST_ROWS` states.
 
-Numbers are multiplied as stored: they are whole or float8, which bfloat16 and float16 represent exactly. The scales of a group are applied
-to its sums in float32, and its minimums to the sums of its states. Where `choose_products` found that faster, products of many states are
-of the library of torch instead, with dequantised weights.
+Numbers are multiplied as stored: integers or float8, which bfloat16 and float16 represent exactly. The scales of a group are applied
+to its sums in float32, and its minimums to the sums of its states. Where `choose_products` found it faster, torch multiplies many states
+by dequantised weights instead.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor
 from stepgraph.graphs.layers.quantised import TILE, Kind, kind_of
 
 _TILE = tl.constexpr(TILE)
-_STAGES = tl.constexpr(3)  # turns of a loop whose loads are under way
-MOST_ROWS = 16  # states of one instance; with 32 it takes longer than two with 16
-LEAST_ROWS = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) else 16  # before, a product has 16 at least
+_STAGES = tl.constexpr(3)  # iterations of a loop whose loads are in flight
+MOST_ROWS = 16  # states per instance; one with 32 takes longer than two with 16
+LEAST_ROWS = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) else 16  # before Triton 3.6, tl.dot needs 16
 WARPS, ROW_WARPS = 4, {1: 1, TILE: 4}  # of products; of `packed_rows`, by ROWS
-REGISTERS = 224  # of a thread; without a bound, ptxas of Triton 3.6 takes fewer for some kinds and spills
-LEAST_TILES = {4: 1024, 2: 256, 1: 1}  # of a matrix, so that an instance takes several: enough instances for a large GPU are left
+REGISTERS = 224  # per thread; without a bound, ptxas of Triton 3.6 takes fewer for some kinds and spills
+LEAST_TILES = {4: 1024, 2: 256, 1: 1}  # tiles of a matrix from which an instance takes 4, 2 or 1: enough instances for a large GPU remain
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 DEQUANTISED_BYTES = 1 << 26  # at a time
-library_rows: dict[tuple[object, ...], int] = {}  # by `product_key`: from so many states on, products are of the library
+library_rows: dict[tuple[object, ...], int] = {}  # by `product_key`: from so many states on, torch multiplies
 
 
 def _twice(bits: int) -> tl.constexpr:
-    """A number of 16 bits in both halves of an int32."""
+    """A 16-bit number in both halves of an int32."""
     return tl.constexpr((bits * 0x10001 ^ 1 << 31) - (1 << 31))
 
 
-# Numbers in float16 and bfloat16. With one that is negative, or-ing a number to the last bits subtracts it.
+# Numbers in float16 and bfloat16. An OR of a number into the last bits of a negative one subtracts it.
 _HALF_1, _HALF_256, _HALF_1024, _HALF_LESS_1024 = map(_twice, (0x3C00, 0x5C00, 0x6400, 0xE400))
 _BRAIN_1, _BRAIN_128, _BRAIN_LESS_128, _BRAIN_LESS_256, _BRAIN_2_120 = map(_twice, (0x3F80, 0x4300, 0xC300, 0xC380, 0x7B80))
 
@@ -47,10 +47,10 @@ def numbers_of(
     FLOAT8: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Numbers without their scales, [.., n, 2]; exact. In 16 bits: two at a time, without a conversion between types.
+    """Numbers without their scales, [.., n, 2]; exact. In 16-bit types: two at a time, without a conversion between types.
 
-    There, a field becomes the low bits of a number whose last bit is one, and the number without the field is subtracted. A float8 gets
-    the wider exponent of the other type, and is multiplied by the power of two by which their biases differ.
+    There, a field becomes the low bits of a constant whose last bit has the value 1, and the constant is subtracted. A float8 gets the
+    wider exponent field of the other type, and is multiplied by a power of two for the difference of their biases.
     """
     fields = words >> (PAIR * BITS)
     if dtype == tl.float32:
@@ -80,14 +80,14 @@ def _halves(pairs, dtype: tl.constexpr):
 
 @triton.jit
 def _float8(fields):
-    """As float16, which has a bit more for the exponent: its bias is larger by eight."""
+    """As float16: its exponent has one more bit, and its bias is larger by 8."""
     half = ((fields & 128) << 8) | ((fields & 127) << 7)
     return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
 
 
 @triton.jit
 def _multiply_add(pairs, factors, added, dtype: tl.constexpr):
-    """Of two numbers of 16 bits in each int32."""
+    """A fused multiply-add of the two 16-bit numbers in each int32."""
     CODE: tl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;" if dtype == tl.float16 else "fma.rn.bf16x2 $0, $1, $2, $3;"
     return tl.inline_asm_elementwise(CODE, "=r,r,r,r", [pairs, factors, added], dtype=tl.int32, is_pure=True, pack=1)
 
@@ -98,7 +98,7 @@ def tile_sums(
     offsets,  # [ROWS]: where each row of states begins; all are loaded, as a mask would take registers
     words,
     scales,
-    first,  # of the tiles
+    first,  # the first tile
     inner,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -108,19 +108,19 @@ def tile_sums(
     WIDE: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,  # at a time: each is a product of its own, so that the warps share them
-    dtype: tl.constexpr,  # in which to multiply: float32 in Triton's interpreter, which takes bfloat16 for whole numbers
+    BLOCKS: tl.constexpr,  # per iteration: each is a separate product, so that the warps share them
+    dtype: tl.constexpr,  # of the product: float32 in Triton's interpreter, which treats bfloat16 as integers
 ):
     """[TILES * TILE, ROWS] float32: adjacent tiles of packed weights by rows of states.
 
-    A product takes two fields of each word, so that its operand is made of the words where a thread holds them.
+    A product takes two fields of each word, so that each thread makes the operand from the words that it holds.
     """
     WORDS: tl.constexpr = BITS * GROUP // 32
     PER_WORD: tl.constexpr = 32 // BITS
     COLUMNS: tl.constexpr = TILES * _TILE
-    PAIRS: tl.constexpr = 2 if WORDS < 8 else 1  # in one product, which takes at least 16 numbers
+    PAIRS: tl.constexpr = 2 if WORDS < 8 else 1  # per product, which needs at least 16 numbers
     BLOCK: tl.constexpr = (BITS * GROUP + (2 if RANGED else 1) * (32 if WIDE else 16)) * _TILE // 32  # words
-    SCALES: tl.constexpr = 1 if WIDE else 2  # in a word
+    SCALES: tl.constexpr = 1 if WIDE else 2  # per word
     blocks, number = inner // GROUP, tl.arange(0, 2 * WORDS * PAIRS)
     words, scales = words + first * blocks * BLOCK, scales + (first * blocks * BLOCK + WORDS * _TILE) * SCALES
     tile, column = tl.arange(0, TILES) * blocks, tl.arange(0, COLUMNS)
@@ -129,7 +129,7 @@ def tile_sums(
     totals = tl.zeros([BLOCKS, COLUMNS, ROWS], tl.float32)
     if dtype == tl.float32:
         ones = tl.full([BLOCKS, COLUMNS, 2 * WORDS * PAIRS], 1.0, tl.float32)
-    else:  # by an instruction that the compiler does not evaluate: so the operand has the layout of the others
+    else:  # by an instruction that the compiler does not fold, so that the operand has the layout of the others
         ones = _multiply_add(tl.zeros([BLOCKS, COLUMNS, WORDS * PAIRS], tl.int32), 0, _HALF_1 if dtype == tl.float16 else _BRAIN_1, dtype)
         ones = tl.reshape(_halves(ones, dtype), [BLOCKS, COLUMNS, 2 * WORDS * PAIRS])
     for start in tl.range(0, blocks, BLOCKS, num_stages=_STAGES):
@@ -148,7 +148,7 @@ def tile_sums(
             state = tl.load(own + (block * GROUP + 2 * pair)[:, None, None])
             state = tl.permute(state, 0, 2, 1).to(dtype)
             sums = tl.dot(numbers, state, sums, input_precision="ieee")
-            if RANGED:  # in every column, so that the sums are where they are needed
+            if RANGED:  # in every column, because the sums are needed there
                 state_sums = tl.dot(ones, state, state_sums, input_precision="ieee")
         scale = scales + (tile_of_column + block[:, None]) * (BLOCK * SCALES) + within
         totals += sums * tl.load(scale, mask=known, other=0.0).to(tl.float32)[:, :, None]
@@ -209,7 +209,7 @@ def plan_of(kind: Kind, number: torch.dtype, tiles: int, most_tiles: int, rows: 
 
 
 def most_tiles_of(kind: Kind) -> int:
-    """More would spill."""
+    """The most tiles per instance; more would spill."""
     return {128: 4, 32: 2, 16: 1}[kind.group]
 
 
@@ -259,13 +259,13 @@ def packed_rows(
     FLOAT8: tl.constexpr,
     RANGED: tl.constexpr,
     WIDE: tl.constexpr,
-    ROWS: tl.constexpr,  # of one instance, in one tile
+    ROWS: tl.constexpr,  # per instance, all in one tile
 ):
     """One block of each row."""
     WORDS: tl.constexpr = BITS * GROUP // 32
     PER_WORD: tl.constexpr = 32 // BITS
     BLOCK: tl.constexpr = (BITS * GROUP + (2 if RANGED else 1) * (32 if WIDE else 16)) * _TILE // 32  # words
-    SCALES: tl.constexpr = 1 if WIDE else 2  # in a word
+    SCALES: tl.constexpr = 1 if WIDE else 2  # per word
     row, block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     index = row if indices is None else tl.load(indices + row)
     at = index // _TILE * (inner // GROUP) + block

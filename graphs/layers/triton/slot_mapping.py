@@ -1,4 +1,4 @@
-"""The Triton programs of place_tokens, shift_entries, rope_angles and rope_and_write_kv: of the last one instance per token and head.
+"""The Triton programs of place_tokens, shift_entries, rope_angles and rope_and_write_kv; the last has one instance per token and head.
 
 Products and sums of rotations are rounded as torch rounds them, so that both give the same bits.
 """
@@ -95,7 +95,7 @@ def shift_entries(
 
 @triton.jit
 def sine_and_cosine(angle):
-    """Of a float64, to 1e-11 and the angle's own precision: the last bit of a float32, but at ties.
+    """Sine and cosine of a float64, to 1e-11 and the angle's own precision: correctly rounded in float32, except near ties.
 
     The angle is reduced to an eighth of a turn on either side of a multiple of a quarter.
     """
@@ -113,7 +113,7 @@ def sine_and_cosine(angle):
 
 @triton.jit
 def angles_of(positions, frequencies, cosines, sines, half, factor, HALF: tl.constexpr):
-    """One token's. positions [N] int64, frequencies [half] float32; cosines, sines [N, 2 * half], written. HALF: half, rounded up."""
+    """One token. positions [N] int64, frequencies [half] float32; cosines, sines [N, 2 * half], written. HALF: half, rounded up."""
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
     inside = column < half
     angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + column, mask=inside, other=0.0)
@@ -137,7 +137,7 @@ def rope_angles(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, fact
 
 @triton.jit
 def rotate_head(source, target, cosines, sines, half, column, inside, place, others, PARTIAL: tl.constexpr):
-    """Write a head rotated; each product is rounded before the sum. others: which numbers stay."""
+    """Write a head rotated; each product is rounded before the sum. others: mask of the elements that are copied."""
     if PARTIAL:
         tl.store(target + place, as_written(tl.load(source + place, mask=others, other=0.0), target), mask=others)
     first, second = tl.load(source + column, mask=inside, other=0.0), tl.load(source + half + column, mask=inside, other=0.0)
@@ -168,10 +168,10 @@ def rotate_heads(
     cache_stride,
     heads,
     size,  # of a head
-    half,  # of the numbers that are rotated
+    half,  # half the number of rotated elements
     HALF: tl.constexpr,  # rounded up
     SIZE: tl.constexpr,  # rounded up
-    PARTIAL: tl.constexpr,  # not all numbers are rotated
+    PARTIAL: tl.constexpr,  # not all elements are rotated
 ):
     """One token's query head, or its key and value of one cache head."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
