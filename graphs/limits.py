@@ -30,7 +30,7 @@ class Limits:
     max_stop_ids: int = 8
     max_bias_ids: int = 256  # entries of logit_bias and bad_token_ids together
     max_bad_words: int = 0  # per request
-    max_bad_word_tokens: int = 8  # of one
+    max_bad_word_tokens: int = 8  # per bad word
     max_top_logprobs: int = 0  # most probable tokens reported per position
     prefill_chunk: int = 128
     rounds_per_launch: int | str = 1  # or UNTIL_EVENT: graphs/publishing.py
@@ -94,7 +94,7 @@ class Limits:
 
     @property
     def result_slots(self) -> int:
-        """Slots of the rings of results. With loops, rounds run ahead of a host that is late by as many."""
+        """Slots of the rings of results. With loops, rounds run ahead of the host by as many."""
         return 256 if self.loops else self.ring_depth
 
     @property

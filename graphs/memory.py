@@ -66,7 +66,7 @@ _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}  # words per comparison: on the CPU t
 
 
 class Backup:
-    """Copied and restored on the current stream, while nothing else runs.
+    """A copy of a tensor, made and restored on the current stream while nothing else runs.
 
     A large tensor that holds only its declared fill value, such as a cache before the first request, is not copied. A copy that does not
     fit into device memory is on the host.
@@ -85,7 +85,7 @@ class Backup:
 
 
 def holds_only(tensor: Tensor, fill: float) -> bool:
-    """Whether every element has the bits of `fill`. False for tensors that are not whole words."""
+    """Whether every element has the bits of `fill`. False if the tensor's size is not a multiple of words."""
     return tensor.nbytes % 8 == 0 and tensor.element_size() <= 8 and next(_changed(tensor, fill), None) is None
 
 

@@ -6,7 +6,7 @@ position, on the device. Entries of rejected drafts are overwritten later, and r
 full pages; a model with state elsewhere sets `shares_prefix = False`. Weights must be parameters or registered buffers: a capture
 refuses any other tensor.
 
-A model whose logits ranks divide has a `shard`, a VocabularyShard, the tokens that its logits are of.
+A model whose logits are divided among ranks has a `shard`: a VocabularyShard, the tokens of its logits.
 """
 
 from __future__ import annotations

@@ -25,12 +25,12 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair, TargetModel
 from stepgraph.graphs.model_call import Attend, Embeddings, ModelInput, run_model
 
-LEAST_CHUNK = 32  # tokens; the weights are read for any number
+LEAST_CHUNK = 32  # tokens; a shorter chunk also reads all weights
 AttendCall = Callable[[], Attend | None]
 
 
 class Field(IntEnum):
-    """The first numbers of a line; prompt_window tokens follow, and for each whether an embedding replaces its own."""
+    """The first fields of a line; prompt_window tokens follow, then for each token whether an embedding replaces its own."""
 
     ROW = 0
     START = 1  # position of the first token
@@ -90,14 +90,14 @@ def prompt_specs(limits: Limits, target: TargetModel) -> tuple[BufferSpec, ...]:
 class PromptKey:
     """Identifies a recorded prompt chunk."""
 
-    tokens: int  # for at most so many
+    tokens: int  # at most so many
 
     def __str__(self) -> str:
         return f"prompt tokens={self.tokens}"
 
     @property
     def rows(self) -> int:
-        """Of its matrix products."""
+        """Rows of its matrix products."""
         return self.tokens
 
     @property

@@ -90,11 +90,11 @@ def choose_chain(
 ) -> Tensor:
     """[B, K] the drafts of proposed chains: each the token that the grammar forces, else the proposed token if it is legal.
 
-    Drafts are -1 in rows that do not run, from the limit of a row on, and after a token that is none, or another one than proposed: then
-    only forced tokens go on. REFUSED, where the proposed token is not legal, ends a chain as well: statistics count the two separately.
+    Drafts are -1 in rows that do not run, and from the limit of a row on. After an id that is no token, or a draft other than the proposed
+    one, only forced tokens follow. REFUSED instead of -1 ends a chain whose next token is not legal: statistics count the two separately.
     proposed [B, K]; finish, limit [B]; rows [B]. With a grammar: masks [R, >= K, words]; constrained [B]; status [B, K] of these
-    masks. With forced tokens: forced [K, B], -1 where the grammar leaves a choice; row_forced [R, >= K]: gets whether each
-    draft is forced.
+    masks. With forced tokens: forced [K, B], -1 where the grammar leaves a choice; row_forced [R, >= K]: written, whether
+    each draft is forced.
     """
     alive = follows = finish == FinishCode.RUNNING
     chosen = list[Tensor]()
@@ -177,7 +177,7 @@ class ProposedRound:
                     mark_looked_up(buffers, after, self.key.sampled)
 
     def _chain(self, after: Batch, proposer: Proposer) -> Tensor:
-        """[B, K] the proposer's chains, under a grammar their legal part and what it forces.
+        """[B, K] the proposer's chains; under a grammar, their legal part and forced tokens.
 
         Grammars are followed on the main stream: nothing else is left to do before the next round needs the drafts.
         """
@@ -207,11 +207,11 @@ def keep_skipped(
     row_features: Tensor,
     row_skipped: Tensor,
 ) -> None:
-    """Write the tokens [B, Q] of a round and their features [B, Q, F] into their rows, after the `skipped` [B] tokens there: the input of
-    a draft model that does not run.
+    """Write the tokens [B, Q] of a round and their features [B, Q, F] into their rows, after the `skipped` [B] tokens there.
+    A draft model that does not run in this round processes them later.
 
-    row_tokens [R, N], row_features [R, N, F]; row_skipped [R] becomes skipped + emitted [B]: the others are written again later. Inert
-    rows may have no room. rows [B]; all but features int64.
+    row_tokens [R, N], row_features [R, N, F]; row_skipped [R] becomes skipped + emitted [B]: later rounds overwrite the other tokens.
+    Inert rows may have no room. rows [B]; all but features int64.
     """
     columns = skipped[:, None] + torch.arange(tokens.shape[1], device=skipped.device)
     index = rows[:, None], columns.clamp(max=row_tokens.shape[1] - 1)

@@ -31,7 +31,7 @@ def publish(buffers: StaticBuffers, rows: Tensor) -> None:
     publish_results(b.results[:size], b.results_logprobs[:size], published, b.results_ring_host, b.logprobs_ring_host)
     if "loop_done" in b:
         headers, dummy_row = b.results_header_ring_host, len(b.row_state) - 1
-        capacity = len(headers) - len(b.batch_rows_ring_host)  # launches that follow one with a full ring publish a round each
+        capacity = len(headers) - len(b.batch_rows_ring_host)  # with a full ring, each queued launch still publishes a round
         end_round(b.results[:size], rows, b.loop_control_host, b.round_counters, b.loop_done, headers, dummy_row, capacity)
 
 
@@ -42,7 +42,7 @@ def publish(buffers: StaticBuffers, rows: Tensor) -> None:
 def take_batch(number: Longs, ring: Longs, batch_rows: Longs) -> None:
     """Read the batch of a round from its slot of the ring.
 
-    number [>= 1], the first counts; ring [S, slots], pinned; batch_rows [B].
+    number [>= 1], of which the first is read; ring [S, slots], pinned; batch_rows [B].
     """
     rows = ring.to(number.device, non_blocking=True)[:, : len(batch_rows)]
     batch_rows.copy_(rows.index_select(0, number[:1] % len(ring))[0])

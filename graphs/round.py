@@ -51,9 +51,9 @@ class Round:
     draft_masks: bool = True  # False: unmasked drafts; one host node accepts them all during the next target_verify
     options: AcceptOptions = PLAIN_ACCEPT
     attention: AttentionChoice = OPERATION
-    tables: TokenTensors | None = None  # with grammars on the device
-    split: SplitTensors | None = None  # with tokens that are forced there
-    fixed: bool = True  # every round has as many drafts
+    tables: TokenTensors | None = None  # None: no grammars on the device
+    split: SplitTensors | None = None  # None: no forced tokens on the device
+    fixed: bool = True  # every round has the same number of drafts
 
     def step(self, key: GraphKey) -> Step:
         decode_round = self

@@ -16,7 +16,7 @@ from stepgraph.sampling.sampler import Param
 
 MAX_SKIPPED = 32  # tokens of rounds in which the draft model does not run, before it processes them
 TOP_RINGS = {"ids": torch.int32, "logprobs": torch.float32}  # written by kernels.top_logprobs
-IMAGE_CHUNKS, IMAGE_CHUNK = 8, 1 << 16  # of one upload, in int32: 2 MiB are copied beside a round
+IMAGE_CHUNKS, IMAGE_CHUNK = 8, 1 << 16  # chunks of one upload, int32 of a chunk: 2 MiB are copied beside a round
 
 
 def forced_specs(limits: Limits) -> tuple[BufferSpec, ...]:
@@ -51,8 +51,8 @@ def grammar_specs(limits: Limits, arena: int, depth: int, forced: bool = False) 
         *texts,
         BufferSpec("grammar_arena", (arena,), int32),
         BufferSpec("batch_host_rows", (limits.max_rows,), torch.int64, fill=limits.dummy_row),  # batch_rows without rows on the device
-        BufferSpec("batch_status", (limits.positions, limits.max_rows), torch.int64),  # of the masks that this round filled on the device
-        BufferSpec("row_places", (rows, places, PLACE_INTS), int32),  # after n tokens, drafts included: place n % places
+        BufferSpec("batch_status", (limits.positions, limits.max_rows), torch.int64),  # of the masks that the device filled in this round
+        BufferSpec("row_places", (rows, places, PLACE_INTS), int32),  # the place after n tokens, drafts included, at n % places
         BufferSpec("row_stacks", (rows, places, depth), int32),
         BufferSpec("image_ring_host", (IMAGE_CHUNKS, min(arena, IMAGE_CHUNK)), int32, "pinned"),
     )
@@ -70,7 +70,7 @@ class Counter(IntEnum):
     """`round_counters`, and the header of each slot."""
 
     LAUNCH = 0  # with loops: number of the launch, from 1 on, which selects the batch
-    PUBLISHED = 1  # rounds published so far, in a header the one in the slot included
+    PUBLISHED = 1  # rounds published so far; in a header, including the round in its slot
 
 
 def ring_specs(limits: Limits) -> tuple[BufferSpec, ...]:
@@ -100,7 +100,7 @@ def ring_specs(limits: Limits) -> tuple[BufferSpec, ...]:
 def option_specs(limits: Limits, relaxed: bool, processors: int) -> tuple[BufferSpec, ...]:
     """In addition to `round_specs`: settings that few requests have, int64 or float32, and the ring for all of them of one request.
 
-    relaxed: drafts may be accepted that are not the target's choice. processors: numbers that set the user's logits processors.
+    relaxed: drafts may be accepted that are not the target's choice. processors: how many numbers set the user's logits processors.
     """
     rows, words, size = limits.rows, limits.max_bad_words, limits.max_bad_word_tokens
     tables = (
@@ -150,7 +150,7 @@ def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
         BufferSpec("state_host", (slots, len(HostColumn)), int64, "pinned"),
         BufferSpec("drafts_host", (drafts, slots), int64, "pinned", fill=-1),
         BufferSpec("masks_host", (positions, slots, words), int32, "pinned"),
-        BufferSpec("contents_host", (positions, slots, CONTENT_FIELDS), int64, "pinned"),  # of masks_host
+        BufferSpec("contents_host", (positions, slots, CONTENT_FIELDS), int64, "pinned"),  # contents of masks_host
         BufferSpec("tags_host", (positions, slots, TAG_FIELDS), int64, "pinned"),
         # rings: the host never writes a slot that the device still has to copy
         BufferSpec("admission_ring_host", (2 * limits.admission_ring_depth, admission), int64, "pinned"),

@@ -39,7 +39,7 @@ class ProcessorInput(NamedTuple):
     arguments: Tensor  # [B, num_arguments] float32: those of each request; 0 in a row that does not use the processor
     tokens: Tensor  # [B, Q] int64, the token before each position; -1 where there is no draft
     generated: Tensor  # [B] int64, tokens emitted so far: before position 0
-    output_counts: Tensor  # [B, num_tokens] int32: how often each of them is a token id
+    output_counts: Tensor  # [B, num_tokens] int32: how often each token id was emitted
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class LogitsProcessor:
 
 @dataclass(frozen=True)
 class AcceptOptions:
-    """Beside the settings of the rows."""
+    """Options of acceptance besides the settings of the rows."""
 
     forced: tuple[float, ...] | None = None  # for benchmarks: the probability that draft j is accepted, whatever the models
     processors: tuple[LogitsProcessor, ...] = ()
@@ -135,7 +135,7 @@ def apply_processors(
 
 
 def ban_words(buffers: StaticBuffers, batch: Batch, processed: Processed, columns: Columns) -> Processed:
-    """Minus infinity for each token that would complete a bad word of its row: output and drafts before a position end with the rest."""
+    """Minus infinity for each token that would complete a bad word of its row: output and earlier drafts end with its other tokens."""
     words, recent = buffers.row_bad_words[batch.rows], buffers.row_recent[batch.rows]  # [B, N, L] -1 before a shorter word, [B, L - 1]
     ends = torch.cat([recent, batch.drafts], 1).unfold(1, recent.shape[1], 1)  # [B, Q, L - 1], the tokens before each position
     rest, last = words[:, None, :, :-1], words[..., -1]

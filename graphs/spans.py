@@ -39,7 +39,7 @@ class GraphNode(NamedTuple):
 class RecordedReport:
     nodes: Mapping[str, int]  # by kind: kernel, copy, fill, host, ...
     host_nodes: tuple[str, ...]
-    nbytes: int  # memory of the intermediates that earlier recordings of the backend had not taken
+    nbytes: int  # memory of the intermediates, beyond that of earlier recordings of the backend
     seconds: float  # duration of the capture
     stages: tuple[StageRun, ...] = ()  # in capture order
     host_bytes: int = 0  # of the Python objects that replay it, estimated from their number; 0 on CUDA, where the driver has them
@@ -72,4 +72,4 @@ def nvtx_range() -> MakeRange:
         torch.cuda.nvtx.mark("stepgraph")
     except RuntimeError as error:
         raise ValueError(f"nvtx: got True, expected False: torch {torch.__version__} has no NVTX ({str(error).splitlines()[0]})") from None
-    return functools.partial(torch.cuda.nvtx.range, "{}")  # a name is no format
+    return functools.partial(torch.cuda.nvtx.range, "{}")  # a name must not be a format string

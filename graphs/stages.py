@@ -105,10 +105,10 @@ def write_emission(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Advance the rows by what they emit, and write the first fields of a ResultRecord. Inert rows keep their state.
 
-    Returns the tokens emitted [B], 0 for inert rows; the FinishCode [B], of inert rows theirs; and the state after it [B, columns].
+    Returns the tokens emitted [B], 0 for inert rows; the FinishCode [B], unchanged for inert rows; and the state after it [B, columns].
     rows [B]; state [B, columns]; tokens, status [B, K + 1]; drafts [B, K]; emitted, accepted, finish [B]: of chain_accept;
     row_state [R, columns]; results [B, columns of a ResultLayout]. row_forced, row_looked_up [R, >= K]: where the drafts
-    came from, for a bit of each that was verified. A row without a constraint has no forced drafts: its flags are of another request.
+    came from, for a bit of each that was verified. A row without a constraint has no forced drafts: its flags are from another request.
     """
     before = dict(zip(Column, state.unbind(1), strict=True))
     live = before[Column.FINISH] == FinishCode.RUNNING

@@ -120,7 +120,7 @@ class Segment(Item):
         return [Segment(self._stream, None if number else self._delay, nodes).finish() for number, nodes in enumerate(stages)]
 
     def finish(self) -> Segment:
-        """All nodes are there. Consecutive kernels of the C library become one call: many take less time than a call from Python."""
+        """Called after the last node. Consecutive kernels of the C library become one call: many take less time than a call from Python."""
         for in_c, group in itertools.groupby(self.nodes, key=lambda node: isinstance(node.call, PackedCall)):
             nodes = list(group)
             if in_c:
@@ -181,7 +181,7 @@ class Signal(Item):
 
 
 class Await(Item):
-    """Waits for an event of another stream; `name`: as in Signal. `stats` counts the time, if any."""
+    """Waits for an event of another stream; `name`: as in Signal. `stats`, if any, counts the time."""
 
     kind = "wait"
 

@@ -129,7 +129,7 @@ class RaceChecker:
                 continue
             for other in reversed(earlier):
                 if other.happens_before(access.clock):
-                    break  # and so do all earlier ones
+                    break  # all earlier ones of this stream happen before, too
                 if (other.write or access.write) and overlap(other.region, access.region):
                     return other
         streams.setdefault(access.stream, []).append(access)

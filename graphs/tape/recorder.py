@@ -28,7 +28,7 @@ from stepgraph.graphs.tape.races import WHOLE, Access, Clock, RaceChecker, regio
 from stepgraph.graphs.tape.replay_ops import Call, repeat, signature, tensors_in
 from stepgraph.graphs.tape.rules import Memory, Rules, generator_key, has_rule
 
-Leaf = tuple[str, str]  # ("scalar" | "tensor", what it is)
+Leaf = tuple[str, str]  # ("scalar" | "tensor", description)
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
         self._fills = {spec.name: spec.fill for spec in buffers.specs}
         self._saved: dict[int, Backup] = {}  # by storage, from before the first write
         self._stream, self._stage = MAIN, STEP
-        self._capture = object()  # in the events of this capture; the recorder itself would be a cycle, which keeps its memory alive
+        self._capture = object()  # identifies the events of this capture; the recorder itself would be a cycle, which keeps memory alive
         self.paused = False
         self._failure: CaptureError | None = None
 
@@ -203,7 +203,7 @@ class Recorder(TorchDispatchMode):
         for tensors, write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 region = region_of(tensor)
-                if region is not None and self.memory.kind(tensor) != "constant":  # which nothing writes
+                if region is not None and self.memory.kind(tensor) != "constant":  # constants are never written
                     access = Access(node, node.stream, node.clock, region, write)
                     self._access(node, storage_key(tensor), access, tensor)
 

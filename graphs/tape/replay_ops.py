@@ -86,9 +86,9 @@ class Call:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.schema = signature(func)
         self.inputs = tensors_in([args, kwargs])
-        self.targets = [tensor for name in self.schema.writes for tensor in tensors_in(self.values[name])]  # that it writes
+        self.targets = [tensor for name in self.schema.writes for tensor in tensors_in(self.values[name])]  # tensors that it writes
         self.operation = OPERATIONS.get(self.schema.name)
-        self.native: Callable[[], object] | None = None  # the call in C, once it has run
+        self.native: Callable[[], object] | None = None  # the call in C, set by `run`
 
     def run(self) -> Any:
         """Run the operation; in C where that is possible, without torch's dispatcher."""
@@ -100,7 +100,7 @@ class Call:
 
     @property
     def allocated(self) -> list[Tensor]:
-        """Outputs that the caller of one of our operations has allocated, unseen by a mode."""
+        """Outputs of an Operation that its caller has allocated; dispatch modes do not see the allocation."""
         return [] if self.operation is None else tensors_in(self.operation.outputs_in(self.args))
 
     @functools.cached_property

@@ -91,7 +91,7 @@ class Memory:
 
 
 def has_rule(func: Callable[..., Any]) -> bool:
-    """Whether `Rules.check_function` says something about this function."""
+    """Whether `Rules.check_function` has a rule for this function."""
     try:
         return func in _CHECKED
     except TypeError:  # unhashable

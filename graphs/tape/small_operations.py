@@ -31,7 +31,7 @@ _CONSTANTS = {"arange", "scalar_tensor", "full", "zeros", "ones", "full_like", "
 
 
 def small_operation(name: str, values: Mapping[str, Any], target: Tensor) -> Run | None:
-    """A call that writes the result of an operation into `target`, for a mutating one its first argument; None for others than those here.
+    """A call that writes the result of an operation into `target`, of a mutating one its first argument; None if not supported.
 
     values: the arguments by the names of the schema.
     """
@@ -141,7 +141,7 @@ def _leading(index: Tensor, dims: int) -> Tensor:
 
 
 def _call(kind: str, target: Tensor, *given: Tensor | int, moved: Tensor | None = None, counted: bool = False) -> PackedCall:
-    """moved: its first two dimensions are those of the indices."""
+    """moved: a tensor whose first two dimensions are those that are indexed."""
     arguments: list[Tensor | int] = [_NUMBER[kind], _in_four(target, target)]
     arguments += [_in_four(each, target) if isinstance(each, Tensor) else int(each) for each in given]
     packed = b"".join([pack_argument(each) for each in arguments] + [NONE] * (_DIMENSIONS - 1 - len(given)))

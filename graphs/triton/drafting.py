@@ -40,7 +40,7 @@ def select_row(
     flag_step,
     WIDTH: tl.constexpr,
 ):
-    """Flags lie like each other, and dense in a row. WIDTH: K, rounded up."""
+    """All flags have the same strides, 1 within a row. WIDTH: K, rounded up."""
     slot = tl.program_id(0).to(tl.int64)
     token, usable = tl.load(tokens + slot), tl.load(finite + slot).to(tl.int32)
     row, took = tl.load(rows + slot), usable * 0

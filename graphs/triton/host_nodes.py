@@ -25,7 +25,7 @@ def scatter_row(
     words,
     TILE: tl.constexpr,
 ):
-    """A part of one mask, and with the first part its tag. What has a tag of an unknown position is not written into a row."""
+    """A part of one mask; the first part also copies the tag. If the tag's position is out of range, neither is written to a row."""
     place, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     position = tl.load(tags + place * _TAG_FIELDS + 2, volatile=True)
     known = (position >= 0) & (position < positions)

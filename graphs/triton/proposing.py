@@ -35,7 +35,7 @@ def look_up_row(
     SEARCHED: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """SEARCHED and COUNT are powers of two, COUNT at least `count`. The scores of a text's columns differ."""
+    """SEARCHED and COUNT are powers of two, COUNT at least `count`. No two columns of a text have the same score."""
     place = tl.program_id(0).to(tl.int64)
     line, size = text + place * width, tl.load(length + place * length_step).to(tl.int32)
     expected = (start + tl.load(generated + place * generated_step)).to(tl.int32)

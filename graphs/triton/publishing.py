@@ -98,7 +98,7 @@ def decide_end(
     tl.store(done, ended.to(tl.int32))
     header = headers + (published - 1) % slots * 2
     tl.store(header + _LAUNCH, launch)
-    tl.debug_barrier()  # the stores of all threads are before the release of one, which the host acquires with the slot
+    tl.debug_barrier()  # the stores of all threads precede the release by one thread, which the host acquires with the slot
     tl.atomic_xchg(header + _PUBLISHED, published, sem="release", scope="sys")
 
 

@@ -12,13 +12,13 @@ typedef struct {
     const int64_t *positions, *slots, *tables; /* [batch, count] twice, [batch, pages] */
     const void *sinks;                         /* [heads] or NULL */
     void *output;
-    atomic_int *failed; /* a page outside of the cache */
+    atomic_int *failed; /* set to 1 if a page is outside of the cache */
     int64_t step; /* queries at once, at most BLOCK */
     int64_t batch, count, heads, kv_heads, size, page_size, pages, cache_slots, window, bfloat16, bfloat16_sinks, entry_bytes;
     float scale, softcap; /* softcap 0: none */
 } attention_call;
 
-/* Up to BLOCK queries over one tile of one head's entries, as float32, heads filled up with zeros to `width`. */
+/* Up to BLOCK queries over one tile of one head's entries, as float32, heads padded with zeros to `width`. */
 typedef struct {
     float keys[TILE * MOST_SIZE], values[TILE * MOST_SIZE], query[BLOCK * MOST_SIZE], total[BLOCK * MOST_SIZE];
     float highest[BLOCK], weight[BLOCK];
@@ -36,7 +36,7 @@ INLINED float folded(const float part[LANES], int highest) {
     return rest[0];
 }
 
-/* From and to are whole LANES of keys. */
+/* `from` and `to` are multiples of LANES. */
 INLINED void score(const float *query, const float *keys, int64_t from, int64_t to, int64_t width, float scores[TILE]) {
     for (int64_t key = from; key < to; key += LANES) {
         lanes parts[LANES] = {0};
@@ -72,7 +72,7 @@ INLINED void weigh(block *held, int64_t one, int64_t tile, int64_t width, float 
     held->highest[one] = highest;
     held->weight[one] = held->weight[one] * shrink + folded(sums, 0);
     float *kept = held->total + one * width;
-    lanes total[2][MOST_SIZE / LANES] = {{{0}}}; /* of even keys and of odd ones: neither sum waits for the other */
+    lanes total[2][MOST_SIZE / LANES] = {{{0}}}; /* sums of even and of odd keys, which do not depend on each other */
     int64_t key = from;
     for (; key + 2 <= to; key += 2)
         for (int64_t i = 0; i < width / LANES; i++) {
@@ -107,7 +107,7 @@ INLINED int read_tile(const attention_call *call, block *held, const int64_t *ta
     return 0;
 }
 
-/* Queries [start, start + used) of one row and one head of its cache; a position's queries, one per head of the group, lie side by side. */
+/* Queries [start, start + used) of one row and one head of its cache; a position's queries, one per head of the group, are adjacent. */
 INLINED int attend(const attention_call *call, block *held, int64_t row, int64_t head, int64_t start, int64_t used, int64_t last, int64_t width) {
     int64_t groups = call->heads / call->kv_heads, size = call->size, begin = last + 1, end = 0;
     const int64_t *positions = call->positions + row * call->count;
@@ -146,7 +146,7 @@ INLINED int64_t last_of(const attention_call *call, int64_t row) {
     return last;
 }
 
-/* Blocks of queries, of all heads of the cache and of all rows. */
+/* Blocks [first, end) of queries, numbered over all heads of the cache and all rows. */
 INLINED void attend_blocks(const attention_call *call, block *held, int64_t first, int64_t end, int64_t width) {
     int64_t queries = call->count * (call->heads / call->kv_heads), blocks = (queries + call->step - 1) / call->step;
     for (int64_t item = first; item < end; item++) {
@@ -183,10 +183,10 @@ EXPORTED int stepgraph_attention(const argument *given) {
         .page_size = given[6].integer, .pages = tables->size[1], .cache_slots = keys->size[0], .entry_bytes = keys->integer, .window = given[7].integer,
         .bfloat16 = query->bfloat16, .bfloat16_sinks = given[10].bfloat16, .scale = (float)given[8].real, .softcap = (float)given[9].real,
     };
-    int64_t queries = call.count * (call.heads / call.kv_heads), bytes = 0; /* reading so many takes as long */
+    int64_t queries = call.count * (call.heads / call.kv_heads), bytes = 0; /* bytes: reading so many takes as long as the call */
     for (int64_t row = 0; row < call.batch; row++) bytes += (last_of(&call, row) + 1) * call.count * call.heads * call.size;
     int64_t blocks = (queries + BLOCK - 1) / BLOCK;
-    blocks *= queries > 3 && threads_for(bytes) > 1 ? 2 : 1; /* with smaller blocks threads get equal parts */
+    blocks *= queries > 3 && threads_for(bytes) > 1 ? 2 : 1; /* smaller blocks divide more evenly among threads */
     call.step = (queries + blocks - 1) / blocks;
     blocks = (queries + call.step - 1) / call.step;
     divide_work(some_blocks, &call, call.batch * call.kv_heads * blocks, bytes);

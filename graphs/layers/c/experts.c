@@ -1,10 +1,10 @@
-/* Experts: which ones a token takes, the rows of each, and the sums of their results. */
+/* Experts: which ones a token uses, the rows of each, and the sums of their results. */
 
 #include "kernels.h"
 
 enum { MOST_EXPERTS = 1024, GATHERED_BYTES = 1 << 17 }; /* as in experts.py */
 
-/* The place of the largest of `count` numbers, the first one of equal ones; 0 if none is a number above -INFINITY. */
+/* The place of the largest of `count` numbers, the first of equal ones; 0 if none is greater than -INFINITY. */
 INLINED int64_t largest(const float *numbers, int64_t count) {
     int64_t best = 0;
     for (int64_t i = 1; i < count; i++) best = numbers[i] > numbers[best] ? i : best;

@@ -7,7 +7,7 @@
 enum { MOST_SIZE = 256 };
 
 typedef struct {
-    const void *states, *weight, *bias; /* [rows, inner], rows `step` numbers apart; [outer, inner]; [outer] or NULL */
+    const void *states, *weight, *bias; /* [rows, inner], rows `step` elements apart; [outer, inner]; [outer] or NULL */
     void *output;                       /* [rows, outer] */
     const int64_t *places;              /* where the output has each row; NULL: in order */
     int64_t rows, inner, outer, step, bfloat16;
@@ -15,17 +15,17 @@ typedef struct {
 
 void product_by_pairs(const product_call *call, int64_t first, int64_t end); /* bfloat16, columns [first, end) */
 
-/* Calls `run` for the rows of each expert, up to GATHERED_ROWS of them at once, side by side: a weight is read once for all. places: of the
-   rows in the output. given: states [choices / per_state, inner]; experts [choices]; weights of all experts, one after the other; experts;
+/* Calls `run` for the rows of each expert, up to GATHERED_ROWS of them at once, adjacent: a weight is read once for all. places: the output
+   row of each. given: states [choices / per_state, inner]; experts [choices]; weights of all experts, one after the other; experts;
    biases [experts * outer] or NULL; output [choices, outer]. Returns 1 if there is no such expert. */
 enum { GATHERED_ROWS = 16 };
 typedef void (*expert_rows)(const argument *given, int64_t expert, const char *gathered, const int64_t *places, int64_t rows);
 int each_expert(const argument *given, expert_rows run);
 
-/* Calls `work` for ranges that make up [0, count), on the threads of stepgraph_use_threads. bytes: that all of it reads. */
+/* Calls `work` for ranges that make up [0, count), on the threads of stepgraph_use_threads. bytes: how many all of it reads. */
 typedef void (*range_work)(const void *call, int64_t first, int64_t end);
 void divide_work(range_work work, const void *call, int64_t count, int64_t bytes);
-int64_t threads_for(int64_t bytes); /* how many that uses, at most; below 2: the calling one */
+int64_t threads_for(int64_t bytes); /* how many threads divide_work uses at most; below 2: only the calling thread */
 
 /* Rounds to nearest, ties to even. A NaN that was widened from bfloat16 stays a NaN: its low bits are zero, so nothing is carried. */
 INLINED uint16_t narrowed(float value) {
@@ -73,7 +73,7 @@ INLINED uint8_t to_float8(float value) {
     memcpy(&bits, &value, sizeof bits);
     size = bits & 0x7fffffff;
     memcpy(&value, &size, sizeof value);
-    value += 16384.0f; /* a number below 2 ** -6 lies in the last bits of the sum */
+    value += 16384.0f; /* the last bits of the sum are the float8 of a value below 2 ** -6 */
     memcpy(&low, &value, sizeof low);
     uint32_t found = size < 121u << 23 ? low - (141u << 23) : (size + 0x7ffff + (size >> 20 & 1) - (120u << 23)) >> 20;
     found = found > 126 ? 126 : found;
@@ -99,7 +99,7 @@ INLINED void write_entries(void *to, int64_t first, const float *from, int64_t c
 /* exp(x) for x up to 88, with an error of at most two ULP; below -87 almost zero. */
 INLINED float power_of_e(float x) {
     x = x < -87.0f ? -87.0f : x;
-    float shifted = x * 1.44269504f + 12582912.0f; /* the whole number lies in the lowest bits */
+    float shifted = x * 1.44269504f + 12582912.0f; /* the rounded integer is in the lowest bits */
     float whole = shifted - 12582912.0f;
     float rest = x - whole * 0.693359375f;
     rest = rest - whole * -2.12194440e-4f;
@@ -124,7 +124,7 @@ INLINED float power_of_e(float x) {
 #define CHOSEN(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
 #endif
 
-/* The sum of each of sixteen, all in the first: halves are added to halves, two by two. */
+/* Writes the sum of each of sixteen vectors to a lane of the first. Each step adds the halves of two vectors. */
 INLINED void summed_up(lanes *sums) {
     for (int i = 0; i < 8; i++)
         sums[i] = CHOSEN(sums[i], sums[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +

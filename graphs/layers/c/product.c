@@ -4,7 +4,7 @@
 
 enum { COLUMNS = 64 };
 
-/* Blocks of columns. */
+/* Blocks [block, last) of columns. */
 static FOR_EACH_PROCESSOR void some_columns(const void *given, int64_t block, int64_t last) {
     const product_call *call = given;
     for (; block < last; block++) {

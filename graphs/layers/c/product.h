@@ -44,7 +44,7 @@ INLINED void add_products(
 }
 
 /* Each step prefetches `ahead` cache lines of later columns, from `next` on: loading them takes longer than computing this tile. They go to the
-   second cache: with an inner dimension above 1,024 the first one holds no eight columns ahead beside the states. */
+   L2 cache: with an inner dimension above 1,024 the L1 cache has no room for eight later columns beside the states. */
 INLINED void tile(const product_call *call, int64_t row, int64_t column, int tall, int wide, const char *next, int ahead, int64_t bfloat16) {
     int64_t bytes = bfloat16 ? 2 : 4, inner = call->inner, chunk = 64 / bytes, whole = inner / chunk * chunk;
     const char *states = (const char *)call->states + row * call->step * bytes, *weight = (const char *)call->weight + column * inner * bytes;
@@ -73,12 +73,12 @@ INLINED void tile(const product_call *call, int64_t row, int64_t column, int tal
     }
 }
 
-/* Up to eight rows take the same four columns in turn, while memory brings those that come two turns later. */
+/* Up to eight rows are multiplied by the same four columns in turn, while the columns of two turns later are loaded. */
 INLINED void few_rows(const product_call *call, int64_t row, int64_t rows, int64_t first, int64_t end, int64_t bfloat16) {
     int64_t line = call->inner * (bfloat16 ? 2 : 4), column = first;
     int share = row ? 0 : rows == 4 || rows == 2 ? 4 : 2;
     if (rows == MOST_ROWS && line > 2048)
-        for (; column + 32 <= end; column += 32) { /* the first cache holds four rows of states beside four columns, and not eight */
+        for (; column + 32 <= end; column += 32) { /* the L1 cache holds four rows of states beside four columns, not eight */
             const char *next = (const char *)call->weight + (column + 32) * line;
             for (int64_t four = 0; four < 16; four++, next += 2 * line)
                 tile(call, row + four / 8 * 4, column + four % 8 * 4, 4, 4, next, share, bfloat16);

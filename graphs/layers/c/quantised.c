@@ -3,7 +3,7 @@
 #define EVERY_HEIGHT 0
 #include "quantised.h"
 
-/* Fields as numbers; float8_e4m3fn: the bits in place of float32's, with an exponent that is 120 too small. */
+/* Fields as float32. The bits of float8_e4m3fn are placed as those of a float32, whose exponent is then 120 too small. */
 INLINED void numbers_of(words fields, int zero, lanes *to) {
     if (zero == FLOAT8) {
         lanes found = (lanes)((fields & 0x7f) << 20) * 0x1p120f;
@@ -20,7 +20,7 @@ INLINED void fields(words raw, int at, int bits, int zero, lanes pair[2]) {
 
 INLINED void add_block(
     lanes *parts, const char *states, int64_t row_bytes, const char *from, int64_t apart, int tall, int wide, int bits, int zero, int64_t bfloat16) {
-    (void)apart, (void)wide; /* 1 */
+    (void)apart, (void)wide; /* wide is 1 */
 #pragma GCC unroll 16
     for (int pair = 0; pair < taken_at_once(bits) / 2; pair++) {
         lanes both[2];
@@ -35,13 +35,13 @@ INLINED void add_block(
 
 INLINED void in_numbers(const quantised_call *call, int64_t first, int64_t end, int bits, int zero) {
     quantised_call same = *call;
-    same.bfloat16 = 1; /* a constant in each of the two */
+    same.bfloat16 = 1; /* a constant in each of the two calls */
     if (call->bfloat16) tiles_of(&same, first, end, bits, zero);
     same.bfloat16 = 0;
     if (!call->bfloat16) tiles_of(&same, first, end, bits, zero);
 }
 
-/* Of every block of the row. MOST_BLOCKS are whole LANES. */
+/* Sums the states of every block of a row. MOST_BLOCKS is a multiple of LANES. */
 INLINED void add_up(const quantised_call *call, int64_t row, float *totals) {
     int64_t group = call->kind.group;
     for (int64_t block = 0; block < call->blocks; block += LANES) {
@@ -54,7 +54,7 @@ INLINED void add_up(const quantised_call *call, int64_t row, float *totals) {
     }
 }
 
-/* By the last dimension of a packed weight. */
+/* The kind with the last dimension of this packed weight. */
 INLINED quantised_kind kind_of(const argument *weight) {
     size_t index = 0;
     while (block_bytes(KINDS[index]) * KINDS[index].together != weight->size[2]) index++;
@@ -72,7 +72,7 @@ static FOR_EACH_PROCESSOR void some_tiles(const void *given, int64_t first, int6
     FOR_FIELDS(in_numbers, call, first, end);
 }
 
-/* Up to GATHERED_ROWS rows. */
+/* At most GATHERED_ROWS rows. */
 static FOR_EACH_PROCESSOR void rows_at_once(quantised_call call) {
     float totals[GATHERED_ROWS][MOST_BLOCKS];
     call.totals = totals;

@@ -30,7 +30,7 @@ typedef struct {
     const char *states, *weight;
     const void *bias;
     char *output;
-    float (*totals)[MOST_BLOCKS]; /* of the states of each row in each block; used where the kind has minimums */
+    float (*totals)[MOST_BLOCKS]; /* sums of the states of each row in each block; used where the kind has minimums */
     const int64_t *places; /* where the output has each row; NULL: in order */
     int64_t rows, blocks, tiles, step, bfloat16;
     quantised_kind kind;
@@ -42,7 +42,7 @@ INLINED int64_t word_bytes(quantised_kind kind) { return kind.bits * kind.group 
 INLINED int64_t scale_bytes(quantised_kind kind) { return LANES * (kind.wide ? 4 : 2); }
 INLINED int64_t block_bytes(quantised_kind kind) { return word_bytes(kind) + (1 + kind.ranged) * scale_bytes(kind); }
 
-/* Scales or minimums; finite float16 numbers exactly: the bits in place of float32's, with an exponent that is 112 too small. */
+/* Scales or minimums. The bits of a finite float16 are placed as those of a float32, whose exponent is then 112 too small; exact. */
 INLINED void read_scales(lanes *to, const char *from, int wide_ones) {
     if (wide_ones) {
         *to = *(const lanes *)from;
@@ -57,10 +57,10 @@ INLINED void read_scales(lanes *to, const char *from, int wide_ones) {
 #endif
 }
 
-/* Inner indices that add_block takes: those of the smallest group with fields of this size. */
+/* Inner indices per call of add_block: as many as the smallest group with fields of this size has. */
 INLINED int taken_at_once(int bits) { return bits == 8 ? 16 : 32; }
 
-/* Of `wide` tiles, `apart` bytes each. Defined by the file that includes this one. */
+/* Adds the products with part of a block of `wide` tiles, `apart` bytes apart. Defined by the file that includes this one. */
 INLINED void add_block(
     lanes *parts, const char *states, int64_t row_bytes, const char *from, int64_t apart, int tall, int wide, int bits, int zero, int64_t bfloat16);
 
@@ -69,7 +69,7 @@ INLINED void tiles_of_rows(const quantised_call *call, int64_t row, int64_t tile
     int64_t number_bytes = call->bfloat16 ? 2 : 4, scaled = scale_bytes(call->kind), words_end = word_bytes(call->kind);
     int64_t bytes = block_bytes(call->kind), parts_bytes = bits * taken_at_once(bits) * LANES / 8, apart = call->blocks * bytes;
     const char *states = call->states + row * call->step * number_bytes, *block = call->weight + tile * apart;
-    const char *next = block + (wide > 1 ? 4 * apart : AHEAD); /* for the second cache, if tiles are so far away */
+    const char *next = block + (wide > 1 ? 4 * apart : AHEAD); /* with several tiles farther ahead, into the L2 cache */
     lanes sums[8] = {0};
     for (int64_t index = 0; index < call->blocks; index++, block += bytes, next += wide * bytes) {
         if (row == 0)
@@ -99,8 +99,8 @@ INLINED void tiles_of_rows(const quantised_call *call, int64_t row, int64_t tile
     }
 }
 
-/* All rows take the same tile in turn: the first of them reads it from memory. Where EVERY_HEIGHT is 0, rows are taken by eight, four, two and
-   one: half the time to compile. Otherwise up to four rows take two tiles of fields of four bits: one row's sums wait for each other. */
+/* All rows use the same tile in turn: the first of them reads it from memory. Where EVERY_HEIGHT is 0, rows are grouped by eight, four, two
+   and one, to halve the time to compile. Otherwise up to four rows use two tiles of 4-bit fields: sums of one row depend on each other. */
 INLINED void tiles_of(const quantised_call *call, int64_t tile, int64_t end, int bits, int zero) {
 #define TAKE(tall, wide) case tall: tiles_of_rows(call, row, tile, tall, wide, bits, zero); break;
     for (int64_t wide = EVERY_HEIGHT && bits == 4 && call->rows <= 4 ? 2 : 1; tile < end; tile += wide) {
@@ -115,7 +115,7 @@ INLINED void tiles_of(const quantised_call *call, int64_t tile, int64_t end, int
     }
 }
 
-/* By the fields that the kind has. */
+/* Calls `run` with the bits and the zero of the kind as constants. */
 #define FOR_FIELDS(run, call, first, end) \
     do { \
         if ((call)->kind.zero == FLOAT8) run(call, first, end, 8, FLOAT8); \

@@ -4,12 +4,12 @@
 #include "kernels.h"
 
 #ifdef HAS_DOT_PRODUCTS
-/* The values of a field of four bits in bfloat16, as they are and minus 8. Five bits select an entry, the highest of which belongs to the
-   next field. And both bytes of those of a field of eight bits minus 128: of negative numbers, and of the others. */
+/* The values of a 4-bit field in bfloat16, unchanged and minus 8. Five bits select an entry, the highest of which belongs to the next
+   field. LOWS, HIGHS: the two bytes of the bfloat16 of an 8-bit field minus 128, first of negative numbers, then of the others. */
 static uint16_t FROM_ZERO[32], CENTRED[32];
 static uint8_t LOWS[2][128], HIGHS[2][128];
 
-static __attribute__((constructor)) void fill_tables(void) { /* before the line from which on all processors do not have the instructions */
+static __attribute__((constructor)) void fill_tables(void) { /* above the pragma: runs on every processor */
     for (int field = 0; field < 32; field++) FROM_ZERO[field] = narrowed((float)(field % 16)), CENTRED[field] = narrowed((float)(field % 16 - 8));
     for (int field = 0; field < 256; field++) {
         uint16_t value = narrowed((float)(field - 128));
@@ -24,20 +24,20 @@ static __attribute__((constructor)) void fill_tables(void) { /* before the line 
 #define FROM_FLOAT16(from) ((lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from))))
 #include "quantised.h"
 
-/* A field of eight bits, minus 128, as float32: as the lowest bits of 2^23, of which 2^23 + 128 is subtracted. */
+/* An 8-bit field minus 128 as float32: the field becomes the lowest bits of 2^23, from which 2^23 + 128 is subtracted. */
 INLINED __m512i byte_number(__m512i shifted) {
     __m512i found = _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi32(0xff), _mm512_set1_epi32(0x4b000000), 0xea); /* a & b | c */
     return (__m512i)_mm512_sub_ps((__m512)found, _mm512_set1_ps(0x1p23f + 128));
 }
 
-/* Both numbers have eight significant bits, and are cut off after them. */
+/* Both numbers have at most eight significant bits, so that cutting them off to bfloat16 is exact. */
 INLINED __m512i from_bytes(__m512i raw, unsigned field) {
     __m512i even = byte_number(_mm512_srli_epi32(raw, field)), odd = byte_number(_mm512_srli_epi32(raw, field + 16));
     return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(even, 16), odd);
 }
 
-/* The same for few rows, by tables of both bytes of the numbers from -128 on: half the instructions. Beside the sums of more rows the tables
-   find no registers. The bytes are those of a number from 0 to 128 in bfloat16. */
+/* The same for few rows, by the tables LOWS and HIGHS: half the instructions. With the sums of more rows there are no registers for the
+   tables. */
 INLINED __m512i looked_up(__m512i raw, __mmask64 positive, const uint8_t tables[2][128]) {
     __m512i found = _mm512_mask2_permutex2var_epi8(_mm512_loadu_si512(tables[1]), raw, positive, _mm512_loadu_si512(tables[1] + 64));
     return _mm512_mask2_permutex2var_epi8(_mm512_loadu_si512(tables[0]), found, ~positive, _mm512_loadu_si512(tables[0] + 64));
@@ -45,7 +45,7 @@ INLINED __m512i looked_up(__m512i raw, __mmask64 positive, const uint8_t tables[
 
 INLINED __m512i from_tables(__m512i raw, unsigned field) {
     __mmask64 positive = _mm512_movepi8_mask(raw), odd = 0xaaaaaaaaaaaaaaaa;
-    __m512i low = looked_up(raw, positive, LOWS), high = looked_up(raw, positive, HIGHS); /* once for both fields, by the compiler */
+    __m512i low = looked_up(raw, positive, LOWS), high = looked_up(raw, positive, HIGHS); /* the compiler shares them between both fields */
     return field ? _mm512_mask_blend_epi8(odd, _mm512_srli_epi16(low, 8), high) : _mm512_mask_blend_epi8(odd, low, _mm512_slli_epi16(high, 8));
 }
 

@@ -1,4 +1,4 @@
-/* Whole numbers of the rows of a round: positions and cache slots of tokens, rotary angles, mask rows, and the drafts that a row takes. */
+/* Small operations on the rows of a round: positions and cache slots of tokens, rotary angles, mask rows, and the drafts of a row. */
 
 #include "kernels.h"
 

@@ -1,6 +1,6 @@
 /* Products and attention on several threads. Columns and queries are independent, so the number of threads changes no result.
 
-   One call at a time has the helpers; another one that runs meanwhile, for a second engine, stays on its own thread. */
+   One call at a time uses the helpers; a call that runs meanwhile, for a second engine, stays on its own thread. */
 
 #include "kernels.h"
 #include "pool.h"
@@ -8,7 +8,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-/* A thread is woken for at least LEAST_BYTES: reading them takes about as long as waking it. Parts are small, since it joins late. */
+/* A thread is woken for at least LEAST_BYTES: reading them takes about as long as waking it. Parts are small, as it starts late. */
 enum { LEAST_BYTES = 1 << 17, PARTS_OF_THREAD = 4 };
 
 typedef struct {
@@ -42,7 +42,7 @@ void divide_work(range_work work, const void *call, int64_t count, int64_t bytes
     atomic_flag_clear(&taken);
 }
 
-/* In the child of a fork, which has no helpers. A product of the parent may have been running: its flag and the locks of its pool stay held. */
+/* Runs in the child of a fork, which has no helpers. If the parent ran a product, its flag and the locks of its pool stay held. */
 static void after_fork(void) {
     helpers = NULL;
     atomic_flag_clear(&taken);
@@ -50,7 +50,7 @@ static void after_fork(void) {
 
 static void call_after_fork(void) { pthread_atfork(NULL, NULL, after_fork); }
 
-/* From now on, the calling thread included. */
+/* Sets the number of threads for later calls, the calling thread included. */
 EXPORTED void stepgraph_use_threads(int64_t count) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, call_after_fork);
