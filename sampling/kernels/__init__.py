@@ -32,7 +32,7 @@ __all__ = [
 
 
 def describe(device: torch.device | str) -> str:
-    """What the operations run as on `device`, for reports."""
+    """The implementation of the operations on `device`, for reports."""
     if torch.device(device).type == "cuda":
         why = programs.why_no_triton(torch.device(device))
         return f"torch ({why})" if why else "triton"

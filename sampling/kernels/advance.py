@@ -13,13 +13,13 @@ from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES
 from stepgraph.sampling.grammar.status import TAG_FIELDS
 from stepgraph.sampling.kernels.operation import Contiguous, Ints, Longs, StridedLongs, operation
 
-MAX_PUSHES, MAX_SYMBOLS = 4, 1 << 16  # of an image: a Triton program keeps the symbols that a token pushes in one register
+MAX_PUSHES, MAX_SYMBOLS = 4, 1 << 16  # limits of an image: a Triton program keeps the symbols that a token pushes in one register
 ENDED, TOO_DEEP = -1, -2  # in place of a state: a stop token ended the text; it nests deeper than IMAGE_DEPTH
 PLACE_INTS = 8
 HEADER_INTS = Field.CROSS + 1
 TEXT_COLUMNS = 3  # of row_forced_text: start, size, count; then the tokens, and as bytes their ends and the text: forced_text of forced.h
 TEXT_INTS = TEXT_COLUMNS + FORCED_BYTES + 2 * FORCED_BYTES // 4
-FORCED_PUSHES = 64  # symbols that a forced text pushes at most
+FORCED_PUSHES = 64  # the most symbols that a forced text pushes
 
 
 class PlaceColumn(IntEnum):
@@ -84,17 +84,17 @@ def advance_fill(
     [n, W] int32, stop_words [W] int32: the token table that the images were compiled for.
     row_places [R, K + 2, PLACE_INTS], row_stacks [R, K + 2, depth] int32: the place after n tokens, drafts included, is in slot
     n % (K + 2). So a rejected draft takes no work: the place before it is still there. `depth` is at least the IMAGE_DEPTH of every image.
-    row_masks [R, K + 1, W] int32, row_tags [R, K + 1, TAG_FIELDS] int64. batch_status [K + 1, >= B] int64: gets the statuses of these
+    row_masks [R, K + 1, W] int32, row_tags [R, K + 1, TAG_FIELDS] int64. batch_status [K + 1, >= B] int64: written, the statuses of these
     masks, by slot; NONE for a row without an image.
 
     Mask 0 follows the row's history (a row without tokens is at the start of its grammar), mask i > 0 its draft i, if mask i - 1
     is OK. A draft that is not legal gives an ILLEGAL tag; any other mask that cannot be filled gets a tag without owner, as do the
-    masks of a row that is not running. A text that nests deeper than IMAGE_DEPTH has the status FAULT; if it was a draft that did,
-    the row continues without it. fill_new: also mask 0, before the others, of rows that do not have it yet.
+    masks of a row that is not running. A text that nests deeper than IMAGE_DEPTH has the status FAULT; if a draft caused it,
+    the row continues without the draft. fill_new: also mask 0, before the others, of rows that do not have it yet.
 
     With forced tokens: row_forced_text [R, TEXT_INTS] int32, the forced text of each row as matchers.forced.ForcedText keeps it;
-    token_slots [n, 2] int64, merges: of the vocabulary's TokenTable. batch_forced [K, >= B] int64: gets the token that is forced
-    after each of these masks, -1 where none is, of rows with an image; None: no forced text is searched. takes_forced: a token that
+    token_slots [n, 2] int64, merges: of the vocabulary's TokenTable. batch_forced [K, >= B] int64: written, the token that is forced
+    after each of these masks, -1 where none is, of rows with an image; None: forced tokens are not searched. takes_forced: a token that
     is forced after mask i - 1 replaces draft i.
 
     The reference is the kernel in C, on copies in host memory: without the library there are no images.

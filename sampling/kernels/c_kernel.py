@@ -1,4 +1,4 @@
-"""Kernels of the C library: types that they compute with, and calls with arguments that are packed once."""
+"""Kernels of the C library: the types that they support, and calls with arguments that are packed once."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def why_not(name: str, device: torch.device) -> str:
         module = importlib.import_module(MODULES[name])
         log.warning("building or loading FlashInfer's sampling kernels for %s; the first time takes a minute or two", device)
         return differs(module.distribution, device) or breaks_in_a_graph(module.distribution, device)
-    except Exception as error:  # of a compiler, a loader or a driver
+    except Exception as error:  # from a compiler, a loader or a driver
         return reason(error)
 
 
@@ -118,7 +118,7 @@ def differs(run: Filter, device: torch.device) -> str:
         if wrong:
             return f"it keeps other tokens than the reference: {int(wrong)} of a probe of {logits.shape[-1]} tokens differ"
         if not torch.allclose(probs, expected, rtol=1e-5, atol=0):
-            return f"its probabilities are not the reference's in a probe of {logits.shape[-1]} tokens"
+            return f"its probabilities differ from the reference in a probe of {logits.shape[-1]} tokens"
     return ""
 
 
@@ -136,7 +136,7 @@ def breaks_in_a_graph(run: Filter, device: torch.device) -> str:
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """With an index, as in Tensor.device."""
+    """The device with an index, as in Tensor.device."""
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 
 
@@ -190,7 +190,7 @@ def _draw_outputs(
 
 def _c_draws(logits: Tensor, params: Tensor, *others: Any) -> bool:
     ids = others[-1]
-    return logits.shape[-1] > 0 and (ids is None or bool((ids[:1] >= 0).all() and (ids.diff() > 0).all()))  # scattered in place
+    return logits.shape[-1] > 0 and (ids is None or bool((ids[:1] >= 0).all() and (ids.diff() > 0).all()))  # the kernel scatters in place
 
 
 @operation(_draw_outputs, writes=("row_probs",), triton=filter_module, c=True, takes=_c_draws)

@@ -1,4 +1,4 @@
-"""The filters by FlashInfer: it decides which weights stay, the normalisation is ours. Imported only where it was chosen.
+"""The filters by FlashInfer, which decides which weights are kept; they are normalised here. Imported only where it was chosen.
 
 Every argument passed to it is a device tensor: a number would be baked into the graph. Rows without a finite logit are passed as
 zeros, because NaN makes its top-p search endless. Its top-k keeps a scratch buffer per device, allocated at the first call: the probe
@@ -23,7 +23,7 @@ def distribution(logits: Tensor, params: Tensor, probs: Tensor) -> None:
     weighed = sampler.weigh(logits.reshape(batch * positions, width), own)
     weights, top_k, top_p = weighed.weights, weighed.top_k.squeeze(1), weighed.top_p.squeeze(1)
     most = torch.where((top_k > 0) & (top_k < width), top_k, width).to(torch.int32)
-    highest = flashinfer.sampling.top_k_mask_logits(weights, most)  # minus infinity where a weight goes
+    highest = flashinfer.sampling.top_k_mask_logits(weights, most)  # minus infinity for weights that are dropped
     kept = torch.where((highest >= 0) & (weights >= weighed.min_p), weights, 0.0)
     likely = kept / sampler.from_units(sampler.units(kept).sum(-1, keepdim=True)).clamp(min=1.0)
     share = torch.where(weighed.alive.squeeze(1), top_p, 1.0)

@@ -32,7 +32,7 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-# How an operation takes an argument: the wrapper copies a tensor that lies otherwise, unless it is written. A plain Tensor may have any
+# Forms of arguments: the wrapper copies a tensor of another layout, unless the operation writes it. A plain Tensor may have any
 # strides. A kernel in C also takes only the types that are named; all arguments with FLOATS then have one type.
 Dense = Annotated[Tensor, dense]
 Contiguous = Annotated[Tensor, Tensor.contiguous]
@@ -46,7 +46,7 @@ Flags = Annotated[Tensor, Tensor.contiguous, (torch.bool,)]
 
 
 class Form(NamedTuple):
-    """What an annotation says of an argument."""
+    """The layout and the types that an annotation requires of an argument."""
 
     arrange: Callable[[Tensor], Tensor] | None = None
     types: tuple[torch.dtype, ...] = ()
@@ -82,7 +82,7 @@ class Operation(Generic[P, R]):
         package, _, module = reference.__module__.rpartition(".")
         self.reference, self.mapped = reference, mapped
         self.name = name or reference.__name__
-        self.c, self._takes = c if isinstance(c, str) else self.name if c else "", takes  # the kernel without the prefix stepgraph_
+        self.c, self._takes = c if isinstance(c, str) else self.name if c else "", takes  # kernel name without stepgraph_
         # the module of the program, which has the name of the operation
         self.triton = triton if isinstance(triton, str) else f"{package}.triton.{module}" if triton else ""
         self._module = triton if callable(triton) else lambda device: "" if programs.why_no_triton(device) else self.triton
@@ -105,12 +105,12 @@ class Operation(Generic[P, R]):
         in_c = self.c and given[0].is_cpu and not native.why_not()
         if (not self.triton and not in_c) or _needs_gradient(given):
             return self.reference(*given)  # type: ignore[call-arg]
-        with torch._C.DisableTorchFunction():  # a mode sees what passes the dispatcher
+        with torch._C.DisableTorchFunction():  # the dispatcher still calls dispatch modes
             arranged = [value if how is None or value is None else how(value) for how, value in zip(self._arrange, given, strict=True)]
             if self.triton or self._fits_c(arranged):
                 with torch._C._DisableTorchDispatch():  # a recorder finds the outputs among the arguments
                     outputs = self._outputs(*given)
-                # torch's dispatcher takes longer than the launch of a program, but a mode sees only what passes it
+                # torch's dispatcher takes longer than the launch of a program, but a dispatch mode sees only calls that pass through it
                 run = self._on_cuda if given[0].is_cuda and not torch._C._len_torch_dispatch_stack() else self.out
                 run(*arranged, *_tensors(outputs))
                 return outputs
@@ -127,11 +127,11 @@ class Operation(Generic[P, R]):
         return PackedCall.of(function, b"".join([pack_argument(value) for value in arguments]), arguments)
 
     def outputs_in(self, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Those of the arguments of `out` that a call allocates."""
+        """The arguments of `out` that a call allocates."""
         return arguments[len(self._names) :]
 
     def run_reference(self, *arguments: Any) -> None:
-        """`out`, by the reference."""
+        """Run `out` by the reference."""
         found = self.reference(*arguments[: len(self._names)])  # type: ignore[call-arg]
         for output, result in zip(self.outputs_in(arguments), _tensors(found), strict=True):
             if result is not None:
@@ -180,15 +180,15 @@ def operation(outputs: Callable[..., R], **settings: Any) -> Callable[[Callable[
     outputs: checks the inputs and allocates what the reference returns. writes: inputs that it changes.
     triton: there is a program of the same name in PACKAGE/triton/MODULE.py; or the module that it is in; or a function that gives, for a
     device, that module, empty for the reference.
-    c: there is a kernel of the same name in the C library; or its name. takes: which inputs it takes, besides what their forms say.
+    c: there is a kernel of the same name in the C library; or its name. takes: whether it supports given inputs, besides their forms.
     mapped: the device accesses pinned arguments in host memory.
-    Without a program and without C for its arguments, a call is a call of the reference.
+    Without a program and without C for its arguments, a call runs the reference.
     """
     return lambda reference: Operation(reference, outputs, **settings)
 
 
 def _needs_gradient(inputs: Sequence[Any]) -> bool:
-    """Then only the reference will do, whose gradient torch knows."""
+    """Whether torch needs a gradient, which only the reference has."""
     return torch.is_grad_enabled() and any([isinstance(value, Tensor) and value.requires_grad for value in inputs])
 
 
@@ -197,20 +197,20 @@ def _tensors(returned: Any) -> tuple[Tensor | None, ...]:
 
 
 def _form_of(hint: Any) -> Form:
-    """Of Annotated[Tensor, arrange, types], also in a union with None."""
+    """The form in Annotated[Tensor, arrange, types], also in a union with None."""
     annotated = (part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is Annotated)
     return next((Form(*typing.get_args(part)[1:]) for part in annotated), Form())
 
 
 def _schema(name: str, hints: Mapping[str, Any], writes: Sequence[str]) -> str:
-    """Of an operation with these type hints: its arguments, of which it writes some, then the outputs that the caller allocates."""
+    """The schema of an operation with these type hints: its arguments, some of them written, then the outputs that the caller allocates."""
     inputs = [f"{_schema_type(hint, each if each in writes else '')} {each}" for each, hint in hints.items() if each != "return"]
     outputs = [f"Tensor(out{index}!) out{index}" for index in range(_count_tensors(hints["return"]))]
     return f"{name}({', '.join([*inputs, *outputs])}) -> ()"
 
 
 def _schema_type(hint: Any, alias: str) -> str:
-    """As a schema writes it; `alias` names the memory of a tensor that is written."""
+    """A type in a schema; `alias` names the memory of a tensor that is written."""
     parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
     (plain,) = (part for part in parts if part is not type(None))
     base = typing.get_args(plain)[0] if typing.get_origin(plain) is Annotated else plain

@@ -146,7 +146,7 @@ def judge(status: Tensor, finite: Tensor, logits: Tensor, columns: Columns = ALL
 
 @operation(lambda *_: None, writes=("found",), triton=True)
 def log_probabilities(logits: Dense, probs: Dense, tokens: Contiguous, found: Tensor) -> None:
-    """Write to `found` [B, Q, 2] float32 those of tokens [B, Q]: under the model's logits [B, Q, V], and under `probs` [B, Q, V]."""
+    """Write to `found` [B, Q, 2] float32 the log-probabilities of tokens [B, Q]: under logits [B, Q, V], and under `probs` [B, Q, V]."""
     write_log_probabilities(logits, probs, tokens, found)
 
 
@@ -184,7 +184,7 @@ def top_logprobs(
 
     logits, probs [B, Q, V]; rows [B] int64; params [R, columns] float32, whose column TOP_LOGPROBS is a row's N, at most N'; published
     [1] int64. In pinned memory: ids_ring [S, slots, Q', 2 * N'] int32, and values_ring float32 with log-probabilities; in falling
-    order, of equal ones the lower id first, then -1 and minus infinity. Entries from N on keep their content.
+    order, ties by lower id, then -1 and minus infinity. Entries from N on keep their content.
     """
     values, ids = ranked_log_probabilities(logits, probs, ids_ring.shape[3] // 2)
     write_ranked.reference(values, ids, rows, params, published, ids_ring, values_ring)

@@ -17,7 +17,7 @@ typedef struct {
     int64_t ring, room, positions;
     forced_text *texts; /* [rows]; NULL: without forced tokens */
     token_table table;
-    int64_t *forced, forced_step; /* [positions - 1, slots]; NULL: they are followed and not searched */
+    int64_t *forced, forced_step; /* [positions - 1, slots]; NULL: forced tokens are followed but not searched */
 } advance_call;
 
 typedef struct {
@@ -58,7 +58,7 @@ static bool is_filled(const advance_row *row, int64_t generated, int64_t index) 
     return tag[0] == row->owner && tag[1] == generated && tag[2] == index && tag[3] != STATUS_NONE;
 }
 
-/* Whether it allows a token: then the place is valid as well. */
+/* Whether that mask allows a token; then its place is valid, too. */
 static bool is_open(const advance_row *row, int64_t generated, int64_t index) {
     return is_filled(row, generated, index) && tag_at(row, index)[3] == STATUS_OK;
 }
@@ -89,7 +89,7 @@ static void fill(const advance_row *row, int64_t index) {
         forced_token(call->texts + row->row, &call->table, tokens, mask, call->vocabulary.words, find_forced, &at);
 }
 
-/* From the place after `tokens` tokens, whose mask is mask `index`, to the next one. */
+/* Step from the place after `tokens` tokens, whose mask is mask `index`, to the next one. Returns whether `token` is legal. */
 static bool step(const advance_row *row, int64_t tokens, int64_t index, int64_t token) {
     const int32_t *mask = row->call->masks + (row->row * row->call->positions + index) * row->call->vocabulary.words;
     if (token < 0 || token >= row->call->vocabulary.num_tokens || !(mask[token / 32] >> (token % 32) & 1)) return false;
@@ -104,13 +104,13 @@ static bool step(const advance_row *row, int64_t tokens, int64_t index, int64_t 
     return true;
 }
 
-/* Find the place after the history: it is known, or the start, or one token further. */
+/* Find the place after the history: already known, or the start, or one token after the latest known place. */
 static bool reach(const advance_row *row, int64_t last_token) {
     if (is_filled(row, row->generated, 0)) return true;
     if (row->generated == 0) {
         image_place start = image_start(row->image);
         memcpy(place_at(row, 0), &start, sizeof start);
-        if (row->call->texts) row->call->texts[row->row].count = 0; /* of the row's last text */
+        if (row->call->texts) row->call->texts[row->row].count = 0; /* forced tokens of the row's previous request */
         return true;
     }
     int64_t before = tag_at(row, 0)[1], emitted = row->generated - before;

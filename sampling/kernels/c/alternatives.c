@@ -7,7 +7,7 @@ typedef struct {
     int64_t width, bfloat16;
 } scores;
 
-/* The `count` greatest scores above `least` in falling order, of equal ones the lower id first; then minus infinity and -1. */
+/* The `count` greatest scores above `least` in falling order, ties by lower id; then minus infinity and -1. */
 INLINED void rank(const scores *from, float least, int64_t count, float *values, int32_t *ids) {
     for (int64_t i = 0; i < count; i++) {
         values[i] = -INFINITY;

@@ -90,7 +90,7 @@ typedef struct {
     const argument *arguments;
 } packed_call;
 
-/* An array of calls, in order, up to one that fails. */
+/* Runs an array of calls in order, up to the first one that fails. */
 EXPORTED int stepgraph_run_kernels(const argument *given) {
     const packed_call *calls = given[0].data;
     for (int at = 0; at < given[0].size[0]; at++)

@@ -43,7 +43,7 @@ INLINED int64_t total(const float *weights, int64_t count, float least, int coun
    positive ones are not. Weights are not negative, so their bits are ordered as they are. */
 INLINED float threshold(const float *weights, int64_t count, float least, double enough, int counted) {
     int64_t above = 0;
-    uint32_t lowest, beyond = 0x3f800001; /* bits of the weights among which it is */
+    uint32_t lowest, beyond = 0x3f800001; /* the bits of x are in [lowest, beyond) */
     for (float level = 0.5f; level > least && level > 0x1p-100f; level *= level)
         if ((double)total(weights, count, level, counted) >= enough) least = level; /* few weights are left for what follows */
     memcpy(&lowest, &least, sizeof lowest);
@@ -148,7 +148,7 @@ INLINED float remaining(const difference *from, int64_t token) {
 }
 
 /* The token with the largest weight over noise, the lowest of equal ones. Noise is at least its uniform number, so that its logarithm is
-   computed for few tokens only. ids: the token of each weight, whose noise it is, or NULL. */
+   computed for few tokens only. ids: the token of each weight, which selects its noise, or NULL. */
 INLINED int64_t raced(const difference *from, int64_t count, const int64_t *ids, uint64_t key) {
     float most = 0.0f;
     int64_t winner = 0;

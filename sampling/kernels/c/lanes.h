@@ -1,5 +1,5 @@
-/* Sixteen numbers at a time, for kernels whose loops the compiler leaves scalar. In the references every operation is rounded by itself,
-   so none may be contracted here. */
+/* Sixteen numbers at a time, for kernels whose loops the compiler does not vectorise. In the references every operation is rounded by
+   itself, so none may be contracted here. */
 
 #pragma once
 

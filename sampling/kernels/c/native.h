@@ -2,7 +2,7 @@
 
    A kernel takes an array of arguments in the order of the operation's signature, inputs and then outputs, and returns 0, or 1 if an
    index lies outside of its table; run_kernels 1 more than the number of the call that failed. Whether a kernel supports types and layouts
-   is checked in Python, before it is called. A kernel knows neither torch nor the interpreter and allocates no memory. Products divide
+   is checked in Python, before it is called. A kernel uses neither torch nor the interpreter and allocates no memory. Products divide
    their columns among threads, see threads.c. */
 
 #pragma once
@@ -16,7 +16,7 @@ enum { KERNELS_VERSION = 17, WORD = 32, TAG_FIELDS = 4 };
 
 typedef struct {
     void *data; /* NULL for None */
-    int64_t size[4], stride[4], bfloat16, integer; /* integer, of a tensor: the bytes of a number */
+    int64_t size[4], stride[4], bfloat16, integer; /* integer, of a tensor: the bytes of an element */
     double real;
 } argument;
 
@@ -34,7 +34,7 @@ enum { FINISH_RUNNING = 1, FINISH_STOP, FINISH_LENGTH, FINISH_COMPLETE, FINISH_D
 #define EXPORTED __attribute__((visibility("default")))
 #define INLINED static inline __attribute__((always_inline))
 
-/* Sixteen numbers at a time, which memory may hold at any even address. */
+/* Vectors of sixteen elements, at any even address. */
 enum { LANES = 16 };
 typedef float lanes __attribute__((vector_size(LANES * 4), aligned(2)));
 typedef int32_t ints __attribute__((vector_size(LANES * 4), aligned(2)));

@@ -5,7 +5,7 @@
 
 enum { COPY, ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, LESS_EQUAL, GREATER, GREATER_EQUAL, AND, OR, SHIFT, LEAST, MOST, SELECT, SUM, CUMULATED, GATHER, SCATTER };
 
-/* An integer of 1 (as bool), 2, 4 or 8 bytes; a number that is no tensor has no data. */
+/* An integer of 1 (as bool), 2, 4 or 8 bytes; a scalar has no data. */
 INLINED int64_t element(const argument *from, int64_t at) {
     if (!from->data) return from->integer;
     switch (from->integer) {
@@ -46,7 +46,7 @@ INLINED int64_t computed(int64_t kind, int64_t a, int64_t b, int64_t c) {
     }
 }
 
-/* Where an index leads from a dimension's first element; -1 outside of it. counted: from the end, where it is negative. */
+/* The offset of an index from a dimension's first element; -1 if out of range. counted: negative indices count from the end. */
 INLINED int64_t place(const argument *index, int64_t at, const argument *stride, const argument *size, int64_t counted) {
     int64_t found = element(index, at);
     found = counted || found >= 0 ? index_in(found, size->integer) : -1;
@@ -55,13 +55,13 @@ INLINED int64_t place(const argument *index, int64_t at, const argument *stride,
 
 /* kind; out, a, b, c: tensors of four dimensions and of one shape, some with strides of 0, or numbers; stride and size of the dimension that
    b is an index of, the same for c, and whether they count from the end where they are negative. GATHER: out is a at the index b. SCATTER:
-   out at the indices b and, if it is a tensor, c, becomes a. SUM: out is the sum of the elements of a that have its place. CUMULATED:
+   out at the indices b and, if it is a tensor, c, becomes a. SUM: out is the sum of the elements of a at the same place. CUMULATED:
    products along the last dimension. */
 EXPORTED int stepgraph_small_operation(const argument *given) {
     const argument *out = given + 1, *a = given + 2, *b = given + 3, *c = given + 4;
     int64_t kind = given->integer, size[4], moved = kind == GATHER || kind == SCATTER;
     memcpy(size, kind == SUM || kind == SCATTER ? a->size : out->size, sizeof size);
-    /* whole stretches of the last dimension */
+    /* whether the last dimension can be copied at once */
     bool stretches = (kind == COPY || moved) && a->integer == out->integer && a->stride[3] == 1 && out->stride[3] == 1 && (!moved || (b->stride[3] == 0 && !c->data));
     int64_t inner = stretches ? 1 : size[3];
     if (kind == SUM)

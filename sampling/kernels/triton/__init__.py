@@ -18,7 +18,7 @@ def why_no_triton(device: torch.device) -> str:
     """Why Triton programs cannot run on `device`; empty if they can. Decided by launching one: Triton needs a C compiler too."""
     try:
         importlib.import_module("stepgraph.sampling.kernels.triton.probe").launch(device)
-    except Exception as error:  # of Triton, the C compiler, the loader or the driver
+    except Exception as error:  # from Triton, the C compiler, the loader or the driver
         log.warning("Triton cannot launch on %s, so kernels run as plain torch: %s", device, reason(error))
         return reason(error)
     return ""

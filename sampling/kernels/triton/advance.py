@@ -1,6 +1,6 @@
 """The Triton program of advance_fill, and its launch. Imported only where Triton can launch.
 
-One program follows one row. What one thread stores, others read after a barrier only.
+One program follows one row. Threads read what other threads stored only after a barrier.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _OK = tl.constexpr(int(MaskStatus.OK))
 _ILLEGAL = tl.constexpr(int(MaskStatus.ILLEGAL))
 
 WARPS = 8
-REGISTERS = (168, 128)  # of a thread; 128: aligned words, no merges. With others ptxas of Triton 3.6 spills; 129 to 255 leave one block
-WORDS = 4096  # of a mask at a time
+REGISTERS = (168, 128)  # per thread; 128: aligned words, no merges; others would spill with ptxas of Triton 3.6. 129 to 255 leave one block
+WORDS = 4096  # mask words at a time
 LEGAL_WORDS = 512  # the same, where its tokens are compared with a forced text
 LANES = 512  # crossing tokens, changed words or symbols at a time
 
@@ -58,7 +58,7 @@ def _status_of(tag, owner, generated, index):
 
 @triton.jit
 def _write_status(tag, owner, generated, index, own_status, is_own, status):
-    """The tag of a mask, without owner and history if it is not valid, and its status where it is one of this call."""
+    """Write the tag of a mask, without owner and history if the mask is not valid, and where `is_own` its status."""
     valid = status != _NONE
     tl.debug_barrier()  # all threads have read the tags of this step
     tl.store(tag, tl.where(valid, owner, 0))
@@ -66,7 +66,7 @@ def _write_status(tag, owner, generated, index, own_status, is_own, status):
     tl.store(tag + 2, index.to(tl.int64))
     tl.store(tag + 3, status)
     tl.store(own_status, status, mask=is_own)
-    tl.debug_barrier()  # the next step reads them, and the place
+    tl.debug_barrier()  # the next step reads the tag and the place
 
 
 @triton.jit
@@ -85,10 +85,10 @@ def _kind_of(tags, owner, generated, index, token, positions, running):
 
 @triton.jit
 def _accept(image, mask, vocabulary, stop_words, active, read, place, tokens):
-    """Append a token to a place with this mask where `active`: whether it is legal, and the place as by `follow`, after so many tokens."""
+    """Append a token to a place with this mask where `active`. Returns whether it is legal, and the place, after `tokens` tokens."""
     token, begin, end = read
     active, is_token = active & (place[0] >= 0), (token >= 0) & (token < vocabulary[2])
-    # Loads that do not wait for `active`, nor for the place.
+    # These loads depend neither on `active` nor on the place.
     allowed = ((tl.load(mask + (token >> 5), mask=is_token, other=0) >> (token & 31).to(tl.int32)) & 1) != 0
     is_stop = active & (((tl.load(stop_words + (token >> 5), mask=is_token, other=0) >> (token & 31).to(tl.int32)) & 1) != 0)
     legal, deep, place = follow(image, vocabulary[0], begin, end, active & ~is_stop, place, 0)
@@ -124,7 +124,7 @@ def _write_place(line, stack, place, LANES: tl.constexpr):
 
 @triton.jit
 def _clear(column, slot, step, first, last, value):
-    """Write a value for the masks `first` to `last`. Nothing, if the column is None."""
+    """Write a value for the masks `first` to `last`. Does nothing if the column is None."""
     if column is not None:
         index = tl.arange(0, _POSITIONS)
         tl.store(column + slot + index * step, tl.zeros((_POSITIONS,), tl.int64) + value, mask=(index >= first) & (index <= last))
@@ -174,7 +174,7 @@ def advance_rows(
     LANES: tl.constexpr,
 ):
     """advance_fill for one row. WORDS is a power of two; ALIGNED: `words` is a multiple of four."""
-    if ALIGNED:  # in a form that the compiler knows, for loads and stores of 16 bytes
+    if ALIGNED:  # shows the compiler the alignment, for loads and stores of 16 bytes
         words = words // _ALIGNMENT * _ALIGNMENT
     slot = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + slot)
@@ -184,7 +184,7 @@ def advance_rows(
     last_token, finish = tl.load(columns + _LAST_TOKEN * state_column_step), tl.load(columns + _FINISH * state_column_step)
     vocabulary = (token_text, token_starts, num_tokens)
     drafted = line, draft_position_step, slot, forced_step, last_token, token_starts, num_tokens
-    read = token_of(drafted, batch_forced, first, TAKES_FORCED)  # here, as loads of it need not wait for the image, but pass no store
+    read = token_of(drafted, batch_forced, first, TAKES_FORCED)  # its loads need not wait for the image, but cannot move above a store
     _clear(batch_status, slot, status_step, first, last, _NONE)
     inside, image = (offset > 0) & (offset <= arena_ints - _HEADER_INTS), arena + offset
     if tl.load(image, mask=inside, other=0) == _VERSION:
@@ -224,7 +224,7 @@ def advance_rows(
                     words,
                     place,
                     stack,
-                    row_stacks + (row * ring + (tokens + 1) % ring) * room,  # of a place that is not in use
+                    row_stacks + (row * ring + (tokens + 1) % ring) * room,  # scratch: the stack of a place that is not in use
                     MERGES,
                     LEGAL_WORDS,
                 )

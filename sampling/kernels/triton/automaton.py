@@ -1,10 +1,10 @@
 """What advance_fill does with an image: read a token from a place, and fill the mask of a place. Functions of its Triton program.
 
-The time is that of a chain of dependent loads. The classes of a token's bytes do not depend on the state and are loaded ahead; the
+A chain of dependent loads determines the time. The classes of a token's bytes do not depend on the state and are loaded ahead; the
 symbols that a token pushes stay in a register.
 
 A place is a tuple: the state; its three counters; and its stack: the symbols in memory, how many of these it has, how many symbols follow
-in a register, and these. A vocabulary: the text of all tokens, the start of each, and their number.
+in a register, and the register. A vocabulary: the text of all tokens, the start of each, and their number.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _LAST_SETS = tl.constexpr(8)
 
 _SYMBOL_BITS = tl.constexpr(16)
 _SYMBOL = tl.constexpr(0xFFFF)
-_PLAIN, _SPECIAL = tl.constexpr(1), tl.constexpr(2)  # what a turn of `follow` has to do
+_PLAIN, _SPECIAL = tl.constexpr(1), tl.constexpr(2)  # kinds of a turn of `follow`
 _AHEAD = tl.constexpr(8)  # bytes of a token whose classes are loaded at a time, into one int64
 
 
@@ -66,7 +66,7 @@ def table(image, FIELD: tl.constexpr):
 
 @triton.jit
 def entries_of(image):
-    """What entry_at() reads."""
+    """The argument `entries` of entry_at()."""
     return table(image, _NEXT), tl.load(image + _NARROW)
 
 
@@ -86,13 +86,13 @@ def symbol_at(pushed, below):
 
 @triton.jit
 def _most(number, LANES: tl.constexpr):
-    """The greatest number of any lane; of a scalar (LANES 0) itself."""
+    """The greatest number of any lane; LANES 0: `number` is a scalar."""
     return number if LANES == 0 else tl.max(number, 0)
 
 
 @triton.jit
 def _set_counter(which, value, counters, when):
-    """A (counter, value) pair of a move."""
+    """Apply a (counter, value) pair of a move."""
     one, two, three = counters
     one = tl.where(when & (which == 0), value, one)
     two = tl.where(when & (which == 1), value, two)
@@ -102,7 +102,7 @@ def _set_counter(which, value, counters, when):
 
 @triton.jit
 def _class_codes(class_of, text, at, end, live):
-    """The classes of the next _AHEAD bytes, one byte each. Text is loaded in words: bytes would be loaded after the classes of others."""
+    """The classes of the next _AHEAD bytes, one byte each. Text is loaded in words: loads of bytes would wait for classes."""
     word, words, shift = at >> 2, text.to(tl.pointer_type(tl.int32)), ((at & 3) * 8).to(tl.uint64)
     low = tl.load(words + word, mask=live & (at < end), other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
     middle = tl.load(words + word + 1, mask=live & (4 * word + 4 < end), other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -116,7 +116,7 @@ def _class_codes(class_of, text, at, end, live):
 
 @triton.jit
 def _special_move(image, move, special, live, deep, state, counters, kept, own, pushed):
-    """A move that does more than enter a state, where `special`."""
+    """Apply a move that does more than enter a state, where `special`."""
     counter, push = tl.load(move + _COUNTER, mask=special, other=-1), tl.load(move + _PUSH, mask=special, other=-1)
     target, last_target = tl.load(move + _TARGET, mask=special, other=0), tl.load(move + _LAST_TARGET, mask=special, other=0)
     left = tl.where(counter == 0, counters[0], tl.where(counter == 1, counters[1], counters[2])) - 1
@@ -152,20 +152,20 @@ def _pop(pops, state, kept, own, own_pushed, finish_set, stack, return_of, symbo
 
 @triton.jit
 def follow(image, text, begin, end, active, place, LANES: tl.constexpr):
-    """Read the bytes of one token, a scalar, or of LANES tokens, where `active`; `begin` equals `end` where there are none.
+    """Read the bytes of one token (scalars, LANES 0) or of LANES tokens, where `active`; `begin` equals `end` where there is none.
 
-    text: at a multiple of four bytes, in whole words. Returns whether they are legal, whether they nest too deep, and the place after them.
-    Of its stack, the first symbols are those of the stack before, and only the symbols that were pushed after these are in the register.
+    text: at a multiple of four bytes, in whole words. Returns whether a token is legal, whether it nests too deep, and the place after it.
+    Its stack begins with symbols of the stack before; only the symbols that were pushed after these are in the register.
 
     In each turn, a token reads a byte or leaves a nested part, so that a turn takes one reduction over the lanes.
     """
     state, counters, stack = place
     class_of, entries, moves, classes = table(image, _CLASS_OF), entries_of(image), table(image, _MOVES), tl.load(image + _CLASSES)
     leave_of, return_of, symbols = table(image, _LEAVE), table(image, _RETURN), tl.load(image + _SYMBOLS)
-    live, deep = active & (begin < end), begin > end  # never too deep yet
+    live, deep = active & (begin < end), begin > end  # no text is too deep yet
     at, kept, own = begin, state * 0 + stack[1] + stack[2], state * 0
     own_pushed, finish_set = own.to(tl.int64), own - 1
-    kinds = _class_codes(class_of, text, at, end, begin < end)  # does not wait for `active`, nor for the place
+    kinds = _class_codes(class_of, text, at, end, begin < end)  # depends neither on `active` nor on the place
     while _most((live & (at < end)).to(tl.int32), LANES) > 0:
         until = tl.minimum(at + _AHEAD, end)
         reads = live & (at < until)
@@ -189,7 +189,7 @@ def follow(image, text, begin, end, active, place, LANES: tl.constexpr):
                 live = live & (~pops | (state >= 0))
                 finish_set = tl.load(leave_of + state, mask=live & (reads | pops), other=-1)
             may_read = live & (at < until)
-            entry = entry_at(entries, state * classes + (kinds & 255).to(tl.int32), may_read, 0)  # beside `finish_set`
+            entry = entry_at(entries, state * classes + (kinds & 255).to(tl.int32), may_read, 0)  # in parallel with `finish_set`
             reads, pops_next = may_read & (finish_set < 0), live & (finish_set >= 0)
             work = _most(tl.where(reads & (entry < -1), _SPECIAL, tl.where(reads | pops_next, _PLAIN, 0)), LANES)
         kinds = _class_codes(class_of, text, at, end, live)
@@ -208,7 +208,7 @@ def _copy_row(mask, source, source_words, words, WORDS: tl.constexpr):
 
 @triton.jit
 def _crossing_tokens(cross_of, token_starts, at, last):
-    """Tokens from a list, and where the text of each begins and ends: nowhere beyond the list."""
+    """Tokens from a list, and where the text of each begins and ends; both 0 beyond the list."""
     token = tl.load(cross_of + at, mask=at < last, other=0)
     begin, end = tl.load(token_starts + token, mask=at < last, other=0), tl.load(token_starts + token + 1, mask=at < last, other=0)
     return token, begin, end
@@ -217,7 +217,7 @@ def _crossing_tokens(cross_of, token_starts, at, last):
 @triton.jit
 def fill(
     image,
-    offset,  # of the image in the arena
+    offset,  # offset of the image in the arena
     arena,
     plain_rows,
     vocabulary,
@@ -233,7 +233,7 @@ def fill(
     line = tl.load(table(image, _ROW_OF) + state, mask=known, other=0)
     crossing, cross_of = table(image, _CROSS_START) + state, table(image, _CROSS)
     cross, last_cross = tl.load(crossing, mask=known & nests, other=0), tl.load(crossing + 1, mask=known & nests, other=0)
-    token, begin, end = _crossing_tokens(cross_of, token_starts, cross + lane, last_cross)  # ahead of the copy, which hides the wait
+    token, begin, end = _crossing_tokens(cross_of, token_starts, cross + lane, last_cross)  # before the copy, which hides the latency
     base = tl.load(table(image, _BASE_OF) + line, mask=known, other=-1)
     status = tl.load(table(image, _STATUS_OF) + line, mask=known, other=_FAULT)
     status = tl.where(state == _ENDED, _TERMINATED, status)

@@ -81,7 +81,7 @@ def masked_candidates(
         if rows is not None:
             mask_row = tl.load(rows + row)
         source = masks + mask_row * masks_row_stride + position.to(tl.int64) * masks_position_stride
-    whole = (tl.program_id(1) + 1) * WORDS * 32 <= width  # a mask per word, or none, leaves wide loads
+    whole = (tl.program_id(1) + 1) * WORDS * 32 <= width  # loads are wide with a mask per word or with none
     if masks is None:
         legal = ids < width
         if whole:

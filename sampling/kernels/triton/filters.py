@@ -25,7 +25,7 @@ FILTER_TILE = 2048  # tokens per program
 RACE_TILE = 1024
 KEEP_REGISTERS, FIND_REGISTERS = 64, 144  # sm_100 would take more than 64; without the other bound, ptxas of Triton 3.6 spills on sm_80
 FIND_WINDOW = 512  # listed weights at a time
-DIGIT_BITS = 5  # of the smallest kept weight, found at a time
+DIGIT_BITS = 5  # bits of the smallest kept weight that are found at a time
 
 _TEMPERATURE = tl.constexpr(int(Param.TEMPERATURE))
 _TOP_K = tl.constexpr(int(Param.TOP_K))
@@ -37,10 +37,10 @@ _LAST_ID = tl.constexpr(0x7FFFFFFF)
 _ONE = tl.constexpr(0x3F800000)  # the bits of 1
 _WEIGHT_BITS = tl.constexpr(30)  # of a float32 from 0 to 1: sign and highest exponent bit are 0
 _EXPONENT = tl.constexpr(23)  # the lowest bit of the exponent
-_BUCKETS = tl.constexpr(128)  # of weights, by exponent; in bucket 0 is only 0
+_BUCKETS = tl.constexpr(128)  # of weights, by exponent; bucket 0 contains only the weight 0
 _UNIT_BUCKETS = tl.constexpr(32)  # weights below 2**-30 share one
 _EDGES = tl.constexpr(4)  # compared at a time; with more, registers spill
-_SUMS = tl.constexpr(256)  # of a line: of both kinds of buckets, and a counter
+_SUMS = tl.constexpr(256)  # per line: of both kinds of buckets, and a counter
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def _has_top_k(own, width):
 
 @triton.jit
 def _unit_edge(bucket):
-    """The bits from which on a weight is in this one of _UNIT_BUCKETS, or a higher one."""
+    """The least bits of a weight in this one of _UNIT_BUCKETS."""
     return tl.where(bucket > 0, bucket + (_BUCKETS - _UNIT_BUCKETS), 0) << _EXPONENT
 
 
@@ -115,7 +115,7 @@ def _last_enough(sums, target):
 
 @triton.jit
 def _at(values, index):
-    """This one of the values, 0 beyond them."""
+    """The value at `index`, 0 beyond the values."""
     return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0), 0)
 
 
@@ -131,7 +131,7 @@ def _listed_range(own, sums, width):
         units = tl.load(sums + _BUCKETS + tl.arange(0, _UNIT_BUCKETS))
         bucket = _last_enough(units, tl.load(own + _TOP_P).to(tl.float64) * _at(units, 0).to(tl.float64))
         first = tl.maximum(_unit_edge(bucket), 1)
-        end, above = _unit_edge(bucket + 1), _at(units, bucket + 1)  # of the last bucket: above every weight, 0
+        end, above = _unit_edge(bucket + 1), _at(units, bucket + 1)  # after the last bucket: an edge above every weight, and 0
     return first, end, above
 
 
@@ -205,7 +205,7 @@ def bucket_sums(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """What decides where the smallest kept weight is: numbers for top-k, units for top-p alone, the first of these without a filter."""
+    """Sums that locate the smallest kept weight: counts for top-k, units for top-p alone; without a filter only the sum of all units."""
     line = tl.program_id(0).to(tl.int64)
     own = row_params + (line // positions) * row_params_stride
     if tl.load(own + _TEMPERATURE) > 0:
@@ -232,7 +232,7 @@ def find_least(
     logits,  # [B, Q, >= width]
     row_params,  # [B, >= 4] float32
     maxima,  # [B * Q, tiles] int64
-    sums,  # [B * Q, _SUMS] int64; the last of a line counts its programs that are done
+    sums,  # [B * Q, _SUMS] int64; the last sum of a line counts its finished programs
     listed,  # [B * Q, listed_stride] int32, written: of each tile, from its start on, the bits of the weights in the listed range
     listed_counts,  # [B * Q, tiles] int32, written
     found,  # [B * Q, 2] int64, written: the bits of the smallest kept weight, and the units of all kept ones
@@ -251,7 +251,7 @@ def find_least(
     line, tiles = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     own = row_params + (line // positions) * row_params_stride
     top_p, sums = tl.load(own + _TOP_P), sums + line * _SUMS
-    limits_head = _has_top_k(own, width) | (tl.load(own + _MIN_P) > 0)  # top-p is then a share of what these keep
+    limits_head = _has_top_k(own, width) | (tl.load(own + _MIN_P) > 0)  # top-p is then a share of the kept units
     filters = (tl.load(own + _TEMPERATURE) > 0) & (limits_head | (top_p < 1))
     listed, listed_counts = listed + line * listed_stride, listed_counts + line * tiles
     if filters:
@@ -290,7 +290,7 @@ def keep(
     logits,  # [B, Q, >= width]
     row_params,  # [B, >= 4] float32
     maxima,  # [B * Q, tiles] int64
-    least,  # [B * Q, 2] int64, of find_least
+    least,  # [B * Q, 2] int64, from find_least
     token_of,  # [width] int64, the index of each probability; None: its own
     rows,  # [B * Q] int64, where the probabilities go; this and the next three only where DRAWS
     seed,  # [B * Q] int64

@@ -1,6 +1,6 @@
 """Forced tokens in the Triton program of advance_fill: the text that must come next, and its tokens. `forced.c` has the same rules.
 
-Also the limit of the free text before a marker, of which `image_within_limit` of image.h has the same rule.
+Also the limit of the free text before a marker; `image_within_limit` in image.h has the same rule.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEAVE = tl.constexpr(int(Field.LEAVE))
 _FREE = tl.constexpr(int(Field.FREE))
 _LIMIT = tl.constexpr(int(Field.LIMIT))
 _LIMITED = tl.constexpr(int(Field.LIMITED))
-_LANE_BITS = tl.constexpr(7)  # of an index into _BYTES
+_LANE_BITS = tl.constexpr(7)  # bits of an index below _BYTES
 _NO_PAIR = tl.constexpr(1 << 62)
 
 
@@ -43,7 +43,7 @@ def _count_bits(word):
 
 @triton.jit
 def token_of(source, forced, index, TAKES_FORCED: tl.constexpr):
-    """Draft `index`, from 1, or the token forced in its place; for 0 the last one. And where its text begins and ends: nowhere if none."""
+    """Draft `index`, from 1, or the token forced in its place; for 0 the last token. And where its text begins and ends, 0 if none."""
     drafts, draft_step, slot, forced_step, last_token, token_starts, num_tokens = source
     token = tl.load(drafts + (index - 1) * draft_step, mask=index > 0, other=-1)
     if TAKES_FORCED:
@@ -123,7 +123,7 @@ def _at(vector, lane, index):
 
 @triton.jit
 def _keys(text, size):
-    """For each byte its part of the key of the text, and the factor that makes a part of the text begin here."""
+    """For each byte its term in the key of the text, and the factor that turns a sum of terms from here on into the key of a part."""
     lane = tl.arange(0, _BYTES)
     power, inverse = lane.to(tl.int64) * 0 + _FACTOR, lane.to(tl.int64) * 0 + 1
     factor, back = size.to(tl.int64) * 0 + _FACTOR, size.to(tl.int64) * 0 + _INVERSE
@@ -139,7 +139,7 @@ def _split_merged(weighted, ahead, inverse, single, size, token_slots, bits):
     """The token of the part that begins at each byte, and its end; 0 where none begins. Merges the adjacent pair whose token has the
     lowest id until no pair is a token."""
     lane = tl.arange(0, _BYTES)
-    until = tl.cumsum(weighted, 0)  # the key of the text up to and with this byte; of a part of it: a difference, times `inverse`
+    until = tl.cumsum(weighted, 0)  # the key of the text through this byte; the key of a part is a difference times `inverse`
     before = until - weighted
     token, end, pair_end = single, tl.where(lane < size, lane + 1, 0), lane + 2
     pair = _find(token_slots, bits, (weighted + ahead) * inverse, lane + 1 < size)
@@ -148,7 +148,7 @@ def _split_merged(weighted, ahead, inverse, single, size, token_slots, bits):
         left = (best & (_BYTES - 1)).to(tl.int32)
         right, stop = _at(end, lane, left), _at(pair_end, lane, left)
         is_left, is_before = lane == left, (end > 0) & (end == left)
-        beyond = _at(end, lane, stop)  # of the part after the new one
+        beyond = _at(end, lane, stop)  # the end of the part after the new one
         token = tl.where(is_left, (best >> _LANE_BITS).to(tl.int32), token)
         end = tl.where(is_left, stop, tl.where(lane == right, 0, end))
         pair_end = tl.where(is_left, beyond, tl.where(is_before, stop, pair_end))
@@ -162,7 +162,7 @@ def _split_merged(weighted, ahead, inverse, single, size, token_slots, bits):
 
 @triton.jit
 def _split_longest(weighted, inverse, single, size, token_slots, bits):
-    """The same, with the longest token at each position."""
+    """As _split_merged, but with the longest token at each position."""
     lane = tl.arange(0, _BYTES)
     until = tl.cumsum(weighted, 0)
     token, end, at = single, lane * 0, size * 0
@@ -180,7 +180,7 @@ def _split(known, text, size, token_slots, bits, MERGES: tl.constexpr):
     lane = tl.arange(0, _BYTES)
     weighted, inverse = _keys(text, size)
     single = _find(token_slots, bits, weighted * inverse, lane < size)
-    spelled = tl.where(tl.max(((lane < size) & (single < 0)).to(tl.int32), 0) > 0, 0, size)  # nothing, if one of its bytes has no token
+    spelled = tl.where(tl.max(((lane < size) & (single < 0)).to(tl.int32), 0) > 0, 0, size)  # 0 if one of its bytes has no token
     if MERGES:
         ahead, _ = _keys(text + 1, size - 1)
         token, end = _split_merged(weighted, ahead * _FACTOR, inverse, single, spelled, token_slots, bits)
@@ -243,7 +243,7 @@ def _next_token(
     index, splits = position - tl.load(known), tl.load(known + 2)
     size, begin = tl.load(known + 1), depth * 0
     if (index < 0) | (index >= splits):
-        tl.debug_barrier()  # all threads have read it
+        tl.debug_barrier()  # all threads have read the text
         size = _find_text(image, text, state, counters, depth, stack, scratch)
         tl.store(known, position)
         tl.store(known + 1, size)
@@ -264,7 +264,7 @@ def _next_token(
 
 @triton.jit
 def write_forced_token(
-    column,  # at `out` gets the token that is forced at `position`, where the place has this mask; -1 before
+    column,  # element `out` is set to the token that is forced at `position`; -1 before. `mask` is the mask of the place
     out,
     active,
     texts,  # row_forced_text
@@ -277,12 +277,12 @@ def write_forced_token(
     mask,
     words,
     place,
-    stack,  # to which the place was written
+    stack,  # where the stack of the place was written
     scratch,
     MERGES: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Nothing, if the column is None, or where not `active`."""
+    """Does nothing if the column is None, or if not `active`."""
     if column is not None:
         tl.debug_barrier()  # mask and place are written
         if active:
@@ -304,7 +304,7 @@ def write_forced_token(
 
 @triton.jit
 def within_limit(image, place, tokens):
-    """The place after so many tokens: one in free text is replaced if the text has reached its limit."""
+    """The place after so many tokens: a state in free text is replaced if the text has reached its limit."""
     state, counters, stack = place
     free, limited = tl.load(image + _FREE), tl.load(image + _LIMITED)
     replaced = (tokens >= tl.load(image + _LIMIT)) & (state >= free) & (state < limited)

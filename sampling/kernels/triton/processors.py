@@ -40,7 +40,7 @@ def _table_row(row, rows):
 
 @triton.jit
 def _allowed(mask, covered, closed, words, ids, tokens, inside, token_of):
-    """Which logits of a tile a mask of `covered` tokens allows, none if it is closed; and which are under a word with any bit."""
+    """Which logits of a tile a mask of `covered` tokens allows, none if it is closed; and which have a mask word with any bit."""
     if token_of is not None:
         bits = tl.where(closed, 0, tl.load(mask + (tokens >> 5), mask=ids < covered, other=-1))
     else:
@@ -192,7 +192,7 @@ def judge_positions(peaks, status, finite, judged, tiles, TILES: tl.constexpr):
 
 @triton.jit
 def sum_tile(logits, parts, positions, width, row_stride, position_stride, TILE: tl.constexpr):
-    """The greatest logit of one tile, and the sum of exponentials relative to it, to 0 if it is infinite. parts [B * Q, tiles, 2]."""
+    """The greatest logit of one tile, and the sum of exponentials relative to it, or to 0 if it is infinite. parts [B * Q, tiles, 2]."""
     line = tl.program_id(0)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
     source = logits + (line // positions).to(tl.int64) * row_stride + (line % positions).to(tl.int64) * position_stride

@@ -75,7 +75,7 @@ def rejection_candidates(
     if tl.program_id(1) == 0:
         tl.store(accepted + row, count_accepted)
 
-    residual_end = tl.where((count_accepted < offers) & (count > 0), width, 0)  # where q ends
+    residual_end = tl.where((count_accepted < offers) & (count > 0), width, 0)  # the end of q: 0 without a rejected draft
     judged = tl.minimum(count_accepted, count - 1)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
     probs = tl.load(target + count_accepted * target_position_stride + ids, mask=ids < width, other=0.0)
