@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA) in static slots: which one a row uses is a number on the device, so one graph serves all of them.
 
-An adapter adds up(down(x)) to the product of a weight with x. Its two matrices lie in static buffers, one entry per slot; slot 0 is
+An adapter adds up(down(x)) to the product of a weight with x. Its two matrices are in static buffers, one entry per slot; slot 0 is
 all zeros, for rows without an adapter.
 """
 

@@ -53,7 +53,7 @@ def place_tokens(
 
 @operation(lambda positions, *_: (empty_as(positions), empty_as(positions)), triton=True, c=True)
 def shift_entries(positions: Longs, slots: Longs, tables: Longs, page_size: int, by: int) -> tuple[Tensor, Tensor]:
-    """Positions `by` earlier, and their slots, [B, Q] each. The first `by` entries are inert."""
+    """Positions `by` earlier, and their slots, [B, Q] each. Entries of positions below `by` are inert."""
     used = (slots >= page_size) & (positions >= by)
     earlier = (positions - by).clamp(min=0)
     return earlier, torch.where(used, cache_slots(tables, earlier, page_size), earlier % page_size)

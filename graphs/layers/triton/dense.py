@@ -36,7 +36,7 @@ def wide_product(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,  # divides `inner`
-    WIDE: tl.constexpr,  # multiply in float32: Triton's interpreter takes bfloat16 for whole numbers
+    WIDE: tl.constexpr,  # multiply in float32: Triton's interpreter treats bfloat16 as integers
 ):
     """COLUMNS columns of all rows. The order of the sums does not depend on the other rows."""
     column, row, index = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, ROWS), tl.arange(0, INNER)

@@ -160,7 +160,7 @@ def multiply_by_expert(
     OUTER: tl.constexpr,
     INNER: tl.constexpr,
     SCANNED: tl.constexpr,  # choices read at a time
-    WIDE: tl.constexpr,  # multiply in float32: Triton's interpreter takes bfloat16 for whole numbers
+    WIDE: tl.constexpr,  # multiply in float32: Triton's interpreter treats bfloat16 as integers
 ):
     """A tile of columns of one expert, for all rows that chose it. The order of a row's sums does not depend on the others."""
     expert = tl.program_id(1).to(tl.int64)

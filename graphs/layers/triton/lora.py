@@ -26,7 +26,7 @@ def multiply_by_slot(
     COUNT: tl.constexpr,  # states of one instance
     OUTER: tl.constexpr,
     INNER: tl.constexpr,
-    WIDE: tl.constexpr,  # multiply in float32: Triton's interpreter takes bfloat16 for whole numbers
+    WIDE: tl.constexpr,  # multiply in float32: Triton's interpreter treats bfloat16 as integers
 ):
     row = tl.program_id(1).to(tl.int64)
     index = tl.program_id(2) * COUNT + tl.arange(0, COUNT)
