@@ -62,7 +62,7 @@ def host_buckets(buckets: Iterable[int]) -> tuple[int, ...]:
 
 
 def draft_choices(longest: int, model: bool, look_up: bool) -> tuple[Drafting, ...]:
-    """The draft lengths of an engine, in ascending order; each has its own graphs. look_up: there is one beside the draft model.
+    """The drafting choices of an engine, by length; each has its own graphs. look_up: there is one beside the draft model.
 
     Without a model there are two: the time of a proposed chain hardly depends on its length.
     """

@@ -243,7 +243,7 @@ def _next_token(
     index, splits = position - tl.load(known), tl.load(known + 2)
     size, begin = tl.load(known + 1), depth * 0
     if (index < 0) | (index >= splits):
-        tl.debug_barrier()  # all threads have read the text
+        tl.debug_barrier()  # all threads have read the row's text fields
         size = _find_text(image, text, state, counters, depth, stack, scratch)
         tl.store(known, position)
         tl.store(known + 1, size)
