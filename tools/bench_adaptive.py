@@ -4,7 +4,7 @@
     python tools/bench_adaptive.py --demo --plot lengths.png      the demonstration's pair, on held-out prompts, in 10 minutes
     python tools/bench_adaptive.py --demo --only json "free text" --turns 2
 
-Costs are processor times of the whole process, also those that the choice uses, since other processes may share the machine. Rounds,
+Costs, also those that the choice uses, are processor times of the whole process, since other processes may share the machine. Rounds,
 tokens per round and draft lengths are counts. Ratios are medians over turns; the first turn, in which "auto" learns, is listed apart.
 All workloads run once in each turn; turns from the third on begin only if `--seconds` leaves time for them. After the third, fixed
 lengths that are slower than nine tenths of the best one are left out.
@@ -41,9 +41,9 @@ AUTO = "auto"
 PLOTTED = "switching"
 PLOTTED_ROUNDS = 400
 FEWEST_TURNS = 2
-ALL_TURNS = 3  # with every fixed length
-CONTENDS = 0.9  # of the best fixed length: slower ones do not run in later turns
-GAINS = {"json": 2.3, "free text": 1.1}  # over plain decoding, on the demonstration
+ALL_TURNS = 3  # turns in which every fixed length runs
+CONTENDS = 0.9  # share of the best fixed length's rate: slower lengths do not run in later turns
+GAINS = {"json": 2.3, "free text": 1.1}  # goals over plain decoding, for the demonstration's models
 FIRST_SEED = 2000  # not used by other measurements
 PROSE = r"[A-Za-z ,.\n]{150,200}"
 RECORD = r'\{"name": "[A-Za-z ]{3,16}", "age": [1-9][0-9], "city": "[A-Za-z ]{3,16}", "remote": (true|false)\}\n'
@@ -67,12 +67,12 @@ class Ask(NamedTuple):
 class Workload(NamedTuple):
     asks: Callable[[int], Sequence[Ask]]  # by turn: the requests, submitted together
     new_tokens: int
-    wrong: bool = False  # no draft of the model is right
+    wrong: bool = False  # every draft of the draft model is wrong
     data: str = ""
 
 
 class NeverRight(nn.Module):
-    """A draft model whose choice is the token that it finds least likely."""
+    """A draft model that proposes its least likely token."""
 
     def __init__(self, draft: nn.Module) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Sample:
     tokens: int
     row_rounds: int  # rounds, counted once for each request
     rounds: dict[str, int]  # by Drafting
-    seconds: float  # of the processor
+    seconds: float  # processor time
 
     @property
     def rate(self) -> float:
@@ -145,7 +145,7 @@ class Bench:
             )
             for ask in asks
         ]
-        while any(not job.tokens and not job.finished for job in jobs):  # prompts cost all variants the same
+        while any(not job.tokens and not job.finished for job in jobs):  # prompts are not measured: they cost all variants the same
             engine.step()
         tokens, begin = sum(len(job.tokens) for job in jobs), time.process_time()
         for _ in engine.stream():
@@ -190,8 +190,8 @@ def figures(samples: Mapping[Drafting | str, Sequence[Sample]]) -> dict[str, Any
 
 
 def _over_best_fixed(samples: Mapping[Drafting | str, Sequence[Sample]]) -> float:
-    """The median over turns, without the first, of "auto" over the fixed choice that is best in the other turns. The best one of the same
-    turns would be the luckiest of those that are about equal: a choice as good as they are would seem slower."""
+    """The median over turns, without the first, of "auto" over the fixed choice that is best in the other turns. The best choice of the
+    same turn would be selected by noise among about equal ones, so that an equally fast "auto" would seem slower."""
     fixed, later, ratios = contenders(samples), range(len(samples[AUTO]))[1:] or range(1), list[float]()
     for turn in later:
         others = [each for each in later if each != turn] or [0]
@@ -201,7 +201,7 @@ def _over_best_fixed(samples: Mapping[Drafting | str, Sequence[Sample]]) -> floa
 
 
 def contenders(samples: Mapping[Drafting | str, Sequence[Sample]]) -> list[Drafting | str]:
-    """The fixed choices that run in every turn: those that were about the best in the first ones."""
+    """The fixed choices that run in every turn: those within CONTENDS of the best one in the first turns."""
     turns = range(min(ALL_TURNS, len(samples[PLAIN])))
     over_plain = {variant: _ratio(each, samples[PLAIN], turns[1:] or turns) for variant, each in samples.items() if variant != AUTO}
     least = CONTENDS * max(over_plain.values())
@@ -281,7 +281,7 @@ def demo_workloads(pair: Pair) -> dict[str, Workload]:
 
 
 def goals(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the choice shall achieve, and what it does: over plain decoding, and over the best fixed choice."""
+    """Goals and measured ratios of "auto" over plain decoding and over the best fixed choice."""
     lines = list[dict[str, Any]]()
     for name, row in found.items():
         over_plain, over_best = row["variants"][AUTO]["over_plain"], row["auto_over_best_fixed"]
@@ -297,7 +297,7 @@ def goals(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plot(bench: Bench, workload: Workload, path: Path) -> None:
-    """A picture of draft length and account of one turn."""
+    """Save a picture of the draft length and the account of one turn."""
     with bench.engine.trace(PLOTTED_ROUNDS) as trace:
         bench.run(workload.asks(0), workload.new_tokens, AUTO)
     picture.draw_lengths(trace.timeline, path)
@@ -361,7 +361,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--demo", action="store_true", help="the demonstration's models, instead of the toy pair")
     add("-k", "--drafts", type=int, default=7, help="num_speculative_tokens (default: %(default)s)")
     add("--turns", type=int, default=4, metavar="N", help="turns of each workload (default: %(default)s)")
-    add("--only", nargs="+", default=[], metavar="NAME", help="some of the workloads")
+    add("--only", nargs="+", default=[], metavar="NAME", help="run only these workloads")
     add("--seconds", type=float, default=480, metavar="S", help="time for turns after the second (default: %(default)s)")
     add("--plot", type=Path, metavar="PNG", help=f"draft length and account over time of the workload {PLOTTED!r}")
     options = parser.parse_args(arguments)

@@ -49,7 +49,7 @@ SHAPES = (
     Shape((1000, 30, 200), 1, 8, 2, 64),
     Shape((100,), 5, 8, 2, 64, max_length=128),
 )
-ITEM, INDEX, SUM = 2, 8, 4  # bytes of a slot number, of a position or page, of a running sum
+ITEM, INDEX, SUM = 2, 8, 4  # bytes of an element, of a position or page number, of a running sum
 
 
 class Moved:
@@ -125,7 +125,7 @@ def _blocks(rows: int, most: int) -> list[range]:
 
 
 def _part(shape: Shape, tile: paged_programs.Tile, length: int, rows: range, positions: range, capacity: int, parts: int) -> int:
-    """One kernel instance: row length, queries, keys and values of its part, and its results. Pages are read one step ahead."""
+    """Bytes of one kernel instance: row length, queries, keys and values of its part, its results. Pages are read one step ahead."""
     groups = shape.heads // shape.kv_heads
     total = 2 * shape.queries * INDEX + len({row // groups for row in rows}) * INDEX + len(rows) * shape.size * ITEM
 
@@ -152,7 +152,7 @@ def _sees(shape: Shape, length: int, query: int, positions: range) -> bool:
 
 
 def _join(shape: Shape, length: int, part: int, parts: int) -> int:
-    """Combining the parts of one query and head, averaged over the queries."""
+    """Bytes of combining the parts of one query and head, averaged over the queries."""
     seen = [
         sum(_sees(shape, length, query, range(index, index + part)) for index in range(0, part * parts, part))
         for query in range(shape.queries)

@@ -44,7 +44,7 @@ from tools.origin import origin
 PERCENTILES = (50, 85, 95, 99, 100)
 
 
-BIG, STATES, WALK_SECONDS = 500, 20_000, 30.0  # positions of a walk, of a grammar's states, and processor time of a walk
+BIG, STATES, WALK_SECONDS = 500, 20_000, 30.0  # limits: positions of a walk, states of a grammar, processor time of a walk
 MARKERS = ("</think>", '"a', "::")
 
 
@@ -64,7 +64,7 @@ class Case:
 
 
 def vocabularies() -> dict[str, Vocabulary]:
-    """That of the demonstration, one of 131,072 tokens, a small one, and one where most bytes have no token of their own."""
+    """The demonstration's vocabulary, one of 131,072 tokens, a small one, and one where most bytes have no token of their own."""
     demonstration, (large, _) = Vocabulary.from_gguf(target_path()), vocabulary()
     kept = [token if len(token) != 1 or token.isalnum() or token in b'"{}[]:, ' else b"" for token in demonstration.tokens]
     sparse = Vocabulary(kept, demonstration.stop_token_ids, demonstration.logits_width, demonstration.control_token_ids)
@@ -72,7 +72,7 @@ def vocabularies() -> dict[str, Vocabulary]:
 
 
 def cases(names: Sequence[str], folder: Path, schemas: int, seed: int) -> list[Case]:
-    """First every state and markers, then schemas of the folder in random order."""
+    """First the named grammars and those of the test suite, then schemas of the folder in random order."""
     named = CONSTRAINTS | {name: constraint for name, constraint, _ in TEXTS}
     found = [Case("sparse", "walk", name, constraint) for name, constraint in named.items()]
     for index, (name, constraint) in enumerate(named.items()):
@@ -92,8 +92,8 @@ def cases(names: Sequence[str], folder: Path, schemas: int, seed: int) -> list[C
 
 
 def compare(case: Case, tokens: Vocabulary) -> dict[str, Any]:
-    """The whole of a case "states", and random texts of the others. Of the grammar that xgrammar has: it has fewer host names than those
-    that the compiler of automata writes out."""
+    """Compares every state of a case "states", and random texts of other cases. The automaton is compiled from xgrammar's grammar, since
+    the grammar that the automaton compiler otherwise writes out allows more host names."""
     limits, table = GrammarLimits(), token_table(tokens)
     try:
         library = GrammarCompiler(tokens, backend="xgrammar").compile(case.constraint).grammar
@@ -111,7 +111,7 @@ def compare(case: Case, tokens: Vocabulary) -> dict[str, Any]:
 
 
 def compare_all(todo: Sequence[Case], tokens: Mapping[str, Vocabulary], positions: int, progress: Path) -> dict[str, Any]:
-    """Compares until `positions` are reached. Results are appended to `progress`; cases that it holds are not repeated."""
+    """Compares until `positions` are reached. Results are appended to the file `progress`; cases in it are not repeated."""
     done = {
         entry["case"]: entry for line in (progress.read_text().splitlines() if progress.exists() else []) for entry in [json.loads(line)]
     }
@@ -181,11 +181,11 @@ def measure(paths: Sequence[Path], tokens: Vocabulary, repeats: int) -> dict[str
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="schemas, one in each .json file, also in sub-folders")
-    parser.add_argument("--schemas", type=int, default=1000, help="how many to choose at random (default: 1000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice (default: 0)")
+    parser.add_argument("--schemas", type=int, default=1000, help="number of schemas to choose at random (default: 1000)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of that choice (default: 0)")
     parser.add_argument("--repeats", type=int, default=3, help="compiles of each schema, of which the median counts (default: 3)")
     parser.add_argument("--positions", type=int, default=0, metavar="N", help="compare at least N positions with xgrammar instead")
-    parser.add_argument("--progress", type=Path, default=Path("compared.jsonl"), help="results so far: a run continues after them")
+    parser.add_argument("--progress", type=Path, default=Path("compared.jsonl"), help="file of results; cases in it are not repeated")
     options = parser.parse_args(arguments)
     paths = sorted(options.folder.rglob("*.json"))
     if not paths:

@@ -3,7 +3,7 @@
     python tools/bench_capture.py --demo                          the demonstration's models, one row and eight; else the toy pair
     python tools/bench_capture.py --demo --other FOLDER --name 0643677      also the package FOLDER/stepgraph, with its C library built
 
-Every engine is captured in a process of its own, by turns. A process captures three engines: the first pays for what happens once, the
+Every engine is captured in a process of its own, in turn. A process captures three engines: the first includes one-time costs, the
 later ones reuse its memory. Memory is the resident growth of the first capture: at its end, and the largest while it ran.
 """
 
@@ -35,13 +35,13 @@ GOAL = 2.0  # "auto" over one length
 
 
 def resident(name: str) -> int:
-    """Of the process in bytes: VmRSS, or VmHWM, the largest."""
+    """Resident bytes of this process: VmRSS at present, VmHWM at most so far."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def capture(rows: int, demo: bool, options: Mapping[str, Any]) -> dict[str, float]:
-    """In a process of its own; the package may be that of another commit."""
+    """Captures engines. Runs in a process of its own, whose package may be that of another commit."""
     from stepgraph.runtime.config import EngineConfig
     from stepgraph.runtime.demo.variants import open_pair, toy_pair
     from stepgraph.runtime.engine import Engine
@@ -51,7 +51,7 @@ def capture(rows: int, demo: bool, options: Mapping[str, Any]) -> dict[str, floa
     for _ in range(CAPTURES):
         config = EngineConfig(max_rows=rows, num_speculative_tokens=DRAFTS, **options)
         engine = Engine(pair.target, pair.draft, vocabulary=pair.vocabulary, config=config)
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the largest size so far is the present one
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM to the present size
         before, start = resident("VmRSS"), time.process_time()
         report = engine.capture()
         seconds = time.process_time() - start
@@ -70,7 +70,7 @@ def capture(rows: int, demo: bool, options: Mapping[str, Any]) -> dict[str, floa
 
 
 def in_a_process(folder: str, *arguments: Any) -> dict[str, float]:
-    """folder: where another `stepgraph` lies; empty for this one."""
+    """folder: the one that contains another `stepgraph`; empty for this one."""
     command = [sys.executable, __file__, "--one", json.dumps(arguments)]
     environment = {**os.environ, **({"PYTHONPATH": folder} if folder else {})}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -124,7 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--rows", type=int, nargs="+", default=[1, 8], metavar="N", help="max_rows of the engines (default: 1 8)")
     add("--turns", type=int, default=3, metavar="N", help="processes of each engine (default: %(default)s)")
     add("--other", default="", metavar="FOLDER", help="a folder that holds another stepgraph")
-    add("--name", default="other", help="what the other one is called in the document, as its commit (default: %(default)s)")
+    add("--name", default="other", help="name of the other package in the document, for example its commit (default: %(default)s)")
     add("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.one:

@@ -3,7 +3,7 @@
     python tools/bench_demo.py                   the table, one JSON document last; under 8 minutes on an idle machine
     python tools/bench_demo.py --prompts 1 --legal 100      and 500 answers validated against their schemas
     python tools/bench_demo.py --acceptance 20              instead: tokens per round by drafters, on five schemas that training never saw
-    python tools/bench_demo.py --grammar-rounds 1000        instead: a constrained round over an unconstrained one, by turns
+    python tools/bench_demo.py --grammar-rounds 1000        instead: constrained over unconstrained rounds, which alternate
     python tools/bench_demo.py --hidden 200                 instead: the share of host grammar work that is hidden, for every drafter
 
 Tokens per second count from a request's first token on, since prefill costs all variants the same. Greedy decoding.
@@ -34,10 +34,10 @@ from tools.train.demo.measure import VARIANTS, measure
 from tools.train.demo.prompts import prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS
 
-FIRST_SEED = 1000  # after those of the model card
-TRAINING_PROMPTS = 400  # of which the kinds are listed
+FIRST_SEED = 1000  # above the seeds of the model card
+TRAINING_PROMPTS = 400  # number of training prompts whose kinds are listed
 FREE = "talk"
-ROUND_DRAFTS = 3  # of the round with and without a grammar
+ROUND_DRAFTS = 3  # drafts of the rounds of --grammar-rounds
 NEW_TOKENS = 160
 BASELINE = "transformers + grammar"
 
@@ -173,7 +173,7 @@ def legality(pair: Pair, drafts: int, count: int) -> dict[str, Any]:
 
 
 def acceptance(count: int) -> dict[str, Any]:
-    """Tokens per round with always DRAFTS drafts, and the goals: counts, which the speed of the machine does not change."""
+    """Tokens per round with DRAFTS drafts in every round, and the goals. They are counts, independent of the speed of the machine."""
     measured = measure(target_path(), head_path(), count, sys.stderr.isatty(), MEASURED)
     rate = {name: measured[name]["json"]["tokens_per_round"] for name in VARIANTS}
     masked, unmasked, _, everything = rate.values()

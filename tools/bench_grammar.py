@@ -38,7 +38,7 @@ from tools.origin import origin
 
 LIBRARIES = ("xgrammar", "llguidance")
 BATCHES = (1, 8, 32, 64)
-BLOCKS = 8  # of rounds of one variant
+BLOCKS = 8  # measured blocks of rounds per variant
 FROM_C, FORCING, TABLES = "native link, called from C", "native link, forced drafts", "native link, automata"  # all called from C
 
 
@@ -118,8 +118,8 @@ class Bench:
                 assert torch.equal(expected, variant.masks & self.legal), f"{variant.name}: a mask differs from the library's"
 
     def library_over_loop(self, rounds: int) -> float | None:
-        """Time inside xgrammar's functions during host nodes, all threads together, as a share of the Python loop's round. The other
-        variants are not used any more afterwards."""
+        """Time inside xgrammar's functions during host nodes, all threads together, as a share of the Python loop's round. Drops the
+        other variants."""
         loop, link = self.loops[0], next((link for link in self.links if link.name == FROM_C), None)
         if link is None or self.backend != "xgrammar":
             return None
@@ -160,7 +160,7 @@ def library_loops(backend: str) -> tuple[type[Any], type[Any]]:
     """Variants with the library's own calls, without a host link."""
     if backend == "xgrammar":
         return PythonLoop, LibraryBatch
-    from tools.bench.llguidance_variants import LLGuidanceBatch, LLGuidanceLoop  # of an optional library
+    from tools.bench.llguidance_variants import LLGuidanceBatch, LLGuidanceLoop  # needs an optional library
 
     return LLGuidanceLoop, LLGuidanceBatch
 
@@ -182,8 +182,8 @@ def count_bytecodes(call: Callable[[], object]) -> int:
 
 
 def alone(make: Callable[[], Bench], rounds: int) -> dict[str, float]:
-    """Median microseconds of a round if no other variant runs between two rounds, as in a process that uses one of them: its tables and
-    masks stay in the caches. By turns, in blocks of rounds of the same documents."""
+    """Median microseconds of a round if no other variant runs between two rounds, as in a process with one variant, whose tables and
+    masks stay in the caches. The variants alternate in blocks of rounds over the same documents."""
     cases = {name: make() for name in (FROM_C, TABLES)}
     for name, case in cases.items():
         case.keep_only(name)

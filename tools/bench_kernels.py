@@ -1,7 +1,7 @@
 """What the kernels cost: bytes per call against the least possible and against plain torch, registers per GPU, times on a GPU.
 
 Bytes are counted, not measured: for plain torch every operation's inputs and outputs, for a kernel what its programs load and
-store when no cache helps. Prints one JSON document last; times are there only where a GPU is.
+store when no cache helps. Prints one JSON document last, with times only on a GPU.
 
     python tools/bench_kernels.py
 """
@@ -34,7 +34,7 @@ SHAPES = ((1, 1, 151_669), (8, 5, 151_669), (64, 5, 131_072))
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes that go in and out of operations, and how many operations there are."""
+    """Counts operations, and the bytes of their inputs and outputs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -100,7 +100,7 @@ def attention_bytes() -> object:
 
 
 def _document_of(tool: str, **settings: str) -> object:
-    """The JSON document of another tool, run in a process: from its import on, a program is either interpreted or compiled."""
+    """The JSON document of another tool, run as a subprocess: Triton interprets or compiles for the whole life of a process."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | settings
     command, root = [sys.executable, "-m", tool], Path(__file__).resolve().parent.parent
     result = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=root, env=environment, check=False)

@@ -1,10 +1,10 @@
-"""What ranks cost: coordination of each step, messages of each round, and one model divided against the same model in one process.
+"""Cost of ranks: coordination of each step, messages of each round, and one model divided against the same model in one process.
 
     python tools/bench_parallel.py MODEL [MODEL ...] --ranks 2
 
-Both engines of a model decode the same greedy requests by turns. Coordination is what rank 0 does besides the step itself: publishing it,
-notes of results and their comparison; its processor time does not count waiting. Messages are the operations over ranks of a step, and
-`sent_bytes` what a rank sends in them. Given the model of a draft, `divided_over_whole` says whether dividing it would pay: a replicated
+Both engines of a model decode the same greedy requests in turn. Coordination is the work of rank 0 besides the step itself: publishing it,
+noting results and comparing the notes; its processor time does not count waiting. Messages are the operations over ranks of a step, and
+`sent_bytes` what a rank sends in them. For a draft model, `divided_over_whole` shows whether dividing it would pay: a replicated
 draft costs every rank what the whole model costs one process. Processor times are of rank 0, without waiting. One JSON document last.
 """
 
@@ -39,7 +39,7 @@ ROWS, PROMPT = 4, 8
 
 @dataclass
 class Meter:
-    """What one process spends on ranks, by the step."""
+    """Costs of ranks in one process, per step."""
 
     wall: list[float] = field(default_factory=list)  # seconds of coordination
     processor: list[float] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Meter:
 
 @contextmanager
 def metered(meter: Meter) -> Iterator[None]:
-    """Measures coordination, and counts the operations over ranks, until it ends."""
+    """Measures coordination, and counts the operations over ranks, until the context ends."""
     coordination, gather = {name: getattr(Ranks, name) for name in COORDINATION}, parallel.gather
 
     def timed(name: str) -> Any:

@@ -2,9 +2,9 @@
 
     python tools/bench_quantised.py              the table, one JSON document last; with `llama-cpp-python` installed also llama.cpp
 
-Every prompt runs with every variant in turn. Tokens per second count from a request's first token on, and the schema is compiled before:
-by the clock, and with one thread also by the processor time of the process, on which other programs have less influence; ratios are by
-processor time then. llama.cpp has the same file, prompts and schemas as its own grammars, which also allow white space. Its binding applies
+Every prompt runs with every variant in turn; its schema is compiled before. Tokens per second count from a request's first token on, by the
+clock. With one thread they are also given by the processor time of the process, on which other programs have less influence, and ratios use
+processor time. llama.cpp has the same file, prompts and schemas as its own grammars, which also allow white space. Its binding applies
 a grammar to all tokens before it chooses one.
 """
 
@@ -36,7 +36,7 @@ from tools.train.demo.schemas import MEASURED, SCHEMAS
 
 PLAIN, SPECULATIVE = "plain + grammar", "speculative + grammar"
 LLAMA_CPP, FREE = "llama.cpp + grammar", "llama.cpp"
-GOALS = {  # of the first figure over the second
+GOALS = {  # least ratio of the first rate to the second
     f"{QUANTISED} {PLAIN} / {DEQUANTISED} {PLAIN}": 1.6,
     f"{QUANTISED} {SPECULATIVE} / {DEQUANTISED} {SPECULATIVE}": 1.3,
     f"{QUANTISED} {PLAIN} / {LLAMA_CPP}": 1.0,
@@ -50,7 +50,7 @@ class Timed(NamedTuple):
     processor_seconds: float
 
 
-Run = Callable[[Sequence[int], str], Timed]  # of a prompt and the name of its schema
+Run = Callable[[Sequence[int], str], Timed]  # arguments: prompt ids, name of the schema
 
 
 def ours(weights: str, drafts: int, draft_length: int | str) -> tuple[dict[str, Run], int]:
@@ -143,7 +143,7 @@ def figures(times: Sequence[Timed], threads: int) -> dict[str, Any]:
 
 
 def ratios(times: Mapping[str, Sequence[Timed]], threads: int) -> dict[str, list[float]]:
-    """The ratio and its goal."""
+    """Each ratio of GOALS, and its goal."""
     found = {}
     for name, goal in GOALS.items():
         first, _, second = name.partition(" / ")
@@ -165,10 +165,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("-k", "--drafts", type=int, default=DRAFTS, help="drafts per round (default: %(default)s)")
-    add("--fixed", action="store_true", help="always so many drafts, instead of a number chosen by costs")
+    add("--fixed", action="store_true", help="always --drafts drafts, instead of a number chosen by cost")
     add("--prompts", type=int, default=2, metavar="N", help="prompts of each of five schemas (default: %(default)s)")
     add("--repeats", type=int, default=2, metavar="N", help="repeats (default: %(default)s)")
-    add("--threads", type=int, default=1, metavar="N", help="of torch and llama.cpp (default: %(default)s)")
+    add("--threads", type=int, default=1, metavar="N", help="threads of torch and llama.cpp (default: %(default)s)")
     options = parser.parse_args(arguments)
     try:
         found = report(options.drafts, options.drafts if options.fixed else "auto", options.prompts, options.repeats, options.threads)

@@ -126,14 +126,14 @@ class Scene:
 
 
 class Entry(NamedTuple):
-    """One thing that is timed."""
+    """One timed call."""
 
     stage: str
     name: str
     call: Call
-    operations: int  # as it runs here
-    plain_operations: int  # in its plain torch version
-    reference: Call | None = None  # timed too, if it is other code
+    operations: int  # on this device
+    plain_operations: int  # of its plain torch version
+    reference: Call | None = None  # timed as well, if it differs from the call
 
 
 @torch.no_grad()
@@ -151,7 +151,7 @@ def measure_shape(context: Context, rows: int, k: int, width: int, seconds: floa
         entries += [Entry(stage, "whole stage", call, total, total - len(inner) + sum(each.plain_operations for each in inner)), *inner]
     plain = scene.plain()
     count = len(seen(plain).calls)
-    # multinomial waits for the host, so it cannot be captured; it runs eagerly, as in such a loop
+    # multinomial makes the host wait, so it cannot be captured; it runs eagerly, as in such a loop
     watches: dict[str, Callable[[], float]] = {"plain pipeline": partial(until_done, context, plain)}
     for index, entry in enumerate(entries):
         watches[f"{index}"] = stopwatch(context, entry.call)

@@ -5,9 +5,9 @@
 The data is a folder of .json files, or a file with one JSON object per line (.jsonl or .jsonl.xz), each with `schema` and `tests`, which
 have `data` and `valid`. An instance counts as accepted if some order of its properties is. Grammars are compiled as by an engine: over
 131,072 tokens, and in the worker process under the default limits. Compile times are processor time of this process and of the worker.
-Mask times are processor time of one call from Python at each position of a valid instance: of the first call; of the same call again at
-once, which shows what interrupts of the machine add; and the least of three first calls, which leaves them out: for automata each on
-tables of its own, which no call has read. With --out, a line per schema is appended as it is found, and a second run continues after the
+Mask times are processor time of one call from Python at each position of a valid instance: of the first call; of the same call repeated at
+once, which shows the effect of interrupts; and the least of three first calls, which excludes them: for automata each of the three has a
+copy of the tables that no call has read. With --out, a line per schema is appended as it is found, and a second run continues after the
 schemas in the file. Prints one JSON document; the exit code is 1 if an invalid instance is accepted.
 """
 
@@ -40,9 +40,9 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
 from tools.bench.grammar_documents import encode, vocabulary
 
 BYTES = Vocabulary([*(bytes([code]) for code in range(256)), b""], stop_token_ids=[256])
-MAX_MASKS = 200  # that are measured of one schema
+MAX_MASKS = 200  # measured masks of one schema
 MASK_TIMES = ("first", "again at once", "least of three")
-MAX_TRIED = 200  # properties of an instance that are written to find an order
+MAX_TRIED = 200  # properties written per instance in the search for an order
 PASS, REFUSED, VALID_REJECTED, INVALID_ACCEPTED = "pass", "refused", "valid rejected", "invalid accepted"
 _OLD_DRAFT = re.compile(r'"\$schema": "[^"]*draft-0[34]')
 _NAMES = re.compile(r"'[^']*'|\"[^\"]*\"|#[^ :]*|\d+")
@@ -85,7 +85,7 @@ class Orders:
         return list(dict.fromkeys(found))
 
     def ranked(self, value: Any) -> Any:
-        """With all names in one order."""
+        """The value with the properties of all objects in one order."""
         if isinstance(value, list):
             return [self.ranked(item) for item in value]
         if not isinstance(value, dict):
@@ -93,7 +93,7 @@ class Orders:
         return {name: self.ranked(value[name]) for name in sorted(value, key=lambda name: self._ranks.get(name, len(self._ranks)))}
 
     def _best(self, value: Any) -> Any:
-        """Each object in the order of the list that has most of its names."""
+        """The value with each object in the order of the declared list that has most of its names."""
         if isinstance(value, list):
             return [self._best(item) for item in value]
         if not isinstance(value, dict):
@@ -113,8 +113,8 @@ class Tokens:
         self.mask = torch.zeros(1, table.mask_words, dtype=torch.int32)
 
     def mask_micros(self, grammars: Sequence[Grammar], text: str) -> list[tuple[float, ...]]:
-        """The times of `MASK_TIMES` at each position of a text. A walk ends early where the library exceeds a limit of time: positions
-        count that all reach."""
+        """The times of `MASK_TIMES` at each position of a text. A walk ends early where the library exceeds a time limit; only
+        positions that all walks reach count."""
         tokens = [*encode(text, self.ids), self.stop]
         walks = [self._walk(grammar, tokens) for grammar in grammars]
         return [(calls[0][0], calls[0][1], min(first for first, _ in calls)) for calls in zip(*walks, strict=False)]
@@ -134,7 +134,7 @@ class Tokens:
 
 
 def copies(grammar: Grammar, count: int) -> list[Grammar]:
-    """The grammar with tables of its own in each copy; other libraries do not copy theirs."""
+    """An automaton `count` times, each with a copy of its tables; a grammar of another library `count` times, not copied."""
     if not isinstance(grammar, AutomatonGrammar):
         return [grammar] * count
     return [replace(grammar, image=grammar.image.copy()) for _ in range(count)]
@@ -234,7 +234,7 @@ class Compiler:
 
     def _worker_seconds(self) -> float:
         """The processor time of the worker so far; 0 while there is none."""
-        return time.clock_gettime(~self._worker.pid << 3 | 2) if self._worker.pid else 0.0  # as clock_getcpuclockid
+        return time.clock_gettime(~self._worker.pid << 3 | 2) if self._worker.pid else 0.0  # the clock id that clock_getcpuclockid returns
 
 
 def outcome(schema: Any, tests: Sequence[dict[str, Any]], compiler: Compiler, tokens: Tokens, options: dict[str, Any]) -> dict[str, Any]:

@@ -124,12 +124,12 @@ class Scene:
             prompt = [(row + index) % 90 for index in range(PROMPT + 1)]
             self.engine.submit(prompt, constraint=CONSTRAINT if constrained else None, sampling=sampling, max_new_tokens=400)
         while self.engine.stats().running < rows:  # the grammar may still be compiling in a worker
-            assert self.engine.has_work, "every row is still running"
+            assert self.engine.has_work, "all requests ended before every row was running"
             self.engine.step()
         for _ in range(6):
             self.engine.step()
         self.engine.backend.synchronize()
-        assert self.engine.stats().running == rows, "every row is still running"
+        assert self.engine.stats().running == rows, "a row ended before the measurement"
         self.batch = read_batch(self.engine.buffers, rows, self.engine._parts.attention)
 
     @torch.no_grad()
@@ -209,9 +209,9 @@ def measure(context: Context, pair: Pair, rows: int, drafts: int, kind: tuple[bo
 def two_graphs(context: Context, pair: Pair, rows: int, drafts: int, turns: int) -> dict[str, object]:
     """A greedy round of `rows` as one graph and, computed from times of stages, as two graphs whose streams take turns with halves.
 
-    Target and draft of one batch depend on each other, so only different rows can overlap. Where the streams have units and memory
-    bandwidth of their own, a round of both halves takes as long as the longer stream, and no less than one half's chain; where they
-    share what is already busy, as long as all four parts together.
+    Target and draft of one batch depend on each other, so only different rows can overlap. If the streams do not
+    compete for units and memory bandwidth, a round of both halves takes as long as the longer stream, and no less than one half's
+    chain; if they compete for busy ones, it takes as long as all four parts together.
     """
     scenes = {size: Scene(pair, size, drafts, False, False) for size in (rows, rows // 2)}
     try:

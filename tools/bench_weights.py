@@ -30,7 +30,7 @@ from tools.origin import origin
 PLAIN = "bfloat16"
 BY_NAME: dict[str, Kind | None] = {PLAIN: None} | {
     name: kind for kind, name in {kind: name for name, kind in KINDS.items()}.items()
-}  # each once
+}  # one name per kind
 
 
 def weights_of(kind: Kind | None, outer: int, inner: int, nbytes: int) -> list[Tensor]:
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="+", choices=list(BY_NAME), default=list(BY_NAME), help="default: all")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 5, 8], metavar="N")
     parser.add_argument("--shape", nargs=2, type=int, default=(8192, 2048), metavar=("OUT", "IN"))
-    parser.add_argument("--cache", type=int, default=128, metavar="MIB", help="of weights per kind (default: %(default)s)")
+    parser.add_argument("--cache", type=int, default=128, metavar="MIB", help="size of the weights of each kind (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=9, metavar="N")
     options = parser.parse_args(arguments)
     if why := why_not():

@@ -18,7 +18,7 @@ from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammar, XGrammarMa
 from tests.helpers.automaton_reference import ReferenceAutomaton
 
 LONGEST_WALK = 100  # tokens of one text
-TIME_OUT = "one step of the grammar took"  # a fault of the library's matcher
+TIME_OUT = "one step of the grammar took"  # start of the fault of a matcher that exceeded its time limit
 
 
 @dataclass
@@ -28,11 +28,11 @@ class Comparison:
     compared: int = 0
     different: list[str] = field(default_factory=list)
     time_outs: int = 0
-    unspelled: int = 0  # states that tokens lead to, but none of single bytes
+    unspelled: int = 0  # states that no sequence of single-byte tokens reaches
 
 
 class Comparer:
-    """Compares the masks of one grammar. With a marker both begin after free text: in the image, and around the library's matcher."""
+    """Compares the masks of one grammar. A marker, before which text is free, is in the image and around the other matcher."""
 
     def __init__(self, grammar: AutomatonGrammar, library: XGrammar, marker: str | None = None) -> None:
         self.vocabulary: Vocabulary = grammar.vocabulary
@@ -47,7 +47,7 @@ class Comparer:
         return self._grammar.matcher(), inner, MarkerMatcher(inner, self._marker) if self._marker else inner
 
     def _compare(self, ours: AutomatonMatcher, inner: XGrammarMatcher, library: XGrammarMatcher | MarkerMatcher, text: object) -> bool:
-        """Whether the library has a mask. `text` describes the position."""
+        """Compares the masks at a position, which `text` describes. Returns whether the library has a mask."""
         status = ours.fill_next_token_bitmask(self._rows, 0), library.fill_next_token_bitmask(self._rows, 1)
         if inner.fault.startswith(TIME_OUT):
             self.found.time_outs += 1
@@ -58,7 +58,7 @@ class Comparer:
         return status[1] is not MaskStatus.FAULT
 
     def _draw(self, state: int | None, draw: Random) -> int | None:
-        """A token that both masks have; in half of the draws one that continues the marker after its first `state` bytes."""
+        """A token that both masks allow; in half of the draws one that continues the marker after its first `state` bytes."""
         row = (self._rows[0] & self._rows[1]).numpy().view(np.uint32)
         if state is not None and draw.random() < 0.5:
             rest = (self._marker_text or "").encode()[state:]
@@ -70,8 +70,8 @@ class Comparer:
         return int(draw.choice(legal)) if len(legal) else None
 
     def states(self, byte_ids: dict[int, int], limit: float = float("inf")) -> None:
-        """Every state, with all its counters and up to three stacks, after a shortest text, byte by byte, unless a byte of it is in no
-        token. Ends after `limit` positions."""
+        """Compares the masks in every state, with all its counters and up to three stacks, after a shortest text of single-byte tokens.
+        Texts with a byte that is in no token are left out. Ends after `limit` positions."""
         reference = ReferenceAutomaton(self._grammar.image)
         spelled = {reference.at(Field.CLASS_OF, byte): byte for byte in byte_ids}  # bytes of a class lead to the same states
         reached = {reference.at(Field.CLASS_OF, byte) for byte in set(b"".join(self.vocabulary.for_xgrammar))}
@@ -91,8 +91,8 @@ class Comparer:
             self._compare(ours, inner, library, text)
 
     def walk(self, positions: int, draw: Random, seconds: float = float("inf")) -> None:
-        """Random legal texts with `positions` in all, fewer after `seconds` of processor time. Half of the tokens before the end of
-        a marker continue it."""
+        """Compares the masks along random legal texts, until `positions` or `seconds` of processor time are reached. Half of the tokens
+        before the end of a marker continue it."""
         end, until = self.found.compared + self.found.time_outs + positions, time.thread_time() + seconds
         while (seen := self.found.compared + self.found.time_outs) < end and time.thread_time() < until:
             ours, inner, library = self._matchers()

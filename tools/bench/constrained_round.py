@@ -1,4 +1,4 @@
-"""Rounds of the demonstration's pair with a grammar on the device lane, against rounds without one: processor time, by turns."""
+"""Processor time of the demonstration's rounds with a grammar on the device lane and of rounds without one, measured in turn."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 
 WORDS = (*"first _name last email _address street postal _code quantity unit _price currency".split(), '":', ' "', '",')
 NEW_TOKENS = 64
-AGREEMENTS = {"nothing else": None, "a stranger": 0.0, "a weak draft": 0.3, "a good draft": 0.8}
+AGREEMENTS = {"forced only": None, "agreement 0": 0.0, "agreement 0.3": 0.3, "agreement 0.8": 0.8}
 
 
 def record(**properties: Mapping[str, Any]) -> Constraint:

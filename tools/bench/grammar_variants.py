@@ -87,7 +87,7 @@ class LibraryBatch(PythonLoop):
 
 
 class Linked:
-    """A host link, called like the round's host node, with all checks and tags. Grammars in `instead` are exchanged for their values."""
+    """A host link, called like the round's host node, with all checks and tags. Grammars in `instead` are replaced by their values."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Linked:
         if from_c:
             assert isinstance(self.node, NativeNode)
             self.calls = (structs.timed_call * 2)()
-            self.calls[0].function = c_void_p.from_buffer(NOTHING).value  # the end of one step is the start of the next
+            self.calls[0].function = c_void_p.from_buffer(NOTHING).value  # its end is the start time of the measured call
             self.calls[1].function, self.calls[1].data = self.node.native_address, self.node.native_data
             self.call_list = structs.call_list(addressof(self.calls), 2)
 

@@ -19,7 +19,7 @@ LANES = "device", "host"
 
 
 def report(pair: Pair, drafts: int, rounds: int) -> dict[str, Any]:
-    """Traces of so many rounds of each drafter, grammars followed on the device or by host nodes."""
+    """Traces `rounds` rounds of each drafter, with grammars on the device and in host nodes."""
 
     def repeat(job: Job) -> list[int]:
         return job.tokens[-drafts:]
@@ -61,4 +61,4 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         hidden = "-" if row["share_hidden"] is None else f"{row['share_hidden']:.1%}"
         figures = f"{row['rounds']:>4}{row['host_nodes']:>12}{row['host_us_per_round']:>12}{hidden:>9}"
         yield f"{f'{lane}: {name}':<30}{figures}{row['exposed_share_of_round']:>25.2%}"
-    yield f"goal {found['goal']:.0%} for every drafter; without host nodes nothing has to be hidden"
+    yield f"goal {found['goal']:.0%} for every drafter; a round without host nodes has no time to hide"

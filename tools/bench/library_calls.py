@@ -41,14 +41,14 @@ class LibraryCalls:
         self._spent_ns = spent_ns
 
     def take_seconds(self) -> float:
-        """Of all threads since the last call of this function."""
+        """Seconds in library calls of all threads, since the last call of this function."""
         spent, self._spent_ns.value = self._spent_ns.value, 0
         return spent / 1e9
 
 
 @contextlib.contextmanager
 def timed_library_calls() -> Iterator[LibraryCalls | None]:
-    """None without a compiler."""
+    """Times the library's calls until the context ends. Yields None without a C compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         yield None

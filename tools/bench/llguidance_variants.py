@@ -1,4 +1,4 @@
-"""Variants with llguidance's own calls, beside those of grammar_variants.py. Needs llguidance."""
+"""Variants with llguidance's own calls, in addition to grammar_variants.py. Needs llguidance."""
 
 from __future__ import annotations
 
