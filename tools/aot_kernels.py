@@ -21,15 +21,15 @@ from typing import Any, NamedTuple
 
 from stepgraph.graphs.attention import paged
 
-WARPS, BLOCKS = 64, 32  # of a multiprocessor, at most, of each of these architectures
+WARPS, BLOCKS = 64, 32  # most per multiprocessor, the same for these architectures
 PARTITIONS, PARTITION_REGISTERS = 4, 16_384
 WARP_REGISTERS, BLOCK_SHARED, SHARED_UNIT = 256, 1024, 128  # registers of a warp are rounded up; each block reserves shared memory
 
 
 class Device(NamedTuple):
-    """What an architecture has, by NVIDIA's documents: the CUDA programming guide and the data sheet of one GPU."""
+    """Resources of an architecture, from NVIDIA's CUDA programming guide and the data sheet of one GPU."""
 
-    shared_bytes: int  # of a multiprocessor
+    shared_bytes: int  # per multiprocessor
     gigabytes_per_second: float
 
 
@@ -48,7 +48,7 @@ class Usage(NamedTuple):
     shared_bytes: int
     warps: int
     wide_loads: int  # of 16 bytes per thread
-    blocks: int  # at once on a multiprocessor
+    blocks: int  # resident on a multiprocessor
     occupancy: float  # share of a multiprocessor's warps
 
 
@@ -58,12 +58,12 @@ class Variant(NamedTuple):
     signature: dict[str, str]
     constants: Mapping[str, object]
     warps: int
-    registers: int | None = None  # at most, as launched
+    registers: int | None = None  # limit per thread, as in the launch
     stages: int = 3
 
 
 def variants(every: bool = False) -> list[Variant]:
-    """Every kernel, in the shapes that matter: all logit types, most tiles, most drafts. every: also rare combinations."""
+    """Every kernel, for all logit types and the largest numbers of tiles and drafts. every: also rare combinations."""
     from stepgraph.sampling.kernels.triton import choice, filters, rejection
     from stepgraph.sampling.rng import GOLDEN, Purpose, signed
 
@@ -95,7 +95,7 @@ def variants(every: bool = False) -> list[Variant]:
 
 
 def _mask_variants(every: bool) -> list[Variant]:
-    """Tags, and masks with every setting of a request."""
+    """Kernels of tags, masks and log-probabilities, with every setting of a request."""
     from stepgraph.sampling.kernels.triton import choice, processors
 
     types: list[str | None] = [*["*i64"] * 4, "i32", "*i64", "*i64", "*i1", *["i32"] * 6]
@@ -119,12 +119,12 @@ def _mask_variants(every: bool) -> list[Variant]:
 
 
 def _grammar_variants(every: bool) -> list[Variant]:
-    """As launched for 131,072 tokens, and for a mask whose rows have no common alignment. every: all combinations that are launched."""
+    """`advance_rows` as launched for 131,072 tokens, and for unaligned mask rows. every: all combinations that are launched."""
     from stepgraph.sampling.kernels.triton import advance
 
     types = [*["*i64"] * 4, "*i32", "*u8", *["*i32"] * 6, "*i64", "*i64"]
     tiles = {"WORDS": advance.WORDS, "LEGAL_WORDS": advance.LEGAL_WORDS, "LANES": advance.LANES}
-    cases = [  # of the last round, and its new rows; follows forced tokens; forces them, by merging; in a chain; aligned
+    cases = [  # of_last_round, new, follows, forces, merges, chain, aligned
         (True, True, False, False, False, False, True),
         (False, False, False, False, False, False, True),
         (False, False, False, False, False, False, False),
@@ -150,7 +150,7 @@ def _grammar_variants(every: bool) -> list[Variant]:
 
 
 def _filter_variants() -> list[Variant]:
-    """As launched for 262,144 tokens."""
+    """Kernels of top-k and top-p, as launched for 262,144 tokens."""
     from stepgraph.sampling.kernels.triton import filters
     from stepgraph.sampling.rng import GOLDEN, Purpose, signed
 
@@ -175,17 +175,17 @@ class Attended(NamedTuple):
 
     dtype: str
     size: int
-    rows: int  # of queries: few in rounds, many in prompts
+    rows: int  # query rows: few in rounds, many in prompts
     groups: int = 4
     page: int = 16
-    alone: bool = False  # in one part
+    alone: bool = False  # keys are not split into parts
     capped: bool = False
     sinks: bool = False
-    float8: bool = False  # the cache
+    float8: bool = False  # type of the cache
 
 
 def attention_variants() -> list[Variant]:
-    """Rounds with all head sizes, prompts with some; other group sizes, page sizes and float16, each once."""
+    """Rounds with all head sizes, prompts with two; other group sizes, page sizes and float16, each once."""
     from stepgraph.graphs.attention.triton import paged as paged_programs
     from stepgraph.graphs.layers.triton import slot_mapping as rope_programs
 
@@ -225,7 +225,7 @@ def attention_variants() -> list[Variant]:
 
 
 def _dense_variants() -> list[Variant]:
-    """Products of the head, norms of heads and of states, activations."""
+    """Kernels of head products, of norms over heads and states, and of activations."""
     from stepgraph.graphs.layers.dense import Activation
     from stepgraph.graphs.layers.triton import dense
 
@@ -244,7 +244,7 @@ def _dense_variants() -> list[Variant]:
 
 
 def _layer_variants() -> list[Variant]:
-    """Adapters, experts; slots, angles, masks and drafts of a round."""
+    """Kernels of adapters and experts, and of the slots, angles, masks and drafts of a round."""
     from stepgraph.graphs.layers.triton import experts, lora, slot_mapping
     from stepgraph.graphs.triton import drafting, host_nodes, proposing, publishing, sampled_stages, stages
 
@@ -290,7 +290,7 @@ def _layer_variants() -> list[Variant]:
 
 
 def _packed_variants(every: bool) -> list[Variant]:
-    """Of packed weights: the smallest and largest blocks, and float8. every: all kinds with all numbers of rows."""
+    """Kernels of packed weights: the smallest and largest blocks, and float8. every: all kinds with all numbers of rows."""
     import torch
 
     from stepgraph.graphs.layers.quantised import KINDS, MIXED
@@ -317,7 +317,7 @@ def _packed_variants(every: bool) -> list[Variant]:
 
 
 def _variant(label: str, kernel: Any, types: Sequence[str | None], constants: Mapping[str, object], warps: int) -> Variant:
-    """None in place of the type of an argument that is None: Triton compiles it as a constant."""
+    """types: None for an argument that is None, which Triton compiles as a constant."""
     kinds = dict(itertools.zip_longest(kernel.arg_names, types))
     assert len(kinds) == len(types) + len(constants), f"{label}: {kernel.arg_names}, {types}"
     signature = {name: kind or "constexpr" for name, kind in kinds.items()}
@@ -359,7 +359,7 @@ def _rounded(size: int, unit: int) -> int:
 
 
 def launches(width: int, size: int) -> dict[str, dict[str, Any]]:
-    """The document of tools/launch_bytes.py, run in a process: from its import on, Triton either interprets or compiles."""
+    """The document of tools/launch_bytes.py, run as a subprocess: Triton interprets or compiles for the whole life of a process."""
     command = [sys.executable, "-m", "tools.launch_bytes", "--vocabulary", str(width), "--size", str(size)]
     environment, root = os.environ | {"TRITON_INTERPRET": "1"}, Path(__file__).resolve().parent.parent
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=root, check=False)
@@ -400,12 +400,12 @@ def _assemble(ptx: str, arch: int) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHS, default=ARCHS, help="compute capabilities (default: all)")
-    parser.add_argument("--all", action="store_true", help="also rare combinations of what a kernel is compiled for")
-    parser.add_argument("--first", action="store_true", help="of each kernel only the first of these")
+    parser.add_argument("--all", action="store_true", help="also compile rare combinations of arguments")
+    parser.add_argument("--first", action="store_true", help="compile only the first variant of each kernel")
     parser.add_argument("--vocabulary", type=int, default=128_256, metavar="TOKENS", help="width of logits (default: %(default)s)")
-    parser.add_argument("--size", type=int, default=2048, metavar="ELEMENTS", help="of states (default: %(default)s)")
+    parser.add_argument("--size", type=int, default=2048, metavar="ELEMENTS", help="width of hidden states (default: %(default)s)")
     speeds = ", ".join(f"{device.gigabytes_per_second:.0f} of sm_{arch}" for arch, device in DEVICES.items())
-    parser.add_argument("--bandwidth", type=float, metavar="GB/S", help=f"of memory, for every architecture (default: {speeds})")
+    parser.add_argument("--bandwidth", type=float, metavar="GB/S", help=f"memory bandwidth of every architecture (default: {speeds})")
     args = parser.parse_args()
     moved = launches(args.vocabulary, args.size)
     speed = {arch: args.bandwidth or DEVICES[arch].gigabytes_per_second for arch in args.arch}

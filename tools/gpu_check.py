@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.checks and tests.oracles
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.* and tests.*
 if __name__ == "__main__":
     for package in ("tools", "tests"):  # other packages of these names may be installed; ours have no __init__.py
         sys.modules[package] = types.ModuleType(package)

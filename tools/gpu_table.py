@@ -45,7 +45,7 @@ def documents(folder: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def other_rows(folder: Path, document: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Of checks that this document did not complete: the file with the latest run that did, at another commit, and the row."""
+    """For each check that this document did not complete: the file with the latest run that did, perhaps of another commit, and its row."""
     missing = {check["name"] for check in document["checks"] if check["verdict"] in INCOMPLETE}
     found: dict[str, tuple[str, str, dict[str, Any]]] = {}
     for path in sorted(folder.glob("*-part.json")):

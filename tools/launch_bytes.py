@@ -44,7 +44,7 @@ def calls(width: int, size: int) -> Iterator[Call]:
     yield operations.log_probabilities(CPU, ROWS, positions, width)
     yield operations.top_logprobs(CPU, ROWS, positions, width)
     yield operations.reject_sample(CPU, ROWS, DRAFTS, width)
-    yield grammar_rows.call_of(CPU, 8, width, forces=True)  # of which some are not legal, or inert
+    yield grammar_rows.call_of(CPU, 8, width, forces=True)  # some rows have an illegal draft or are inert
     yield rope_call(CPU, torch.bfloat16, tokens, HEAD)
     yield attention_call(CPU, ROWS, positions, KEYS, HEAD)[0]
     yield from layers.calls(CPU, tokens, size)

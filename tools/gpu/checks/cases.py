@@ -190,7 +190,7 @@ def take_turns(context: Context, cases: Sequence[Case], turns: int, share: float
 def alternate(context: Context, blocks: Mapping[str, Callable[[int], float]], turns: int, share: float = 1.0) -> dict[str, list[float]]:
     """Call every function once per turn with a number of rounds, in rotating order. Returns their results."""
     found: dict[str, list[float]] = {name: [] for name in blocks}
-    least = 2 if context.rehearsal else context.count(8, 2)  # engines are made in the time of the check, and a 99th percentile takes rounds
+    least = 2 if context.rehearsal else context.count(8, 2)  # the budget includes making engines, and a 99th percentile needs rounds
     for turn in context.turns(2 if context.rehearsal else turns, least=least, share=share):
         start = turn % len(blocks)
         for name in (*list(blocks)[start:], *list(blocks)[:start]):

@@ -1,4 +1,4 @@
-"""Checks of whole engines: every drafter, hundreds of rounds, both libraries, what steps wait for, what closing gives back."""
+"""Checks of whole engines: every drafter, hundreds of rounds, both libraries, waits in steps, memory freed by close()."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _repeat_prompt(job: Job) -> list[int]:
 
 
 def every_drafter_replays_as_eager(context: Context) -> Figures:
-    """Captured engines emit the tokens of eager ones and leave equal caches: EAGLE-3, MTP, models, look-up, functions.
+    """Captured engines emit the tokens of eager ones and end with equal caches: EAGLE-3, MTP, models, look-up, functions.
 
     The chunks of graphs are padded, so that their products may round differently: those caches are not compared.
     """
@@ -157,7 +157,7 @@ def _save_adapter(folder: Path, config: LlamaConfig, rank: int = 8) -> None:
 
 
 def _without_scratch(cache: torch.Tensor, page: int) -> torch.Tensor:
-    """Without the first page of slots, where padding positions collide."""
+    """The cache without the first page of slots, where padding positions collide."""
     return (cache[page:] if cache.dim() == 1 else cache[:, page:]).cpu().nan_to_num()
 
 
@@ -273,7 +273,7 @@ def closing_frees_everything(context: Context) -> Figures:
     assert alive == 0, f"the buffers of {alive} of {turns} closed engines are alive"
     assert threading.active_count() <= threads, f"{threading.active_count()} threads, {threads} before"
     lost = free - _free(context)
-    assert lost <= 4 << 20, f"{lost} bytes less are free on the device"  # the allocation unit of the driver
+    assert lost <= 4 << 20, f"{lost} bytes of device memory were not freed"  # the allocation unit of the driver
     return {"engines": turns, "bytes_less_free": lost}
 
 

@@ -37,7 +37,7 @@ ARENA_INTS = 1 << 22
 
 @functools.cache
 def tables_of(width: int) -> tuple[Tensor, list[int], int, TokenTensors]:
-    """The arena, where each image begins, the largest stack, and the tokens."""
+    """The arena, the offset of each image, the largest stack depth, and the token tensors."""
     vocabulary, arena = vocabulary_of(width), ImageArena(ARENA_INTS)
     builder, blocks, depth = AutomatonBuilder(vocabulary, GrammarLimits()), list[int](), 0
     memory = torch.zeros(ARENA_INTS, dtype=torch.int32)
@@ -54,7 +54,7 @@ def tables_of(width: int) -> tuple[Tensor, list[int], int, TokenTensors]:
 def call_of(device: torch.device, batch: int, width: int, index: int = 1, forces: bool = False) -> Call:
     """Mask 1 after a draft, or mask 0 after a token that was emitted, of rows with up to TOKENS random legal tokens.
 
-    Of eight rows the first has a draft that is not legal, and the second is inert. forces: also the token that the grammar forces then.
+    Of every eight rows the first has an illegal draft, and the second is inert. forces: also find the token that the grammar forces next.
     """
     arena, offsets, depth, tokens = tables_of(width)
     words, draw = tokens.stop_words.shape[0], Random(batch)

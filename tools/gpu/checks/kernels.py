@@ -57,7 +57,7 @@ def rejection_equals_reference(context: Context) -> Figures:
 
 
 def grammar_rows_equal_reference(context: Context) -> Figures:
-    """Rows that follow grammars in device memory: all that is written equals the reference; time of a token and its mask."""
+    """Rows that follow grammars in device memory: all outputs equal the reference; time of a token and its mask."""
     found: Figures = {"implementation": kernels.describe(context.device)}
     batches = (8, 1) if context.rehearsal else (8, 1, 64)  # the first decides a goal
     for batch, width, index, forces in itertools.product(batches, (131_072, 151_669), (1, 0), (False, True)):

@@ -56,14 +56,14 @@ def sampled_texts_follow_the_target(context: Context) -> Figures:
             observed = _observed(engine, count)
             accepted = engine.stats().drafts.accepted
         strange = set(observed) - set(texts)
-        assert not strange, f"texts of no probability: {strange}"
+        assert not strange, f"texts with probability 0: {strange}"
         assert accepted > 0, "no draft was accepted"
         counts = torch.tensor([observed[text] for text in texts])
         fits, control = (
             chi_square_p(counts, torch.tensor([shares.get(text, 0.0) for text in texts], dtype=torch.float64)) for shares in (law, wrong)
         )
         assert fits > UNLIKELY, f"draft_masks={draft_masks}: p = {fits:.1e}; {observed}"
-        assert control < UNLIKELY, f"the control was not rejected: p = {control:.1e}"
+        assert control < UNLIKELY, f"the control with another temperature was not rejected: p = {control:.1e}"
         found[f"p, draft_masks={draft_masks}"] = fits
     return found
 

@@ -51,7 +51,7 @@ def calls(device: torch.device, tokens: int, size: int, dtype: torch.dtype = tor
 
 
 def wide_product(device: torch.device, tokens: int, size: int, dtype: torch.dtype) -> Call:
-    """By the weight of a vocabulary that is not a whole number of tiles."""
+    """A product with the weight of a vocabulary that is not a whole number of tiles."""
     made, inner, outer = torch.Generator().manual_seed(tokens), -(-size // 128) * 128, 32_013
     states = torch.randn(tokens, inner, generator=made).to(device, dtype)
     weight = torch.randn(37, inner, generator=made).mul(inner**-0.5).repeat(-(-outer // 37), 1)[:outer].to(device, dtype)
@@ -61,7 +61,7 @@ def wide_product(device: torch.device, tokens: int, size: int, dtype: torch.dtyp
 
 
 def _near_sum(dtype: torch.dtype, terms: int) -> float:
-    """Tolerance of a sum of products: another order of float32 sums changes about the square root of `terms` roundings."""
+    """Tolerance of a sum of products: a different order of float32 sums changes about the square root of `terms` roundings."""
     return 16 * torch.finfo(dtype).eps + 2 * math.sqrt(terms) * torch.finfo(torch.float32).eps
 
 

@@ -17,7 +17,7 @@ SECONDS = 120.0
 
 
 def compile_library(folder: Path = ROOT / "sampling") -> str:
-    """Make `folder` hold the library. Returns why it does not; empty on success."""
+    """Put the library into `folder`. Returns the reason for a failure; empty on success."""
     try:
         find_library(folder)
         return ""

@@ -98,14 +98,14 @@ def llama_tokens_are_reproducible(context: Context) -> Figures:
         _, together = _decode(here, PROMPTS)
         replayed, tokens = _decode(here, PROMPTS, prompt_graphs=False)
         eager, again = _decode(here, PROMPTS, eager=True)
-        assert tokens == again, f"{dtype}: replayed rounds emit other tokens than eager ones"
+        assert tokens == again, f"{dtype}: the tokens of replayed and eager rounds differ"
         assert together == tokens or dtype is not torch.float32, "tokens depend on graphs for prompts"
-        assert torch.equal(replayed, eager), f"{dtype}: replayed rounds leave another cache than eager ones"
+        assert torch.equal(replayed, eager), f"{dtype}: the caches of replayed and eager rounds differ"
         few = PROMPTS[: 2 if context.rehearsal else None]
         alone = [_decode(here, [prompt])[1][0] for prompt in few]
         if dtype is torch.float32:
             _, on_cpu = _decode(randomised(Llama(config)), PROMPTS)
-            assert together == on_cpu, "other tokens than on the CPU"
+            assert together == on_cpu, "the tokens differ from those of the CPU"
             assert alone == together[: len(few)], "tokens depend on the batch"
         found[f"{str(dtype)[6:]} texts changed by the batch"] = sum(a != b for a, b in zip(alone, together, strict=False))
     return found
@@ -124,7 +124,7 @@ def _decode(target: Llama, prompts: Sequence[list[int]], **changes: Any) -> tupl
 
 
 def drafts_change_bfloat16_texts_at_near_ties(context: Context) -> Figures:
-    """A random model: a text with drafts is that without, up to a token that in float32 is as likely, up to the error of bfloat16."""
+    """A random model: texts with and without drafts are equal up to a token where, in float32, both tokens are about equally likely."""
     config = LlamaConfig(160, 256, 384, 4, 2, 64, (None, 40, None), dtype=torch.bfloat16)
     half = randomised(Llama(config, device=context.device))
     exact = Llama(replace(config, dtype=torch.float32), device=context.device)
@@ -154,7 +154,7 @@ def _jobs(target: Llama, prompts: Sequence[list[int]], drafts: int, tokens: int 
 
 
 def _gap(exact: Llama, prompt: list[int], one: Job, other: Job) -> float:
-    """Of the log-probabilities of the first two different tokens; infinite where one is not among the most probable ones."""
+    """Difference of the log-probabilities of the first two different tokens; infinite if one is not among the most probable ones."""
     index = next(index for index, pair in enumerate(zip(one.tokens, other.tokens, strict=True)) if pair[0] != pair[1])
     (job,) = _jobs(exact, [[*prompt, *one.tokens[:index]]], 0, tokens=1, most_reported=20)
     likely = dict(job.logprobs[0].top_raw)

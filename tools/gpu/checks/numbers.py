@@ -141,7 +141,7 @@ def mask_time_is_hidden(context: Context) -> Figures:
 
 
 def hidden(constrained: Sequence[float], loose: Sequence[float], host_us: float) -> Figures:
-    """Compare blocks of the same turn with equal device work; `host_us`: additional host-node time of the first ones."""
+    """Compare blocks of the same turn with equal device work; `host_us`: additional host-node time of `constrained`."""
     longer = sorted(one - other for one, other in zip(constrained, loose, strict=True))
     low, high = longer[len(longer) // 4], longer[(3 * len(longer)) // 4]
     exposed, host_us = max(0.0, statistics.median(longer)), max(host_us, 0.1)
@@ -231,8 +231,8 @@ def kernels_against_floor(context: Context) -> Figures:
 
 
 def packed_products(context: Context) -> Figures:
-    """Products with packed weights, which come from memory, over those of torch with bfloat16 weights: torch's own of four bits, and for
-    many rows those with dequantised weights."""
+    """Products with packed weights, which come from memory, over those of torch with bfloat16 weights. Also measured: torch's own product
+    with four-bit weights and, for many rows, products with dequantised weights."""
     outer, inner = (48, 256) if context.rehearsal else (4096, 14336)
     copies = 1 if context.rehearsal else 4  # more than caches hold
     found: Figures = {}
@@ -270,7 +270,7 @@ def _four_bits(device: torch.device, outer: int, inner: int) -> Tensor:
 
 
 def _shared_us(context: Context, calls: Sequence[Callable[[], object]]) -> float:
-    """Time of one of these calls, which run one after the other."""
+    """Time of one of these calls: the mean of one sequence of all."""
     return round(device_us(context, lambda: [call() for call in calls])["median"] / len(calls), 2)
 
 

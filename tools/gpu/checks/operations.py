@@ -137,7 +137,7 @@ def filter_inputs(batch: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def draw(device: torch.device, batch: int, width: int, setting: list[float] | None = None) -> Call:
-    """The draw of a token. setting: of all rows, else of every kind. The listed weights are not counted: they are few."""
+    """The draw of a token. setting: of all rows; by default rows have every kind. Bytes of listed weights are not counted: they are few."""
     logits, params = (tensor.to(device) for tensor in filter_inputs(batch, width))
     if setting is not None:
         params = torch.tensor([setting] * batch, device=device)
@@ -169,7 +169,7 @@ def log_probabilities(device: torch.device, batch: int, positions: int, width: i
 
 
 def top_logprobs(device: torch.device, batch: int, positions: int, width: int) -> Call:
-    """Ties, infinities, a distribution with fewer tokens than asked for, and a row that asks for none; results in a wider table."""
+    """Ties, infinities, a distribution with fewer tokens than requested, and a row that requests none; results in a wider table."""
     made, most = torch.Generator().manual_seed(width), 6
     logits = (torch.randn(batch, positions, width + 5, generator=made) * 3).round(decimals=1)
     logits[1, 0, : width // 2] = float("-inf")
@@ -202,7 +202,7 @@ def chain_accept(device: torch.device, batch: int, k: int) -> Call:
 
 
 def reject_sample(device: torch.device, batch: int, k: int, width: int) -> Call:
-    """Permuted rows, every fourth greedy, drafts from distributions near the target's; a few drafts are certain or end their choice.
+    """Permuted rows, every fourth greedy, drafts from distributions near the target's; a few drafts are certain or without a legal mask.
 
     Of all positions only the one after the accepted drafts is read, and the distribution of a rejected draft.
     """

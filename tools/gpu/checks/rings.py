@@ -24,7 +24,7 @@ class Case(NamedTuple):
     pinned: frozenset[int]  # positions of the inputs in pinned memory
 
     def is_equal(self, device: torch.device) -> bool:
-        """Every input after the program on this device, and after the reference on copies."""
+        """Whether all inputs are equal after the program on this device and after the reference on copies."""
         found = [self._on(device, index) for index in range(len(self.inputs))]
         getattr(importlib.import_module(self.operation.triton), self.operation.name)(*found)
         if device.type == "cuda":

@@ -218,7 +218,7 @@ def devices_agree(context: Context) -> Figures:
             here = [outcome(job) for job in serve(engine, asks)]
         with other.engine(k, eager=context.tape) as engine:
             there = [outcome(job) for job in serve(engine, asks)]
-        assert here == there, "the devices disagree"
+        assert here == there, "the jobs of the two devices differ"
         jobs += len(asks)
     return {"jobs": jobs}
 
@@ -232,8 +232,8 @@ def unconstrained_graph_has_no_host_nodes(context: Context) -> Figures:
             for constrained in (False, True):
                 report = backend.capture(bench.round.step(GraphKey(2, constrained)), bench.buffers).report
                 want = expected if constrained else 0
-                assert len(report.host_nodes) == want, f"K={k}: {report.host_nodes}, want {want}"
-                assert report.nodes.get("host", 0) == want, f"K={k}: {report.nodes} counted, want {want} of kind host"
+                assert len(report.host_nodes) == want, f"K={k}: got {report.host_nodes}, expected {want}"
+                assert report.nodes.get("host", 0) == want, f"K={k}: got {report.nodes}, expected {want} of kind host"
                 figures[f"K={k} masks={draft_masks} {'constrained' if constrained else 'free'}"] = sum(report.nodes.values())
     return figures
 

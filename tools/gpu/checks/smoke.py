@@ -24,13 +24,13 @@ from tools.gpu.checks.rounds import check_against_oracle
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 TOOLS = ("cc", "c++", "ptxas", "nvcc", "nvidia-smi", "nsys", "compute-sanitizer")
 PROCESSES = min(12, os.cpu_count() or 1)  # at once: each imports torch and creates a context
-SECONDS = 40.0  # of one process
+SECONDS = 40.0  # time limit of one process
 ARGUMENTS: tuple[str, ...] = ("-m", "tools.gpu.checks.short_kernels")  # of Python
 ROUNDS = 50
 
 
 def tools_of_this_host(context: Context) -> Figures:
-    """Compilers and profilers on the path, and what runs the sampling kernels here; the document has the versions of packages."""
+    """Compilers and profilers on the path, and the implementation of the sampling kernels; the document has the versions of packages."""
     return {"kernels": kernels.describe(context.device), **{name: shutil.which(name) or "missing" for name in TOOLS}}
 
 
@@ -49,7 +49,7 @@ def every_program_equals_its_reference(context: Context) -> Figures:
 
 
 def _compared(interpreted: bool, name: str) -> str:
-    """`equal`, or what went wrong."""
+    """`equal`, or the error."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_INTERPRET")}
     environment |= {"OMP_NUM_THREADS": "1"} | ({"TRITON_INTERPRET": "1"} if interpreted else {})
     command = [sys.executable, *ARGUMENTS, name]

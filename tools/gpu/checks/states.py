@@ -37,7 +37,7 @@ ARENA_INTS, IMAGE_OFFSET = 1 << 14, 64
 
 @functools.cache
 def image_of(constraint: Constraint) -> Image:
-    """Its tables over VOCABULARY."""
+    """The automaton tables of a constraint over VOCABULARY."""
     image = GrammarCompiler(VOCABULARY, backend="automaton").compile(constraint).image
     assert image is not None and len(image) <= ARENA_INTS - IMAGE_OFFSET
     return image

@@ -123,7 +123,7 @@ def _expect_host_error(backend: Backend, recorded: Recorded, fail: list[bool]) -
         raise AssertionError("the error of a host node did not surface")
     finally:
         fail[0] = False
-    backend.synchronize()  # raises no second time
+    backend.synchronize()  # does not raise again
 
 
 def streams_overlap_correct(context: Context) -> Figures:
@@ -194,7 +194,7 @@ def illegal_step_raises(context: Context) -> Figures:
         except KeyError as error:
             assert "the user's own error" in str(error)
         else:
-            raise AssertionError("the step's own error was swallowed")
+            raise AssertionError("the step's own error was not raised")
         _still_works(backend, buffers, kept)
     return figures
 
@@ -208,8 +208,8 @@ def _refused(backend: Backend, step: Callable[[StaticBuffers], None], buffers: S
     try:
         backend.capture(step, buffers)
     except CaptureError as error:
-        assert source in error.source, f"{step.__name__}: blamed {error.source!r} at {error.file}:{error.line}, want the line with {source}"
-        assert not source or error.file == __file__, f"{step.__name__}: blamed {error.file}"
+        assert source in error.source, f"{step.__name__}: got {error.source!r} at {error.file}:{error.line}, expected the line of {source}"
+        assert not source or error.file == __file__, f"{step.__name__}: got a line of {error.file}, expected one of this file"
         for name, tensor in before.items():
             assert torch.equal(buffers[name], tensor), f"{step.__name__}: the refused capture changed {name}"
         return f"[{error.rule}] line {error.line}"

@@ -91,7 +91,7 @@ class Supervisor:
         return self.worker.ask({"rehearsal": self.rehearsal, "modules": modules}, START_SECONDS)
 
     def restart(self, entries: Iterable[Entry]) -> float:
-        """Start a worker where there is none, for these checks. Returns the seconds that this took, which are no check's time."""
+        """Start a worker where there is none, for these checks. Returns the seconds that this took, which are not charged to a check."""
         begin = time.monotonic()
         if self.worker is None and self.lost is None:
             try:
@@ -102,7 +102,7 @@ class Supervisor:
         return time.monotonic() - begin
 
     def run(self, entry: Entry, deadline: float = math.inf, share: float = 1.0) -> Row:
-        """The report row of one check, also if the worker is lost. `share`: of the budget. It is ended at `deadline` at the latest."""
+        """The report row of one check, also if the worker is lost. `share`: of its budget. It is ended at `deadline` at the latest."""
         budget = entry.budget(self.quick) * share
         request = {"name": entry.name, "module": entry.module, "budget": budget, "folder": self.folder}
         begin = time.monotonic()
@@ -149,7 +149,7 @@ def rows(supervisor: Supervisor, entries: Sequence[Entry], seconds: float) -> It
         elif begin >= deadline:
             yield row_of(entry, "not run", SPENT)
         else:
-            try:  # a check that hangs or builds for long is ended before it takes what the later ones are to have
+            try:  # a check that hangs or compiles for long is ended before it uses the budgets of later checks
                 deadline += supervisor.restart(entries[index:])
                 begin = time.monotonic()
                 later = sum(each.budget(supervisor.quick) for each in entries[index + 1 :])

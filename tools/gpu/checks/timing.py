@@ -189,7 +189,7 @@ def native_nodes_need_no_gil(context: Context) -> Figures:
         raise Skipped(f"no native link: {missing}") from None
     ended = {link: _ends_under_the_gil(context, link) for link in ("native", "python")}
     assert ended["native"], "a native host node waited for the GIL"
-    assert not ended["python"], "the control: a Python host node needs the GIL"
+    assert not ended["python"], "the control: a Python host node ended without the GIL"
     return {"seconds_held": HOLD_SECONDS, **ended}
 
 
@@ -219,7 +219,7 @@ def _ends_under_the_gil(context: Context, link: str) -> bool:
 
 
 def _nodes_end(host: HostLink) -> bool:
-    """The same for the host nodes alone, in a native thread, since the tape uses Python threads."""
+    """Whether the host nodes alone end under the GIL, in a native thread, since the tape uses Python threads."""
     node = HostCallback("round", host.node([BEGIN_ROUND, COMMIT, *(advance(index) for index in range(1, 4)), END_ROUND]), HostErrors())
     calls, thread = (structs.timed_call * 2)(), ctypes.c_ulong()
     calls[0].function, calls[0].data = ctypes.cast(ctypes.CDLL(None).usleep, c_void_p).value, 20_000
@@ -239,7 +239,7 @@ Ask = Callable[[StaticBuffers], None]
 
 @contextlib.contextmanager
 def answering(flags: Tensor) -> Iterator[None]:
-    """A thread that answers every question: sees the first word set, clears it, sets the second."""
+    """A thread that answers every request: sees the first word set, clears it, sets the second."""
     words, stop = flags.numpy(), threading.Event()
 
     def answer() -> None:
@@ -260,14 +260,14 @@ def answering(flags: Tensor) -> Iterator[None]:
 
 
 def host_node_latency(context: Context) -> Figures:
-    """Microseconds that a graph is longer for each question to the host: a native node, a Python one, a wait for a value, a spin kernel."""
+    """Microseconds that each request to the host adds to a graph: by a native node, a Python node, a wait for a value, a spin kernel."""
     found: Figures = {}
     with context.backend(asynchronous=True) as backend:
         buffers = StaticBuffers(
             [BufferSpec("x", (32,), torch.float32), BufferSpec("flags_host", (2,), torch.int32, "pinned")], backend.device
         )
         graphs = {"nothing": backend.capture(_asking(lambda b: None), buffers)}
-        with answering(buffers.flags_host):  # a capture on a GPU runs the step once before
+        with answering(buffers.flags_host):  # a capture on a GPU first runs the step
             for name, ask in _ways(context, buffers, found):
                 try:
                     graphs[name] = backend.capture(_asking(ask), buffers)
@@ -314,7 +314,7 @@ def _ways(context: Context, buffers: StaticBuffers, found: Figures) -> Iterator[
 
 
 def _wait(flags: Tensor) -> None:
-    """The device's side, on the tape."""
+    """The device's part of a request, on the tape."""
     words = flags.numpy()
     words[0] = 1
     while not words[1]:
@@ -323,7 +323,7 @@ def _wait(flags: Tensor) -> None:
 
 
 def _wait_value(flags: Tensor) -> Ask:
-    """Memory operations of the stream: ask, wait until the answer is there, take it away."""
+    """Memory operations of the stream: write the request, wait for the answer, clear it."""
     calls = DriverCalls()
     requested = calls.device_address(flags.data_ptr())
 
@@ -337,7 +337,7 @@ def _wait_value(flags: Tensor) -> Ask:
 
 
 def _us_per_request(context: Context, backend: Backend, graph: Recorded) -> float:
-    """Of one replay: on a GPU between two events of its own stream, else by the clock."""
+    """Microseconds per request of one replay: on a GPU between two events of its own stream, else by the clock."""
     if context.tape:
         return wall_us(partial(_finished, backend, graph)) / INSIDE
     seconds: list[float] = []
@@ -346,7 +346,7 @@ def _us_per_request(context: Context, backend: Backend, graph: Recorded) -> floa
 
 
 def conditional_node_cost(context: Context) -> Figures:
-    """Microseconds that an IF node adds to what it holds, and what one costs whose body is skipped; on the tape: what a branch costs."""
+    """Microseconds that an IF node adds to its body, and those of a node whose body is skipped; on the tape: those of a branch."""
     count = 32
     word = torch.zeros(1, dtype=torch.int32, device=context.device)
     times = take_turns(_branches(context, word, count), context.turns(3 if context.rehearsal else 200, least=3))

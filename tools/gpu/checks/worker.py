@@ -93,7 +93,7 @@ def _device_is_well() -> bool:
 
 
 def start(rehearsal: str, modules: Sequence[str]) -> dict[str, Any]:
-    """Load what is loaded once in a process, before the time of any check; the facts of `describe`."""
+    """Load what a process loads once, so that it is not charged to a check. Returns the facts of `describe`."""
     facts = describe(rehearsal)
     if "refusal" not in facts:
         for module in modules:

@@ -2,11 +2,10 @@
 
     python -m tools.gpu.packing.triton_cache --out cache            in the environment of `make stub-cuda`; for compute capability 9.0
 
-Holds the programs of default captures and of rounds of the checked 1B and 8B models with one row. What a host launches besides, it
-compiles.
-Triton finds an entry by its own files (those of one version for one version of Python), the source and line of a program, the kinds of
-its arguments, the options, ptxas and environment variables such as TRITON_DEBUG; a launcher, which takes a C compiler, by its source and
-what `platform.architecture()` returns, which depends on whether the tool `file` is installed.
+Contains the programs of default captures and of rounds of the checked 1B and 8B models with one row. A host compiles all others.
+The key of an entry depends on the files of Triton (those of one version for one version of Python), the source and line of the program, the
+types of its arguments, the options, ptxas and environment variables such as TRITON_DEBUG. The key of a launcher, which needs a C compiler,
+depends on its source and the result of `platform.architecture()`, which depends on whether the tool `file` is installed.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ SIZES = ("toy", "1B", "8B")
 
 
 def fill(sizes: Collection[str]) -> dict[str, int]:
-    """Capture in this process, whose cache is TRITON_CACHE_DIR. How many programs were compiled, and how many were found there."""
+    """Capture in this process, whose cache is TRITON_CACHE_DIR. Returns how many programs were compiled and how many were found."""
     from tests.stub_cuda.preload import preload
 
     preload()
@@ -70,7 +69,7 @@ def _capture(size: str) -> None:
 
 
 def pack(cache: Path, to: Path) -> dict[str, str]:
-    """Write a cache to one file; returns what it was made by."""
+    """Write a cache to one file; returns the versions that made it."""
     made_by: dict[str, str] = json.loads((cache / unpack.CACHE_KEYS).read_text(encoding="utf-8"))
     with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in _files(cache):
@@ -86,7 +85,7 @@ def _files(cache: Path) -> Iterator[Path]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the cache; entries that it has are kept")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the cache; existing entries are kept")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES, help="models (default: all)")
     options = parser.parse_args()
     os.environ["TRITON_CACHE_DIR"] = str(options.out.resolve())

@@ -24,7 +24,7 @@ MANIFEST = "manifest.json"
 CHUNK = 1 << 20
 CACHE = "triton_cache.zip"
 CACHE_KEYS = "made_by.json"
-# What has to be equal for Triton to find its entries; `platform` for those of launchers only.
+# Values that must be equal for Triton to find its entries; `platform` matters for launchers only.
 PRINT_CACHE_KEYS = """
 import hashlib, json, platform, sys
 from triton.runtime.build import platform_key
@@ -107,7 +107,7 @@ def install_cache(archive: Path, made_by: dict[str, str], into: Path, python: st
     here = json.loads(asked.stdout) if asked.returncode == 0 else {}
     if here.get("key") != made_by["key"]:
         has = f"Triton {here['triton']} for Python {here['python']}" if here else "no Triton with such keys"
-        return f"left out the Triton cache: it is of Triton {made_by['triton']} for Python {made_by['python']}, here is {has}"
+        return f"left out the Triton cache: it is of Triton {made_by['triton']} for Python {made_by['python']}, this host has {has}"
     with zipfile.ZipFile(archive) as packed:
         packed.extractall(into)
         groups = [into / name for name in packed.namelist() if Path(name).name.startswith("__grp__")]
