@@ -80,12 +80,12 @@ def messages(source: str) -> Iterator[Message]:
             if re.search(r"\w", re.sub(r"{\w+}", "", field := _text(call.args[0]))):
                 yield Message("`ValueError`", f"{field}: got {INSERTED}", _accepted(call.args[2], constants))
             continue
-        if name in ("AttributeError", "AssertionError", "IndexError") or not call.args:  # protocols of Python, and bugs
+        if name in ("AttributeError", "AssertionError", "IndexError") or not call.args:  # Python protocols and internal errors
             continue
         rule = name == "fail" or name == "CaptureError"
         text = _text(call.args[1 if rule and len(call.args) > 1 else 0])
         if not re.sub(rf"{INSERTED}|{{\w+}}", "", text).strip(" :,"):
-            continue  # another error, repeated
+            continue  # the text of another error only
         problem, found, expected = text.partition(", expected ")
         if not found:
             problem, _, expected = text.partition("; ")
@@ -93,7 +93,7 @@ def messages(source: str) -> Iterator[Message]:
 
 
 def _accepted(check: ast.expr, constants: Mapping[str, ast.expr]) -> str:
-    """What a Check accepts, in its words. constants: those of its module."""
+    """What a Check accepts, as its error message states it. constants: those of its module."""
     if isinstance(check, ast.Name):
         if isinstance(known := getattr(fields, check.id, None), Check):
             return known.expected

@@ -45,7 +45,7 @@ def ours(task: str) -> str:
 
 
 def theirs(task: str) -> dict[str, str]:
-    """By library; none where a library does not do this."""
+    """Programs by library, without libraries that cannot do the task."""
     page = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
     (section,) = re.findall(rf"^## {re.escape(task)}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
     return {name: text for name in LIBRARIES for text in _PROGRAM.findall(section.partition(f"### {name}\n")[2].partition("### ")[0])}

@@ -2,9 +2,9 @@
 
     .venv/bin/python tools/install_torch.py 'torch==2.13.0'
 
-For Linux on x86-64, PyPI has only builds that bring several gigabytes of CUDA libraries. pip says what it would install before it downloads
-that. Where it needs CUDA libraries, torch comes from PyTorch's own index of CPU builds (TORCH_CPU_INDEX names another index), and if that
-fails, the CUDA build is installed.
+For Linux on x86-64, PyPI has only builds that bring several gigabytes of CUDA libraries. pip reports what it would install
+before it downloads that. If it needs CUDA libraries, torch comes from PyTorch's own index of CPU builds (TORCH_CPU_INDEX names another
+index), and if that fails, the CUDA build is installed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def has_gpu() -> bool:
 
 
 def needs_cuda_libraries(requirement: str) -> bool:
-    """Whether what pip would install requires packages of NVIDIA. False where pip finds nothing or cannot say."""
+    """Whether the build that pip would install requires packages of NVIDIA. False if pip finds none or fails."""
     command = pip("install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed", "--report", "-", requirement)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
     found = json.loads(done.stdout)["install"] if done.returncode == 0 else []

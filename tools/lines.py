@@ -128,16 +128,16 @@ BUDGETS = {
     "tests": 56_415,
 }
 # raised from 6,198: grammars are followed by kernels now, so the list has their files, those of the other Triton programs, and the choice
-# of the draft length, but not the host link; lowered from 7,056: what a steady round does not run has modules of its own, and of the limits
-# it reads fields only; raised from 5,500, the goal, by what the first runs on an H200 showed: heads by a program, argmax without masks,
+# of the draft length, but not the host link; lowered from 7,056: code that a steady round does not run is in other modules, and it reads
+# only fields of limits; raised from 5,500, the goal, by what the first runs on an H200 showed: heads by a program, argmax without masks,
 # loads of attention (85 lines); lowered from 5,583: capture and end of an engine, and streams of a backend, have other modules;
 # raised from 5,470: an account of draft lengths for batches with grammars; from 5,479: one reduction for each turn of crossing tokens;
 # from 5,489: choices of draft lengths that hold for several rounds; lowered from 5,497: flags of drafts are written by the programs;
 # from 5,486: a first account for batches
 DECODE_RING_BUDGET = 5_493
 # From traces of a steady constrained round with the default settings (tests/test_architecture.py compares them with this list). The host's
-# part is `Engine.step`. The device's part is the step that is recorded; of an operation the declaration and its Triton program. Instead of
-# the traced files of the CPU: graphs/cuda for graphs/tape and the eager context, Llama with an EAGLE-3 head for the toy models.
+# part is `Engine.step`. The device's part is the recorded step; for an operation, its declaration and its Triton program. Files of the CPU
+# are replaced: graphs/tape and the eager context by graphs/cuda, the toy models by Llama with an EAGLE-3 head.
 DECODE_RING = (
     "runtime/engine_core.py",
     "runtime/scheduler.py",

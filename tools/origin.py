@@ -1,4 +1,4 @@
-"""What every kept measurement states: commit, date, device, machine and versions; nothing that identifies the machine."""
+"""The origin of every stored measurement: commit, date, device, machine and versions; nothing that identifies the machine."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
     python -m tools.scale_simulation --replicas 1 10 100 1000 --load 0.8 --round-ms 9.4 1.1 --prompt-ms 0.11
 
-A replica is its rounds: one with b rows takes `first + b * row` seconds and gives each row `tokens_per_round` tokens. A prompt delays
-the rounds of its replica by its tokens that are not cached. Requests go through the router of the real pool. Between two events of a
-replica its rows advance evenly. Arrivals are a Poisson process; prompts begin with one of `prefixes` texts, which Zipf's law chooses.
+A replica runs rounds: one with b rows takes `first + b * row` seconds and gives each row `tokens_per_round` tokens. A prompt delays
+the rounds of its replica by the time of its uncached tokens. Requests are routed as in the real pool. Between two events of a
+replica its rows advance evenly. Arrivals are a Poisson process; prompts begin with one of `prefixes` texts, drawn by Zipf's law.
 A replica that fails restarts after `restart_seconds` without its cache, and its requests continue on others, with their tokens as prompts.
 """
 
@@ -26,13 +26,13 @@ PAGE = 16
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured, of one engine."""
+    """Measured costs of one engine."""
 
-    first_seconds: float  # of a round, without its rows
-    row_seconds: float  # for each row
-    prompt_seconds: float  # for each token that is not cached
-    tokens_per_round: float = 1.0  # of a row
-    request_seconds: float = 0.0  # of Ray and HTTP, before the first token
+    first_seconds: float  # per round, without its rows
+    row_seconds: float  # per row of a round
+    prompt_seconds: float  # per uncached prompt token
+    tokens_per_round: float = 1.0  # per row
+    request_seconds: float = 0.0  # time in Ray and HTTP before the first token
 
     def round_seconds(self, rows: int) -> float:
         return self.first_seconds + rows * self.row_seconds
@@ -40,23 +40,23 @@ class Costs:
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked."""
+    """The requests of a simulation."""
 
     requests: int
     per_second: float  # arrivals; inf: all at once
     prompt_tokens: int = 256
-    prefix_tokens: int = 192  # of them, in common with the requests of the same text
+    prefix_tokens: int = 192  # prompt tokens that are common to the requests with the same prefix
     prefixes: int = 64
     output_tokens: int = 200
-    spread: float = 0.5  # of the numbers of output tokens: uniform between (1 - spread) and (1 + spread) times output_tokens
+    spread: float = 0.5  # numbers of output tokens are uniform between (1 - spread) and (1 + spread) times output_tokens
 
 
 @dataclass(frozen=True)
 class Pool:
     replicas: int
     rows: int = 8
-    cached_pages: int = 4096  # of one replica
-    failures_per_hour: float = 0.0  # of one replica
+    cached_pages: int = 4096  # per replica
+    failures_per_hour: float = 0.0  # per replica
     restart_seconds: float = 30.0
     load_factor: float = 1.25
 
@@ -87,13 +87,13 @@ class _Request:
 
 @dataclass(eq=False)
 class _Replica:
-    """Rows, those that wait for one, and the pages in its cache."""
+    """Running requests, waiting requests, and the pages in the prefix cache."""
 
     name: str
     rows: list[_Request] = field(default_factory=list)
     waiting: collections.deque[_Request] = field(default_factory=collections.deque)
     cache: collections.OrderedDict[bytes, None] = field(default_factory=collections.OrderedDict)
-    at: float = 0.0  # up to here its rows have advanced
+    at: float = 0.0  # time up to which its rows have advanced
     version: int = 0  # of its next event; events of older ones are void
     busy: float = 0.0
     down: bool = False
@@ -113,7 +113,7 @@ class Simulation:
         self._replicas = {str(index): _Replica(str(index)) for index in range(pool.replicas)}
         self._events: list[tuple[float, int, str, str, int]] = []  # time, order, kind, replica, version
         self._order, self._now, self._ended = itertools.count(), 0.0, list[_Request]()
-        self._homeless = list[_Request]()  # while all replicas are down
+        self._homeless = list[_Request]()  # requests that wait because all replicas are down
         self._hits = self._prompted = self._failures = self._continued = 0
 
     def run(self) -> Prediction:
@@ -162,7 +162,7 @@ class Simulation:
         self._plan(replica)
 
     def _advance(self, replica: _Replica) -> None:
-        """The rows up to now; those that have ended leave."""
+        """Advance the rows to the present time, and remove those that have ended."""
         passed = self._now - replica.at
         if passed > 0 and replica.rows:
             tokens = passed / self._costs.round_seconds(len(replica.rows)) * self._costs.tokens_per_round
@@ -174,12 +174,12 @@ class Simulation:
                 request.left -= tokens
             for request in [each for each in replica.rows if each.left < 1e-6]:
                 replica.rows.remove(request)
-                request.left = self._now - request.arrival + self._costs.request_seconds  # its latency from here on
+                request.left = self._now - request.arrival + self._costs.request_seconds  # `left` is its latency from here on
                 self._ended.append(request)
         replica.at = max(replica.at, self._now)
 
     def _plan(self, replica: _Replica) -> None:
-        """Fill free rows, and schedule the next end of one."""
+        """Fill free rows, and schedule the next end of a request."""
         while replica.waiting and len(replica.rows) < self._pool.rows:
             request = replica.waiting.popleft()
             hit = next((depth for depth, page in enumerate(request.pages) if page not in replica.cache), len(request.pages))
@@ -190,7 +190,7 @@ class Simulation:
                 replica.cache.popitem(last=False)
             tokens = request.prompt + int(request.done)
             self._hits, self._prompted = self._hits + hit * PAGE, self._prompted + tokens
-            stall = (tokens - hit * PAGE) * self._costs.prompt_seconds  # of all rows
+            stall = (tokens - hit * PAGE) * self._costs.prompt_seconds  # delays all rows
             replica.at, replica.busy = replica.at + stall, replica.busy + stall
             replica.rows.append(request)
         replica.version += 1
@@ -238,14 +238,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--replicas", type=int, nargs="+", default=[1, 10, 100, 1000], metavar="N")
-    add("--round-ms", type=float, nargs=2, required=True, metavar=("FIRST", "ROW"), help="of a round, and of each row in it")
-    add("--prompt-ms", type=float, required=True, metavar="MS", help="of a prompt token that is not cached")
-    add("--tokens-per-round", type=float, default=1.0, metavar="N", help="of a row; the accepted length")
-    add("--request-ms", type=float, default=0.0, metavar="MS", help="of Ray and HTTP")
+    add("--round-ms", type=float, nargs=2, required=True, metavar=("FIRST", "ROW"), help="time of a round without its rows, and per row")
+    add("--prompt-ms", type=float, required=True, metavar="MS", help="time per uncached prompt token")
+    add("--tokens-per-round", type=float, default=1.0, metavar="N", help="accepted length per row")
+    add("--request-ms", type=float, default=0.0, metavar="MS", help="time of a request in Ray and HTTP")
     add("--load", type=float, default=0.8, metavar="SHARE", help="arrivals as a share of what all rows can decode")
     add("--rows", type=int, default=8, metavar="N")
-    add("--requests", type=int, default=20, metavar="N", help="for each replica")
-    add("--failures-per-hour", type=float, default=0.0, metavar="N", help="of one replica")
+    add("--requests", type=int, default=20, metavar="N", help="requests per replica")
+    add("--failures-per-hour", type=float, default=0.0, metavar="N", help="failures of each replica")
     add("--seed", type=int, default=0)
     options = parser.parse_args()
     first, row = options.round_ms

@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tests.*
 
 from tests.helpers import schema_cases
 
-DRAFTS = {  # in which the schemas of a folder are, as most of them do not say so
+DRAFTS = {  # draft of the schemas of a folder, most of which do not state it
     "draft4": "http://json-schema.org/draft-04/schema#",
     "draft6": "http://json-schema.org/draft-06/schema#",
     "draft7": "http://json-schema.org/draft-07/schema#",

@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("file", type=Path, metavar="FILE", help="the timeline")
     parser.add_argument("png", type=Path, metavar="PNG", help="the picture to write")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds from the middle (default: %(default)s)")
-    parser.add_argument("--title", default="", help="instead of the totals")
+    parser.add_argument("--title", default="", help="title of the picture (default: the totals)")
     parser.add_argument("--lengths", action="store_true", help="draft length and account of all rounds, instead of stages")
     options = parser.parse_args(arguments)
     try:

@@ -34,7 +34,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--lr", type=float, default=1e-3, metavar="X", help="peak learning rate (default: %(default)s)")
     add("--seed", type=int, default=0, help="seed of initial weights, order and split (default: %(default)s)")
     add("--measured", type=int, default=20, metavar="N", help="prompts of each kind to measure on (default: %(default)s)")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="that trains (default: %(default)s)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="device for training (default: %(default)s)")
     add("--install", action="store_true", help="copy the head into the package")
     add("--quiet", action="store_true", help="no progress bars")
     return parser.parse_args(arguments)
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def training_flags(options: argparse.Namespace, target: Path, states: Path, head: Path) -> list[str]:
-    """For tools/train_head.py."""
+    """The flags for tools/train_head.py."""
     flag_values: dict[str, Any] = {
         "target": target,
         "kind": "eagle3",

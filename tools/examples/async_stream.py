@@ -12,7 +12,7 @@ LONG = SamplingParams(temperature=0, ignore_eos=True)
 
 
 async def whole(serving: AsyncEngine) -> Job:
-    """Every token as it becomes known."""
+    """Every token as it is decoded."""
     stream = serving.generate([1, 2, 3], constraint=Constraint.regex("[a-z]{3,12} [0-9]{4}"), max_new_tokens=40)
     async for event in stream:
         print(f"job {event.job_id}: {VOCABULARY.decode(event.tokens)!r}")
@@ -29,12 +29,12 @@ async def until_enough(serving: AsyncEngine) -> Job:
 
 
 async def with_a_timeout(serving: AsyncEngine) -> Job:
-    """A task that is cancelled while it waits for its text takes the job with it. submit() waits where the queue is full."""
+    """Cancelling a task that awaits its result cancels the job. submit() waits while the queue is full."""
     stream = await serving.submit([5], sampling=LONG, max_new_tokens=100_000)
     try:
         await asyncio.wait_for(stream.result(), timeout=0.2)
     except asyncio.TimeoutError:
-        await stream.aclose()  # by now only waits until it has ended
+        await stream.aclose()  # the job is cancelled already: waits until it has ended
     return stream.job
 
 

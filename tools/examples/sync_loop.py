@@ -1,4 +1,4 @@
-"""A serving loop in one thread: admit, step, tell. `python tools/examples/sync_loop.py`
+"""A serving loop in one thread: submit, step, deliver events. `python tools/examples/sync_loop.py`
 
 Requests come from another thread, as they would from a socket; the loop sleeps while there is nothing to do.
 """
@@ -17,7 +17,7 @@ ASKED = [([1, 2, 3], DATE, 0.0), ([4, 5], None, 0.8), ([6], Constraint.choice(["
 def main() -> dict[int, Job]:
     vocabulary = Vocabulary.printable()
     target = ToyTarget(vocabulary.logits_width)  # Engine.from_pretrained("path/to/model") for a real one
-    config = EngineConfig(max_rows=2, num_speculative_tokens=3, max_length=128, eager=True)  # eager: nothing to wait for here
+    config = EngineConfig(max_rows=2, num_speculative_tokens=3, max_length=128, eager=True)  # eager: no graphs to record
     jobs: dict[int, Job] = {}
     with Engine(target, ToyDraft(target, agreement=0.8), vocabulary=vocabulary, config=config) as engine:
         engine.capture()

@@ -162,7 +162,7 @@ def _bar(axes: Any, span: Span, lane: float, start: float, width: float) -> None
 
 
 def _labels(axes: Any, narrow: Sequence[tuple[float, str, str]], lane: float, side: int, width: float) -> None:
-    """Labels with lines to their bars, on the first level with room. A label without room is left to the legend."""
+    """Labels with lines to their bars, on the first level with room. A label without room is omitted."""
     free = [0.0] * MOST_LEVELS
     left, right = axes.get_xlim()
     last_word, last_pixel = "", 0.0

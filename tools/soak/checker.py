@@ -19,7 +19,7 @@ NEAR = 1e-4  # difference of two logits below which summation order decides
 
 
 class Checker:
-    """Has engines without drafts, and its own compilers."""
+    """Owns engines without drafts, and compilers."""
 
     def __init__(self, models: Models, rng: random.Random, plain_share: float) -> None:
         self._random, self._plain_share, self._exact = rng, plain_share, models.device.type == "cpu"
@@ -56,7 +56,7 @@ class Checker:
 
     def _check_job(self, kind: EngineKind, act: Act, record: JobRecord) -> None:
         job, request = record.job, record.request
-        assert job.finish_reason is not None, "it has not ended"
+        assert job.finish_reason is not None, "the job has not ended"
         self.counts[f"ended: {job.finish_reason}"] += 1
         self.counts["tokens"] += len(job.tokens)
         check_events(record, act.closed)
@@ -71,7 +71,7 @@ class Checker:
             self._check_text(kind, request, request.constraint, job)
         if record.before is not None:
             self.counts["repeated requests"] += 1
-            assert _agrees(job, record.before.tokens, record.before.reason), f"the earlier answer was {record.before.tokens} before"
+            assert _agrees(job, record.before.tokens, record.before.reason), f"the earlier answer was {record.before.tokens}"
         if request.sampling.greedy and not request.uncompilable and self._random.random() < self._plain_share:
             self.counts["compared with plain decoding"] += 1
             self._check_plain(kind, request, job)
@@ -83,7 +83,7 @@ class Checker:
         compiled: CompiledConstraint = self._compilers[kind.grammars].compile(constraint)
         self.counts["re-accepted by a fresh matcher"] += 1
         complete = job.finish_reason in COMPLETE
-        assert accepts(compiled, job.tokens, finished=complete), "a fresh matcher rejects it"
+        assert accepts(compiled, job.tokens, finished=complete), "a fresh matcher rejects the text"
         if complete and request.is_valid is not None:
             self.counts["read by other means"] += 1
             text = VOCABULARY.decode([token for token in job.tokens if token != STOP]).decode()

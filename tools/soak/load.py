@@ -17,7 +17,7 @@ from stepgraph.runtime.aio import JobStream
 from tools.soak.requests import Request, RequestSource
 
 THREADS, TASKS = 3, 6
-DRAIN_SECONDS = 60.0  # a job that takes longer hangs
+DRAIN_SECONDS = 60.0  # a job that takes longer counts as hung
 MakeSource = Callable[[], RequestSource]
 Following = Literal["whole", "part", "no"]  # how many of a job's events were collected
 
@@ -109,7 +109,7 @@ def submitter(act: Act, source: RequestSource, followed: Following, at_once: int
                 act.engine.cancel(rng.choice(act.records).job)  # may be another thread's job, or finished
     except EngineClosedError:
         act.counts["engine was closed"] += 1
-    except BaseException as error:  # else it would only be printed
+    except BaseException as error:  # otherwise it would only be printed
         act.problems.append(f"a thread that submits: {type(error).__name__}: {error}")
 
 

@@ -29,10 +29,10 @@ COUNTED = ("stepgraph", "xgrammar", "llguidance", "asyncio", "threading")  # pac
 
 
 class TypeCounts(Mapping[str, int]):
-    """Object counts by type in 4 bytes each: a run keeps thousands of samples, which must not be growth themselves."""
+    """Object counts by type in 4 bytes each: a run keeps thousands of samples, whose memory must not appear as growth."""
 
     __slots__ = ("_counts",)
-    _places: ClassVar[dict[str, int]] = {}  # of the types of all samples
+    _places: ClassVar[dict[str, int]] = {}  # index of every type that a sample has counted
 
     def __init__(self, counts: Mapping[str, int]) -> None:
         for name in counts:
@@ -112,14 +112,14 @@ def share_one_heap() -> None:
     """Make all threads allocate from one heap of the C library, if called before they start.
 
     By default every thread gets one of eight heaps per core, and memory that is free in one is not used by the others: under this load
-    resident memory rises for ten minutes or more at the same allocated bytes. A leak is found in one heap as well.
+    resident memory rises for ten minutes or more at the same allocated bytes. A leak is also visible in one heap.
     """
     with contextlib.suppress(AttributeError, OSError):  # a C library without it
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
 def release_memory() -> None:
-    re.purge()  # else the patterns of the first few hundred requests
+    re.purge()  # the cache of patterns grows over the first few hundred requests
     gc.collect()
     with contextlib.suppress(AttributeError, OSError):  # a C library without it
         ctypes.CDLL(None).malloc_trim(0)

@@ -17,13 +17,13 @@ from tools.soak.soak import Soak, columns
 
 LEAST_POINTS = 4
 MIB = 1 << 20
-MOST_POINTS = 120  # kept of a figure over time
-# A figure grows if its slope is above zero by more than so many standard errors. One of forty figures is by chance in one run of twenty.
+MOST_POINTS = 120  # points of a figure in the document
+# A figure grows if its slope is more than this many standard errors above zero: by chance, one of forty figures in one run of twenty.
 SIGNIFICANT = 3.0
-LAGS = 36  # points whose errors depend on each other: an engine holds what an act left until its next one, a turn of twelve acts later
-# What a run cannot measure as a slope, however small the error is, because it happens once:
-# * within the first FILLING_SECONDS heaps, caches and threads of the engines fill, by as much as the first two numbers: an absolute value,
-#   or a share of the mean if that is more. Fifteen minutes is how long resident memory rose at the same allocated bytes.
+LAGS = 36  # consecutive points with correlated errors: an engine keeps memory of an act until its next act, twelve acts later
+# Growth that is allowed because it happens once, so that a run cannot measure it as a slope:
+# * within the first FILLING_SECONDS heaps, caches and threads of the engines fill, by at most the first number or, if that is more, by the
+#   second number as a share of the mean. Fifteen minutes is how long resident memory rose at the same allocated bytes.
 # * later, the third number: whole units of what is counted; for bytes the samples of the run itself (MOST_SAMPLES of about a kilobyte),
 #   blocks of torch's allocator on a device, a grammar that replaces a smaller one in a cache.
 FILLING_SECONDS = 900.0
@@ -42,7 +42,7 @@ ALLOWED: dict[str, tuple[float, float, float]] = {
     "objects": (5000, 0.05, 1000),  # later: two for each sample
     "tensors": (200, 0.1, 10),
 }
-OF_A_TYPE = (100, 0.2, 5)  # as ALLOWED, for objects of one type; caches empty with their engines and fill again
+OF_A_TYPE = (100, 0.2, 5)  # like ALLOWED, for objects of one type; caches are emptied with their engines and fill again
 LATE = ", last half"
 
 
@@ -148,7 +148,7 @@ class Trend:
     most: float
     mean: float
     per_hour: float
-    error_per_hour: float  # standard error of per_hour, for points that depend on those before them
+    error_per_hour: float  # standard error of per_hour, for autocorrelated points
     growth: float  # from the first to the last point of the line
     allowed: float  # growth that is not measured as a slope
     flat: bool
@@ -188,8 +188,8 @@ def fit(seconds: Sequence[float], values: Sequence[float], slack: float, share: 
 
 
 def _slope_error(seconds: Sequence[float], rests: Sequence[float]) -> float:
-    """The standard error of a slope, from the distances to the line at centred times: the larger one of that for independent points, which
-    is too small where points are like those before them, as what engines hold changes slowly, and that of Newey and West (1987)."""
+    """The standard error of a slope, from the residuals at centred times: the larger of the error for independent points, which is too
+    small for autocorrelated points such as the memory of engines, and the error of Newey and West (1987)."""
     times, distances, count = numpy.array(seconds), numpy.array(rests), len(rests)
     spread, scores, lags = float(times @ times), times * distances, min(count // 4, LAGS)
     pairs = sum((1 - lag / (lags + 1)) * float(scores[lag:] @ scores[:-lag]) for lag in range(1, lags + 1))

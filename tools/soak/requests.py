@@ -94,7 +94,7 @@ class RequestSource:
     def _constraint(self) -> tuple[Constraint, Validator | None, bool]:
         rng, number = self.random, next(self._numbers)
         names = ("schema", "regex", "choice", "lark", "tag", "after", "object", "fixed", "ebnf", "uncompilable")
-        of_xgrammar = self.kind.grammars == "auto"  # the last two use its notation
+        of_xgrammar = self.kind.grammars == "auto"  # the last two kinds are in its notation
         kind = rng.choices(names, (8, 4, 3, 2, 1, 1, 1, 2, 2 * of_xgrammar, of_xgrammar))[0]
         made: tuple[Constraint, Validator | None] = getattr(self, f"_{kind}")(number)
         return (*made, kind == "uncompilable")

@@ -22,7 +22,7 @@ from tools.soak.load import Act, Answer, loop_act, served_act
 from tools.soak.process import Sample, sample
 from tools.soak.requests import RequestSource
 
-MOST_SAMPLES = 512  # kept of a run, of each sort: all of those of an hour took a megabyte, which was growth themselves
+MOST_SAMPLES = 512  # of each of the two series: all samples of an hour took a megabyte, which appeared as growth
 MOST_PROBLEMS = 50  # kept in the report; all are counted
 KEPT_ANSWERS = 16  # per kind
 
@@ -90,7 +90,7 @@ class Soak:
         return {name: getattr(last, name, None) or 0 for name in ("resident_bytes", "heap_bytes")}
 
     def samples(self, settled: bool) -> list[Sample]:
-        """Of moments between two acts, or within them."""
+        """Samples taken between acts, or during acts."""
         return self._series[settled].kept
 
     def last_sample(self, settled: bool) -> Sample | None:
@@ -210,7 +210,7 @@ class Soak:
 
 
 def check_books(engine: Engine) -> list[str]:
-    """What an idle engine still holds, one line per problem."""
+    """Resources that an idle engine has not released, one line per problem."""
     stats = engine.stats()
     expected = {
         "running": (stats.running, 0),

@@ -11,7 +11,7 @@ from torch import Tensor
 from stepgraph.runtime.models.files.weights import FLOATS, SafetensorsSource, read_json
 from tools.train.saving import write_folder
 
-GROUP, MOST = 32, 127  # inner indices with one scale, and the largest number
+GROUP, MOST = 32, 127  # inner indices with one scale, and the largest magnitude
 SCHEME: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -46,9 +46,9 @@ def quantise_head(head: Path, out: Path) -> None:
 
 
 def packed(weight: Tensor) -> dict[str, Tensor]:
-    """The tensors that stand for a weight [out, in], by the ends of their names: number - 128, times the scale of its group."""
+    """The packed tensors of a weight [out, in], by name suffix. A weight is (number - 128) times the scale of its group."""
     groups = weight.float().view(len(weight), -1, GROUP)
     scales = (groups.abs().amax(2) / MOST).half()
     numbers = (groups / scales.float().clamp(min=torch.finfo(torch.float16).tiny)[:, :, None]).round().clamp(-MOST, MOST) + 128
-    words = numbers.to(torch.uint8).view(len(weight), -1).view(torch.int32)  # four of them, the lowest bits first
+    words = numbers.to(torch.uint8).view(len(weight), -1).view(torch.int32)  # four numbers per word, the lowest bits first
     return {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}

@@ -51,7 +51,7 @@ class Trainer:
         self.done = self.tokens = 0  # steps, and tokens of this run
         self._named = head.parameters
         self._optimizer = torch.optim.AdamW(self._named.values(), lr=plan.rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
-        self._places = torch.full((head.target.vocab_size,), -1, device=self.device)  # of a token among the proposed
+        self._places = torch.full((head.target.vocab_size,), -1, device=self.device)  # index of each token among the proposed ones
         self._places[head.proposed.to(self.device)] = torch.arange(len(head.proposed), device=self.device)
 
     def train(self, checkpoint: Path, every: int, progress: bool = False, stop: Callable[[], bool] = lambda: False) -> bool:

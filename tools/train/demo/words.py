@@ -69,7 +69,7 @@ class Words:
         return self.generator.choice(kept)
 
     def any(self, words: Sequence[T]) -> T:
-        """From the whole list: what it holds is form, not content."""
+        """From the whole list, also if `held_out`: for wording, not for content."""
         return self.generator.choice(words)
 
     def number(self, least: int, most: int) -> int:
