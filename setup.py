@@ -48,7 +48,7 @@ class VisibleEditable(editable_wheel):  # type: ignore[misc]
 
 
 setup(
-    script_name="setup.py",  # the root is the package: without this the script would be taken for one of its modules
+    script_name="setup.py",  # the root is the package: otherwise setuptools takes this script for one of its modules
     cmdclass={"build_ext": BuildBeside, "editable_wheel": VisibleEditable},
     ext_modules=[
         Extension(
