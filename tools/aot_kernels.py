@@ -47,7 +47,7 @@ class Usage(NamedTuple):
     stack_bytes: int
     shared_bytes: int
     warps: int
-    wide_loads: int  # of 16 bytes per thread
+    wide_loads: int  # loads of 16 bytes per thread
     blocks: int  # resident on a multiprocessor
     occupancy: float  # share of a multiprocessor's warps
 

@@ -65,7 +65,7 @@ class Ask(NamedTuple):
 
 
 class Workload(NamedTuple):
-    asks: Callable[[int], Sequence[Ask]]  # by turn: the requests, submitted together
+    asks: Callable[[int], Sequence[Ask]]  # the requests of a turn, submitted together
     new_tokens: int
     wrong: bool = False  # every draft of the draft model is wrong
     data: str = ""

@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="schemas, one in each .json file, also in sub-folders")
     parser.add_argument("--schemas", type=int, default=1000, help="number of schemas to choose at random (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of that choice (default: 0)")
-    parser.add_argument("--repeats", type=int, default=3, help="compiles of each schema, of which the median counts (default: 3)")
+    parser.add_argument("--repeats", type=int, default=3, help="compiles of each schema; their median is reported (default: 3)")
     parser.add_argument("--positions", type=int, default=0, metavar="N", help="compare at least N positions with xgrammar instead")
     parser.add_argument("--progress", type=Path, default=Path("compared.jsonl"), help="file of results; cases in it are not repeated")
     options = parser.parse_args(arguments)

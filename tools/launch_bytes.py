@@ -1,6 +1,6 @@
 """Bytes that every Triton program loads and stores in a launch, counted in Triton's interpreter.
 
-Launches of a round: two rows, three drafts; of several launches of a program the one with most bytes. An address
+Launches of a round: two rows, three drafts; for a program with several launches, the one with most bytes. An address
 counts once per instruction and program instance, as in tools/bench_attention.py; atomic updates are not counted. TRITON_INTERPRET=1 must
 be set.
 

@@ -22,8 +22,8 @@ from stepgraph import Engine
 from stepgraph.runtime.stats import EngineStats
 
 PROCESS = Path("/proc/self")
-M_ARENA_MAX = -8  # of malloc.h
-MALLOC_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()  # of its struct mallinfo2
+M_ARENA_MAX = -8  # from malloc.h
+MALLOC_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()  # of struct mallinfo2
 OF_A_CHILD = 2  # open files of this process per child
 COUNTED = ("stepgraph", "xgrammar", "llguidance", "asyncio", "threading")  # packages whose objects are counted
 

@@ -24,8 +24,8 @@ LAGS = 36  # consecutive points with correlated errors: an engine keeps memory o
 # Growth that is allowed because it happens once, so that a run cannot measure it as a slope:
 # * within the first FILLING_SECONDS heaps, caches and threads of the engines fill, by at most the first number or, if that is more, by the
 #   second number as a share of the mean. Fifteen minutes is how long resident memory rose at the same allocated bytes.
-# * later, the third number: whole units of what is counted; for bytes the samples of the run itself (MOST_SAMPLES of about a kilobyte),
-#   blocks of torch's allocator on a device, a grammar that replaces a smaller one in a cache.
+# * later, by at most the third number: whole units of the counted objects; for bytes, the samples of the run itself (MOST_SAMPLES of about
+#   a kilobyte), blocks of torch's allocator on a device, a grammar that replaces a smaller one in a cache.
 FILLING_SECONDS = 900.0
 ALLOWED: dict[str, tuple[float, float, float]] = {
     "resident_bytes": (4 * MIB, 0.0, MIB / 2),

@@ -19,7 +19,7 @@ class Entry:
     name: str
     module: str
     seconds: float
-    patience: float = 45.0  # for one-time loading and compilation
+    patience: float = 45.0  # seconds for one-time loading and compilation
 
     def budget(self, quick: bool) -> float:
         return self.seconds * QUICK_SHARE if quick else self.seconds

@@ -86,7 +86,7 @@ def _over_free(cases: dict[str, Case], blocks: dict[str, list[float]]) -> tuple[
 
 
 def worst_of(cells: Sequence[Excess]) -> Figures:
-    """The worst cell, each judged by its own noise."""
+    """The worst cell; each cell is judged by its own noise."""
     middle, tail = max(cells, key=lambda cell: cell.p50 - cell.noise), max(cells, key=lambda cell: cell.p99 - cell.noise_p99)
     return {"p50": middle.p50, "noise": middle.noise, "p99": tail.p99, "noise_p99": tail.noise_p99}
 

@@ -15,7 +15,7 @@ from stepgraph.graphs.publishing import FINISH, end_round, publish_results, take
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode
 from stepgraph.sampling.kernels.operation import Operation
 
-SLOTS, ROWS, WIDTH, WORDS, POSITIONS = 5, 6, 20, 1_100, 3  # of rings, rows of a slot, results, masks: more than one tile
+SLOTS, ROWS, WIDTH, WORDS, POSITIONS = 5, 6, 20, 1_100, 3  # ring slots, rows each, result width, mask words (more than a tile), positions
 
 
 class Case(NamedTuple):
