@@ -100,8 +100,8 @@ def test_busy_loop_is_woken_once_for_many_steps(engine: Engine, monkeypatch: pyt
         streams = [serving.generate([index], max_new_tokens=40, sampling=LONG) for index in range(6)]
         assert serving._stepper is not None
         serving._stepper.stop(drain=True)
-        serving._stepper.thread.join(60)  # the loop looks at nothing until all has ended
-        assert sorted(calls) == ["_deliver", "_end"], "one call for six texts, and that of the end"
+        serving._stepper.thread.join(60)  # the event loop runs no callback until all requests have ended
+        assert sorted(calls) == ["_deliver", "_end"], "one call for six streams, and one for the end"
         for stream in streams:
             check_events(await read(stream), stream.job)
         await serving.close()
@@ -198,7 +198,7 @@ def test_leaving_a_stream_early_frees_the_row(engine: Engine, way: str) -> None:
                 async with stream:
                     pass
             else:
-                del stream, _  # the gate opens after the call that this schedules in the loop
+                del stream, _  # schedules the cancellation in the loop, right after gate.open
                 gc.collect()
                 await serving.close()
             assert (job.finish_reason, engine.stats().running) == (FinishReason.CANCELLED, 0)

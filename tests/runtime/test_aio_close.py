@@ -1,4 +1,4 @@
-"""The end of an AsyncEngine: closed, failed, dropped, asleep or with the interpreter. Every job has a reason, and no thread is left."""
+"""The end of an AsyncEngine: closed, failed, dropped, asleep or with the interpreter. Each job has a finish reason; no thread is left."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_close_drains_or_cancels_all_jobs(engine: Engine) -> None:
             with pytest.raises(EngineClosedError, match="it was closed"):
                 await serving.submit([1])
         engine.__dict__.pop("step")
-        assert engine.generate([2], max_new_tokens=9).tokens == plain([2], 9).tokens, "the engine is given back"
+        assert engine.generate([2], max_new_tokens=9).tokens == plain([2], 9).tokens, "the engine can be used again"
 
     run(main(drain=True))
     run(main(drain=False))
@@ -76,7 +76,7 @@ def test_exception_inside_and_cancellation_while_draining_cancel_jobs(engine: En
         await serving.open()
         stream = serving.generate([2], max_new_tokens=60, sampling=LONG)
         closing = asyncio.create_task(serving.close())
-        await asyncio.sleep(0)  # it begins to drain
+        await asyncio.sleep(0)  # close() begins to drain
         closing.cancel()
         asyncio.get_running_loop().call_soon(gate.open)
         with pytest.raises(asyncio.CancelledError):
@@ -160,7 +160,7 @@ def test_thread_sleeps_while_all_requests_wait_for_grammars(engine: Engine, monk
             go.set()
             check_events(await read(waiting), waiting.job)
             assert gate.made > made and waiting.job.finish_reason == FinishReason.CONSTRAINT_COMPLETE
-            assert asleep.polls == [], "it slept by the clock"  # type: ignore[attr-defined]
+            assert asleep.polls == [], "the thread slept with a time-out"  # type: ignore[attr-defined]
             asleep.clear()
             engine.queue.wake.notify()  # it may be asleep already
             await asyncio.to_thread(asleep.wait)

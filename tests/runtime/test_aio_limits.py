@@ -37,7 +37,7 @@ def test_full_queue_raises_or_is_awaited_in_order() -> None:
             tasks = [asyncio.create_task(serving.submit([index], max_new_tokens=4)) for index in range(2, 8)]
             await asyncio.sleep(0)  # they begin to wait, in this order
             tasks[3].cancel()
-            tasks[0].cancel()  # the one in front
+            tasks[0].cancel()  # the first one
             for _ in range(9):
                 await asyncio.sleep(0)  # lets the next one start
             asyncio.get_running_loop().call_soon(gate.open)
@@ -98,7 +98,7 @@ def test_other_loops_and_other_steppers_are_refused(engine: Engine) -> None:
             check_events(await read(stream), stream.job)
 
     run(main())
-    run(opened_again(serving))  # in a loop of its own
+    run(opened_again(serving))  # in another loop
 
 
 def test_open_captures_if_needed() -> None:
@@ -125,7 +125,7 @@ def test_calls_in_a_fork_raise(engine: Engine) -> None:
                         call()
                     except RuntimeError as error:
                         output.append(str(error))
-                del call, stream  # dropped there, it must not cancel what goes on here
+                del call, stream  # dropping the stream in the child must not cancel the job of the parent
                 gc.collect()
                 os.write(hand, "\n".join(output).encode())
                 os._exit(0)

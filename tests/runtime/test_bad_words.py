@@ -52,7 +52,7 @@ asks = st.tuples(
 @settings(max_examples=12)
 @given(batch=st.lists(asks, min_size=1, max_size=4))
 def test_outputs_equal_a_plain_loop(engine: Engine, batch: list[tuple[Any, ...]]) -> None:
-    """The words are parts of what the request would have had, then of what it had without those: they are met at all positions."""
+    """The words are parts of the output without bad words, then of the output with these, so they occur at all positions."""
     expected = []
     for prompt, constraint, sizes, sampling in batch:
         banning = sampling
@@ -70,7 +70,7 @@ def test_outputs_equal_a_plain_loop(engine: Engine, batch: list[tuple[Any, ...]]
 
 
 def test_drafts_are_accepted_beside_bad_words_and_a_planted_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: drafts do not count as output before later positions of the same round."""
+    """The planted error: drafts do not count as output before later positions of the same round."""
     text = plain([3], 24, sampling=replace(GREEDY, ignore_eos=True)).tokens
     sampling = replace(GREEDY, ignore_eos=True, bad_words=(tuple(text[9:11]), tuple(text[15:19])))
     expected, honest = plain([3], 24, sampling=sampling).tokens, sampled_stages.ban_words

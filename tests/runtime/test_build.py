@@ -126,7 +126,7 @@ def test_function_drafts_end_at_an_invalid_id() -> None:
         for event in engine.stream():
             accepted.append(event.num_accepted_drafts)
     assert job.tokens == expected
-    assert set(accepted) == {0, 1}, "drafts after an invalid id would be accepted as well"
+    assert set(accepted) == {0, 1}, "drafts after an invalid id are dropped"
 
 
 def test_function_needs_one_round_in_flight_and_its_error_ends_its_job() -> None:
@@ -136,7 +136,7 @@ def test_function_needs_one_round_in_flight_and_its_error_ends_its_job() -> None
     with pytest.raises(ValueError, match=r"Engine.draft: got a function with rounds_in_flight=2, expected rounds_in_flight=1"):
         Engine(TARGET, broken, config=CONFIG)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpoint, "load", lambda *_: pytest.fail("loaded, though it cannot be served"))
+        patch.setattr(Checkpoint, "load", lambda *_: pytest.fail("weights were loaded before the refusal"))
         with pytest.raises(ValueError, match=r"Engine.draft: got a function with rounds_in_flight=2"):
             Engine.from_pretrained(folder_of("llama-2"), broken, config=EngineConfig(max_rows=1, max_length=64))
     with pytest.raises(ValueError, match=r"Engine.draft: got list, expected a draft model, a proposer, a function or a name"):

@@ -28,7 +28,7 @@ from stepgraph.runtime.commands import terminal
 from stepgraph.runtime.commands.flags import COMMANDS
 from tests.helpers.command_models import model_folder
 
-# without a C compiler there is a warning of that kind, which has a test of its own
+# without a C compiler there is a RuntimeWarning, which another test checks
 COMMAND = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "stepgraph"]
 
 
@@ -102,13 +102,13 @@ def test_closing_the_output_of_help_is_no_error() -> None:
     os.close(reader)
     done = subprocess.run([*COMMAND, "--help"], stdout=writer, stderr=subprocess.PIPE, timeout=300, check=False)
     os.close(writer)
-    assert done.stderr == b"" and done.returncode in (0, terminal.OUTPUT_CLOSED), "some versions of argparse swallow it"
+    assert done.stderr == b"" and done.returncode in (0, terminal.OUTPUT_CLOSED), "some versions of argparse ignore the error"
 
 
 def test_ctrl_c_exits_cleanly() -> None:
     """With the usual exit code, one line, and no process left, including the grammar worker.
 
-    Its output has room for a hundred letters: it is in the midst of its answer, however fast it is.
+    The pipe has room for 100 more bytes, so the command cannot finish its answer before the signal.
     """
     reader, writer = os.pipe()
     room = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
@@ -220,7 +220,7 @@ def written(arguments: list[str], to_terminal: bool, monkeypatch: pytest.MonkeyP
     """What a command writes to both streams, which are a terminal or a pipe."""
     reader, writer = pty.openpty() if to_terminal else os.pipe()
     if to_terminal:
-        tty.setraw(writer)  # newlines arrive as they are
+        tty.setraw(writer)  # no translation of newlines
     parts: list[bytes] = []
 
     def collect() -> None:
@@ -268,11 +268,11 @@ def test_quoted_input_is_escaped_on_a_terminal_and_unchanged_in_a_pipe(name: str
     values = {"BROKEN": str(broken), "MODEL": str(model), "SCHEMA": schema, "HOSTILE": HOSTILE}
     arguments = [re.sub("[A-Z]{5,}", lambda found: values[found[0]], argument) for argument in QUOTING[name]]
     shown = written(arguments, True, monkeypatch)
-    assert VISIBLE in shown and not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", shown), "the carriage returns are of progress"
+    assert VISIBLE in shown and not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", shown), "carriage returns are from progress output"
     assert HOSTILE in written(arguments, False, monkeypatch)
 
 
-def test_a_host_that_has_no_encoding_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_name_that_cannot_be_encoded_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "toy", "--host", f"x{HOSTILE}"]) == terminal.BAD_INPUT
     assert f"--host: got 'x{VISIBLE}', expected a host name" in capsys.readouterr().err
 
@@ -287,7 +287,7 @@ def test_generate_colours_tokens_by_origin_and_counts_them(
         monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
     assert cli.main(["generate", str(model_folder()), "hi", "--draft", "forced", "--choice", "abcdefghij", "--max-new-tokens", "32"]) == 0
     out, errors = capsys.readouterr()
-    assert ("\x1b[1m" in out, "\x1b[1m" in errors) == (colours, colours), "each round ends with a token of the target"
+    assert ("\x1b[1m" in out, "\x1b[1m" in errors) == (colours, colours), "each round ends with a target token, in bold"
     assert re.sub("\x1b\\[[0-9]*m", "", out) == "abcdefghij\n"
     found = re.search(
         r"(\d+) tokens in \d+ rounds \((?:(\d+) forced by the grammar, )?(\d+) from the target\), ", re.sub("\x1b\\[\\d*m", "", errors)

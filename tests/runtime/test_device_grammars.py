@@ -43,7 +43,7 @@ def finish(engine: Engine) -> None:
 
 
 def submit(engine: Engine, prompt: list[int], constraint: Constraint | None, most: int, sampling: SamplingParams = GREEDY) -> Job:
-    """Its grammar is compiled, so that the next step gives it a row."""
+    """Compiles the grammar first, so that the next step gives the request a row."""
     if constraint is not None:
         engine.compile(constraint)
     return engine.submit(prompt, constraint=constraint, max_new_tokens=most, sampling=sampling)
@@ -76,7 +76,7 @@ def test_request_uses_one_lane_and_its_batch_decides_the_graph() -> None:
     assert (first.grammar_lane, host.grammar_lane, free.grammar_lane) == ("device", "host: xgrammar has no tables", "")
     rounds = {graph.key: graph.rounds - before.get(graph.key, 0) for graph in engine.stats().graphs}
     used = {(key.constrained, key.device) for key, count in rounds.items() if count}
-    assert used == {(True, True), (True, False), (False, False)}, "alone on the device, beside a request on the host, without grammars"
+    assert used == {(True, True), (True, False), (False, False)}, "all grammars on the device, one on the host, no grammar"
 
 
 def test_device_graph_has_no_host_node_and_no_copy_for_grammars() -> None:
@@ -87,7 +87,7 @@ def test_device_graph_has_no_host_node_and_no_copy_for_grammars() -> None:
     extra = {kind: device.nodes.get(kind, 0) - free.nodes.get(kind, 0) for kind in {*device.nodes, *free.nodes}}
     waits = extra.pop("wait")
     assert extra.keys() == {"kernel", "copy", "fill"} and extra["copy"] == 0, "neither copies nor host nodes"
-    # One kernel per mask and one for the statuses of those that verify; fewer, since a masked argmax finds out what is finite.
+    # One kernel per mask and one for the statuses of verification masks; fewer in total, as a masked argmax also checks for finite logits.
     assert (sum(extra.values()), waits) == (4 + 2 - 11, 10)
 
 
@@ -107,7 +107,7 @@ def test_full_arena_sends_requests_to_the_host_until_there_is_room() -> None:
         assert jobs[2].grammar_lane.startswith("host: the arena is full: ") and "grammar_arena_bytes" in jobs[2].grammar_lane
         late = submit(engine, [4, 2], SHAPES[4], 25)
         finish(engine)
-        assert late.grammar_lane == "device" and late.tokens == jobs[2].tokens, "both others have ended"
+        assert late.grammar_lane == "device" and late.tokens == jobs[2].tokens, "both other requests have ended"
         for job, constraint in zip(jobs, SHAPES[2:], strict=False):
             assert (job.tokens, job.error) == (plain(job.prompt_ids, 25, constraint).tokens, "")
         lanes = engine.stats().lanes
@@ -116,7 +116,7 @@ def test_full_arena_sends_requests_to_the_host_until_there_is_room() -> None:
 
 
 def test_arena_memory_is_reused_while_rounds_of_cancelled_requests_are_in_flight() -> None:
-    """One grammar at a time fits, and the device is behind: the copy of the next one waits for the rounds that read the last one."""
+    """The arena has room for one grammar and the device lags: the copy of the next grammar waits for rounds that read the last one."""
     pauses = iter([0.0, 0.003, 0.0, 0.001] * 10_000)
     backend = TapeBackend(asynchronous=True, delay=lambda name: time.sleep(next(pauses)))
     sizes = {image_bytes(shape) for shape in SHAPES[:3]}
@@ -155,12 +155,12 @@ def test_copy_runs_beside_rounds_and_is_ordered_with_rounds(monkeypatch: pytest.
     def delay(name: str) -> None:
         until = time.monotonic() + 2
         while name == "main" and len(asked) > log.count(COPIES) and asked[-1].query() and time.monotonic() < until:
-            time.sleep(0.001)  # a copy that may start starts before the next round, on a loaded machine too
+            time.sleep(0.001)  # a copy that may start does so before the next round, also on a loaded machine
         log.append(name)
         time.sleep(0.005 if name != COPIES else 0)
         rounds = log.count("main") + (8 if missing else 1)
         while name == COPIES and missing != "wait of the copy" and log.count("main") < rounds and time.monotonic() < until:
-            time.sleep(0.001)  # and lasts for so many rounds
+            time.sleep(0.001)  # the copy lasts for this many rounds
 
     monkeypatch.setattr(TapeBackend, "copy_aside", watched)
     if missing == "wait of the round":
@@ -203,7 +203,7 @@ def test_large_grammar_is_copied_in_parts_that_do_not_wait(monkeypatch: pytest.M
         assert not all(answers), "the request waited for its grammar while the engine stepped"
         finish(engine)
         assert [job.tokens for job in jobs] == [plain(job.prompt_ids, 20, SHAPES[6]).tokens for job in jobs]
-        assert engine.stats().lanes.grammars == 2, "both requests share one"
+        assert engine.stats().lanes.grammars == 2, "both requests share one grammar"
 
 
 @pytest.mark.parametrize("lane", ["device", "host"])
@@ -267,8 +267,8 @@ def test_text_marker_is_part_of_the_tables() -> None:
     assert ends > 2
 
 
-def test_token_that_masks_hide_is_legal_before_the_marker_only_on_both_lanes() -> None:
-    """xgrammar's masks are wrong for one token of this vocabulary: it is hidden from grammars, and part of free text."""
+def test_xgrammar_unsafe_token_is_legal_only_before_the_marker() -> None:
+    """xgrammar's masks are wrong for one token of this vocabulary: grammars exclude it, and free text may contain it."""
     (hidden,), found = BREAKS.xgrammar_unsafe_ids, list[list[Job]]()
     constraint = Constraint.regex("[ab\r\n]*").after("ab")
     small = EngineConfig(max_rows=4, max_length=64, num_speculative_tokens=0)
@@ -288,7 +288,7 @@ def test_token_that_masks_hide_is_legal_before_the_marker_only_on_both_lanes() -
     assert hidden in before and hidden not in after and len(after) > 100
 
 
-def test_grammars_that_the_device_does_not_follow_use_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_without_device_support_use_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     marked = Constraint.regex("[0-9]{3}").after([VOCABULARY.tokens.index(b"a")])
     compiled = COMPILER.compile(SHAPES[1])
     assert isinstance(compiled.grammar, AutomatonGrammar)
@@ -311,7 +311,7 @@ def test_grammars_that_the_device_does_not_follow_use_the_host(monkeypatch: pyte
         ({"grammar_backend": "xgrammar"}, "grammar_backend 'xgrammar' compiles no automata"),
     ],
 )
-def test_lane_that_is_not_possible_is_refused_or_noted(changes: dict[str, Any], reason: str) -> None:
+def test_unavailable_lane_is_refused_or_noted(changes: dict[str, Any], reason: str) -> None:
     setup = replace(DEVICE, **{name: value for name, value in changes.items() if name != "check_masks"})
     others: dict[str, Any] = {"check_masks": True} if "check_masks" in changes else {}
     with pytest.raises(ValueError, match=f"EngineConfig.grammar_lane: got 'device', expected 'auto' or 'host': {reason}"):
@@ -339,7 +339,7 @@ def test_lane_is_noted_in_the_capture_report_and_needs_a_vocabulary_and_the_libr
         ({"grammar_arena_bytes": 100}, "EngineConfig.grammar_arena_bytes: got 100, expected a whole number >= 1024"),
     ],
 )
-def test_config_refuses(changes: dict[str, Any], message: str) -> None:
+def test_invalid_lane_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EngineConfig(**changes)
 

@@ -64,7 +64,7 @@ def of_model(row: Sources, offered: int, accepted: int) -> tuple[Sources, Counts
 class Run:
     """Decodes with drafters, one per row, and counts time and tokens. A round accepts at most the drafts of the round before.
 
-    renew: new requests begin after so many rounds.
+    renew: new requests begin every `renew` rounds.
     """
 
     def __init__(
@@ -127,15 +127,15 @@ def test_drafter_that_is_never_right_costs_at_most_two_percent(costs: Costs) -> 
 
 
 @pytest.mark.parametrize("costs", [CPU_COSTS, GPU_COSTS], ids=["cpu", "gpu"])
-def test_changing_text_is_followed(costs: Costs) -> None:
+def test_draft_length_follows_a_changing_acceptance(costs: Costs) -> None:
     """Most drafts are accepted for 60 rounds, and few for the next 60. The mean of six texts, which differ by 4%."""
     drafters, seeds = [alternating(geometric(0.85), geometric(0.15), 60)], range(6)
     rates = [Run(drafters, costs, 1200, seed=seed).rate / best_fixed(drafters, costs, 1200, seed) for seed in seeds]
     assert sum(rates) / len(rates) >= 0.93, rates
 
 
-def test_batches_whose_drafts_double_the_time_are_tried_for_long_enough() -> None:
-    """New requests accept few drafts at first: always 3 drafts gain 17%. The mean of twelve texts."""
+def test_drafts_that_double_the_time_are_tried_for_long_enough() -> None:
+    """New requests accept few drafts at first; 3 drafts in every round gain 17%. The mean of twelve texts."""
     drafters = [lambda generator, step: geometric(0.45 if step % 30 < 4 else 0.65)(generator, step)] * 4
     rates = [Run(drafters, BATCH_COSTS, 270, seed=seed, renew=30).rate / best_fixed(drafters, BATCH_COSTS, 270, seed) for seed in range(12)]
     assert sum(rates) / len(rates) >= 0.92, rates
@@ -165,7 +165,7 @@ def test_loss_is_bounded_for_every_acceptance(accepts: list[int], steps: list[fl
         assert run.seconds <= plain_seconds * (1 + SLACK) + first_account(costs) + 1e-9
 
 
-def test_row_that_asks_for_no_drafts_gets_plain_rounds() -> None:
+def test_row_without_requested_drafts_gets_plain_rounds() -> None:
     lengths = DraftLengths(list(map(Drafting, LENGTHS)))
     row = lengths.row()
     assert [lengths.choose([(row, 0)], CPU_COSTS) for _ in range(5)] == [PLAIN] * 5
@@ -178,7 +178,7 @@ def test_length_never_exceeds_the_longest_request() -> None:
 
 
 def test_request_with_an_upper_bound_between_two_lengths_gets_drafts() -> None:
-    """Those of the next longer graph, of which it verifies its own."""
+    """The next longer graph drafts for it; it verifies no more than it requested."""
     lengths = DraftLengths([PLAIN, Drafting(7)])
     row, chosen = lengths.row(), list[Drafting]()
     for _ in range(20):
@@ -202,7 +202,7 @@ WITH_TEXT = [*map(Drafting, LENGTHS), Drafting(7, model=False)]
 @pytest.mark.parametrize(
     ("modelled", "looked_up", "expected"), [(7, 7, Drafting(7, False)), (7, 0, Drafting(7)), (0, 0, PLAIN)], ids=["text", "model", "none"]
 )
-def test_source_with_the_most_tokens_per_second_drafts(modelled: int, looked_up: int, expected: Drafting) -> None:
+def test_source_with_the_most_tokens_per_second_is_chosen(modelled: int, looked_up: int, expected: Drafting) -> None:
     """The model continues the chains of the look-up: it accepts `modelled` drafts, the look-up alone the first `looked_up` of these."""
     costs, lengths = {**GPU_COSTS, Drafting(7, False): 5.2}, DraftLengths(WITH_TEXT)
     row, before, chosen = lengths.row(), PLAIN, list[Drafting]()
@@ -226,7 +226,7 @@ def test_rounds_with_the_model_show_what_the_look_up_alone_would_have_accepted()
 
 
 def test_code_editing_runs_rounds_without_the_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text that is known in advance. The draft model is never right; afterwards its cache is that of a model that never paused."""
+    """The text is known in advance, and the draft model is never right."""
     monkeypatch.setattr(RoundCosts, "of", lambda *_: {**costs_of({0: 4.0, 3: 4.9, 7: 6.1}), Drafting(7, False): 5.2})
     engine = make_engine(Setup(k=7, drafter="adversarial", max_rows=1, buckets=(1,), look_up=2), draft_length="auto")
     expected = plain([5, 6], 80, sampling=IGNORE_EOS).tokens
@@ -260,7 +260,7 @@ def test_engine_follows_its_drafter(monkeypatch: pytest.MonkeyPatch, drafter: st
 
 @pytest.mark.parametrize("right", [True, False])
 def test_engine_follows_a_draft_function(monkeypatch: pytest.MonkeyPatch, right: bool) -> None:
-    """It has drafts for the first half of the text only, all right or all wrong."""
+    """The function has drafts for the first half of the text only, all right or all wrong."""
     monkeypatch.setattr(RoundCosts, "of", lambda *_: GPU_COSTS)
     expected = plain([5, 6], 80, sampling=IGNORE_EOS).tokens
 
@@ -276,7 +276,7 @@ def test_engine_follows_a_draft_function(monkeypatch: pytest.MonkeyPatch, right:
     if right:
         assert (rounds[7], job.num_accepted_drafts) == (7, 34) and rounds[0] == 39, "rounds without drafts are plain"
     else:
-        assert rounds[7] <= 4, "the account allows few"
+        assert rounds[7] <= 4, "the account allows few rounds with drafts"
 
 
 def test_costs_are_measured_for_every_length() -> None:
@@ -298,7 +298,7 @@ def test_costs_include_what_the_draft_model_does_later_for_skipped_tokens() -> N
     for drafting in choices:
         costs.calibrate(key.with_drafting(drafting), 5.0 if drafting.length else 4.0)
     assert costs.of(key) == pytest.approx({PLAIN: 4.1, Drafting(7): 5.0, Drafting(7, False): 5.8})
-    for _ in range(2):  # as expected: nothing changes
+    for _ in range(2):  # as predicted: nothing changes
         costs.add(key, Drafting(7, False), 5.0)
     assert costs.of(key)[Drafting(7, False)] == pytest.approx(5.8)
 
@@ -308,7 +308,7 @@ def test_costs_include_what_the_draft_model_does_later_for_skipped_tokens() -> N
 def test_graphs_of_all_lengths_take_less_than_twice_those_of_one(
     monkeypatch: pytest.MonkeyPatch, drafter: str, look_up: int, graphs: int
 ) -> None:
-    """Grammars on the device, on the host, and none. Beside those on the device, host grammars have two lengths; so has a proposer."""
+    """Graphs for device grammars, host grammars and none. Host grammars have two lengths beside device grammars; so has a proposer."""
     setup, sizes, replays = Setup(k=7, drafter=drafter, max_rows=1, buckets=(1,), look_up=look_up), list[list[float]](), []
     monkeypatch.setattr(Tape, "replay", lambda *_, replay=Tape.replay, **options: replays.append(1) or replay(*_, **options))  # type: ignore[func-returns-value]
     for length in (7, "auto"):
@@ -338,7 +338,7 @@ def test_plain_cost_that_was_measured_too_high_is_corrected() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_cost_that_was_measured_on_a_busy_machine_is_measured_again(known: bool) -> None:
-    """Three drafts took as long as seven, then a tenth less than these. One draft is accepted. known: by rounds, not by the calibration."""
+    """Three drafts took as long as seven, then 10% less. One draft is accepted. known: also measured by rounds, not only by calibration."""
     choices = PLAIN, Drafting(3), Drafting(7)
     key, costs, lengths = GraphKey(1, False), RoundCosts(choices), DraftLengths(choices)
     for drafting, seconds in zip(choices, (2.0, 2.7, 2.7), strict=True):
@@ -405,8 +405,8 @@ def test_rounds_after_prompts_and_skipped_tokens_measure_no_cost() -> None:
     engine.close()
 
 
-def test_slower_machine_is_seen_in_the_costs_of_all_lengths() -> None:
-    """Every round becomes slower by half. Also learned: that rounds with drafts take longer than was measured at first."""
+def test_slower_rounds_raise_the_costs_of_all_lengths() -> None:
+    """Every round takes 50% longer. Afterwards, only rounds with drafts take longer than was measured at first."""
     both = PLAIN, Drafting(3)
     key, costs = GraphKey(1, False), RoundCosts(both)
     for drafting, seconds in zip(both, (2.0, 2.5), strict=True):
@@ -451,8 +451,8 @@ def test_costs_that_fall_do_not_stop_drafting() -> None:
     assert chosen[-100:] == [Drafting(3)] * 100
 
 
-def test_results_of_a_row_count_for_all_of_its_kind() -> None:
-    """With a grammar or without: also for rows that started before, and not for those of the other kind."""
+def test_results_of_a_row_count_for_all_rows_of_its_kind() -> None:
+    """The kinds are with and without a grammar. Results also count for rows that started before, and not for the other kind."""
     lengths = DraftLengths([PLAIN, Drafting(3)])
     first, second, other = lengths.row(constrained=True), lengths.row(constrained=True), lengths.row()
     expected = second[True].expected[3]
@@ -480,7 +480,7 @@ def test_slow_first_replays_do_not_stop_drafting() -> None:
     assert chosen[-20:] == [Drafting(3)] * 20
 
 
-def test_drafts_that_no_look_up_or_grammar_made_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_without_another_source_count_as_model_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds of different lengths have their results in different columns."""
     engine, lengths = make_engine(Setup(k=7, drafter="perfect", max_rows=1, buckets=(1,)), draft_length="auto"), itertools.cycle((7, 3, 0))
     chooser = engine._parts.lengths
@@ -494,7 +494,7 @@ def test_drafts_that_no_look_up_or_grammar_made_are_the_models(monkeypatch: pyte
 
 
 def calls_per_round(engine: Engine) -> float:
-    """Python functions that the stepping thread calls, where it need not wait for a round, which takes more."""
+    """Python calls per round of a stepping thread that need not wait for rounds; waiting takes more calls."""
     engine.submit([5, 6], max_new_tokens=90, sampling=IGNORE_EOS)
     for _ in range(20):
         engine.step()
@@ -559,8 +559,8 @@ def test_unusable_draft_lengths_are_refused(config: dict[str, Any], message: str
         EngineConfig(**config)
 
 
-def test_requests_with_a_seed_have_the_same_tokens_whatever_the_engine_learned() -> None:
-    """Sampled tokens depend on the number of drafts: rounds of seeded requests have as many as these may have."""
+def test_seeded_requests_have_the_same_tokens_for_any_acceptance_history() -> None:
+    """Sampled tokens depend on the number of drafts: rounds with seeded requests have as many as these requests allow."""
     engine, answers = make_engine(Setup(k=4, max_rows=2, greedy_only=False), draft_length="auto"), set[tuple[int, ...]]()
     for acceptance in (True, False):
         for _ in range(60):
@@ -594,7 +594,7 @@ def test_trace_has_length_and_account_of_every_round(tmp_path: Path, monkeypatch
 
 
 def test_rejected_drafts_of_prose_do_not_slow_json_in_the_same_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds of four requests for JSON, alone and with four for prose, which gets no right draft. Fixed costs; counts."""
+    """Rounds of four JSON requests, alone and with four prose requests whose drafts are all wrong. Costs are fixed; rounds are counted."""
     monkeypatch.setattr(RoundCosts, "of", lambda *_: costs_of({0: 4.0, 3: 4.9, 7: 6.1}))
     config = EngineConfig(max_rows=8, num_speculative_tokens=7, max_length=128, greedy_only=True, buckets=(4, 8), compile_isolation="none")
     schema = {f"a rather long name {index}": {"type": "boolean"} for index in range(3)}
@@ -614,7 +614,7 @@ def test_rejected_drafts_of_prose_do_not_slow_json_in_the_same_batch(monkeypatch
 
 
 def test_rejected_drafts_of_prose_do_not_stop_those_of_json() -> None:
-    """Free text without a right draft has used up what it may lose. With grammars all drafts are right, and pay for less than a spell."""
+    """Wrong drafts of free text leave less in its account than a spell costs. With grammars all drafts are right."""
     lengths, costs = DraftLengths([PLAIN, Drafting(3)]), costs_of({0: 4.0, 3: 7.0})
     for constrained, rounds in ((False, 200), (True, 20)):
         row, chosen = lengths.row(constrained), list[Drafting]()
@@ -628,7 +628,7 @@ def test_rejected_drafts_of_prose_do_not_stop_those_of_json() -> None:
 
 
 def test_length_is_an_integer_or_chosen() -> None:
-    """An integer below num_speculative_tokens is the same as both of that value."""
+    """An integer below num_speculative_tokens lowers both to that value."""
     config = EngineConfig(num_speculative_tokens=5, draft_length=2, max_rows=1, max_length=32, grammar_lane="host")
     engine = Engine(TARGET, DRAFTERS["perfect"](), vocabulary=VOCABULARY, config=config)
     engine.capture()

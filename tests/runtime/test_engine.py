@@ -73,7 +73,7 @@ def test_prompts_keep_no_tensor_and_move_no_buffer() -> None:
     """Prompt chunks, unlike rounds, allocate: their inputs and activations live until their call returns."""
 
     def tensors() -> int:
-        engine.backend.synchronize()  # the newest round may still run: it holds tensors while it does
+        engine.backend.synchronize()  # the newest round may still run and hold tensors
         gc.collect()
         return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
 

@@ -49,7 +49,7 @@ asks = st.tuples(
 
 
 def told_rightly(job: Job, constraint: Constraint | None) -> bool:
-    """All log-probabilities in float64, those of the most probable tokens too: of the raw logits, and of the processed distribution."""
+    """Whether log-probabilities, also those of top_logprobs, equal float64 values: of raw logits, and of the processed distribution."""
     grammar = compiled(constraint)
     matcher, masks = grammar.matcher() if grammar else None, torch.zeros(1, VOCABULARY.mask_words, dtype=torch.int32)
     sampling = job.sampling

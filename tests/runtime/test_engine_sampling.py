@@ -78,7 +78,7 @@ def law(sampling: SamplingParams, grammar: Constraint = GRAMMAR) -> dict[tuple[i
 
 
 def law_p(engine: Engine, sampling: SamplingParams, grammar: Constraint, seeds: int = 500, host_every: int = 0) -> float:
-    """How likely the outputs of this many seeds are under the exact distribution. One of `host_every` has its grammar on the host."""
+    """P-value of the outputs of `seeds` seeds under the exact distribution. One of `host_every` requests has its grammar on the host."""
     on_host = replace(grammar, backend="xgrammar")
     texts = law(sampling, grammar)
     assert len(texts) > 6 and math.isclose(sum(texts.values()), 1.0)
@@ -157,7 +157,7 @@ def test_outputs_follow_the_target_distribution_when_batches_change_between_lane
 
 
 @needs_c
-@pytest.mark.parametrize("planted", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "forced drafts verified as drawn ones"])
+@pytest.mark.parametrize("planted", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "forced drafts verified as sampled ones"])
 def test_drafts_forced_on_the_device_keep_the_target_distribution(monkeypatch: pytest.MonkeyPatch, planted: bool) -> None:
     if planted:
         forget_certain_drafts(monkeypatch)
@@ -245,7 +245,7 @@ def test_seed_gives_the_same_tokens_in_every_row_and_batch_size() -> None:
 
 @pytest.mark.parametrize("k", range(7))
 def test_greedy_output_is_independent_of_the_draft_length(k: int) -> None:
-    """Nor on concurrent sampled requests. Few tokens compete, so that every count matters."""
+    """It is also independent of concurrent sampled requests. Few tokens compete, so that every token count matters."""
     few = SamplingParams(temperature=0.0, frequency_penalty=2.0, repetition_penalty=1.3, logit_bias={40: 50.0, 41: 50.0, 42: 50.0})
     with make_engine(Setup(k=k, greedy_only=False, max_rows=2, drafter="perfect", eager=True)) as engine:
         job = engine.submit([3], sampling=few, max_new_tokens=60)

@@ -97,7 +97,7 @@ def test_a_wrong_prompt_in_a_list_cancels_the_others() -> None:
 
 
 @pytest.mark.parametrize("prompts", [["a", "b"], [[1], [2]], ([1], [2])])
-def test_a_list_of_prompts_where_one_is_expected(prompts: Any) -> None:
+def test_a_list_of_prompts_is_refused_where_one_is_expected(prompts: Any) -> None:
     engine = engine_of()
     for call in (engine.submit, engine.stream_text):
         with pytest.raises(ValueError, match=r"prompt: got a list of prompts, expected .*; Engine.generate takes a list of prompts"):
@@ -105,7 +105,7 @@ def test_a_list_of_prompts_where_one_is_expected(prompts: Any) -> None:
     assert not engine.has_work
 
 
-def test_more_prompts_than_the_queue_holds() -> None:
+def test_more_prompts_than_the_queue_holds_are_decoded() -> None:
     config = EngineConfig(max_rows=2, max_queued=3, max_length=64, buckets=(2,))
     with Engine(TARGET, vocabulary=VOCABULARY, tokenizer=CODEC, config=config) as engine:
         sampling = SamplingParams(ignore_eos=True)
@@ -201,7 +201,7 @@ def test_stop_strings_are_exact_where_tokens_divide_characters(drafts: int) -> N
     assert "".join(streamed) == WORDS.partition("\u672c")[0]
 
 
-def test_a_text_stream_keeps_back_what_may_begin_a_stop_string() -> None:
+def test_a_text_stream_holds_back_a_possible_start_of_a_stop_string() -> None:
     stream = TextStream(VOCABULARY, ("abc", "bd"))
     ids = {text: CODEC.encode(text) for text in ("xa", "b", "e", "ab", "d", "c")}
     assert [stream.push(ids[text]) for text in ("xa", "b", "e", "ab", "d", "c")] == ["x", "", "abe", "", "a", ""]
@@ -241,7 +241,7 @@ def test_an_incomplete_output_has_no_parsed_value() -> None:
         job.parsed  # noqa: B018
 
 
-def test_what_compile_returns_is_a_constraint() -> None:
+def test_a_compiled_grammar_is_accepted_as_a_constraint() -> None:
     engine = engine_of()
     compiled, given = (engine.generate("Ada", constraint=one, max_new_tokens=120) for one in (engine.compile(Person), Person))
     assert compiled.tokens == given.tokens

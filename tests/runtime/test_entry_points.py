@@ -89,7 +89,7 @@ def submit(**changes: Any) -> None:
 
 
 def wait(**changes: Any) -> None:
-    ENGINE.queue.wake.notify()  # accepted values do not block
+    ENGINE.queue.wake.notify()  # so that valid values do not block
     ENGINE.wait(**changes)
 
 
@@ -221,6 +221,6 @@ def test_static_buffers_beyond_the_memory_are_refused() -> None:
 @pytest.mark.parametrize(
     "value", [ENGINE, AsyncEngine(ENGINE), CODEC, ENGINE.compile(Constraint.regex("a"))], ids=lambda value: type(value).__name__
 )
-def test_copies_of_what_belongs_to_one_process_are_refused(value: object, copied: Callable[[object], object]) -> None:
+def test_objects_of_one_process_cannot_be_copied_or_pickled(value: object, copied: Callable[[object], object]) -> None:
     with pytest.raises(TypeError, match=rf"{type(value).__name__}: cannot be copied or pickled; create one in each process"):
         copied(value)

@@ -111,13 +111,13 @@ def test_output_equals_plain_greedy_decoding(k: int, link: str, agreement: float
 
 
 def test_forced_drafts_save_rounds_with_a_random_drafter() -> None:
-    """For a target that spells its output as its tokenizer does."""
+    """For a target that prefers long tokens, like the tokenizer."""
     forced, free = engine(), engine(forced=False)
     with_forced, without = run(forced), run(free)
     check(without)
     proposed, accepted, looks, _ = counts(forced)
     assert counts(free)[:3] == (0, 0, 0)
-    assert accepted > 10 and looks < proposed, "the others follow rejected drafts"
+    assert accepted > 10 and looks < proposed, "one query of the grammar may force several drafts"
     rounds = [sum(job.rounds for _, job in jobs if job.constraint == ORDER) for jobs in (with_forced, without)]
     assert rounds[0] < rounds[1], rounds
 
@@ -145,13 +145,13 @@ def test_events_count_forced_and_accepted_drafts() -> None:
     most = {job.id: max(event.drafts.forced for event in events if event.job_id == job.id) for job in (plain, few, many)}
     assert most == {plain.id: 0, few.id: 2, many.id: K}
     assert all(event.drafts.accepted_forced <= min(event.drafts.forced, event.num_accepted_drafts) for event in events)
-    former = made.submit([1, 2], constraint=Constraint.choice(["total currency " * 6]), max_new_tokens=32)  # all of it forced
+    former = made.submit([1, 2], constraint=Constraint.choice(["total currency " * 6]), max_new_tokens=32)  # all its tokens are forced
     while not any(event.drafts.forced for event in made.step()):
         pass
     made.cancel(former)
     alone = made.submit([1, 2], max_new_tokens=24)
     later = [event for event in made.stream() if event.job_id == alone.id]
-    assert alone.tokens == plain.tokens and not any(event.drafts.forced for event in later), "in the slot of a former one"
+    assert alone.tokens == plain.tokens and not any(event.drafts.forced for event in later), "forced drafts of the row's last request"
 
 
 def test_token_outside_the_draft_vocabulary_is_forced() -> None:
@@ -266,7 +266,7 @@ def first_byte(token: int) -> int:
 def jobs_at_random(made: Engine, batches: int) -> list[tuple[Answer, Job]]:
     """Requests in random batches, greedy and sampled. With draft_length="auto" every round has random sources and lengths.
 
-    top_k=1 leaves the token that greedy decoding chooses, so all texts are known. Some are given as draft_ids, with errors.
+    top_k=1 leaves the token that greedy decoding chooses, so all texts are known. Some texts are given as draft_ids, with errors.
     """
     random, jobs = Random(batches), list[tuple[Answer, Job]]()
     if made.config.draft_length == "auto":
@@ -350,7 +350,7 @@ def test_engine_with_forced_drafts_only() -> None:
     made = Engine(TARGET, "forced", vocabulary=VOCABULARY, config=config_of(4))
     report = made.capture()
     assert "draft: tokens forced by grammars" in report.notes
-    assert {len(each.host_nodes) for key, each in report.keys if key.constrained and not key.device} == {2}, "one follows the chain"
+    assert {len(each.host_nodes) for key, each in report.keys if key.constrained and not key.device} == {2}, "one follows a whole chain"
     jobs = run(made)
     check(jobs)
     stats = made.stats()
@@ -396,7 +396,7 @@ def test_forced_drafter_without_masks_raises() -> None:
 
 
 def test_forced_draft_benchmark() -> None:
-    """Rounds per token off and on; no host queries when off, and K + 1 fills."""
+    """Rounds per token with forced drafts off and on; no host queries when off, and K + 1 fills."""
     vocabulary = Vocabulary.printable(word.encode() for word in bench_forced.WORDS)
     person = {"person": bench_forced.CONSTRAINTS["person"]}
     forced, free = (bench_forced.decode(vocabulary, 0.0, on, 3, person, prompts=1)["person"] for on in (True, False))

@@ -128,7 +128,7 @@ def test_error_names_field_value_and_accepted_values(call: Callable[[], object],
         call()
 
 
-def test_a_call_after_an_interrupted_step_names_what_closed_the_engine() -> None:
+def test_a_call_after_an_interrupted_step_reports_the_interruption() -> None:
     def interrupted(job: Job) -> list[int]:
         raise KeyboardInterrupt
 

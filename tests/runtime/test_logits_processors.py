@@ -33,12 +33,12 @@ def add_to_one(logits: Tensor, given: ProcessorInput) -> Tensor:
 
 
 def ban_repeats(logits: Tensor, given: ProcessorInput) -> Tensor:
-    """No token twice in a row, drafts included; changes its copy in place."""
+    """No token twice in a row, drafts included; changes its copy of the logits in place."""
     return logits.scatter_(2, given.tokens.clamp(min=0)[..., None], float("-inf"))
 
 
 class Parity(nn.Module):
-    """Tokens of one parity only, by the number of tokens before them."""
+    """Allows tokens whose parity is that of their position in the output."""
 
     odd: Tensor
 
@@ -88,17 +88,17 @@ def test_a_processor_equals_the_built_in_setting_that_does_the_same(engine: Engi
     for index, prompt in enumerate(PROMPTS):
         first, second, third = jobs[3 * index : 3 * index + 3]
         assert first.tokens == second.tokens == plain(prompt, 20, constraint, sampling=built_in).tokens
-        assert third.tokens == plain(prompt, 20, constraint).tokens, "in the same rounds, without the processor"
+        assert third.tokens == plain(prompt, 20, constraint).tokens, "a request without the processor in the same rounds"
 
 
-def test_drafts_before_a_position_are_among_its_tokens(engine: Engine) -> None:
-    """Every cut of an output is continued alike, and no token occurs twice in a row: at draft positions too."""
+def test_processor_input_includes_drafts_before_each_position(engine: Engine) -> None:
+    """No token occurs twice in a row, at draft positions too."""
     favoured = SamplingParams(temperature=0, logit_bias={40: 60.0, 41: 40.0}, ignore_eos=True)
     assert run(engine, [[3]], sampling=favoured) == [[40] * 20]
     assert run(engine, [[3]], sampling=replace(favoured, logits_processors={"ban_repeats": ()})) == [[40, 41] * 10]
 
 
-def test_a_module_has_tensors_and_counts_positions(engine: Engine) -> None:
+def test_a_module_processor_reads_its_buffers_and_positions(engine: Engine) -> None:
     sampling = SamplingParams(temperature=0, ignore_eos=True, logits_processors={"parity": ()})
     for tokens in run(engine, PROMPTS, sampling=sampling):
         assert [token % 2 for token in tokens] == [0, 1] * 10

@@ -41,12 +41,12 @@ def finish(engine: Engine) -> None:
 
 
 def published(engine: Engine) -> int:
-    """Rounds counted by the device, before a round decides whether another follows. The headers are written after that."""
+    """Rounds that the device has counted. A round counts itself before it decides whether another follows, and then writes its header."""
     return int(engine.buffers.round_counters[Counter.PUBLISHED])
 
 
 def wait_for(condition: Any) -> None:
-    """Without a call into the engine."""
+    """Waits without a call into the engine."""
     end = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < end, "the device made no progress"
@@ -92,7 +92,7 @@ def test_results_equal_those_of_single_rounds() -> None:
     assert runs[0] == runs[1]
 
 
-def test_stream_has_events_of_a_launch_that_runs_and_leaving_it_ends_the_launch() -> None:
+def test_stream_receives_events_during_a_launch_and_leaving_it_ends_the_launch() -> None:
     slow = TapeBackend(asynchronous=True, delay=lambda name: time.sleep(pauses[-1]))
     lengths, pauses = list[int](), [0.003]
 
@@ -110,7 +110,7 @@ def test_stream_has_events_of_a_launch_that_runs_and_leaving_it_ends_the_launch(
                 before = slow.stats.replays
                 whole = await read(serving, 90)
                 assert slow.stats.replays - before == 1 and len(lengths) > 2, "one launch, and events while it runs"
-                pauses.append(0.03)  # a client that leaves late leaves early enough
+                pauses.append(0.03)  # slower rounds, so that a late client leaves before the end
                 return whole, await read(serving, 5)
 
     whole, left = asyncio.run(serve())

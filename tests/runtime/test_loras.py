@@ -43,7 +43,7 @@ Texts = dict[str, list[list[int]]]
 
 
 def texts(engine: Engine, names: list[str]) -> list[list[int]]:
-    """Of one batch: with and without a grammar for each adapter in turn."""
+    """The texts of one request per adapter, without and then with a grammar."""
     found = list[list[int]]()
     for constraint in (None, GRAMMAR):
         jobs = [engine.submit(PROMPT, max_new_tokens=16, lora_name=name, constraint=constraint) for name in names]
@@ -83,7 +83,7 @@ def engine(adapters: Path) -> Iterator[Engine]:
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
 def test_mixed_batches_equal_merged_weights(implementation: str, drafter: str, adapters: Path, merged: Texts) -> None:
-    """Prompts in chunks, with and without drafts, which are those of the model without an adapter."""
+    """Prompts in chunks, with and without drafts; the draft model has no adapter."""
     path = folder_of(FAMILY)
     with Engine.from_pretrained(path, path if drafter == "model" else drafter, config=CONFIG, implementation=implementation) as engine:
         for name in ("all", "some"):
@@ -107,7 +107,7 @@ def test_adapters_of_latent_attention_and_shared_experts_equal_merged_weights(tm
 
 @needs_c
 def test_adapters_of_quantised_weights_equal_merged_weights(tmp_path: Path) -> None:
-    """The merged weights are those that the quantised ones stand for, plus the adapter's."""
+    """The merged weights are the dequantised weights plus those of the adapter."""
     model = random_model("Llama", BASE | SIZES, seed=1)
     model.load_state_dict(write(tmp_path, "FP8 per tensor", model))
     whole = save(save_adapter(tmp_path / "adapter", model, 4), tmp_path / "merged")
@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {  # changed fi
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_adapters_that_do_not_fit_are_refused(case: str, engine: Engine, adapters: Path, tmp_path: Path) -> None:
-    """Naming the file, and the field or tensor; nothing changes."""
+    """The error names the file and the field or tensor; the engine does not change."""
     fields, tensors, message = REFUSED[case]
     stored = {**load_file(adapters / "all" / "adapter_model.safetensors"), **tensors}
     save_file({name: tensor for name, tensor in stored.items() if tensor is not None}, tmp_path / "adapter_model.safetensors")
@@ -212,7 +212,7 @@ def test_adapters_that_do_not_fit_are_refused(case: str, engine: Engine, adapter
 
 
 def test_damaged_adapters_are_refused(adapters: Path, tmp_path: Path) -> None:
-    """With ValueError and no other error, whatever bytes of the header and the config change."""
+    """Raises only ValueErrors, whatever bytes of the header and the config change."""
     drawn, weights, accepted = Random(1), open_checkpoint(folder_of(FAMILY)).outline().lora_weights, 0
     for name, head in (("adapter_model.safetensors", 3000), ("adapter_config.json", 10_000)):
         whole = {each: (adapters / "all" / each).read_bytes() for each in ("adapter_model.safetensors", "adapter_config.json")}

@@ -1,4 +1,4 @@
-"""A limit of the text before a marker, as a budget of reasoning, in an engine: equal tokens on every lane and for every draft length."""
+"""A limit of the text before a marker, such as a reasoning budget, in an engine: equal tokens on every lane and for every draft length."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_sampled_tokens_are_equal_on_both_lanes() -> None:
     assert texts[0] == texts[1] and b"</think>{" in VOCABULARY.decode(texts[0])
 
 
-def test_a_continued_request_counts_the_tokens_that_it_has() -> None:
+def test_a_resumed_request_counts_its_earlier_tokens() -> None:
     engine, constraint = shared_engine(replace(DEVICE, k=2)), INNER.after("</think>", limit=7)
     whole = engine.submit([4, 3], constraint=constraint, max_new_tokens=MOST)
     for _ in engine.stream():

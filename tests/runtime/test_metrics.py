@@ -22,7 +22,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]  # by name and lab
 
 
 def parsed(text: str) -> Samples:
-    """By prometheus_client's parser. No metric and no sample is there twice."""
+    """Parses with prometheus_client. No metric and no sample occurs twice."""
     families = [*text_string_to_metric_families(text)]
     found = [((sample.name, frozenset(sample.labels.items())), sample.value) for family in families for sample in family.samples]
     assert len({family.name for family in families}) == len(families) and len(dict(found)) == len(found)

@@ -51,7 +51,7 @@ class Vouched(ToyTarget):
 
 def test_prefill_past_a_shared_prefix_with_chunks_of_one_token() -> None:
     """After shared pages, a draft's first chunk has at least two positions, since the first is not written."""
-    target = Vouched(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0})  # otherwise TARGET
+    target = Vouched(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0})  # otherwise as TARGET
     config = replace(CONFIG, greedy_only=True, prefill_chunk=1)
     with Engine(target, ToyDraft(target), vocabulary=VOCABULARY, config=config, backend=TapeBackend()) as engine:
         engine.capture()
@@ -138,7 +138,7 @@ def test_sampled_output_is_independent_of_reuse() -> None:
 
 
 def test_idle_pages_are_evicted_least_recently_used_first() -> None:
-    """Of one text the last page first, and never a held page."""
+    """The last page of a text is evicted first, and a held page never."""
     endless, texts = SamplingParams(temperature=0, ignore_eos=True), []
     with make_engine("none") as engine:
         for first in range(5):

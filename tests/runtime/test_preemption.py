@@ -1,4 +1,4 @@
-"""Priorities, turns of tenants, and preemption: a request that gives its row up continues with the tokens it would have had."""
+"""Priorities, turns of tenants, and preemption: a preempted request continues with the tokens it would have had."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_long_queue_of_one_tenant_delays_no_other() -> None:
 
 
 def run_with_arrivals(engine: Engine, slow: list[Job], seed: int) -> list[Job]:
-    """Requests of higher priority that arrive while these run."""
+    """Submits requests of higher priority while the jobs in `slow` run."""
     draw, urgent = Random(seed), list[Job]()
     while engine.has_work:
         if draw.random() < 0.4 and not all(job.finished for job in slow):
@@ -173,7 +173,7 @@ def test_a_planted_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         request.job.tokens.append(kept)
 
     monkeypatch.setattr(Scheduler, "suspend", suspend)
-    with pytest.raises((AssertionError, ValueError)):  # of tokens, or of a grammar that does not allow the first one
+    with pytest.raises((AssertionError, ValueError)):  # unequal tokens, or a grammar that does not allow the first one
         test_preempted_requests_have_the_tokens_that_they_have_alone("drafted")
 
 
@@ -185,7 +185,7 @@ def test_wrong_priorities_and_tenants_are_refused(name: str, value: Any) -> None
     assert not engine.has_work
 
 
-def test_preemption_is_refused_with_what_depends_on_the_order_of_rounds(tmp_path: Path) -> None:
+def test_preemption_is_refused_with_recording_and_saved_hidden_states(tmp_path: Path) -> None:
     config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=32, preemption=True)
     with pytest.raises(ValueError, match=r"EngineConfig\.preemption: got True with record, expected False"):
         Engine(ToyTarget(VOCABULARY.logits_width), vocabulary=VOCABULARY, config=config, record=tmp_path / "a.jsonl")

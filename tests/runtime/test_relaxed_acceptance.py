@@ -65,7 +65,7 @@ def test_drafts_near_the_most_probable_token_are_accepted_and_counted(setup: Set
         assert "relaxed acceptance: requests may accept drafts that are not the target's choice" in engine.notes
 
 
-def test_it_accepts_more_drafts_and_nothing_more_with_the_smallest_limits() -> None:
+def test_wide_limits_accept_more_drafts_and_minimal_limits_change_no_token() -> None:
     with make_engine(BASE, relaxed_acceptance=True) as engine:
         accepted = dict[tuple[int, float], int]()
         for top_n, delta in ((0, 0.0), (1, 1.0), (8, 0.0), (50, 1.0)):
@@ -88,7 +88,7 @@ def test_bans_and_minimum_lengths_hold() -> None:
         assert not {*job.tokens} & {*banned} and STOP not in job.tokens[:12]
 
 
-def test_without_the_option_it_is_refused() -> None:
+def test_relaxed_requests_are_refused_without_the_engine_option() -> None:
     with make_engine(BASE) as engine:
         assert "row_relaxed" not in engine.buffers and not engine.config.relaxed_acceptance
         with pytest.raises(ValueError, match=r"sampling.relaxed_top_n: got 3, expected 0, or EngineConfig\(relaxed_acceptance=True\)"):
@@ -112,7 +112,7 @@ def test_wrong_values_are_refused(fields: dict[str, Any], message: str) -> None:
         SamplingParams(**fields)
 
 
-def test_it_is_refused_where_tokens_must_not_depend_on_drafts() -> None:
+def test_relaxed_acceptance_is_refused_with_greedy_only_and_resume_from() -> None:
     with pytest.raises(ValueError, match=r"EngineConfig.relaxed_acceptance: got True with greedy_only=True"):
         EngineConfig(relaxed_acceptance=True, greedy_only=True)
     expected = r"sampling.relaxed_top_n: got 3 with resume_from, expected 0"

@@ -106,7 +106,7 @@ def test_compile_error_ends_the_job_and_is_raised_by_compile(engine: Engine) -> 
 
 
 def in_items(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema where only a reference leads to it."""
+    """Puts the schema where only a reference leads to it."""
     return {"type": "array", "items": {"$ref": "#/$defs/a~1b"}, "$defs": {"a/b": {"anyOf": [{}, schema]}, "unused": {"type": "x"}}}
 
 

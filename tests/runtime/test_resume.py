@@ -39,14 +39,14 @@ def finish(engine: Engine) -> None:
 
 
 def later(job: Job, count: int) -> tuple[Any, ...]:
-    """What a job has after its first tokens, and at its end."""
+    """What a job has after its first `count` tokens."""
     return job.tokens[count:], job.finish_reason, job.text, [(each.raw, each.masked) for each in job.logprobs[count:]]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("setup", ENGINES.values(), ids=ENGINES)
 def test_a_resumed_request_has_the_tokens_that_would_have_followed(setup: Setup, sampling: SamplingParams) -> None:
-    """All cuts of each text, in batches; the whole texts are of an engine without drafts."""
+    """All cuts of each text, in batches; the whole texts are from an engine without drafts."""
     engine, cuts = shared_engine(setup), 0
     for constraint in (None, *CONSTRAINTS[1::2]):
         options: dict[str, Any] = {"constraint": constraint, "sampling": sampling, "max_new_tokens": TOKENS, "num_speculative_tokens": 0}
@@ -63,8 +63,8 @@ def test_a_resumed_request_has_the_tokens_that_would_have_followed(setup: Setup,
     assert cuts > 30
 
 
-def test_requests_that_are_ended_by_others_and_resumed_often() -> None:
-    """Two rows, five requests: whichever has had three tokens gives its row to the next, until all have ended."""
+def test_repeatedly_cancelled_and_resumed_requests_have_the_same_tokens() -> None:
+    """Two rows, five requests: a request is cancelled after three tokens and the next one gets its row, until all have ended."""
     engine = shared_engine(replace(DRAFTED, max_rows=2, buckets=(2,)))
     prompts = [[index + 1, *PROMPT] for index in range(5)]
     sampled = {"sampling": SAMPLINGS["sampled"], "num_speculative_tokens": 0}
@@ -90,7 +90,7 @@ def test_requests_that_are_ended_by_others_and_resumed_often() -> None:
     assert tokens == expected and preempted > 8
 
 
-def test_text_and_stop_strings_across_the_place_of_resumption() -> None:
+def test_text_and_stop_strings_across_the_point_of_resumption() -> None:
     engine = shared_engine(DRAFTED)
     free = engine.generate(PROMPT, sampling=SamplingParams(ignore_eos=True), max_new_tokens=TOKENS)
     stop = free.text[6:10]

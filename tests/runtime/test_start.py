@@ -90,8 +90,8 @@ def test_first_token_of_generate_takes_four_seconds_of_processor_time() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system has no /proc")
 def test_counted_memory_is_the_growth_of_the_process() -> None:
-    """Of a second engine: the first one's growth includes libraries and threads. A third one gives the size of the Python objects of its
-    recordings, which the count leaves out."""
+    """Measures a second engine: the growth of the first one includes libraries and threads. A third one gives the size of the Python
+    objects of its recordings, which the count leaves out."""
     grown, counted, while_recording, graphs, objects = run(MEMORY)
     assert grown == pytest.approx(counted, rel=0.1), "static buffers and graphs: what capture_bytes limits"
-    assert while_recording == pytest.approx(graphs + objects, rel=0.25), "static buffers are allocated before"
+    assert while_recording == pytest.approx(graphs + objects, rel=0.25), "static buffers are allocated before capture()"

@@ -19,8 +19,6 @@ from tests.helpers.planted import break_fill
 from tests.helpers.stat_checks import holds, run
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, shared_engine
 
-# sums at every moment
-
 
 def churn(engine: Engine, jobs: int = 24) -> Iterator[EngineStats]:
     """Requests of all kinds, cancelled in the queue, in the prompt and while decoding; yields a snapshot after every step."""
@@ -165,9 +163,6 @@ def test_stats_are_consistent_after_faults_and_close() -> None:
     assert dict(stats.finished) == {**dict.fromkeys(map(str, FinishReason), 0), "error": 5}
     engine.close()
     assert engine.stats() == stats, "unchanged by close()"
-
-
-# graphs, pages, queue, compiles
 
 
 def test_graph_stats_count_rounds_and_padded_rows() -> None:

@@ -27,11 +27,11 @@ TERMINATED, COMPLETE = int(MaskStatus.TERMINATED), int(MaskStatus.COMPLETE)
         ((3, 3, 3, 3, [OK, OK, OK, TERMINATED], [5, 6, STOP]), None),  # the last draft ended the text
         ((3, 1, 1, 3, [OK] * 4, [5, 6, 7]), Loss.ENDED),  # a limit between two accepted drafts
         ((3, 1, 1, 1, [OK, COMPLETE, NONE, NONE], [5, -1, -1]), Loss.ENDED),
-        ((3, 0, 0, 0, [NONE] * 4, [-1, -1, -1]), Loss.ENDED),  # a mask failed, and the text with it
+        ((3, 0, 0, 0, [NONE] * 4, [-1, -1, -1]), Loss.ENDED),  # a failed mask ended the text
         ((3, 2, 1, 3, [OK] * 4, [5, 6, 7]), Loss.IMPROBABLE),
-        ((3, 2, 1, 3, [OK, OK, TERMINATED, NONE], [5, STOP, 7]), Loss.IMPROBABLE),  # a stop was drafted, and not chosen
+        ((3, 2, 1, 3, [OK, OK, TERMINATED, NONE], [5, STOP, 7]), Loss.IMPROBABLE),  # a stop token was drafted, and not chosen
         ((3, 2, 1, 3, [OK, OK, ILLEGAL, NONE], [5, 6, 7]), Loss.ILLEGAL),
-        ((3, 1, 0, 3, [OK, NONE, NONE, NONE], [5, 6, 7]), Loss.ILLEGAL),  # it was not checked
+        ((3, 1, 0, 3, [OK, NONE, NONE, NONE], [5, 6, 7]), Loss.ILLEGAL),  # the draft was not checked
         ((3, 2, 1, 1, [OK] * 4, [5, REFUSED, -1]), Loss.ILLEGAL),
         ((3, 2, 1, 1, [OK] * 4, [5, -1, -1]), Loss.UNDRAFTED),
         ((3, 1, 0, 0, [OK] * 4, [-1, -1, -1]), Loss.UNDRAFTED),
@@ -71,7 +71,7 @@ class Judge:
             elif accepted < offered:
                 legal = self.legal(job.constraint, history, drafts[accepted])
                 expected = Loss.IMPROBABLE if legal else Loss.ILLEGAL
-                assert drafts[accepted] != tokens[accepted], "a draft that is the target's own choice holds"
+                assert drafts[accepted] != tokens[accepted], "a draft equal to the token of the target is accepted"
             else:
                 expected = self.undrafted(job.constraint, offered)
         assert loss_of(job.num_speculative_tokens, result) == expected, f"{offered} of {drafts}, {accepted} held, then {tokens}"
@@ -79,7 +79,7 @@ class Judge:
         return event
 
     def undrafted(self, constraint: Constraint | None, offered: int) -> Loss:
-        """Of the drafters here, only the one that always says the control token says anything where nothing is on offer."""
+        """With forced drafts, the test has one drafter: it always proposes the control token, which every grammar refuses."""
         refused = "batch_forced" in self.engine.buffers and constraint is not None and not offered
         return Loss.ILLEGAL if refused else Loss.UNDRAFTED
 
@@ -134,12 +134,12 @@ def test_drafting_stats_of_a_perfect_draft() -> None:
     holds(after)
 
 
-def test_drafting_stats_use_the_drafts_each_request_asks_for() -> None:
+def test_drafting_stats_use_the_draft_limit_of_each_request() -> None:
     engine = shared_engine(PERFECT)
     before = engine.stats().drafting
     run(engine, [None, CONSTRAINTS[1]], tokens=12, num_speculative_tokens=0)
     assert engine.stats().drafting == before
     run(engine, [None], tokens=7, num_speculative_tokens=2, sampling=SamplingParams(temperature=0, ignore_eos=True))
     after = engine.stats().drafting
-    assert (after.rounds - before.rounds, after.full - before.full) == (2, 2), "two drafts and the target's own, twice"
+    assert (after.rounds - before.rounds, after.full - before.full) == (2, 2), "twice two drafts and a token of the target"
     assert after.offered[2:] == before.offered[2:]

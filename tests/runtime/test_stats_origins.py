@@ -56,7 +56,7 @@ def rounds(made: Engine, *jobs: Any) -> list[list[str]]:
 
 
 def test_look_up_resumes_after_a_wrong_token_in_draft_ids() -> None:
-    """The sixth token of draft_ids is wrong, and a match needs eight tokens: copied before it, and again from the eighth token after it."""
+    """The sixth token of draft_ids is wrong, and a match needs eight tokens: look-up drafts end at it and resume eight tokens later."""
     prompt = [*range(20, 30)]
     expected = greedy(TARGET, prompt, 25, (), None, len(VOCABULARY.tokens)).tokens
     given_ids = [*expected[:5], (expected[5] + 1) % 90, *expected[6:]]
@@ -70,7 +70,7 @@ def test_look_up_resumes_after_a_wrong_token_in_draft_ids() -> None:
 
 
 def test_forced_drafts_take_precedence_over_looked_up_ones() -> None:
-    """A token that is both counts as forced, and the look-up continues after it: the prompt contains "ef12"."""
+    """A token that is forced and looked up counts as forced; the look-up continues after it: the prompt contains "ef12"."""
     constraint = Constraint.regex("abcdef[12]{3}")
     e, f, one, two = (VOCABULARY.tokens.index(letter) for letter in (b"e", b"f", b"1", b"2"))
 
@@ -113,7 +113,7 @@ def test_new_request_in_a_row_inherits_no_forced_drafts() -> None:
         output: dict[int, list[StepEvent]] = {job.id: [], beside.id: []}
         for event in made.stream():
             output[event.job_id].append(event)
-    assert Origin.FORCED in beside.origins and len(output[job.id]) > len(output[beside.id]), "they ran side by side"
+    assert Origin.FORCED in beside.origins and len(output[job.id]) > len(output[beside.id]), "both requests ran at the same time"
     assert set(job.origins) == {Origin.TARGET, Origin.DRAFT} and not any(event.drafts.forced for event in output[job.id])
 
 

@@ -106,7 +106,7 @@ def test_begin_token_follows_the_folder_config(tmp_path: Path, config: dict[str,
     (first,) = codec.encode("<|im_start|>")
     ids = codec.encode("the cat")
     assert (ids[0] == first) == begins
-    assert codec.encode("<|im_start|>the cat").count(first) == 1, "never twice, and never taken away"
+    assert codec.encode("<|im_start|>the cat").count(first) == 1, "the begin token is neither doubled nor removed"
     assert codec.chat(MESSAGES) == [first, *ids[begins:]], "a chat begins as its template says"
 
 
@@ -163,7 +163,7 @@ def test_gguf_tokenizer_agrees_with_the_folder(tmp_path: Path) -> None:
     read = read_gguf_header(path).metadata
     assert {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")} == read
     assert TextCodec.open(tokenizer_gguf(path, "gpt-2", add_add_bos_token=True)).encode("a")[0] == 1
-    assert TextCodec.open(tokenizer_gguf(path, "llama-bpe")).encode("a")[0] == 1, "as the family does where the file says nothing"
+    assert TextCodec.open(tokenizer_gguf(path, "llama-bpe")).encode("a")[0] == 1, "the default of the family if the file has no setting"
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_real_gguf_agrees_with_transformers() -> None:
 
 
 @pytest.mark.parametrize("encode", [5, lambda text: [1], lambda text, begins, more: [1]])
-def test_an_encoder_takes_a_text_and_whether_it_begins(encode: Any) -> None:
+def test_an_encoder_takes_a_text_and_a_begins_flag(encode: Any) -> None:
     with pytest.raises(ValueError, match=r"TextCodec.encode: got .*, expected a function of \(text, begins\)"):
         TextCodec(Vocabulary.printable(), encode)
     assert TextCodec(Vocabulary.printable(), lambda text, begins: [len(text)]).encode("abc") == [3]

@@ -124,7 +124,7 @@ def test_serve_reports_an_unusable_address_before_it_opens_a_model(capsys: pytes
         for flags, got in (
             (f"--port {port}", rf"'127\.0\.0\.1', {port} \(Address already in use.*\)"),
             ("--host ''", r"'', 8000 \(0\.0\.0\.0 listens on all addresses\)"),
-            ("--host 203.0.113.1", r"'203\.0\.113\.1', 8000 \(.*assign requested address.*\)"),  # an address of no machine
+            ("--host 203.0.113.1", r"'203\.0\.113\.1', 8000 \(.*assign requested address.*\)"),  # reserved: an address of no machine
         ):
             code, out, errors = run(f"serve nowhere {flags}", capsys)
             expected = rf"stepgraph serve: --host, --port: got {got}, expected an address of this machine and a free port\n"
@@ -183,7 +183,7 @@ def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(capsys: pytest.Captur
 
 
 def test_generate_records_the_graphs_of_its_answer_only(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every kind of graph takes time before the first token, and so do the tables of a vocabulary."""
+    """Each recorded graph delays the first token, and so do the device tables of a vocabulary."""
     recorded, record = list[Any](), GraphSet.record_one
 
     def listed(recorder: GraphSet, key: Any) -> Any:
@@ -195,7 +195,7 @@ def test_generate_records_the_graphs_of_its_answer_only(capsys: pytest.CaptureFi
         recorded.clear()
         notes = run_json(f"generate model hi --max-new-tokens 8 {flags}", capsys)["notes"]
         assert {key.draft_length for key in recorded} == {0, 4}, "calibrated"
-        on_host = constrained and native.why_not()  # its costs are at first those of rounds without grammars, which are recorded as well
+        on_host = constrained and native.why_not()  # its first cost estimates are those of rounds without grammars, recorded too
         assert on_host or len(recorded) == 2
         assert {(key.rows, key.constrained, key.sampled) for key in recorded} == {
             (1, constrained, False),
@@ -226,7 +226,7 @@ def test_inspect_prints_the_bytes_of_loaded_weights_without_reading_any(
     assert document["drafters"] == ["model (draft, up to 8 drafts; 0.1 MiB in float32)", "ngram", "forced"]
 
 
-def test_inspect_names_what_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_gives_the_reason_of_each_refusal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = shutil.copytree(folder / "model", folder / "other")
     fields = json.loads((other / "config.json").read_text(encoding="utf-8"))
     (other / "config.json").write_text(json.dumps(fields | {"quantization_config": {"quant_method": "bitsandbytes"}}), encoding="utf-8")
@@ -341,7 +341,7 @@ def test_bench_compares_variants(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["rounds"] == row["replays"] for row in rows.values())
     assert rows["plain"]["mask_fills"] == rows["speculative"]["mask_fills"] == 0
     assert (rows["plain + grammar"]["mask_fills"] == 0) == (not native.why_not()), "the host fills masks if the device cannot"
-    assert rows["plain"]["accepted_length"] is None and rows["speculative + grammar"]["accepted_length"] > 1.5, "forced texts hold"
+    assert rows["plain"]["accepted_length"] is None and rows["speculative + grammar"]["accepted_length"] > 1.5, "forced drafts are accepted"
     ratio = document["ratios"][2]
     assert (ratio["of"], ratio["to"]) == ("speculative + grammar", "plain + grammar")
     assert ratio["ratio"] == rows[ratio["of"]]["tokens_per_second"] / rows[ratio["to"]]["tokens_per_second"]
@@ -351,7 +351,7 @@ def test_bench_compares_variants(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and "speculative  " not in out and re.search(rf"plain \+ grammar : plain  .*  {of_readme:.2f}\n", out)
 
 
-def test_the_rates_that_bench_compares_with_are_those_of_the_readme() -> None:
+def test_bench_compares_with_the_rates_of_the_readme() -> None:
     rows = re.findall(r"^\| (plain|plain \+ grammar|speculative|speculative \+ grammar) \| (\d+) \|", DOCUMENTS["README.md"], re.MULTILINE)
     assert {name: int(rate) for name, rate in rows} == bench.README_RATES
 

@@ -88,7 +88,7 @@ def test_doctor_reports_missing_parts_in_c_with_their_build_command(
 
 
 def failing_table(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """The table of a failing doctor, as lines by name."""
+    """The lines of the table that a failing `stepgraph doctor` prints, by name."""
     assert cli.main(["doctor"]) == terminal.FAILED
     out = capsys.readouterr().out
     assert "SOMETHING REQUIRED DOES NOT WORK" in out
@@ -130,7 +130,7 @@ def test_doctor_survives_a_hang_of_the_probing_process(monkeypatch: pytest.Monke
 def test_doctor_reports_whether_triton_can_launch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], why: str) -> None:
     build = {"cuda": "13.0", "devices": ["a GPU"], "threads": "1"}
     monkeypatch.setattr(doctor, "run_probes", lambda: {**doctor_answers(), "torch_build": build, "triton_launch": why})
-    assert cli.main(["doctor", "--json"]) == 0, "it is not required"
+    assert cli.main(["doctor", "--json"]) == 0, "Triton is not required"
     (found,) = (finding for finding in json.loads(capsys.readouterr().out)["findings"] if finding["name"] == "Triton launch")
     assert (found["state"], found["found"]) == (("failed", why) if why else ("ok", "a program was compiled and launched"))
     assert found["lost"] == "on a GPU the kernels run as plain torch" and "a C compiler: apt-get install gcc" in found["mend"]

@@ -54,7 +54,7 @@ def test_speculation_changes_no_token(pair: Pair, cases: dict[str, Case], scenar
     fast = cases[f"speculative{grammar}"].run(ids, scenario.constraint, NEW_TOKENS)
     assert fast.tokens == plain.tokens
     if scenario.schema:
-        fixed = cases[ALWAYS].run(ids, scenario.constraint, NEW_TOKENS)  # the others choose their drafts by time
+        fixed = cases[ALWAYS].run(ids, scenario.constraint, NEW_TOKENS)  # the other variants choose draft lengths from measured times
         assert fixed.tokens == plain.tokens and fixed.rounds < plain.rounds
         assert {Origin.DRAFT, Origin.TARGET} <= set(fixed.origins)
 
@@ -71,7 +71,7 @@ def test_held_out_prompts_exceed_two_tokens_per_round(pair: Pair, cases: dict[st
     assert (after.tokens - before.tokens) / (after.rounds - before.rounds) > 2
 
 
-NOT_HIDDEN = pytest.mark.xfail(strict=True, reason="a forced chain is followed after `accept`, when no model computes")
+NOT_HIDDEN = pytest.mark.xfail(strict=True, reason="the host node for a forced chain runs after `accept`, while no model computes")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ NOT_HIDDEN = pytest.mark.xfail(strict=True, reason="a forced chain is followed a
     ],
 )
 def test_host_nodes_are_hidden(pair: Pair, drafter: str) -> None:
-    """On the host link, under the grammar library that is tried first. Another process may delay a thread: the best of three answers."""
+    """Grammars on the host, with the default grammar backend. The best of three answers counts, as other processes may delay a thread."""
     made = prompt(2000, MEASURED[0], held_out=True)
     draft = {"none": None, "forced": ForcedDrafts()}.get(drafter, pair.draft if "head" in drafter else NgramLookup(LOOK_UP))
     config = EngineConfig(
@@ -106,12 +106,12 @@ def test_host_nodes_are_hidden(pair: Pair, drafter: str) -> None:
 
 
 def check_answer(pair: Pair, case: Case, schema: Any, validated: Any) -> None:
-    """validated: the schema for a validator of JSON Schema."""
+    """validated: the schema that the JSON Schema validator reads."""
     ids = pair.codec.chat([{"role": "user", "content": "Write a short example as JSON."}])
     job = case.run(ids, Constraint.json_schema(schema, objects="standard"), NEW_TOKENS)
     text = pair.vocabulary.decode(token for token in job.tokens if token not in pair.vocabulary.stop_token_ids)
     assert job.finish_reason in (FinishReason.LENGTH, FinishReason.STOP, FinishReason.CONSTRAINT_COMPLETE), job.error
-    if job.finish_reason is FinishReason.LENGTH:  # what was cut off can be continued to a valid text
+    if job.finish_reason is FinishReason.LENGTH:  # a truncated answer is the beginning of a valid text
         text = random_text(schema, random.Random(1), "standard", start=text).encode()
     assert bench_demo.valid(text, validated), text
 
@@ -148,7 +148,7 @@ def test_host_grammar_work_is_listed_for_every_drafter(pair: Pair) -> None:
     assert len(list(hidden_time.lines(found))) == 14
 
 
-def test_the_pair_has_a_name() -> None:
+def test_from_pretrained_opens_the_pair_as_demo() -> None:
     with Engine.from_pretrained("demo") as engine:
         assert engine.config.num_speculative_tokens == DRAFTS
         job = engine.generate([{"role": "user", "content": "Name a colour."}], constraint=Literal["red", "blue"])

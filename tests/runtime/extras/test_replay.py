@@ -94,7 +94,7 @@ def test_replay_has_the_same_tokens(ready: bool, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with recorded_engine(path) as engine:
         jobs = busy_run(engine, ready)
-        fixed = sum(len(jobs[index].tokens) for index in (0, 4, 6, 9, 12))  # greedy and not cancelled: of fixed length
+        fixed = sum(len(jobs[index].tokens) for index in (0, 4, 6, 9, 12))  # greedy and not cancelled, so their length is fixed
         rounds = engine.stats().rounds
         assert engine.stats().finished[list(FinishReason).index(FinishReason.CANCELLED)][1] > 0
     found = replay(read_recording(path), TARGET, DRAFT, VOCABULARY)

@@ -1,4 +1,4 @@
-"""Texts in bfloat16, the type of most checkpoints: drafts change none, and where other arithmetic does, both tokens are near ties."""
+"""Texts in bfloat16, the type of most checkpoints: drafts change no token, and tokens that differ from transformers are near ties."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tests.helpers.families import folder_of, judge
 from tests.helpers.family_texts import CONFIG, CONSTRAINTS, PROMPTS, decode, plain
 from tests.runtime.models.test_llama_engine import DraftLlama
 
-# Of the logits' standard deviation: errors of bfloat16 in these models are 1 to 2% of it; those of a token that takes other experts, more.
+# In standard deviations of the logits: bfloat16 errors of these models are 0.01 to 0.02, larger where a token takes other experts.
 NEAR = {"smollm2": 0.1, "qwen3": 0.1, "qwen3-moe": 0.2}
 HALF = torch.bfloat16
 
 
 @functools.cache
 def texts(family: str, k: int, implementation: str = "native") -> list[tuple[list[int], Constraint | None, Job]]:
-    """Of each prompt under each constraint, with k drafts per round of a model that is often right."""
+    """Jobs for each prompt under each constraint, with k drafts per round of a model whose drafts are often accepted."""
     path = folder_of(family, HALF)
     draft: Any = DraftLlama(open_checkpoint(path).load("cpu"), 0.02).to(HALF) if k else None
     config = EngineConfig(**{**vars(CONFIG), "num_speculative_tokens": k, "draft_length": k, "eager": True})
     found = list[tuple[list[int], Constraint | None, Job]]()
     with Engine.from_pretrained(path, draft, config=config, implementation=implementation) as engine:
         kinds = {parameter.dtype for parameter in engine._parts.models.target.parameters()}  # type: ignore[attr-defined]
-        assert kinds == ({HALF, torch.float32} if family == "deepseek-v3" else {HALF}), "routers by sigmoid are in float32"
+        assert kinds == ({HALF, torch.float32} if family == "deepseek-v3" else {HALF}), "sigmoid routers stay in float32"
         for constraint in CONSTRAINTS:
             found += [
                 (prompt, constraint, job) for prompt, job in zip(PROMPTS, decode(engine, PROMPTS, constraint, logprobs=True), strict=True)
@@ -63,10 +63,10 @@ def require_equal_bits(family: str, implementation: str) -> None:
 
 
 def gap(family: str, prompt: list[int], text: list[int], other: list[int]) -> float:
-    """Of the two tokens at the first difference, in standard deviations of the logits of the same weights in float32. 0: there is none."""
+    """Logit difference of the first two unequal tokens, by the same weights in float32, in standard deviations; 0 for equal texts."""
     index = next((index for index, pair in enumerate(zip(text, other, strict=False)) if pair[0] != pair[1]), None)
     if index is None:
-        assert len(text) == len(other), "one text ends where the other goes on"
+        assert len(text) == len(other), "one text is longer than the other"
         return 0.0
     with torch.no_grad():
         logits = exact(family)(torch.tensor([[*prompt, *text[:index]]])).logits[0, -1]
@@ -80,7 +80,7 @@ def exact(family: str) -> Any:
 
 @pytest.mark.parametrize("family", ["smollm2", *(pytest.param(family, marks=pytest.mark.slow) for family in NEAR if family != "smollm2")])
 def test_each_difference_to_transformers_is_a_near_tie(family: str) -> None:
-    """Texts with drafts, against decoding by transformers in bfloat16 without a cache, whose products sum in another order."""
+    """Texts with drafts, compared with decoding by transformers in bfloat16 without a cache, which sums products in another order."""
     gaps = []
     for prompt, constraint, job in texts(family, 3):
         gaps.append(gap(family, prompt, job.tokens, plain(family, tuple(prompt), constraint, 24, HALF)[0]))

@@ -38,7 +38,7 @@ def models(likeness: float, kind: Any = None) -> tuple[Any, Any]:
     torch.manual_seed(11)
     target, draft = (kind or recurrent())("target", WIDTH), recurrent()("draft", WIDTH, fed=True)
     for parameter in target.parameters():
-        parameter.mul_(4)  # else it says the same of every text
+        parameter.mul_(4)  # otherwise the logits hardly depend on the text
     draft.load_state_dict(target.state_dict(), strict=False)
     for name, parameter in draft.named_parameters():
         noise = torch.randn_like(parameter) * likeness

@@ -55,7 +55,7 @@ def test_drafts_equal_the_reference_after_any_number_accepted(drafter: Drafter, 
 
 
 def check_drafts(drafter: Drafter, job: Job, drafts: list[int]) -> None:
-    useful = drafts[: TOKENS - len(job.tokens)]  # what lies beyond the end is drafted and never used
+    useful = drafts[: TOKENS - len(job.tokens)]  # drafts beyond the maximum length are never used
     assert min(useful) >= 0
     expected = drafter.reference_logits([*job.prompt_ids, *job.tokens], useful[:-1])
     for draft, logits in zip(useful, expected, strict=True):
@@ -65,7 +65,7 @@ def check_drafts(drafter: Drafter, job: Job, drafts: list[int]) -> None:
 
 def decode(engine: Engine, constraints: tuple[Constraint | None, ...], sampling: SamplingParams) -> list[Job]:
     for constraint in filter(None, constraints):
-        engine.compile(constraint)  # no request waits for it: all get their rows in order
+        engine.compile(constraint)  # so that no request waits for its grammar: rows are assigned in order
     requests = [(prompt, constraint) for constraint in constraints for prompt in PROMPTS]
     jobs = [engine.submit(prompt, constraint=constraint, sampling=sampling, max_new_tokens=TOKENS) for prompt, constraint in requests]
     for _ in engine.stream():
@@ -144,7 +144,7 @@ def test_prompt_embeddings_replace_those_of_the_draft(drafter: Drafter) -> None:
 
 
 class Counted(Eagle3):
-    """With random weights."""
+    """Has random weights, and records the step of each call."""
 
     steps: ClassVar[list[int]] = []
 

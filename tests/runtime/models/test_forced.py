@@ -47,7 +47,7 @@ def test_forced_acceptance_is_the_acceptance_rate() -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, replace(GREEDY, logprobs=True), SamplingParams(seed=1)])
 @pytest.mark.parametrize("draft_masks", [True, False])
 def test_forced_acceptance_obeys_the_grammar(draft_masks: bool, sampling: SamplingParams) -> None:
-    """Also by the token after the accepted drafts; no two consecutive positions allow the same tokens."""
+    """The token after the accepted drafts is legal, too; no two consecutive positions allow the same tokens."""
     engine = shared_engine(Setup(k=4, drafter="random", draft_masks=draft_masks, greedy_only=False, forced_acceptance=(1.0,) * 4))
     jobs = [engine.submit([token], constraint=PAIRS, sampling=sampling, max_new_tokens=40) for token in range(8)]
     for _ in engine.stream():

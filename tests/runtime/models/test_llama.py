@@ -51,7 +51,7 @@ def test_bfloat16_choices_equal_transformers(family: str) -> None:
 
 @pytest.mark.parametrize(("family", "dtype"), [*((family, torch.bfloat16) for family in FAMILIES), ("llama-3.1", torch.float16)])
 def test_half_precision_is_as_close_to_float32_as_transformers_is(family: str, dtype: torch.dtype) -> None:
-    """With experts the median of all positions: a token that takes other experts in either has an error of its own size."""
+    """With experts, the medians over all positions are compared: tokens that take other experts have far larger errors."""
     ours, theirs, exact = in_half(family, False, dtype)
     errors, expected = (((each - exact).pow(2).mean(-1)) for each in (ours, theirs))
     typical = torch.mean if load(family, dtype).config.experts is None else torch.median
@@ -93,7 +93,7 @@ def test_attention_window_limits_the_reach() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_have_the_names_of_all_linear_modules(family: str) -> None:
-    """Those of attention alone in layers with experts, whose routers and weights are no linear modules."""
+    """In layers with experts only attention has adapters: routers and expert weights are not linear modules."""
     named = {name: child.out_features for name, child in judge(family).named_modules() if isinstance(child, nn.Linear)}
     adapted = {name: size for weight in load(family).lora_weights.values() for name, size in weight.parts.items()}
     assert adapted == {name: size for name, size in named.items() if name != "lm_head"}

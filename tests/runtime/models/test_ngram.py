@@ -19,7 +19,7 @@ from tests.helpers.c_library import needs_c
 from tests.helpers.oracles import looked_up
 
 LIMITS = Limits(max_rows=3, num_speculative_tokens=4, max_length=40, page_size=8, num_pages=15, vocab_size=9, num_tokens=9, feature_size=0)
-Row = tuple[Sequence[int], int, Sequence[int]]  # a history, how many of its tokens are the prompt, a given text
+Row = tuple[Sequence[int], int, Sequence[int]]  # history, number of its prompt tokens, draft_ids
 
 
 def propose(lookup: NgramLookup, rows: Sequence[Row], count: int) -> list[list[int]]:
@@ -62,7 +62,7 @@ def test_device_look_up_equals_the_rule_in_python(rows: list[Row], count: int, d
 
 
 def inert_texts() -> Iterator[tuple[Any, ...]]:
-    """Random tokens with -1 among them, counts of generated tokens that no text has, columns of a table."""
+    """Random tokens including -1, with lengths and generated counts that contradict each other; both are columns of one table."""
     random = torch.Generator().manual_seed(3)
     for (width, start), shortest in itertools.product(((12, 5), (40, 22), (90, 50)), (1, 3)):
         text = torch.randint(-1, 3, (6, width), generator=random, dtype=torch.int32)
@@ -88,7 +88,7 @@ def test_length_outside_of_the_text_is_refused_in_c(length: int) -> None:
     ("row", "drafts"),
     [
         (([1, 2, 3, 4, 1, 2], 6, []), [3, 4, 1, 2]),
-        (([5, 1, 6, 1, 7, 1], 6, []), [7, 1, 7, 1]),  # the latest match; a copy goes on with itself
+        (([5, 1, 6, 1, 7, 1], 6, []), [7, 1, 7, 1]),  # the latest match; copied tokens are copied again
         (([5, 1, 6, 2, 1, 7, 5, 1], 8, []), [6, 2, 1, 7]),  # a longer match before a later one
         (([1, 2, 3], 3, []), [-1] * 4),
         (([4], 1, [5, 6, 7]), [5, 6, 7, -1]),  # at the start of the output

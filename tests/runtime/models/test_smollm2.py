@@ -49,7 +49,7 @@ def judged() -> tuple[Any, list[list[int]]]:
     model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(path.parent, **options)).eval()
     read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
     missing = model.load_state_dict(read, strict=False).missing_keys
-    assert missing == ["lm_head.weight"], "which is the embedding"
+    assert missing == ["lm_head.weight"], "the embedding is lm_head as well"
     chats = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS]
     return model, [tokenizer(chat)["input_ids"] for chat in chats]
 

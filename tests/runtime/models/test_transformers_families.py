@@ -71,7 +71,7 @@ def judge(family: str) -> Any:
     kind = getattr(transformers, f"{family}ForCausalLM")
     torch.manual_seed(len(family))
     transformers.utils.logging.set_verbosity_error()
-    config = kind.config_class(**{**BASE, **FAMILIES[family]}, attn_implementation="eager")  # others leave out soft-caps in some versions
+    config = kind.config_class(**{**BASE, **FAMILIES[family]}, attn_implementation="eager")  # others ignore soft-caps in some versions
     model = kind(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -118,7 +118,7 @@ def test_texts_equal_eager_transformers(family: str, parent: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits_are_independent_of_chunking_and_batch(family: str, parent: Path) -> None:
-    """Not promised for experts, whose products are others."""
+    """Not for models with experts, whose products are not those of nn.Linear."""
     folder = parent / family
     model = open_transformers(folder if folder.exists() else save(judge(family), folder)).load("cpu")
     assert model.batch_invariant == (family not in VARIES)
@@ -139,10 +139,10 @@ def test_bits_are_independent_of_chunking_and_batch(family: str, parent: Path) -
         ("Granite", 0, 3, 3),  # scales its residuals
         ("Mixtral", 3, 3, 0),
         ("Gemma", 0, 3, 0),  # GELU; norms of its own
-        ("Olmo", 0, 0, 3),  # limits queries, keys and values, of which small numbers show nothing; norms without weights
+        ("Olmo", 0, 0, 3),  # clips queries, keys and values, which has no effect on small values; norms without weights
     ],
 )
-def test_modules_that_compute_the_same_are_replaced(family: str, layers: int, attentions: int, mlps: int, parent: Path) -> None:
+def test_equivalent_modules_are_replaced(family: str, layers: int, attentions: int, mlps: int, parent: Path) -> None:
     folder = parent / family
     model = open_transformers(folder if folder.exists() else save(judge(family), folder)).load("cpu")
     found = [type(module) for module in model.modules()]
@@ -151,7 +151,7 @@ def test_modules_that_compute_the_same_are_replaced(family: str, layers: int, at
 
 @pytest.mark.parametrize("family", ["Gemma2", "Olmoe"])
 def test_a_family_drafts_for_another(family: str, parent: Path) -> None:
-    """Every draft of the same weights is accepted, hardly one of others."""
+    """Most drafts of a model with the same weights are accepted, few of another model."""
     folders = [save(judge(each), parent / f"{each} of {family}") for each in (family, "Granite")]
     for folder, right in zip(folders, (True, False), strict=True):
         with Engine.from_pretrained(folders[0], folder, config=CONFIG) as engine:

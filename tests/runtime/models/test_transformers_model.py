@@ -37,7 +37,7 @@ def test_texts_equal_plain_greedy_decoding(draft: str) -> None:
     assert draft == "none" or accepted > 5
 
 
-def test_a_head_drafts_from_the_states_of_the_same_layers_as_natively() -> None:
+def test_a_head_reads_the_same_layers_with_both_implementations() -> None:
     eagle3 = DRAFTERS[0]
     opened = [open_target(eagle3.target, implementation=implementation) for implementation in ("native", "transformers")]
     tokens = torch.tensor([PROMPTS[2], PROMPTS[2][::-1]])
@@ -84,11 +84,11 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path, fields: dict[str,
     folder, before = changed(tmp_path, **fields), torch.get_rng_state()
     with pytest.raises(ValueError, match=message):
         pretrained(folder)
-    assert torch.equal(torch.get_rng_state(), before), "transformers draws the missing tensors"
+    assert torch.equal(torch.get_rng_state(), before), "transformers drew random numbers for missing tensors"
 
 
-def test_missing_tensors_that_transformers_cannot_draw_are_refused(tmp_path: Path) -> None:
-    """Found by fuzzing. Other configs refuse a negative spread themselves."""
+def test_missing_tensors_that_transformers_cannot_initialise_are_refused(tmp_path: Path) -> None:
+    """Found by fuzzing. Other config classes refuse a negative initializer_range."""
     folder = changed(tmp_path, "qwen2", num_hidden_layers=5, layer_types=["full_attention"] * 5, initializer_range=-0.5)
     with pytest.raises(ValueError, match=r"model: Qwen2ForCausalLM: normal expects std >= 0\.0, but found std -0\.5"):
         pretrained(folder)
@@ -104,7 +104,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         pretrained(folder_of("llama-2"), weights="quantised")
 
 
-def test_auto_is_native_where_that_implements_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_selects_native_if_it_supports_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(open_target(folder_of("llama-2"))).__name__ == "Checkpoint"
     folder = changed(tmp_path, mlp_bias=True)
     assert type(open_target(folder)).__name__ == "TransformersCheckpoint"
@@ -121,7 +121,7 @@ def test_auto_is_native_where_that_implements_the_config(tmp_path: Path, monkeyp
 
 
 def test_a_layer_of_a_llama_has_one_node_more_than_the_native_class() -> None:
-    """It has 9 there; here the second residual connection and the norm after it are two."""
+    """A native layer has 9 nodes; here the second residual connection and the norm after it are two nodes."""
     nodes = []
     for implementation in ("native", "transformers"):
         with Engine.from_pretrained(folder_of("llama-3.1"), "none", config=CONFIG, implementation=implementation) as engine:

@@ -49,7 +49,7 @@ def write(folder: Path, family: str, count: int, change: Callable[[dict[str, Ten
 
 
 def reference(folder: Path, model: Any, features: Tensor, history: list[int], drafts: list[int]) -> list[Tensor]:
-    """Logits at every position of the history, then after each of `drafts`; as `draft_oracles.mtp_logits`."""
+    """Logits at every position of the history, then after each of `drafts`; like `draft_oracles.mtp_logits`."""
     model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS + index}\." for index in range(8)]
     modules: Any = MtpModel.from_pretrained(model)
     count = len(modules.layers)

@@ -36,7 +36,7 @@ def connected(size: int, readers: int) -> Iterator[tuple[MessageWriter, list[Lin
 
 @pytest.mark.parametrize("size", [4096, 8192, 1 << 20])
 def test_every_reader_gets_the_messages_in_order(size: int) -> None:
-    """Also those that are larger than the memory, and while some readers are slow."""
+    """Also messages larger than the shared memory, and with slow readers."""
     rng = random.Random(size)
     sent = [rng.randbytes(rng.choice((0, 1, 60, 300, size // 2, size - 8, size, 3 * size + 5))) for _ in range(60)]
     found: list[list[bytes]] = [[], [], []]
@@ -92,7 +92,7 @@ def test_a_reader_ends_with_the_writer() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list the memory of a process")
 def test_the_memory_of_an_engine_is_shared_and_has_no_name() -> None:
-    """So a process that is killed at any time leaves none behind."""
+    """So no shared memory is left when a process is killed."""
     with open_engine(model_folder(), "none", 2) as engine:
         assert engine._parts.ranks is not None
         found = list[set[str]]()
@@ -100,5 +100,5 @@ def test_the_memory_of_an_engine_is_shared_and_has_no_name() -> None:
             lines = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "stepgraph-ranks" in line]
             assert all(line.split()[1] == "rw-s" and line.endswith("/memfd:stepgraph-ranks (deleted)") for line in lines)
             found.append({line.split()[4] for line in lines})
-        assert len(set.intersection(*found)) == 1, "one file; this process may still map those of engines of other tests"
+        assert len(set.intersection(*found)) == 1, "all ranks map one file; this process may still map files of other tests"
         assert engine.generate([1, 2, 3], max_new_tokens=4).tokens

@@ -56,7 +56,7 @@ slow = pytest.mark.slow
 
 @contextlib.contextmanager
 def programs(folders: list[Path], draft: str, counts: tuple[int, ...] = (8, 8), size: int = 2, **changes: Any) -> Iterator[list[Any]]:
-    """One program per folder; with two of them, in the environment of torchrun."""
+    """Starts one program per folder; two programs run in the environment of torchrun."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -91,7 +91,7 @@ def alone(draft: str) -> dict[str, Any]:
 
 
 def test_a_rank_reads_and_keeps_its_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads its part to check it and to load it, and the next rank's to compare it; of norms, each rank has the whole."""
+    """A rank reads its part twice, to check and to load it, and the next rank's part to compare it. Norms are not divided."""
     source, read, size = SafetensorsSource(model_folder()), list[int](), 2
     norms = sum(source.read(name).nbytes for name in source.tensors if "norm" in name)
     divided = [
@@ -125,7 +125,7 @@ def ranks_of(engine: Engine) -> Ranks:
     ("size", "draft"), [(2, "ngram"), *(pytest.param(*case, marks=soak) for case in ((2, "none"), (4, "ngram"), (4, "none")))]
 )
 def test_ranks_give_the_tokens_of_one_process(size: int, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain, sampled and with grammars, with and without drafts; twice, so that prompts share pages; then other results on one rank."""
+    """Plain, sampled and with grammars, with and without drafts; twice, so that prompts share pages; then one rank has other results."""
     monkeypatch.setattr(VocabularyShard, "whole", None)  # no rank gathers the logits of all tokens
     with open_engine(model_folder(), draft, size) as engine:
         processes = ranks_of(engine).processes
@@ -145,7 +145,7 @@ def test_ranks_give_the_tokens_of_one_process(size: int, draft: str, monkeypatch
 
 @functools.cache
 def words() -> tuple[tuple[int, ...], ...]:
-    """Of one to three tokens, which the first request of `option_requests` would have."""
+    """Bad words of one to three tokens, from the text that the first of `option_requests` has without them."""
     with open_engine(model_folder(), "none", 1) as engine:
         tokens = engine.generate([5, 6, 7, 5, 6, 7, 5, 6], max_new_tokens=24).tokens
     return tuple(tuple(tokens[start : start + length]) for start, length in ((2, 1), (5, 2), (8, 3), (12, 2), (15, 3), (19, 2)))
@@ -169,7 +169,7 @@ def decode_options(draft: str, size: int) -> list[Job]:
 @pytest.mark.parametrize(
     ("size", "draft"), [(2, "ngram"), *(pytest.param(*case, marks=soak) for case in ((2, "none"), (4, "ngram"), (4, "none")))]
 )
-def test_options_of_sampled_rounds_give_what_one_process_gives(size: int, draft: str) -> None:
+def test_sampling_options_give_the_results_of_one_process(size: int, draft: str) -> None:
     """Bad words, relaxed acceptance, the most probable tokens, and functions over all logits."""
     for job, expected in zip(decode_options(draft, size), options_alone(draft), strict=True):
         assert (job.tokens, job.origins, job.error) == (expected.tokens, expected.origins, "")
@@ -224,8 +224,8 @@ def test_quantised_folders(layout: str, weights: str, size: int, tmp_path: Path)
 
 
 @slow
-def test_a_server_over_ranks_answers_as_one_over_one_process(tmp_path: Path) -> None:
-    """With a template whose <think> is a control token, which the server makes text on every rank, and a grammar after it."""
+def test_a_tensor_parallel_server_answers_like_a_server_of_one_process(tmp_path: Path) -> None:
+    """The chat template ends with <think>, a control token that the server turns into text on every rank; a grammar follows it."""
     folder = Path(shutil.copytree(model_folder(), tmp_path / "model"))
     change_json(
         folder / "tokenizer.json", lambda found: next(t for t in found["added_tokens"] if t["content"] == "<think>").update(special=True)
@@ -285,7 +285,7 @@ def test_draft_models(size: int, name: str) -> None:
 @soak
 @pytest.mark.parametrize("size", [2, 4])
 def test_draft_models_with_large_layers_are_divided(size: int, tmp_path: Path) -> None:
-    """The target is its own draft, so that a draft's error would cost acceptance."""
+    """The target is its own draft, so an error of the draft would lower the acceptance rate."""
     fields = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 2, "num_key_value_heads": 4}
     folder = save(random_model("Llama", BASE | fields, seed=2), tmp_path)
     accepted = require_equal_tokens(folder, folder, size)
@@ -307,7 +307,7 @@ def test_forced_drafts() -> None:
 
 
 def require_equal_tokens(target: Path, draft: str | Path, size: int, weights: str = "dequantised", **options: Any) -> list[list[int]]:
-    """Of one process and of `size` ranks, greedy and sampled. Returns how many drafts each accepted."""
+    """Compares one process with `size` ranks, greedy and sampled. Returns the numbers of accepted drafts of both."""
     found, accepted = [], []
     for ranks in (1, size):
         with open_engine(target, draft, ranks, weights) as engine:
@@ -322,7 +322,7 @@ def require_equal_tokens(target: Path, draft: str | Path, size: int, weights: st
 
 @slow
 def test_layers_whose_sums_include_the_norm_give_the_tokens_of_one_process() -> None:
-    """As FlashInfer's do on a GPU; here on the first rank, with the messages of the others."""
+    """FlashInfer fuses sum and norm on a GPU. Here the first rank does so, with the messages of the unfused sum."""
 
     class WithNorm:
         def __init__(self, number: int) -> None:
@@ -366,7 +366,7 @@ def test_priorities_and_tenants_have_the_order_of_one_process(size: int) -> None
 
 
 def test_sums_are_added_in_the_order_of_the_ranks(tmp_path: Path) -> None:
-    """So that they are the same on every rank and at every position of a batch."""
+    """So the sums are equal on every rank and at every position of a batch."""
     size, groups = 4, dict[int, int]()
     row = torch.randn(size, 64, generator=torch.Generator().manual_seed(3))
     expected = ((row[0] + row[1]) + row[2]) + row[3]
@@ -383,7 +383,7 @@ def test_sums_are_added_in_the_order_of_the_ranks(tmp_path: Path) -> None:
 
 
 def test_ranks_exchange_values_and_a_failure_on_one_fails_an_attempt_on_all(tmp_path: Path) -> None:
-    """Also where the others exchange more values in it."""
+    """Also if the other ranks exchange more values in the attempt."""
     size, found = 3, dict[int, Any]()
 
     def run(rank: int) -> None:
@@ -422,7 +422,7 @@ def test_recorded_steps_have_a_group_of_their_own() -> None:
 
 @pytest.mark.parametrize("eager", [pytest.param(True, marks=slow), pytest.param(False, marks=soak)])
 def test_messages_of_graphs_and_of_eager_work_use_different_groups(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank does the same: a message in another group would have no partner. Prompts are eager here."""
+    """The other rank uses the same groups, or messages would have no receiver. Prompts are eager here."""
     used, real = set[Any](), parallel.gather
 
     def gather(group: Any, *others: Any) -> torch.Tensor:
@@ -446,7 +446,7 @@ def test_a_killed_rank_ends_all_jobs() -> None:
 
 @pytest.mark.parametrize("which", [pytest.param("others", marks=slow), pytest.param("first", marks=soak)])
 def test_a_round_that_hangs_on_one_rank_ends_all_jobs_in_time(which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process runs on, as with a device that does not answer."""
+    """The process of that rank keeps running, as with a device that hangs."""
     flag = tmp_path / "flag"
     parallel_program.RELEASED.clear()
     monkeypatch.setenv("HANG", f"{os.getpid()} {which} {flag}")
@@ -492,7 +492,7 @@ def require_error_in_time(engine: Engine, jobs: list[Job], fail: Callable[[], ob
     fail()
     with pytest.raises(RuntimeError):
         list(engine.stream())
-    assert time.monotonic() - since < SECONDS + 2.5  # of which two for the end of a stopped process
+    assert time.monotonic() - since < SECONDS + 2.5  # 2 s of these are for ending a stopped process
     assert all(job.finish_reason == FinishReason.ERROR and job.error for job in jobs)
     assert all(process.poll() is not None for process in processes)
 
@@ -561,7 +561,7 @@ def test_no_rank_outlives_a_killed_first_rank(delay: float) -> None:
 @soak
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_cancellations_compiles_and_several_threads(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every job that was not cancelled has the tokens of one process. On each rank grammars are ready after random times of its own."""
+    """Every job that was not cancelled has the tokens of one process. Each rank delays its grammars by its own random times."""
     monkeypatch.setattr(RequestQueue, "_compiled", RequestQueue._compiled)  # restored after the test
 
     async def decode_all(engine: Engine) -> list[list[int]]:
@@ -614,7 +614,7 @@ def test_a_lost_program_of_torchrun_ends_the_jobs_of_the_other(lost: int, how: s
 
 @soak
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.norm.weight"])
-def test_other_weights_on_one_rank_are_found_at_load(tmp_path: Path, name: str) -> None:
+def test_different_weights_on_one_rank_are_detected_at_load(tmp_path: Path, name: str) -> None:
     folder, other = model_folder(), Path(shutil.copytree(model_folder(), tmp_path / "other"))
     tensors = load_file(other / "model.safetensors")
     tensors[name][..., -1] += 0.125
@@ -625,7 +625,7 @@ def test_other_weights_on_one_rank_are_found_at_load(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize(("size", "accepted"), [(3, "a divisor of it"), (0, "a whole number >= 1"), ("2", "a whole number >= 1")])
-def test_a_number_of_ranks_that_cannot_run_is_refused(size: Any, accepted: str) -> None:
+def test_invalid_numbers_of_ranks_are_refused(size: Any, accepted: str) -> None:
     with pytest.raises(ValueError, match=f"tensor_parallel: got {size!r}.*{accepted}"):
         Engine.from_pretrained(model_folder(), tensor_parallel=size)
 
@@ -666,8 +666,8 @@ def unpicklable(logits: torch.Tensor, given: ProcessorInput) -> torch.Tensor:
         ),
     ],
 )
-def test_settings_that_ranks_do_not_have_are_refused(fields: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any process is started. A function of the main program is of another module in the processes."""
+def test_settings_unsupported_by_ranks_are_refused(fields: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any process is started. In those processes, `__main__` is another module, so its functions are refused."""
     monkeypatch.setattr(unpicklable, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "unpicklable", unpicklable, raising=False)
     monkeypatch.setattr(Ranks, "start", None)
@@ -691,7 +691,7 @@ def test_requests_with_embeddings_are_refused_and_others_continue() -> None:
 
 
 @soak
-def test_other_requests_on_one_rank_end_all_jobs() -> None:
+def test_different_requests_on_one_rank_end_all_jobs() -> None:
     with programs([model_folder()] * 2, "none", counts=(4, 3), round_timeout_seconds=20.0) as started:
         found = [result(process) for process in started]
     for each in found:

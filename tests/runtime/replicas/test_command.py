@@ -77,7 +77,7 @@ def serving(*flags: str, cpus: float = 0.5) -> Iterator[str]:
 def require_the_texts_of_one_engine(
     url: str, flags: Sequence[str], asks: Sequence[dict[str, Any]], victims: Callable[[], list[int]]
 ) -> None:
-    """While the first of the two processes `victims` is killed, and after it."""
+    """Compares texts while the first of the two processes `victims` is killed, and afterwards."""
     with engine_of(flags) as engine, running(engine, Bounds()) as alone, alone.client as client:
         wanted = [client.completions.create(model="toy", **ask).choices[0].text for ask in asks]
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=600) as client:
@@ -111,7 +111,7 @@ def test_the_address_of_a_killed_cluster_is_not_used(tmp_path: Path, monkeypatch
 
 @pytest.mark.replicas
 def test_the_documented_deployment_runs(tmp_path: Path) -> None:
-    """It has at most 300 lines."""
+    """The deployment module has at most 300 lines."""
     source = Path(pytest.importorskip("stepgraph.runtime.replicas.ray_serve").__file__)
     assert len(source.read_text(encoding="utf-8").splitlines()) <= 300
     program = (ROOT / "docs/scale.md").read_text(encoding="utf-8").rpartition("```text\n")[2].partition("```")[0]
@@ -131,7 +131,7 @@ def test_streams_over_http_survive_a_kill() -> None:
 
 
 @pytest.mark.replicas
-def test_a_cluster_of_ray_loses_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_survive_the_loss_of_a_ray_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of Ray's nodes on loopback, each with room for one replica. The command uses them unchanged and leaves the cluster running."""
     cluster = pytest.importorskip("ray.cluster_utils").Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     try:
@@ -143,7 +143,7 @@ def test_a_cluster_of_ray_loses_a_machine(monkeypatch: pytest.MonkeyPatch) -> No
             found = subprocess.run(["ps", "-o", "ppid=,pid=", "-p", of_replicas], capture_output=True, text=True, check=True).stdout
             replicas = {int(line.split()[0]): int(line.split()[1]) for line in found.splitlines()}
             assert replicas.keys() == {*raylets}
-            os.kill(replicas[raylets[0]], signal.SIGKILL)  # it would go on for a moment
+            os.kill(replicas[raylets[0]], signal.SIGKILL)  # it would outlive its raylet for a moment
             return raylets
 
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
@@ -156,7 +156,7 @@ def test_a_cluster_of_ray_loses_a_machine(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def continued(url: str) -> int:
-    """Streams that went on on another replica."""
+    """The number of streams that continued on another replica."""
     with urllib.request.urlopen(f"{url.removesuffix('/v1')}/metrics", timeout=60) as answer:
         found = re.search(r"^stepgraph_streams_continued_total (\d+)\.0$", answer.read().decode(), re.MULTILINE)
     assert found
@@ -165,7 +165,7 @@ def continued(url: str) -> int:
 
 @pytest.mark.replicas
 def test_streams_survive_a_lost_rank_of_a_divided_model() -> None:
-    """And the server leaves no rank."""
+    """The server leaves no rank running."""
     flags = "--eager -k 2 --draft-length 2 --max-rows 4 --max-length 1024 --no-log --threads 1 --dtype float32".split()
     flags = ["serve", str(model_folder()), *flags, "--round-timeout-seconds", "60", "--tensor-parallel", "2"]
     draws = ({"temperature": 0}, {"temperature": 0.9, "seed": 4})
@@ -180,6 +180,6 @@ def test_streams_survive_a_lost_rank_of_a_divided_model() -> None:
 
 
 def processes(part: str) -> list[int]:
-    """Ray names the processes of replicas after their application."""
+    """Process ids by command line; Ray names the processes of replicas after their application."""
     found = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
     return [int(line.split()[0]) for line in found.splitlines() if part in line]

@@ -57,5 +57,5 @@ def test_hardware_and_weights_change_the_identity(monkeypatch: pytest.MonkeyPatc
         assert replica.identity_of(engine) != before
 
 
-def test_every_setting_without_effect_exists() -> None:
+def test_every_setting_excluded_from_the_identity_exists() -> None:
     assert {*replica._NO_EFFECT} <= {*EngineConfig.__dataclass_fields__}

@@ -42,13 +42,13 @@ def run(make: Callable[[], Any] = make_engine, replicas: int = 2) -> Any:
 
 
 def delete(name: str) -> None:
-    """That of the tests before."""
+    """Deletes the application of earlier tests."""
     if name in serve.status().applications:
         serve.delete(name)
 
 
 async def processes(handle: Any) -> dict[str, int]:
-    """Of the replicas to which requests are routed."""
+    """Process ids of the replicas to which requests are routed."""
     found = await handle.broadcast("describe").results_async(timeout_s=60, return_exceptions=True)
     return {info.replica: info.process for info in found if not isinstance(info, Exception)}
 
@@ -63,7 +63,7 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str, seconds: fl
 async def read(
     pool: ReplicaPool, asks: list[Request], delay: float = 0, opened: asyncio.Semaphore | None = None
 ) -> tuple[list[tuple[list[int], str]], list[Any]]:
-    """Tokens and ends as the callers see them, and the jobs. delay: after each event. opened: released for each stream that has tokens."""
+    """Tokens and finish reasons of each stream, and the jobs. delay: seconds after each event. opened: released per stream with tokens."""
 
     async def one(ask: Request) -> tuple[tuple[list[int], str], Any]:
         prompt, options = ask
@@ -129,7 +129,7 @@ def test_a_rolling_update_loses_nothing() -> None:
 
 @pytest.mark.parametrize("timeout", [None, 3.0], ids=["raises", "hangs"])
 def test_an_unhealthy_engine_leaves_routing_and_its_streams_continue(timeout: float | None, tmp_path: Path) -> None:
-    """timeout: of a round that does not return."""
+    """timeout: the limit of a round that hangs."""
     flag, asks, opened = tmp_path / "flag", requests(12, LENGTH), asyncio.Semaphore(0)
     handle = run(functools.partial(make_engine, flag, hangs=timeout is not None, round_timeout_seconds=timeout))
 
@@ -176,7 +176,7 @@ def test_scaling_to_one_replica_drains_the_other() -> None:
         async def one_left() -> bool:
             return len(await processes(handle)) == 1
 
-        await until(one_left, "a replica that is not wanted still gets requests")
+        await until(one_left, "the removed replica still gets requests")
 
     asyncio.run(main())
 
@@ -190,7 +190,7 @@ def test_scaling_to_one_replica_drains_the_other() -> None:
     ],
 )
 def test_replicas_are_added_for_requests_and_for_pages(requests_at_once: int, changes: dict[str, Any], wanted: int) -> None:
-    """The requests follow each other until Ray has decided, or for as long as it takes at most here."""
+    """Requests are repeated until Ray adds a replica, or up to a time limit."""
     delete("test")
     make = functools.partial(make_engine, seconds=0.02, **changes)
     handle = serve.run(deployment(make, replicas=(1, 2), rows=ROWS, cpus=0.5), name="test", route_prefix=None)
@@ -256,7 +256,7 @@ def test_wrong_requests_and_metrics_of_every_replica() -> None:
 
 
 def test_the_overhead_is_bounded() -> None:
-    """Requests of 1 token and of 200 through a pool, and as many through Ray alone, in turns. The parts need no engine."""
+    """Requests of 1 and of 200 tokens, in turns through a pool and through Ray alone. The answers need no engine."""
     delete("test")
     canned = serve.deployment(Canned).options(**options_of(deployment(make_engine, rows=ROWS, cpus=0.5)))
     handle = serve.run(canned.bind(), name="canned", route_prefix=None)
@@ -298,13 +298,13 @@ def test_the_overhead_is_bounded() -> None:
 
 
 def options_of(application: Any) -> dict[str, Any]:
-    """The settings of a deployment that its calls pass through."""
+    """The settings of a deployment that affect its calls."""
     config = application._bound_deployment._deployment_config
     return {"max_ongoing_requests": config.max_ongoing_requests, "request_router_config": config.request_router_config}
 
 
 def round_seconds(make: Callable[[], Any], rows: int) -> float:
-    """The median, of one engine in this process."""
+    """The median round time of one engine in this process."""
     with make() as engine:
         jobs = [engine.submit([1 + row], max_new_tokens=24, sampling=SamplingParams(ignore_eos=True)) for row in range(rows)]
         while not all(job.tokens for job in jobs):

@@ -38,7 +38,7 @@ def test_a_request_goes_to_the_replica_that_holds_most_of_its_prefix() -> None:
     assert router.rank(page_hashes(IDS, 16, ("tenant",)), loads | {"a": 1, "b": 1})[0] == "c"
 
 
-def test_a_page_that_a_replica_holds_without_those_before_it_does_not_count() -> None:
+def test_a_held_page_counts_only_with_all_pages_before_it() -> None:
     router, hashes = PrefixRouter(), page_hashes(IDS, 16, ())
     router.note(hashes[1:], "a")
     router.note(hashes[:1], "b")
@@ -111,7 +111,7 @@ def test_wrong_settings_are_refused() -> None:
         (40, 2, {"a": 0.5, "b": 0.5}, 5),
         (3, 2, {"a": 0.05, "b": 0.02}, 3),  # few requests hold nearly all pages
         (3, 2, {"a": 0.05, "b": 0.5}, 1),
-        (3, 2, {"a": 0.05}, 1),  # of one replica nothing is known
+        (3, 2, {"a": 0.05}, 1),  # nothing is known of one replica
     ],
 )
 def test_the_number_of_replicas_follows_requests_and_free_pages(requests: float, running: int, free: Any, wanted: int) -> None:

@@ -27,7 +27,7 @@ SAMPLINGS = {"greedy": SamplingParams(min_new_tokens=9, logit_bias={STOP: 2.0}, 
 
 @dataclass
 class Replicas:
-    """Two engines of equal settings, of which the one in use ends after some parts: `cuts` has a number for each call."""
+    """Two engines with equal settings. The engine of each call is lost after the number of parts in `cuts`."""
 
     serving: list[AsyncEngine]
     cuts: list[int]
@@ -35,7 +35,7 @@ class Replicas:
     change: Callable[[Part], Part] = field(default=lambda part: part)
     asks: list[Ask] = field(default_factory=list)
     alive: list[int] = field(default_factory=lambda: [0, 1])
-    returns: bool = True  # whether a replica that was lost is there again
+    returns: bool = True  # whether a lost replica becomes available again
 
     async def call(self, ask: Ask) -> AsyncGenerator[Part, None]:
         names = ["a", "b"]
@@ -86,7 +86,7 @@ def run(engine: Engine, cuts: list[int], how: Resumption | None = None, info: An
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("setup", [pytest.param(PLAIN, id="plain", marks=pytest.mark.slow), pytest.param(DRAFTED, id="drafted")])
 def test_a_stream_that_is_cut_anywhere_has_the_tokens_of_one_engine(setup: Setup, sampling: SamplingParams) -> None:
-    """Sampled with drafts: the request is repeated, since draws depend on where rounds begin. Otherwise it continues after its tokens."""
+    """A sampled request with drafts is repeated, since draws depend on where rounds begin. Other requests continue after their tokens."""
     engine, continued = shared_engine(setup), 0
     repeats = setup.k > 0 and not sampling.greedy
     for constraint in (None, *CONSTRAINTS[1::3]):
@@ -115,13 +115,13 @@ def test_draws_without_a_seed_are_fixed_before_the_first_replica() -> None:
     assert run(engine, [], **options).stream.job.seed != job.seed
 
 
-def test_sampled_requests_have_no_drafts_where_their_number_varies() -> None:
+def test_sampled_requests_have_no_drafts_if_draft_lengths_vary() -> None:
     engine = shared_engine(DRAFTED)
     options: dict[str, Any] = {"sampling": SAMPLED, "max_new_tokens": TOKENS}
     found = run(engine, [4], info={"fixed_drafts": False}, **options)
     assert [ask.options["num_speculative_tokens"] for ask in found.replicas.asks] == [0, 0] and found.counts.skipped == 0
     assert found.tokens == engine.generate(PROMPT, num_speculative_tokens=0, **options).tokens
-    for how, exact in ((Resumption("never"), True), (Resumption("exact"), False)):  # neither continues
+    for how, exact in ((Resumption("never"), True), (Resumption("exact"), False)):  # neither policy continues streams
         kept = run(engine, [], how, info={"fixed_drafts": False, "exact": exact}, **options)
         assert "num_speculative_tokens" not in kept.replicas.asks[0].options
 
@@ -136,7 +136,7 @@ def test_equal_tokens_are_promised_only_of_models_that_declare_it(monkeypatch: p
         run(engine, [4], sampling=SamplingParams(ignore_eos=True), max_new_tokens=TOKENS)
 
 
-def test_other_hardware_is_refused_and_equal_hardware_is_looked_for() -> None:
+def test_streams_continue_on_equal_hardware_only() -> None:
     engine = shared_engine(PLAIN)
     options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
     with pytest.raises(AnswerError, match=r"cannot be continued after \d+ tokens: replica . has other hardware, packages,"):
@@ -176,18 +176,18 @@ def test_a_replica_that_computes_other_tokens_is_detected() -> None:
         run(engine, [5], sampling=replace(SAMPLED, ignore_eos=True), max_new_tokens=TOKENS, other={"change": planted})
 
 
-def test_a_request_that_ends_every_replica_is_given_up() -> None:
+def test_a_request_that_crashes_every_replica_fails() -> None:
     engine = shared_engine(PLAIN)
     with pytest.raises(AnswerError, match=r"after 0 tokens: 3 replicas in a row gave no new token \(ActorDiedError: killed\)"):
         run(engine, [0] * 9, Resumption(attempts=3, backoff_seconds=0), max_new_tokens=TOKENS)
     found = run(
         engine, [3, 3, 3, 3], Resumption(attempts=2, backoff_seconds=0), sampling=SamplingParams(ignore_eos=True), max_new_tokens=70
     )
-    assert found.counts.continued == 4  # each of them had given tokens
+    assert found.counts.continued == 4  # each lost replica had given tokens
 
 
 def test_an_engine_that_fails_or_shuts_down_is_replaced() -> None:
-    """Its last part is an error or a cancellation that no client caused."""
+    """The last part of its answer is an error, or a cancellation that no client caused."""
     engine = shared_engine(PLAIN)
     options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
     whole = engine.generate(PROMPT, **options).tokens

@@ -21,7 +21,7 @@ from tests.helpers.c_library import EACH_BACKEND
 
 BYTES = Vocabulary([*(bytes([value]) for value in range(256)), b"<end>"], [256])
 COMPILER = GrammarCompiler(BYTES, max_threads=1)
-SCHEMA = {  # "s" is written without quotes by Qwen3-Coder
+SCHEMA = {  # Qwen3-Coder writes "s" without quotes
     "type": "object",
     "properties": {"s": {"type": "string"}, "x": {"anyOf": [{"type": "string"}, {"type": "integer"}]}, "y": {"$ref": "#/$defs/y"}},
     "$defs": {"y": {"type": "array", "items": {"type": "object", "properties": {"}{": {"type": "null"}}, "additionalProperties": False}}},
@@ -44,7 +44,7 @@ def use_of(name: str, choice: Any = "auto", parallel: bool = True, template: str
 
 
 def written(form: CallFormat, calls: list[tuple[str, dict[str, Any]]]) -> str:
-    """As a model writes them, one after another."""
+    """The text of these calls, as a model writes them."""
 
     def text(name: str, arguments: dict[str, Any]) -> str:
         values = {key: value if key == "s" else json.dumps(value, ensure_ascii=False) for key, value in arguments.items()}
@@ -92,7 +92,7 @@ def accepted(use: ToolUse, text: str, backend: BackendChoice = "auto") -> bool:
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=25)
 @given(calls=st.lists(CALLS, min_size=1, max_size=3), data=st.data())
-def test_required_calls_are_what_the_grammar_allows_and_the_parser_reads(name: str, calls: Any, data: st.DataObject) -> None:
+def test_grammar_and_parser_agree_on_required_calls(name: str, calls: Any, data: st.DataObject) -> None:
     use = use_of(name, "required")
     calls = calls if use.form.parallel else calls[:1]
     text = written(use.form, calls)
@@ -154,7 +154,7 @@ def test_a_call_that_is_cut_short() -> None:
     ("template", "name", "templated"),
     [("", "hermes", False), ("<tool_call>", "hermes", True), ("<tool_call><function=f>", "qwen3-coder", True), ("[ARGS]", "mistral", True)],
 )
-def test_format_is_that_of_the_chat_template(template: str, name: str, templated: bool) -> None:
+def test_call_format_follows_the_chat_template(template: str, name: str, templated: bool) -> None:
     codec = TextCodec(Vocabulary.printable(), lambda text, begins: [], ChatTemplate(template))
     assert call_style(codec) == (FORMATS[name], templated)
     assert call_style(codec, "llama3") == (FORMATS["llama3"], False)

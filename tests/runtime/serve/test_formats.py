@@ -1,4 +1,4 @@
-"""Calls as families of models write them, whose markers are control tokens, with a model that writes given texts where it may."""
+"""Calls in the formats of model families, whose markers are control tokens, by a model that prefers the tokens of a given text."""
 
 from __future__ import annotations
 
@@ -129,6 +129,6 @@ def test_channels_of_gpt_oss(stream: bool) -> None:
         reasoning, content, _ = ask(f"{analysis}{rest}[]", response_format=FORMAT)
         jsonschema.validate(json.loads(content), SCHEMA)
         assert reasoning == "well, well"
-        budget = {"thinking_token_budget": 5}  # with <|message|>
+        budget = {"thinking_token_budget": 5}  # <|message|> counts, too
         assert ask(f"<|channel|>analysis<|message|>well<|end|>{rest}yes", extra_body=budget) == ("well", "yes", "")
         assert ask(analysis, extra_body=budget, tools=TOOLS[:1], tool_choice="required") == ("well", "", "look_up")

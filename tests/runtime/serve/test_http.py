@@ -62,7 +62,7 @@ def test_large_bodies_are_refused_and_the_connection_remains_usable(server: Runn
     chunk = b"%x\r\n%b\r\n" % (BOUNDS.body_bytes // 2, b"x" * (BOUNDS.body_bytes // 2))
     chunked = POST + b"Transfer-Encoding: chunked\r\n\r\n"
     assert server.statuses(chunked, chunk, chunk, chunk, b"0\r\n\r\n", health, end=False) == [413, 200]
-    assert server.statuses(chunked, chunk, b"0\r\n\r\n", health, end=False) == [400, 200], "below the limit, and no JSON"
+    assert server.statuses(chunked, chunk, b"0\r\n\r\n", health, end=False) == [400, 200], "below the limit, but not JSON"
 
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"

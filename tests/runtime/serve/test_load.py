@@ -60,7 +60,7 @@ def test_no_answer_is_lost_and_memory_is_flat() -> None:
         before = resident_bytes()
         for seed in range(1, ROUNDS):
             asyncio.run(load(seed))
-        waited(lambda: not engine.has_work, "left requests still decode")
+        waited(lambda: not engine.has_work, "abandoned requests still decode")
         grown = resident_bytes() - before
     first_token.sort()
     print(f"time to first token: median {first_token[len(first_token) // 2]:.2f} s, p99 {first_token[len(first_token) * 99 // 100]:.2f} s")

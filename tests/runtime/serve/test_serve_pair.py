@@ -62,7 +62,7 @@ def test_a_record_is_extracted_streamed_or_not(server: Running) -> None:
     jsonschema.validate(json.loads(whole.message.content), SCHEMA)
     assert whole.finish_reason == "stop"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
-    assert 2 < len(chunks) < len(whole.message.content), "in pieces, of several letters"
+    assert 2 < len(chunks) < len(whole.message.content), "several chunks, not one per letter"
     assert isinstance(parsed, Person)
 
 

@@ -42,7 +42,7 @@ ONE_ROW = ["serve", "toy", "--eager", "-k", "2", "--max-rows", "1"]
 
 
 def message_of(error: openai.APIStatusError) -> str:
-    """Of the response: some versions of the client quote it in their own."""
+    """The message in the response, which some versions of the client quote in a message of their own."""
     found = error.response.json()["error"]["message"]
     assert isinstance(found, str)
     return found
@@ -180,7 +180,7 @@ def test_a_required_tool_is_called(server: Running, stream: bool) -> None:
 
 
 def test_several_calls_may_be_required_and_the_last_may_be_cut_short(server: Running) -> None:
-    """A bias towards line ends makes the toy model go on with the next call."""
+    """A bias towards line ends makes the toy model start the next call."""
     request: Any = {"model": "toy", "messages": ASK, "tools": TOOLS, "tool_choice": "required", "temperature": 0, "max_tokens": 300}
     request["logit_bias"] = {str(ord("\n")): 100}
     with server.client as client:
@@ -337,7 +337,7 @@ def test_keys_and_time_limit() -> None:
         waited(lambda: found.count("cancelled") == 2, "jobs beyond the time limit still decode")
 
 
-def test_lower_priorities_enter_first() -> None:
+def test_smaller_priority_numbers_enter_first() -> None:
     async def order() -> list[int]:
         gate, entered = Gate(1, 8), list[int]()
         tickets = [gate.tickets(1, priority)[0] for priority in (0, 5, 1, 0)]
@@ -353,7 +353,7 @@ def test_lower_priorities_enter_first() -> None:
 
 
 def test_more_important_requests_enter_a_full_engine() -> None:
-    """Those of larger numbers do not take their place, and the number of all requests is still bounded."""
+    """Requests with larger priority numbers enter only below the capacity, and the number of all requests is still bounded."""
 
     async def entered() -> list[bool]:
         gate = Gate(2, 3)
@@ -380,7 +380,7 @@ def post(server: Running, key: str, priority: int, tokens: int) -> socket.socket
 
 
 def spied_jobs(engine: Engine) -> list[Job]:
-    """The jobs of the engine from now on."""
+    """Collects the jobs that are submitted to the engine from now on."""
     jobs, submit = list[Job](), engine.submit
 
     def submitted(*arguments: Any, **options: Any) -> Job:
@@ -403,8 +403,8 @@ def in_order(jobs: list[Job]) -> list[Job]:
     return sorted(jobs, key=lambda job: job.submitted_at + (job.queue_seconds or 0.0))
 
 
-def test_priority_and_caller_order_requests_in_the_engine() -> None:
-    """While one answer runs, others fill the engine's queue. They have the row by priority, then in turns of the callers."""
+def test_requests_get_rows_by_priority_and_then_by_caller() -> None:
+    """While one answer runs, others fill the engine's queue. They get the row by priority, then in turns of the callers."""
     asks = [(0, "a"), (7, "a"), (3, "a"), (3, "a"), (3, "b"), (0, "b"), (0, "b"), (0, "a")]  # the first one runs
     with engine_of([*ONE_ROW, "--max-length", "128"]) as engine:
         jobs, steps, wires = spied_jobs(engine), Steps(engine), list[socket.socket]()
@@ -422,8 +422,8 @@ def test_priority_and_caller_order_requests_in_the_engine() -> None:
 
 
 @pytest.mark.parametrize("flag", ["", "--preemption"])
-def test_a_request_takes_the_row_of_one_of_larger_number(flag: str) -> None:
-    """Others have the row and the place in the engine's queue. The answer that gave its row up is as it is alone."""
+def test_preemption_gives_the_row_to_the_smaller_priority_number(flag: str) -> None:
+    """Other requests have the row and the place in the engine's queue. A preempted answer equals the answer alone."""
     with engine_of([*ONE_ROW, "--max-length", "256", *filter(None, [flag])]) as engine:
         alone = engine.generate("x", max_new_tokens=120, sampling=SamplingParams(temperature=0, ignore_eos=True)).text
         jobs, steps, wires = spied_jobs(engine), Steps(engine), list[socket.socket]()
@@ -435,7 +435,7 @@ def test_a_request_takes_the_row_of_one_of_larger_number(flag: str) -> None:
                     steps.allow(3)
                     waited(lambda: steps.made == 3 and engine.stats().running == 1, "the first request has no row")
             steps.allow(30)  # fewer rounds than 120 tokens take
-            waited(lambda: steps.made == 33, "the engine sleeps")
+            waited(lambda: steps.made == 33, "the engine made too few steps")
             assert server.count("length") == (2 if flag else 1)  # the answer above, and the urgent one
             steps.open()
             assert answers_of(wires)[0] == alone
@@ -449,7 +449,7 @@ def test_preemption_is_refused_with_tensor_parallelism(capsys: pytest.CaptureFix
 
 
 def test_tenants_take_turns() -> None:
-    """A tenant that arrives late waits for one answer of each other tenant, and gets no turns for the time before."""
+    """A tenant that arrives late waits for one answer of each other tenant, and gets no turns for the time before it arrived."""
 
     async def order() -> str:
         gate, entered, tickets = Gate(1, 20), "", list[tuple[str, Ticket]]()
@@ -482,7 +482,7 @@ def test_metrics_are_those_of_the_engine(server: Running) -> None:
 
 
 def counts_of(server: Running) -> tuple[int, int]:
-    """Running, and waiting in the engine or at the gate."""
+    """The numbers of requests that run, and that wait in the engine or at the gate."""
     stats, waiting = server.engine.stats(), re.search(r"http_waiting (\d+)", server.metrics())
     assert waiting is not None
     return stats.running, stats.waiting + int(waiting[1])
@@ -520,7 +520,7 @@ def test_a_signal_lets_answers_end_and_a_second_one_cancels_them(number: signal.
                     if index == 0:
                         for _ in range(signals):
                             os.kill(os.getpid(), number)
-                            waited(lambda: not listens(port), "the first signal has no effect")  # two at once may arrive as one
+                            waited(lambda: not listens(port), "the first signal has no effect")  # two signals at once may arrive as one
             except openai.APIError as error:
                 errors.append(error.message)
             if signals == 1:  # after a second one the server may answer on an open connection until its last answer has ended
@@ -581,7 +581,7 @@ def listens(port: int) -> bool:
     return False
 
 
-def test_leaving_does_not_wait_for_the_step_in_progress() -> None:
+def test_a_time_limit_does_not_wait_for_the_step_in_progress() -> None:
     """A request beyond its time limit is answered while the engine is blocked inside a step."""
     with engine_of() as engine:
         steps = Steps(engine)
@@ -590,7 +590,7 @@ def test_leaving_does_not_wait_for_the_step_in_progress() -> None:
                 with pytest.raises(openai.InternalServerError, match="not complete"):
                     client.completions.create(model="toy", prompt="x" * (count + 1), max_tokens=4)
             steps.open()
-            waited(lambda: not engine.has_work, "left requests still decode")
+            waited(lambda: not engine.has_work, "abandoned requests still decode")
 
 
 def test_each_request_is_one_line_of_the_log_without_its_text(server: Running, caplog: pytest.LogCaptureFixture) -> None:

@@ -114,14 +114,14 @@ NORM, QUERY = "model.layers.1.input_layernorm.weight", "model.layers.2.self_attn
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "path: got .*model', expected a local folder"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: No such file"),
-    "config is no JSON": (lambda f: cut(f / "config.json", 0.5), "config.json: not JSON"),
-    "config nested without end": (lambda f: (f / "config.json").write_text("[" * 10**6), "config.json: not JSON"),
+    "config is not JSON": (lambda f: cut(f / "config.json", 0.5), "config.json: not JSON"),
+    "config nested too deeply": (lambda f: (f / "config.json").write_text("[" * 10**6), "config.json: not JSON"),
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json: got list, expected a JSON object"),
     "config is a folder": (lambda f: replace_by(f / "config.json", Path.mkdir), "config.json: expected a regular file"),
     "config is a pipe": (lambda f: replace_by(f / "config.json", os.mkfifo), "config.json: expected a regular file"),
-    "a number of thousands of digits": (
+    "number with thousands of digits": (
         lambda f: (f / "config.json").write_text('{"hidden_size": ' + "9" * 5000 + "}"),
-        "config.json: not JSON: Exceeds|want ",  # where Python reads it, a field is refused
+        "config.json: not JSON: Exceeds|want ",  # a Python without a digit limit refuses the field
     ),
     "weights are a pipe": (lambda f: replace_by(f / "model.safetensors", os.mkfifo), "model.safetensors: expected a regular file"),
     "no weights": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "got neither model.safetensors nor"),
@@ -136,22 +136,22 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated header": (lambda f: cut(f / "model.safetensors", 0.001), "model.safetensors: "),
     "absurd header": (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 64), "model.safetensors: "),
     "index names another folder": (lambda f: break_index(f, "../model/model.safetensors"), "expected the name of a .safetensors file"),
-    "index names a path from the root": (lambda f: break_index(f, f"{f}/model.safetensors"), "expected the name of a .safetensors file"),
+    "index names an absolute path": (lambda f: break_index(f, f"{f}/model.safetensors"), "expected the name of a .safetensors file"),
     "index names a pickle": (lambda f: break_index(f, "pytorch_model.bin"), "expected the name of a .safetensors file"),
-    "index names no file": (lambda f: break_map(f, {NORM: 3}), "weight_map: got .*, expected an object with a file name for each"),
-    "index is no map": (lambda f: break_map(f, ["model.safetensors"]), "weight_map: got"),
-    "index names what its shard lacks": (lambda f: break_map(f, {"model.extra": "model.safetensors"}), "safetensors: model.extra: "),
+    "index maps to a number": (lambda f: break_map(f, {NORM: 3}), "weight_map: got .*, expected an object with a file name for each"),
+    "weight_map is a list": (lambda f: break_map(f, ["model.safetensors"]), "weight_map: got"),
+    "index names a missing tensor": (lambda f: break_map(f, {"model.extra": "model.safetensors"}), "safetensors: model.extra: "),
     "index names a missing shard": (lambda f: break_index(f, "gone.safetensors"), "gone.safetensors: .*No such file"),
     "missing tensor": (lambda f: change_tensors(f, lambda t: t.pop(NORM)), rf"{NORM} is missing, expected it with shape \(64,\)"),
     "wrong shape": (
         lambda f: change_tensors(f, lambda t: t.update({QUERY: t[QUERY][:-1].clone()})),
         rf"{QUERY}: got shape \(63, 64\), expected \(64, 64\)",
     ),
-    "whole numbers": (
+    "integer weights": (
         lambda f: change_tensors(f, lambda t: t.update({QUERY: t[QUERY].to(torch.int8)})),
         f"{QUERY}: got type I8",
     ),
-    "a tensor too many": (
+    "unexpected tensor": (
         lambda f: change_tensors(f, lambda t: t.update({"model.extra": t[NORM] + 1})),
         "such as model.extra",
     ),
@@ -173,11 +173,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "true as a number": ({"num_attention_heads": True}, "num_attention_heads: got True"),
     "a fraction": ({"vocab_size": 160.5}, "vocab_size: got 160.5"),
     "hundreds of digits": ({"intermediate_size": 10**300}, "intermediate_size: got 1000.*expected a whole number"),
-    "absurd together": ({"hidden_size": 131072, "intermediate_size": 1 << 20, "num_hidden_layers": 4096, "head_dim": 16}, "e.* parameters"),
-    "heads that do not divide": ({"num_key_value_heads": 3}, "num_key_value_heads: got 3, expected a divisor of num_attention_heads=4"),
-    "an odd head": ({"head_dim": 15}, "head_dim: got 15, expected an even number"),
+    "sizes too large": ({"hidden_size": 131072, "intermediate_size": 1 << 20, "num_hidden_layers": 4096, "head_dim": 16}, "e.* parameters"),
+    "indivisible heads": ({"num_key_value_heads": 3}, "num_key_value_heads: got 3, expected a divisor of num_attention_heads=4"),
+    "odd head size": ({"head_dim": 15}, "head_dim: got 15, expected an even number"),
     "epsilon": ({"rms_norm_eps": -1}, "rms_norm_eps: got -1"),
-    "theta is no number": ({"rope_parameters": {"rope_theta": float("nan"), "rope_type": "default"}}, "rope_theta: got nan"),
+    "rope_theta is NaN": ({"rope_parameters": {"rope_theta": float("nan"), "rope_type": "default"}}, "rope_theta: got nan"),
     "yarn": (
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
         "original_max_position_embeddings: got None, expected a whole number",
@@ -185,8 +185,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "GPT-OSS's limit": ({"architectures": ["GptOssForCausalLM"], "swiglu_limit": 5.0}, "swiglu_limit: got 5.0, expected 7.0"),
     "longrope": ({"rope_scaling": {"type": "longrope"}, "rope_parameters": None}, "rope_type: got 'longrope'"),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "rope_type: got 'dynamic'"),
-    "a rotated part of odd size": ({**PHI, "partial_rotary_factor": 0.7}, "partial_rotary_factor: got 11 of 16 numbers, expected an even"),
-    "divisors of longrope": (
+    "odd rotary size": ({**PHI, "partial_rotary_factor": 0.7}, "partial_rotary_factor: got 11 of 16 numbers, expected an even"),
+    "longrope factors": (
         {**PHI, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}, **SHORT},
         "short_factor: got .* expected 8",
     ),
@@ -202,14 +202,14 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         {**MOE, "num_experts": 2, "num_experts_per_tok": 3},
         "num_experts_per_tok: got 3, expected a whole number from 1 to 2",
     ),
-    "layers without experts": (
+    "mlp_only_layers is a string": (
         {**MOE, "num_experts": 2, "num_experts_per_tok": 1, "mlp_only_layers": "all"},
         "mlp_only_layers: got 'all', expected",
     ),
-    "scores by softmax": ({**LATENT, "scoring_func": "softmax"}, "scoring_func: got 'softmax', expected 'sigmoid'"),
+    "softmax scores": ({**LATENT, "scoring_func": "softmax"}, "scoring_func: got 'softmax', expected 'sigmoid'"),
     "biases of latent attention": ({**LATENT, "attention_bias": True}, "attention_bias: got True, expected False"),
-    "other key heads": ({**LATENT, "num_key_value_heads": 2}, "num_key_value_heads: got 2, expected 4"),
-    "an odd rotated part": ({**LATENT, "qk_rope_head_dim": 7}, "qk_rope_head_dim: got 7, expected an even number"),
+    "key heads of latent attention": ({**LATENT, "num_key_value_heads": 2}, "num_key_value_heads: got 2, expected 4"),
+    "odd qk_rope_head_dim": ({**LATENT, "qk_rope_head_dim": 7}, "qk_rope_head_dim: got 7, expected an even number"),
     "larger values than keys": ({**LATENT, "v_head_dim": 17}, "v_head_dim: got 17, expected a whole number from 1 to 16"),
     "groups of one expert": ({**LATENT, "n_group": 8}, "n_group: got 8, expected a divisor of n_routed_experts=8, with two experts"),
     "more experts than in the groups": ({**LATENT, "num_experts_per_tok": 5}, "num_experts_per_tok: got 5, .* from 1 to 4"),
@@ -217,10 +217,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
     "biases": ({"mlp_bias": True}, "mlp_bias: got True, which is not supported"),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.bits: got None, expected 4"),
-    "part of each head turns": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, expected 1"),
+    "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, expected 1"),
     "layer types": ({"layer_types": ["full_attention", "linear_attention"] * 2}, "layer_types: got .*expected 4 of"),
-    "a type that is none": ({"dtype": "float8"}, "dtype: got 'float8', expected one of float32"),
-    "a flag that is none": ({"tie_word_embeddings": "no"}, "tie_word_embeddings: got 'no', expected true or false"),
+    "unknown dtype": ({"dtype": "float8"}, "dtype: got 'float8', expected one of float32"),
+    "flag is a string": ({"tie_word_embeddings": "no"}, "tie_word_embeddings: got 'no', expected true or false"),
     "tied": ({"tie_word_embeddings": False, "vocab_size": 161}, r"embed_tokens.weight: got shape \(160, 64\), expected \(161, 64\)"),
 }
 
@@ -245,7 +245,7 @@ def refuse(path: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         Engine.from_pretrained(path, config=SMALL, implementation="native")
     assert made == []
-    assert len(str(caught.value)) < 700, "an error is a sentence, whatever the file held"
+    assert len(str(caught.value)) < 700, "error messages are short for any content of the file"
 
 
 @pytest.mark.parametrize("fault", SPOILED)

@@ -105,7 +105,7 @@ PACKED = {f"midlayer.self_attn.{part}_proj.weight" for part in "qkvo"} | {f"midl
 
 @needs_c
 def test_a_head_in_eight_bits_has_the_values_of_its_formula(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Matrices of whole groups: fc has rows of 144 numbers, down_proj of 40. q, k and v are one matrix of the model."""
+    """Only rows of whole groups are quantised: fc has rows of 144 numbers, down_proj of 40. The model joins q, k and v to one matrix."""
     assert quantise(str(EAGLE3.folder), str(tmp_path / "head")) == 0
     assert f"{(tmp_path / 'head' / 'model.safetensors').stat().st_size:,} bytes" in capsys.readouterr().out
     before, stored = (load_file(folder / "model.safetensors") for folder in (EAGLE3.folder, tmp_path / "head"))
@@ -114,7 +114,7 @@ def test_a_head_in_eight_bits_has_the_values_of_its_formula(tmp_path: Path, caps
     for name in PACKED | {"lm_head.weight"}:
         module = name.removesuffix("weight")
         scales = stored.pop(f"{module}weight_scale").double().repeat_interleave(32, 1)
-        numbers = stored.pop(f"{module}weight_packed").view(torch.uint8).double() - 128  # four of a word, the lowest bits first
+        numbers = stored.pop(f"{module}weight_packed").view(torch.uint8).double() - 128  # four per word, the lowest bits first
         assert stored.pop(f"{module}weight_shape").tolist() == list(before[name].shape) and int(numbers.abs().max()) == 127
         dense[name] = (numbers * scales).float()
         assert ((dense[name] - before[name]).abs() <= scales * 0.51 + 2**-24).all(), name  # half a step, and the rounding of the scale
@@ -126,7 +126,7 @@ def test_a_head_in_eight_bits_has_the_values_of_its_formula(tmp_path: Path, caps
     for name, expected in joined.items():
         assert torch.equal(unpack(kept.get_parameter(name)), expected), name
     own = {name for name, parameter in kept.named_parameters() if parameter.dtype is torch.uint8}
-    assert own == set(joined)  # gate and up have 40 rows, lm_head has 54: no whole tiles
+    assert own == set(joined)  # the others are dequantised: gate and up have 40 rows, lm_head has 54, not whole tiles
     assert torch.equal(kept.head, dense["lm_head.weight"])
     assert torch.equal(kept.layer.gate_up, torch.cat([dense[f"midlayer.mlp.{part}_proj.weight"] for part in ("gate", "up")]))
     assert torch.equal(kept.fuse, plain.fuse)
@@ -134,7 +134,7 @@ def test_a_head_in_eight_bits_has_the_values_of_its_formula(tmp_path: Path, caps
 
 @needs_c
 def test_a_head_in_eight_bits_changes_no_text_and_no_row_of_a_batch(tmp_path: Path) -> None:
-    """Whether the target is quantised or not, the head stays so."""
+    """The head is quantised, the target is not."""
     quantise(str(EAGLE3.folder), str(tmp_path / "head"))
     prompts, made = [[1, 2, 3, 4], [9, 8, 7], [20, 21, 22, 23, 24]], []
     for draft, rows in (("none", 3), (tmp_path / "head", 3), (tmp_path / "head", 1)):
@@ -146,7 +146,7 @@ def test_a_head_in_eight_bits_changes_no_text_and_no_row_of_a_batch(tmp_path: Pa
             made.append([(job.tokens, job.rounds) for job in jobs])
     plain, batch, alone = made
     assert [tokens for tokens, _ in batch] == [tokens for tokens, _ in plain]
-    assert alone == batch  # the drafts are the same, so each request has as many rounds
+    assert alone == batch  # equal drafts give equal numbers of rounds
 
 
 @needs_c
@@ -182,7 +182,7 @@ def test_broken_heads_in_eight_bits_are_refused(tmp_path: Path, change: Callable
         Engine.from_pretrained(EAGLE3.target, tmp_path / "head")
 
 
-def test_quantise_head_names_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantise_head_gives_the_reason_of_a_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "head"
     assert quantise(str(tmp_path), str(out)) == 2 and not out.exists()
     assert quantise(str(EAGLE3.folder), str(EAGLE3.folder)) == 2
@@ -262,7 +262,7 @@ def test_map_tokens_maps_tokens_with_equal_bytes() -> None:
 QUERY, JOIN = "midlayer.self_attn.q_proj.weight", "model.layers.4.eh_proj.weight"
 SPOILED: dict[str, tuple[Drafter, Callable[[Path], object], str]] = {
     "another vocabulary": (EAGLE3, config(vocab_size=200), "head: config.vocab_size: got 200, expected the target's 160"),
-    "more tokens than there are": (EAGLE3, config(draft_vocab_size=161), "draft_vocab_size: got 161, expected a whole number from 1 to"),
+    "draft_vocab_size too large": (EAGLE3, config(draft_vocab_size=161), "draft_vocab_size: got 161, expected a whole number from 1 to"),
     "another target": (EAGLE3, config(target_hidden_size=64), "target_hidden_size: got 64, expected the target's hidden_size 48"),
     "two layers": (EAGLE3, config(num_hidden_layers=2), "num_hidden_layers: got 2, expected 1"),
     "a layer beyond the target": (
@@ -270,30 +270,30 @@ SPOILED: dict[str, tuple[Drafter, Callable[[Path], object], str]] = {
         config(**{IDS: [1, 5]}),
         rf"{IDS}: got \[1, 5\], expected a list of layers of the target, which has 4",
     ),
-    "a flag that is none": (EAGLE3, config(norm_before_residual="yes"), "norm_before_residual: got 'yes', expected true or false"),
+    "flag is a string": (EAGLE3, config(norm_before_residual="yes"), "norm_before_residual: got 'yes', expected true or false"),
     "a norm after the layer": (EAGLE3, config(norm_output=True), "norm_output: got True, expected False"),
     "another norm": (EAGLE3, config(eagle_config={"use_mtp_layernorm": True}), "use_mtp_layernorm: got True, expected False"),
-    "a norm in front": (EAGLE3, config(norm_before_fc=True), "norm_before_fc: got True, expected False"),
-    "no states of the target": (
+    "norm before fc": (EAGLE3, config(norm_before_fc=True), "norm_before_fc: got True, expected False"),
+    "no hidden states of the target": (
         EAGLE3,
         config(eagle_config={"use_aux_hidden_state": False}),
         "hidden_state: got False, expected True",
     ),
-    "an eagle_config that is none": (EAGLE3, config(eagle_config=[1]), r"eagle_config: got \[1\], expected an object"),
-    "one state too few": (EAGLE3, config(**{IDS: [1, 2]}), r"fc.weight: got shape \(32, 144\), expected \(32, 96\)"),
-    "a layer of a plain Llama": (
+    "eagle_config is a list": (EAGLE3, config(eagle_config=[1]), r"eagle_config: got \[1\], expected an object"),
+    "two feature layers": (EAGLE3, config(**{IDS: [1, 2]}), r"fc.weight: got shape \(32, 144\), expected \(32, 96\)"),
+    "q_proj of a plain Llama layer": (
         EAGLE3,
         tensors(lambda held: held.update({QUERY: held[QUERY][:, :32].clone()})),
         rf"{QUERY}: got shape \(32, 32\), expected \(32, 64\)",
     ),
     "no fc": (EAGLE3, tensors(lambda held: held.pop("fc.weight")), r"fc.weight is missing, expected it with shape \(32, 144\)"),
-    "a tensor too many": (EAGLE3, tensors(lambda held: held.update({"fc.bias": torch.zeros(32)})), "account for, such as fc.bias"),
+    "unexpected tensor": (EAGLE3, tensors(lambda held: held.update({"fc.bias": torch.zeros(32)})), "account for, such as fc.bias"),
     "no embedding": (
         EAGLE3,
         tensors(lambda held: held.pop("embed_tokens.weight")),
         r"embed_tokens.weight is missing, expected it with shape \(160, 32\): the target's has a width of 48",
     ),
-    "one tensor twice": (
+    "duplicate tensor": (
         EAGLE3,
         tensors(lambda held: held.update({"model.norm.weight": held["norm.weight"].clone()})),
         "norm.weight: got it twice, as .*norm.weight and",
@@ -304,10 +304,10 @@ SPOILED: dict[str, tuple[Drafter, Callable[[Path], object], str]] = {
         tensors(lambda held: held.pop("d2t")),
         r"d2t is missing, expected it with shape \(54,\): the head proposes",
     ),
-    "d2t of fractions": (EAGLE3, tensors(lambda held: held.update(d2t=held["d2t"].float())), "d2t: got F32 of shape .*expected I64"),
+    "d2t is floating point": (EAGLE3, tensors(lambda held: held.update(d2t=held["d2t"].float())), "d2t: got F32 of shape .*expected I64"),
     "d2t beyond the vocabulary": (EAGLE3, tensors(lambda held: held["d2t"][-1].fill_(200)), "d2t: got duplicate target ids"),
-    "d2t of ids, not of distances": (EAGLE3, tensors(lambda held: held.update(d2t=D2T * 2)), "d2t: got duplicate target ids"),
-    "t2d of another table": (
+    "d2t has ids instead of offsets": (EAGLE3, tensors(lambda held: held.update(d2t=D2T * 2)), "d2t: got duplicate target ids"),
+    "t2d differs from d2t": (
         EAGLE3,
         tensors(lambda held: held["t2d"].logical_not_()),
         "t2d: got marks that differ",
@@ -322,7 +322,7 @@ SPOILED: dict[str, tuple[Drafter, Callable[[Path], object], str]] = {
         renamed(lambda name: name.replace("k_proj", "kv_b_proj")),
         r"kv_b_proj.weight: got an MTP module with latent",
     ),
-    "a module missing": (MANY, config(num_nextn_predict_layers=4), "num_nextn_predict_layers: got 4, expected 3, the number of eh_proj"),
+    "missing module": (MANY, config(num_nextn_predict_layers=4), "num_nextn_predict_layers: got 4, expected 3, the number of eh_proj"),
     "a gap": (
         MANY,
         renamed(lambda name: name.replace("layers.5.", "layers.9.")),
@@ -335,12 +335,12 @@ SPOILED: dict[str, tuple[Drafter, Callable[[Path], object], str]] = {
     ),
     "an empty config": (MANY, lambda folder: (folder / "config.json").write_text("{}"), "config.architectures: got None, expected one of"),
     "another size": (MANY, config(hidden_size=128), "hidden_size: got 128, expected the target's 64"),
-    "a shared head of its own": (
+    "another lm_head": (
         MANY,
         tensors(lambda held: held.update({"model.layers.4.shared_head.head.weight": torch.zeros(160, 64)})),
         "model.layers.4.shared_head.head.weight differs from the target's lm_head.weight, which MTP modules share",
     ),
-    "a shared embedding of another shape": (
+    "embedding of another shape": (
         MANY,
         tensors(lambda held: held.update({"model.layers.6.embed_tokens.weight": torch.zeros(160, 32)})),
         r"embed_tokens.weight: got shape \(160, 32\), expected \(160, 64\), the shape of the target's model.embed_tokens.weight",
@@ -350,8 +350,8 @@ SPOILED: dict[str, tuple[Drafter, Callable[[Path], object], str]] = {
         lambda folder: change_json(folder / "tokenizer.json", model={"type": "BPE", "vocab": {"a": 4}}),
         "head: vocabulary: lacks .* of the target's 110 tokens, such as 4 b'!'",
     ),
-    "a field of a model": (MODEL, config(hidden_size=None), "head: config.hidden_size: got None, expected a whole number from 1 to 131072"),
-    "no kind of draft": (
+    "no hidden_size": (MODEL, config(hidden_size=None), "head: config.hidden_size: got None, expected a whole number from 1 to 131072"),
+    "unsupported architecture": (
         MODEL,
         config(architectures=["T5"]),
         r"architectures: got \['T5'\], expected one causal language model of .*, an EAGLE-3 head .*, or MTP modules",

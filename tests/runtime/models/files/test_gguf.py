@@ -113,7 +113,7 @@ def test_a_quantised_tensor_is_finite_exactly_if_its_scales_are(kind: str) -> No
     draw, size = np.random.default_rng(1), gguf.GGML_QUANT_SIZES[Kind[kind]][1]
     finite = draw.integers(256, size=(500, size), dtype=np.uint8)
     scales = finite[:, LAYOUTS[kind].scales]
-    scales[:, 1::2] &= 0xFB  # one bit of the exponent of a float16
+    scales[:, 1::2] &= 0xFB  # clears a bit of the float16 exponent, so the scale is finite
     finite[:, LAYOUTS[kind].scales] = scales
     for index in range(0, scales.shape[1], 2):
         for value in (np.inf, -np.inf, np.nan):

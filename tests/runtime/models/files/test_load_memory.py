@@ -21,12 +21,12 @@ from tests.runtime.models.files.test_quantised_folder import write as write_fold
 ROOT = Path(__file__).parents[4]
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 LAYERS = {"safetensors": 6}
-OTHER_LAYERS = 20  # a load needs about 4 MB beside the weights, of any model, half of it at the ends of huge pages: a tenth of these
+OTHER_LAYERS = 20  # any load needs about 4 MB beside the weights, half of it at the ends of huge pages: 10% of these weights
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A model of 3 million weights a layer in the format of a file's name."""
+    """Saves a model with 3 million weights per layer; its name determines the format."""
     folder = tmp_path_factory.mktemp("peak")
 
     @functools.cache
@@ -45,7 +45,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def measured(path: Path, weights: str, copies: int = 1, implementation: str = "native") -> float:
-    """The peak over the bytes of the kept weights."""
+    """Peak memory divided by the bytes of the kept weights."""
     command = [sys.executable, "-m", "tests.helpers.load_peak", str(path), weights, str(copies), implementation]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT, check=True)

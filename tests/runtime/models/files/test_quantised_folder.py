@@ -23,7 +23,7 @@ from tests.helpers.c_library import needs_c
 from tests.helpers.families import BASE, Cached, random_model, save
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
-Written = tuple[dict[str, Tensor], Tensor]  # tensors by the ends of their names, and the weight that they stand for
+Written = tuple[dict[str, Tensor], Tensor]  # tensors by name suffix, and the weight that they represent
 
 
 def words_of(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
@@ -50,7 +50,7 @@ def fp8(weight: Tensor, rows: int, columns: int, name: str = "weight_scale") -> 
 def integers(
     weight: Tensor, group: int, symmetric: bool, bits: int = 4, scale_type: torch.dtype = torch.float16
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Numbers, scales, zero points [out, groups], and the weight. Some numbers are cut off, so that the least and the largest occur."""
+    """Numbers, scales, zero points [out, groups], and the weight. Some numbers are clamped, so the least and the largest occur."""
     groups, most = weight.view(len(weight), -1, group), (1 << bits) - 1
     scales = ((groups.amax(2) - groups.amin(2)) / most).to(scale_type)
     zeros = torch.full_like(scales, 1 << bits - 1) if symmetric else (-groups.amin(2) / scales).round().clamp(0, most)
@@ -73,7 +73,7 @@ def awq(weight: Tensor) -> Written:
 
 
 def gptq(weight: Tensor, group: int, less: int) -> Written:
-    """less: what stored zero points are less by."""
+    """less: subtracted from the stored zero points."""
     numbers, scales, zeros, dense = integers(weight, group, False)
     zeros = zeros.clamp(min=less)
     dense = ((numbers.view(len(weight), -1, group).double() - zeros.double()[:, :, None]) * scales.double()[:, :, None]).float()
@@ -132,7 +132,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
 
 
 def write(folder: Path, layout: str, model: Any = None) -> dict[str, Tensor]:
-    """Returns the weights by the names of a folder that is not quantised. model: of `transformers`; None: a random Llama."""
+    """Returns the dequantised weights by their names in a plain folder. model: from `transformers`; None: a random Llama."""
     config, quantise = LAYOUTS[layout]
     save(model or random_model("Llama", BASE | SIZES, seed=1), folder)
     dense = load_file(folder / "model.safetensors")
@@ -171,10 +171,10 @@ def test_quantised_folders_have_the_weights_of_their_formula(tmp_path: Path, lay
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_parts_have_the_weights_of_the_whole_and_other_numbers_are_not_read(
+def test_a_part_equals_its_slice_of_the_weight_and_reads_no_other_numbers(
     tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any rows or columns, within words of eight numbers and within groups."""
+    """Parts of rows or columns may begin and end within words of eight numbers and within groups."""
     dense = write(tmp_path, layout)
     source, read = open_checkpoint(tmp_path, torch.float32).source, list[Tensor]()
     assert isinstance(source, QuantisedSource)
@@ -189,7 +189,7 @@ def test_parts_have_the_weights_of_the_whole_and_other_numbers_are_not_read(
         for dim in range(dense[name].dim()):
             read.clear()
             assert torch.equal(source.read(name, dim, part), dense[name].movedim(dim, 0)[part].movedim(0, dim)), (name, dim, part)
-            numbers = dense[name].numel() // dense[name].shape[dim] * (part.stop - part.start + 14)  # with the rest of two words
+            numbers = dense[name].numel() // dense[name].shape[dim] * (part.stop - part.start + 14)  # and the rest of two words
             assert sum(each.nbytes for each in read if each.dtype in (torch.int32, torch.float8_e4m3fn)) <= numbers + 2048, (name, dim)
 
 
@@ -210,7 +210,7 @@ def experts(kind: str) -> Any:
 @pytest.mark.parametrize("layout", ["AWQ", "GPTQ", "GPTQ, second format", "pack-quantized", "FP8 as DeepSeek"])
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_quantised_experts_have_the_logits_of_transformers(tmp_path: Path, kind: str, layout: str) -> None:
-    """`transformers` reads the weights of the format's formula."""
+    """`transformers` computes with the dequantised weights."""
     tokens, model = torch.arange(40)[None], experts(kind)
     dense = write(tmp_path / "quantised", layout, model)
     save(model, tmp_path / "dense")
@@ -238,7 +238,7 @@ def test_an_engine_runs_a_quantised_folder(tmp_path: Path, kind: str | None) -> 
 
 @needs_c
 def test_a_folder_as_deepseek_publishes_it_runs_with_its_own_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """FP8 in blocks, that of the MTP module too, which is stored as the layer after the last; its tensors that the target has as copies."""
+    """FP8 in blocks. The MTP module is stored as the layer after the last one, with copies of the target's embedding and lm_head."""
     fields = BASE | SIZES | EXPERTS["DeepseekV3"] | {"num_hidden_layers": 3}
     write(tmp_path, "FP8 as DeepSeek", random_model("DeepseekV3", fields, seed=2))
     tensors, made = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(1)
