@@ -1,4 +1,4 @@
-"""Every public entry point refuses values of wrong types and sizes with a ValueError that says what is accepted."""
+"""Every public entry point refuses values of wrong types and sizes with a ValueError that names the accepted values."""
 
 from __future__ import annotations
 

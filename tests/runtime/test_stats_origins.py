@@ -97,7 +97,7 @@ def test_new_request_in_a_row_inherits_no_looked_up_drafts() -> None:
 
 
 def test_new_request_in_a_row_inherits_no_forced_drafts() -> None:
-    """Its first rounds are unconstrained; then another row has a grammar."""
+    """The first rounds of the new request are unconstrained; then another row has a grammar."""
     constraint = Constraint.choice(["total currency"])
     with engine(ToyDraft(TARGET, 1.0), forced_drafts=True) as made:
         made.compile(constraint)

@@ -107,7 +107,7 @@ def test_begin_token_follows_the_folder_config(tmp_path: Path, config: dict[str,
     ids = codec.encode("the cat")
     assert (ids[0] == first) == begins
     assert codec.encode("<|im_start|>the cat").count(first) == 1, "the begin token is neither doubled nor removed"
-    assert codec.chat(MESSAGES) == [first, *ids[begins:]], "a chat begins as its template says"
+    assert codec.chat(MESSAGES) == [first, *ids[begins:]], "the template determines the first token of a chat"
 
 
 def test_truncation_of_the_tokenizer_file_is_ignored(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def unsupported(family: str, message: str, parent: Path, **fields: Any) -> None:
 
 
 def test_layers_without_paged_attention_are_refused(parent: Path) -> None:
-    """Before weights are loaded: the layer, its kind and the reason."""
+    """The error names the layer, its kind and the reason, before weights are loaded."""
     linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
     unsupported(
         "Qwen3Next", r"layer_types: layer 0: got 'linear_attention', expected one of .*: the state of other", parent, **EXPERTS, **linear
@@ -179,7 +179,7 @@ def test_layers_without_paged_attention_are_refused(parent: Path) -> None:
 
 
 def test_the_documented_families_are_those_tested() -> None:
-    """Also whether their bits depend on the batch, and which have a native class."""
+    """Also compares whether bits depend on the batch, and which families have a native class."""
     page = (Path(__file__).parents[3] / "docs/models.md").read_text(encoding="utf-8").partition("### Supported combinations")[0]
     rows = re.findall(r"^\| `(\w+)ForCausalLM` \| (native as well)?.*\| (yes|no) \|$", page, re.MULTILINE)
     native = [f"{family}ForCausalLM" in ARCHITECTURES for family in FAMILIES]

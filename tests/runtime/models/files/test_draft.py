@@ -87,7 +87,7 @@ def load(drafter: Drafter, folder: Path) -> Eagle3:
 
 
 def test_a_head_without_embedding_and_lm_head_uses_the_targets(tmp_path: Path) -> None:
-    """It has the target's vocabulary, and no d2t."""
+    """The head has the target's vocabulary, and no d2t."""
     checkpoint = open_checkpoint(EAGLE3.target)
     target = checkpoint.load("cpu")
     config_fields = read_json(EAGLE3.folder / "config.json") | {"draft_vocab_size": None, "hidden_size": 48, "num_attention_heads": 6}
