@@ -90,7 +90,7 @@ class ChainWalker:
             self.matcher.rollback(rejected)
             del self.history[len(self.history) - rejected :]
             self.rollbacks += rejected > 0
-            status, row = self.filled(self.fresh())  # not of self.matcher: its next mask is the one after the token
+            status, row = self.filled(self.fresh())  # a fresh matcher: self.matcher fills its next mask after the token
             if rejected and status == MaskStatus.OK:
                 self.history.append(self.pick(ids_of(row)))
                 assert self.matcher.accept_token(self.history[-1])

@@ -23,7 +23,7 @@ from tools.train.saved_states import SavedStates
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 
-CHILD_SECONDS = 30  # and a child that hangs is ended by its alarm
+CHILD_SECONDS = 30  # after which SIGALRM ends a child that hangs
 ASKS = (([1], None), ([2], CONSTRAINTS[1]), ([3], CONSTRAINTS[4]))
 
 
@@ -144,13 +144,13 @@ def test_fork_raises_and_changes_nothing_for_the_parent(tmp_path: Path) -> None:
         )
     refused = [f"EngineClosedError: Engine.{call}(): {FORKED}" for call in ("step", "wait", "submit", "capture", "trace", "compile")]
     assert child.lines == [*refused, "[]", "False", str({("error", FORKED)}), "3", "None"]
-    other = Child(vars(engine).clear, lambda: gc.collect() >= 0)  # collected there without effect here
+    other = Child(vars(engine).clear, lambda: gc.collect() >= 0)  # collecting it in the child does not affect the parent
     assert (other.lines, other.release()) == (["None", "True"], 0)
     check_goes_on(engine, jobs, worker)
     engine.close()
-    StatesWriter(tmp_path / "states", SavedStates(tmp_path / "states").layout, 1).close()  # the living fork does not lock the folder
+    StatesWriter(tmp_path / "states", SavedStates(tmp_path / "states").layout, 1).close()  # the running child does not lock the folder
     assert child.release() == 0
-    assert len(SavedStates(tmp_path / "states")) == len(jobs), "the fork wrote its copy as well"
+    assert len(SavedStates(tmp_path / "states")) == len(jobs), "the child wrote its copy of the hidden states"
     recorded = read_recording(tmp_path / "record.jsonl")
     assert [request.tokens for request in recorded.requests] == [job.tokens for job in jobs]
     assert recorded.ending == "the engine was closed" and recorded.path.read_bytes().count(b'"kind":"closed"') == 1

@@ -38,14 +38,14 @@ def engine(isolation, **options):
     return made
 
 engines = [engine("process"), engine("none", save_hidden_states=folder)]
-engines[1].generate([1], max_new_tokens=9, sampling=free)  # its states are held, a shard is not full
+engines[1].generate([1], max_new_tokens=9, sampling=free)  # its hidden states are not written yet: the shard is not full
 engines[0].compile(Constraint.regex("a"))
 (worker,) = engines[0]._parts.compiler._workers
 print(worker.pid, *{"torch._dynamo", "transformers", "xgrammar"}.intersection(sys.modules))
 sys.stdout.flush()
 warnings.simplefilter("ignore", DeprecationWarning)
 if os.fork() == 0:
-    sys.exit()  # by way of all that is to be done at an exit
+    sys.exit()  # runs all exit handlers
 assert os.wait()[1] == 0 and worker._process.popen.poll() is None
 for one, repeats in zip(engines, (29_000, 1_500)):
     one.submit([2], max_new_tokens=50, sampling=free)
@@ -66,11 +66,11 @@ def test_interpreter_exits_cleanly_during_rounds_and_compiles(tmp_path: Path) ->
     assert (ran.returncode, ran.stderr) == (0, "")
     started, of_the_fork, running = ran.stdout.splitlines()
     worker, *imported = started.split()
-    assert imported == [] or why_not(), "importing these takes longer than all that the engine does until then"
-    assert (of_the_fork, running) == ("False", "[0, 0]"), "a compile goes on while the interpreter goes"
-    waited(lambda: gone(int(worker)), "the worker lives")
+    assert imported == [] or why_not(), "the engine imported packages that are slow to import"
+    assert (of_the_fork, running) == ("False", "[0, 0]"), "a compile was still running at exit"
+    waited(lambda: gone(int(worker)), "the worker process is still running")
     (text,) = SavedStates(tmp_path)
-    assert len(text.token_ids) == 10, "what was held is lost"
+    assert len(text.token_ids) == 10, "buffered hidden states are lost"
 
 
 def test_unclosed_engine_ends_when_dropped(tmp_path: Path) -> None:
@@ -103,10 +103,10 @@ def test_unclosed_engine_ends_when_dropped(tmp_path: Path) -> None:
     del engine, compiler, backend
     gc.collect()
     assert alive() is None
-    waited(lambda: threads() <= before, "a thread lives on")
-    waited(lambda: gone(pid), "the worker lives on")
+    waited(lambda: threads() <= before, "a thread is still running")
+    waited(lambda: gone(pid), "the worker process is still running")
     (text,) = SavedStates(tmp_path / "states")
-    assert text.token_ids.tolist() == [1, *job.tokens], "what was held is lost"
+    assert text.token_ids.tolist() == [1, *job.tokens], "buffered hidden states are lost"
 
 
 RELEASED_LATE = """
@@ -115,7 +115,7 @@ from stepgraph.graphs.tape.player import Worker
 
 class Model:
     def __del__(self):
-        time.sleep(0.5)  # as the release of a tensor, without the GIL
+        time.sleep(0.5)  # without the GIL, as the release of a tensor
         print("released", flush=True)
 
 worker = Worker("test")

@@ -93,7 +93,7 @@ def test_model_error_closes_the_engine_and_is_raised(name: str) -> None:
 def test_every_call_of_a_model(name: str, eager: bool) -> None:
     point, proposes = CALLS[name]
     struck = sweep(lambda number: close_by("python", point, number, eager=eager, draft=drafter(proposes)))
-    assert struck > 0 or (not eager and name in ("proposer", "draft logits", "target logits")), "these are not called in prompts"
+    assert struck > 0 or (not eager and name in ("proposer", "draft logits", "target logits")), "prompts call all other methods"
 
 
 @pytest.fixture(scope="module")

@@ -160,7 +160,7 @@ def _recorded(rows: list[weakref.ref[Any]], row: Any) -> Any:
 
 def _check_affected(point: Point, fault: Fault, found: list[Ending], expected: list[Ending], affected: int) -> None:
     changed = [index for index, ended in enumerate(found) if ended != expected[index]]
-    if affected == 0:  # other drafts may change a sampled text, whose random numbers depend on them, but no greedy text
+    if affected == 0:  # other drafts change the random numbers of a sampled text, but never a greedy text
         assert set(changed) <= (set(SAMPLED) if point not in (ring_full, pages_empty) else set())
         assert not any(error for _, _, error in found)
         return

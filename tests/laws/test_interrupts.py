@@ -75,7 +75,7 @@ def test_interrupt_in_submit_leaves_no_job_claim_or_lock(kept: bool, monkeypatch
 
 
 def check_forgotten(engine: Engine, compiler: GrammarCompiler) -> int:
-    """Returns how many jobs, one at most, were in the queue already when the interrupt came, and end now."""
+    """Return the number of jobs, at most one, that were queued before the interrupt and are cancelled now."""
     cancelled = 0
     for _ in range(1000):
         if engine.has_work:

@@ -128,13 +128,13 @@ class TestControls:
     def check_detected(self, law: Law, expected: list[bool]) -> None:
         assert (least_chance(law) < RARE).tolist() == expected
 
-    @pytest.mark.parametrize("shared", ["all", "replacement", "coin", "a position later"])
+    @pytest.mark.parametrize("shared", ["all", "replacement", "coin", "next token"])
     def test_shared_noise_of_draft_and_target(self, monkeypatch: pytest.MonkeyPatch, shared: str) -> None:
         """The random number that chose a draft also decides its acceptance, its replacement or the next token."""
         real, draft, target = rng.uniform, rng.Purpose.DRAFT, rng.Purpose.TARGET
 
         def uniform(seed: Tensor, position: Tensor, purpose: rng.Purpose, index: Tensor | None = None) -> Tensor:
-            if shared == "a position later":
+            if shared == "next token":
                 return real(seed, position + 1, target, index) if purpose == draft else real(seed, position, purpose, index)
             if purpose == rng.Purpose.ACCEPT and shared in ("all", "coin"):
                 return real(seed, position, draft, torch.zeros_like(position))  # the random number of token 0

@@ -59,7 +59,7 @@ def test_forced_drafts_keep_the_distribution(k: int, d2t: bool) -> None:
     assert not bool(law.buffers.row_forced[law.buffers.batch_rows[~masked]].any())
 
 
-def test_forced_draft_judged_as_sampled_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_draft_verified_as_sampled_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: forced drafts are verified with the draft model's probabilities."""
     forget_certain_drafts(monkeypatch)
     law = ForcedLaw(2, False, SETTINGS)

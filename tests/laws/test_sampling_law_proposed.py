@@ -73,7 +73,7 @@ class ProposedLaw(Law):
 
 
 class LookedUpLaw(ProposedLaw):
-    """In rounds of an engine with a draft model, which does not run in them and drew the drafts of the rounds before."""
+    """Rounds of an engine with a draft model that drew the drafts of the previous rounds and does not run in these."""
 
     def _specs(self) -> Iterable[BufferSpec]:
         return (*round_specs(self.limits), *proposing.text_specs(self.limits), *look_up_specs(self.limits))
@@ -97,7 +97,7 @@ def test_looked_up_drafts_after_drawn_ones_keep_the_distribution(monkeypatch: py
     assert float(least_chance(LookedUpLaw(2, MIXED)).min()) > RARE
     monkeypatch.setattr(proposing, "mark_looked_up", lambda *_, **__: None)
     found = least_chance(LookedUpLaw(2, MIXED)) < RARE
-    assert found.tolist()[0] and not found.tolist()[-1], "a planted bug: they are verified as drawn; greedy rows are not affected"
+    assert found.tolist()[0] and not found.tolist()[-1], "looked-up drafts verified as drawn ones affect sampled rows only"
 
 
 def test_rows_with_different_draft_limits_keep_the_distribution() -> None:
@@ -119,13 +119,13 @@ class TestControls:
         monkeypatch.setattr(rejection, "exact_rejection", wrong(rejection.exact_rejection))
         assert (least_chance(ProposedLaw(2, self.SETTINGS)) < RARE).tolist() == [True, True, True, False]
 
-    def test_draft_judged_as_uniformly_sampled(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_draft_verified_as_uniformly_sampled(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def wrong(real: Judge) -> Judge:
             return lambda probs, draft_probs, *others: real(probs, torch.full_like(draft_probs, 1 / TOKENS), *others)
 
         self.check_detected(monkeypatch, wrong)
 
-    def test_draft_judged_as_sampled_from_the_target(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_draft_verified_as_sampled_from_the_target(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def wrong(real: Judge) -> Judge:
             return lambda probs, draft_probs, *others: real(probs, probs[:, :-1].contiguous(), *others)
 

@@ -23,10 +23,10 @@ from tests.sampling.grammar.llguidance_lib.test_llguidance import walked
 
 NAMES = ["a", "b", "ab", "x-1", "é"]
 PATTERNS = ["^[ab]+$", "^a?b{1,3}$", "^.{2,4}$", "^[^a]*$", "^(a|bc)+$", "^\\d{1,3}$", '^["\\\\/]+$']
-IN_PYTHON = {  # where Python's patterns match more than JavaScript's
+IN_PYTHON = {  # where Python matches more than JavaScript
     each: each.replace("$", r"\Z").replace(".", r"[^\n\r\u2028\u2029]").replace(r"\d", "[0-9]") for each in PATTERNS
 }
-FORMATS = [name for name in VALID if not name.startswith("older ")]  # of other drafts
+FORMATS = [name for name in VALID if not name.startswith("older ")]  # the others are those of older drafts
 VALUES: list[Any] = ["", "a", "é\n", 'x"y', 0, 1, -1, 2.5, 1.0, 100, True, None, [], [1, "a"], {"a": None}]
 TYPES = ["string", "number", "integer", "array", "object"]
 
@@ -90,7 +90,7 @@ def faults(backend: BackendChoice, seed: int, schemas: int) -> tuple[int, list[s
         validator = jsonschema.Draft202012Validator(exact, format_checker=CHECKER)
         for _ in range(3):
             text = walked(compiled.matcher(), random)
-            if text is not None and not re.search(rb"[eE][+-]?\d{5}", text):  # beyond the exponents of Decimal
+            if text is not None and not re.search(rb"[eE][+-]?\d{5}", text):  # Decimal has no larger exponents
                 positions += len(text) + 1
                 found += [] if _valid(validator, text) else [f"{text!r} under {json.dumps(requested)}"]
     return positions, found

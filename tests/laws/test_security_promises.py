@@ -62,7 +62,7 @@ def test_promise_2_refusal_is_one_sentence_and_changes_nothing(engine: Engine) -
     assert engine.stats() == before and not engine.has_work
 
 
-def test_promise_3_what_is_not_enforced_is_refused_by_name() -> None:
+def test_promise_3_options_that_are_not_enforced_are_refused() -> None:
     """Covered by test_schema_suite.py and test_schema_fuzz.py."""
     for refused, named in (
         (lambda: COMPILER.compile(Constraint.json_schema({"uniqueItems": True})), "#: uniqueItems: got true, which is enforced for a list"),
@@ -115,14 +115,14 @@ def test_promise_6_no_control_token_is_legal_under_a_grammar() -> None:
             assert matcher.accept_token(random.choice([token for token in legal if token != STOP]))
 
 
-def test_promise_7_a_folder_is_data(tmp_path: Path) -> None:
+def test_promise_7_no_code_of_a_model_folder_runs(tmp_path: Path) -> None:
     """Covered by test_checkpoint.py, test_draft.py and test_fuzz.py."""
     folder = Path(shutil.copytree(folder_of("smollm2"), tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}}), encoding="utf-8")
     (folder / "modeling_evil.py").write_text("raise SystemExit", encoding="utf-8")
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    open_checkpoint(folder_of("smollm2")).load("cpu")  # the first load imports modules, which is no effect of the folder
+    open_checkpoint(folder_of("smollm2")).load("cpu")  # the first load imports modules, whatever the folder
     watch = Watch()
     with watch.around():
         open_checkpoint(folder).load("cpu")
@@ -151,7 +151,7 @@ def test_promise_8_non_finite_numbers_are_refused_or_end_the_request(tmp_path: P
     assert good.finish_reason != FinishReason.ERROR and good.tokens
 
 
-def test_promise_9_salts_share_nothing() -> None:
+def test_promise_9_different_salts_share_no_pages() -> None:
     """Covered by test_page_cache.py."""
     with Engine(TARGET, vocabulary=VOCABULARY, config=PLAIN) as engine:
         prompt = [*range(20)]
@@ -159,7 +159,7 @@ def test_promise_9_salts_share_nothing() -> None:
     assert found[0] == found[1] == found[3] == 0 < found[2]
 
 
-def test_promise_10_a_recording_is_its_owners(tmp_path: Path) -> None:
+def test_promise_10_a_recording_is_private_and_bounded(tmp_path: Path) -> None:
     """Covered by test_replay.py."""
     path = tmp_path / "run.jsonl"
     with Engine(TARGET, vocabulary=VOCABULARY, config=PLAIN, record=Recording(path, max_bytes=5000)) as engine:

@@ -14,7 +14,7 @@ from tests.helpers.simulated_worlds import World
 from tests.helpers.simulation import Failure, Simulation, plan, run_many, run_seed
 
 SAMPLE = (38, 206, 434, 590, 904, 940, 1036, 1336)  # long schedules of two worlds only, because a capture takes longer than a schedule
-FOUND = (2219, 3167, 3608)  # a matcher that fails after a draft; a rejection there would sample from another distribution
+FOUND = (2219, 3167, 3608)  # a matcher failed after a draft; rejecting the draft would change the distribution
 SCHEDULES, PART = 10_000, 250
 SEEDS_TO_FIND = 60  # limit for a planted bug; each is detected within the first few
 

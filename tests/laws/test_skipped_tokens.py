@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 def decode(drafter: Drafter, first: Sequence[Drafting], tokens: int, given: Sequence[int] | None = None) -> tuple[Engine, list[int]]:
-    """The engine after a text, whose first rounds draft like this and the others K with the model; and the text."""
+    """The engine after one request, and its tokens. The first rounds draft as in `first`, all others K tokens with the model."""
     look_up = 0 if given is None else 2
     engine = drafter.engine(K, draft_length="auto", max_length=240, max_rows=1, buckets=(1,), look_up=look_up)
     chooser, script = engine._parts.lengths, iter(first)

@@ -49,13 +49,13 @@ def small(name: str) -> EngineKind:
 
 
 def plan(*names: str, **changes: Any) -> Plan:
-    """A plan that ends after a number of acts."""
+    """A plan of short acts, which `run` ends."""
     kinds = tuple(small(name) for name in names)
     return Plan(600, kinds=kinds, act_seconds=(0.05, 0.15), sample_seconds=0.2, settling=0.0, settling_turns=1, **changes)
 
 
 def run(plan: Plan, acts: int, problems: int = 0) -> dict[str, Any]:
-    """Until there are enough acts and problems: on a busy machine, the requests of an act may all be cancelled before their first event."""
+    """Run until there are enough acts and problems: on a busy machine, an act may cancel all its requests before their first event."""
     stop = threading.Event()
 
     def progress(soaking: Soak) -> None:
@@ -172,7 +172,7 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "allocations are kept": (keep_allocations, "growing: .*heap_bytes"),
     "files stay open": (keep_files, "growing: .*files"),
     "claims are kept": (keep_claims, "grammar bytes above the cache limit"),
-    "a page is not given back": (keep_a_page, "free pages: got 33, expected 34"),
+    "a page is not freed": (keep_a_page, "free pages: got 33, expected 34"),
     "an event is repeated": (repeat_events, "the events have|after the end"),
     "an event is late": (delay_events, "the events have|after the end"),
     "other tokens": (another_token, "a fresh matcher|plain decoding gives"),
@@ -249,8 +249,8 @@ def test_trend_ignores_waves(rise: float, flat: bool) -> None:
 
 
 def resident(per_hour: float, noise: float, minutes: float = 15, start: float = 0, likeness: float = 0, seed: int = 0) -> Trend:
-    """The trend of resident bytes that rise by `per_hour` with normal noise, sampled every 6 seconds from minute `start` on. likeness: how
-    much the noise of a sample is like that of the one before."""
+    """The trend of resident bytes that rise by `per_hour` with normal noise, sampled every 6 seconds from minute `start` on. likeness: the
+    correlation of the noise of consecutive samples."""
     random, seconds = Random(seed), [60 * start + 6.0 * index for index in range(round(10 * minutes) + 1)]
     rest, values = 0.0, list[float]()
     for second in seconds:
@@ -262,7 +262,7 @@ def resident(per_hour: float, noise: float, minutes: float = 15, start: float = 
 
 
 def test_growth_is_judged_by_its_standard_error() -> None:
-    """What fills once is 4 MiB at most in the first quarter of an hour. Later a slope of 2 MB per hour is growth if its error is small."""
+    """In the first quarter of an hour, 4 MiB may be a cache that fills once. Later, 2 MB per hour are growth if the error is small."""
     growing = resident(26e6, noise=0.65e6)
     assert growing.error_per_hour == pytest.approx(0.74e6, rel=0.3) and growing.growth < 8e6 and not growing.flat
     filling = resident(10e6, noise=0.1e6)
@@ -270,11 +270,11 @@ def test_growth_is_judged_by_its_standard_error() -> None:
     for per_hour, noise, flat in ((2e6, 0.1e6, False), (2e6, 0.5e6, False), (2e6, 5e6, True), (-26e6, 0.1e6, True), (0.0, 0.1e6, True)):
         late = resident(per_hour, noise, minutes=22.5, start=37.5)
         assert (late.flat, late.allowed) == (flat, MIB / 2), late.why
-        assert late.growth < 4 * MIB or late.flat  # none would be above an allowance of 4 MiB
+        assert late.growth < 4 * MIB or late.flat  # an allowance of 4 MiB would hide all of these
 
 
 def test_noise_is_not_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where samples are like those before them, which the error for independent points takes for growth."""
+    """Also if consecutive samples are correlated; the error for independent points would report growth."""
 
     def growing(likeness: float, noise: float = 3e6) -> int:
         return sum(not resident(0.0, noise, 22.5, 37.5, likeness, seed).flat for seed in range(200))
@@ -287,8 +287,8 @@ def test_noise_is_not_growth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_what_idle_engines_hold_is_not_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of twelve engines keeps a random amount from one of its acts to the next, a turn of all engines later."""
+def test_memory_of_idle_engines_is_not_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of twelve engines keeps a random amount of memory until its next act, one turn of all engines later."""
 
     def growing(leak: float = 0.0) -> int:
         found = 0

@@ -101,7 +101,7 @@ def test_auto_falls_back_to_llguidance_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("backend", EACH_BACKEND)
-def test_backends_have_one_grammar_of_a_schema(backend: BackendChoice) -> None:
+def test_backends_accept_the_same_texts_of_a_schema(backend: BackendChoice) -> None:
     compiled = AUTO.compile(Constraint.json_schema(COMBINED, backend=backend))
     assert takes(compiled, '{"a": 1, "b": null}') and not takes(compiled, '{"a": 1}') and not takes(compiled, '{"a": "", "b": 1}')
 
@@ -148,7 +148,7 @@ def test_coverage_lists_every_keyword_with_its_pointer() -> None:
 BOMBS = {
     "compile_seconds": (SLOW, GrammarLimits(compile_seconds=0.3)),
     "compile_bytes": (GREEDY, GrammarLimits(compile_bytes=40 * MIB)),
-    "least_bytes": (Constraint.json_schema(SCHEMAS["counted counts"]()), GrammarLimits()),
+    "least_bytes": (Constraint.json_schema(SCHEMAS["nested counts"]()), GrammarLimits()),
     "max_nesting": (Constraint.regex(PATTERNS["10,000 groups"]()), GrammarLimits()),
 }
 
@@ -164,7 +164,7 @@ def test_coverage_reports_the_limit_that_a_compile_reaches(field: str) -> None:
     found = coverage(bomb, limits)
     (reason,) = {part.reason for part in found.unenforced}
     assert found.backend is None and reason.startswith(f"GrammarLimits.{field}: got ")
-    assert live_workers() <= workers, "its worker is still there"
+    assert live_workers() <= workers, "the worker is still alive"
     compiler = GrammarCompiler(BYTES, max_threads=1, limits=limits, isolation="process")
     with pytest.raises(ValueError, match=re.escape(f"constraint {bomb.kind}: cannot be compiled: {reason}")):
         compiler.compile(bomb)
