@@ -20,7 +20,7 @@ Longs = npt.NDArray[np.int64]
 
 
 def advance_reference(*arguments: Tensor | int | None) -> None:
-    """The arguments of advance_fill, on the CPU."""
+    """Takes the arguments of advance_fill, on the CPU."""
     states, offsets, batch, tokens, ints, *tables = (each.numpy() for each in arguments[:9] if isinstance(each, Tensor))
     *arrays, all_statuses = (each.numpy() for each in arguments[9:14] if isinstance(each, Tensor))
     first, last, fill_new, by_row = (each for each in arguments[14:18] if isinstance(each, int))
@@ -39,7 +39,7 @@ def advance_reference(*arguments: Tensor | int | None) -> None:
 
 
 def text_key(text: bytes) -> int:
-    """Of the slots of a TokenTable, as an int64."""
+    """The key of a text in the slots of a TokenTable, as an int64."""
     key = sum((byte + 1) * pow(KEY_FACTOR, index + 1, 1 << 64) for index, byte in enumerate(text)) % (1 << 64)
     return key - (key >> 63 << 64)
 
@@ -84,7 +84,7 @@ class Forced:
         raw[FORCED_BYTES : FORCED_BYTES + len(kept.text)] = np.frombuffer(kept.text, np.uint8)
 
     def draft(self, index: int) -> int:
-        """What replaces draft `index`; -1: nothing does."""
+        """The token that replaces draft `index`, or -1."""
         return int(self.tokens[index - 1]) if self.takes and self.tokens is not None else -1
 
     def accepted(self, position: int, token: int) -> None:
@@ -101,7 +101,7 @@ class Forced:
 
 @dataclass
 class Place:
-    """Where a text is in a grammar."""
+    """The state of a grammar after a text."""
 
     state: int
     counters: list[int]
@@ -159,7 +159,7 @@ class Row:
         return (owner, tokens, at) == (self.state[HostColumn.OWNER], generated, index) and status != MaskStatus.NONE
 
     def _is_open(self, generated: int, index: int) -> bool:
-        """And whether it allows a token. Then the place is valid too."""
+        """Whether mask `index` is filled and allows a token; then its place is valid."""
         return self._is_filled(generated, index) and bool(self.tags[index, 3] == MaskStatus.OK)
 
     def _commit(self) -> None:
@@ -261,7 +261,7 @@ class Row:
         return bytes(text)
 
     def _move(self, place: Place, index: int, kept: int, pushes: int) -> bool:
-        """A move that does more than enter a state."""
+        """Apply a move that changes counters or the stack; False if it is not legal."""
         start = int(self.image[Field.MOVES]) + index * MOVE_INTS
         target, push, counter, last_target, *pairs = self.image[start : start + MOVE_INTS].tolist()
         sets = pairs[:4]
@@ -313,7 +313,7 @@ class Row:
 
 @dataclass
 class At:
-    """A place as the matcher of a forced text."""
+    """A place with the interface of a matcher, for a forced text."""
 
     row: Row
     place: Place

@@ -22,7 +22,7 @@ LONG = SamplingParams(temperature=0, ignore_eos=True)  # ends by length unless c
 
 
 class Gate:
-    """Lets an engine make so many steps, and then blocks the stepping thread."""
+    """Lets an engine make `steps` steps, then blocks the stepping thread."""
 
     def __init__(self, engine: Engine, steps: int = 0) -> None:
         self._permits, self._step, self._engine = threading.Semaphore(steps), engine.step, engine
@@ -69,7 +69,7 @@ def no_thread_left() -> Iterator[None]:
     assert threads_left() == []
 
 
-FIXTURES = shared, idle_engine, no_thread_left  # a test module that assigns them to names has them
+FIXTURES = shared, idle_engine, no_thread_left  # a test module uses them by assigning them to names
 
 
 def threads_left() -> list[str]:
@@ -155,7 +155,7 @@ def watch_sleep(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Ev
 
 async def opened(engine: Engine) -> None:
     async with AsyncEngine(engine):
-        raise AssertionError("it opened")
+        raise AssertionError("the engine was opened")
 
 
 async def opened_again(serving: AsyncEngine) -> None:

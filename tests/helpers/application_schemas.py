@@ -177,7 +177,7 @@ APPLICATIONS = {
 
 
 def in_json_schema(name: str) -> Any:
-    """A schema of an application for a validator of JSON Schema."""
+    """The schema of an application, with keywords of OpenAPI 3.0 replaced by those of JSON Schema."""
     return _without_nullable(APPLICATIONS[name]) if name.startswith("openapi 3.0") else APPLICATIONS[name]
 
 
@@ -195,7 +195,7 @@ def _without_nullable(schema: Any) -> Any:
 
 
 def tools(count: int) -> Schema:
-    """A call of one of many tools."""
+    """The schema of a call of one of `count` tools."""
     arguments = [*OPENAI_STRICT.values(), *(schema for schema in PYDANTIC.values() if "$defs" not in schema)]
     plain = [schema for schema in arguments if "$defs" not in schema and schema.get("type") == "object" and "$ref" not in str(schema)]
     calls = [strict(name={"const": f"server_{index % 7}__tool_{index}"}, arguments=plain[index % len(plain)]) for index in range(count)]

@@ -67,7 +67,7 @@ class ReferenceAutomaton:
         return [(place, text) for place, text, is_new in self.moves(per_state, deepest) if is_new]
 
     def moves(self, per_state: int = 3, deepest: int = 4) -> list[tuple[Place, bytes, bool]]:
-        """The same, and the places after each move from these, with whether the place is new."""
+        """The results of `texts` and the places after each move from them, each with whether the place is new."""
         todo, seen, count = deque([(self.start, b"")]), {self.start}, Counter[tuple[int, tuple[int, int, int]]]()
         found = [(self.start, b"", True)]
         bytes_of = {self.at(Field.CLASS_OF, byte): byte for byte in (*range(256), *range(0x20, 0x7F))}

@@ -46,7 +46,7 @@ def answer(request: dict[str, Any], answered: int) -> dict[str, Any]:
         os.kill(os.getppid(), ENDINGS[name])
         time.sleep(60 if name == "is_interrupted" else 0)
     passed = name != "is_a_new_worker" or answered == 0
-    row = {"name": name, "verdict": "passed" if passed else "failed", "error": "" if passed else "it is the old one"}
+    row = {"name": name, "verdict": "passed" if passed else "failed", "error": "" if passed else "the worker was not restarted"}
     return {**row, "seconds": 0.0, "budget": request["budget"], "figures": {}, "device_lost": name == "loses_the_device"}
 
 

@@ -15,6 +15,6 @@ NO_LINK_WARNING = ("-W", "ignore:stepgraph:RuntimeWarning") if why_not() else ()
 
 
 def run_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampled rounds run the references in torch, where a test plants an error, and not C."""
+    """Sampled rounds run the references in torch instead of C, so that a test can plant errors in them."""
     for operation in (distribution, draw, race, process_logits, reject_sample):
         monkeypatch.setattr(operation, "c", None)

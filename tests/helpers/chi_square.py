@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def chi_square_p(counts: Tensor, probabilities: Tensor) -> float:
-    """How likely counts at least this odd are under `probabilities`. Cells expected fewer than 5 times are put together;
-    a count where the probability is 0 is impossible: p = 0."""
+    """The p-value of counts under `probabilities`. Cells expected fewer than 5 times are merged; p is 0 if a count has
+    probability 0."""
     observed, share = counts.to(torch.float64), probabilities.to(torch.float64)
     if bool((observed[share <= 0] > 0).any()):
         return 0.0
@@ -28,15 +28,15 @@ def chi_square_p(counts: Tensor, probabilities: Tensor) -> float:
 
 
 def likelihood_ratio(counts: Tensor, probabilities: Tensor) -> Tensor:
-    """Of every row of counts [N, V] half the likelihood-ratio chi-square, `sum(observed * log(observed / expected))`; infinite
-    where something impossible was counted."""
+    """Half the likelihood-ratio chi-square of each row of counts [N, V], `sum(observed * log(observed / expected))`; infinite
+    if a count has probability 0."""
     observed, share = counts.to(torch.float64), probabilities.to(torch.float64)
     expected = share / share.sum(-1, keepdim=True) * observed.sum(-1, keepdim=True)
     return torch.where(observed > 0, observed * (observed / expected).log(), 0.0).sum(-1)
 
 
 def likelihood_ratio_bound(statistic: float, freedom: int) -> float:
-    """No less than the probability that right counts give this statistic or more, summed over rows of `freedom` in all.
+    """An upper bound on the probability that correct counts reach this sum over rows, with `freedom` degrees of freedom in total.
 
     The bound of Agrawal (Finite-sample concentration of the multinomial in relative entropy, 2020): it holds for any counts,
     where the tails of Pearson's statistic are only right for large ones.

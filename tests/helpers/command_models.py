@@ -27,7 +27,7 @@ TEMPLATE = (
 
 @functools.cache
 def model_folder() -> Path:
-    """Written once per process. It is called `model`, as in the examples of --help; only recordings are next to it."""
+    """Written once per process and named `model`, as in the examples of --help."""
     folder = Path(tempfile.mkdtemp(prefix="command-")) / "model"
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
     tiny_model().save_pretrained(folder)

@@ -70,7 +70,7 @@ def eagle3_logits(
 ) -> list[Tensor]:
     """Logits over the head's own tokens at every position of a text, [N, D], then after each of `drafts`, [D].
 
-    features [N, 3 H] are the target's at tokens 0 .. N - 1, of N + 1. The first draft is chosen from the last of the N.
+    features [N, 3 H]: the target's, at the first N of N + 1 tokens. The logits at the last position give the first draft.
     """
     states = features.double() @ tensors["fc.weight"].double().T
     left = eagle3_layer(tensors, fields, states, tokens[1:], embedding)

@@ -25,7 +25,7 @@ from stepgraph.runtime.models.transformers_model import TransformersModel
 PAGE, LENGTH, VOCABULARY = 16, 208, 160
 FEATURE_LAYERS = (1, 0, 3)
 
-# Three rows of which the prompts differ in length, in chunks, with drafts; of engines that are compared with another implementation
+# For engines that are compared with another implementation: three rows, prompts of different lengths in chunks, drafts
 CONFIG = EngineConfig(
     max_rows=3,
     num_speculative_tokens=2,
@@ -115,12 +115,12 @@ def judge(family: str, dtype: torch.dtype = torch.float32, lean: bool = False) -
         embedding = model.model.embed_tokens.weight
         if lean:
             embedding.mul_(9)
-            # Near ties of experts become rare: a token that takes other ones in bfloat16 has logits that differ by more than a near tie's.
+            # Makes near ties of experts rare: with other experts in bfloat16, a token's logits differ by more than a near tie's.
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer[buffer.argsort()] = torch.linspace(-2, 2, len(buffer))
         if lean and not model.config.tie_word_embeddings:
-            # In bfloat16 transformers differs from float32 at 0.54% of all positions of GPT-OSS with 0.5: sinks take weight from the text.
+            # In bfloat16 transformers differs from float32 at 0.54% of GPT-OSS's positions with alpha 0.5: sinks take weight from the text.
             model.lm_head.weight.add_(embedding.roll(1, 0), alpha=1.0 if kind == "GptOss" else 0.5)
     return model.to(dtype)
 

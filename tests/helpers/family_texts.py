@@ -46,7 +46,7 @@ def plain(
 def decode(engine: Engine, prompts: list[list[int]], constraint: Constraint | None = None, **sampling: Any) -> list[Job]:
     params = SamplingParams(temperature=0, **sampling)
     if constraint is not None:
-        engine.compile(constraint)  # no request waits for it: all get their rows in order
+        engine.compile(constraint)  # so that no request waits for a compile and rows are assigned in order
     jobs = [engine.submit(prompt, constraint=constraint, sampling=params, max_new_tokens=24) for prompt in prompts]
     for _ in engine.stream():
         pass

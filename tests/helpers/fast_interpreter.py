@@ -55,7 +55,7 @@ _equal = core.tuple.__eq__
 
 
 def _is_equal(self: Any, other: Any) -> Any:
-    """`tl.tuple.__eq__`, of a tuple with itself and with a list of numbers first."""
+    """`tl.tuple.__eq__`, with short cuts for the same tuple and for a list of numbers."""
     if self is other:
         return core.constexpr(True)
     return core.constexpr(self.values == other) if type(other) is list else _equal(self, other)

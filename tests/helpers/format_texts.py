@@ -43,8 +43,8 @@ LEAP_SECONDS = "|".join(
     for hour in range(24)
     for minute in range(60)
 )
-ANY_TIME = f"(?:({FORMATS['time']})|({LEAP_SECONDS}))"  # groups: half of the texts are leap seconds
-EXACT = {"time": ANY_TIME, "date-time": f"{FORMATS['date']}[Tt]{ANY_TIME}"}  # what automata have beyond `FORMATS`
+ANY_TIME = f"(?:({FORMATS['time']})|({LEAP_SECONDS}))"  # two groups, so that half of the texts are leap seconds
+EXACT = {"time": ANY_TIME, "date-time": f"{FORMATS['date']}[Tt]{ANY_TIME}"}  # accepted by automata, beyond `FORMATS`
 REGEXES = {name: python_regex(EXACT.get(name, pattern)) for name, pattern in FORMATS.items()}
 REGEXES |= {f"older {name}": python_regex(pattern) for name, pattern in OLDER.items()}
 REGEXES |= {f"few {name}": python_regex(FORMATS[name]) for name in EXACT}
@@ -337,7 +337,7 @@ CHECKER = jsonschema.FormatChecker(())
 for name in VALID:
     CHECKER.checks(name)(functools.partial(_conforms, name))
 
-# Where the validator accepts more than a format: the texts of `NARROWED`.
+# Valid texts that a format of `NARROWED` may reject.
 NARROWED_TEXTS: dict[str, Callable[[str], bool]] = {
     "idn-email": lambda text: not text.rpartition("@")[2].isascii(),
     "hostname": lambda text: any(label[:4].lower() == "xn--" for label in text.split(".")),
@@ -359,7 +359,7 @@ STRICT: dict[str, Callable[[str], bool]] = {
 
 
 def compared(name: str, count: int, seed: int) -> dict[str, int]:
-    """Compare; the numbers of accepted and of rejected texts, and of those that only a format that is narrowed rejects."""
+    """Compare a format with its validators; the numbers of accepted texts, rejected texts, and valid texts that are rejected."""
     counts = {"accepted": 0, "rejected": 0, "narrowed": 0}
     narrowed, lenient = NARROWED_TEXTS.get(name, lambda text: False), LENIENT.get(name, lambda text: True)
     strict = STRICT.get(name, lambda text: False)

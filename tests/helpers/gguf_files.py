@@ -107,7 +107,7 @@ def _add_model(writer: gguf.GGUFWriter, kind: str, model: Any, quantise: Quantis
 
 
 def _parts(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Gate and up of experts, which transformers has in one tensor, as the two that a file has."""
+    """Gate and up of experts as two tensors, as in a file; transformers has one."""
     for name, tensor in tensors.items():
         if name.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True):

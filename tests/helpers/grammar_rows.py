@@ -36,7 +36,7 @@ def arena_of(grammars: Sequence[AutomatonGrammar]) -> tuple[Tensor, list[int]]:
 
 @dataclass
 class Request:
-    """What a row generates."""
+    """The grammar and the generated tokens of a row."""
 
     grammar: AutomatonGrammar
     matcher: MatcherRow
@@ -58,7 +58,7 @@ class Request:
 
 
 def pick(draw: Random, mask: Tensor, grammar: AutomatonGrammar) -> int | None:
-    """A token of a mask, often one with a bracket; None if it has none."""
+    """A legal token of a mask, often one with a bracket; None if no token is legal."""
     legal = np.flatnonzero(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")).tolist()
     brackets = [token for token in legal if set(grammar.vocabulary.tokens[token]) & BRACKETS]
     return draw.choice(brackets if brackets and draw.random() < 0.6 else legal) if legal else None
@@ -101,7 +101,7 @@ class World:
             noise(positions, slots + 1, dtype=torch.int64),
         )
         self.written = [[tensor.clone() for tensor in written] for _ in programs]
-        self.state = torch.zeros(slots + 1, len(HostColumn) + 2, dtype=torch.int64)  # the last column is the image
+        self.state = torch.zeros(slots + 1, len(HostColumn) + 2, dtype=torch.int64)  # the last column is the offset of the image
         self.rows = torch.tensor(self.draw.sample(range(slots + 1), slots))
         self.row_drafts, self.batch_drafts = torch.full((slots + 1, drafts), -1), torch.full((drafts, slots), -1)
         self.host_state, self.host_drafts = torch.zeros(slots, len(HostColumn), dtype=torch.int64), torch.full((drafts, slots), -1)
@@ -206,7 +206,7 @@ class World:
                 self.counts[status] += 1
                 if status not in (MaskStatus.NONE, MaskStatus.ILLEGAL):
                     assert torch.equal(masks[row, index], self.masks[stage, slot])
-                if index != stage:  # the first mask of a new row, and no draft
+                if index != stage:  # a new row has its first mask and no draft
                     assert tags[row, stage].tolist() == [0, 0, stage, 0]
 
     def status(self, row: int, index: int) -> MaskStatus:
@@ -247,7 +247,7 @@ class World:
         return torch.tensor(found, dtype=torch.int64).reshape(len(self.rows), self.drafts)
 
     def admit(self, row: int) -> None:
-        """A new request. The row keeps what the one before left in places, masks and tags."""
+        """A new request. The row keeps the places, masks and tags of the previous request."""
         self.owner += 1
         self.requests.pop(row, None)
         self.state[row] = 0

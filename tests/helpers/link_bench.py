@@ -183,7 +183,7 @@ class LinkPair:
         return [token for token in range(self.vocabulary.logits_width) if int(mask[0, token // 32]) >> (token % 32) & 1]
 
     def draft(self, request: Request, count: int, guided: bool = False) -> None:
-        """Extend the drafts to `count`: some forced, most legal, and every kind of wrong one."""
+        """Extend the drafts to `count`: some forced, most legal, and all kinds of illegal ones."""
         del request.drafts[count:]
         while len(request.drafts) < count:
             index = len(request.drafts)

@@ -24,7 +24,7 @@ def anonymous() -> int:
 
 
 class Peak:
-    """Reads the memory again and again, in a thread."""
+    """Samples the anonymous memory in a thread."""
 
     def __init__(self) -> None:
         gc.collect()

@@ -39,7 +39,7 @@ from tests.runtime import test_engine_processors
 from tools.origin import origin
 
 EXAMPLES = 200  # per setup
-Oracle = tuple[list[Setup], Callable[[Setup, Any], list[Job]], SearchStrategy[Any]]  # which runs a batch of requests and compares each
+Oracle = tuple[list[Setup], Callable[[Setup, Any], list[Job]], SearchStrategy[Any]]  # setups, comparison of a batch, batches
 ORACLES: dict[str, Oracle] = {
     "greedy": (
         [*test_greedy_oracle.ANYWHERE, *test_greedy_oracle.LOOPS],
@@ -81,7 +81,7 @@ def examples_of(oracle: str, setup: Setup, count: int) -> Counter[str]:
     _, run, batches = ORACLES[oracle]
     sums = Counter[str]()
 
-    # without shrinking: the tests of these oracles find the same output and shrink its request
+    # without shrinking: the tests of these oracles find the same wrong output and shrink the batch
     @settings(max_examples=count, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], phases=[Phase.generate])
     @seed(0)
     @given(batch=batches)
@@ -121,7 +121,7 @@ def main() -> int:
     parser.add_argument("run", choices=[*RUNS])
     parser.add_argument("--count", type=int, help=f"default: {', '.join(f'{count} {name}' for name, (_, count) in RUNS.items())}")
     parser.add_argument(
-        "--json", type=Path, required=True, metavar="FILE", help="written after each part; one of the same commit is continued"
+        "--json", type=Path, required=True, metavar="FILE", help="written after each part; a file of the same commit is continued"
     )
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -24,7 +24,7 @@ Ids = Sequence[int]
 
 @functools.cache
 def byte_level() -> Tokenizer:
-    """In the manner of Llama 3 and Qwen, with tokens that were added as text: some of them letters of the spelling itself."""
+    """Like Llama 3 and Qwen, with tokens that were added as text, some of which contain letters of the byte spelling."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -37,7 +37,7 @@ def byte_level() -> Tokenizer:
 
 @functools.cache
 def pieces(fallback: bool) -> Tokenizer:
-    """In the manner of Llama 2 and Mistral; without byte fallback <0x0A> is six characters of text."""
+    """Like Llama 2 and Mistral; without byte fallback <0x0A> is six characters of text."""
     letters = sorted({letter for text in TEXTS for letter in text.replace(" ", "\u2581")})
     names = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *letters, "\u2581the", "a\u2581b", "\u2581\u2581"]
     made = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=fallback))
@@ -50,7 +50,7 @@ def pieces(fallback: bool) -> Tokenizer:
 
 @functools.cache
 def unigram() -> Tokenizer:
-    """In the manner of T5."""
+    """Like T5."""
     letters = sorted({letter for text in TEXTS for letter in text.replace(" ", "\u2581")})
     made = Tokenizer(models.Unigram([(name, -1.0) for name in [*SPECIAL, *letters, "\u2581the"]], unk_id=0))
     made.decoder = decoders.Metaspace()
@@ -90,7 +90,7 @@ def is_text_of(table: Vocabulary, ids: Ids, text: str, stripped: bool) -> bool:
 
 
 def sequences(table: Vocabulary, rounds: int) -> list[list[int]]:
-    """Random tokens, and now and then a character byte by byte."""
+    """Random tokens, and some characters byte by byte."""
     random, some = Random(0), sorted(set(range(len(table.tokens))) - table.non_text_ids)
     single = {token: token_id for token_id, token in enumerate(table.tokens) if len(token) == 1 and token_id not in table.non_text_ids}
 
@@ -103,5 +103,5 @@ def sequences(table: Vocabulary, rounds: int) -> list[list[int]]:
 
 
 def differences(table: Vocabulary, decode: Callable[[list[int]], str], stripped: bool = False) -> int:
-    """How many random sequences have a text that is not the tokenizer's."""
+    """The number of random sequences that the table and the tokenizer decode differently."""
     return sum(not is_text_of(table, ids, decode(ids), stripped) for ids in sequences(table, 300))

@@ -1,4 +1,4 @@
-"""A program of one rank: decodes with the engine that its arguments describe, and prints what it got as JSON."""
+"""A program of one rank: decodes with the engine that its arguments describe, and prints the results as JSON."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def add_to_one(logits: Tensor, given: ProcessorInput) -> Tensor:
 
 
 class AboveMean(nn.Module):
-    """Only tokens of which the logit is above the mean of all: it depends on every logit."""
+    """Allows tokens with a logit above the mean of all, which depends on every logit."""
 
     margin: Tensor
 
@@ -61,7 +61,7 @@ RELEASED = threading.Event()  # ends the calls that hang in this process
 
 
 def hang(logits: Tensor, given: ProcessorInput) -> Tensor:
-    """Does not return in rank 0, or in the others, once there is a file. HANG: the process of rank 0, `first` or `others`, and the file."""
+    """Does not return in rank 0, or in the others, once a file exists. HANG: the PID of rank 0, `first` or `others`, and the file."""
     pid, which, flag = os.environ["HANG"].split(" ", 2)
     if (str(os.getpid()) == pid) == (which == "first") and Path(flag).exists():
         RELEASED.wait(600)
@@ -69,7 +69,7 @@ def hang(logits: Tensor, given: ProcessorInput) -> Tensor:
 
 
 def delay_compiles(found: Vocabulary) -> Vocabulary:
-    """In each process that loads a part of a model, grammars are ready after random times of its own."""
+    """Grammars become ready after random times, different in each process that loads a part of a model."""
     dice, compiled = random.Random(os.getpid()), RequestQueue._compiled
 
     def delayed(queue: RequestQueue, queued: QueuedRequest, claim: Claim) -> None:
@@ -84,7 +84,7 @@ OPTIONS: dict[str, Any] = {"max_bad_words": 6, "max_bad_word_tokens": 3, "relaxe
 
 
 def option_requests(bad_words: tuple[tuple[int, ...], ...]) -> list[dict[str, Any]]:
-    """Each asks for one of the options, or for several."""
+    """Each uses one or several of the options."""
     repeated, far = [5, 6, 7, 5, 6, 7, 5, 6], 300  # a token of the last rank
     return [
         {"prompt": repeated, "sampling": SamplingParams(temperature=0, bad_words=bad_words)},

@@ -77,7 +77,7 @@ def break_fill(row: MatcherRow, message: str, after: int = 0) -> None:
 
 
 def slow_fill(row: MatcherRow, seconds: float) -> None:
-    """Make every mask take so long."""
+    """Delay every mask by `seconds`."""
     if isinstance(row, NativeRow):
 
         def wait_in_c(real: Callable[..., int], *arguments: int) -> int:

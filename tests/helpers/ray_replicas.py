@@ -23,7 +23,7 @@ Request = tuple[list[int], dict[str, Any]]
 
 
 class BreakableTarget(ToyTarget):
-    """Raises, or does not return, in the first process that finds the file `flag`, and writes the time into another one."""
+    """Raises, or does not return, in the first process that finds the file `flag`, and writes the time into another file."""
 
     def __init__(self, flag: Path, hangs: bool) -> None:
         super().__init__(VOCABULARY.logits_width, seed=3)
@@ -96,7 +96,7 @@ def cluster() -> Iterator[None]:
 
 
 class Canned:
-    """Answers with as many parts as the request has tokens to generate, without an engine: what Replica adds to Ray remains."""
+    """Returns one part per requested token without an engine, to measure what Replica adds to Ray."""
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
@@ -121,7 +121,7 @@ class Bare:
 
 
 async def expected(asks: list[Request]) -> list[tuple[list[int], str]]:
-    """Of one engine in this process."""
+    """The results of one engine in this process."""
     with make_engine() as engine:
         async with AsyncEngine(engine) as serving:
             streams = [await serving.submit(prompt, **options) for prompt, options in asks]

@@ -52,7 +52,7 @@ class Group:
 
 
 def groups(draft: str = "") -> list[Group]:
-    """Of draft 2020-12, or of an older one."""
+    """The groups of draft 2020-12, or of an older one."""
     found = []
     for line in (OLDER_DRAFTS if draft else SUITE).read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
@@ -117,7 +117,7 @@ def totals(classes: dict[str, str]) -> dict[str, int]:
 
 
 def verdicts(found: Iterable[tuple[Group, str]]) -> dict[str, int]:
-    """The number of cases of each class. The error that no value satisfies a schema is right about invalid values."""
+    """The number of cases of each class. The error that no value satisfies a schema passes if no case is valid."""
     counted = Counter[str]()
     for group, outcome in found:
         right = "no value satisfies" in outcome and not any(valid for _, valid in group.cases)

