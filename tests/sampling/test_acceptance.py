@@ -46,7 +46,7 @@ statuses = st.sampled_from([OK] * 6 + [status for status in MaskStatus if status
 @settings(max_examples=400)
 @given(data=st.data(), k=st.integers(0, 8))
 def test_acceptance_and_emission_equal_a_plain_loop(data: st.DataObject, k: int) -> None:
-    tokens = st.integers(0, 4)  # few, so that drafts often hold
+    tokens = st.integers(0, 4)  # few, so that drafts are often accepted
     sampled = data.draw(st.lists(tokens, min_size=k + 1, max_size=k + 1))
     drafts = [data.draw(st.one_of(st.just(sampled[index]), st.integers(-1, 4))) for index in range(k)]
     finite = data.draw(st.lists(st.sampled_from([True] * 9 + [False]), min_size=k + 1, max_size=k + 1))
@@ -99,7 +99,7 @@ def test_tag_is_valid_for_its_owner_round_and_position_only() -> None:
 
 @given(st.integers(0, 2**31 - 1), st.integers(1, 4))
 def test_matcher_failure_after_a_draft_keeps_earlier_tokens(seed: int, k: int) -> None:
-    """Drafts are judged by the same coins; what comes is where the clean run would have gone on, cut short."""
+    """The random numbers are the same, so the tokens are a prefix of those without the failure."""
     made, batch, width = torch.Generator().manual_seed(seed), 4, 6
     target, offered = (torch.rand(batch, count, width, generator=made).softmax(-1) for count in (k + 1, k))
     drafts, seeds, length = (

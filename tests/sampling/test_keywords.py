@@ -1,4 +1,4 @@
-"""Keyword arguments under the names of other libraries: the error names ours."""
+"""Keyword arguments under the names of other libraries: the error names the right one."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ CALLS: list[tuple[Callable[..., Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("call", "name", "expected"), CALLS, ids=[f"{call.__qualname__}-{name}" for call, name, _ in CALLS])
-def test_unknown_keyword_leads_to_the_right_one(call: Callable[..., Any], name: str, expected: str) -> None:
+def test_unknown_keyword_error_names_the_right_one(call: Callable[..., Any], name: str, expected: str) -> None:
     message = rf"^{re.escape(call.__qualname__)}\(\): got the keyword '{name}', expected {re.escape(expected)}"
     with pytest.raises(TypeError, match=message):
         call(**{name: 1})
-    assert not ENGINE.has_work, "nothing was submitted"
+    assert not ENGINE.has_work, "a request was submitted"
 
 
-def test_the_async_submit_refuses_them_too() -> None:
+def test_async_submit_refuses_unknown_keywords() -> None:
     async def submit() -> None:
         async with AsyncEngine(ENGINE) as serving:
             await serving.submit([1], stop="a")  # type: ignore[call-arg]
@@ -61,7 +61,7 @@ def test_the_async_submit_refuses_them_too() -> None:
         asyncio.run(submit())
 
 
-def test_names_of_other_libraries_are_not_ours_and_lead_to_existing_names() -> None:
+def test_names_of_other_libraries_map_to_existing_names() -> None:
     ours = {
         "submit": {*inspect.signature(Engine.submit).parameters},
         "load": {*inspect.signature(Engine.from_pretrained).parameters, *inspect.signature(Engine).parameters},

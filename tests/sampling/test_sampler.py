@@ -19,7 +19,7 @@ def params(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float 
 
 
 def agrees(result: Tensor, logits: list[float], temperature: float, top_k: float, top_p: float, min_p: float) -> bool:
-    """The oracle's distribution; where a cut of float64 falls within rounding of another token, the one with that cut moved by 1e-6."""
+    """Whether a result is the oracle's distribution, with thresholds moved by up to 1e-6, because rounding may move a token across one."""
     for near in (1, 1 - 1e-6, 1 + 1e-6):
         expected = torch.tensor(filtered(logits, temperature, top_k, top_p * near, min_p * near), dtype=torch.float64)
         seen = expected > 1e-30  # less is 0 in float32
@@ -91,7 +91,7 @@ def test_equal_weights_are_filtered_together() -> None:
     assert sampler.distribution(torch.zeros(1, 1, 5), params(1.0, 1, 0.1))[0, 0].tolist() == [torch.tensor(0.2).item()] * 5
 
 
-def test_probabilities_sum_to_one_exactly() -> None:
+def test_probabilities_sum_to_one() -> None:
     """A likely token and 200,000 unlikely ones, which a running float32 sum would lose."""
     logits = torch.full((1, 1, 200_001), -17.4)
     logits[0, 0, 0] = 0.0
@@ -99,7 +99,7 @@ def test_probabilities_sum_to_one_exactly() -> None:
     assert abs(float(result.double().sum()) - 1) < 1e-6
     kept = sampler.distribution(logits, params(1.0, 0, 0.999))[0, 0] > 0
     share = 1 / (1 + 200_000 * math.exp(-17.4))
-    assert share < 0.999 and bool(kept.all()), "one of equals brings all"
+    assert share < 0.999 and bool(kept.all()), "equal weights are kept together"
 
 
 def test_tiny_probabilities_are_kept_without_filters() -> None:

@@ -1,4 +1,4 @@
-"""The JSON-Schema-Test-Suite as a ratchet: no invalid value is accepted, and every change of an outcome must change the table.
+"""The JSON-Schema-Test-Suite as a regression test: no invalid value is accepted, and every change of an outcome must change the table.
 
 After a change: `python tools/schema_suite.py` rewrites the table; commit its difference with the change.
 """
@@ -41,7 +41,7 @@ def test_outcomes_equal_the_table() -> None:
     found = outcomes()
     changed = differences(TABLE, found)
     assert not changed, f"{len(changed)} outcomes; run tools/schema_suite.py and check:\n" + "\n".join(changed[:20])
-    assert written(found) == TABLE_FILE.read_text(encoding="utf-8"), "the table's totals or its order are not those of its groups"
+    assert written(found) == TABLE_FILE.read_text(encoding="utf-8"), "the totals or the order of the table do not match its groups"
 
 
 def test_no_invalid_value_is_accepted() -> None:

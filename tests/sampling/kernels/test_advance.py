@@ -52,7 +52,7 @@ def grammars(aligned: bool = False) -> list[AutomatonGrammar]:
 
 @functools.cache
 def forcing_grammars(merges: bool = False) -> list[AutomatonGrammar]:
-    """Texts without alternatives, nested, counted, long, and beside others; over a vocabulary of merged tokens or of any."""
+    """Texts without alternatives: nested, counted, long, and beside others; over a vocabulary of merged tokens or one of any tokens."""
     nested = 'root ::= "[{" root "}]" | "[name: <" [0-9] ">"'
     schema = {"type": "object", "properties": {"name": {"type": "boolean"}, "quantity": {"enum": ["alpha", "alphabet"]}}}
     constraints = [
@@ -129,7 +129,7 @@ def run_until_found(program: Any, drafts: int = 3, forced: bool = False) -> None
 
 @pytest.mark.parametrize("table", ["NEXT", "LEAVE", "RETURN", "MOVES", "ROW_OF", "STATUS_OF", "CHANGE_VALUE", "CROSS", "START"])
 def test_an_error_in_a_table_is_found(table: str) -> None:
-    """In every image one entry of sixteen is another one of the same table."""
+    """In every image, one in sixteen entries is replaced by another entry of the same table."""
 
     def program(*arguments: Any) -> None:
         *before, arena = arguments[:5]
@@ -144,7 +144,7 @@ def test_an_error_in_a_table_is_found(table: str) -> None:
             ends = [int(image[other]) for other in Field if other >= Field.CLASS_OF and image[other] > begin]
             end = min([len(image), *ends]) if table != "START" else begin + 1
             some = image[begin:end:16]
-            if table == "LEAVE":  # a state that is left at once has a symbol on the stack: only where a text may end is changed
+            if table == "LEAVE":  # only swaps -1 and -2, which say whether a text may end: leaving a state pops a symbol
                 some[some < 0] = -3 - some[some < 0]
             else:
                 some[:] = np.roll(image[begin:end], 1)[::16] if end - begin > 1 else (image[begin] + 1) % image[Field.STATES]

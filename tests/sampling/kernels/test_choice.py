@@ -124,7 +124,7 @@ def test_mask_status_equals_the_reference(batch: int) -> None:
             outputs = [torch.empty(batch, positions, dtype=torch.int64), torch.empty(batch, dtype=torch.bool)]
             status, _ = compare(kernels.mask_status, inputs, outputs)
             seen |= set(status.flatten().tolist())
-    assert len(seen) == {0: 0, 1: len(seen), 8: 9}[batch], "every status came through"
+    assert len(seen) == {0: 0, 1: len(seen), 8: 9}[batch], "not every status occurred"
 
 
 @pytest.mark.parametrize("batch", [0, 1, 8])

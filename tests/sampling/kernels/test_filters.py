@@ -171,8 +171,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return torch.where(logits >= least, logits, -torch.inf)
 
     def top_p_renorm_probs(probs: Tensor, top_p: Tensor) -> Tensor:
-        assert not bool(probs.isnan().any()), "NaN makes it endless"
-        assert bool(((probs.sum(-1) > 0) | (top_p >= 1)).all()), "a share of nothing"
+        assert not bool(probs.isnan().any()), "FlashInfer does not return for NaN"
+        assert bool(((probs.sum(-1) > 0) | (top_p >= 1)).all()), "top-p of a row without probabilities"
         ordered = probs.double().sort(-1, descending=True).values
         short = (ordered.cumsum(-1) < top_p.double()[:, None]).sum(-1, keepdim=True).clamp(max=probs.shape[1] - 1)
         kept = torch.where((probs >= ordered.gather(1, short)) | (top_p >= 1)[:, None], probs, 0.0)

@@ -27,10 +27,10 @@ from tools.aot_kernels import resident_blocks
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SUITES = sorted(path.name for path in (ROOT / "tests/helpers/interpreted").glob("*.py") if path.name != "advance.py" or not why_not())
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-MAX_REGISTERS = 64  # with which 1,024 threads fit a multiprocessor
-# Of a draft's own vocabulary, small and read through a table, of rows that have one program each, and of weights compared with several
-# edges at a time: 512 threads, 384 for rows of unaligned masks. Of attention and products of adapters, which keep their sums there: 256.
-# Of products with packed weights, which keep the numbers of four groups there as well: 256.
+MAX_REGISTERS = 64  # 1,024 threads fit a multiprocessor
+# 512 threads: a draft's own vocabulary, read through a table; one program per row; weights compared with several edges at a time.
+# 384: rows of unaligned masks. 256: attention and products of adapters, which keep sums in registers; products with packed weights, which
+# also keep the numbers of four groups.
 MOST_REGISTERS = {"mapped": 128, "advance": 168, "find": 128, "bucket": 128, "attend": 255, "multiply": 168, "packed": 224}
 
 
@@ -90,13 +90,13 @@ def test_programs_compile_ahead_of_time_without_spills(arch: int, options: Seque
 @pytest.mark.parametrize(
     ("registers", "shared", "warps", "arch", "blocks"),
     [
-        (32, 0, 1, 90, 32),  # the limit of blocks
-        (32, 0, 4, 90, 16),  # of warps
-        (64, 0, 4, 90, 8),  # of registers: 8 warps in each of four partitions
+        (32, 0, 1, 90, 32),  # limit of blocks
+        (32, 0, 4, 90, 16),  # limit of warps
+        (64, 0, 4, 90, 8),  # limit of registers: 8 warps in each of four partitions
         (129, 0, 8, 80, 1),
         (168, 0, 8, 80, 1),
         (128, 0, 8, 80, 2),
-        (32, 100 << 10, 4, 80, 1),  # of shared memory
+        (32, 100 << 10, 4, 80, 1),  # limit of shared memory
         (32, 100 << 10, 4, 90, 2),
     ],
 )

@@ -160,7 +160,7 @@ def test_stale_mask_is_not_used_for_a_draft(backend: TapeBackend, wrong: int | N
     bench, poison = RoundBench(backend, 3), 50
     tag = plant(bench, poison)
     if wrong is not None:
-        tag[wrong] += 1  # of an OK status: COMPLETE
+        tag[wrong] += 1  # the status OK becomes COMPLETE
     bench.buffers.row_tags[0, 0] = tag
     batch = read_batch(bench.buffers, 1)
     logits = torch.zeros(1, bench.limits.num_tokens)

@@ -180,11 +180,11 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
 def test_outputs_with_gaps_run_as_the_reference(name: str) -> None:
     operation, inputs, outputs = OPERATIONS[name]
     dense, gaps = [tensor.clone() for tensor in outputs], [spread(tensor) for tensor in outputs]
-    assert operation.prepare(*inputs, *dense) is not None, "this case is for C"
-    assert operation.prepare(*inputs, *gaps) is None, "this one is not"
+    assert operation.prepare(*inputs, *dense) is not None, "C supports these inputs"
+    assert operation.prepare(*inputs, *gaps) is None, "C does not support outputs with gaps"
     operation.out(*inputs, *dense)
     operation.out(*inputs, *gaps)
-    assert any(bool(tensor.any()) for tensor in dense), "something was written"
+    assert any(bool(tensor.any()) for tensor in dense), "nothing was written"
     for one, other in zip(dense, gaps, strict=True):
         torch.testing.assert_close(one, other)
 

@@ -23,7 +23,7 @@ VOCAB = 9
 
 
 def settings_of(sampling: SamplingParams, prompt: list[int], output: list[int], stops: list[int]) -> RowSettings:
-    """One row, as admission and earlier rounds would have left it."""
+    """The settings of one row after admission and earlier rounds."""
     params = torch.zeros(1, len(Param))
     for column in (Param.REPETITION_PENALTY, Param.PRESENCE_PENALTY, Param.FREQUENCY_PENALTY, Param.MIN_NEW_TOKENS):
         params[0, column] = getattr(sampling, column.name.lower())
@@ -57,7 +57,7 @@ rows = st.tuples(
     st.lists(tokens, max_size=6),  # output
     st.lists(tokens, max_size=2, unique=True),  # stop ids
     st.lists(tokens, min_size=3, max_size=3),  # drafts
-    st.integers(0, 3),  # how many of them there are
+    st.integers(0, 3),  # number of drafts
     st.lists(st.lists(st.one_of(numbers, st.just(-math.inf)), min_size=VOCAB, max_size=VOCAB), min_size=4, max_size=4),
 )
 
@@ -81,7 +81,7 @@ def test_processed_logits_equal_the_oracle_at_every_position(batch: list[Any], i
     own = torch.arange(VOCAB) if ids is None else torch.tensor(ids)
     d2t = None if ids is None else own
     result = processors.apply_settings(logits[..., own], settings, before, ids=d2t)
-    for index in range(4):  # one at a time, as the draft's own steps have it
+    for index in range(4):  # one position at a time, as in the steps of a draft model
         alone = processors.apply_settings(logits[:, index : index + 1, own], settings, before[:, :index], index, d2t)
         assert torch.equal(alone[:, 0], result[:, index])
     for row, (sampling, prompt, output, stops, drafts, count, positions) in enumerate(batch):

@@ -17,7 +17,7 @@ from stepgraph.sampling.sampler import Param
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 
-ROWS = 5  # of the engine, of which the batch has BATCH
+ROWS = 5  # of the engine; the batch has BATCH of them
 BATCH = 3
 
 
@@ -43,7 +43,7 @@ class Draws:
         return torch.tensor(values)[self.integers(0, len(values), *shape)]
 
     def logits(self, *shape: int) -> Tensor:
-        """Of any scale, some masked, some not numbers, with a stride between the rows."""
+        """Logits of any scale, some of them masked, infinite or NaN, with gaps between the rows."""
         found = torch.randn(*shape, self.width + 3, generator=self.generator)[..., : self.width] * [0.01, 1, 3, 30][self.seed % 4]
         if self.seed % 5 == 0:
             found[self.likely(0.7, *found.shape)] = -torch.inf
@@ -73,7 +73,7 @@ class Draws:
 
 
 def compare(operation: Operation[..., Any], *arguments: object) -> tuple[Tensor, ...]:
-    """What `operation` returns, which C computes, after it was compared with the reference."""
+    """Run `operation` in C, compare it with the reference, and return the results."""
     assert operation.c and native.kernel(operation.c) is not None
     copies = [value.clone() if isinstance(value, Tensor) else value for value in arguments]
     found, expected = operation(*arguments), operation.reference(*copies)
@@ -81,7 +81,7 @@ def compare(operation: Operation[..., Any], *arguments: object) -> tuple[Tensor,
         assert torch.equal(one.to(torch.float64).nan_to_num(99), other.to(torch.float64).nan_to_num(99))
     for value, copy in zip(arguments, copies, strict=True):
         if isinstance(value, Tensor) and isinstance(copy, Tensor):
-            assert torch.equal(value.nan_to_num(99), copy.nan_to_num(99)), "it writes what the reference writes, and nothing else"
+            assert torch.equal(value.nan_to_num(99), copy.nan_to_num(99)), "C and the reference wrote different values"
     return _tensors(found)
 
 
@@ -105,7 +105,7 @@ def rejections(draws: Draws) -> None:
     count = draws.whole(0, 5)
     target = torch.softmax(2 * torch.randn(BATCH, count + 1, draws.width, generator=draws.generator), -1)
     drafted = torch.softmax(2 * torch.randn(ROWS, count, draws.width, generator=draws.generator), -1)
-    if draws.seed % 2:  # nearly or exactly those of the target, so that several drafts hold and nothing remains
+    if draws.seed % 2:  # nearly or exactly those of the target: several drafts are accepted and the residual is near 0
         drafted[draws.rows] = torch.lerp(target[:, :-1], drafted[draws.rows], draws.seed % 3 / 20)
     drafts = target[:, :-1].argmax(-1)
     drafts[draws.likely(0.1, *drafts.shape)] = -1

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 def test_c_equals_the_reference(width: int, dtype: torch.dtype) -> None:
     call = call_of(CPU, 5, 2, width)
     inputs = (call.inputs[0].to(dtype), *call.inputs[1:])
-    assert top_logprobs.prepare(*inputs) is not None, "this case is for C"
+    assert top_logprobs.prepare(*inputs) is not None, "C supports these inputs"
     results = []
     for run in (top_logprobs.out, top_logprobs.run_reference):
         rings = [ring.clone() for ring in inputs[5:]]
@@ -31,7 +31,7 @@ def test_c_equals_the_reference(width: int, dtype: torch.dtype) -> None:
     assert torch.equal(ids, expected_ids) and torch.allclose(values, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_rows_have_as_many_tokens_as_they_ask_for() -> None:
+def test_each_row_gets_its_requested_number_of_tokens() -> None:
     logits = torch.tensor([[[0.0, 2.0, -math.inf, 2.0]], [[5.0, 1.0, 2.0, 3.0]]])
     probs = torch.tensor([[[0.0, 0.0, 0.0, 1.0]], [[0.5, 0.25, 0.25, 0.0]]])
     params = torch.zeros(3, len(Param))
@@ -43,4 +43,4 @@ def test_rows_have_as_many_tokens_as_they_ask_for() -> None:
     total = math.log(2 * math.e**2 + 1)
     assert values[1, 0, 0].tolist() == pytest.approx([2 - total, 2 - total, -total, 0, -math.inf, -math.inf], abs=1e-6)
     assert values[1, 1, 0, 3:5].tolist() == pytest.approx([math.log(0.5), math.log(0.25)], abs=1e-6)
-    assert bool((ids[0] == -7).all()) and bool((values[0] == 7.5).all()), "the other slot is kept"
+    assert bool((ids[0] == -7).all()) and bool((values[0] == 7.5).all()), "the other slot was written"

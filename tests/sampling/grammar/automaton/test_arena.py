@@ -36,17 +36,17 @@ class ArenaMachine(RuleBasedStateMachine):
         before, idle = {id(block): block for block in self.arena.blocks}, list(self.last_use)
         block = self.arena.acquire(wanted)
         gone = [old for old in before.values() if old not in self.arena.blocks]
-        assert {*map(id, gone)} == {*map(id, idle[: len(gone)])}, "the least recently used are evicted, and none in use"
+        assert {*map(id, gone)} == {*map(id, idle[: len(gone)])}, "only the least recently used idle blocks are evicted"
         if block is None:
-            assert not gone, "nothing is evicted in vain"
-            assert not self.fits(wanted, [old for old in before.values() if old.users]), "there was room"
+            assert not gone, "blocks were evicted for an image that does not fit"
+            assert not self.fits(wanted, [old for old in before.values() if old.users]), "the image was refused although it fits"
             return
         assert block.image is wanted
         if block in before.values():
-            assert not gone and block.copied == len(wanted), "an image that is there is not copied again"
+            assert not gone and block.copied == len(wanted), "an image in the arena needs no eviction and no copy"
         else:
             assert block.copied == 0
-            assert not gone or not self.fits(wanted, [old for old in before.values() if old not in idle[: len(gone) - 1]]), "one too many"
+            assert not gone or not self.fits(wanted, [old for old in before.values() if old not in idle[: len(gone) - 1]]), "extra eviction"
             self.memory[block.offset : block.offset + len(wanted)] = wanted
             block.copied = len(wanted)
         self.last_use = [old for old in self.last_use if old not in gone and old is not block]
@@ -92,10 +92,10 @@ def test_image_is_shared_by_its_users_and_kept_after_them() -> None:
     third = arena.acquire(other)
     assert third is not None and (third.offset, len(arena), arena.used) == (12, 2, 16)
     arena.release(first)
-    assert arena.acquire(large) is None and len(arena) == 2, "each is in use"
+    assert arena.acquire(large) is None and len(arena) == 2, "blocks in use are not evicted"
     arena.release(first)
     assert arena.acquire(one) is first, "an idle image is found again"
     arena.release(first)
     arena.release(third)
     placed = arena.acquire(large)
-    assert placed is not None and (placed.offset, arena.evicted, len(arena)) == (4, 2, 1), "nine take the room of both"
+    assert placed is not None and (placed.offset, arena.evicted, len(arena)) == (4, 2, 1), "nine integers take the space of both blocks"

@@ -1,4 +1,4 @@
-"""Automata against xgrammar: masks in every state, legal tokens, rollback, forced text, and what has no automaton."""
+"""Automata against xgrammar: masks in every state, legal tokens, rollback, forced text, and grammars without an automaton."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_masks_along_random_texts_equal_those_of_xgrammar(name: str) -> None:
             status, legal = mask(ours)
             assert (status, legal) == mask(library)
             found = ours.functions.fill(None, ours.handle, kept.data_ptr(), len(kept), written, None)
-            assert (found, tokens_of(kept)) == (status, legal), "a fill over another mask of the grammar"
+            assert (found, tokens_of(kept)) == (status, legal), "filled over the previous mask"
             if not legal:
                 break
             token = draw.choice(legal)
@@ -111,7 +111,7 @@ def test_a_token_is_legal_where_its_bytes_are(name: str) -> None:
 
 
 def test_rules_that_are_used_in_many_places_are_not_copied() -> None:
-    """Copied, the innermost object would take 8**5 places."""
+    """Copying would repeat the innermost object 8**5 times."""
     levels: dict[str, Any] = {"l5": {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "string", "maxLength": 3}}}}
     for level in range(5):
         names = {f"k{index}": {"$ref": f"#/$defs/l{level + 1}"} for index in range(8)}
@@ -201,7 +201,7 @@ def test_a_bound_of_32767_takes_no_more_states_than_one_of_500() -> None:
 
 
 def test_strings_of_equal_bounds_in_alternatives_share_a_counter() -> None:
-    """Written out, each of the strings would take as many states as its bound."""
+    """Without a counter, each string would take as many states as its bound."""
     fields = {name: {"type": "string", "maxLength": 3_000} for name in ("id", "name", "slug")}
     schema = {"type": "object", "properties": fields, "anyOf": [{"required": [name]} for name in fields]}
     compiled = COMPILERS["automaton"].compile(Constraint.json_schema(schema))
@@ -213,7 +213,7 @@ def test_strings_of_equal_bounds_in_alternatives_share_a_counter() -> None:
     ]
 
 
-def test_strings_are_called_where_copies_of_them_exceed_a_limit() -> None:
+def test_strings_are_called_if_copies_of_them_exceed_a_limit() -> None:
     fields: dict[str, Any] = {f"f{index}": {"type": "string", "format": "uri"} for index in range(10)}
     constraint = Constraint.json_schema({"type": "object", "properties": fields | {"kind": {"enum": ["a", "b", "cd"]}}})
     limits = GrammarLimits(automaton_states=1_000)
@@ -246,7 +246,7 @@ def test_strings_are_called_where_copies_of_them_exceed_a_limit() -> None:
         (CONSTRAINTS["schema"], {"automaton_steps": 500}, "GrammarLimits.automaton_steps: .* at most 500"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_reason(constraint: Constraint, limits: dict[str, int], reason: str) -> None:
+def test_grammar_without_an_automaton_is_refused_with_the_reason(constraint: Constraint, limits: dict[str, int], reason: str) -> None:
     compiler = GrammarCompiler(VOCABULARY, backend="automaton", limits=GrammarLimits(**limits))
     with pytest.raises(ValueError, match=reason):
         compiler.compile(constraint)
@@ -270,10 +270,10 @@ DENSE = Vocabulary([*ALL_TEXTS, b"<stop>"], [len(ALL_TEXTS)])  # a tree with man
 
 
 @pytest.mark.parametrize(
-    ("pattern", "steps"),  # from each state alone: 71,334, 13,152, 57,372
+    ("pattern", "steps"),  # separately for each state: 71,334, 13,152, 57,372
     [(r"[ab]{1,14}(c[ab]{1,14}){0,3}", 20_000), (r"(a(b|ca)*|[bc]c{0,9}a)*", 5_000), (r"([abc]{2}){0,11}", 20_000)],
 )
-def test_tokens_are_found_once_for_states_that_are_alike(pattern: str, steps: int) -> None:
+def test_tokens_are_found_once_for_similar_states(pattern: str, steps: int) -> None:
     compiler = GrammarCompiler(DENSE, backend="automaton", limits=GrammarLimits(automaton_steps=steps))
     grammar = compiler.compile(Constraint.regex(pattern)).grammar
     assert isinstance(grammar, AutomatonGrammar)
@@ -300,7 +300,7 @@ def test_a_matcher_with_a_fault_clears_its_row_only() -> None:
     assert not masks[1].any() and (masks[0] == -1).all()
 
 
-def test_documents_are_accepted_and_others_not() -> None:
+def test_valid_documents_are_accepted_and_invalid_ones_rejected() -> None:
     for text, legal in ((json.dumps({"name": "ab", "tags": ["x"]}), True), (json.dumps({"name": "abcdef", "tags": []}), False)):
         matcher = automaton("schema").matcher()
         assert all(matcher.accept_token(byte) for byte in text.encode()) is legal

@@ -63,10 +63,10 @@ def compare(grammars: Pair, marker: Marker, draw: Random, texts: int, length: in
                 ours.rollback(accepted)
             if not legal:
                 break
-            # Half of the time a token that continues the marker, so that it ends.
+            # In half of the steps, a token that continues the marker, so that the marker ends.
             state = expected.state
             closer = [token for token in legal if state < marker.complete and (marker.after(state, token) or 0) > state]
-            assert closer or marker.limit is None or expected.begun or expected.num_free < marker.limit, "only the marker goes on"
+            assert closer or marker.limit is None or expected.begun or expected.num_free < marker.limit, "only marker tokens are legal"
             token = draw.choice(closer if closer and draw.random() < 0.5 else legal)
             assert ours.accept_token(token) and expected.accept_token(token)
         ends += expected.begun
@@ -85,7 +85,7 @@ def test_masks_and_tokens_are_those_of_a_marker_matcher(vocabulary: Vocabulary) 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
 @pytest.mark.parametrize("vocabulary", CASES, ids=lambda vocabulary: f"{len(vocabulary.tokens)} tokens")
-def test_a_limited_text_goes_on_with_the_marker_only(vocabulary: Vocabulary, limit: int) -> None:
+def test_after_the_limit_only_the_marker_is_legal(vocabulary: Vocabulary, limit: int) -> None:
     markers, constraint = CASES[vocabulary]
     for marker in (marker for marker in markers if vocabulary is not NO_B or "b" not in marker):
         grammars = both(vocabulary, constraint, marker, limit=limit)
@@ -125,7 +125,7 @@ def test_a_planted_error_is_found(field: Field) -> None:
         compare((AutomatonGrammar(image, after.table, SMALL), alone), Marker("aab", SMALL), Random(1), 40)
 
 
-def test_a_marker_that_does_not_fit_is_handled_before_the_grammar() -> None:
+def test_a_marker_that_does_not_fit_uses_a_marker_matcher() -> None:
     constraint = Constraint.regex("x+").after("ab" * 100)
     size = both(SMALL, Constraint.regex("x+"), "ab" * 100)[0].nbytes
     compiled = GrammarCompiler(SMALL, backend="automaton", limits=GrammarLimits(automaton_bytes=size - 1)).compile(constraint)
@@ -134,12 +134,12 @@ def test_a_marker_that_does_not_fit_is_handled_before_the_grammar() -> None:
     assert of_ids.marker is not None and isinstance(of_ids.matcher(), MarkerMatcher)
 
 
-def test_the_grammar_itself_is_checked() -> None:
+def test_the_grammar_after_the_marker_is_checked() -> None:
     with pytest.raises(ValueError, match="no text of this vocabulary satisfies it"):
         GrammarCompiler(NO_B, backend="automaton").compile(Constraint.regex("b").after("a"))
 
 
-def test_the_image_of_the_grammar_alone_is_part_of_it() -> None:
+def test_the_image_contains_that_of_the_grammar_alone() -> None:
     after, alone = both(VOCABULARY, CASES[VOCABULARY][1], "</think>")
     assert after.image[Field.FREE] == alone.image[Field.STATES] == alone.image[Field.FREE]
     assert after.image[Field.START] == after.image[Field.FREE] and not after.image[Field.DENSE] % 4

@@ -56,7 +56,7 @@ def texts(backend: BackendChoice, host_link: str) -> list[bytes]:
 
 @pytest.mark.parametrize("host_link", ["native", "python"])
 def test_a_text_that_nests_too_deep_ends_with_an_error(host_link: str) -> None:
-    """A draft that nests too deep and is rejected is no error. The last legal bracket fills the stack, and the next one is emitted."""
+    """A rejected draft that nests too deep is no error. An emitted bracket that exceeds the depth of the stack is one."""
     limits = GrammarLimits(automaton_depth=9)
     config = EngineConfig(
         max_rows=2, num_speculative_tokens=3, draft_length=3, grammar_backend="automaton", host_link=host_link, grammar_limits=limits

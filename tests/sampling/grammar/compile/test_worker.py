@@ -35,7 +35,7 @@ A = ebnf('root ::= "a"')
 
 @pytest.fixture(scope="module")
 def call() -> Iterator[Call]:
-    """A worker that is shared by the tests, as errors do not end it. It exits without an error when its socket is closed."""
+    """A worker that the tests share, because errors do not end it. It exits without an error when its socket is closed."""
     ours, theirs = socket.socketpair()
     ours.settimeout(120)
     worker = subprocess.Popen([sys.executable, "-I", str(SCRIPT), *filter(None, sys.path)], stdin=theirs.fileno(), stderr=subprocess.PIPE)
@@ -85,7 +85,7 @@ def test_worker_compiles_a_constraint_in_one_call(call: Call, kind: str, payload
     assert rule in str(restored.grammar).splitlines()
 
 
-def test_llguidance_call_returns_the_grammar_also_an_invalid_one(call: Call) -> None:
+def test_llguidance_call_returns_the_grammar_even_if_invalid(call: Call) -> None:
     status, text = call("lark", "json_schema", '{"type": "null"}', {})
     assert status == DONE and text.endswith('start: root\nroot: "null"\n')
     status, text = call("lark", "lark", "start: there_is_no_such_rule", {})

@@ -160,7 +160,7 @@ def test_deep_nesting_raises() -> None:
 )
 def test_compile_error_has_the_reason(constraint: Constraint, message: str | None) -> None:
     if message is None:
-        COMPILER.compile(constraint)  # it begins with tokens that exist; that it cannot end is found at the dead end
+        COMPILER.compile(constraint)  # its first tokens exist; the missing last one is found as a dead end
         return
     with pytest.raises(ValueError, match=message):
         COMPILER.compile(constraint)

@@ -1,4 +1,4 @@
-"""Without a usable native link the Python one is used and the report says why: no library, another one, another xgrammar."""
+"""Without a usable native link the Python one is used and the report has the reason: no library, another library, another xgrammar."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_without_a_library_there_is_one_warning_a_note_and_the_same_output() -> None:
     with pytest.warns(RuntimeWarning, match=f"driven from Python, under the GIL: no native link, {NOT_BUILT}") as caught:
         engine = make_engine(Setup(k=2))
-    assert [Path(one.filename).name for one in caught if one.category is RuntimeWarning] == ["toy_engines.py"], "the caller of Engine"
+    assert [Path(one.filename).name for one in caught if one.category is RuntimeWarning] == ["toy_engines.py"], "Engine's caller"
     assert engine.notes[0] == f"host link: python, under the GIL: no native link, {NOT_BUILT}"
     job = engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=30)
     for _ in engine.stream():

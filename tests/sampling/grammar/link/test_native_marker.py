@@ -157,7 +157,7 @@ def test_nothing_is_forced_before_the_end_of_a_marker() -> None:
 
 
 @pytest.mark.parametrize("marker", MARKERS[SMALL], ids=str)
-def test_every_token_in_every_state(marker: str | list[int]) -> None:
+def test_every_token_in_every_marker_state_equals_the_python_link(marker: str | list[int]) -> None:
     grammar = compiler(SMALL).compile(Constraint.regex("x+").after(marker))
     assert grammar.marker
     tokens = [b"ab".index(byte) for byte in marker.encode()] if isinstance(marker, str) else marker

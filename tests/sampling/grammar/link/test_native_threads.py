@@ -148,7 +148,7 @@ def test_hundreds_of_requests_leak_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         for _ in engine.stream():
             pass
         engine.step()
-        assert len(made) == 0, "with markers as well"
+        assert len(made) == 0, "matchers of finished requests are alive"
         if batch:
             grown.append(resident())
     assert grown[-1] - grown[0] < 3 << 20

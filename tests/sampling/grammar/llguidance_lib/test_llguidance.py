@@ -61,7 +61,7 @@ def walked(matcher: Matcher, random: Random, longest: int = 100) -> bytes | None
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2))])
 def test_random_texts_satisfy_their_schemas(part: int) -> None:
-    """Checked by another implementation of JSON Schema. It reads patterns as Python does, so the suite's patterns are left to the table."""
+    """Validated by jsonschema, which reads patterns as Python does; patterns of the suite are tested by the table of outcomes."""
     schemas: list[Any] = [group.schema for group in groups() if isinstance(group.schema, dict) and group.file != "pattern"]
     others = [*(case[0] for case in VALID), *SHAPES, *COMBINED * 3]
     schemas += [schema for schema in others if not schema.keys() & {"pattern", "nullable"}]  # nullable is a keyword of OpenAPI
@@ -75,7 +75,7 @@ def test_random_texts_satisfy_their_schemas(part: int) -> None:
         for _ in range(4):
             matcher.rollback(matcher.num_accepted)
             text = walked(matcher, random)
-            if text is not None and not re.search(rb"[eE][+-]?\d{5}", text):  # beyond the exponents of Decimal
+            if text is not None and not re.search(rb"[eE][+-]?\d{5}", text):  # Decimal has no larger exponents
                 validator.validate(json.loads(text, parse_float=Decimal))
                 judged += 1
     assert judged > 133  # of more than 400 in the three parts
@@ -129,7 +129,7 @@ def test_unsupported_schemas_raise_with_the_keyword(schema: Any, message: str) -
 
 
 def test_states_of_automata_are_limited_for_each_string() -> None:
-    """The library recurses into an expression, so one of many states could overflow its stack; many strings have many states together."""
+    """The library recurses into an expression, so one with many states could overflow the stack. Many strings may have more in total."""
     strings = {name: {**STRING, "pattern": f"^(?!{name})(a|b|c{{2}}){{400}}$"} for name in "abc"}
     schema = {"type": "object", "properties": strings, "required": ["a"]}
     compiled = COMPILER.compile(Constraint.json_schema(schema))
@@ -181,7 +181,7 @@ PIECES = [b"(", b"[", b")", b"]", b"a", b"b", b"(a", b"[a", b"]]", b"))"]
 def test_mask_after_a_rollback_is_that_of_the_new_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert differences(Random(1), 300) == 0
     real = LLGuidanceMatcher._compute
-    # The library's own way: where paths part, the mask that was computed last is kept.
+    # As in the library: where paths diverge, the last computed mask is kept.
     monkeypatch.setattr(LLGuidanceMatcher, "_compute", lambda self, row: None if row is self._scratch else real(self, row))
     assert differences(Random(1), 300) > 0
 
@@ -226,7 +226,7 @@ def test_slow_step_is_a_fault() -> None:
         slow.compile(Constraint.regex("a+"))
 
 
-LARKS = [  # text that is an error elsewhere, inside strings, patterns and comments
+LARKS = [  # inside strings, patterns and comments: text that is an error elsewhere
     ('start: "%json {" /%jsonn<[1]>/ # %json { ~ <[1]> stop=\n', "%json {%jsonn<1>"),
     ("start: T // ~\nT: /(?s:.*)/ & ~/a/", "b"),
     ('start: T ~ 2..3\nT: "x"', "xxx"),

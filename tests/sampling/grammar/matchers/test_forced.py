@@ -117,7 +117,7 @@ def test_nothing_is_proposed_if_a_longer_token_is_legal() -> None:
     without = Walk(compiler_with("alpha", "bet").compile(choice))
     assert words(without.follow(), without.grammar.vocabulary) == [b"alpha"], "no token extends beyond it"
     illegal = Walk(compiler_with("alpha", "alphabet").compile(Constraint.choice(["alpha1", "alpha2"])))
-    assert words(illegal.follow(), illegal.grammar.vocabulary) == [b"alpha"], "an illegal token does not matter"
+    assert words(illegal.follow(), illegal.grammar.vocabulary) == [b"alpha"], "a longer token that is illegal is ignored"
 
 
 def test_a_forced_text_stops_short_of_its_ambiguous_end() -> None:
@@ -131,7 +131,7 @@ def test_a_forced_text_stops_short_of_its_ambiguous_end() -> None:
 
 @pytest.mark.parametrize("ids", ["lowest", "highest"])
 def test_of_tokens_with_equal_text_the_tokenizers_choice_is_proposed(ids: str) -> None:
-    """A byte fallback comes before the letter of a single byte; a merged text that occurs again was added later."""
+    """A byte fallback token has a lower id than the token of the character; the second token of a merged text was added later."""
     base = Vocabulary.printable()
     duplicate = b"a" if ids == "highest" else b"name"
     vocabulary = Vocabulary([*base.tokens[:-1], duplicate, base.tokens[-1]], [len(base.tokens)])
@@ -139,8 +139,8 @@ def test_of_tokens_with_equal_text_the_tokenizers_choice_is_proposed(ids: str) -
     assert len(found) == 2 and TokenTable(vocabulary).split(duplicate) == [found[-1] if ids == "highest" else found[0]]
 
 
-def test_the_only_legal_token_is_forced_without_asking_the_matcher() -> None:
-    """Also a token without text, as the control token of a marker."""
+def test_the_only_legal_token_is_forced_without_calling_the_matcher() -> None:
+    """Also a token without text, such as the control token of a marker."""
     table, masks = token_table(VOCABULARY), torch.zeros(1, VOCABULARY.mask_words, dtype=torch.int32)
     text = ForcedText()
     no_matcher: Any = None

@@ -51,7 +51,7 @@ def test_suite_of_the_standard() -> None:
 
 @pytest.mark.filterwarnings("ignore:Possible:FutureWarning")
 @pytest.mark.parametrize("name", NARROWED)
-def test_what_is_none_of_a_format_is_none_of_its_texts(name: str) -> None:
+def test_upper_bound_of_a_narrowed_format_contains_its_texts(name: str) -> None:
     less = {"hostname": few_hostnames(253), "regex": FEW_REGEXES}.get(name, FORMATS[name])
     assert is_empty(both(patterns.full(less), complement(patterns.full(AT_MOST[name]))))
     most = python_regex(AT_MOST[name].replace("[^]", r"[\s\S]"))
@@ -86,7 +86,7 @@ def test_grammars_accept_the_texts_of_a_format(backend: BackendChoice, name: str
 
 @pytest.mark.parametrize("backend", [AUTOMATON])
 def test_leap_seconds_with_any_offset(backend: BackendChoice) -> None:
-    """Each minute of a day, alone and in properties that share a part of the automaton; fewer beside a string that begins alike."""
+    """Each minute of a day, alone and in items that share a part of the automaton; not all beside a string with the same start."""
     minutes = [f"{minute // 60:02}:{minute % 60:02}" for minute in range(1440)]
     zones = ["Z", *(f"{sign}{minutes[after]}" for sign, after in zip("+-+-", (540, 899, 541, 1439), strict=True))]
     values = [f"{minute}:{second}{zone}" for minute in minutes for second in ("60", "60.5", "59") for zone in zones]
@@ -108,7 +108,7 @@ LONG_NAMES = [f"{'a' * 63}.{'b-' * 31}b.{'c' * 63}.{'d' * last}" for last in (60
 
 @pytest.mark.parametrize("backend", [AUTOMATON])
 def test_host_names_of_any_lengths(backend: BackendChoice) -> None:
-    """Of 63 characters a label and 253 a name; alone, beside other formats, beside a maxLength of at least 253, and in many places."""
+    """Up to 63 characters per label and 253 per name; alone, with a maxLength of at least 253, beside ipv6, and in an older draft."""
     values = [*LONG_NAMES, "a." * 126 + "b", "a." * 127, "a" * 64, "a.b" * 50, "x" * 63, "xn-a.xn", "a-.b", "a.xn--b", "XN--a", "::1"]
     expected = [True, True, False, True, False, False, True, True, True, False, False, False, False]
     schema: dict[str, Any] = {"type": "string", "format": "hostname"}

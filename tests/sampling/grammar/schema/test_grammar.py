@@ -1,4 +1,4 @@
-"""Schemas read by the standard: instances, random texts, and reasons. The judge of instances and texts is jsonschema."""
+"""Schemas read by the standard: instances and random texts, validated by jsonschema, and reasons of errors."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_random_texts_are_valid(objects: Any, walks: int, positions: int) -> Non
         for _ in range(walks):
             found = walk(grammar.matcher(), draw, words)
             walked += MAX_WALK if found is None else len(found) + 1
-            if found is not None and not re.search(rb"[eE][+-]?\d{5}", found):  # beyond the exponents of Decimal
+            if found is not None and not re.search(rb"[eE][+-]?\d{5}", found):  # Decimal has no larger exponents
                 finished += 1
                 error = next(validator.iter_errors(json.loads(found, parse_float=Decimal)), None)
                 assert error is None, (name, found, error)
@@ -226,7 +226,7 @@ def test_each_reason_to_refuse_a_schema_has_a_schema() -> None:
     for entry in REFUSED.values():
         with pytest.MonkeyPatch.context() as patch:
             error: BaseException | None = refusal(entry, patch)
-        while error is not None:  # a message may be that of an earlier error
+        while error is not None:  # an error may repeat the message of an earlier one
             for frame, line in traceback.walk_tb(error.__traceback__):
                 reason = pending.get((Path(frame.f_code.co_filename).name, line))
                 pending = {place: text for place, text in pending.items() if text != reason}
@@ -253,7 +253,7 @@ def test_closed_objects_have_declared_properties_only_and_patterns_match_whole_t
 
 
 def test_closed_schema_of_one_type_is_written_for_that_type() -> None:
-    """Unless it has no value then: a list that must have a next element ends by a value of another type."""
+    """Unless that type has no finite value: a list whose `next` is required ends with a value of another type."""
     listed = {"properties": {"next": {"$ref": "#"}}, "required": ["next"]}
     for schema, objects, taken in (
         ({"properties": {"a": {}}}, "closed", [True, False, False]),
@@ -324,7 +324,7 @@ def test_properties_in_any_order(backend: Any) -> None:
         {"anyOf": [{"required": ["y", "x"]}, {"required": ["y"], "maxProperties": 2}], "properties": {"a": {}}},
     ],
 )
-def test_required_names_follow_described_ones_in_their_order(schema: Any) -> None:
+def test_undeclared_required_names_follow_declared_ones_in_order(schema: Any) -> None:
     assert accepts(matcher_of(schema), '{"a": 1, "y": 2, "x": 3}')
     assert not accepts(matcher_of(schema), '{"y": 2, "x": 3, "a": 1}')
 
@@ -342,7 +342,7 @@ def test_required_names_follow_described_ones_in_their_order(schema: Any) -> Non
         ({"type": "string", "format": "hostname"}, "format"),
     ],
 )
-def test_parts_of_which_not_all_texts_are_generated_are_listed(schema: Any, keyword: str) -> None:
+def test_narrowed_parts_are_listed(schema: Any, keyword: str) -> None:
     found = coverage(Constraint.json_schema({"items": schema}, objects="standard"))
     assert found.enforced and [(part.where, part.keyword) for part in found.narrowed] == [("#/items", keyword)] * bool(keyword)
 
@@ -403,16 +403,16 @@ def test_approximate_is_checked() -> None:
         Constraint("regex", "a", approximate=True)
 
 
-def test_alternatives_inside_one_that_follows_are_left_out() -> None:
-    """Each case of oneOf without the other one: any other text of the first property includes the cases in which another is absent."""
+def test_alternatives_included_in_a_later_one_are_left_out() -> None:
+    """Each case of oneOf excludes the other: alternatives with another value of `kind` include those in which a property is absent."""
     cases = [{"properties": {"kind": {"enum": [kind]}, kind: {}}, "required": ["kind", kind]} for kind in ("x", "y")]
     rules = schema_grammar({"type": "object", "oneOf": cases}, Options(objects="standard")).splitlines()
     assert sum(rule.count('\\"kind\\"') for rule in rules) == 2
 
 
 @pytest.mark.parametrize("backend", [AUTOMATON])
-def test_alternatives_of_a_pattern_take_no_states_together(backend: BackendChoice) -> None:
-    """Which of 20 words were found before would be over a million states."""
+def test_alternatives_of_a_pattern_do_not_multiply_states(backend: BackendChoice) -> None:
+    """Recording which of 20 words were found would take over a million states."""
     words = [f"{chr(97 + index)}{index:02}" for index in range(20)]
     text = schema_grammar({"type": "string", "pattern": "|".join(words)}, Options(objects="standard"))
     assert len(text) < 5_000

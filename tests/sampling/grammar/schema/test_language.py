@@ -34,7 +34,7 @@ TEXTS = ["".join(letters) for size in range(5) for letters in itertools.product(
 
 
 def accepts(term: Term, text: str) -> bool:
-    """By the automaton."""
+    """Whether the automaton accepts a text."""
     found, state = automaton(term), 0
     for char in text:
         edges = found.edges[state] if found.edges else []
@@ -213,7 +213,7 @@ def test_exponents_only_where_the_bound_is_a_sign() -> None:
     )
 
 
-def test_numbers_meet() -> None:
+def test_intersections_of_sets_of_numbers() -> None:
     halves, thirds = Numbers(multiple=Fraction("0.5")), Numbers(multiple=Fraction("0.3"))
     assert halves.meet(thirds) == Numbers(multiple=Fraction("1.5"))
     assert Numbers(low=Fraction(2)).meet(Numbers(high=Fraction(2), high_open=True)) is None

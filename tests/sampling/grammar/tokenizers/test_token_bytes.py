@@ -1,4 +1,4 @@
-"""Vocabularies from tokenizers: every token's bytes are what the tokenizer's own decoder makes of it."""
+"""Vocabularies from tokenizers: each token has the bytes that the tokenizer's own decoder gives it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_bytes_differ_from_their_written_form() -> None:
     assert {bytes([byte]) for byte in range(256)} <= set(level.tokens) and {bytes([byte]) for byte in range(256)} <= set(bytes_too.tokens)
     assert b"<0x0A>" in letters_only.tokens and b"<0x0A>" not in bytes_too.tokens
     assert b" tail" in bytes_too.tokens and "caf\u00e9 au lait".encode() in level.tokens and b"\xef\xbd\x9c" in level.tokens
-    assert b"caf\xe9" in level.tokens, "as the tokenizer decodes it, letter by letter"
+    assert b"caf\xe9" in level.tokens, "decoded letter by letter, as by the tokenizer"
 
 
 def test_all_constructors_give_the_same_table(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_gguf_token_types(tmp_path: Path) -> None:
         Vocabulary.from_gguf(tmp_path / "gone.gguf")
 
 
-# what ends a text, how wide the logits are
+# stop tokens, width of the logits
 
 
 def folder_with(folder: Path, **files: Mapping[str, Any]) -> Path:
@@ -131,7 +131,7 @@ def test_control_tokens_gaps_and_padding_are_never_text(backend: BackendChoice) 
     matcher = GrammarCompiler(table, max_threads=1, backend=backend).compile(Constraint.regex('"[^"]*"')).matcher()
     assert matcher.accept_token(ord('"'))
     _, legal = filled(matcher, table.mask_words)
-    assert {290, 291, 258} <= set(legal), "what the table spells as text is text, whatever it looks like"
+    assert {290, 291, 258} <= set(legal), "tokens among the ranks are text, even with the name of a control token"
     assert not set(legal) & ({*range(259, 290), *range(292, 330)})
 
 
