@@ -253,7 +253,7 @@ def test_closed_objects_have_declared_properties_only_and_patterns_match_whole_t
 
 
 def test_closed_schema_of_one_type_is_written_for_that_type() -> None:
-    """Unless that type has no finite value: a list whose `next` is required ends with a value of another type."""
+    """Unless that type has no finite value: an object that requires itself ends with a value of another type."""
     listed = {"properties": {"next": {"$ref": "#"}}, "required": ["next"]}
     for schema, objects, taken in (
         ({"properties": {"a": {}}}, "closed", [True, False, False]),
