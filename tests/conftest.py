@@ -16,7 +16,7 @@ import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 torch.set_num_threads(1)
-gc.set_threshold(10_000, 10, 10)  # looks at all objects less often: a twentieth of the time of the tests
+gc.set_threshold(10_000, 10, 10)  # fewer full collections: they took a twentieth of the test time
 settings.register_profile("default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("soak", deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(trylast=True)  # after the markers have selected
+@pytest.hookimpl(trylast=True)  # after the deselection by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     part = config.getoption("part")
     config.hook.pytest_deselected(items=[item for item in items if not in_part(item.nodeid, part)])
@@ -50,10 +50,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or the interpreter ends without them, and some of their owners complain
+    gc.unfreeze()  # else frozen objects are not finalised at exit, and some libraries report leaks
 
 
 def _let_be() -> None:
-    """What is alive stays to the end: modules, and engines that several tests share. The collector need not look at them again."""
+    """Exclude live objects from later collections: modules and engines that several tests share live until the process exits."""
     gc.collect()
     gc.freeze()

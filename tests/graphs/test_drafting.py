@@ -86,7 +86,7 @@ def test_look_up_and_model_together_need_fewest_rounds() -> None:
     copied, _ = rounds("ngram", prompt, given_ids, expected)
     assert both < 0.8 * min(model, copied), (both, model, copied)
     stats = engine.stats()
-    assert 30 < stats.drafts.accepted_looked_up < stats.drafts.accepted, "both of them have a share"
+    assert 30 < stats.drafts.accepted_looked_up < stats.drafts.accepted, "both drafters contribute"
     assert stats.drafts.accepted_looked_up <= stats.drafts.looked_up
 
 
@@ -163,10 +163,10 @@ class Positions:
     ("forced", "chain", "allowed", "chosen", "looked_up", "next_of_chain"),
     [
         (-1, (3, 4), (1, 3), 3, 1, 4),
-        (-1, (2, 4), (1, 3), 1, 0, -1),  # its mask forbids it: the model goes on alone
+        (-1, (2, 4), (1, 3), 1, 0, -1),  # illegal under its mask: the draft model drafts, and the chain ends
         (-1, (-1, -1), (1, 3), 1, 0, -1),  # nothing was found
-        (-1, (1, 4), (1, 3), 1, 1, 4),  # the model says the same
-        (6, (3, 4), (1, 3, 6), 6, 1, -1),  # a grammar forces another: it goes first, and the chain is left
+        (-1, (1, 4), (1, 3), 1, 1, 4),  # the draft model chooses the same token
+        (6, (3, 4), (1, 3, 6), 6, 1, -1),  # the forced token has priority over the chain, which ends
         (6, (6, 4), (1, 6), 6, 1, 4),
     ],
 )
@@ -238,7 +238,7 @@ def test_seeded_text_is_independent_of_batch_composition() -> None:
     expecting = [1, *[20, 21, 22] * 7]
     with make_engine(SAMPLED) as another:
         fresh = ask(another, 2, draft_ids=expecting)
-        assert ask(engine, 2, draft_ids=expecting) == fresh, "in a row that others drew their drafts in"
+        assert ask(engine, 2, draft_ids=expecting) == fresh, "in a row where other requests had sampled drafts"
         jobs = [submit(another, index) for index in reversed(range(5))]
         for _ in another.stream():
             pass

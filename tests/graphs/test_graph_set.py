@@ -37,7 +37,7 @@ KEYS = [GraphKey(rows, constrained) for rows in (4, 2) for constrained in (True,
 
 
 class Refusing(TapeBackend):
-    """Some of its captures fail, counted from 1."""
+    """Fails the captures with these numbers, counted from 1."""
 
     def __init__(self, *failing: int, error: Exception | None = None) -> None:
         super().__init__(asynchronous=True)
@@ -98,7 +98,7 @@ def test_failed_capture_raises_by_default_and_can_be_repeated() -> None:
         with pytest.raises(CaptureError, match="planted fault"):
             engine.capture()
         assert not engine.captured
-        assert len(engine.capture().keys) == len(KEYS), "without the fault"
+        assert len(engine.capture().keys) == len(KEYS), "the second capture has no fault"
         serve(engine, 1, 1)
 
 
@@ -119,7 +119,7 @@ def test_error_of_the_step_names_the_graph_and_is_chained() -> None:
 
 
 class Broken(ToyTarget):
-    """Raises a KeyError, or allocates more than there is."""
+    """Raises a KeyError, or allocates more memory than available."""
 
     allocates = False
 
@@ -154,7 +154,7 @@ def test_capture_bytes_is_checked_before_the_capture(lane: str) -> None:
     with make(backend, grammar_lane=lane, capture_bytes=buffers + graphs // 2) as engine:
         with pytest.raises(CaptureError) as caught:
             engine.capture()
-        assert backend.captures == 3, "for the estimate, the two smallest of the largest kind, and the smallest"
+        assert backend.captures == 3, "the estimate captures the two smallest graphs of the largest kind, and the smallest graph"
         message = str(caught.value)
         assert f"capture_bytes: got {buffers + graphs // 2:,}, need about " in message and f"{buffers:,} bytes of static buffers" in message
         assert "lower max_rows, buckets" in message
@@ -189,7 +189,7 @@ def test_pooled_graphs_need_no_additional_memory() -> None:
         budget.check_next(GraphKey(8, False))
     alone = CaptureBudget(700, 400)
     alone.learn([(1, 10), (2, 20)], host_bytes=140)
-    assert alone.estimate([GraphKey(2, False)] * 3) == 400 + 20 + 3 * 140, "the objects of each graph are its own"
+    assert alone.estimate([GraphKey(2, False)] * 3) == 400 + 20 + 3 * 140, "graphs do not share host objects"
     alone.add(GraphKey(2, False), 20, 140)
     with pytest.raises(CaptureError, match=r"rows=4 free greedy would need about 160, and 560 are used"):
         alone.check_next(GraphKey(4, False))

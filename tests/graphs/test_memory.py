@@ -26,7 +26,7 @@ def test_backup_restores_every_bit(dtype: torch.dtype) -> None:
     before = {name: buffers[name].clone() for name in buffers}
     fingerprint = buffers.fingerprint()
     backups = [Backup(buffers[spec.name], spec.fill) for spec in specs]
-    assert [backup._copy is None for backup in backups] == [name == "fresh" for name in buffers], "a large one with its fill value"
+    assert [backup._copy is None for backup in backups] == [name == "fresh" for name in buffers], "large buffers that hold their fill value"
     for name in buffers:
         buffers[name].zero_()
     for backup in backups:
@@ -41,4 +41,4 @@ def test_holds_only_compares_bits() -> None:
     zeros[7] = -0.0
     assert not holds_only(zeros, 0)
     assert holds_only(torch.full((4,), -1, dtype=torch.int32), -1)
-    assert not holds_only(torch.zeros(2, dtype=torch.complex128), 0)  # not known how to compare: copied instead
+    assert not holds_only(torch.zeros(2, dtype=torch.complex128), 0)  # comparison not supported: copied instead

@@ -56,7 +56,7 @@ def test_nodes_of_a_round(size: str, constrained: bool, sampled: bool, most: int
 
 
 def test_plain_round_beside_a_draft_model_has_no_draft_stage_and_one_node_more() -> None:
-    """It keeps what the draft model has to process later."""
+    """The node stores the tokens that the draft model has to process later."""
     counter = count_round(SHAPES["1B"], replace(ONE, draft_length=0))
     assert [stage for stage in counter.stages if "draft" in stage] == []
     assert counter.stages["propose"] == 2 and counter.operations["propose", "stepgraph::keep_skipped"] == 1, counter.operations
@@ -65,14 +65,14 @@ def test_plain_round_beside_a_draft_model_has_no_draft_stage_and_one_node_more()
 
 @pytest.mark.parametrize(("sampled", "more"), [(False, 5), (True, 6)])
 def test_grammars_on_the_device_take_at_most_one_node_per_mask_and_one_more(sampled: bool, more: int) -> None:
-    """One kernel for each of the K + 1 masks, and one that checks the masks that verify, instead of a fill in a greedy round."""
+    """One kernel for each of the K + 1 masks, and one that checks the masks of verification; a greedy round has one fill less."""
     drafts, shape = 4, SHAPES["1B"]
     counts = [count_round(shape, GraphKey(1, on, sampled, device=on), drafts) for on in (True, False)]
     assert counts[0].stages.total() - counts[1].stages.total() == more, counts[0].operations - counts[1].operations
     assert more <= drafts + 2
 
 
-def test_predictions_start_from_these_counts() -> None:
+def test_notes_state_these_node_counts() -> None:
     notes = (Path(__file__).parents[2] / "tools/results/NOTES.md").read_text(encoding="utf-8")
     found = re.search(
         r"it has (\d+) nodes at 1B and (\d+) at 8B, (\d+) and (\d+) with a grammar; sampled (\d+), (\d+), (\d+) and (\d+)", notes

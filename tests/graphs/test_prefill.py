@@ -20,7 +20,7 @@ from tools.gpu.checks.context import VOCABULARY
 from tools.gpu.checks.engines import CONFIG, drafters_of
 
 CHUNKS = replace(CONFIG, prefill_chunk=128, max_length=320, greedy_only=True, prompt_graphs=True)
-LENGTHS = (1, 2, 33, 150, 290)  # the first is only drafted for; a chunk of each graph, and one of both
+LENGTHS = (1, 2, 33, 150, 290)  # 1: only the draft model has a chunk; 33: one of 32 tokens; 150: chunks of both graphs
 MODELS = [each for each in drafters_of(torch.device("cpu")) if hasattr(each[2], "forward") and "look" not in each[0]]
 
 
@@ -81,7 +81,7 @@ def test_chunks_are_captured_with_the_rounds_and_listed_in_the_report() -> None:
             engine.buffers.prompt.fill_(1)
 
         engine.backend.capture(step, engine.buffers, check="twice", between=between)
-        assert len(job.tokens) == 3 and engine.stats().replays == engine.stats().rounds, "a chunk is no round"
+        assert len(job.tokens) == 3 and engine.stats().replays == engine.stats().rounds, "chunks do not count as rounds"
 
 
 def test_a_whole_chunk_and_quarters_of_it_have_graphs() -> None:

@@ -113,7 +113,7 @@ def test_rows_without_drafts_do_not_affect_other_rows() -> None:
     for _ in engine.stream():
         pass
     assert [job.tokens for job in jobs] == alone
-    assert alone[3] == ask(engine, 3) == plain([3, 7], 30, sampling=jobs[3].sampling).tokens, "greedy ones what everybody says"
+    assert alone[3] == ask(engine, 3) == plain([3, 7], 30, sampling=jobs[3].sampling).tokens, "greedy rows equal plain decoding"
     assert all(job.num_accepted_drafts == 0 for job in jobs[1::2]) and all(job.num_accepted_drafts for job in jobs[::2])
 
 
@@ -142,7 +142,7 @@ def test_seeded_text_is_the_same_alone_batched_and_eager() -> None:
             pass
         assert [job.tokens for job in reversed(jobs)] == alone
     submit(engine, 1, draft_ids=alone[1] * 2)
-    assert ask(engine, 2) == ask(engine, 2, draft_ids=[]) == alone[2], "in a row whose former owner gave a text, beside one that does"
+    assert ask(engine, 2) == ask(engine, 2, draft_ids=[]) == alone[2], "after and beside requests with draft texts"
     assert ask(engine, 2) == alone[2]
     assert alone[0] == plain([0, 7], 30, sampling=SamplingParams(temperature=0, logit_bias={20: 9.0, 21: 9.0, 22: 9.0})).tokens
 

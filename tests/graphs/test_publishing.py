@@ -76,7 +76,7 @@ def check_slot(publish: Call, end: Call) -> None:
         assert one.counters.tolist() == [7, published + 1] and one.done.tolist() == [0]
 
 
-ENDS = [  # finish codes of the batch, whose third row is the dummy; control in the order of Control; whether the launch ends: 9 rounds
+ENDS = [  # finish codes (the third row is the dummy row), control in the order of Control, whether the launch ends after 9 rounds
     ((RUNNING, RUNNING, 0), (0, 0, 8), False),
     ((RUNNING, STOP, 0), (0, 0, 8), False),
     ((RUNNING, STOP, 0), (0, 1, 8), True),

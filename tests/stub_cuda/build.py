@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
 DRIVER = "libcuda.so.1"
-# What each library is made of besides generated functions, by its name without a version. Only the driver's library holds the model; the
+# Sources of each library besides generated functions, by its name without a version. Only the driver's library holds the model; the
 # others call it.
 SOURCES = {
     "libcuda": ("report", "memory", "work", "capture", "graph", "kernels", "driver_api", "query"),
@@ -40,21 +40,21 @@ UNVERSIONED = {
     "curand": "libcurand.so.10",
     "nvshmem": "libnvshmem_host.so.3",
 }
-SYMBOL_VERSIONS = {"NVSHMEM": "libnvshmem_host.so.3"}  # others are named like their library
+SYMBOL_VERSIONS = {"NVSHMEM": "libnvshmem_host.so.3"}  # other symbol versions have the name of their library
 FOREIGN = re.compile(r"lib(cu|nv|nccl)[A-Za-z_]*\.so\.\d+$")
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Werror")
 
 
 def torch_folder() -> Path:
-    """Of the installed torch, found without importing it."""
+    """The folder of the installed torch, found without importing it."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
-        raise RuntimeError(f"stub CUDA: no torch in {sys.prefix}, want the CUDA build of torch")
+        raise RuntimeError(f"stub CUDA: no torch in {sys.prefix}, expected the CUDA build of torch")
     return Path(spec.origin).parent
 
 
 def folder_of_this_torch() -> Path:
-    """Of the installed torch, so that several environments can use one checkout."""
+    """The build folder for the installed version of torch, so that several environments can use one checkout."""
     (version,) = re.findall(r"^__version__ = '(.+)'", (torch_folder() / "version.py").read_text(), re.MULTILINE)
     return ROOT / "build" / f"stub_cuda-{version}"
 
@@ -99,7 +99,7 @@ def sources_of(library: str) -> list[Path]:
 
 
 def defined_functions(library: str) -> set[str]:
-    """Functions that the sources of a library define, by a plain look at the text: each begins a line inside `extern "C"`."""
+    """Functions that the sources of a library define, found by text search: each begins a line inside `extern "C"`."""
     text = "".join(path.read_text() for path in sources_of(library))
     return set(re.findall(r"^[A-Za-z].*?\b(_*(?:cu|nccl)[A-Za-z0-9_]+)\s*\(", text, re.MULTILINE))
 
@@ -140,7 +140,7 @@ def _build_library(library: str, names: set[str], versioned: bool, folder: Path,
         script.write_text(f"{version} {{ global: *; }};\n")
         command.append(f"-Wl,--version-script={script}")
     if library != DRIVER:
-        # Also where nothing is called: a library is loaded with the one that it counts in.
+        # Linked even if nothing is called: loading a library also loads the driver's library, which holds the counters.
         command += ["-Wl,--no-as-needed", folder / DRIVER, "-Wl,-rpath,$ORIGIN"]
     else:
         command.append("-ldl")
@@ -150,7 +150,7 @@ def _build_library(library: str, names: set[str], versioned: bool, folder: Path,
 
 
 def fingerprint() -> str:
-    """Of everything that the libraries depend on."""
+    """Hash of everything that the libraries depend on."""
     digest = hashlib.sha256()
     for path in [*sorted((HERE / "native").iterdir()), Path(__file__)]:
         digest.update(path.read_bytes())

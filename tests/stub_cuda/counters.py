@@ -67,7 +67,7 @@ class Counts(Counter[str]):
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counts]:
-    """The counts of the block; complete at its end. Waits for nothing."""
+    """The counts of the block, complete at its end. Does not synchronise."""
     counts, before = Counts(), counters()
     try:
         yield counts
@@ -77,7 +77,7 @@ def counted() -> Iterator[Counts]:
 
 
 def take_messages() -> list[str]:
-    """What the stubs refused or did not know since the last call. The oldest of more than 1,000 are lost."""
+    """Messages about refused and unknown calls since the last call of this function. Only the newest 1,000 are kept."""
     text = ctypes.create_string_buffer(1 << 20)
     _library().stub_take_messages(text, ctypes.c_size_t(len(text)))
     return text.value.decode(errors="replace").splitlines()
@@ -96,7 +96,7 @@ class Issued(NamedTuple):
 
 
 def take_issued(more: bool) -> list[Issued]:
-    """What was issued since the last call that asked for more. more: keep what follows."""
+    """What was issued since the last call with more=True. more: record what is issued from now on."""
     text = ctypes.create_string_buffer(1 << 22)
     assert _library().stub_take_issued(text, ctypes.c_size_t(len(text)), more) <= len(text)
     return [Issued(kind, int(stream), int(subject)) for kind, stream, subject in map(str.split, text.value.decode().splitlines())]
@@ -129,7 +129,7 @@ def graph_nodes(graph: int) -> list[Node]:
     """The nodes of a cudaGraph_t, in the order of capture: `torch.cuda.CUDAGraph.raw_cuda_graph()` gives the handle."""
     room = _library().stub_describe_graph(graph, None, 0)
     if not room:
-        raise ValueError(f"graph: got {graph:#x}, want the handle of a graph that was not destroyed")
+        raise ValueError(f"graph: got {graph:#x}, expected the handle of a graph that was not destroyed")
     text = ctypes.create_string_buffer(room)
     _library().stub_describe_graph(graph, text, room)
     return [_node(fields) for fields in json.loads(text.value.decode(errors="replace"))]

@@ -1,4 +1,4 @@
-"""The device's memory as the host may see it here, and the runtime API for rules that torch has no name for."""
+"""Device memory as numpy arrays, and calls of the runtime API that torch does not expose."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def device_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The memory of a contiguous CUDA tensor of a dtype that numpy has. Kernels do nothing, so a test writes what they would."""
+    """The memory of a contiguous CUDA tensor of a dtype that numpy has. Kernels do nothing, so tests write their results."""
     assert tensor.is_cuda and tensor.is_contiguous()
     dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
     memory = (ctypes.c_char * (tensor.numel() * dtype.itemsize)).from_address(tensor.data_ptr())
@@ -45,13 +45,13 @@ class Runtime:
 
         def checked(*arguments: object) -> int:
             code = call(*(ctypes.c_void_p(value) if isinstance(value, int) and value > 0xFFFF else value for value in arguments))
-            self._library.cudaGetLastError()  # the error that torch would find later
+            self._library.cudaGetLastError()  # clears the error, which torch would find later
             return int(code)
 
         return checked
 
     def made(self, name: str, *arguments: object) -> int:
-        """The handle that a call gives through its first parameter."""
+        """The handle that a call returns through its first parameter."""
         handle = ctypes.c_void_p()
         assert getattr(self, name)(ctypes.byref(handle), *arguments) == SUCCESS
         return handle.value or 0

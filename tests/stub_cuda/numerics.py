@@ -30,9 +30,9 @@ from stepgraph.sampling.kernels.operation import OPERATIONS
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 COLLECT = 10_000  # launches
 EMPTY = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
-_alone = threading.Lock()  # the interpreter changes triton.language, with which the launching thread compiles
-_changes: list[Any] = []  # those of the interpreter, while they are in place
-errors._SKIPPED_FILES.add(__file__)  # an error is that of the line that launches
+_alone = threading.Lock()  # the interpreter patches triton.language, which the launching thread uses to compile
+_changes: list[Any] = []  # patches of the interpreter that are in place
+errors._SKIPPED_FILES.add(__file__)  # errors name the line that launches
 _launch, _compile, _patch, _patch_tensor = (
     jit.JITFunction.run,
     jit.JITFunction._do_compile,
@@ -54,7 +54,7 @@ def on_host(value: Any) -> Any:
 
 
 def _as_read(value: Any) -> Any:
-    """The same; a tensor of the CPU that is not pinned as it is now: the call has read it when it returns."""
+    """Like on_host, but clones CPU tensors that are not pinned: the call has read them when it returns."""
     if isinstance(value, Tensor) and value.is_cpu and not value.is_pinned():
         return value.clone()
     if isinstance(value, torch.Generator):  # of the device: its state is a seed and an offset
@@ -127,9 +127,9 @@ class Numerics(TorchDispatchMode):
 
     @contextmanager
     def computing(self) -> Iterator[Numerics]:
-        """Entered, also for launches of Triton. Raises the first error of a computation.
+        """Enter this mode, and compute launches of Triton too. Raises the first error of a computation.
 
-        Only the launching thread collects garbage: memory of CUDA may be freed, and host functions must not call CUDA.
+        Only the launching thread collects garbage: a collection may free CUDA memory, and host functions must not call CUDA.
         """
 
         def run(program: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -159,7 +159,7 @@ class Numerics(TorchDispatchMode):
 
 
 def _depends_on_values(func: Any, args: Any) -> bool:
-    """The shape of the result, or a result in Python."""
+    """Whether the shape of the result, or a result in Python, depends on values of the arguments."""
     name, returned = func._schema.name, [str(each.type) for each in func._schema.returns]
     if name in ("aten::nonzero", "aten::masked_select", "aten::_unique2") or any(kind in ("bool", "int", "float") for kind in returned):
         return True
@@ -183,7 +183,7 @@ def _interpreted(function: Any) -> Any:
 
 
 def _call(program: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call of a device function, by a program in the interpreter."""
+    """Call a device function from a program in the interpreter."""
     return _interpreted(program.fn)(*args, **kwargs)
 
 
@@ -216,9 +216,9 @@ class _Launch(interpreter.GridExecutor):  # type: ignore[misc]
 
 def _interpret(program: Any, grid: Any, args: Any, options: Any) -> None:
     with _alone:
-        if not _changes:  # a change takes longer than most programs: it is kept until a program is compiled
+        if not _changes:  # patching takes longer than most programs: patches stay until a program is compiled
             _changes.extend(_patch(function) for function in (tl.standard.cdiv.fn, program.fn))
-        if "WIDE" in options and "BITS" not in options:  # the interpreter takes bfloat16 for whole numbers; with BITS, of packed scales
+        if "WIDE" in options and "BITS" not in options:  # the interpreter treats bfloat16 as integers; with BITS, WIDE is of packed scales
             options = {**options, "WIDE": True}
         if "dtype" in options:
             options = {**options, "dtype": tl.float32}

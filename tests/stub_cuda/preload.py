@@ -11,7 +11,7 @@ from tests.stub_cuda import build
 
 
 def is_stub_environment() -> bool:
-    """Whether `make stub-cuda` made this environment: it leaves a mark there."""
+    """Whether `make stub-cuda` made this environment: it creates a marker file there."""
     return (Path(sys.prefix) / ".stub-cuda").exists()
 
 

@@ -51,7 +51,7 @@ def test_closed_backends_leave_no_graph_stream_event_or_memory() -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
-    one()  # what torch makes once
+    one()  # objects that torch creates once
     settle()
     with counters.counted() as counts:
         for _ in range(4):
@@ -135,7 +135,7 @@ FOREIGN = "generator"
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_illegal_step_is_refused_with_its_line_and_the_backend_goes_on(backend: Backend, step: Step | str, rule: str, line: str) -> None:
+def test_illegal_step_is_refused_with_its_line_and_the_backend_remains(backend: Backend, step: Step | str, rule: str, line: str) -> None:
     if step == FOREIGN and torch.__version__ >= "2.14":
         pytest.skip("this torch registers the generators that a capture uses")
     generator = torch.Generator("cuda").manual_seed(3)

@@ -161,7 +161,7 @@ def test_host_node_cannot_call_cuda(cuda: Runtime) -> None:
     assert counters.take_messages() == ["cudaStreamQuery called from a host node"]
 
 
-def test_what_is_not_destroyed_is_counted() -> None:
+def test_live_objects_are_counted() -> None:
     cuda = device.runtime()
     with counters.counted() as counts:
         stream, event = cuda.stream(), cuda.event()

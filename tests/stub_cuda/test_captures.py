@@ -37,7 +37,7 @@ def synchronises(buffers: StaticBuffers) -> None:
 
 
 def in_a_thread(function: Callable[[], object]) -> list[BaseException]:
-    """Run `function` in a thread of its own, to the end: what it raised."""
+    """Run `function` in a new thread, to the end. Returns the exceptions that it raised."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -53,7 +53,7 @@ def in_a_thread(function: Callable[[], object]) -> list[BaseException]:
 
 
 class Allocating:
-    """A step during which another thread, as of an engine that serves, takes memory that torch has not cached."""
+    """A step during which another thread, such as that of a serving engine, allocates memory that torch has not cached."""
 
     def __init__(self) -> None:
         self.raised: list[BaseException] = []
@@ -127,7 +127,7 @@ def test_any_error_in_the_capture_is_a_capture_error(backend: CudaBackend, error
 
 
 @pytest.mark.parametrize("check", ["once", "twice"])
-def test_captures_upload_their_graph_where_torch_can(backend: CudaBackend, check: Check) -> None:
+def test_captures_upload_their_graph_if_torch_supports_it(backend: CudaBackend, check: Check) -> None:
     static = buffers()
     with counted() as capture:
         graph = backend.capture(add, static, check=check)

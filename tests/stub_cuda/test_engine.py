@@ -68,7 +68,7 @@ def test_four_hundred_rounds_allocate_nothing_and_launch_one_graph_each(
     engine.capture()
     constraint = Constraint.regex("[a-f]{150,200}") if constrained else None
     engine.submit(list(range(1, 20)), max_new_tokens=200, constraint=constraint, sampling=sampling)
-    engine.buffers.results_ring_host[..., FINISH] = RUNNING  # of every batch slot: no token, and it goes on
+    engine.buffers.results_ring_host[..., FINISH] = RUNNING  # of every batch slot: no token, and the row continues
     while not engine.stats().rounds:  # compilation of the grammar, the prompt, the first round
         engine.step()
     for _ in range(3):
@@ -94,7 +94,7 @@ def test_rounds_with_grammars_on_the_device_have_no_host_node_and_no_copy_of_the
     assert (len(lane.host_nodes), len(host.host_nodes)) == (0, 3)
     assert lane.nodes.get("copy", 0) == free.nodes.get("copy", 0) < host.nodes["copy"]
     kernels = [node for graph in counters.live_graphs() for node in counters.graph_nodes(graph) if node.name == "advance_rows"]
-    assert len(kernels) == 3 * 3 and all(node.arguments is not None for node in kernels), "K + 1 in three graphs: host nodes in one"
+    assert len(kernels) == 3 * 3 and all(node.arguments is not None for node in kernels), "K + 1 in each constrained graph"
     device.submit(list(range(1, 20)), max_new_tokens=200, constraint=Constraint.regex("[a-f]{150,200}"))
     device.buffers.results_ring_host[..., FINISH] = RUNNING
     while not device.stats().rounds:

@@ -1,4 +1,4 @@
-"""Memory of graphs: the pool of a backend, what it takes beforehand, and what stays of closed backends."""
+"""Memory of graphs: the pool of a backend, estimates before captures, and memory after backends are closed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def buffers() -> StaticBuffers:
 
 
 def reserved() -> int:
-    """Bytes that torch holds and cannot give back."""
+    """Bytes that torch holds and cannot release."""
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
@@ -79,7 +79,7 @@ def test_memory_of_dropped_graphs_is_used_again_and_freed_with_the_backend() -> 
 
 
 def test_memory_of_a_capture_that_failed_is_freed_with_the_backend() -> None:
-    """The newest torch gives the pool back itself, and ends the process if that is done twice; older ones leave it recording."""
+    """The newest torch releases the pool itself, and aborts if it is released twice; older versions leave the pool recording."""
     static, before = buffers(), reserved()
     backend = CudaBackend()
 
@@ -107,7 +107,7 @@ def test_memory_of_graphs_is_estimated_before_they_are_captured(backend: CudaBac
 
     with pytest.raises(CaptureError, match=f"capture_bytes: got {largest:,}, need about {largest + static.nbytes:,}, "):
         GraphSet(backend, static, step_of, (1, 2, 4, 8), capture_bytes=largest).capture(greedy_only=True)
-    assert reserved() == before, "what was captured for the estimate is given back"
+    assert reserved() == before, "memory that the estimate used is released"
     most = largest + 2 * MIB
     report = GraphSet(backend, static, step_of, (1, 2, 4, 8), capture_bytes=most).capture(greedy_only=True)
     assert sum(one.nbytes for _, one in report.keys) == reserved() - before == largest
@@ -144,7 +144,7 @@ def test_backends_side_by_side_share_no_stream() -> None:
     backends = []
     for _ in range(8):
         backends.append(CudaBackend())
-        for _ in range(31):  # torch hands out 32 in turn
+        for _ in range(31):  # torch hands out its 32 streams in turn
             torch.cuda.Stream()
     assert len({stream.cuda_stream for backend in backends for stream in backend.resources.streams.values()}) == len(backends)
     for backend in backends:

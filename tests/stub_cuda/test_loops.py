@@ -68,7 +68,7 @@ def test_each_replay_is_one_launch_and_only_the_first_builds_the_loop(backend: B
     assert counts["graph_launches"] == 3 and counts["cuGraphLaunch"] == 3
     assert not counts.of(counters.ALLOCATIONS) and not counts["live_graph_execs"]
     graph.replay(until=buffers.done, limit=4)
-    assert len(loops()) == 2, "another limit is another loop"
+    assert len(loops()) == 2, "another limit needs another loop"
 
 
 def test_dropped_graphs_and_closed_backends_free_their_loops() -> None:

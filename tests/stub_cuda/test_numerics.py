@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 
 if not hasattr(interpreter, "_LangPatchScope"):
     pytest.skip(
-        "the interpreter of Triton 3.4 has no scope for what it replaces, in which these values are computed", allow_module_level=True
+        "values of kernels need _LangPatchScope of Triton's interpreter, which Triton 3.4 does not have", allow_module_level=True
     )
 
 from stepgraph.graphs import BufferSpec, StaticBuffers
@@ -103,7 +103,7 @@ def test_the_oracle_finds_a_program_without_a_value(values: Numerics, monkeypatc
         rounds_against_the_oracle()
 
 
-# Those that compute little in Triton's interpreter, and neither read times nor count nodes, to which the computations add.
+# Checks that compute little in Triton's interpreter, and neither read times nor count nodes: computations add nodes.
 CHECKS = (
     "tools_of_this_host capture_drop_capture capture_user_step host_nodes streams_overlap_correct "
     "capture_leaves_buffers_untouched illegal_step_raises several_engines random_numbers_equal_the_cpu"

@@ -1,4 +1,4 @@
-"""The probe of products with packed weights, on stub libraries: their values are computed on the CPU, and times are given."""
+"""The probe of products with packed weights, on stub libraries: values are computed on the CPU, and the tests set the times."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def numerics(monkeypatch: pytest.MonkeyPatch) -> Iterator[Numerics]:
 
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Of the next measurements: packed and dequantised in turn."""
+    """Times of the next measurements, packed and dequantised in turn."""
     given = list[float]()
 
     def measured(replay: Callable[[], object], turns: int) -> float:
@@ -51,7 +51,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["INT4_128", "Q6_K", "FP8"])
-def test_products_of_many_rows_are_of_the_library_where_it_is_faster(
+def test_products_of_many_rows_use_the_library_where_it_is_faster(
     name: str, times: list[float], backend: CudaBackend, numerics: Numerics
 ) -> None:
     weight = random_weight(DEVICE, name, *SHAPE)
@@ -99,7 +99,7 @@ def test_a_product_that_is_wrong_or_fails_is_not_chosen(times: list[float], monk
     assert "products of 512 rows with dequantised weights are wrong" in note and note.endswith("CUBLAS_STATUS_ALLOC_FAILED") and not times
 
 
-def test_ranks_choose_what_suits_the_slowest(times: list[float]) -> None:
+def test_ranks_use_the_choice_of_the_slowest_rank(times: list[float]) -> None:
     weights, sent = [random_weight(DEVICE, "Q8_0", *SHAPE), random_weight(DEVICE, "Q8_0", 48, 256)], list[Any]()
 
     class Twins:

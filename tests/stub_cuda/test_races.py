@@ -84,7 +84,7 @@ def races(backend: Backend, step: Step, buffers: StaticBuffers) -> list[str]:
     recorded: Any = backend.capture(watched, buffers)
     nodes, accesses = counters.graph_nodes(recorded._recording.graph.raw_cuda_graph()), taken[0].of_node
     assert all(index in accesses for index, node in enumerate(nodes) if node.type in ("kernel", "copy", "fill", "host"))
-    before = list[int]()  # for each node, the set of those that a path leads from, as bits
+    before = list[int]()  # for each node, the nodes with a path to it, as a bit set
     found = []
     for index, node in enumerate(nodes):
         before.append(0)
@@ -130,7 +130,7 @@ def test_constrained_rounds_have_no_race(name: str, lane: str, backend: Backend)
 
 @pytest.mark.parametrize("lane", LANES)
 def test_every_wait_of_a_round_is_needed(lane: str, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any one of its waits a round has a race, or is no legal capture."""
+    """Without any one of its waits, a round has a race or its capture is illegal."""
     engine, wait = make("own vocabulary", backend, **LANES[lane]), CudaCaptureContext.wait
     step, waits, without = rounds(engine, lane)[0], 0, -1
 
@@ -155,5 +155,5 @@ def test_every_wait_of_a_round_is_needed(lane: str, backend: Backend, monkeypatc
         except CaptureError as error:
             found = [error.rule] if error.rule in ("unjoined-fork", "stream-outside-capture", "race") else []
         assert found, f"without wait {without} of {total}"
-    counters.take_messages()  # of the captures that were illegal
+    counters.take_messages()  # discards those of the illegal captures
     engine.close()

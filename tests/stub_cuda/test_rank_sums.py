@@ -1,5 +1,5 @@
-"""The probe of sums over ranks, on stub libraries: NCCL's collectives take the other rank to have the values of this one, and times are
-given. FlashInfer's Python is the real one; its memory of several GPUs and its compiled kernel are stand-ins."""
+"""The probe of sums over ranks, on stub libraries: NCCL's collectives assume that the other rank has the values of this one, and the tests
+set the times. FlashInfer's Python code is the real one; its memory of several GPUs and its compiled kernel are replaced."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LIKE = torch.empty(ROWS, HIDDEN, dtype=torch.bfloat16, device="meta")
 
 
 class Twins:
-    """Rank 0 of two; rank 1 does the same. others: what it exchanges instead, by what rank 0 does."""
+    """Rank 0 of two; rank 1 sends the same values. other: what rank 1 sends instead, as a function of the value of rank 0."""
 
     rank, size = 0, SIZE
 
@@ -52,7 +52,7 @@ class Twins:
 
 @pytest.fixture(autouse=True)
 def values(monkeypatch: pytest.MonkeyPatch) -> Iterator[Numerics]:
-    """Both ranks have the same values, as the stub's collectives have them."""
+    """Both ranks have the same values, as the stub's collectives assume."""
     made = rank_sums._integers
     monkeypatch.setattr(rank_sums, "_integers", lambda rank, like: made(rank if rank >= SIZE else 0, like))
     with Numerics().computing() as computing:
@@ -87,7 +87,7 @@ def like(dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def test_the_fastest_sum_is_used_in_graphs(
     slow: str, chosen: str, kernel: str, groups: RankGroups, times: dict[str, float], backend: CudaBackend
 ) -> None:
-    """FlashInfer is passed over where the GPUs share no memory, as here."""
+    """FlashInfer is not used, because the GPUs share no memory here."""
     times[slow] = 3.2
     note = choose_sums(Twins(), groups, like())
     gather, nccl = (200.0 if name == slow else 100.0 for name in ("gather", "nccl"))
@@ -99,13 +99,13 @@ def test_the_fastest_sum_is_used_in_graphs(
         ((ROWS, HIDDEN), torch.float32, "ncclAllGather"),
         ((ROWS, 8), torch.bfloat16, "ncclAllGather"),
     ]
-    kept = list[Recorded]()  # a later graph could have the address of one that is freed
-    for (shape, dtype, name), number in itertools.product(cases, (groups.graph, groups.eager)):  # other sums stay in order
+    kept = list[Recorded]()  # kept alive, as a later graph could have the address of a freed one
+    for (shape, dtype, name), number in itertools.product(cases, (groups.graph, groups.eager)):  # other shapes and dtypes are gathered
         require_captured(backend, number, StaticBuffers([BufferSpec("x", shape, dtype)], DEVICE), name, kept)
 
 
 def require_captured(backend: CudaBackend, number: int, buffers: StaticBuffers, name: str, captured: list[Recorded]) -> None:
-    """A sum of `x`, as one message of this name."""
+    """Capture a sum of `x`, which must be one message of this name."""
 
     def step(buffers: StaticBuffers) -> None:
         sum_over_ranks.out(buffers.x, number)
@@ -117,9 +117,9 @@ def require_captured(backend: CudaBackend, number: int, buffers: StaticBuffers, 
     assert torch.equal(buffers.x.cpu(), torch.full_like(buffers.x, 1.5 * SIZE, device="cpu"))
 
 
-def test_the_slowest_rank_counts(groups: RankGroups, times: dict[str, float]) -> None:
+def test_times_of_the_slowest_rank_are_compared(groups: RankGroups, times: dict[str, float]) -> None:
     twins, times["gather"] = Twins(), 3.2
-    twins.other = lambda sent: (sent[0], 1e4) if sent[1] == 100.0 else sent  # rank 1 takes longer where this one is fast
+    twins.other = lambda sent: (sent[0], 1e4) if sent[1] == 100.0 else sent  # rank 1 is slow where rank 0 is fast
     assert choose_sums(twins, groups, like()).startswith("gather; gather 200.0 us; nccl 10000.0 us; no flashinfer: ")
 
 
@@ -219,7 +219,7 @@ def test_flashinfer_is_called_with_arguments_that_its_python_accepts(groups: Ran
     note = choose_sums(Twins(), groups, like())
     assert note == "flashinfer; gather 100.0 us; nccl 100.0 us; flashinfer 50.0 us" and CALLS[0] and CALLS[1]
     CALLS.clear()
-    for rows, used in ((ROWS, 1), (ROWS + 1, 0)):  # more rows than its memory is for
+    for rows, used in ((ROWS, 1), (ROWS + 1, 0)):  # more rows than its memory holds
         x = torch.ones(rows, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
         sum_over_ranks.out(x, groups.graph)
         assert torch.equal(x.cpu(), torch.full((rows, HIDDEN), 2.0, dtype=torch.bfloat16)) and CALLS.pop(0, 0) == used
@@ -229,7 +229,7 @@ def test_flashinfer_is_called_with_arguments_that_its_python_accepts(groups: Ran
 
 @pytest.mark.usefixtures("flashinfer")
 def test_a_divided_model_uses_the_sum_with_the_norm(times: dict[str, float]) -> None:
-    """Two in a layer; the sum of embeddings and the choice of tokens are as before."""
+    """Two such sums per layer; the sum of embeddings and the choice of tokens do not change."""
     times["flashinfer"] = 0.8
     ranks = Ranks(0, [group() for _ in range(3)], SECONDS)
     vocabulary = Vocabulary.printable()
@@ -238,7 +238,7 @@ def test_a_divided_model_uses_the_sum_with_the_norm(times: dict[str, float]) -> 
     local = replace(whole, num_heads=2, num_kv_heads=1, intermediate_size=64)
     with torch.no_grad():
         target = ShardedLlama(local, ranks, len(vocabulary.tokens), (), DEVICE)
-    ranks.exchange = Twins().exchange  # type: ignore[method-assign]  # the other rank is no process
+    ranks.exchange = Twins().exchange  # type: ignore[method-assign]  # there is no process of the other rank
     ranks.choose_sums(like())
     config = EngineConfig(max_rows=2, max_length=64, num_speculative_tokens=0, draft_length=0, greedy_only=True, compile_isolation="none")
     CALLS.clear()
@@ -247,5 +247,5 @@ def test_a_divided_model_uses_the_sum_with_the_norm(times: dict[str, float]) -> 
         graphs = added(lambda: notes.extend(engine.capture().notes))
     assert "sums over ranks: flashinfer; gather 100.0 us; nccl 100.0 us; flashinfer 50.0 us" in notes
     found = Counter(len(messages(nodes)) for nodes in graphs)
-    assert set(found) <= {0, 1}, "the choice of tokens"
+    assert set(found) <= {0, 1}, "the choice of tokens is the only message"
     assert CALLS[1] == 2 * LAYERS * CALLS[0], "each call of the model adds embeddings once"

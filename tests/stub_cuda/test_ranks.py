@@ -56,19 +56,19 @@ def test_a_captured_sum_is_one_message_of_the_communicator_of_graphs(backend: Cu
 
     with counted() as counts:
         (nodes,) = added(lambda: backend.capture(step, buffers))
-    assert counts["ncclCommInitRankConfig"] == 1, "the warm-up makes the communicator of graphs"
+    assert counts["ncclCommInitRankConfig"] == 1, "the warm-up creates the communicator of graphs"
     (gathered, sums) = nodes
     assert messages(nodes) == [gathered] and sums.dependencies == (0,) and sums.stream == gathered.stream
     assert gathered.pointer(1) == buffers.x.data_ptr() and gathered.pointer(3) == buffers.x.numel()
     with counted() as counts:
         run_eager(step, buffers)
-    assert (counts["ncclCommInitRankConfig"], counts["ncclAllGather"]) == (1, 1), "eager work has another one"
+    assert (counts["ncclCommInitRankConfig"], counts["ncclAllGather"]) == (1, 1), "eager work uses another communicator"
     (again,) = added(lambda: backend.capture(step, buffers))
     assert communicator(messages(again)[0]) == communicator(gathered)
 
 
 def test_a_communicator_that_is_first_used_in_a_capture_breaks_it() -> None:
-    """So a step has to run on the communicator of graphs before it is captured."""
+    """Therefore a step must run on the communicator of graphs before it is captured."""
     number, x, calls = register_group(group(), SECONDS), torch.zeros(4, device=DEVICE), list[int]()
 
     def step() -> None:
@@ -82,7 +82,7 @@ def test_a_communicator_that_is_first_used_in_a_capture_breaks_it() -> None:
 
 
 def test_every_graph_of_a_divided_model_has_its_messages() -> None:
-    """Two sums of a layer, one of the embedding, and the most probable token."""
+    """Two sums per layer, one of the embeddings, and the most probable token."""
     ranks = Ranks(0, [group() for _ in range(3)], SECONDS)
     vocabulary = Vocabulary.printable()
     whole = LlamaConfig(
@@ -107,7 +107,7 @@ def test_every_graph_of_a_divided_model_has_its_messages() -> None:
 
 
 def test_an_abort_ends_the_communicators() -> None:
-    """So kernels that wait for a lost rank end."""
+    """It also ends kernels that wait for a lost rank."""
     ranks, x = Ranks(0, [group() for _ in range(3)], SECONDS), torch.zeros(4, device=DEVICE)
     for number in (ranks.groups.graph, ranks.groups.eager):
         sum_over_ranks.out(x, number)

@@ -143,8 +143,8 @@ COMMIT = [("accept", "show commit"), ("place commit", "choose_draft 1")]
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("drafts", [0, 1, 3, 5, 8])
-def test_streams_wait_for_each_other_where_round_describes_it(backend: Backend, drafts: int, sampled: bool) -> None:
-    """Each mask is filled after the stage before it, beside the model, and awaited by the stage that reads it; nothing else is."""
+def test_streams_wait_for_each_other_only_for_masks(backend: Backend, drafts: int, sampled: bool) -> None:
+    """Each mask is filled after the previous stage, concurrently with the model; only the stage that reads the mask waits for it."""
     engine = make("own vocabulary", backend, num_speculative_tokens=max(drafts, 1), forced_drafts=False)
     key = GraphKey(2, True, sampled, draft_length=LONGEST if drafts else 0)
     rest = [(f"choose_draft {step}", f"show advance {step}") for step in range(1, drafts)]
@@ -170,7 +170,7 @@ def test_device_grammars_wait_in_the_same_places(backend: Backend) -> None:
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_masks_of_host_nodes_reach_the_device_without_a_copy(backend: Backend, name: str) -> None:
-    """A kernel reads them where the host node wrote them."""
+    """A kernel reads the pinned memory that the host node wrote."""
     engine = make(name, backend)
     recorded: Any = backend.capture(engine._graphs.step(GraphKey(2, True)), engine.buffers)
     nodes = counters.graph_nodes(recorded._recording.graph.raw_cuda_graph())
@@ -186,7 +186,7 @@ def test_masks_of_host_nodes_reach_the_device_without_a_copy(backend: Backend, n
 
 
 class Taken(deque[object]):
-    """A queue that notes what is taken from it."""
+    """A queue that records the items that are taken from it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class Taken(deque[object]):
         return self.items[-1]
 
 
-def test_host_nodes_take_the_announced_batches_in_order(backend: Backend) -> None:
+def test_host_nodes_take_pushed_batches_in_order(backend: Backend) -> None:
     """Six rounds are launched before the host waits for one; each takes its own batch."""
     engine = make("own vocabulary", backend, host_link="python")
     recorded = backend.capture(engine._graphs.step(GraphKey(2, True)), engine.buffers)
@@ -217,7 +217,7 @@ def test_host_nodes_take_the_announced_batches_in_order(backend: Backend) -> Non
 
 
 def test_operations_are_launched_without_the_dispatcher(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In eager prompts and in the capture of rounds: it takes several times as long as the launch of a program."""
+    """In eager prompts and in captures of rounds. The dispatcher takes several times as long as the launch of a program."""
     dispatched = Counter[str]()
 
     def counted(name: str, out: Any) -> Any:
@@ -252,7 +252,7 @@ def test_threads_that_fill_masks_are_started_before_the_capture(backend: Backend
         engine._in_flight._host.push_batch([None] * 2)
         recorded.replay()
     backend.synchronize()
-    assert started <= captured == threads_of_this_process(), "neither the capture nor a replay starts or ends one"
+    assert started <= captured == threads_of_this_process(), "neither the capture nor a replay starts or ends a thread"
     engine.close()
     assert not started & threads_of_this_process()
 
@@ -298,7 +298,7 @@ def settle() -> None:
 
 def test_engines_in_threads_are_closed_in_any_order_without_a_leak() -> None:
     order = random.Random(5)
-    for _ in range(2):  # what torch and Triton make once
+    for _ in range(2):  # objects that torch and Triton create once
         assert not Together(order).raised
     settle()
     counters.take_messages()
@@ -322,11 +322,11 @@ def test_a_chunk_of_a_prompt_is_a_copy_and_a_replay(name: str) -> None:
         while not engine.stats().rounds:
             engine.step()
         engine.submit([index % 50 for index in range(1 + 4 * 128)], max_new_tokens=50)
-        engine.step()  # its row and the first chunk
+        engine.step()  # assigns a row and processes the first chunk
         with counters.counted() as counts:
             for _ in range(2):
                 engine.step()
-        assert engine.stats().prompt_tokens == 2 + 3 * 128, "one chunk each step"
+        assert engine.stats().prompt_tokens == 2 + 3 * 128, "one chunk per step"
         assert not counts.of(counters.ALLOCATIONS) or not in_graphs
         rounds = 2  # of the row that decodes between the chunks
         launches[in_graphs] = (counts["graph_launches"] - rounds + sum(counts.of(counters.EAGER).values())) / (2 * 128)
@@ -352,7 +352,7 @@ def test_several_long_prompts_delay_a_decoding_row_by_one_chunk_a_round() -> Non
             engine.step()
         after = engine.stats()
         assert after.rounds == before.rounds + 1, "the row decodes in each step"
-        assert after.prompt_tokens == before.prompt_tokens + chunk and counts["graph_launches"] == 2, "after one chunk of one prompt"
-    assert engine.stats().prompt_tokens == 2 + 3 * prompts * chunk, "of all prompts"
+        assert after.prompt_tokens == before.prompt_tokens + chunk and counts["graph_launches"] == 2, "one chunk of one prompt per step"
+    assert engine.stats().prompt_tokens == 2 + 3 * prompts * chunk, "all prompts are processed"
     engine.close()
     assert not counters.take_messages()

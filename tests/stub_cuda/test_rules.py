@@ -1,5 +1,5 @@
-"""The illegal steps of tests/graphs/tape/test_rules.py on the real torch: refused with the same rule, file and line; and what two captures
-of a step with host state show."""
+"""The illegal steps of tests/graphs/tape/test_rules.py on the real torch: refused with the same rule, file and line; and host state that a
+comparison of two captures finds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.stub_cuda.subject import Backend, CaptureError, StaticBuffers, curren
 STEPS = {step.__name__: (rule, step) for rule, step in tape.ILLEGAL}
 # What a CUDA graph can hold: the tape refuses these because of its own replay, or because a replay would use memory that changes.
 LEGAL = frozenset("one_hot_with_classes default_generator dropout attention_dropout foreign".split())
-OF_CONSTANTS = frozenset(("constant_write", "weight_write"))  # the buffers here have none
+OF_CONSTANTS = frozenset(("constant_write", "weight_write"))  # the buffers here have no constants
 CHECKED = frozenset(  # refused with check="twice", which records under the rules of the tape
     "to_cpu_by_keyword tensor_of_number rebind_data data_ptr storage_pointer cuda_array_interface fill_pinned pinned_to_pinned "
     "pinned_to_device set_storage wrapper_subclass result_of_a_collective wait_for_all_reduce".split()
@@ -24,7 +24,7 @@ CHECKED = frozenset(  # refused with check="twice", which records under the rule
 if torch.__version__ < "2.9":  # torch 2.8 copies them through memory of the host that it then frees
     CHECKED |= {"strided_upload", "broadcast_upload"}
 ACCEPTED = LEGAL | OF_CONSTANTS | CHECKED
-# The names of what replayed wrong, hung or ended the process before it was refused.
+# Steps that replayed wrongly, hung or ended the process before they were refused.
 NAMED = (
     "linear_solve matrix_inverse cholesky singular_values started_thread thread_of_a_pool thread_of_an_older_pool map_over_an_older_pool "
     "all_reduce wait_for_all_reduce all_reduce_in_place wrapper_subclass result_of_a_collective"
@@ -33,7 +33,7 @@ NAMED = (
 
 @pytest.fixture(scope="module")
 def backend() -> Iterator[Backend]:
-    # Kernels do not run: a number that one counts is what its memory held before, and printing so many elements would fill all memory.
+    # Kernels do not run: a count is what its memory held before, and printing that many elements would exhaust the memory.
     for block in (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"] if block["state"] == "inactive"):
         ctypes.memset(block["address"], 0, block["size"])
     made = make_backend("cuda")
@@ -51,7 +51,7 @@ process_group = tape.process_group
 
 @pytest.fixture
 def _of_this_backend(backend: Backend, buffers: StaticBuffers, process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the steps take from another capture."""
+    """Replace the objects of another capture that the steps use."""
     monkeypatch.setattr(tape, "BACKEND", backend)
     events: list[object] = []
     backend.capture(lambda b: events.append(current_context().record()), buffers)

@@ -1,4 +1,4 @@
-"""A packed Triton cache: where it was installed, captures compile nothing, without a C compiler."""
+"""Captures with an installed Triton cache compile nothing and need no C compiler."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_captures_with_an_installed_cache_compile_nothing(tmp_path: Path) -> Non
     other = unpack.install_cache(archive, made_by | {"key": "0", "triton": "3.1"}, installed)
     assert other.startswith("left out the Triton cache: it is of Triton 3.1 ") and not installed.exists()
     assert unpack.install_cache(archive, made_by, installed) == f"added {first['compiled']} programs to {installed}"
-    tools = tmp_path / "bin"  # without compilers; the keys of launchers depend on what `file` says of the interpreter
+    tools = tmp_path / "bin"  # without compilers; the keys of launchers depend on the output of `file` for the interpreter
     tools.mkdir()
     if found := shutil.which("file"):
         (tools / "file").symlink_to(found)

@@ -1,4 +1,4 @@
-"""The cuBLAS workspaces of captured products: other code, such as torch.compile, may free all that torch has."""
+"""The cuBLAS workspaces of captured products: other code, such as torch.compile, may free all workspaces of torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.stub_cuda
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20
 IN_GRAPHS = torch.__version__.startswith("2.8.")  # this version allocates the workspace of cuBLASLt in each call, as any tensor
-SIZES = (32 * MIB, 8 * MIB, MIB, MIB // 2)  # those of workspaces, and smaller
+SIZES = (32 * MIB, 8 * MIB, MIB, MIB // 2)  # sizes of workspaces, and smaller ones
 
 
 def buffers() -> StaticBuffers:
@@ -48,15 +48,15 @@ def copies(buffers: StaticBuffers) -> None:
 
 
 def clear() -> None:
-    """What torch.compile does before and after its captures, and then what frees all memory that torch can free."""
+    """Clear the workspaces, as torch.compile does before and after its captures, and free all memory that torch can free."""
     torch._C._cuda_clearCublasWorkspaces()
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def captured(backend: CudaBackend, step: Callable[[StaticBuffers], None]) -> tuple[CudaGraph, set[int]]:
-    """The graph, and the workspaces of its products outside its own pool: each of one stream; newer versions of torch have one for both
-    functions."""
+    """The graph, and the workspaces of its products outside its own pool. Each belongs to one stream; in newer versions of torch both
+    functions share it."""
     graph = backend.capture(step, buffers())
     nodes = [node for node in graph_nodes(graph._recording.graph.raw_cuda_graph()) if node.name.startswith("cublas")]
     found = {(node.name, node.stream): node.fields["workspace"] for node in nodes}
@@ -113,7 +113,7 @@ def test_captured_workspaces_outlive_those_that_other_code_frees(backend: CudaBa
     assert illegal_addresses(first.replay) == illegal_addresses(second.replay) == 0
 
 
-def test_a_second_backend_has_the_workspaces_of_the_first() -> None:
+def test_a_second_backend_reuses_the_workspaces_of_the_first() -> None:
     used = []
     for _ in range(2):
         backend = CudaBackend()
@@ -135,7 +135,7 @@ def test_backends_side_by_side_share_no_workspace() -> None:
 
 
 def test_no_other_code_gets_a_stream_of_captures(backend: CudaBackend) -> None:
-    """Its eager products would write to the workspaces while a graph runs. torch hands out 32 streams in turn."""
+    """Eager products of other code would write to the workspaces while a graph runs. torch hands out 32 streams in turn."""
     captured(backend, products_on_two_streams)
     theirs = {torch.cuda.Stream().cuda_stream for _ in range(64)}
     used = {stream.cuda_stream for stream in backend.resources.capture_streams.values()}
@@ -154,7 +154,7 @@ def test_workspaces_do_not_grow_with_the_number_of_backends() -> None:
     assert len(set(reserved)) == 1
 
 
-def test_a_thread_that_has_ended_leaves_its_workspaces(backend: CudaBackend) -> None:
+def test_workspaces_outlive_the_thread_that_captured(backend: CudaBackend) -> None:
     graphs: list[CudaGraph] = []
     thread = threading.Thread(target=lambda: graphs.append(captured(backend, products)[0]))
     thread.start()
@@ -185,7 +185,7 @@ def test_a_failure_to_hold_workspaces_leaves_those_of_earlier_graphs(backend: Cu
 
 
 def test_a_thread_without_a_cublas_handle_captures(backend: CudaBackend) -> None:
-    """torch reuses the handles of threads that have ended, so several threads that live at once need a new one."""
+    """torch reuses the handles of threads that have ended, so several threads that live at once need new ones."""
     graphs, all_captured = list[CudaGraph](), threading.Barrier(8)
 
     def capture() -> None:

@@ -31,7 +31,7 @@ Change = Callable[[ModelInput, int], tuple[ModelInput, int]]
 
 
 def changed(change: Change) -> Attend:
-    """An implementation: the reference with changed inputs and window."""
+    """The reference implementation with changed inputs and window."""
 
     def attend(query: Tensor, keys: Tensor, values: Tensor, inputs: ModelInput, window: int, scale: float, output: Tensor) -> None:
         inputs, window = change(inputs, window)
@@ -88,7 +88,7 @@ def test_tables_of_a_round_describe_its_rows(page_size: int) -> None:
 
 
 def test_tables_of_a_padded_chunk_whose_first_entry_is_shared() -> None:
-    """It is a query without a slot of its own; the last two positions are inert."""
+    """The first entry is a query without a slot of its own; the last two positions are inert."""
     probe = Probe(SHAPE, 16, CPU)
     probe.hold((0, 52, 0, 0))
     query, inputs = probe.prompt(47, 7)
@@ -116,7 +116,7 @@ def forgetful() -> Attend:
         (changed(lambda inputs, window: (inputs, max(window - 1, 0))), "in a window of 40"),
         (forgetful(), "300, 6, 65, 0"),
     ],
-    ids=["one key too many", "inert positions count", "a narrow window", "the lengths of its first round"],
+    ids=["one key too many", "inert positions treated as live", "window too narrow", "lengths of the first round reused"],
 )
 def test_probe_finds_wrong_rounds(attend: Attend, reason: str) -> None:
     found = differs(lambda: attend, lambda first, count: None, SHAPE, 16, CPU)
@@ -181,7 +181,7 @@ def test_auto_chooses_among_available_implementations(monkeypatch: pytest.Monkey
     assert choose_attention(CPU, "reference", (SHAPE,), 16).round_call() is by_reference
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="flashinfer is installed: it does not break")
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="needs an environment without flashinfer")
 def test_broken_package_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch)
     chosen = choose_attention(CUDA, "auto", (SHAPE,), 16)
@@ -212,7 +212,7 @@ class Draft(Llama):
 
 
 def watched(calls: list[tuple[int, int]]) -> AttentionChoice:
-    """The reference; compares what a plan is made for with the tokens of the call. `calls`: -1 and 0 for a round."""
+    """The reference. Checks that each plan is made for the tokens of its call. Appends (first, count), or (-1, 0) for a round."""
 
     def round_call() -> Attend | None:
         calls.append((-1, 0))
@@ -248,5 +248,5 @@ def test_each_model_call_is_planned_for_its_tokens(monkeypatch: pytest.MonkeyPat
     assert texts[0] == texts[1]
     rounds, prompts = ([call for call in calls if call[0] < 0], [call for call in calls if call[0] >= 0])
     assert len(rounds) == 2 * 3  # graphs with and without grammars; verify, and two drafts
-    # Thirteen of fourteen prompt tokens in chunks; the draft starts with one more and stays one ahead.
+    # 13 of 14 prompt tokens, in chunks of 6; the first chunk of the draft model has 7 tokens, so it stays one token ahead.
     assert prompts == [(0, 6), (0, 7), (6, 6), (7, 6), (12, 1), (13, 1), (0, 1)]

@@ -28,7 +28,7 @@ FLOAT8 = "fp8_e4m3"
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_entries_have_the_bits_of_torch(dtype: torch.dtype) -> None:
-    """Every bfloat16 number, infinity and NaN among them; with float32 also numbers between two of bfloat16, as ties are."""
+    """Every bfloat16 value, including infinity and NaN; with float32 also values between two bfloat16 values, such as ties."""
     value = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).to(dtype)
     value = torch.cat([value, value * 1.0078125 if dtype is torch.float32 else value]).view(-1, 2, 64)
     count = len(value)
@@ -45,7 +45,7 @@ def test_entries_have_the_bits_of_torch(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("size", "window"), [(64, None), (12, 9), (128, 30)])
 def test_attention_reads_the_numbers_of_the_entries(size: int, window: int | None, dtype: torch.dtype) -> None:
-    """All 256 entries are among them, except NaN. The bits of a cache in the model's type, which holds these numbers exactly."""
+    """All 256 entries except NaN. The output has the bits that a cache in the model's dtype gives, which holds these values exactly."""
     case = make_case([70, 9, 0, 33], 3, size=size, dtype=dtype)
     codes = torch.arange(case.keys.numel(), dtype=torch.int64) * 37 % 256
     codes = torch.where(codes & 127 == 127, 0, codes).to(torch.uint8).view(case.keys.shape)
@@ -60,7 +60,7 @@ def test_attention_reads_the_numbers_of_the_entries(size: int, window: int | Non
 
 
 class RoundedCache(DynamicCache):
-    """Of transformers, with keys and values rounded to float8."""
+    """The cache of transformers, with keys and values rounded to float8."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor]:
         keys, values = (from_entries(to_entries(each, CACHE)) for each in (key_states, value_states))
@@ -69,7 +69,7 @@ class RoundedCache(DynamicCache):
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
 def test_logits_are_those_of_transformers_with_rounded_keys_and_values(implementation: str, tmp_path: Path) -> None:
-    """In one piece and in chunks; other logits than without rounding."""
+    """In one piece and in chunks; the logits differ from those without rounding."""
     model, tokens = random_model("Llama", BASE, seed=3), torch.arange(40)[None]
     save(model, tmp_path)
     with torch.no_grad():
@@ -83,7 +83,7 @@ def test_logits_are_those_of_transformers_with_rounded_keys_and_values(implement
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
 def test_drafts_do_not_change_the_texts(implementation: str, tmp_path: Path) -> None:
-    """Look-up and a model as a draft, whose cache has eight bits too; with and without a grammar, in a batch."""
+    """Look-up and a draft model, whose cache is float8 too; with and without a grammar, in a batch."""
     save(random_model("Llama", BASE, seed=3), tmp_path)
     config, found = replace(CONFIG, kv_cache_dtype=FLOAT8), []
     for draft in ("none", "ngram", tmp_path):
@@ -98,7 +98,7 @@ def test_drafts_do_not_change_the_texts(implementation: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
 def test_caches_take_a_byte_for_each_number(implementation: str, tmp_path: Path) -> None:
-    """Half of bfloat16, a quarter of float32."""
+    """Half the bytes of bfloat16, a quarter of float32."""
     save(random_model("Llama", BASE, seed=3), tmp_path)
     for dtype, times in ((torch.bfloat16, 2), (torch.float32, 4)):
         target = open_target(tmp_path, dtype, implementation=implementation).load("cpu")

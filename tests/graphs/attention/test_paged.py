@@ -115,7 +115,7 @@ def test_soft_capped_scores_and_sinks(softcap: float, has_sinks: bool, window: i
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_result_is_independent_of_the_batch(dtype: torch.dtype) -> None:
-    """With other rows or queries or without, with a short or a long table."""
+    """With and without other rows and queries, with short and long page tables."""
     uneven = [PART + 72, 2 * PART + 34]  # the table is not a multiple of the part size
     many = [40, 3 * PART + 11, 6, 0, 2 * PART + 1]
     for heads, kv_heads, size, lengths in ((4, 2, 16, many), (4, 4, 16, uneven), (9, 3, 64, many), (4, 1, 32, uneven)):

@@ -22,7 +22,7 @@ from stepgraph.graphs.errors import HostErrors, Site, site_of
 from stepgraph.graphs.spans import GraphNode
 from stepgraph.sampling.cuda_graphs import without_collection
 
-needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests the messages on a machine without a GPU")
 C_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 Caller = Callable[[HostCallback], None]
 
@@ -101,11 +101,11 @@ def test_error_of_a_python_callback_is_stored_and_raised_once(
     assert caught.value.__cause__ is cause
     assert caught.value.node == "commit"
     errors.raise_first()
-    assert capfd.readouterr().err == ""  # ctypes would report what escapes
+    assert capfd.readouterr().err == ""  # ctypes prints an exception that leaves the callback
 
 
 def test_a_python_callback_collects_no_garbage() -> None:
-    """Which may free memory of CUDA, and a host node must not call CUDA."""
+    """A collection may free CUDA memory, and a host node must not call CUDA."""
     collections: list[tuple[str, int]] = []
     note = lambda phase, _: collections.append((phase, threading.get_ident()))  # noqa: E731
     ran: list[int] = []
@@ -174,7 +174,7 @@ def test_callback_keeps_its_function_alive_exactly_as_long_as_itself() -> None:
     gc.collect()
     assert alive() is not None
     del callback
-    assert alive() is None  # no cycle: memory goes when the recording goes
+    assert alive() is None  # no reference cycle: freed together with the recording
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -138,7 +138,7 @@ EQUAL = recording(*((MAIN, name, "kernel", 1) for name in "abc"), *((SIDE, name,
         ),
     ],
 )
-def test_stages_follow_from_an_order_that_agrees(captured: Captured, activities: list[Activity], expected: str) -> None:
+def test_stages_follow_from_a_node_order_that_matches(captured: Captured, activities: list[Activity], expected: str) -> None:
     assert " ".join(name for _, name in stages_of(activities, captured)) == expected
 
 
@@ -176,7 +176,7 @@ def test_every_activity_of_an_h200_has_its_stage(captured: Captured, events: lis
     for run in captured.stages:
         expected[run.stream, run.name] += run.nodes * (run.kind == "stage")
     assert Counter(labels) == +expected
-    # The function of a node and the name of its kernel are known, and not used: each function has one name.
+    # Matching does not use the functions of nodes and the names of kernels, so they check its result: each function has one name.
     nodes = {stream: iter([node for run, node in _labelled(captured) if run.stream == stream]) for stream, _ in labels}
     names: dict[int, set[str]] = {}
     for (stream, _), one in zip(labels, work, strict=True):

@@ -156,8 +156,8 @@ def test_products_are_correct_and_independent_of_the_batch(inner: int, outer: in
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_eight_wide_rows_have_the_bits_of_one(dtype: torch.dtype) -> None:
-    """Eight rows take weights of more than 2 KiB a column in another order."""
+def test_eight_wide_rows_have_the_bits_of_single_rows(dtype: torch.dtype) -> None:
+    """With eight rows, weights of more than 2 KiB per column are read in another order."""
     states, weight = random(8, 1100, dtype=dtype), random(70, 1100, dtype=dtype, seed=1)
     assert torch.equal(product(states, weight), torch.cat([product(row[None], weight) for row in states]))
 
@@ -230,10 +230,10 @@ def test_products_of_two_callers_at_the_same_time_are_correct() -> None:
 
 
 def in_child(multiply: Callable[[], Tensor], expected: Tensor) -> None:
-    """Ends the process, with 0 if products give what they should, on three threads and then on two."""
+    """End the process, with exit code 0 if products are correct on three threads and then on two."""
     code = 1
     try:
-        signal.alarm(30)  # for a child that waits for a thread that it does not have
+        signal.alarm(30)  # ends a child that waits for a thread that the fork did not copy
         before = num_threads()
         same = torch.equal(multiply(), expected) and num_threads() == before + 2
         native.use_threads(2)
@@ -244,7 +244,7 @@ def in_child(multiply: Callable[[], Tensor], expected: Tensor) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/task")
 def test_products_in_a_fork_use_threads_of_their_own() -> None:
-    """Also where a product of the parent was running on its threads."""
+    """Also if a product of the parent was running on its threads at the fork."""
     weight, small, states = random(8192, 1024), random(1001, 576, seed=1), random(19, 1024, seed=2)
     ended = threading.Event()
 
@@ -276,7 +276,7 @@ def test_norm_equals_the_reference_up_to_rounding(shape: tuple[int, ...], offset
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     states, weight = random(512, shape[-1], dtype=torch.bfloat16), weight.bfloat16()
     found, expected = rms_norm(states, weight, 1e-5, offset), rms_norm.reference(states, weight, 1e-5, offset)
-    assert int((found != expected).sum()) <= found.numel() // 1000, "rounded where torch rounds"
+    assert int((found != expected).sum()) <= found.numel() // 1000, "rounds at the same places as torch"
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
 
 
@@ -291,7 +291,7 @@ def test_norm_of_strided_heads(dtype: torch.dtype) -> None:
 def test_activate_and_mul_equals_the_reference(activation: Activation) -> None:
     pairs = torch.cat([torch.linspace(-80, 120, 350).view(5, 70), random(5, 70)], 1)
     found, expected = activate_and_mul(pairs, activation), activate_and_mul.reference(pairs, activation)
-    near = 1e-5 if activation is Activation.GELU_TANH else 1e-6  # the exponent of a small result has the rounding of a polynomial
+    near = 1e-5 if activation is Activation.GELU_TANH else 1e-6  # small results: exp of a polynomial, with that polynomial's rounding error
     torch.testing.assert_close(found, expected, rtol=near, atol=1e-30)
     narrow = random(64, 300, dtype=torch.bfloat16) * 4
     found, expected = activate_and_mul(narrow, activation), activate_and_mul.reference(narrow, activation)

@@ -33,7 +33,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_most_probable_experts_are_chosen(dtype: torch.dtype) -> None:
-    """Of equal logits the first; probabilities are those of all experts, or of the chosen ones."""
+    """The first of equal logits; probabilities are normalised over all experts, or over the chosen ones."""
     logits = torch.tensor([[1.0, 3.0, 3.0, -2.0, 3.0], [0.0, 0.0, 0.0, 0.0, 9.0], [-5.0, -4.0, -3.0, -2.0, -1.0]], dtype=dtype)
     for normalised in (False, True):
         shares, experts = choose_experts(logits, COUNT, normalised)
@@ -46,7 +46,7 @@ def test_the_most_probable_experts_are_chosen(dtype: torch.dtype) -> None:
 
 
 def grouped_choice(logits: list[float], correction: list[float], count: int, groups: int, taken: int) -> list[tuple[float, int]]:
-    """Scores and experts, one comparison after another."""
+    """Scores and experts, computed in plain Python."""
     scores = [1 / (1 + math.exp(-logit)) for logit in logits]
     compared, size = [score + more for score, more in zip(scores, correction, strict=True)], len(logits) // groups
     pairs = [sum(sorted(compared[start : start + size])[-2:]) for start in range(0, len(logits), size)]
@@ -57,7 +57,7 @@ def grouped_choice(logits: list[float], correction: list[float], count: int, gro
 
 @pytest.mark.parametrize(("number", "groups", "taken", "count"), [(8, 4, 2, 3), (12, 3, 1, 4), (6, 1, 1, 6), (256, 8, 4, 8), (20, 5, 5, 1)])
 def test_the_best_experts_of_the_best_groups_are_chosen(number: int, groups: int, taken: int, count: int) -> None:
-    """The correction changes the choice and not the shares. The kernel and the reference."""
+    """With the kernel and with the reference. The correction changes the choice, not the shares."""
     logits, correction = random(9, number), random(number) / 4
     for normalised, in_torch in itertools.product((False, True), repeat=2):
         run = choose_grouped_experts.reference if in_torch else choose_grouped_experts
@@ -68,7 +68,7 @@ def test_the_best_experts_of_the_best_groups_are_chosen(number: int, groups: int
             total = sum(score for score, _ in expected) if normalised else 1.0
             assert shares[row].tolist() == pytest.approx([2.5 * score / total for score, _ in expected], rel=1e-5)
     shares, experts = choose_grouped_experts(torch.zeros(1, number), torch.zeros(number), count, groups, taken, True, 1.0)
-    assert experts.tolist() == [list(range(count))], "of equal ones the first"
+    assert experts.tolist() == [list(range(count))], "the first of equal experts"
     shares, experts = choose_grouped_experts(logits.fill_(torch.nan), correction, count, groups, taken, True, 1.0)
     assert bool(shares.isnan().all()) and bool(((experts >= 0) & (experts < number)).all())
 
@@ -76,10 +76,10 @@ def test_the_best_experts_of_the_best_groups_are_chosen(number: int, groups: int
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inner", "outer"), [(64, 16), (21, 200), (8, 1), (9000, 3), (600, 130)])
 def test_products_are_correct_and_independent_of_the_batch(inner: int, outer: int, dtype: torch.dtype) -> None:
-    """Also of threads. More rows than are gathered at once; `states` with a row for each token, and for each of its experts."""
+    """Also of the number of threads. More rows than are gathered at once; `states` has a row per token, or per expert of a token."""
     tokens = 30
     weights, biases = random(EXPERTS * outer, inner, dtype=dtype).mul(inner**-0.5), random(EXPERTS * outer, dtype=dtype)
-    chosen = torch.stack([torch.randperm(EXPERTS - 1, generator=MADE)[:COUNT] for _ in range(tokens)])  # none takes the last
+    chosen = torch.stack([torch.randperm(EXPERTS - 1, generator=MADE)[:COUNT] for _ in range(tokens)])  # the last expert is never chosen
     by_expert = weights.view(EXPERTS, outer, inner)
     near = 1e-5 if dtype is torch.float32 else 0.05
     for rows, bias in ((tokens, None), (tokens * COUNT, biases)):
@@ -100,10 +100,10 @@ def test_products_are_correct_and_independent_of_the_batch(inner: int, outer: in
 
 @every_kind
 def test_products_with_packed_weights_are_those_of_each_expert_alone(kind: Kind) -> None:
-    """The bits of `quantised_product`, whichever rows are multiplied with them; more rows of one expert than are gathered at once."""
+    """Same bits as `quantised_product`, independent of other rows; more rows of one expert than are gathered at once."""
     tokens, outer, inner = 60, 48, 384
     packed, _ = made(kind, EXPERTS * outer, inner)
-    chosen = torch.stack([torch.randperm(EXPERTS - 1, generator=MADE)[:COUNT] for _ in range(tokens)])  # none takes the last
+    chosen = torch.stack([torch.randperm(EXPERTS - 1, generator=MADE)[:COUNT] for _ in range(tokens)])  # the last expert is never chosen
     for rows, dtype, biases in ((tokens, torch.float32, None), (tokens * COUNT, torch.bfloat16, random(EXPERTS * outer).bfloat16())):
         states = random(rows, inner + 3, dtype=dtype)[:, :inner]
         found = quantised_expert_product(states, chosen, packed, EXPERTS, biases)

@@ -17,7 +17,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/sma
 
 
 def has_huge_pages(address: int) -> bool:
-    """Whether the mapping of an address asks for them."""
+    """Whether the mapping at this address requests huge pages."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -28,7 +28,7 @@ def has_huge_pages(address: int) -> bool:
 
 
 def test_tensors_have_memory_of_their_own() -> None:
-    """Also a tensor that is larger than the mapping of several, and the ones after it."""
+    """Also a tensor that is larger than a mapping shared by several tensors, and the tensors after it."""
     shapes = [(100, 700), (40000, 600), (3, 50001), (100, 700)]
     tensors = [empty_in_huge_pages(NUMBERS, shape) for shape in shapes]
     packed = empty_in_huge_pages(NUMBERS, (5, 70000), torch.uint8)
@@ -41,7 +41,7 @@ def test_tensors_have_memory_of_their_own() -> None:
 
 
 @linux
-def test_large_tensors_ask_for_huge_pages() -> None:
+def test_large_tensors_request_huge_pages() -> None:
     large, small = (empty_in_huge_pages(NUMBERS, (rows, 64)) for rows in (1 << 15, 2))
     assert has_huge_pages(large.data_ptr()) and not has_huge_pages(small.data_ptr())
 

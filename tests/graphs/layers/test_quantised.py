@@ -25,7 +25,7 @@ def made(kind: Kind, outer: int, inner: int) -> tuple[Tensor, Tensor]:
     if kind.float8:
         numbers[numbers & 127 == 127] = 126  # not NaN
         values = numbers.to(torch.uint8).view(torch.float8_e4m3fn).float()
-    # No wider than in any format, so that scale * number is exact.
+    # Rounded to float16, so that scale * number is exact.
     scales = (torch.randn(outer, count, generator=draw) * 0.01).half().to(kind.scale_type)
     minimums = torch.randn(outer, count, generator=draw).to(kind.scale_type) if kind.ranged else None
     values = values.view(outer, count, -1) * scales.float()[:, :, None]

@@ -136,7 +136,7 @@ def test_draft_selection_equals_the_reference(seed: int, constrained: bool, look
 
 
 def proposed_case(seed: int, batch: int, drafts: int, constrained: bool, forced: bool) -> tuple[Any, ...]:
-    """Chains of tokens of which some are no tokens, in rows of larger tables."""
+    """Chains of token ids, some of them invalid, in rows of larger tables."""
     made = torch.Generator().manual_seed(seed)
     words, most = 3, drafts + 2
     chains = random(made, -8, words * BITS_PER_WORD + 4, batch, drafts).clamp(min=-2)
@@ -162,7 +162,7 @@ def test_chosen_chains_equal_the_reference(seed: int, batch: int, drafts: int, c
 
 
 def test_proposed_chains_end_at_the_first_draft_that_is_not_taken() -> None:
-    """Legal tokens are 1 and 2; the third draft of two rows is forced, for one of them to the proposed token. 9 is no token."""
+    """Legal tokens are 1 and 2; the third draft of two rows is forced, for one of them to the proposed token. 9 is an invalid id."""
     proposed = torch.tensor([[1, 2, 1, 2], [1, 3, 1, 2], [1, 2, 1, 2], [1, 2, 2, 1], [1, 9, 1, 2]])
     masks, some = torch.full((5, 5, 1), 0b110, dtype=torch.int32), torch.arange(5)
     forced, flags = torch.full((4, 5), -1), torch.zeros(5, 5, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Operations over the tokens of one rank, against the operations over all tokens. The ranks are threads with groups of gloo."""
+"""Operations over the tokens of one rank, against the operations over all tokens. The ranks are threads with gloo groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stepgraph.sampling.kernels import GrammarMask
 from stepgraph.sampling.kernels.processors import RowSettings
 from stepgraph.sampling.sampler import Param
 
-SIZE, VOCABULARY, DRAFTS = 3, 1001, 2  # no rank has as many tokens as another, and no shard begins with a word of a mask
+SIZE, VOCABULARY, DRAFTS = 3, 1001, 2  # shards of 333, 334 and 334 tokens; the last two do not begin at a word of a mask
 ROWS = [
     # temperature, top_k, top_p, min_p
     [1.0, 0, 1, 0],
@@ -67,7 +67,7 @@ def settings() -> RowSettings:
 
 
 def grammar_mask(biases: RowSettings) -> GrammarMask:
-    """Of row 7, only the token that its request forbids is legal; the mask of row 4 does not hold."""
+    """Row 7 allows only the token that its logit bias forbids; the mask of row 4 has status DEAD_END."""
     legal = torch.rand(BATCH, DRAFTS + 1, VOCABULARY, generator=torch.Generator().manual_seed(6)) < 0.3
     legal[7] = torch.arange(VOCABULARY) == biases.bias_ids[7, 1]
     status = torch.full((BATCH, DRAFTS + 1), int(MaskStatus.OK))
@@ -86,7 +86,7 @@ def test_operations_equal_those_over_all_tokens(tmp_path: Path, seed: int) -> No
     finite = torch.ones(BATCH, DRAFTS + 1, dtype=torch.bool)
     near = logits + torch.randn(logits.shape, generator=torch.Generator().manual_seed(seed))
     offered = kernels.distribution(near[:, :DRAFTS], given.params)
-    drafts[::2] = offered.argmax(-1)[::2]  # some of them hold
+    drafts[::2] = offered.argmax(-1)[::2]  # some drafts are accepted
 
     def part(whole: Tensor, shard: VocabularyShard | None) -> Tensor:
         return whole if shard is None else shard.part(whole).contiguous()
@@ -130,9 +130,9 @@ def test_operations_equal_those_over_all_tokens(tmp_path: Path, seed: int) -> No
             assert torch.equal(each[name], value), (rank, name, each[name], value)
 
 
-@pytest.mark.parametrize("most", [5, VOCABULARY + 2])  # more than there are, and so more than a rank has
+@pytest.mark.parametrize("most", [5, VOCABULARY + 2])  # the second is more than all tokens
 def test_most_probable_tokens_and_whole_logits_equal_those_of_one_process(tmp_path: Path, most: int) -> None:
-    """Ids exactly, and log-probabilities within rounding; of the positions with finite logits."""
+    """Ids exactly, log-probabilities within rounding, at positions with finite logits."""
     logits, given, rows = logits_of(0), settings(), torch.arange(BATCH)
     probs = kernels.distribution(logits, given.params)
     asks = given.params.clone()

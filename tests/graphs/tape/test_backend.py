@@ -77,7 +77,7 @@ def add_one(b: StaticBuffers) -> None:
     b.x.add_(1)
 
 
-# a capture leaves no trace
+# side effects of a capture
 
 
 def test_capture_changes_nothing(buffers: StaticBuffers) -> None:
@@ -218,7 +218,7 @@ BAKED = [
 def test_baked_values(buffers: StaticBuffers, step: Callable[[StaticBuffers], None], rule: str, values: tuple[str, ...]) -> None:
     HOST.__init__()  # type: ignore[misc]
     before = snapshot(buffers)
-    TapeBackend().capture(step, buffers, check="twice")  # the host state stays: nothing to see
+    TapeBackend().capture(step, buffers, check="twice")  # unchanged host state: no error
     with pytest.raises(CaptureError) as caught:
         TapeBackend().capture(step, buffers, check="twice", between=HOST.change)
     error = caught.value
@@ -353,7 +353,7 @@ def test_capture_inside_other_modes(context: Callable[[], Any]) -> None:
         b.y.copy_(torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).reshape(4, 8) @ b.x.T @ b.x)
 
     with context():
-        run_eager(step, b)  # autocast keeps its casts of the weights
+        run_eager(step, b)  # autocast caches its casts of the weights
         recorded = TapeBackend().capture(step, b, check="twice")
         run_eager(step, b)
     expected = b.y.clone()
@@ -362,7 +362,7 @@ def test_capture_inside_other_modes(context: Callable[[], Any]) -> None:
     assert torch.equal(b.y, expected)
 
 
-def test_through_the_public_function(buffers: StaticBuffers) -> None:
+def test_public_capture_function(buffers: StaticBuffers) -> None:
     recorded = capture(through_host(doubling(buffers)), buffers, backend="tape")
     recorded.replay()
     assert bool((buffers.y == 2).all())
@@ -376,7 +376,7 @@ def test_arguments_are_checked(buffers: StaticBuffers) -> None:
         TapeBackend().capture(lambda b: None, buffers, check="thrice")  # type: ignore[arg-type]
 
 
-_library = torch.library.Library("stepgraph_test_tape", "DEF")  # .out overloads of which not one repeats the functional result
+_library = torch.library.Library("stepgraph_test_tape", "DEF")  # .out overloads that do not give the functional result
 for _name in ("idle", "other", "broken"):
     _library.define(f"{_name}(Tensor x) -> Tensor")
     _library.define(f"{_name}.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
@@ -479,7 +479,7 @@ def test_operation_that_fails_in_a_replay_names_its_line(buffers: StaticBuffers)
 
 @needs_c
 def test_consecutive_kernels_in_c_are_one_call_from_python(buffers: StaticBuffers) -> None:
-    """One that fails among them names its own line, after the ones before it ran."""
+    """A kernel that fails names its own line, and the kernels before it have run."""
 
     def step(b: StaticBuffers) -> None:
         b.counts[0].copy_(b.index[:1] + 1)
@@ -514,7 +514,7 @@ def test_undeclared_write_of_a_host_node(buffers: StaticBuffers) -> None:
 def test_concurrent_copy_is_not_an_undeclared_write(buffers: StaticBuffers) -> None:
     started = threading.Event()
 
-    def work() -> None:  # ends when the copy beside it has happened
+    def work() -> None:  # ends after the concurrent copy
         started.set()
         deadline = time.monotonic() + 10
         while buffers.x_host[3, 7] == 0 and time.monotonic() < deadline:
@@ -565,7 +565,7 @@ def test_streams_run_concurrently(buffers: StaticBuffers) -> None:
 
 
 def test_threads_are_reused_and_end(buffers: StaticBuffers) -> None:
-    before = {*threading.enumerate()}  # others may end meanwhile
+    before = {*threading.enumerate()}  # other threads may end meanwhile
     backend = TapeBackend(asynchronous=True)
     recorded = [backend.capture(through_host(doubling(buffers)), buffers) for _ in range(3)]
     for _ in range(10):
@@ -683,7 +683,7 @@ def test_asynchronous_error_is_raised_once(buffers: StaticBuffers, deliver: str)
     }
     with pytest.raises(ZeroDivisionError, match="late"):
         calls[deliver]()
-    assert ran == [1]  # the queue went on
+    assert ran == [1]  # the queue continued
     recorded.replay()
     backend.synchronize()
     assert bool((buffers.x == 2).all())
@@ -710,7 +710,7 @@ def test_run_disables_gradients(buffers: StaticBuffers) -> None:
     assert modes == [False, False]
 
 
-# the end
+# close
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -116,7 +116,7 @@ def test_message_names_both_sides() -> None:
     assert "writes 'b_host'" in text and "reads it" in text and "too early" in caught.value.source
 
 
-# each pair is unordered and shares a buffer, but no element that anybody writes
+# each pair is unordered and shares a buffer, but no written element
 
 DISJOINT: dict[str, tuple[Work, Work]] = {
     "two reads": (lambda b: b.a + 1, lambda b: b.b.copy_(b.a)),
@@ -194,7 +194,7 @@ def test_overlap_is_exact(a: Tensor, b: Tensor) -> None:
     assert (first is not None and second is not None and overlap(first, second)) == bool(bytes_of(a) & bytes_of(b))
 
 
-# random programs: what is not reported as a race replays like eager, however the streams are delayed
+# random programs: without a reported race, replays equal eager runs under any delays of the streams
 
 STREAMS = ("main", "one", "two")
 _row = st.integers(0, 2)

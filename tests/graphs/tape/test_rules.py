@@ -45,7 +45,7 @@ def count_and_sum(x: Tensor, count: Tensor) -> Tensor:
 
 
 class Wrapped(Tensor):
-    """A tensor around another, as torchao's weights are."""
+    """A tensor subclass that wraps another tensor, like torchao's weights."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapped:
@@ -393,7 +393,7 @@ def started_thread(b: StaticBuffers) -> None:
 
 
 OLDER_POOL = ThreadPoolExecutor(1)
-OLDER_POOL.submit(int).result()  # its thread runs
+OLDER_POOL.submit(int).result()  # starts its thread
 
 
 @illegal("other-thread")
@@ -457,7 +457,7 @@ def dlpack(b: StaticBuffers) -> object:
     return np.from_dlpack(b.x)  # illegal
 
 
-# memory the capture does not know, or must not touch so
+# memory that the capture does not know, or must not use in this way
 
 
 @illegal("unregistered-input")
@@ -658,7 +658,7 @@ def another_capture() -> object:
 
 @pytest.fixture(scope="module")
 def process_group() -> Iterator[None]:
-    """Of this process only."""
+    """A process group of this process only."""
     distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()

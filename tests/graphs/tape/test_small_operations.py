@@ -22,7 +22,7 @@ Make = Callable[[random.Random], Arguments]
 
 
 def numbers(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype = torch.int64, least: int = -3, most: int = 3) -> Tensor:
-    """With any strides: a part of a larger tensor, or its dimensions exchanged."""
+    """A tensor with arbitrary strides: part of a larger tensor with permuted dimensions."""
     larger = tuple(size + rng.randrange(3) for size in shape)
     order = rng.sample(range(len(shape)), len(shape))
     made = torch.tensor([rng.randint(least, most) for _ in range(torch.Size(larger).numel())]).view([larger[dim] for dim in order])
@@ -49,7 +49,7 @@ def chosen(rng: random.Random) -> Arguments:
 
 
 def rows_of_table(rng: random.Random) -> Arguments:
-    """Some of the rows count from the end."""
+    """Some of the row indices are negative."""
     table = torch.randn(5, *(rng.randint(1, 4) for _ in range(rng.randrange(3)))).to(rng.choice([torch.float32, torch.bfloat16]))
     return table, [numbers(rng, shape_of(rng, 2), least=-5, most=4)]
 
@@ -167,7 +167,7 @@ def test_results_are_those_of_torch(name: str) -> None:
         (aten.neg, (torch.ones(3, dtype=torch.int64),)),
     ],
 )
-def test_other_operations_stay_torchs(packet: Any, arguments: Arguments) -> None:
+def test_other_operations_run_in_torch(packet: Any, arguments: Arguments) -> None:
     run, _ = called(packet._qualified_op_name.removeprefix("aten::"), packet, arguments)
     assert run is None
 

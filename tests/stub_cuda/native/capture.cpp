@@ -127,7 +127,7 @@ int destroy_stream(void* handle) {
         }
     }
     counter("live_streams").add(-1);
-    delete stream;  // work that it was given runs all the same
+    delete stream;  // work that was issued on it still runs
     return SUCCESS;
 }
 
@@ -318,7 +318,7 @@ int capture_info(void* handle, CaptureInfo* info) {
     Stream* stream = find_stream(handle);
     if (!stream) return INVALID_HANDLE;
     *info = {};
-    if (stream == &world().legacy && blocking_capture()) return CAPTURE_IMPLICIT;  // which invalidates nothing
+    if (stream == &world().legacy && blocking_capture()) return CAPTURE_IMPLICIT;  // does not invalidate the capture
     if (!stream->capture) return SUCCESS;
     info->status = stream->capture->invalid ? 2 : 1;
     info->id = stream->capture->id;

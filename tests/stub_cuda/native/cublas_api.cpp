@@ -48,7 +48,7 @@ int cublasDestroy_v2(void* handle) {
 
 int cublasSetStream_v2(void* handle, void* stream) {
     static_cast<Handle*>(handle)->stream = stream;
-    static_cast<Handle*>(handle)->workspace = nullptr;  // as in CUDA: the handle's own until one is set
+    static_cast<Handle*>(handle)->workspace = nullptr;  // as in CUDA: the handle's own workspace until one is set
     return SUCCESS;
 }
 

@@ -168,7 +168,7 @@ int add_node(void** handle, void* graph_handle, Node* const* dependencies, size_
 }
 
 namespace {
-// In a body, and recursively in its children: what CUDA allows there.
+// Whether CUDA allows these nodes, and recursively those of their bodies, in the body of a conditional node.
 bool allowed_in_body(const Nodes& nodes) {
     for (auto& node : nodes) {
         bool known = node->type == NodeType::kernel || node->type == NodeType::copy || node->type == NodeType::fill || node->type == NodeType::empty;
@@ -201,7 +201,7 @@ int destroy_exec(void* handle) {
     auto exec = static_cast<Exec*>(handle);
     if (!alive().execs.erase(exec)) return INVALID_VALUE;
     counter("live_graph_execs").add(-1);
-    delete exec;  // a launch under way has the nodes
+    delete exec;  // a launch under way shares the nodes
     return SUCCESS;
 }
 

@@ -13,13 +13,13 @@
 namespace stub {
 
 struct Module {
-    const uint8_t* fat_binary = nullptr;  // unread as yet
+    const uint8_t* fat_binary = nullptr;  // null once read
     std::map<std::string, std::vector<Parameter>> layouts;
     std::map<std::string, std::unique_ptr<Function>> functions;
 };
 
 namespace {
-std::mutex kernels;  // over all of this file
+std::mutex kernels;  // protects all state of this file
 std::map<const void*, Function*> host_functions;
 std::map<std::string, std::unique_ptr<Function>> library_functions;
 
@@ -30,7 +30,7 @@ Value read(const uint8_t* source) {
     return value;
 }
 
-// Entries of .nv.info: format, attribute, then a size and so many bytes where the format is 4, else two bytes of value.
+// Entries of .nv.info: format, attribute, then a size and that many bytes if the format is 4, else a value of two bytes.
 std::vector<Parameter> read_info(const uint8_t* info, size_t size) {
     constexpr uint8_t SIZED = 4, PARAMETER = 0x17;
     std::map<uint16_t, Parameter> by_ordinal;
@@ -39,7 +39,7 @@ std::vector<Parameter> read_info(const uint8_t* info, size_t size) {
         uint16_t length = format == SIZED ? read<uint16_t>(info + at + 2) : 0;
         if (at + 4 + length > size) break;
         if (format == SIZED && attribute == PARAMETER && length >= 12) {
-            const uint8_t* entry = info + at + 4;  // index, ordinal, offset, then flags with the size on top
+            const uint8_t* entry = info + at + 4;  // index, ordinal, offset, then flags with the size in the top bits
             by_ordinal[read<uint16_t>(entry + 4)] = {read<uint16_t>(entry + 6), read<uint32_t>(entry + 8) >> 18};
         }
         at += 4 + length;
@@ -51,7 +51,7 @@ std::vector<Parameter> read_info(const uint8_t* info, size_t size) {
 
 void read_cubin(Module& module, const uint8_t* image) {
     if (std::memcmp(image, ELFMAG, SELFMAG) != 0) {
-        message("a module is no cubin: arguments of its kernels are not kept");
+        message("a module is not a cubin: arguments of its kernels are not kept");
         return;
     }
     auto header = read<Elf64_Ehdr>(image);
@@ -91,7 +91,7 @@ Decompress open_zstd() {
     return call;
 }
 
-// A block of LZ4, which is many pairs of literals and a copy of earlier output. The number of bytes written; 0 where the block is damaged.
+// Decompresses an LZ4 block: pairs of literals and a copy of earlier output. Returns the bytes written, 0 if the block is damaged.
 size_t decompress_lz4(void* to, size_t size, const void* from, size_t packed) {
     auto *out = static_cast<uint8_t*>(to), *out_end = out + size;
     auto *in = static_cast<const uint8_t*>(from), *in_end = in + packed;

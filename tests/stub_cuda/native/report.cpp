@@ -20,7 +20,7 @@ struct Report {
     bool verbose = std::getenv("STUB_CUDA_VERBOSE") != nullptr;
 };
 
-// Never destroyed: threads of the process may count until it is gone.
+// Never destroyed: threads may count until the process ends.
 Report& report() {
     static Report* one = new Report;
     return *one;

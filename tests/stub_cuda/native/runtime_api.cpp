@@ -85,7 +85,7 @@ constexpr Property PROPERTIES[] = {
     {at(772, 748), 4, 1},                 // clusterLaunch
 };
 
-// What a driver has and this one does not model.
+// A driver function that is not modelled.
 int not_modelled() {
     message("call of a driver function that is not modelled");
     return NOT_SUPPORTED;

@@ -125,7 +125,7 @@ struct Node {
     int condition_type = 0;
 };
 
-// A description that a graph exec and a queued launch share with the graph, whichever goes last.
+// Shared by a graph, its execs and queued launches: nodes live as long as any of these.
 using Nodes = std::vector<std::shared_ptr<Node>>;
 
 struct Graph {
@@ -149,7 +149,7 @@ int add_node(void** handle, void* graph, Node* const* dependencies, size_t count
 int create_graph(void** graph);
 int create_condition(uint64_t* handle, void* graph);
 bool is_condition(uint64_t handle, void* graph);
-Graph* find_graph(void* graph);  // null: no such graph; also while it is captured
+Graph* find_graph(void* graph);  // null: no such graph; also finds a graph that is being captured
 Exec* find_exec(void* exec);
 std::vector<void*> live_graphs();
 
@@ -172,7 +172,7 @@ struct Stream {
     bool blocking = true;  // synchronises with the legacy stream
     std::shared_ptr<Capture> capture;
     std::vector<Node*> frontier;  // what the next captured node depends on
-    uint64_t ticket = 0;          // of its last work
+    uint64_t ticket = 0;          // of the last work issued on it
 };
 
 struct Event {
@@ -210,7 +210,7 @@ struct CaptureInfo {
 };
 int capture_info(void* stream, CaptureInfo* info);
 int exchange_mode(int* mode);
-int unsafe_call(const char* what);  // what a capture may forbid on this thread
+int unsafe_call(const char* what);  // a call that a capture may forbid on this thread
 int legacy_call(const char* what);  // implicit use of the legacy stream
 int invalidate(Capture& capture, int code, const char* why);
 
