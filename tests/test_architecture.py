@@ -1,4 +1,4 @@
-"""docs/architecture.md lists the files that a value passes through, as a trace of a small engine finds them."""
+"""docs/architecture.md lists the files that a value passes through, as found by a trace of a small engine."""
 
 from __future__ import annotations
 

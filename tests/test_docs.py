@@ -54,7 +54,7 @@ OUTPUTS = {  # pattern of the printed text, by a phrase of the block
 
 
 PERSON = {"type": "object", "properties": {"name": {"enum": ["Ada"]}}, "required": ["name"], "additionalProperties": False}
-EXECUTED = {  # what runs for a documented command: the same in a temporary folder, made shorter by flags and with names of its files
+EXECUTED = {  # documented command: the command that runs in a temporary folder, with its file names and with flags that shorten the run
     "python tools/gpu_check.py": "python tools/gpu_check.py --list",
     "python tools/gpu_table.py --write": "python tools/gpu_table.py --check",  # does not write into the repository
     "python -m tools.first_hour --lines": "python -m tools.first_hour --lines",
@@ -195,7 +195,7 @@ def test_command_is_accepted(command: str, monkeypatch: pytest.MonkeyPatch) -> N
         cli.make_parser().parse_args(words[1:])
     elif "pytest" in words:
         assert (ROOT / words[-1]).is_dir()
-    elif not any(longer.startswith(f"{command} -") for longer in COMMANDS):  # else the name of a tool that is called elsewhere
+    elif not any(longer.startswith(f"{command} -") for longer in COMMANDS):  # else it only names a tool
         parse_flags(*tool_and_flags(words[1:]), monkeypatch)
 
 

@@ -1,4 +1,4 @@
-"""A wheel in an environment with its dependencies alone: commands run, or name the extra that they need. `make models` runs this."""
+"""A wheel in an environment with only its dependencies: commands run, or name the extra that they need. `make models` runs this."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def required(name: str, extras: Sequence[str], found: set[tuple[str, str]]) -> s
 
 
 class Environment:
-    """A virtual environment with links to what this one has of the requirements. Its current folder is empty."""
+    """A virtual environment with links to the requirements that are installed in this one. Commands run in an empty folder."""
 
     def __init__(self, folder: Path, wheel: Path, extras: Sequence[str], *modules: str) -> None:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)

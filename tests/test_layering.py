@@ -1,4 +1,4 @@
-"""Arrows point one way, `tools, tests -> runtime -> graphs -> sampling`; files that run on the device never ask the host."""
+"""Imports go one way, `tools, tests -> runtime -> graphs -> sampling`; code that runs on the device does not synchronise."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def import_faults(root: Path) -> list[str]:
             if name.startswith("."):
                 faults.append(f"{path}:{line}: relative import {name}")
             elif parts[0] in LAYERS:
-                faults.append(f"{path}:{line}: {name} without stepgraph in front: a second copy of the module")
+                faults.append(f"{path}:{line}: {name} without the prefix stepgraph imports a second copy of the module")
             elif layer == "runtime" and parts[1:3] == ["runtime", "commands"] and not path.startswith(COMMANDS):
                 faults.append(f"{path}:{line}: the library imports {name} of the commands")
             elif layer in LAYERS and (parts[0] in ("tools", "tests") or parts[:2] in above(layer)):
@@ -94,12 +94,12 @@ def test_imports_point_one_way() -> None:
     assert import_faults(ROOT) == []
 
 
-def test_every_folder_is_looked_at() -> None:
+def test_every_folder_is_checked() -> None:
     assert {path.split("/")[0] for path, _ in sources(ROOT)} == set(FOLDERS)
 
 
 @pytest.mark.parametrize("path", DEVICE_FILES)
-def test_device_files_do_not_ask_the_host(path: str) -> None:
+def test_device_files_do_not_synchronise(path: str) -> None:
     assert sync_faults(path, ast.parse((ROOT / path).read_text(encoding="utf-8"))) == []
 
 
@@ -122,7 +122,7 @@ def test_device_files_do_not_ask_the_host(path: str) -> None:
         ("tools/a.py", "from stepgraph import Engine", True),
     ],
 )
-def test_a_planted_import_is_seen(tmp_path: Path, path: str, line: str, allowed: bool) -> None:
+def test_a_planted_import_is_found(tmp_path: Path, path: str, line: str, allowed: bool) -> None:
     target = tmp_path / path
     target.parent.mkdir(parents=True)
     target.write_text(line + "\n", encoding="utf-8")
@@ -132,7 +132,7 @@ def test_a_planted_import_is_seen(tmp_path: Path, path: str, line: str, allowed:
 @pytest.mark.parametrize(
     "call", ["x.item()", "x.sum().tolist()", "x.cpu()", "x.nonzero()", "x.numpy()", "torch.tensor([1])", "torch.nonzero(x)"]
 )
-def test_a_planted_synchronisation_is_seen(call: str) -> None:
+def test_a_planted_synchronisation_is_found(call: str) -> None:
     assert len(sync_faults("a.py", ast.parse(f"def stage(x):\n    return {call}"))) == 1
     assert sync_faults("a.py", ast.parse("def stage(x):\n    return torch.where(x, x.to(torch.int64), 0)")) == []
 

@@ -1,4 +1,4 @@
-"""The list of packages is the tree, and a wheel built from the tree holds all of it and nothing else."""
+"""The listed packages are those of the tree, and a wheel built from the tree holds all of it and nothing else."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_checkout_next_to_a_program_gives_way_to_the_installed_package(tmp_pat
         (folder / "stepgraph" / "__init__.py").write_text(text, encoding="utf-8")
     (program / "stepgraph" / "setup.py").touch()
     (program / "program.py").write_text("import stepgraph; print(stepgraph.__file__)", encoding="utf-8")
-    for path, found in ((site, site), (program, program), (Path(), program)):  # installed, on purpose, and not installed
+    for path, found in ((site, site), (program, program), (Path(), program)):  # installed; checkout in PYTHONPATH; not installed
         command = [sys.executable, "-S", str(program / "program.py")]
         printed = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(path)}, capture_output=True, text=True, check=True).stdout
         assert Path(printed.strip()) == found / "stepgraph" / "__init__.py"
@@ -102,7 +102,7 @@ def files_of(wheel: Path) -> list[str]:
 
 
 def hurried(tmp_path: Path, **compilers: str) -> dict[str, str]:
-    """The compilers of C and C++, without optimisation, where nothing can be reused: what is built here is not run."""
+    """C and C++ compilers without optimisation, for libraries that cannot be reused: what is built here is not run."""
     for name, compiler in compilers.items():
         script = tmp_path / name
         script.write_text(f'#!/bin/sh\nexec {compiler} "$@" -O0\n', encoding="ascii")
@@ -126,7 +126,7 @@ def test_a_wheel_holds_every_module_and_nothing_else(tmp_path: Path) -> None:
     assert sum(name.endswith(".so") for name in names) == (1 if len(found) == len(compilers) else 0)
 
 
-def test_a_wheel_without_a_compiler_lacks_the_libraries_in_c_alone(tmp_path: Path) -> None:
+def test_a_wheel_without_a_compiler_lacks_only_the_c_library(tmp_path: Path) -> None:
     names = files_of(build("wheel", tmp_path, CC="no-such-compiler"))
     assert {"stepgraph/sampling/grammar/link/c/host_link.c", "stepgraph/graphs/layers/c/attention.c"} <= set(names)
     assert not [name for name in names if name.endswith(".so")]
@@ -141,7 +141,7 @@ def setup_fields(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return given
 
 
-# Warnings about the flow of values need the optimiser, which takes half a minute.
+# Data-flow warnings need the optimiser, which takes half a minute.
 @pytest.mark.parametrize("level", [pytest.param("-O0", marks=pytest.mark.slow), pytest.param("-O1", marks=pytest.mark.soak)])
 def test_the_c_library_compiles_without_warnings(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (library,) = setup_fields(monkeypatch)["ext_modules"]
@@ -173,8 +173,8 @@ def test_the_command_that_tests_each_built_wheel_passes(tmp_path: Path) -> None:
     assert done.returncode == 0 and "self-test" in done.stdout, done.stdout + done.stderr
 
 
-def test_a_library_that_is_built_again_replaces_the_old_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process may have it open, and another may open it meanwhile."""
+def test_a_rebuilt_library_replaces_the_old_one_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process may have the old library open, and another may open it during the build."""
     setuptools = pytest.importorskip("setuptools", minversion="77")
     given = setup_fields(monkeypatch)
     new, old, seen = tmp_path / "built.so", tmp_path / "used.so", list[bytes]()
@@ -190,7 +190,7 @@ def test_a_library_that_is_built_again_replaces_the_old_one_whole(tmp_path: Path
         monkeypatch.setattr(os, "replace", seen_before)
         given["cmdclass"]["build_ext"](setuptools.Distribution()).copy_file(str(new), str(old), level=1)
         assert used.read() == b"old" * 9000
-    assert seen == [b"old" * 9000], "it was there until the new one was whole"
+    assert seen == [b"old" * 9000], "the old library exists until the new one is complete"
     assert old.read_bytes() == new.read_bytes() and sorted(tmp_path.iterdir()) == [new, old]
 
 
@@ -215,7 +215,7 @@ def test_an_sdist_holds_all_that_a_clone_has_and_its_tests_run(tmp_path: Path) -
     for library in (ROOT / "sampling").glob("_native*.so"):
         shutil.copy(library, root / "sampling")
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "stepgraph").symlink_to(root)  # as an editable install from it has in .typings
+    (tmp_path / "site" / "stepgraph").symlink_to(root)  # as in .typings of an editable install
     files_run = ("tests/sampling/test_keywords.py", "tests/sampling/test_fields.py", "tests/test_parts.py")
     command = [sys.executable, "-m", "pytest", "-q", *files_run, f"tests/test_packaging.py::{PLACE.__name__}"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
@@ -224,7 +224,7 @@ def test_an_sdist_holds_all_that_a_clone_has_and_its_tests_run(tmp_path: Path) -
 
 
 def test_type_checkers_see_an_editable_install(tmp_path: Path) -> None:
-    """They read the paths in .pth files, and run no import hooks."""
+    """Type checkers read the paths in .pth files, and run no import hooks."""
     wheel = zipfile.ZipFile(build("editable", tmp_path, CC="no-such-compiler"))
     (path,) = (name for name in wheel.namelist() if name.endswith(".pth"))
     folder = Path(wheel.read(path).decode().strip())
@@ -255,7 +255,7 @@ def test_type_checkers_find_a_wrong_argument_after_an_install(how: str, tmp_path
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     (site,) = environment.glob("lib/python*/site-packages")
     built.extractall(site)
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")  # whose .pth files are not read
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")  # .pth files in that folder are not read
     program, python = tmp_path / "program.py", str(environment / "bin" / "python")
     program.write_text(WRONG_PROGRAM, encoding="utf-8")
     for checker in (

@@ -16,7 +16,7 @@ from tests.fuzz.reached import Reached
 from tests.fuzz.values import Value, written
 from tests.fuzz.watch import TooLong, Watch
 
-MOST_WORDS = 2500  # characters of a refusal, whatever the input
+MOST_WORDS = 2500  # characters of a refusal
 MOST_FINDS = 20  # of one kind that are reported
 
 
@@ -69,7 +69,7 @@ class Report:
 
 
 def attempt(door: Door, given: Value, watch: Watch, reached: Reached) -> bool | Find:
-    """Run one input: whether it was accepted, or what it did wrong."""
+    """Run one input. Returns whether it was accepted, or the fault."""
     accepted, what, trace = False, "", ""
     door.prepare(given)
     try:
@@ -92,10 +92,10 @@ def attempt(door: Door, given: Value, watch: Watch, reached: Reached) -> bool | 
 def _badly_refused(door: Door, error: Exception) -> str:
     message = str(error)
     if isinstance(error, UnicodeError):
-        return f"a refusal in the interpreter's own words: {type(error).__name__}: {message:.200}"
+        return f"a refusal with a message of the interpreter: {type(error).__name__}: {message:.200}"
     if len(message) > MOST_WORDS:
         return f"a refusal of {len(message)} characters: {message:.200}"
-    return "" if door.named.match(message) else f"a refusal that names nothing: {message:.300}"
+    return "" if door.named.match(message) else f"a refusal that names no field or file: {message:.300}"
 
 
 def fuzz(

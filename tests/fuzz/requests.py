@@ -70,7 +70,7 @@ CONSTRAINTS: list[tuple[str, list[Value]]] = [
 
 
 def sharpened(logits: Tensor, given: ProcessorInput) -> Tensor:
-    return logits * given.arguments[:, None]  # one factor of each row
+    return logits * given.arguments[:, None]  # one factor per row
 
 
 CONFIG = EngineConfig(
@@ -109,7 +109,7 @@ class SamplingDoor(Door):
         assert again == accepted and hash(again) == hash(accepted), "a copy of the accepted parameters differs"
         assert accepted.plain == (accepted.beyond_argmax == "") and set(accepted.biases) == {*accepted.logit_bias, *accepted.bad_token_ids}
         numbers = [value for field in fields(accepted) if isinstance(value := getattr(accepted, field.name), float)]
-        assert all(map(math.isfinite, [*numbers, *accepted.logit_bias.values()])), "a number that is none was taken"
+        assert all(map(math.isfinite, [*numbers, *accepted.logit_bias.values()])), "a number that is not finite was accepted"
 
 
 class ConstraintDoor(Door):

@@ -28,7 +28,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 29\r\n\r\n"
 
 
 class Refused(ValueError):
-    """A response with a status other than 200, or none."""
+    """A response with a status other than 200, or no response."""
 
 
 class ServerDoor(Door):
@@ -118,7 +118,7 @@ class ServerDoor(Door):
         return b"".join(pieces)
 
     async def _idle(self) -> None:
-        """Wait for jobs that were cancelled, by a stop text or since the client left: an answer does not wait for their last step."""
+        """Wait for jobs that were cancelled by a stop text or a disconnect: a response does not wait for their last step."""
         left = {queued.job: len(queued.job.tokens) for queued in tuple(self.engine.queue.unfinished.values())}
         while self.engine.has_work:
             await asyncio.sleep(0.001)

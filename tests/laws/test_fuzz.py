@@ -107,7 +107,7 @@ def test_search_finds_a_removed_guard(doors: Callable[[str], Door], monkeypatch:
     monkeypatch.setattr(door, "seeds", [{"temperature": 0.7}])  # one field of many, so that few inputs suffice
     monkeypatch.setattr(door, "words", ["temperature"])
     report = fuzz(door, 1000)
-    assert [find.what for find in report.finds if "a number that is none was taken" in find.what]
+    assert [find.what for find in report.finds if "a number that is not finite was accepted" in find.what]
 
 
 @pytest.mark.parametrize("cancels", [True, False])
@@ -157,7 +157,7 @@ def test_forbidden_effects_are_detected(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.delenv("FUZZ_LEFT_BEHIND")
     door, watch, reached = Careless(), Watch(), Reached()
     found = {given: attempt(door, given, watch, reached) for given in Careless.seeds}
-    expected = ("names nothing", "it did: open ", "it did: subprocess.Popen", "variables: ", "KeyError", "own words", "of 7000 characters")
+    expected = ("names no", "it did: open ", "it did: subprocess.Popen", "variables: ", "KeyError", "interpreter", "of 7000 characters")
     for given, sign in zip(Careless.seeds, expected, strict=True):
         find = found[given]
         assert isinstance(find, Find) and sign in find.what, find

@@ -59,7 +59,7 @@ def counters() -> Counter[str]:
 
 
 class Counts(Counter[str]):
-    """What was counted inside a `counted()` block: differences, without the names that did not change."""
+    """Differences of the counters over a `counted()` block, without those that did not change."""
 
     def of(self, names: tuple[str, ...]) -> dict[str, int]:
         return {name: self[name] for name in names if self[name]}

@@ -15,9 +15,7 @@ import torch
 from triton.runtime import interpreter
 
 if not hasattr(interpreter, "_LangPatchScope"):
-    pytest.skip(
-        "values of kernels need _LangPatchScope of Triton's interpreter, which Triton 3.4 does not have", allow_module_level=True
-    )
+    pytest.skip("values of kernels need _LangPatchScope of Triton's interpreter, which Triton 3.4 does not have", allow_module_level=True)
 
 from stepgraph.graphs import BufferSpec, StaticBuffers
 from tests.stub_cuda import counters, numerics

@@ -1,4 +1,4 @@
-"""The bench of schemas with instances: classes of outcomes, continuing, and the orders of properties."""
+"""The benchmark of schemas with instances: classes of outcomes, resumption, and the orders of properties."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_outcomes_are_counted_and_kept(tmp_path: Path, capsys: pytest.CaptureFix
         "without contains; give items an enum,"  # reasons are cut
     ]
     lines = out.read_text()
-    out.write_text("".join(lines.splitlines(keepends=True)[:-1]))  # the last one is found again, and only that one
+    out.write_text("".join(lines.splitlines(keepends=True)[:-1]))  # only the last schema is processed again
     assert main(["--data", str(data), "--out", str(out), "--backend", "xgrammar", "--vocabulary", "bytes"]) == 1
     assert [json.loads(line)["name"] for line in out.read_text().splitlines()] == [entry["name"] for entry in ENTRIES]
 

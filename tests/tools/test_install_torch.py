@@ -1,4 +1,4 @@
-"""Packages named torch from folders in the form of an index: which build is installed depends on what the builds require."""
+"""Packages named torch from folders that form an index: the installed build depends on the requirements of the builds."""
 
 from __future__ import annotations
 

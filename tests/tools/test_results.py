@@ -25,7 +25,7 @@ from tools.bench_schemas import MASK_TIMES
 from tools.gpu_table import RESULTS
 
 SCHEMAS = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.schema.json")}
-QUIETER = "fills-2026-11-24.json", "adaptive-2026-11-25.json", "adaptive-2026-11-26.json"  # beside the latest ones
+QUIETER = "fills-2026-11-24.json", "adaptive-2026-11-25.json", "adaptive-2026-11-26.json"  # quoted in addition to the latest ones
 RECORDS = sorted(path for path in RESULTS.glob("*.json") if path.name not in SCHEMAS)
 
 
@@ -35,7 +35,7 @@ def check(name: str, record: dict[str, Any]) -> None:
     if "mode" not in record:
         schema = {**schema, "$ref": f"#/$defs/{name.split('-')[0]}"}
     jsonschema.Draft202012Validator(schema).validate(record)
-    assert "mode" in record or name.endswith(f"-{record['date'][:10]}.json"), f"{name}: of another day"
+    assert "mode" in record or name.endswith(f"-{record['date'][:10]}.json"), f"{name}: the record has another date"
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
@@ -269,11 +269,11 @@ def test_documents_quote_the_latest_records() -> None:
     )
     linked = {path.name for path in RECORDS if "mode" not in json.loads(path.read_text(encoding="utf-8"))}
     linked = {name for name in linked if any(f"/{name}" in text for text in texts.values())}
-    assert linked == {max(RESULTS.glob(f"{kind}-*.json")).name for kind in compared} | {*QUIETER}, "a page names no other record"
+    assert linked == {max(RESULTS.glob(f"{kind}-*.json")).name for kind in compared} | {*QUIETER}, "pages link to no other record"
 
 
 def test_library_of_a_schema_is_chosen_from_measurements() -> None:
-    """Automata first, which have the fastest masks; where there is none, by what compiling and a mask took."""
+    """Automata first, which have the fastest masks; without an automaton, by the measured time of a compilation and a mask."""
     bench = kept("maskbench")
     masks = {name: bench["libraries"][name]["mask_us_p99_of_each"]["p50"] for name in COSTS}
     masks["automaton"] = bench["mask_us"]["automaton"]["least of three"]["p99"]

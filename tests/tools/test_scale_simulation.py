@@ -79,7 +79,7 @@ def small_engine() -> Engine:
 
 
 def noted_rounds(engine: Engine) -> dict[int, list[int]]:
-    """By job: the round of each of its events."""
+    """For each job, the rounds of its events."""
     found, step = dict[int, list[int]](), engine.step
 
     def noted() -> list[StepEvent]:
@@ -93,7 +93,7 @@ def noted_rounds(engine: Engine) -> dict[int, list[int]]:
 
 
 async def real(replicas: int, asks: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """First and last round of each request, of a replica and a length; all arrive before the first round. Each engine counts its own."""
+    """First and last round, as its engine counts, of each (replica, length). All requests arrive before the first round."""
     async with contextlib.AsyncExitStack() as stack:
         engines = [stack.enter_context(small_engine()) for _ in range(replicas)]
         rounds = [noted_rounds(engine) for engine in engines]
@@ -108,12 +108,12 @@ async def real(replicas: int, asks: list[tuple[int, int]]) -> list[tuple[int, in
 
         asked = asyncio.gather(*(one(number, *ask) for number, ask in enumerate(asks)))
         for gate in gates:
-            asyncio.get_running_loop().call_soon(gate.open)  # after the first part of each request
+            asyncio.get_running_loop().call_soon(gate.open)  # after the first step of each task
         return await asked
 
 
 class Noted(Simulation):
-    """Keeps the replica and the number of tokens that it draws for each request."""
+    """Records the replica and the number of tokens of each request."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
@@ -129,7 +129,7 @@ class Noted(Simulation):
 @pytest.mark.parametrize("spread", [0.0, 0.8])
 @pytest.mark.parametrize(("replicas", "requests"), [(1, 4), (1, 9), (2, 8), (3, 14)])
 def test_real_engines_run_the_predicted_rounds(replicas: int, requests: int, spread: float) -> None:
-    """Their number, and the median and the 99th percentile of the rounds until the first token and until the last."""
+    """The number of rounds, and the median and the 99th percentile of the rounds until the first token and until the last."""
     load = Load(requests, math.inf, prompt_tokens=1, prefix_tokens=0, output_tokens=TOKENS, spread=spread)
     simulation = Noted(Pool(replicas, ROWS), load, Costs(1, 0, 0))
     expected = simulation.run()

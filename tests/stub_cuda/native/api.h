@@ -20,4 +20,4 @@ int stub_give(Value* target, Value value) {
     return stub::SUCCESS;
 }
 
-int stub_attribute(int* value, int attribute);  // of the device; the numbers are the same in both APIs
+int stub_attribute(int* value, int attribute);  // of the device; both APIs use the same numbers

@@ -106,7 +106,7 @@ constexpr DeviceAttribute ATTRIBUTES[] = {
     {115, 0},      // memory pools
 };
 
-// A list that is copied out as CUDA does: the number of items, or as many as fit.
+// Copies a list out as CUDA does: as many items as fit, and the number of all items.
 template <typename Items>
 int give_list(const Items& items, void** out, size_t* count) {
     if (out) std::copy_n(items.begin(), std::min(*count, items.size()), out);

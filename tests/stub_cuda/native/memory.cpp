@@ -61,7 +61,7 @@ int allocate_device(void** pointer, size_t size) {
     if (int refused = unsafe_call("allocation of device memory")) return refused;
     std::lock_guard<std::mutex> lock(blocks().lock);
     if (blocks().used + size > TOTAL_MEMORY) {
-        message("out of memory: %zu bytes beside %zu", size, blocks().used);
+        message("out of memory: %zu bytes requested, %zu in use", size, blocks().used);
         return OUT_OF_MEMORY;
     }
     int code = allocate(blocks().device, pointer, size);

@@ -70,8 +70,8 @@ struct Module;
 struct Function {
     std::string symbol;
     Module* module = nullptr;
-    bool resolved = false;          // the next two are final
-    bool parameters_known = false;  // else a launch keeps no arguments
+    bool resolved = false;          // whether the next two fields are final
+    bool parameters_known = false;  // if false, launches keep no arguments
     std::vector<Parameter> parameters;
 };
 

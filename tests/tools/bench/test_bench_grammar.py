@@ -41,7 +41,7 @@ def test_every_variant_is_reported(library: str, monkeypatch: pytest.MonkeyPatch
 @needs_native
 @pytest.mark.skipif(which("cc") is None, reason="no compiler")
 def test_time_inside_the_library_is_that_of_its_calls() -> None:
-    """Less than that of the host node, nothing of other grammars, and the link is as before afterwards."""
+    """It is less than the time of the host node, and 0 for other grammars. The link is restored afterwards."""
     memory = Memory.make(1, 3)
     link, real = native_link(memory), load().xgrammar.struct.call
     seconds = []

@@ -35,7 +35,7 @@ def test_two_graphs_are_compared_by_the_times_of_their_stages(tmp_path: Path, ca
     assert bench_stages.main(arguments) == 0
     record = json.loads((tmp_path / "twographs.json").read_text(encoding="utf-8"))
     assert record == json.loads(capsys.readouterr().out)
-    check_record(f"twographs-{record['date'][:10]}.json", record | {"commit": "0" * 7})  # that of the checkout, which may be none
+    check_record(f"twographs-{record['date'][:10]}.json", record | {"commit": "0" * 7})  # the folder may not be a checkout
     (entry,) = record["rounds"]
     target, draft, half_target, half_draft = entry["us"].values()
     assert entry["gain_apart"] == pytest.approx((target + draft) / max(2 * half_target, 2 * half_draft, half_target + half_draft), rel=0.02)

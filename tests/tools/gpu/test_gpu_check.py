@@ -114,22 +114,22 @@ def with_worker(entries: Sequence[Entry], seconds: float, *arguments: str) -> li
         supervisor.end()
 
 
-def test_a_check_that_hangs_takes_no_time_of_the_later_ones() -> None:
-    """It is ended when the rest of the time is what the later checks are to have."""
+def test_a_check_that_hangs_takes_no_time_from_later_checks() -> None:
+    """The check is ended when only the budgets of the later checks are left."""
     results = with_worker([Entry(name, "none", 10.0) for name in ("answers", "hangs", "answers")], 3.0)
     assert [row["verdict"] for row in results] == ["passed", "timed out", "passed"]
-    assert 0.9 < results[0]["budget"] <= 1.0, "its part of what is left: 3 s of 30"
-    assert results[1]["seconds"] < 2.5, "its own limit is a minute"
-    assert results[2]["budget"] > 0.9, "all that it had before the hang"
+    assert 0.9 < results[0]["budget"] <= 1.0, "its share, a third, of the 3 s"
+    assert results[1]["seconds"] < 2.5, "the limit of the check itself is a minute"
+    assert results[2]["budget"] > 0.9, "the same budget as before the hang"
 
 
 @pytest.mark.slow
-def test_the_start_of_a_worker_takes_no_time_of_a_check() -> None:
-    """Here it takes longer than all checks may."""
+def test_the_start_of_a_worker_takes_no_time_from_a_check() -> None:
+    """The start takes longer here than the budgets of all checks."""
     entries = [Entry(name, "none", 1.0) for name in ("exits", "answers")]
     results = with_worker(entries, 2.0, "--slow", "2.5")
     assert [row["verdict"] for row in results] == ["crashed", "passed"]
-    assert results[1]["seconds"] < 2 and results[1]["budget"] > 0.9, "it has what is left of 2 s, at most 1 s"
+    assert results[1]["seconds"] < 2 and results[1]["budget"] > 0.9, "its budget is what is left of 2 s, at most 1 s"
 
 
 def test_a_worker_that_cannot_be_started_again_is_not_started_for_every_check(tmp_path: Path) -> None:
@@ -157,12 +157,12 @@ def test_the_host_link_is_compiled_where_it_was_not_built(tmp_path: Path, monkey
     library = NativeLibrary(tmp_path / "_native.so")
     assert library.node_address and library.quick.stepgraph_automaton_compile
     before = (tmp_path / "_native.so").stat().st_mtime_ns
-    assert link.compile_library(tmp_path) == "" and (tmp_path / "_native.so").stat().st_mtime_ns == before, "once"
+    assert link.compile_library(tmp_path) == "" and (tmp_path / "_native.so").stat().st_mtime_ns == before, "compiled once"
 
 
 @needs_c
 def test_the_smoke_stage_reports_programs_without_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each in a process of its own; one that ends without a result fails the check, which reports the others."""
+    """Each program runs in its own process. One that ends without a result fails the check, which reports the others."""
     context = Context(rehearsal=True, quick=True)
     assert "masked_argmax" in short_kernels.programs(torch.device("cpu"))
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
@@ -185,7 +185,7 @@ def test_a_check_repeats_as_often_as_its_budget_allows() -> None:
 
 def test_the_budgets_of_all_checks_fit_into_a_run() -> None:
     spent = sum(entry.seconds for entry in CATALOGUE)
-    assert spent <= 0.9 * FULL_SECONDS, f"{spent:.0f} s of {FULL_SECONDS:.0f}, and weights have to be made, and kernels loaded"
+    assert spent <= 0.9 * FULL_SECONDS, f"{spent:.0f} s of {FULL_SECONDS:.0f}; making weights and loading kernels take time too"
     assert spent * QUICK_SHARE <= 0.9 * QUICK_SECONDS
     assert CATALOGUE[: len(SMOKE)] == SMOKE and sum(entry.seconds for entry in SMOKE) <= 60
     assert len({entry.name for entry in CATALOGUE}) == len(CATALOGUE)

@@ -39,7 +39,7 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "prebuilt" / "0.6.6" / "page" / "page.so").write_bytes(b"\x7fELF")
     monkeypatch.setattr(bundle, "PART_BYTES", 1000)
     out = tmp_path / "bundle"
-    # smaller than a wheel: only models are split
+    # parts are smaller than a wheel: only models are split
     monkeypatch.setattr(bundle, "MOST_WHEEL_BYTES", 10_000)
     paths = [str(tmp_path / name) for name in ("wheels.txt", "index", "model.gguf", "prebuilt")]
     flags = [f"{flag}={value}" for flag, value in zip(("--wheels", "--index", "--model", "--libraries"), paths, strict=True)]
@@ -92,7 +92,7 @@ def test_damaged_bundle_is_reported_and_not_installed(
     assert not (tmp_path / "site").exists() and not (packed / "model.gguf").exists()
 
 
-def test_bad_input_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_refused_with_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "wheels.txt").write_text("torch>=2\n")
     (tmp_path / "none.txt").write_text("")
     (tmp_path / "full").mkdir()

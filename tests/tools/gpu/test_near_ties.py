@@ -38,7 +38,7 @@ def test_the_check_finds_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gaps_are_those_of_the_log_probabilities() -> None:
-    """Against reported alternatives of another job; a token beyond the most probable ones is infinitely far away."""
+    """Against the reported alternatives of another job. The gap of a token that is not among them is infinite."""
     target = randomised(Llama(LlamaConfig(160, 256, 384, 4, 2, 64, (None, 40, None), dtype=torch.float32)))
     one, other = (llama._jobs(target, [llama.PROMPTS[0]], 0, 6, 20)[0] for _ in range(2))
     (first, top), (second, less), *_ = one.logprobs[3].top_raw

@@ -30,13 +30,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SCHEMA = json.loads((ROOT / "tests" / "data" / "profile_report.schema.json").read_text())
 GOLDEN = {  # flags for nsys, and their reasons
     "--trace=cuda,nvtx": "launches, nodes and the ranges of stages and rounds",
-    "--cuda-graph-trace=node": "the default, a graph as a whole, has no stages",
-    "--capture-range=cudaProfilerApi": "the engine says when",
-    "--capture-range-end=repeat:2": "the capture, then the rounds",
+    "--cuda-graph-trace=node": "the default shows a graph as a whole, without stages",
+    "--capture-range=cudaProfilerApi": "the engine starts and stops the recording",
+    "--capture-range-end=repeat:2": "two ranges: the capture, then the rounds",
     "--sample=none": "nothing interrupts the host nodes",
     "--cpuctxsw=none": "nothing interrupts the host nodes",
-    "--wait=primary": "not for grammar workers",
-    "--force-overwrite=true": "a second try may have the same name",
+    "--wait=primary": "does not wait for grammar workers",
+    "--force-overwrite=true": "a second run may use the same name",
     "--output=/tmp/p": "where the reports go",
 }
 
@@ -67,7 +67,7 @@ def test_nsys_command_has_the_flags_the_report_needs(capsys: pytest.CaptureFixtu
 
 @pytest.mark.slow
 def test_profile_of_the_bench_end_to_end(tmp_path: Path) -> None:
-    """The first example of --help, as a process, by the engine's own timeline: its report is as it is written down, and adds up."""
+    """The first example of --help, as a process, with the engine's own timeline: the printed report is the saved one, and adds up."""
     out, first = tmp_path / "folder" / "bench", examples(nsys_profile.__doc__, "nsys_profile.py")[0]
     assert first[:4] == ["--rounds", "20-40", "--out", "/tmp/bench"]
     done = tool(*(word.replace("/tmp/bench", str(out)) for word in first), "--with", "trace", "--json", "-k", "2", "--grammar-lane", "host")
@@ -120,7 +120,7 @@ def toy_engine(eager: bool = False) -> Engine:
 
 
 def decode(eager: bool = False) -> list[list[int]]:
-    """Two requests, one of them with a grammar; the texts."""
+    """The tokens of two requests, one of them with a grammar."""
     constraint = Constraint.regex("[a-c]{60}")
     with toy_engine(eager) as engine:
         engine.capture()
@@ -133,7 +133,7 @@ def decode(eager: bool = False) -> list[list[int]]:
 
 @pytest.fixture
 def profile_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
-    """Ask for these rounds, as the environment of a fresh process does."""
+    """Request a profile of these rounds, as the environment of a new process does."""
 
     def ask(rounds: str) -> Path:
         monkeypatch.setattr(profiled, "_first", threading.Lock())
@@ -151,7 +151,7 @@ def test_profiled_engine_writes_its_rounds_and_has_the_same_tokens(profile_round
     document = json.loads(file.read_text())
     assert [one["round"] for one in document["rounds"]] == [3, 4, 5]
     spans = {(span[1], span[3]): span[4:] for span in document["spans"] if span[2] == "host"}
-    # By its own clock in the link, inside of what the tape saw: each host node of each round, under its name.
+    # The link times each host node of each round, under its name and within the span that the tape records.
     assert {(name, number) for name, number, _, _ in document["host_nodes"]} == set(spans)
     assert {number for _, number in spans} == {3, 4, 5} and len(spans) == 3 * 3
     for name, number, start, end in document["host_nodes"]:
@@ -211,7 +211,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple
 
 
 def nsys_stand_in(path: Path, exported: Path) -> Path:
-    """`nsys export` as far as the report calls it: checks its words, and hands out a file that is there."""
+    """A script in place of `nsys export`: checks its arguments and copies an existing file."""
     path.write_text(
         f'#!/bin/sh\n[ "$1 $2 $3 $4 $5" = "export --type sqlite --force-overwrite=true --output" ] || {{ echo "got $*" >&2; exit 3; }}\n'
         f'case "$7" in *broken*) echo "cannot read $7" >&2; exit 4;; esac\ncp "{exported}" "$6"\n'
@@ -220,7 +220,7 @@ def nsys_stand_in(path: Path, exported: Path) -> Path:
     return path
 
 
-def test_the_report_exports_and_finds_what_belongs_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_exports_profiles_and_finds_related_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nsys = nsys_stand_in(tmp_path / "nsys", nsys_files.rounds(tmp_path / "made.sqlite"))
     nsys_files.captures(tmp_path / "run.1.sqlite")
     (tmp_path / "run.1.nsys-rep").write_text("older than its export")
@@ -234,7 +234,7 @@ def test_the_report_exports_and_finds_what_belongs_together(tmp_path: Path, caps
     assert report["sources"] == ["run.1.sqlite", "run.2.sqlite"] and report["acceptance"]["tokens"] == 9 and report["notes"] == []
     kept = tmp_path / "kept.json"
     kept.write_text(out)
-    assert printed(capsys, kept)[1] == printed(capsys, tmp_path / "run.2.sqlite")[1], "a report that was made before prints the same"
+    assert printed(capsys, kept)[1] == printed(capsys, tmp_path / "run.2.sqlite")[1], "a saved report prints the same"
 
 
 @pytest.mark.parametrize("words", examples(nsys_report.__doc__, "nsys_report.py"))

@@ -99,7 +99,7 @@ def test_texts_of_every_kind(target: Path, tmp_path: Path) -> None:
         ('{"token_ids": [1, 2], "prompt_length": 3}', r"data.jsonl:2: prompt_length: got 3, expected a whole number from 0 to 2"),
     ],
 )
-def test_bad_lines_are_refused_by_name(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, line: str, message: str) -> None:
+def test_bad_lines_are_refused_with_their_number(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, line: str, message: str) -> None:
     bare = tmp_path_factory.getbasetemp() / "bare"
     if not bare.exists():
         model_folder(bare, template=None)

@@ -27,7 +27,7 @@ LISTS = {name: value for name, value in vars(words).items() if name.isupper() an
 def test_a_prompt_follows_from_its_seed() -> None:
     assert prompt(7) == prompt(7)
     assert prompt(7, "person").messages[0]["content"].endswith("I am a lawyer. My address is wei.petrova@alderandsons.example."), (
-        "the same in every process and release of Python: answers were made with it"
+        "the same in every process and release of Python, as stored answers are answers to it"
     )
     assert len({str(prompt(seed).messages) for seed in range(200)}) > 180
 
@@ -74,7 +74,7 @@ def test_acceptance_counts_offered_drafts_only() -> None:
         return [StepEvent(1, tuple(range(number + 1)), DraftCounts(number)) for number in accepted]
 
     figures = held([job(0, 4, 1, 0), job(0, 2, 3)])
-    assert figures["held"][:5] == [1.0, 0.667, 0.333, 0.333, 0.0], "the first round and the last of each do not count"
+    assert figures["held"][:5] == [1.0, 0.667, 0.333, 0.333, 0.0], "the first and the last round of each job do not count"
     assert figures["tokens_per_round"] == round(17 / 7, 3)
 
 

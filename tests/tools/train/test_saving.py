@@ -1,4 +1,4 @@
-"""Configs that are written for heads: the reader makes the same config of them, and unsupported layers are refused."""
+"""Configs written for heads: reading one gives the same config, and unsupported layers are refused."""
 
 from __future__ import annotations
 

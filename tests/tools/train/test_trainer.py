@@ -150,7 +150,7 @@ def test_training_raises_acceptance(lesson: Lesson, tmp_path: Path, kind: str, m
         assert after[name]["tokens_per_round"] > before[name]["tokens_per_round"] + margin / (1 if name == "greedy" else 2), (before, after)
         assert after[name]["held"] == sorted(after[name]["held"], reverse=True) and after[name]["rounds"] > 30
     evaluation = trainer.evaluate()
-    assert evaluation["hits"][0] > 0.4 and evaluation["losses"][0] < 3, "over all that was held out"
+    assert evaluation["hits"][0] > 0.4 and evaluation["losses"][0] < 3, "over all held-out texts"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -189,7 +189,7 @@ def test_loss_counts_answer_tokens_only(lesson: Lesson) -> None:
         begin = batch.begins[number]
         for pair in range(len(ids) - 2):
             assert torch.equal(batch.features[start + pair], text.features[pair])
-            assert int(batch.tokens[0][start + pair]) == ids[pair + 1], "pairs that only are seen take their tokens too"
+            assert int(batch.tokens[0][start + pair]) == ids[pair + 1], "pairs that do not count in the loss also have their tokens"
             for step in range(3):
                 foreseen = pair + 1 + step
                 expected = foreseen < len(ids) - 1 and foreseen + 1 >= text.prompt_length
