@@ -142,7 +142,7 @@ def test_seeded_text_is_the_same_alone_batched_and_eager() -> None:
             pass
         assert [job.tokens for job in reversed(jobs)] == alone
     submit(engine, 1, draft_ids=alone[1] * 2)
-    assert ask(engine, 2) == ask(engine, 2, draft_ids=[]) == alone[2], "after and beside requests with draft texts"
+    assert ask(engine, 2) == ask(engine, 2, draft_ids=[]) == alone[2], "with earlier and concurrent requests that have draft texts"
     assert ask(engine, 2) == alone[2]
     assert alone[0] == plain([0, 7], 30, sampling=SamplingParams(temperature=0, logit_bias={20: 9.0, 21: 9.0, 22: 9.0})).tokens
 

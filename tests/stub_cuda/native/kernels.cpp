@@ -13,7 +13,7 @@
 namespace stub {
 
 struct Module {
-    const uint8_t* fat_binary = nullptr;  // null once read
+    const uint8_t* fat_binary = nullptr;  // not read yet; else null
     std::map<std::string, std::vector<Parameter>> layouts;
     std::map<std::string, std::unique_ptr<Function>> functions;
 };
