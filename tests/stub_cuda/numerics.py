@@ -218,7 +218,7 @@ def _interpret(program: Any, grid: Any, args: Any, options: Any) -> None:
     with _alone:
         if not _changes:  # patching takes longer than most programs: patches stay until a program is compiled
             _changes.extend(_patch(function) for function in (tl.standard.cdiv.fn, program.fn))
-        if "WIDE" in options and "BITS" not in options:  # the interpreter treats bfloat16 as integers; with BITS, WIDE describes packed scales
+        if "WIDE" in options and "BITS" not in options:  # the interpreter treats bfloat16 as integers; with BITS, WIDE is for packed scales
             options = {**options, "WIDE": True}
         if "dtype" in options:
             options = {**options, "dtype": tl.float32}
