@@ -85,9 +85,7 @@ GRAMMARS: dict[str, Callable[[], str]] = {
     "a million repetitions": lambda: 'root ::= "a"{1,1000000}',
     "nested counts": lambda: 'root ::= (("a"{1,1000}){1,1000}){1,1000}',
     "a count above 64 bits": lambda: 'root ::= "a"{99999999999999999999}',
-    "doubling rules": lambda: (
-        "root ::= r0\n" + "".join(f"r{index} ::= r{index + 1} r{index + 1}\n" for index in range(60)) + 'r60 ::= "a"'
-    ),
+    "doubling rules": lambda: "root ::= r0\n" + "".join(f"r{index} ::= r{index + 1} r{index + 1}\n" for index in range(60)) + 'r60 ::= "a"',
     "left recursion": lambda: 'root ::= root "a" | root | "b"',
     "a rule that is itself": lambda: "root ::= root",
     "endless recursion": lambda: 'root ::= "a" root',
