@@ -49,14 +49,14 @@ def test_jobs_from_tasks_and_threads_have_the_same_tokens_as_alone(engine: Engin
         assert stream.job.finished
         from_tasks.append((which, stream.job))
 
-    def ask_plainly(positions: range) -> None:
+    def generate_all(positions: range) -> None:
         for index in positions:
             from_threads.append((index % len(ASKS), engine.submit(**ASKS[index % len(ASKS)])))
             if index % 5 == 0:
                 engine.cancel(from_threads[-1][1])
 
     async def main() -> None:
-        threads = [threading.Thread(target=ask_plainly, args=(range(start, 20, 2),)) for start in range(2)]
+        threads = [threading.Thread(target=generate_all, args=(range(start, 20, 2),)) for start in range(2)]
         async with AsyncEngine(engine) as serving:
             for thread in threads:
                 thread.start()

@@ -48,7 +48,7 @@ asks = st.tuples(
 )
 
 
-def told_rightly(job: Job, constraint: Constraint | None) -> bool:
+def logprobs_are_correct(job: Job, constraint: Constraint | None) -> bool:
     """Whether log-probabilities, also those of top_logprobs, equal float64 values: of raw logits, and of the processed distribution."""
     grammar = compiled(constraint)
     matcher, masks = grammar.matcher() if grammar else None, torch.zeros(1, VOCABULARY.mask_words, dtype=torch.int32)
@@ -94,7 +94,7 @@ def run_batch(setup: Setup, batch: list[tuple[Any, ...]]) -> list[Job]:
         assert len(job.logprobs) == (len(job.tokens) if job.sampling.logprobs else 0)
         assert all(pair.masked == 0 for pair in job.logprobs), "a greedy choice is certain"
         if job.logprobs:
-            assert told_rightly(job, constraint)
+            assert logprobs_are_correct(job, constraint)
         grammar = compiled(constraint)
         if grammar:
             assert accepts(grammar, job.tokens, finished=job.finish_reason == "constraint_complete")
@@ -132,10 +132,10 @@ def test_logprobs_of_sampled_requests_equal_float64(constraint: Constraint | Non
     for job in jobs:
         assert len(job.logprobs) == len(job.tokens)
         assert all(len(each.top_raw) == 5 for each in job.logprobs)
-        assert told_rightly(job, constraint)
+        assert logprobs_are_correct(job, constraint)
     (token, value), *others = jobs[0].logprobs[0].top_raw
     wrong = jobs[0].logprobs[0]._replace(top_raw=((token + 1, value), *others))
-    assert not told_rightly(replace(jobs[0], logprobs=[wrong, *jobs[0].logprobs[1:]]), constraint)
+    assert not logprobs_are_correct(replace(jobs[0], logprobs=[wrong, *jobs[0].logprobs[1:]]), constraint)
 
 
 def test_min_new_tokens_holds_at_every_draft_position() -> None:

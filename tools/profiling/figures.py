@@ -167,16 +167,16 @@ def _exposed_wait(work: Work) -> Document:
     elif work.hosts:
         beside = [span for span in work.stages if span.stream != MAIN and span.round != OUTSIDE]
         source = "idle before a mask is read, while host nodes or their copies ran"
-        found = common(union((span.start_ns, span.end_ns) for span in (*work.hosts, *beside)), _in_front_of_readers(work))
+        found = common(union((span.start_ns, span.end_ns) for span in (*work.hosts, *beside)), _before_mask_reads(work))
     elif any(span.stream != MAIN for span in work.stages):
-        source, found = "idle before a mask is read", _in_front_of_readers(work)
+        source, found = "idle before a mask is read", _before_mask_reads(work)
     else:
         source, found = "no round had host nodes", []
     waits = [length(common(work.idle_in(window), found)) for window in work.windows.values()]
     return {"source": source, "time_ns": spread(waits), "share_of_rounds": ratio(sum(waits), length(work.windows.values()))}
 
 
-def _in_front_of_readers(work: Work) -> list[Interval]:
+def _before_mask_reads(work: Work) -> list[Interval]:
     begins = {span.start_ns for span in work.stages if span.stream == MAIN and span.name.startswith(READS_MASKS)}
     gaps = ((before[1], after[0]) for before, after in itertools.pairwise(work.busy))
     return [gap for gap in gaps if gap[1] in begins]

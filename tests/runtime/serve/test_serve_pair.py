@@ -71,8 +71,8 @@ def test_tool_result_is_used(server: Running) -> None:
     with server.client as client:
 
         def output(messages: Any, choice: str) -> Any:
-            asked_too = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 200}
-            return client.chat.completions.create(**GREEDY, **asked_too, messages=messages).choices[0]
+            options = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 200}
+            return client.chat.completions.create(**GREEDY, **options, messages=messages).choices[0]
 
         called = output(requested, "required")
         (call,) = called.message.tool_calls

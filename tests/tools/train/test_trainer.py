@@ -212,14 +212,14 @@ def test_the_loss_is_cross_entropy_against_the_targets_distribution(lesson: Less
     with torch.no_grad():
         judged = trainer.judge(batch)
         embedded = [embed(head.target, tokens) for tokens in batch.tokens]
-        says = [hidden @ head.out.T for hidden in unroll(head.learner, batch.features, embedded, batch.lengths, batch.begins)]
-        wants = head.target.logits(batch.hidden)[:, : len(lesson.checkpoint.vocabulary.tokens)].double().softmax(-1)
+        outputs = [hidden @ head.out.T for hidden in unroll(head.learner, batch.features, embedded, batch.lengths, batch.begins)]
+        targets = head.target.logits(batch.hidden)[:, : len(lesson.checkpoint.vocabulary.tokens)].double().softmax(-1)
     for step in range(3):
         lost, hits, positions = 0.0, 0, batch.counts[step].nonzero().flatten().tolist()
         for index in positions:
-            want, output = wants[batch.goals[step][index]], says[step][index].double().log_softmax(-1)
-            lost -= sum(float(want[token] * output[index]) for index, token in enumerate(proposed))
-            hits += proposed[int(output.argmax())] == int(want.argmax())
+            target, output = targets[batch.goals[step][index]], outputs[step][index].double().log_softmax(-1)
+            lost -= sum(float(target[token] * output[index]) for index, token in enumerate(proposed))
+            hits += proposed[int(output.argmax())] == int(target.argmax())
         assert float(judged.losses[step]) == pytest.approx(lost / len(positions), rel=1e-4)
         assert float(judged.hits[step]) == pytest.approx(hits / len(positions))
     assert float(judged.loss) == pytest.approx(sum(0.8**step * float(judged.losses[step]) for step in range(3)) / (1 + 0.8 + 0.64))
