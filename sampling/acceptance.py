@@ -13,10 +13,10 @@ from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 
 
 def mask_status(tags: Tensor, owner: Tensor, generated: Tensor, constrained: Tensor, first: int = 0) -> Tensor:
-    """Status [B, N] of every mask row, NONE where its tag does not match the row: fail closed.
+    """Status [B, N] of every mask row; NONE if its tag does not match the row, so that the mask is not used.
 
     tags [B, N, 4] = (owner, committed tokens, index, status), written by the host for the indices from `first` on; the
-    others [B]. A row without a constraint is always OK.
+    other tensors are [B]. A row without a constraint is always OK.
     """
     index = torch.arange(first, first + tags.shape[1], device=tags.device)
     valid = (tags[..., 0] == owner[:, None]) & (tags[..., 1] == generated[:, None]) & (tags[..., 2] == index)
@@ -28,7 +28,7 @@ def count_accepted(sampled: Tensor, finite: Tensor, drafts: Tensor, draft_count:
     """Number of leading drafts that equal the target's own choice.
 
     sampled, finite, status [B, K + 1]; drafts [B, K]; draft_count [B] -> [B]. Draft j is compared under mask row j and must be
-    legal: the status of row j + 1 describes the text after it.
+    legal: the status of row j + 1 describes the text after draft j.
     """
     holds = (sampled[:, :-1] == drafts) & finite[:, :-1] & may_accept(status, draft_count)
     return holds.to(torch.int64).cumprod(1).sum(1)
@@ -37,8 +37,8 @@ def count_accepted(sampled: Tensor, finite: Tensor, drafts: Tensor, draft_count:
 def may_accept(status: Tensor, draft_count: Tensor) -> Tensor:
     """[B, K] bool: drafts within draft_count, with a valid mask, that the grammar accepted.
 
-    A grammar that fails after a draft does not make the draft illegal: its own mask is still valid, and to refuse it would change
-    the distribution.
+    A grammar that fails after a draft does not make the draft illegal: the mask of the draft is still valid, and rejecting the draft
+    would change the distribution.
     """
     index = torch.arange(status.shape[1] - 1, device=status.device)
     legal = (status[:, 1:] != MaskStatus.NONE) & (status[:, 1:] != MaskStatus.ILLEGAL)

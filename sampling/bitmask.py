@@ -1,6 +1,6 @@
 """Packed token masks: bit t % 32 of word t // 32 is set where token t is legal. Pure tensor functions.
 
-Ids from the end of the tokenizer on have bit 0, so padding logits are never chosen.
+The bits of ids beyond the tokenizer are 0, so padding logits are never chosen.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def pack(allowed: Tensor) -> Tensor:
 
 
 def apply(logits: Tensor, masks: Tensor, constrained: Tensor, ids: Tensor | None = None, status: Tensor | None = None) -> Tensor:
-    """Logits, minus infinity for the tokens that a constrained row forbids.
+    """Logits with minus infinity for the tokens that the mask of a constrained row forbids.
 
     logits [B, ..., V] float, masks [B, ..., words] int32, constrained [B] bool. Rows without a constraint are unchanged.
-    ids [V] int64: the mask bit of each logit, for a draft with a vocabulary of its own; None: its index.
+    ids [V] int64: the mask bit of each logit, for a draft model with its own vocabulary; None: the index of the logit.
     status [B, ...] int64 MaskStatus: a mask that is not OK forbids every token.
     """
     free = ~constrained.view(-1, *[1] * (logits.dim() - 1))

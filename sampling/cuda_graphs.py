@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 # "thread_local": only unsafe calls of the capturing thread break a capture. With "global", a cudaMalloc or an event query in any
-# thread of the process would, and a server that embeds an engine has such threads.
+# thread of the process would break it, and a server that embeds an engine has such threads.
 _MODE = "thread_local"
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING, as of torch's own streams
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING, as torch's own streams
 _failed: list[torch.cuda.CUDAGraph] = []  # torch's allocators keep a pointer into the graph of a failed capture
 one_at_a_time = threading.RLock()  # torch allows one capture per process; each includes its warm-up: see CudaBackend
 _taken_streams: set[int] = set()  # torch reuses streams round-robin; two captures must not share one
@@ -85,10 +85,10 @@ def take_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def take_capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream for captures only, to be returned with `give_stream`. Not one of torch's, which torch.cuda.Stream() returns in turn: eager
-    products of other code on it would use the workspace of its graphs while they run.
+    """A stream for captures only, to be returned with `give_stream`. It is not from torch's pool, whose streams torch.cuda.Stream() hands
+    out in turn: eager matrix products of other code on it would use the cuBLAS workspace of a running graph.
 
-    It is new or was taken with the cuBLAS handle of this thread before: for each other handle it would have another workspace.
+    The stream is new, or was created with the cuBLAS handle of this thread: each further handle would need a further workspace.
     """
     with torch.cuda.device(device), one_at_a_time:
         index = torch.cuda.current_device()
@@ -128,24 +128,24 @@ class Streams(dict[str, torch.cuda.Stream]):
 
 
 class CaptureStreams(Streams):
-    """The streams on which the steps of one backend are captured. They run on its other streams."""
+    """The streams on which the steps of one backend are captured. The graphs run on the other streams of the backend."""
 
     def __missing__(self, name: str) -> torch.cuda.Stream:
         return self.setdefault(name, take_capture_stream(self._device))
 
 
 def hold_workspaces(streams: Iterable[torch.cuda.Stream]) -> None:
-    """Immediately before a capture, by its thread: its products on these capture streams use workspaces that are never freed."""
+    """Make matrix products of the next capture by this thread on these streams use workspaces that are never freed."""
     with one_at_a_time:
         for stream in streams:
             _workspaces[stream.cuda_stream].hold()
 
 
 class _Workspaces(GraphPool):
-    """Memory of the cuBLAS workspaces of a capture stream, which is never freed.
+    """Memory of the cuBLAS workspaces of a capture stream. It is never freed.
 
-    torch has a workspace for each handle (of a thread) and stream, and allocates it in the first call. Any code may free all of them,
-    as torch.compile does before and after its captures, but the kernels of a graph keep the address that they were captured with.
+    torch has one workspace per cuBLAS handle (one per thread) and stream, and allocates it in the first call. Any code may free all
+    workspaces, as torch.compile does before and after its captures, but the kernels of a graph keep the address of their capture.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -159,12 +159,12 @@ class _Workspaces(GraphPool):
         stream.synchronize()
 
     def hold(self) -> None:
-        """Have torch allocate the workspaces that the calling thread lacks, here."""
+        """Make torch allocate the missing workspaces of the calling thread in this pool."""
         keeper = self._keeper
         self._graph.reset()  # first: newer versions of torch free the workspaces of a stream with each graph that was captured on it
         graph = torch.cuda.CUDAGraph()
         try:
-            self.blas_handle()  # a handle cannot be made in a capture
+            self.blas_handle()  # a handle cannot be created during a capture
             with capturing(graph, self):
                 self._multiply()
         finally:
@@ -173,18 +173,18 @@ class _Workspaces(GraphPool):
         self._graph = graph
 
     def blas_handle(self) -> int:
-        """The handle of this thread, for which torch has a workspace then."""
+        """The cuBLAS handle of this thread. torch has a workspace for it after this call."""
         with self._allocating():
             handle: int = torch.cuda.current_blas_handle()
         return handle
 
     def _multiply(self) -> None:
-        """With a bias, so by cuBLASLt, which has a workspace of its own. torch allocates that in such a call only."""
+        """A product with a bias, which torch runs in cuBLASLt: only such a call allocates the separate workspace of cuBLASLt."""
         torch.addmm(self._bias, self._matrix, self._matrix, out=self._product)
 
     @contextlib.contextmanager
     def _allocating(self) -> Iterator[None]:
-        """What this thread allocates on the stream is in this pool."""
+        """Allocations of this thread on the stream are made in this pool."""
         device, pool = self.stream.device_index, self.handle
         with torch.cuda.device(device), torch.cuda.stream(self.stream), torch.inference_mode(False):
             torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
@@ -222,7 +222,7 @@ def replayed(step: Callable[[], object], device: torch.device) -> Callable[[], o
 
 
 def replay_us(replay: Callable[[], object], turns: int, before: Callable[[], object] = lambda: None) -> float:
-    """The median time on the device, in microseconds. `before` is called before each turn."""
+    """The median time on the device, in microseconds. `before` is called before each replay."""
     times = list[float]()
     for _ in range(turns):
         before()
@@ -236,7 +236,7 @@ def replay_us(replay: Callable[[], object], turns: int, before: Callable[[], obj
 
 
 def empty_cache() -> None:
-    """torch.cuda.empty_cache(), not during a capture, where it fails."""
+    """torch.cuda.empty_cache() after any running capture: during a capture it fails."""
     with one_at_a_time:
         torch.cuda.empty_cache()
 
@@ -250,7 +250,7 @@ def _end(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence[torc
         device, handle = pool.stream.device_index, pool.handle
         try:
             torch._C._cuda_endAllocateToPool(device, handle)
-        except RuntimeError:  # newer versions of torch have done it; the graph gives the pool back
+        except RuntimeError:  # newer versions of torch have ended it already; the reset releases the pool
             graph.reset()
         else:
             _failed.append(graph)
@@ -261,16 +261,16 @@ def _end(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence[torc
 
 @contextlib.contextmanager
 def _alone(stream: torch.cuda.Stream) -> Iterator[None]:
-    """On `stream`, without other captures."""
+    """Run the block on `stream` while no other capture runs."""
     with one_at_a_time, torch.cuda.stream(stream), torch.no_grad(), without_collection:
         yield
 
 
 class _WithoutCollection:
-    """`with` it, no thread collects garbage, which could free graphs and events: in captures, and in host nodes, which must not call CUDA.
+    """A context without garbage collection in any thread, which could free graphs and events. For captures, and for host nodes, which
+    must not call CUDA.
 
-    The end of a block makes no object after it switches collection on: that would start one, in a host node as well.
-    """
+    `__exit__` creates no object after it enables collection: a new object could start a collection, also in a host node."""
 
     def __init__(self) -> None:
         self._lock, self._blocks, self._enabled = threading.Lock(), 0, False

@@ -29,7 +29,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def clip_repr(value: object) -> str:
-    """repr(value), cut after MAX_CHARS characters; the type's name where repr fails."""
+    """repr(value), cut after MAX_CHARS characters; the type's name if repr fails."""
     try:
         text = repr(value)
     except Exception:  # an int of thousands of digits, or an object of the caller whose __repr__ raises
@@ -55,7 +55,7 @@ def clip_name(name: object) -> str:
 
 
 class Check(NamedTuple):
-    """What one field accepts: a predicate, and the same in words for the error message."""
+    """The values that one field accepts: a predicate, and its description for the error message."""
 
     accepts: Callable[[object], bool]
     expected: str
@@ -93,7 +93,7 @@ FUNCTION = Check(callable, "a function")
 
 
 def takes(*arguments: object) -> Callable[[object], bool]:
-    """Whether a value can be called with such arguments."""
+    """A check whether a value can be called with this number of arguments."""
 
     def check(value: object) -> bool:
         if not callable(value):
@@ -102,7 +102,7 @@ def takes(*arguments: object) -> Callable[[object], bool]:
             inspect.signature(value).bind(*arguments)
         except TypeError:
             return False
-        except ValueError:  # a function in C without a signature
+        except ValueError:  # a C function without a signature
             pass
         return True
 
@@ -110,7 +110,7 @@ def takes(*arguments: object) -> Callable[[object], bool]:
 
 
 def is_series(value: object) -> bool:
-    """Whether `value` can be iterated over and is no text. Arrays and tensors without dimensions cannot."""
+    """Whether `value` is iterable and not a str or bytes. Arrays and tensors without dimensions are not iterable."""
     return isinstance(value, Iterable) and not isinstance(value, (str, bytes)) and getattr(value, "ndim", 1) != 0
 
 
@@ -118,7 +118,7 @@ IDS = Check(is_series, "a sequence of token ids")
 
 
 def checked_path(name: str, path: object) -> Path:
-    """The path. ValueError for an object that is no path, and for one that the system refuses, such as one that is too long."""
+    """`path` as a Path. ValueError if it is not a path, or if the system rejects it, for example because it is too long."""
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise ValueError(f"{name}: got {clip_repr(path)}, expected a path")
     try:
@@ -132,7 +132,7 @@ def checked_path(name: str, path: object) -> Path:
 
 
 def check_members(name: str, value: object, protocol: type) -> None:
-    """ValueError unless the object, which is no class, has every public member of a Protocol."""
+    """ValueError unless `value` is an instance, not a class, and has every public member of the Protocol."""
     members = [member for member in vars(protocol) if not member.startswith("_")]
     missing = members if isinstance(value, type) else [member for member in members if not hasattr(value, member)]
     if missing:
@@ -147,17 +147,17 @@ def check_value(name: str, value: object, check: Check) -> None:
 
 
 def check_fields(config: Any, table: Mapping[str, Check]) -> None:
-    """check_value for every field in `table`, and for every field that is annotated with bool, as `Class.field`."""
+    """Call check_value for every field in `table` and every field annotated with bool; errors name it as `Class.field`."""
     flags = {field.name: BOOL for field in fields(config) if field.type == "bool"}
     for name, check in (flags | dict(table)).items():
         check_value(f"{type(config).__name__}.{name}", getattr(config, name), check)
 
 
 def checked_keywords(names: Mapping[str, str], accepted: Iterable[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: TypeError that names the right argument for an unknown keyword, as those of other libraries.
+    """A decorator: an unknown keyword raises a TypeError that names the right one.
 
-    names: what to write instead, by the name in another library. accepted: of a function with `**options`; else its parameters.
-    """
+    names: the names of other libraries and the names to use here. accepted: the keywords, for a function with `**options`; by default
+    the parameters of the function."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         own = tuple(accepted) or tuple(inspect.signature(function).parameters)[1:]
@@ -177,7 +177,7 @@ def checked_keywords(names: Mapping[str, str], accepted: Iterable[str] = ()) -> 
 
 
 def checked_fields(names: Mapping[str, str]) -> Callable[[C], C]:
-    """The same for the constructor of a dataclass."""
+    """As checked_keywords, for the constructor of a dataclass."""
 
     def decorate(kind: C) -> C:
         made: Any = kind

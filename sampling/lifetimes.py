@@ -15,20 +15,20 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any, NoReturn, Protocol
 
-THREADS = "stepgraph-"  # names of threads begin with it
+THREADS = "stepgraph-"  # prefix of thread names
 EXIT_SECONDS = 10.0  # how long the exiting interpreter waits for each resource
 FORKED = "the engine belongs to the parent process; call it there"
 
 
 class OfOneProcess:
-    """Base of what holds threads, devices or pointers. A copy would share them, and another process does not have them."""
+    """Base of objects with threads, devices or pointers. A copy would share these, and in another process they do not exist."""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{type(self).__name__}: cannot be copied or pickled; create one in each process")
 
 
 class ExitStage(enum.IntEnum):
-    """The order of closing at exit: a thread that launches rounds ends before the threads that run them."""
+    """The order of closing at exit: a thread that launches rounds ends before the threads that run rounds."""
 
     STEPPER = 0
     DEVICE = 1
@@ -37,20 +37,20 @@ class ExitStage(enum.IntEnum):
 
 class Closable(Protocol):
     def close(self, seconds: float) -> None:
-        """End, and wait at most `seconds` for it."""
+        """Close, and wait at most `seconds` until that is done."""
 
 
 _open: tuple[weakref.WeakSet[Closable], ...] = tuple(weakref.WeakSet() for _ in ExitStage)
-_fork_hooks: weakref.WeakKeyDictionary[object, Callable[[Any], None]] = weakref.WeakKeyDictionary()  # by the object of the method
+_fork_hooks: weakref.WeakKeyDictionary[object, Callable[[Any], None]] = weakref.WeakKeyDictionary()  # object -> method
 
 
 def close_at_exit(resource: Closable, stage: ExitStage = ExitStage.BACKGROUND) -> None:
-    """Close `resource` when this interpreter exits, if it still lives then. Not called in forks."""
+    """Close `resource` when this interpreter exits, unless it was freed before. Not in forks."""
     _open[stage].add(resource)
 
 
 def call_after_fork(method: Callable[[], None]) -> None:
-    """Call this bound method in every forked child while its object lives. It must neither wait nor take a lock."""
+    """Call this bound method in every forked child as long as its object exists. The method must neither wait nor take a lock."""
     assert isinstance(method, MethodType)
     _fork_hooks[method.__self__] = method.__func__
 
@@ -60,14 +60,14 @@ def _close_all() -> None:
     for resources in _open:
         for resource in tuple(resources):
             resource.close(EXIT_SECONDS)
-    for thread in threading.enumerate():  # their owners are gone, but they may release the last references to a model
+    for thread in threading.enumerate():  # their owners no longer exist, but the threads may release the last references to a model
         if thread.name.startswith(THREADS) and thread is not threading.current_thread():
             thread.join(EXIT_SECONDS)
 
 
 def _after_fork() -> None:
     for resources in _open:
-        resources.clear()  # their threads do not exist here
+        resources.clear()  # their threads do not exist in the child
     for owner, method in tuple(_fork_hooks.items()):
         method(owner)
 

@@ -15,7 +15,7 @@ from ctypes import POINTER, c_char_p, c_int64
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-VERSION = 17  # of the argument struct and of what the kernels do; native.h has the same number
+VERSION = 17  # of the argument struct and of the behaviour of the kernels; native.h has the same number
 
 
 class Unavailable(Exception):
@@ -56,8 +56,8 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 @functools.cache
 def load() -> ctypes.CDLL | Unavailable:
-    """The library of this installation, or the reason why it cannot be used: to be raised as a new error, because an error that is kept
-    keeps the frames it was raised through, and all that they refer to."""
+    """The library of this installation, or the reason why it cannot be used. Raise the reason as a new error: a stored error keeps the
+    frames through which it was raised, and everything that they refer to."""
     try:
         return open_library(find_library())
     except Unavailable as error:
@@ -71,14 +71,14 @@ def why_not() -> str:
 
 
 def kernel(name: str) -> ctypes._NamedFuncPointer | None:
-    """The function stepgraph_`name`, which takes packed arguments; CallError for an index outside of its table; None without library."""
+    """The function stepgraph_`name` of packed arguments, which raises CallError for an index outside its table; None without library."""
     library = load()
     return None if isinstance(library, Unavailable) else _declared(library, name)
 
 
 @functools.lru_cache(maxsize=1)
 def use_threads(count: int) -> None:
-    """Of products, from now on, the calling one included. The cache leaves out calls with the number of the call before."""
+    """Set the number of threads of matrix products, including the calling thread. The cache skips a call that repeats the last count."""
     library = load()
     if not isinstance(library, Unavailable):
         library.stepgraph_use_threads(c_int64(count))
@@ -92,7 +92,7 @@ def _declared(library: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:
 
 
 class CallError(IndexError):
-    """An index outside of a kernel's table; `number`: of the call among those that ran as one."""
+    """An index outside a kernel's table; `number`: the failed call, among calls that ran as one."""
 
     def __init__(self, name: str, number: int) -> None:
         super().__init__(f"{name}: an index lies outside of its table")
@@ -100,7 +100,7 @@ class CallError(IndexError):
 
 
 class _Codes(dict[int, int]):
-    """The codes that a kernel may return: 0. A look-up, because a function in Python would take longer than some kernels."""
+    """Return codes of a kernel: 0; any other raises CallError. A dict, because a Python function takes longer than some kernels."""
 
     def __init__(self, name: str) -> None:
         super().__init__({0: 0})

@@ -56,10 +56,10 @@ OTHER_NAMES = {
 @dataclass(frozen=True)
 class SamplingParams:
     """How a request chooses among the tokens that its grammar allows. Names, semantics and defaults are those of vLLM, except that
-    it is greedy unless a field asks for sampling.
+    the default is greedy unless a field requires sampling.
 
     Applied in vLLM's order: logit_bias, bad_token_ids, min_new_tokens, repetition, frequency and presence penalty, temperature, min_p,
-    top_k, top_p; alike at every position of a round, so that drafts are verified against the same distribution.
+    top_k, top_p; in the same way at every position of a round, so that drafts are verified against the same distribution.
     """
 
     # 0: greedy, the most probable token; by default 1 with min_p, top_k, top_p or seed, otherwise 0. Never None once the object exists.
@@ -67,27 +67,27 @@ class SamplingParams:
     min_p: float = 0.0  # drop tokens less likely than this fraction of the most probable
     top_k: int = 0  # keep the k most probable; 0: all
     top_p: float = 1.0  # keep the most probable until their probabilities sum to this
-    seed: int | None = None  # the same seed gives the same tokens; None: a fresh one
+    seed: int | None = None  # the same seed gives the same tokens; None: a new seed per request
     stop_token_ids: tuple[int, ...] = ()
-    stop: str | Sequence[str] = ()  # texts that end the output and are not part of it; one text, or several
-    repetition_penalty: float = 1.0  # of tokens in the prompt or the output: positive logits are divided by it, others multiplied
+    stop: str | Sequence[str] = ()  # one or several texts that end the output and are not part of it
+    repetition_penalty: float = 1.0  # for tokens in the prompt or the output: divides positive logits, multiplies others
     presence_penalty: float = 0.0  # subtracted from the logits of tokens in the output
     frequency_penalty: float = 0.0  # subtracted once per occurrence
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # added to a token's logit
     bad_token_ids: tuple[int, ...] = ()  # never chosen
-    # Never completed in the output: sequences of token ids, or texts, each in the tokens that it has alone and after a blank. The engine
-    # needs EngineConfig.max_bad_words
+    # Sequences that never occur in the output: token ids, or texts, which are tokenized both alone and after a space. Requires
+    # EngineConfig.max_bad_words
     bad_words: Sequence[str | Sequence[int]] = ()
-    min_new_tokens: int = 0  # no stop token before; a grammar that allows nothing else still ends the text
-    ignore_eos: bool = False  # the vocabulary's stop ids may be chosen and do not stop; those of stop_token_ids do
+    min_new_tokens: int = 0  # no stop token before this many tokens, unless the grammar allows nothing else
+    ignore_eos: bool = False  # the vocabulary's stop ids may be chosen and do not end the output; stop_token_ids still do
     logprobs: bool = False  # report the log-probabilities of every emitted token
     # The engine's logits processors that the request uses, and their arguments: {name: numbers}
     logits_processors: Mapping[str, Sequence[float]] = field(default_factory=dict, hash=False)
-    # Of a greedy request, with EngineConfig.relaxed_acceptance: a draft is also accepted if it is among so many of the most probable legal
-    # tokens and at most `relaxed_delta` less probable than the most probable. The output then depends on the drafts. 0: exact
+    # For a greedy request, with EngineConfig.relaxed_acceptance: also accept a draft that is among this many most probable legal tokens
+    # and at most `relaxed_delta` less probable than the most probable one. The output then depends on the drafts. 0: exact
     relaxed_top_n: int = 0
     relaxed_delta: float = 0.0
-    top_logprobs: int = 0  # with logprobs, also so many of the most probable tokens at each position, up to EngineConfig.max_top_logprobs
+    top_logprobs: int = 0  # with logprobs: also report this many most probable tokens per position, up to EngineConfig.max_top_logprobs
 
     def __post_init__(self) -> None:
         check_fields(self, CHECKS)
@@ -111,7 +111,7 @@ class SamplingParams:
             raise ValueError(f"SamplingParams.top_logprobs: got {self.top_logprobs} with logprobs=False, expected logprobs=True, or 0")
 
     def _check_items(self, name: str, values: object, expected: str, check: Check) -> None:
-        """Check each of them, and have the field be a tuple."""
+        """Check each item, and store the field as a tuple."""
         if not isinstance(values, (tuple, list)):
             raise ValueError(f"SamplingParams.{name}: got {type(values).__name__}, expected {expected}")
         for index, value in enumerate(values):

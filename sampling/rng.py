@@ -1,7 +1,7 @@
 """Counter-based random numbers: a function of a request's seed, a position in its history, a purpose, and an index. No state.
 
-The same on every device, in any row, batch and replay. Different purposes never share a number: if the noise that chose a draft also
-chose its replacement, the result would be biased.
+The numbers are the same on every device, in any row, batch and replay. Different purposes never share a number: if the noise that chose
+a draft also chose its replacement, the result would be biased.
 """
 
 from __future__ import annotations

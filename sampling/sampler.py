@@ -1,4 +1,4 @@
-"""From masked logits to the distribution that a request asked for, and from a distribution to a token. Pure tensor functions.
+"""Masked logits to the distribution of a request, and a distribution to a token. Pure tensor functions.
 
 The order is vLLM's: temperature, min-p, top-k, top-p. One threshold on the weights decides which tokens are kept, so equal weights are
 kept or dropped together. Weights are computed with operations that every device rounds alike, and summed as integers: the result
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 UNIT_BITS = 40  # a weight of 1 is 2**40 units; 2**22 of them fit an int64
-LOWEST = -86.0  # below, a weight is 0; it would be 2e-38
+LOWEST = -86.0  # a weight with a smaller logarithm is 0; it would be less than 5e-38
 LOG2_E = math.log2(math.e)
 LN2_HEAD = 0.693359375  # nine bits: its product with any exponent is exact
 LN2_TAIL = math.log(2) - LN2_HEAD
@@ -51,31 +51,31 @@ class Weighed(NamedTuple):
 
 
 class Columns:
-    """The tokens that the last dimension of tensors [..., V] has: here all of a vocabulary. A subclass may have some of them."""
+    """The tokens of the last dimension of tensors [..., V]: here the whole vocabulary. A subclass may have a part of it."""
 
     def ids(self, values: Tensor) -> Tensor:
-        """[V] int64, the token of each column of [..., V]."""
+        """[V] int64: the token of each column of `values` [..., V]."""
         return torch.arange(values.shape[-1], device=values.device)
 
     def part(self, values: Tensor) -> Tensor:
-        """These columns of [..., all tokens]."""
+        """The values of these columns, of values [..., all tokens]."""
         return values
 
     def whole(self, values: Tensor) -> Tensor:
-        """[..., all tokens] of [..., these columns]."""
+        """Values [..., all tokens] from values [..., these columns]."""
         return values
 
     def local(self, tokens: Tensor) -> tuple[Tensor, Tensor | bool]:
-        """The columns of tokens, and which of them are among these columns; 0 for others."""
+        """The column of each token, and whether it is one of these columns; the column is 0 if not."""
         return tokens, True
 
     def best(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest of all tokens' values, and the lowest id that has it, [..., 1] each."""
+        """The largest value over all tokens, and the lowest id that has it, [..., 1] each."""
         best, token = values.max(-1, keepdim=True)
         return best, token
 
     def ranked(self, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The largest of all tokens' values and their ids, [..., count] each, of equal values the lower id first; then minus infinity."""
+        """The largest values over all tokens and their ids, [..., count] each; lower ids first among equals; padded with minus infinity."""
         padded = torch.nn.functional.pad(values, (0, max(0, count - values.shape[-1])), value=float("-inf"))
         ordered = padded.sort(stable=True, dim=-1, descending=True)
         return ordered.values[..., :count], ordered.indices[..., :count]
@@ -85,14 +85,14 @@ class Columns:
         return values.gather(-1, tokens)
 
     def total(self, amounts: Tensor) -> Tensor:
-        """Of sums over these columns, those over all tokens."""
+        """Sums over all tokens, from sums over these columns."""
         return amounts
 
     def logsumexp(self, values: Tensor) -> Tensor:
         return values.logsumexp(-1, keepdim=True)
 
     def least_kept(self, weighed: Weighed) -> Tensor:
-        """[B, ..., 1], the smallest weight that is kept."""
+        """[B, ..., 1]: the smallest weight that is kept."""
         weights, top_k, top_p = weighed.weights, weighed.top_k, weighed.top_p
         ordered, final = weights.sort(-1, descending=True).values, weights.shape[-1] - 1
         last = (top_k.to(torch.int64) - 1).clamp(0, final)
@@ -100,7 +100,7 @@ class Columns:
         least = torch.maximum(least, weighed.min_p)
         running = units(torch.where(ordered >= least, ordered, 0.0)).cumsum(-1)
         enough = top_p.to(torch.float64) * running[..., -1:].to(torch.float64)
-        short = (running.to(torch.float64) < enough).sum(-1, keepdim=True).clamp(max=final)  # tokens that do not yet reach the share
+        short = (running.to(torch.float64) < enough).sum(-1, keepdim=True).clamp(max=final)  # tokens before the one that reaches top_p
         return torch.where(top_p < 1, torch.maximum(least, ordered.gather(-1, short)), least)
 
 
@@ -110,7 +110,7 @@ ALL = Columns()
 def distribution(logits: Tensor, params: Tensor, columns: Columns = ALL) -> Tensor:
     """Probabilities [B, ..., V] float32 of masked logits [B, ..., V] under params [B, 4 or more], columns as in Param.
 
-    A row whose largest logit is not finite gives zeros: nothing can be drawn from it.
+    All zeros if the largest logit of the row is not finite: no token can be drawn then.
     """
     weighed = weigh(logits, params, columns)
     return share(weighed, torch.where(weighed.weights >= columns.least_kept(weighed), weighed.weights, 0.0), columns)
